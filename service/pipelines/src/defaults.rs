@@ -7,7 +7,7 @@ use serde::Deserialize;
 use crate::files::{damaged, read_json};
 use crate::{Medium, ModelError, Request, RequestError};
 
-/// Applies `moored.json` in a model's folder to the family's default request, which is for a picture or a film.
+/// Applies `moored.json` in a model's folder to the family's default request, of any medium.
 ///
 /// # Errors
 /// When the file cannot be read, or has values out of bounds.
@@ -26,6 +26,7 @@ pub(crate) fn folder_defaults(
         height: Option<u32>,
         frames: Option<u32>,
         frames_per_second: Option<f32>,
+        seconds: Option<f32>,
     }
     let path = folder.join("moored.json");
     let folder_defaults: FolderDefaults = if path.is_file() {
@@ -42,7 +43,10 @@ pub(crate) fn folder_defaults(
             video.frames_per_second = rate.unwrap_or(video.frames_per_second);
             Some((&mut video.width, &mut video.height))
         }
-        Medium::Audio(_) => None,
+        Medium::Audio(audio) => {
+            audio.seconds = folder_defaults.seconds.unwrap_or(audio.seconds);
+            None
+        }
     };
     if let Some((width, height)) = sides {
         *width = folder_defaults.width.unwrap_or(*width);

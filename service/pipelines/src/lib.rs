@@ -1,6 +1,7 @@
 //! GENERATES. Model families: detection and reading of their checkpoints, the stages of a request, and their
 //! mathematics. A family never loads or evicts, and does not know the client.
 
+pub mod ace_step;
 mod adapters;
 pub mod autoencoder_hunyuan;
 pub mod autoencoder_kl;
@@ -67,6 +68,7 @@ pub fn catalogue() -> Catalogue {
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
         Box::new(hunyuan::Hunyuan),
+        Box::new(ace_step::AceStep),
         Box::new(instant::Instant),
     ])
 }

@@ -55,6 +55,15 @@ impl Linear {
         })
     }
 
+    /// From a weight `[outputs, inputs]` and a bias `[outputs]`, without terms of adapters.
+    pub(crate) fn of(weight: Tensor, bias: Option<Tensor>) -> Linear {
+        Linear {
+            weight: Weight::Full(weight),
+            bias,
+            terms: Vec::new(),
+        }
+    }
+
     /// A convolution whose steps are as long as its filter, as a layer over patches: takes `{name}.weight`
     /// `[outputs, patch..]` and `{name}.bias` `[outputs]`. The weight is in full precision.
     ///

@@ -271,9 +271,16 @@ fn unreadable(error: ZipError) -> Problem {
     }
 }
 
+/// Name of a tensor that was saved on its own, without a dict.
+const ALONE: &str = "tensor";
+
 /// All tensors of the state dict.
 fn entries(pickle: &Pickle<'_>, archive: &mut Archive<'_>) -> Result<BTreeMap<String, TensorEntry>, Problem> {
     let mut entries = BTreeMap::new();
+    if let Value::Tensor(tensor) = pickle.value(pickle.outermost()) {
+        entries.insert(ALONE.to_owned(), entry(pickle, archive, ALONE, tensor)?);
+        return Ok(entries);
+    }
     for (key, value) in state_dict(pickle)? {
         let Value::Tensor(tensor) = pickle.value(value) else {
             continue; // an epoch, a version, a configuration

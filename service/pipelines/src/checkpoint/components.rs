@@ -219,6 +219,40 @@ pub(crate) fn component_of_checkpoint(
     ))
 }
 
+/// A component of a checkpoint that has others too, with these tensors of it. `config` is its configuration, if there is one.
+///
+/// # Errors
+/// Those of every component.
+pub(crate) fn component_of_specs(
+    place: &Path,
+    checkpoint: &Checkpoint,
+    specs: &[TensorSpec],
+    wanted: Requested,
+    config: Option<&Path>,
+) -> Result<ComponentFiles, ModelError> {
+    let sources = sources(checkpoint, specs, wanted)?;
+    let config = config.map(Path::to_owned);
+    Ok(component_files(
+        place.to_owned(),
+        sources,
+        checkpoint.files.clone(),
+        config,
+    ))
+}
+
+impl ComponentFiles {
+    /// The same with further tensors, of other files.
+    pub(crate) fn with(mut self, further: ComponentFiles) -> ComponentFiles {
+        match (&mut self.plan, further.plan) {
+            (LoadPlan::Files(sources), LoadPlan::Files(further)) => sources.extend(further),
+            (LoadPlan::Files(_) | LoadPlan::Synthetic(_), _) => {}
+        }
+        self.files.extend(further.files);
+        self.files.sort();
+        self
+    }
+}
+
 /// A component with exactly these tensors, in a folder or a file: any other tensor that is not a part of one of them
 /// is an error, naming `what` it is not part of.
 ///

@@ -12,10 +12,10 @@ mod stored;
 pub(crate) use component_set::ComponentSet;
 pub(crate) use components::{
     ComponentFiles, Requested, Shapes, component_of_checkpoint, component_of_file, component_of_folder,
-    exact_component, open, whole,
+    component_of_specs, exact_component, open, whole,
 };
 pub(crate) use recognise::{Marks, Naming, Recognised};
 pub(crate) use role::{QuantizeRole, RoleOf};
-pub(crate) use single_file::{companion, folders_in, named_base, only_base};
+pub(crate) use single_file::{companion, folders_in, is_single_file, named_base, only_base};
 pub(crate) use spec::{Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};

@@ -19,7 +19,7 @@ use crate::family::StageError;
 use crate::linear::largest_scratch;
 
 /// Maximum tokens of a prompt: attention is quadratic.
-const MAX_TOKENS: usize = 4096;
+pub(super) const MAX_TOKENS: usize = 4096;
 
 /// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;
@@ -284,6 +284,19 @@ impl ResidentDecoder<'_> {
             component: component.to_owned(),
             tensors,
         })
+    }
+
+    /// Name of the component.
+    pub(super) fn component(&self) -> &str {
+        &self.component
+    }
+
+    /// The error for a tensor that the component lacks.
+    pub(super) fn missing(&self, missing: MissingTensor) -> StageError {
+        StageError::Missing {
+            component: self.component.clone(),
+            missing,
+        }
     }
 
     /// Whether any of its weights is quantized.

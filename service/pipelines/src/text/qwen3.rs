@@ -11,7 +11,8 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::candle;
-use super::decoder::{Decoder, ResidentDecoder, Rope};
+use super::decoder::{Decoder, ResidentDecoder, Rope, prefix_of};
+use super::encoding::{check_finite, check_ids};
 use crate::family::StageError;
 
 pub(crate) use super::decoder::role;
@@ -79,6 +80,20 @@ impl Qwen3Config {
         }
     }
 
+    /// Qwen3-Embedding-0.6B with so many rows of its table, whose single files have no configuration.
+    pub fn qwen3_embedding_0_6b(vocab_size: usize) -> Qwen3Config {
+        Qwen3Config {
+            vocab_size,
+            hidden_size: 1024,
+            intermediate_size: 3072,
+            num_hidden_layers: 28,
+            num_attention_heads: 16,
+            num_key_value_heads: 8,
+            rope: Rope::of(1_000_000.0),
+            ..Qwen3Config::default()
+        }
+    }
+
     /// Its sizes.
     fn decoder(&self) -> Decoder {
         Decoder {
@@ -113,6 +128,13 @@ impl Qwen3Config {
         self.decoder().tensor_shapes(depth, has)
     }
 
+    /// [`Qwen3Config::tensor_shapes`] of all layers, and of the norm behind them.
+    pub fn tensor_shapes_with_norm(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
+        let mut shapes = self.tensor_shapes(self.num_hidden_layers, has);
+        shapes.push((last_norm(has), vec![self.hidden_size]));
+        shapes
+    }
+
     /// Predicted peak of activations of encoding `tokens`, by a quantized or a full-precision component.
     pub fn scratch(&self, tokens: usize, is_quantized: bool, dtype: DType) -> Bytes {
         match is_quantized {
@@ -125,6 +147,11 @@ impl Qwen3Config {
     pub fn planned(&self, tokens: usize, is_quantized: bool, dtype: DType) -> Option<Planned> {
         is_quantized.then(|| self.decoder().planned(tokens, dtype))
     }
+}
+
+/// Name of the norm behind the layers.
+fn last_norm(has: &dyn Fn(&str) -> bool) -> String {
+    format!("{}norm.weight", prefix_of(has))
 }
 
 /// The first layers of a decoder, over resident tensors.
@@ -170,6 +197,40 @@ impl Qwen3Encoder<'_> {
             true => self.by_our_layers(ids, cancelled),
             false => Ok(candle::encode(decoder, *depth, tensors, ids)?),
         })
+    }
+
+    /// [`Qwen3Encoder::forward`] of all layers, with the norm behind them: transformers' `last_hidden_state`.
+    ///
+    /// # Errors
+    /// Those of [`Qwen3Encoder::forward`]; [`StageError::Missing`] where the component has no such norm.
+    pub fn last_hidden_state(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
+        let sum = self.forward(ids, cancelled)?;
+        let name = last_norm(&|name| self.0.tensors.contains(name));
+        let weight = self.0.tensors.shaped(&name, &[self.0.decoder.hidden_size]);
+        let weight = weight.map_err(|missing| self.0.missing(missing))?;
+        let norm = ops::Norm::Rms {
+            weight: Some(&weight),
+            eps: self.0.decoder.rms_norm_eps,
+        };
+        let states = Tensor::zeros(sum.shape(), sum.dtype(), sum.device())?;
+        ops::norm_modulate(&sum, norm, None, &states)?;
+        Ok(states)
+    }
+
+    /// The rows of the token embedding, `[tokens, hidden_size]` in the dtype of the weights.
+    ///
+    /// # Errors
+    /// [`StageError::NotFinite`]; [`StageError::BadInput`] for ids out of range, or too many.
+    pub fn embedded(&self, ids: &[u32]) -> Result<Tensor, StageError> {
+        check_ids(ids, self.0.decoder.vocab_size, super::decoder::MAX_TOKENS)?;
+        let prefix = prefix_of(&|name| self.0.tensors.contains(name));
+        let table = self.0.tensors.get(&format!("{prefix}embed_tokens.weight"));
+        let table = table.map_err(|missing| self.0.missing(missing))?;
+        let shape = (ids.len(), self.0.decoder.hidden_size);
+        let rows = Tensor::zeros(shape, table.dtype(), table.device())?;
+        ops::embed(&table, &Tensor::new(ids, table.device())?, &rows)?;
+        check_finite(&rows, self.0.component())?;
+        Ok(rows)
     }
 
     /// [`Qwen3Encoder::forward`] by our own layers, for any weight format.

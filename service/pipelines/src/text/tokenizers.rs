@@ -64,6 +64,7 @@ impl ClipTokenizer {
             vocabulary,
             merges,
             added: baked,
+            template: _,
         } = BpeFiles::open(folder)?;
         let unknown = tokenizer_config.token("unk_token", "<|endoftext|>");
         let start = tokenizer_config.token("bos_token", "<|startoftext|>");
@@ -199,10 +200,12 @@ impl T5Tokenizer {
 /// Regular expression of words in Qwen.
 const QWEN_WORD: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Qwen's tokenizer, for a user's turn of a chat.
+/// Qwen's tokenizer, for a user's turn of a chat, and for a text as it is.
 #[derive(Clone, Debug)]
 pub struct QwenTokenizer {
     tokenizer: Tokenizer,
+    /// Ids that the folder's `tokenizer.json` puts behind a text (Qwen3-Embedding).
+    behind: Vec<u32>,
 }
 
 static OPEN_QWEN: Shared<QwenTokenizer> = Shared::new();
@@ -223,6 +226,7 @@ impl QwenTokenizer {
     pub fn open(folder: &Path) -> Result<QwenTokenizer, ModelError> {
         let tokenizer_config = TokenizerConfig::open(folder)?;
         let pairs = BpeFiles::open(folder)?;
+        let marks = marks_behind(&pairs.template);
         let end = tokenizer_config.token("eos_token", "<|im_end|>");
         let pad = tokenizer_config.token("pad_token", "<|endoftext|>");
         let added = tokenizer_config.added_tokens(pairs.added, &pairs.vocabulary, &[&end, &pad]);
@@ -255,7 +259,24 @@ impl QwenTokenizer {
         for mark in ["<|im_start|>", "<|im_end|>"] {
             id_of(&pairs.words_file, &tokenizer, mark)?;
         }
-        Ok(QwenTokenizer { tokenizer })
+        let behind = marks
+            .iter()
+            .map(|mark| id_of(&pairs.words_file, &tokenizer, mark));
+        Ok(QwenTokenizer {
+            behind: behind.collect::<Result<_, _>>()?,
+            tokenizer,
+        })
+    }
+
+    /// The ids of a text, and those that the folder's template puts behind it; at most `most` with them. No padding.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub fn encode_text(&self, text: &str, most: usize) -> Result<Vec<u32>, TokenizeError> {
+        let mut ids = words(&self.tokenizer, text)?;
+        ids.truncate(most.saturating_sub(self.behind.len()));
+        ids.extend(&self.behind);
+        Ok(ids)
     }
 
     /// The ids of a chat in which the user's turn is the prompt and the assistant's turn begins: Qwen3's chat
@@ -279,6 +300,8 @@ struct BpeFiles {
     merges: Value,
     /// `added_tokens` of a `tokenizer.json`.
     added: Value,
+    /// `post_processor` of a `tokenizer.json`.
+    template: Value,
 }
 
 impl BpeFiles {
@@ -290,6 +313,7 @@ impl BpeFiles {
                 vocabulary: take(&mut file, "/model/vocab"),
                 merges: take(&mut file, "/model/merges"),
                 added: take(&mut file, "/added_tokens"),
+                template: take(&mut file, "/post_processor"),
                 words_file: whole.clone(),
                 merges_file: whole,
             });
@@ -304,10 +328,24 @@ impl BpeFiles {
             vocabulary: json!(ids),
             merges: read_merges(&merges_file)?,
             added: Value::Null,
+            template: Value::Null,
             words_file,
             merges_file,
         })
     }
+}
+
+/// The tokens that a post-processor puts behind a single text.
+fn marks_behind(template: &Value) -> Vec<String> {
+    let parts = template["processors"].as_array();
+    let within = parts.into_iter().flatten().flat_map(marks_behind);
+    let single = template["single"].as_array();
+    let behind = single
+        .into_iter()
+        .flatten()
+        .skip_while(|part| part["Sequence"].is_null());
+    let marks = behind.filter_map(|part| part["SpecialToken"]["id"].as_str().map(str::to_owned));
+    within.chain(marks).collect()
 }
 
 /// The ids of a text without special tokens.

@@ -1,0 +1,224 @@
+//! Detection of ACE-Step checkpoints, by files and headers alone. Three layouts are supported.
+//!
+//! - A **folder in diffusers' layout** has `model_index.json`, and each component in a folder of its own.
+//! - The **authors' folder** of a model (`acestep-v15-turbo`) has `config.json`, `model.safetensors` or its shards, and
+//!   `silence_latent.pt`. Beside it, or in it, are `vae` and `Qwen3-Embedding-0.6B`. The folder around them can be opened too,
+//!   if it has one model.
+//! - A **single file**, as for ComfyUI (`acestep_v1.5_turbo.safetensors`), has the same tensors. Its companions are searched
+//!   beside it, in the folder that `X.moored.json` names as `base`, and where ComfyUI keeps such files: `vae` or
+//!   `ace_1.5_vae*`, `Qwen3-Embedding-0.6B`, of which the tokenizer suffices with `qwen_0.6b_ace15*`, and
+//!   `silence_latent.pt` or `.safetensors`, which no file for ComfyUI has.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::ModelError;
+use crate::checkpoint::{Checkpoint, companion, folders_in, is_single_file, open};
+use crate::files::{pipeline_class, read_json, unsupported};
+
+/// The supported pipeline class.
+pub(super) const PIPELINES: [&str; 1] = ["AceStepPipeline"];
+
+/// The folders of such a pipeline. Its scheduler is not read: the pipeline computes the times of steps itself.
+pub(super) const FOLDERS: [&str; 7] = [
+    "audio_token_detokenizer",
+    "audio_tokenizer",
+    "condition_encoder",
+    "text_encoder",
+    "tokenizer",
+    "transformer",
+    "vae",
+];
+
+/// The folder of the authors' text encoder and tokenizer.
+const QWEN: &str = "Qwen3-Embedding-0.6B";
+/// Stem and extensions of the latents of silence.
+const SILENCE_FILES: [&str; 2] = ["silence_latent.pt", "silence_latent.safetensors"];
+/// Tensors that the authors' model has, and no other.
+const MARKS: [&str; 3] = [
+    "encoder.lyric_encoder.",
+    "decoder.condition_embedder.",
+    "null_condition_emb",
+];
+/// Prefixes of all tensors of a single file.
+const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
+
+/// Where the parts of a checkpoint are.
+pub(super) enum Places {
+    /// A folder in diffusers' layout.
+    Diffusers(PathBuf),
+    Authors(Box<AuthorsPlaces>),
+}
+
+/// Where the parts of a checkpoint with the authors' tensors are.
+pub(super) struct AuthorsPlaces {
+    /// The folder or the file of the model.
+    pub(super) place: PathBuf,
+    pub(super) checkpoint: Checkpoint,
+    /// The model's configuration, where it is a folder.
+    pub(super) config: Option<PathBuf>,
+    pub(super) silence: PathBuf,
+    /// A folder in diffusers' layout, or a file.
+    pub(super) vae: PathBuf,
+    /// A folder of transformers, or a file.
+    pub(super) text_encoder: PathBuf,
+    pub(super) tokenizer: PathBuf,
+    /// The folder of `moored.json`.
+    pub(super) folder: PathBuf,
+}
+
+impl Places {
+    /// The places of what a path holds; `None` if it is of another family.
+    ///
+    /// # Errors
+    /// When it is of this family, and parts are missing.
+    pub(super) fn of(path: &Path) -> Result<Option<Places>, ModelError> {
+        if pipeline_class(path)?.is_some_and(|class| PIPELINES.contains(&class.as_str())) {
+            return Ok(Some(Places::Diffusers(path.to_owned())));
+        }
+        let found = match path.is_dir() {
+            true => of_folder(path)?,
+            false => of_file(path)?,
+        };
+        Ok(found.map(|places| Places::Authors(Box::new(places))))
+    }
+}
+
+/// Whether a folder has the authors' configuration of a model.
+fn is_model(folder: &Path) -> bool {
+    #[derive(Deserialize)]
+    struct Class {
+        #[serde(default)]
+        model_type: String,
+        #[serde(default)]
+        architectures: Vec<String>,
+    }
+    let path = folder.join("config.json");
+    let is_ours = |class: Class| {
+        let named = |name: &str| name.to_lowercase().replace(['-', '_'], "").starts_with("acestep");
+        named(&class.model_type) || class.architectures.iter().any(|name| named(name))
+    };
+    path.is_file() && Checkpoint::is_in(folder) && read_json::<Class>(&path).is_ok_and(is_ours)
+}
+
+fn of_folder(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
+    let is_root = path.join(QWEN).is_dir() && !is_model(path);
+    let folder = match (is_model(path), is_root) {
+        (true, _) => path.to_owned(),
+        (false, false) => return Ok(None),
+        (false, true) => {
+            let models: Vec<PathBuf> = folders_in(path)?.into_iter().filter(|f| is_model(f)).collect();
+            match models.as_slice() {
+                [] => return Ok(None),
+                [one] => one.clone(),
+                several => {
+                    let named: Vec<String> = several.iter().map(|f| f.display().to_string()).collect();
+                    let problem = format!(
+                        "it has {} models: open one of {}",
+                        several.len(),
+                        named.join(", ")
+                    );
+                    return Err(unsupported(path, problem));
+                }
+            }
+        }
+    };
+    let checkpoint = Checkpoint::of_folder(&folder)?;
+    let around = folder.parent().map(Path::to_owned);
+    let places: Vec<PathBuf> = std::iter::once(folder.clone()).chain(around).collect();
+    let config = Some(folder.join("config.json"));
+    parts(&folder, checkpoint, config, &places, folder.clone()).map(Some)
+}
+
+fn of_file(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
+    #[derive(Default, Deserialize)]
+    #[serde(default)]
+    struct Sidecar {
+        base: Option<PathBuf>,
+    }
+    if !is_single_file(path) {
+        return Ok(None);
+    }
+    let file = open(path)?;
+    let marked = |prefix: &&str| {
+        MARKS.iter().all(|mark| {
+            let mark = format!("{prefix}{mark}");
+            file.tensors().any(|(name, _)| name.starts_with(&mark))
+        })
+    };
+    let Some(prefix) = PREFIXES.into_iter().find(marked) else {
+        return Ok(None);
+    };
+    let checkpoint = Checkpoint::of_file(&file, |name| name.strip_prefix(prefix).map(str::to_owned))?;
+    let folder = path.parent().unwrap_or(Path::new(".")).to_owned();
+    let sidecar = path.with_extension("moored.json");
+    let written: Sidecar = match sidecar.is_file() {
+        true => read_json(&sidecar)?,
+        false => Sidecar::default(),
+    };
+    let around = folder.parent().map(Path::to_owned);
+    let base = written.base.map(|base| folder.join(base));
+    let places: Vec<PathBuf> = base.into_iter().chain([folder.clone()]).chain(around).collect();
+    parts(path, checkpoint, None, &places, folder).map(Some)
+}
+
+/// The parts beside a model, in these folders, the first first.
+fn parts(
+    place: &Path,
+    checkpoint: Checkpoint,
+    config: Option<PathBuf>,
+    folders: &[PathBuf],
+    folder: PathBuf,
+) -> Result<AuthorsPlaces, ModelError> {
+    let missing = |what: &str| {
+        let searched: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
+        let problem = format!(
+            "{what} is missing: it was searched for in {}",
+            searched.join(", ")
+        );
+        unsupported(place, problem)
+    };
+    let in_folders = |name: &str, is_it: &dyn Fn(&Path) -> bool| {
+        folders.iter().map(|f| f.join(name)).find(|path| is_it(path))
+    };
+    let alone = |comfy: &str, stem: &str| {
+        let mut found = folders
+            .iter()
+            .filter_map(|folder| companion(place, folder, comfy, stem));
+        found.next()
+    };
+    let silence = SILENCE_FILES
+        .iter()
+        .find_map(|name| in_folders(name, &|path| path.is_file()))
+        .ok_or_else(|| {
+            missing(
+                "silence_latent.pt (latents of silence, without which tracks drone; it is in the authors' \
+                 repositories, ACE-Step/Ace-Step1.5 and others, in the folder of each model)",
+            )
+        })?;
+    let qwen = [QWEN, "text_encoder"];
+    let qwen = qwen.iter().find_map(|name| in_folders(name, &Checkpoint::is_in));
+    let tokenizers = [QWEN, "tokenizer"];
+    let is_tokenizer =
+        |path: &Path| path.join("tokenizer.json").is_file() || path.join("vocab.json").is_file();
+    Ok(AuthorsPlaces {
+        silence,
+        vae: in_folders("vae", &Checkpoint::is_in)
+            .or_else(|| alone("vae", "ace_1.5_vae"))
+            .ok_or_else(|| missing("the autoencoder (vae, or ace_1.5_vae.safetensors)"))?,
+        text_encoder: qwen
+            .or_else(|| alone("text_encoders", "qwen_0.6b_ace15"))
+            .ok_or_else(|| {
+                missing("the text encoder (Qwen3-Embedding-0.6B, or qwen_0.6b_ace15.safetensors)")
+            })?,
+        tokenizer: tokenizers
+            .iter()
+            .find_map(|name| in_folders(name, &is_tokenizer))
+            .ok_or_else(|| missing("the tokenizer (Qwen3-Embedding-0.6B/tokenizer.json)"))?,
+        place: place.to_owned(),
+        checkpoint,
+        config,
+        folder,
+    })
+}

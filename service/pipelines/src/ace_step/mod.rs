@@ -1,0 +1,34 @@
+//! ACE-Step 1.5: music from text and lyrics.
+//!
+//! References are diffusers' `AceStepPipeline` with its models; tensors have diffusers' names. The autoencoder is Oobleck, the
+//! text encoder Qwen3-Embedding.
+
+mod authors;
+mod blocks;
+mod buffers;
+mod checkpoint;
+mod condition;
+mod config;
+mod guidance;
+mod layers;
+mod layout;
+mod model;
+mod open;
+mod plan;
+mod planned;
+mod prompts;
+mod quantize_rule;
+mod sampling;
+mod sound;
+mod stages;
+mod tasks;
+mod tokens;
+mod transformer;
+
+pub use condition::ConditionEncoder;
+pub use config::{ConditionConfig, LayerConfig, TokenConfig, TransformerConfig};
+pub use guidance::Guidance;
+pub use model::{AceStep, AceStepModel};
+pub use sampling::sigmas;
+pub use tokens::{AudioDetokenizer, AudioTokenizer, Tokens};
+pub use transformer::{Conditioning, StepBuffers, Times, Transformer, denoise_scratch};

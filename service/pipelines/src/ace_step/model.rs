@@ -1,0 +1,212 @@
+//! An open ACE-Step checkpoint: its answers to a planner.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use gpu::LoadPlan;
+use residency::Component;
+
+use super::checkpoint::{FOLDERS, PIPELINES};
+use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
+use super::open::LARGE;
+use super::plan::LATENT;
+use super::stages::Stage;
+use super::tasks::{self, Abilities};
+use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent};
+use crate::autoencoder_oobleck::OobleckConfig;
+use crate::checkpoint::ComponentSet;
+use crate::family::smaller_lengths;
+use crate::plan::only_value;
+use crate::text::qwen3::Qwen3Config;
+use crate::text::tokenizers::QwenTokenizer;
+use crate::{
+    Audio, Family, Formats, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError,
+    StageError, StagePlan, StageRun, ValueShape, Values,
+};
+
+/// Names of the components.
+pub(super) const TRANSFORMER: &str = "transformer";
+pub(super) const CONDITION_ENCODER: &str = "condition_encoder";
+pub(super) const TEXT_ENCODER: &str = "text_encoder";
+pub(super) const VAE: &str = "vae";
+pub(super) const TOKENIZER: &str = "audio_tokenizer";
+pub(super) const DETOKENIZER: &str = "audio_token_detokenizer";
+
+/// Display name of the family.
+pub(super) const NAME: &str = "ACE-Step";
+
+/// The ACE-Step family.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AceStep;
+
+impl Family for AceStep {
+    fn name(&self) -> &'static str {
+        "ace-step"
+    }
+
+    fn pipelines(&self) -> &'static [&'static str] {
+        &PIPELINES
+    }
+
+    fn folders(&self, _class: &str) -> &'static [&'static str] {
+        &FOLDERS
+    }
+
+    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        Ok(AceStepModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
+    }
+}
+
+/// The tokenizer of latents and its inverse.
+#[derive(Clone, Debug)]
+pub(super) struct TokenConfigs {
+    pub(super) tokenizer: TokenConfig,
+    pub(super) detokenizer: TokenConfig,
+}
+
+/// An ACE-Step checkpoint.
+#[derive(Clone, Debug)]
+pub struct AceStepModel {
+    pub(super) precision: Precision,
+    pub(super) transformer: TransformerConfig,
+    pub(super) condition: ConditionConfig,
+    pub(super) text: Qwen3Config,
+    pub(super) vae: OobleckConfig,
+    /// `None` for a checkpoint without them, which makes no covers.
+    pub(super) tokens: Option<TokenConfigs>,
+    pub(super) tokenizer: Arc<QwenTokenizer>,
+    /// Shift of the times of steps.
+    pub(super) shift: f32,
+    /// The default request.
+    pub(super) defaults: Request,
+    pub(super) components: ComponentSet,
+    pub(super) adapters: AdapterSet,
+}
+
+impl AceStepModel {
+    /// The same model with these adapters.
+    ///
+    /// # Errors
+    /// [`ModelError::Adapter`] for the first that cannot be attached.
+    pub fn adapted(&self, files: &[AdapterFile]) -> Result<AceStepModel, ModelError> {
+        let targets = [TargetComponent::denoiser(
+            TRANSFORMER,
+            &self.transformer.adapted(),
+        )];
+        let mut adapted = self.clone();
+        adapted.adapters = AdapterSet::open(files, NAME, &targets, &mut adapted.components)?;
+        Ok(adapted)
+    }
+
+    /// What it can do.
+    pub(super) fn able(&self) -> Abilities {
+        Abilities {
+            is_turbo: self.transformer.is_turbo(),
+            has_tokens: self.tokens.is_some(),
+            rate: self.vae.sampling_rate,
+        }
+    }
+
+    /// Latent frames per second.
+    pub(super) fn frames_per_second(&self) -> f64 {
+        f64::from(self.vae.sampling_rate) / self.vae.hop() as f64
+    }
+}
+
+impl Model for AceStepModel {
+    fn family(&self) -> &'static str {
+        "ace-step"
+    }
+
+    fn defaults(&self) -> Request {
+        self.defaults.clone()
+    }
+
+    fn components(&self) -> &[Component] {
+        self.components.all()
+    }
+
+    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
+        self.components.load_plan(component_name)
+    }
+
+    fn large_components(&self) -> &[&str] {
+        &LARGE
+    }
+
+    fn formats(&self) -> &Formats {
+        self.components.formats()
+    }
+
+    fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
+        Ok(Arc::new(self.adapted(files)?))
+    }
+
+    fn adapters(&self) -> Vec<AdapterReport> {
+        self.adapters.reports()
+    }
+
+    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
+        self.components.files_of(component_name)
+    }
+
+    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        let mut problems = tasks::problems(request, self.able());
+        problems.extend(self.adapters.problems(&request.adapters));
+        match (&request.medium, problems.is_empty()) {
+            (Medium::Audio(audio), true) => self.stages(request, audio),
+            _ => Err(problems),
+        }
+    }
+
+    fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
+        let &[1, frames, channels] = only_value(values, LATENT)? else {
+            return None;
+        };
+        let seconds = frames as f64 / self.frames_per_second();
+        let audio = Audio {
+            seconds: seconds as f32,
+            ..Audio::default()
+        };
+        (channels == self.vae.decoder_input_channels && self.frames_of_seconds(&audio) == frames).then(|| {
+            Request {
+                medium: Medium::Audio(audio),
+                ..self.defaults()
+            }
+        })
+    }
+
+    fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
+        match &request.medium {
+            // What has a source is as long as that.
+            Medium::Audio(audio) if audio.init_audio.is_some() => Vec::new(),
+            _ => smaller_lengths(request),
+        }
+    }
+
+    fn smallest(&self) -> Request {
+        let audio = Audio {
+            seconds: 1.0,
+            ..Audio::default()
+        };
+        Request {
+            prompt: "the smallest track".to_owned(),
+            steps: 1,
+            medium: Medium::Audio(audio),
+            ..self.defaults()
+        }
+    }
+
+    fn planned(&self, stage: &str, request: &Request) -> Vec<ops::Planned> {
+        self.planned_of(stage, request)
+    }
+
+    fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
+        Stage {
+            model: self,
+            run: *stage,
+            observer,
+        }
+        .run()
+    }
+}

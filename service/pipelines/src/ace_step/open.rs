@@ -1,0 +1,321 @@
+//! Opens an ACE-Step checkpoint by its headers and configurations, and validates that its components match.
+
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::authors::parts_of_authors;
+use super::checkpoint::Places;
+use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
+use super::layout::SILENCE;
+use super::model::{
+    AceStepModel, CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, TokenConfigs, VAE,
+};
+use super::plan::is_supported;
+use super::prompts::MAX_TEXT_TOKENS;
+use super::quantize_rule::role_of;
+use super::tasks::{self, Abilities};
+use crate::adapters::AdapterSet;
+use crate::autoencoder_oobleck::OobleckConfig;
+use crate::checkpoint::{
+    Checkpoint, ComponentFiles, ComponentSet, Requested, component_of_checkpoint, component_of_folder,
+    exact_component, whole,
+};
+use crate::defaults::folder_defaults;
+use crate::files::{checked, damaged, read_json, unsupported};
+use crate::text::qwen3::Qwen3Config;
+use crate::text::tokenizers::QwenTokenizer;
+use crate::{Audio, Formats, Medium, ModelError, Precision, Request};
+
+/// Its components.
+const COMPONENTS: [&str; 6] = [
+    TRANSFORMER,
+    VAE,
+    TEXT_ENCODER,
+    CONDITION_ENCODER,
+    TOKENIZER,
+    DETOKENIZER,
+];
+
+/// Components that presets quantize: nearly all bytes.
+pub(super) const LARGE: [&str; 3] = [TRANSFORMER, CONDITION_ENCODER, TEXT_ENCODER];
+
+/// Name of the component in messages about unexpected tensors.
+const WHAT: &str = "an ACE-Step transformer";
+
+/// Shift of the times of steps, as in the reference.
+const SHIFT: f32 = 3.0;
+
+/// The default request: what the authors say.
+fn defaults(is_turbo: bool) -> Request {
+    let audio = Medium::Audio(Audio {
+        seconds: 60.0,
+        ..Audio::default()
+    });
+    match is_turbo {
+        true => Request::of(audio, 8, 1.0, MAX_TEXT_TOKENS),
+        false => Request::of(audio, 50, 7.0, MAX_TEXT_TOKENS),
+    }
+}
+
+/// What `moored.json` in a model's folder says beside the default request.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Written {
+    /// Shift of the times of steps.
+    shift: Option<f32>,
+}
+
+/// The components of a checkpoint, with their configurations.
+pub(super) struct Parts {
+    pub(super) transformer: (TransformerConfig, ComponentFiles),
+    pub(super) condition: (ConditionConfig, ComponentFiles),
+    pub(super) text: (Qwen3Config, ComponentFiles),
+    pub(super) vae: (OobleckConfig, ComponentFiles),
+    pub(super) tokens: Option<(TokenConfigs, [ComponentFiles; 2])>,
+}
+
+/// How components are asked for.
+pub(super) struct Wanted<'a> {
+    pub(super) precision: &'a Precision,
+    pub(super) formats: &'a Formats,
+}
+
+impl Wanted<'_> {
+    pub(super) fn of(&self, component: &'static str) -> Requested {
+        Requested {
+            component,
+            dtype: self.precision.dtype,
+            format: self.formats.of(component),
+            role_of: role_of(component),
+        }
+    }
+}
+
+impl AceStepModel {
+    /// Opens a checkpoint by headers and configurations; `None` if it is not ACE-Step.
+    ///
+    /// # Errors
+    /// When it is ACE-Step and damaged or not supported, or cannot be quantized as requested.
+    pub fn open(path: &Path, precision: &Precision) -> Result<Option<AceStepModel>, ModelError> {
+        let path = &match path.exists() {
+            true => std::fs::canonicalize(path).map_err(|e| damaged(path, e.to_string()))?,
+            false => path.to_owned(),
+        };
+        let Some(places) = Places::of(path)? else {
+            return Ok(None);
+        };
+        let formats = precision.quantization.formats(&LARGE);
+        if let Some((unknown, _)) = formats.iter().find(|(name, _)| !COMPONENTS.contains(name)) {
+            return Err(ModelError::no_such_component(unknown, &COMPONENTS));
+        }
+        if !is_supported(precision.dtype) {
+            return Err(unsupported(
+                path,
+                "ACE-Step overflows in f16, which gives silence or noise: bf16 and f32 are supported",
+            ));
+        }
+        let wanted = Wanted {
+            precision,
+            formats: &formats,
+        };
+        let (parts, tokenizer, base) = match &places {
+            Places::Diffusers(folder) => (
+                parts_of_folder(folder, &wanted)?,
+                folder.join("tokenizer"),
+                folder.clone(),
+            ),
+            Places::Authors(places) => (
+                parts_of_authors(places, &wanted)?,
+                places.tokenizer.clone(),
+                places.folder.clone(),
+            ),
+        };
+        let tokenizer = QwenTokenizer::shared(&tokenizer)?;
+        check_parts(path, &parts)?;
+        let Parts {
+            transformer,
+            condition,
+            text,
+            vae,
+            tokens,
+        } = parts;
+        let able = Abilities {
+            is_turbo: transformer.0.is_turbo(),
+            has_tokens: tokens.is_some(),
+            rate: vae.0.sampling_rate,
+        };
+        let mut files = vec![
+            (TRANSFORMER, transformer.1),
+            (VAE, vae.1),
+            (TEXT_ENCODER, text.1),
+            (CONDITION_ENCODER, condition.1),
+        ];
+        let tokens = tokens.map(|(configs, [tokenizer, detokenizer])| {
+            files.extend([(TOKENIZER, tokenizer), (DETOKENIZER, detokenizer)]);
+            configs
+        });
+        Ok(Some(AceStepModel {
+            precision: precision.clone(),
+            components: ComponentSet::new(files, precision.dtype, formats),
+            adapters: AdapterSet::default(),
+            defaults: folder_defaults(&base, defaults(able.is_turbo), |request| {
+                tasks::problems(request, able)
+            })?,
+            shift: shift_of(&base)?,
+            transformer: transformer.0,
+            condition: condition.0,
+            text: text.0,
+            vae: vae.0,
+            tokens,
+            tokenizer,
+        }))
+    }
+}
+
+/// The shift of a model: that of `moored.json` in its folder, or the reference's.
+fn shift_of(folder: &Path) -> Result<f32, ModelError> {
+    let path = folder.join("moored.json");
+    let written: Written = match path.is_file() {
+        true => read_json(&path)?,
+        false => Written::default(),
+    };
+    match written.shift.unwrap_or(SHIFT) {
+        shift if shift > 0.0 && shift.is_finite() => Ok(shift),
+        shift => Err(damaged(
+            &path,
+            format!("shift is {shift}; it must be more than 0"),
+        )),
+    }
+}
+
+/// The components of a folder in diffusers' layout.
+fn parts_of_folder(base: &Path, wanted: &Wanted<'_>) -> Result<Parts, ModelError> {
+    let config_of = |component: &str| base.join(component).join("config.json");
+    let transformer = checked(&config_of(TRANSFORMER), TransformerConfig::check)?;
+    let folder = base.join(TRANSFORMER);
+    let specs = whole(transformer.tensor_shapes());
+    let checkpoint = Checkpoint::of_folder(&folder)?;
+    let transformer_files = exact_component(&folder, checkpoint, &specs, wanted.of(TRANSFORMER), WHAT)?;
+
+    let condition = checked(&config_of(CONDITION_ENCODER), ConditionConfig::check)?;
+    let folder = base.join(CONDITION_ENCODER);
+    let checkpoint = Checkpoint::of_folder(&folder)?;
+    let silence = (SILENCE.to_owned(), checkpoint.tensor(SILENCE)?.shape);
+    check_silence(&folder, &silence.1, &condition)?;
+    let shapes = |_: &dyn Fn(&str) -> bool| [condition.tensor_shapes(), vec![silence]].concat();
+    let condition_files = component_of_checkpoint(&folder, checkpoint, wanted.of(CONDITION_ENCODER), shapes)?;
+
+    let text = checked(&config_of(TEXT_ENCODER), Qwen3Config::check)?;
+    let text_files = component_of_folder(&base.join(TEXT_ENCODER), wanted.of(TEXT_ENCODER), |has| {
+        text.tensor_shapes_with_norm(has)
+    })?;
+    let vae = checked(&config_of(VAE), OobleckConfig::check)?;
+    let vae_files = component_of_folder(&base.join(VAE), wanted.of(VAE), |_| vae.tensor_shapes())?;
+
+    let has_tokens = [TOKENIZER, DETOKENIZER]
+        .iter()
+        .all(|name| base.join(name).is_dir());
+    let tokens = || -> Result<_, ModelError> {
+        let configs = TokenConfigs {
+            tokenizer: checked(&config_of(TOKENIZER), TokenConfig::check)?,
+            detokenizer: checked(&config_of(DETOKENIZER), TokenConfig::check_detokenizer)?,
+        };
+        let tokenizer = component_of_folder(&base.join(TOKENIZER), wanted.of(TOKENIZER), |_| {
+            configs.tokenizer.tokenizer_shapes()
+        })?;
+        let detokenizer = component_of_folder(&base.join(DETOKENIZER), wanted.of(DETOKENIZER), |_| {
+            configs.detokenizer.detokenizer_shapes()
+        })?;
+        Ok((configs, [tokenizer, detokenizer]))
+    };
+    Ok(Parts {
+        transformer: (transformer, transformer_files),
+        condition: (condition, condition_files),
+        text: (text, text_files),
+        vae: (vae, vae_files),
+        tokens: has_tokens.then(tokens).transpose()?,
+    })
+}
+
+/// Checks the shape of the latents of silence: `[1, frames, channels]`, or the authors' `[1, channels, frames]`.
+pub(super) fn check_silence(
+    place: &Path,
+    shape: &[usize],
+    config: &ConditionConfig,
+) -> Result<(), ModelError> {
+    let channels = config.timbre_hidden_dim;
+    match *shape {
+        [1, frames, last] if last == channels && (1..=1 << 24).contains(&frames) => Ok(()),
+        [1, first, frames] if first == channels && (1..=1 << 24).contains(&frames) => Ok(()),
+        _ => Err(damaged(
+            place,
+            format!("{SILENCE} is {shape:?}; frames of {channels} channels are expected"),
+        )),
+    }
+}
+
+/// Checks that the components of one pipeline match.
+fn check_parts(place: &Path, parts: &Parts) -> Result<(), ModelError> {
+    let (transformer, condition) = (&parts.transformer.0, &parts.condition.0);
+    let (text, vae) = (&parts.text.0, &parts.vae.0);
+    let acoustic = transformer.audio_acoustic_hidden_dim;
+    let mut pairs = vec![
+        ("the VAE's latent channels", vae.decoder_input_channels, acoustic),
+        (
+            "the VAE's channels of moments",
+            vae.encoder_hidden_size,
+            2 * acoustic,
+        ),
+        (
+            "the channels of the timbre",
+            condition.timbre_hidden_dim,
+            acoustic,
+        ),
+        (
+            "the condition encoder's width",
+            condition.layer.hidden_size,
+            transformer.condition_width(),
+        ),
+        (
+            "the text encoder's width",
+            text.hidden_size,
+            condition.text_hidden_dim,
+        ),
+    ];
+    if let Some((tokens, _)) = &parts.tokens {
+        let TokenConfigs {
+            tokenizer,
+            detokenizer,
+        } = tokens;
+        pairs.extend([
+            (
+                "the audio tokenizer's channels",
+                tokenizer.audio_acoustic_hidden_dim,
+                acoustic,
+            ),
+            (
+                "the audio detokenizer's channels",
+                detokenizer.audio_acoustic_hidden_dim,
+                acoustic,
+            ),
+            (
+                "the audio detokenizer's width",
+                detokenizer.layer.hidden_size,
+                tokenizer.layer.hidden_size,
+            ),
+            (
+                "the audio detokenizer's frames of a token",
+                detokenizer.pool_window_size,
+                tokenizer.pool_window_size,
+            ),
+        ]);
+    }
+    match pairs.into_iter().find(|(_, found, expected)| found != expected) {
+        Some((what, found, expected)) => Err(unsupported(
+            place,
+            format!("{what}: {found}, and {expected} is expected"),
+        )),
+        None => Ok(()),
+    }
+}

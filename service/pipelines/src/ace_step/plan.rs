@@ -1,0 +1,410 @@
+//! The stages of a request: what each takes, gives and needs.
+//!
+//! | stage | components | gives |
+//! |---|---|---|
+//! | `encode_text` | `text_encoder` | states of the caption, embedded lyrics |
+//! | `encode_source` | `vae` | moments of the source, where a task has one |
+//! | `encode_reference` | `vae` | moments of the track whose timbre is taken |
+//! | `encode_condition` | `condition_encoder` | what the transformer attends to, and silence |
+//! | `quantize_source` | `audio_tokenizer`, `audio_token_detokenizer` | of a cover: the source as its tokens say it |
+//! | `denoise` | `transformer` | the latent |
+//! | `decode` | `vae` | the track, piece by piece |
+
+use candle_core::DType;
+use residency::Bytes;
+
+use super::condition::ConditionEncoder;
+use super::model::{AceStepModel, CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE};
+use super::prompts::{MAX_LYRIC_TOKENS, caption, lyrics, seconds_of};
+use super::sound::{samples_at, samples_of_timbre};
+use super::tasks::{first_step_of, starts_from_source};
+use super::tokens::{AudioDetokenizer, AudioTokenizer};
+use super::transformer::{denoise_scratch, is_modulator};
+use crate::adapters::UsedAs;
+use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
+use crate::plan::names;
+use crate::sampling::Denoiser;
+use crate::text::tokenizers::TokenizeError;
+use crate::{Audio, AudioTask, Clip, Request, RequestError, Role, Rung, StagePlan, ValueShape};
+
+/// Names of the stages.
+pub(super) const ENCODE_TEXT: &str = "encode_text";
+pub(super) const ENCODE_SOURCE: &str = "encode_source";
+pub(super) const ENCODE_REFERENCE: &str = "encode_reference";
+pub(super) const ENCODE_CONDITION: &str = "encode_condition";
+pub(super) const QUANTIZE_SOURCE: &str = "quantize_source";
+pub(super) const DENOISE: &str = "denoise";
+pub(super) const DECODE: &str = "decode";
+
+/// Names of values. `[tokens, width]` of the text encoder:
+pub(super) const TEXT: &str = "text";
+pub(super) const LYRICS: &str = "lyrics";
+/// The caption of a new track, which a cover of less strength is mixed with.
+pub(super) const PLAIN_TEXT: &str = "plain_text";
+/// Mean and deviation, f32 `[2, frames, channels]`.
+pub(super) const SOURCE: &str = "source";
+pub(super) const REFERENCE: &str = "reference";
+/// `[tokens, width]` of the condition encoder.
+pub(super) const CONDITION: &str = "condition";
+pub(super) const PLAIN_CONDITION: &str = "plain_condition";
+pub(super) const NO_CONDITION: &str = "no_condition";
+/// `[frames, channels]`.
+pub(super) const SILENCE: &str = "silence";
+pub(super) const HINT: &str = "hint";
+/// f32 `[1, frames, channels]`.
+pub(super) const LATENT: &str = "latent";
+
+/// Prompts of similar length share their learned peaks.
+const MULTIPLE: usize = 32;
+
+/// The tokens of a request.
+pub(super) struct Prompt {
+    pub(super) text: Vec<u32>,
+    pub(super) lyrics: Vec<u32>,
+    /// Of a cover of less strength.
+    pub(super) plain_text: Option<Vec<u32>>,
+}
+
+impl Prompt {
+    fn memo(&self) -> String {
+        let mut hash = blake3::Hasher::new();
+        for ids in [Some(&self.text), Some(&self.lyrics), self.plain_text.as_ref()] {
+            let ids = ids.map_or(&[][..], Vec::as_slice);
+            hash.update(&(ids.len() as u64).to_le_bytes());
+            for id in ids {
+                hash.update(&id.to_le_bytes());
+            }
+        }
+        format!("ace-step:text:{}", hash.finalize().to_hex())
+    }
+
+    /// Tokens of a condition of a text.
+    fn attended(&self, text: &[u32]) -> usize {
+        self.lyrics.len() + 1 + text.len()
+    }
+}
+
+/// Memo of what is encoded of a clip.
+fn memo_of_clip(what: &str, clip: &Clip) -> String {
+    let mut hash = blake3::Hasher::new();
+    hash.update(format!("{:?}", clip.format).as_bytes());
+    hash.update(&clip.data);
+    format!("ace-step:{what}:{}", hash.finalize().to_hex())
+}
+
+impl AceStepModel {
+    /// Latent frames of a track of the seconds that are asked for.
+    pub(super) fn frames_of_seconds(&self, audio: &Audio) -> usize {
+        ((seconds_of(audio) * self.frames_per_second()).ceil() as usize).max(1)
+    }
+
+    /// Latent frames of a clip, in whole ones.
+    pub(super) fn frames_of_clip(&self, clip: &Clip) -> usize {
+        let hop = self.vae.hop().max(1);
+        let samples = samples_at(clip, self.vae.sampling_rate).next_multiple_of(hop);
+        self.vae.frames(samples)
+    }
+
+    /// Latent frames of a request's result: those of its source, if it has one.
+    pub(super) fn frames(&self, audio: &Audio) -> usize {
+        match &audio.init_audio {
+            Some(clip) => self.frames_of_clip(clip),
+            None => self.frames_of_seconds(audio),
+        }
+    }
+
+    /// Latent frames that a timbre is taken of.
+    pub(super) fn frames_of_timbre(&self) -> usize {
+        self.vae.frames(samples_of_timbre(self.vae.sampling_rate))
+    }
+
+    /// Whether a request is guided, by a condition and by none.
+    pub(super) fn is_guided(&self, request: &Request) -> bool {
+        !self.transformer.is_turbo() && request.guidance > 1.0
+    }
+
+    /// The tokens of a request.
+    pub(super) fn prompt(&self, request: &Request, audio: &Audio) -> Result<Prompt, TokenizeError> {
+        let seconds = match &audio.init_audio {
+            Some(clip) => {
+                samples_at(clip, self.vae.sampling_rate) as f64 / f64::from(self.vae.sampling_rate.max(1))
+            }
+            None => seconds_of(audio),
+        };
+        let most = request.max_sequence_length as usize;
+        let text = |task: &AudioTask| {
+            let text = caption(&request.prompt, audio, task, seconds);
+            self.tokenizer.encode_text(&text, most)
+        };
+        let is_mixed = audio.task == AudioTask::Cover && request.strength < 1.0;
+        Ok(Prompt {
+            text: text(&audio.task)?,
+            lyrics: self.tokenizer.encode_text(&lyrics(audio), MAX_LYRIC_TOKENS)?,
+            plain_text: is_mixed.then(|| text(&AudioTask::TextToMusic)).transpose()?,
+        })
+    }
+
+    /// The stages of a valid request.
+    pub(super) fn stages(
+        &self,
+        request: &Request,
+        audio: &Audio,
+    ) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        let prompt = self.prompt(request, audio);
+        let prompt = prompt.map_err(|error| vec![RequestError::new("prompt", error.to_string())])?;
+        let mut stages = vec![self.text_stage(&prompt)];
+        let source = audio.init_audio.as_ref().filter(|_| !request.from_values);
+        if let Some(clip) = source {
+            let samples = samples_at(clip, self.vae.sampling_rate).next_multiple_of(self.vae.hop().max(1));
+            stages.push(self.encode_stage((ENCODE_SOURCE, SOURCE), clip, samples));
+        }
+        if let Some(clip) = &audio.reference {
+            let samples = samples_of_timbre(self.vae.sampling_rate);
+            stages.push(self.encode_stage((ENCODE_REFERENCE, REFERENCE), clip, samples));
+        }
+        stages.push(self.condition_stage(request, audio, &prompt));
+        if audio.task == AudioTask::Cover {
+            stages.extend(self.quantize_stage(audio));
+        }
+        stages.push(self.denoise_stage(request, audio, &prompt));
+        stages.push(self.decode_stage(audio));
+        Ok(stages)
+    }
+
+    fn stage(name: &str, role: Role, components: &[&str], rungs: Vec<Rung>) -> StagePlan {
+        StagePlan {
+            name: name.to_owned(),
+            role,
+            components: names(components),
+            rungs,
+            shape: String::new(),
+            steps: 1,
+            takes: Vec::new(),
+            gives: Vec::new(),
+            per_item: false,
+            memo: None,
+            section: None,
+            preview: None,
+        }
+    }
+
+    /// A value of the text encoder.
+    fn of_text(&self, name: &str, ids: &[u32]) -> ValueShape {
+        ValueShape::new(name, vec![ids.len(), self.text.hidden_size])
+    }
+
+    fn text_stage(&self, prompt: &Prompt) -> StagePlan {
+        let dtype = self.precision.dtype;
+        let longest = prompt
+            .text
+            .len()
+            .max(prompt.plain_text.as_ref().map_or(0, Vec::len));
+        let tokens = longest.next_multiple_of(MULTIPLE);
+        let is_quantized = self.components.is_quantized(TEXT_ENCODER);
+        let rows = prompt.lyrics.len().next_multiple_of(MULTIPLE) + 4 * tokens;
+        let scratch = self.text.scratch(tokens, is_quantized, dtype)
+            + self.components.dequantizing(TEXT_ENCODER, tokens, |_| true)
+            + Bytes((rows * self.text.hidden_size * dtype.size_in_bytes()) as u64);
+        let plain = prompt.plain_text.as_ref().map(|_| PLAIN_TEXT);
+        let mut gives: Vec<&str> = [LYRICS, TEXT].into_iter().chain(plain).collect();
+        gives.sort_unstable();
+        StagePlan {
+            shape: format!("t{tokens}{}", self.components.as_multiplied(TEXT_ENCODER)),
+            gives: names(&gives),
+            memo: Some(prompt.memo()),
+            ..Self::stage(
+                ENCODE_TEXT,
+                Role::Encode,
+                &[TEXT_ENCODER],
+                vec![Rung::whole(scratch)],
+            )
+        }
+    }
+
+    fn encode_stage(&self, (name, gives): (&str, &str), clip: &Clip, samples: usize) -> StagePlan {
+        let ladder = encode_ladder(&self.vae, samples, self.precision.dtype);
+        StagePlan {
+            shape: format!("{samples} samples"),
+            gives: names(&[gives]),
+            memo: Some(memo_of_clip(gives, clip)),
+            ..Self::stage(
+                name,
+                Role::Encode,
+                &[VAE],
+                ladder.into_iter().map(|(_, rung)| rung).collect(),
+            )
+        }
+    }
+
+    /// Moments of so many frames.
+    fn moments(&self, name: &str, frames: usize) -> ValueShape {
+        ValueShape::new(name, vec![2, frames, self.vae.decoder_input_channels])
+    }
+
+    fn condition_stage(&self, request: &Request, audio: &Audio, prompt: &Prompt) -> StagePlan {
+        let dtype = self.precision.dtype;
+        let plain = prompt.plain_text.as_ref();
+        let mut takes = vec![
+            self.of_text(TEXT, &prompt.text),
+            self.of_text(LYRICS, &prompt.lyrics),
+        ];
+        takes.extend(plain.map(|ids| self.of_text(PLAIN_TEXT, ids)));
+        let timbre = self.frames_of_timbre();
+        let has_reference = audio.reference.is_some();
+        takes.extend(has_reference.then(|| self.moments(REFERENCE, timbre)));
+        let mut gives = vec![CONDITION, SILENCE];
+        gives.extend(plain.map(|_| PLAIN_CONDITION));
+        gives.extend(self.is_guided(request).then_some(NO_CONDITION));
+        gives.sort_unstable();
+        let longest = prompt.text.len().max(plain.map_or(0, Vec::len));
+        let (text, lyrics) = (
+            longest.next_multiple_of(MULTIPLE),
+            prompt.lyrics.len().next_multiple_of(MULTIPLE),
+        );
+        let frames = self.frames(audio);
+        let scratch = Bytes(ConditionEncoder::scratch(
+            &self.condition,
+            (text, lyrics, timbre),
+            dtype,
+        )) + self
+            .components
+            .dequantizing(CONDITION_ENCODER, lyrics.max(timbre), |_| true);
+        // The sample of a reference depends on the seed.
+        let memo =
+            (!has_reference).then(|| format!("{}:{frames}:{}", prompt.memo(), self.is_guided(request)));
+        StagePlan {
+            shape: format!(
+                "t{text} l{lyrics}{}",
+                self.components.as_multiplied(CONDITION_ENCODER)
+            ),
+            takes,
+            gives: names(&gives),
+            per_item: has_reference,
+            memo,
+            ..Self::stage(
+                ENCODE_CONDITION,
+                Role::Encode,
+                &[CONDITION_ENCODER],
+                vec![Rung::whole(scratch)],
+            )
+        }
+    }
+
+    fn quantize_stage(&self, audio: &Audio) -> Option<StagePlan> {
+        let (tokens, dtype) = (self.tokens.as_ref()?, self.precision.dtype);
+        let frames = self.frames(audio);
+        let scratch = AudioTokenizer::scratch(&tokens.tokenizer, frames, dtype)
+            .max(AudioDetokenizer::scratch(&tokens.detokenizer, frames, dtype));
+        let dequantizing = [TOKENIZER, DETOKENIZER]
+            .map(|component| self.components.dequantizing(component, frames, |_| true));
+        let scratch = Bytes(scratch) + dequantizing[0].max(dequantizing[1]);
+        Some(StagePlan {
+            shape: format!("{frames} frames{}", self.components.as_multiplied(TOKENIZER)),
+            takes: vec![self.moments(SOURCE, frames), self.silence(frames)],
+            gives: names(&[HINT]),
+            per_item: true,
+            ..Self::stage(
+                QUANTIZE_SOURCE,
+                Role::Encode,
+                &[TOKENIZER, DETOKENIZER],
+                vec![Rung::whole(scratch)],
+            )
+        })
+    }
+
+    fn silence(&self, frames: usize) -> ValueShape {
+        ValueShape::new(SILENCE, vec![frames, self.vae.decoder_input_channels])
+    }
+
+    /// The latent of so many frames.
+    pub(super) fn latent(&self, frames: usize) -> ValueShape {
+        ValueShape::new(LATENT, vec![1, frames, self.vae.decoder_input_channels])
+    }
+
+    fn denoise_stage(&self, request: &Request, audio: &Audio, prompt: &Prompt) -> StagePlan {
+        let dtype = self.precision.dtype;
+        let frames = self.frames(audio);
+        let width = self.transformer.condition_width();
+        let of_condition = |name: &str, tokens: usize| ValueShape::new(name, vec![tokens, width]);
+        let conditions = [
+            Some((CONDITION, prompt.attended(&prompt.text))),
+            self.is_guided(request).then_some((NO_CONDITION, 1)),
+            prompt
+                .plain_text
+                .as_ref()
+                .map(|ids| (PLAIN_CONDITION, prompt.attended(ids))),
+        ];
+        let conditions: Vec<(&str, usize)> = conditions.into_iter().flatten().collect();
+        let mut takes: Vec<ValueShape> = conditions
+            .iter()
+            .map(|(name, tokens)| of_condition(name, *tokens))
+            .collect();
+        takes.push(self.silence(frames));
+        let is_encoded = audio.init_audio.is_some() && !request.from_values;
+        takes.extend(is_encoded.then(|| self.moments(SOURCE, frames)));
+        takes.extend(request.from_values.then(|| self.latent(frames)));
+        let hint = || ValueShape::new(HINT, vec![frames, self.vae.decoder_input_channels]);
+        takes.extend((audio.task == AudioTask::Cover).then(hint));
+        let steps = request.steps.saturating_sub(first_step_of(request, audio));
+        let denoiser = Denoiser {
+            components: &self.components,
+            adapters: &self.adapters,
+            name: TRANSFORMER,
+            width: self.transformer.layer.hidden_size,
+            is_modulator,
+        };
+        let attended: Vec<usize> = conditions
+            .iter()
+            .map(|(_, tokens)| tokens.next_multiple_of(MULTIPLE))
+            .collect();
+        let buffers = denoise_scratch(&self.transformer, frames, &attended, steps, dtype);
+        let tokens = self.transformer.tokens(frames);
+        let rows = tokens.max(attended.iter().copied().max().unwrap_or(0));
+        let scratch = denoiser.scratch(buffers, rows, steps, request);
+        StagePlan {
+            components: self
+                .adapters
+                .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
+            rungs: self
+                .adapters
+                .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
+            shape: format!(
+                "{frames} frames c{}{}{}{}",
+                attended.iter().sum::<usize>(),
+                self.components.as_multiplied(TRANSFORMER),
+                if request.has_curves() { " curve" } else { "" },
+                if starts_from_source(request, audio) {
+                    " start"
+                } else {
+                    ""
+                },
+            ),
+            steps,
+            takes,
+            gives: names(&[LATENT]),
+            per_item: true,
+            ..Self::stage(DENOISE, Role::Sample, &[], Vec::new())
+        }
+    }
+
+    fn decode_stage(&self, audio: &Audio) -> StagePlan {
+        let frames = self.frames(audio);
+        let ladder = decode_ladder(&self.vae, frames, self.precision.dtype);
+        StagePlan {
+            shape: format!("{frames} frames"),
+            takes: vec![self.latent(frames)],
+            per_item: true,
+            ..Self::stage(
+                DECODE,
+                Role::Decode,
+                &[VAE],
+                ladder.into_iter().map(|(_, rung)| rung).collect(),
+            )
+        }
+    }
+}
+
+/// Dtypes in which it computes: f16 overflows within the layers.
+pub(super) fn is_supported(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16)
+}

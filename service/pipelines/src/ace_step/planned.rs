@@ -1,0 +1,101 @@
+//! The cuDNN shapes of a request's stages, derived from the configurations.
+
+use ops::{AttentionShape, MaskShape, Planned};
+
+use super::buffers::row_widths;
+use super::model::{AceStepModel, TEXT_ENCODER};
+use super::plan::{DECODE, DENOISE, ENCODE_REFERENCE, ENCODE_SOURCE, ENCODE_TEXT};
+use super::sound::{samples_at, samples_of_timbre};
+use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
+use crate::{Audio, Medium, Request};
+
+impl AceStepModel {
+    /// cuDNN shapes of a stage on a card, in order of use, on its first rung.
+    pub(super) fn planned_of(&self, stage: &str, request: &Request) -> Vec<Planned> {
+        let Medium::Audio(audio) = &request.medium else {
+            return Vec::new();
+        };
+        let (rate, hop) = (self.vae.sampling_rate, self.vae.hop().max(1));
+        match stage {
+            ENCODE_TEXT => {
+                let is_quantized = self.components.is_quantized(TEXT_ENCODER);
+                let prompt = self.prompt(request, audio).ok();
+                let planned = prompt.and_then(|prompt| {
+                    self.text
+                        .planned(prompt.text.len(), is_quantized, self.precision.dtype)
+                });
+                planned.into_iter().collect()
+            }
+            ENCODE_SOURCE => match &audio.init_audio {
+                Some(clip) => self.planned_to_encode(samples_at(clip, rate).next_multiple_of(hop)),
+                None => Vec::new(),
+            },
+            ENCODE_REFERENCE if audio.reference.is_some() => self.planned_to_encode(samples_of_timbre(rate)),
+            DENOISE => self.planned_to_denoise(request, audio),
+            DECODE => {
+                let (frames, dtype) = (self.frames(audio), self.precision.dtype);
+                let ladder = decode_ladder(&self.vae, frames, dtype);
+                let first = ladder.first().map(|(windows, _)| *windows);
+                first.map_or(Vec::new(), |windows| {
+                    self.vae.planned_to_decode(frames, windows, dtype)
+                })
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn planned_to_encode(&self, samples: usize) -> Vec<Planned> {
+        let dtype = self.precision.dtype;
+        let ladder = encode_ladder(&self.vae, samples, dtype);
+        let first = ladder.first().map(|(windows, _)| *windows);
+        first.map_or(Vec::new(), |windows| {
+            self.vae.planned_to_encode(samples, windows, dtype)
+        })
+    }
+
+    /// Attention of each kind of layer to all tokens and to a window of them, then to conditions.
+    fn planned_to_denoise(&self, request: &Request, audio: &Audio) -> Vec<Planned> {
+        let Ok(prompt) = self.prompt(request, audio) else {
+            return Vec::new();
+        };
+        let layer = &self.transformer.layer;
+        let tokens = self.transformer.tokens(self.frames(audio));
+        let by_head = (layer.num_attention_heads, layer.head_dim);
+        let rows = row_widths(layer);
+        let itself = |mask| AttentionShape {
+            heads_kv: layer.num_key_value_heads,
+            ..AttentionShape::of_rows(tokens, by_head, rows, self.precision.dtype, mask)
+        };
+        let mut shapes: Vec<AttentionShape> = Vec::new();
+        for i in 0..self.transformer.num_hidden_layers {
+            let mask = match layer.window(i, tokens) {
+                Some(window) => MaskShape::Window {
+                    before: window,
+                    after: window,
+                },
+                None => MaskShape::None,
+            };
+            let shape = itself(mask);
+            if !shapes.contains(&shape) {
+                shapes.push(shape);
+            }
+        }
+        let attended = |text: &Vec<u32>| prompt.lyrics.len() + 1 + text.len();
+        let conditions = [
+            Some(attended(&prompt.text)),
+            self.is_guided(request).then_some(1),
+            prompt.plain_text.as_ref().map(attended),
+        ];
+        for keys in conditions.into_iter().flatten() {
+            let row = layer.keys();
+            let strides = [keys * row, row, layer.head_dim];
+            shapes.push(AttentionShape {
+                keys,
+                k: strides,
+                v: strides,
+                ..itself(MaskShape::None)
+            });
+        }
+        shapes.into_iter().map(Planned::Attention).collect()
+    }
+}

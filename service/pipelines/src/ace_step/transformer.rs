@@ -1,0 +1,357 @@
+//! The transformer: diffusers' `AceStepTransformer1DModel`, with its tensor names.
+//!
+//! A token is `patch_size` latent frames with their source and mask. Latents stay `[frames, channels]` from step to step;
+//! a last patch that is not whole is filled with zeros. The keys and values of the condition are the same in every step, so
+//! they are computed once per request.
+
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, MissingTensor};
+use half::bf16;
+use ops::{Epilogue, Nonlinearity};
+
+use super::blocks::{Block, Next, Parts, flat};
+use super::buffers::TokenBuffers;
+use super::condition::LIBRARIES;
+use super::config::{SINUSOIDS, TransformerConfig};
+use crate::StageError;
+use crate::adapters::AdaptedTensors;
+use crate::linear::{Linear, largest_scratch};
+use crate::rotary::{Rotations, Rounded, rotations};
+use crate::sinusoids::sinusoids;
+
+/// Factor of times from 0 to 1.
+const TIME_SCALE: f32 = 1000.0;
+
+/// Embedding of times: linear, SiLU, linear, and behind another SiLU the projection to modulations.
+struct TimeEmbedding {
+    layers: [Linear; 2],
+    project: Linear,
+}
+
+impl TimeEmbedding {
+    fn new(tensors: &AdaptedTensors<'_>, name: &str, width: usize) -> Result<TimeEmbedding, MissingTensor> {
+        let linear =
+            |part: &str, from: usize, to: usize| Linear::new(tensors, &format!("{name}.{part}"), from, to);
+        Ok(TimeEmbedding {
+            layers: [
+                linear("linear_1", SINUSOIDS, width)?,
+                linear("linear_2", width, width)?,
+            ],
+            project: linear("time_proj", width, 6 * width)?,
+        })
+    }
+
+    /// The embedding `[times, width]` and the modulation `[times, 6 width]`.
+    fn embed(&self, times: &[f32], dtype: DType, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
+        let [first, second] = &self.layers;
+        let embedded = first.forward(&sinusoids(times, SINUSOIDS, dtype, device)?)?;
+        ops::activate(&embedded, Nonlinearity::Silu)?;
+        let embedded = second.forward(&embedded)?;
+        let activated = Tensor::zeros(embedded.shape(), dtype, device)?;
+        ops::copy_rows(&embedded, &activated)?;
+        ops::activate(&activated, Nonlinearity::Silu)?;
+        Ok((embedded, self.project.forward(&activated)?))
+    }
+}
+
+/// The transformer over resident tensors. It holds handles, and its first and last layers in another order of numbers.
+pub struct Transformer {
+    config: TransformerConfig,
+    patch_in: Linear,
+    time: TimeEmbedding,
+    /// Of the time that has passed within a step, which is none here.
+    elapsed: TimeEmbedding,
+    condition_in: Linear,
+    blocks: Vec<Block>,
+    last_norm: Tensor,
+    /// `[1, 2 hidden_size]`: shift and scale.
+    last_table: Tensor,
+    patch_out: Linear,
+}
+
+/// The modulation of every block in every step.
+pub struct Times {
+    /// `[steps, 6 hidden_size]` for each block.
+    blocks: Vec<Tensor>,
+    /// `[steps, 2 hidden_size]`.
+    last: Tensor,
+}
+
+/// Keys and values of a condition for each block, `[1, n, heads, head_dim]`.
+pub struct Conditioning(Vec<(Tensor, Tensor)>);
+
+/// Buffers of a request's steps.
+#[derive(Debug)]
+pub struct StepBuffers {
+    tokens: TokenBuffers,
+    turned: Rotations,
+    /// `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros behind the last.
+    input: Tensor,
+    /// `[1, tokens, patch * channels]`.
+    output: Tensor,
+    frames: usize,
+    channels: usize,
+}
+
+impl Transformer {
+    /// Takes the tensors from a component and checks their shapes.
+    ///
+    /// # Errors
+    /// The first tensor that is missing or of another shape.
+    pub fn new(config: &TransformerConfig, tensors: &ComponentTensors) -> Result<Transformer, MissingTensor> {
+        Transformer::with_adapters(config, &AdaptedTensors::from(tensors))
+    }
+
+    /// As [`Transformer::new`], with adapters.
+    pub(super) fn with_adapters(
+        config: &TransformerConfig,
+        tensors: &AdaptedTensors<'_>,
+    ) -> Result<Transformer, MissingTensor> {
+        let (layer, width) = (&config.layer, config.layer.hidden_size);
+        let block = |i| Block::new(tensors, &format!("layers.{i}"), layer);
+        Ok(Transformer {
+            patch_in: patch_in(config, tensors)?,
+            time: TimeEmbedding::new(tensors, "time_embed", width)?,
+            elapsed: TimeEmbedding::new(tensors, "time_embed_r", width)?,
+            condition_in: Linear::new(tensors, "condition_embedder", config.condition_width(), width)?,
+            blocks: (0..config.num_hidden_layers)
+                .map(block)
+                .collect::<Result<_, _>>()?,
+            last_norm: tensors.shaped("norm_out.weight", &[width])?,
+            last_table: flat(tensors, "scale_shift_table", 2, width)?,
+            patch_out: patch_out(config, tensors)?,
+            config: config.clone(),
+        })
+    }
+
+    /// The modulations of all steps, from their times, 1 (noise) to 0, in the dtype of the activations: the reference
+    /// rounds times to it.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn times(&self, times: &[f32], (dtype, device): (DType, &Device)) -> candle_core::Result<Times> {
+        let rounded = |number: f32| match dtype {
+            DType::BF16 => bf16::from_f32(number).to_f32(),
+            _ => number,
+        };
+        let scaled: Vec<f32> = times
+            .iter()
+            .map(|time| rounded(rounded(*time) * TIME_SCALE))
+            .collect();
+        let (embedded, shared) = self.time.embed(&scaled, dtype, device)?;
+        let (elapsed, of_elapsed) = self.elapsed.embed(&[0.0], dtype, device)?;
+        ops::add_residual(&embedded, &elapsed, None)?;
+        ops::add_residual(&shared, &of_elapsed, None)?;
+        let width = self.config.layer.hidden_size;
+        let last = Tensor::zeros((times.len(), 2 * width), dtype, device)?;
+        for part in 0..2 {
+            ops::copy_rows(&embedded, &last.narrow(1, part * width, width)?)?;
+        }
+        ops::add_residual(&last, &self.last_table, None)?;
+        let blocks = self.blocks.iter().map(|block| block.modulate(&shared));
+        Ok(Times {
+            blocks: blocks.collect::<candle_core::Result<_>>()?,
+            last,
+        })
+    }
+
+    /// What every step attends to, from a condition `[n, condition width]`.
+    ///
+    /// # Errors
+    /// Errors of the device, and of `go_on`, which is called before every block.
+    pub fn condition(
+        &self,
+        condition: &Tensor,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<Conditioning, StageError> {
+        let embedded = self.condition_in.forward(&condition.unsqueeze(0)?)?;
+        let mut all = Vec::with_capacity(self.blocks.len());
+        for block in &self.blocks {
+            go_on()?;
+            all.push(block.keys_and_values(&embedded, &self.config.layer)?);
+        }
+        Ok(Conditioning(all))
+    }
+
+    /// Buffers of steps over latents of so many frames, in the context of sources and masks `[frames, 2 channels]`.
+    ///
+    /// # Errors
+    /// When shapes do not match; errors of the device.
+    pub fn step_buffers(&self, context: &Tensor) -> candle_core::Result<StepBuffers> {
+        let (dtype, device) = (context.dtype(), context.device());
+        let (frames, both) = context.dims2()?;
+        let (config, layer) = (&self.config, &self.config.layer);
+        let tokens = config.tokens(frames);
+        let layers = self.blocks.iter().flat_map(Block::layers);
+        let scratch = largest_scratch(layers.chain([&self.patch_in, &self.patch_out]), tokens, dtype);
+        let input = Tensor::zeros((tokens * config.patch_size, config.in_channels), dtype, device)?;
+        ops::copy_rows(context, &input.narrow(0, 0, frames)?.narrow(1, 0, both)?)?;
+        let places: Vec<[u32; 1]> = (0..tokens as u32).map(|at| [at]).collect();
+        let channels = config.audio_acoustic_hidden_dim;
+        Ok(StepBuffers {
+            tokens: TokenBuffers::new(layer, (1, tokens), dtype, scratch, (dtype, device))?,
+            turned: rotations(
+                &places,
+                [layer.head_dim],
+                layer.rope_theta,
+                Rounded::Frequencies,
+                device,
+            )?,
+            input,
+            output: Tensor::zeros((1, tokens, config.patch_size * channels), dtype, device)?,
+            frames,
+            channels,
+        })
+    }
+
+    /// The velocity of latents `[frames, channels]` in step `step` (from 0), of the same shape. It is in the step buffers,
+    /// valid until the next step. `go_on` is called before every block.
+    ///
+    /// # Errors
+    /// Errors of the device, and of `go_on`.
+    pub fn velocity(
+        &self,
+        latents: &Tensor,
+        (times, step): (&Times, usize),
+        conditioning: &Conditioning,
+        buffers: &StepBuffers,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<Tensor, StageError> {
+        let StepBuffers {
+            tokens,
+            turned,
+            input,
+            output,
+            frames,
+            channels,
+        } = buffers;
+        let width = self.config.layer.hidden_size;
+        let (_, count, _) = tokens.sum.dims3()?;
+        let seen = input.narrow(0, 0, *frames)?;
+        ops::copy_rows(latents, &seen.narrow(1, 2 * channels, *channels)?)?;
+        let patches = input.reshape((1, count, self.config.patch_size * self.config.in_channels))?;
+        self.patch_in
+            .forward_into(&patches, Epilogue::None, &tokens.sum, &tokens.scratch)?;
+        let of_step = times
+            .blocks
+            .iter()
+            .map(|all| all.narrow(0, step, 1))
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        let last = times.last.narrow(0, step, 1)?;
+        let parts = |all| Parts { all, width };
+        let next_of = |i: usize| -> candle_core::Result<Next> {
+            match (self.blocks.get(i), of_step.get(i)) {
+                (Some(block), Some(modulation)) => block.first(&parts(modulation)),
+                _ => Ok(Next {
+                    weight: self.last_norm.clone(),
+                    shift: parts(&last).part(0)?,
+                    scale: parts(&last).part(1)?,
+                    eps: self.config.layer.rms_norm_eps,
+                }),
+            }
+        };
+        let first = next_of(0)?;
+        ops::norm_modulate(
+            &tokens.sum,
+            first.norm(),
+            Some(first.modulation()),
+            &tokens.normed,
+        )?;
+        let blocks = self.blocks.iter().zip(&of_step).zip(&conditioning.0);
+        for (i, ((block, modulation), condition)) in blocks.enumerate() {
+            go_on()?;
+            let window = self.config.layer.window(i, count);
+            block.forward(
+                tokens,
+                &parts(modulation),
+                (turned, window),
+                condition,
+                &next_of(i + 1)?,
+            )?;
+        }
+        self.patch_out
+            .forward_into(&tokens.normed, Epilogue::None, output, &tokens.scratch)?;
+        let rows = output.reshape((count * self.config.patch_size, *channels))?;
+        Ok(rows.narrow(0, 0, *frames)?)
+    }
+}
+
+/// The layer over patches: the filters `[hidden_size, channels, patch]` of a convolution whose steps are as long, with their
+/// numbers in the order of frames, then channels. Reordered in host memory, where no kernel has to be loaded for it.
+fn patch_in(config: &TransformerConfig, tensors: &AdaptedTensors<'_>) -> Result<Linear, MissingTensor> {
+    let (width, patch) = (config.layer.hidden_size, config.patch_size);
+    let name = "proj_in_conv.weight";
+    let filters = tensors.shaped(name, &[width, config.in_channels, patch])?;
+    let rows = || {
+        let rows = filters
+            .to_device(&Device::Cpu)?
+            .permute((0, 2, 1))?
+            .contiguous()?;
+        rows.reshape((width, patch * config.in_channels))?
+            .to_device(filters.device())
+    };
+    let bias = tensors.shaped("proj_in_conv.bias", &[width])?;
+    Ok(Linear::of(rows().map_err(of_tensor(name))?, Some(bias)))
+}
+
+/// The layer from tokens to patches: the filters `[hidden_size, channels, patch]` of a transposed convolution.
+fn patch_out(config: &TransformerConfig, tensors: &AdaptedTensors<'_>) -> Result<Linear, MissingTensor> {
+    let (width, patch) = (config.layer.hidden_size, config.patch_size);
+    let channels = config.audio_acoustic_hidden_dim;
+    let name = "proj_out_conv.weight";
+    let filters = tensors.shaped(name, &[width, channels, patch])?;
+    let bias = tensors.shaped("proj_out_conv.bias", &[channels])?;
+    let both = || -> candle_core::Result<(Tensor, Tensor)> {
+        let host = &Device::Cpu;
+        let rows = filters.to_device(host)?.permute((2, 1, 0))?.contiguous()?;
+        let rows = rows.reshape((patch * channels, width))?;
+        let bias = bias.to_device(host)?;
+        let bias = Tensor::cat(&vec![bias; patch], 0)?;
+        Ok((
+            rows.to_device(filters.device())?,
+            bias.to_device(filters.device())?,
+        ))
+    };
+    let (rows, bias) = both().map_err(of_tensor(name))?;
+    Ok(Linear::of(rows, Some(bias)))
+}
+
+fn of_tensor(name: &str) -> impl Fn(candle_core::Error) -> MissingTensor {
+    move |error| MissingTensor {
+        name: name.to_owned(),
+        problem: error.to_string(),
+    }
+}
+
+/// Predicted activation bytes of `steps` steps over latents of so many frames, attending to conditions of so many tokens:
+/// the buffers, rotations, the modulation of all steps, keys and values of the conditions, the workspace of attention where
+/// cuDNN has no plan, and the reordered layers. Not included is the scratch of quantized layers ([`ops::linear_scratch`]).
+pub fn denoise_scratch(
+    config: &TransformerConfig,
+    frames: usize,
+    conditions: &[usize],
+    steps: u32,
+    dtype: DType,
+) -> u64 {
+    let (layer, size) = (&config.layer, dtype.size_in_bytes());
+    let (width, tokens, layers) = (layer.hidden_size, config.tokens(frames), config.num_hidden_layers);
+    let channels = config.audio_acoustic_hidden_dim;
+    let buffers = TokenBuffers::bytes(layer, tokens, dtype, dtype);
+    let rotations = tokens * layer.head_dim * size_of::<f32>();
+    let modulations = (6 * layers + 16) * width * steps as usize * size;
+    let attended: usize = conditions.iter().sum();
+    let longest = conditions.iter().copied().max().unwrap_or(0);
+    let kept = 2 * attended * layer.keys() * layers * size;
+    let embedded = longest * (width + config.condition_width()) * size;
+    let workspace = ops::attention_workspace(layer.num_attention_heads, tokens, tokens.max(longest));
+    let reordered = config.patch_size * (config.in_channels + channels) * width * size;
+    // The latent in f32 and in the dtype, its context and output, and velocities that guidance mixes.
+    let latents = tokens * config.patch_size * channels * (4 + 8 * size);
+    let others = rotations + modulations + kept + embedded + workspace + reordered + latents;
+    buffers + others as u64 + LIBRARIES
+}
+
+/// Whether a tensor is the weight of a layer that computes modulations, which steps do not use.
+pub(super) fn is_modulator(name: &str) -> bool {
+    name.starts_with("time_embed")
+}

@@ -1,0 +1,220 @@
+//! A model with all components on a card, and functions that run its stages.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use gpu::ComponentTensors;
+use pipelines::{
+    Audio, AudioTask, Clip, HostTensor, MediaFormat, Medium, Model, Observer, Piece, Precision, Request,
+    Role, StageError, StagePlan, StageRun, Values, catalogue,
+};
+use tempfile::TempDir;
+
+use crate::device::test_device;
+use crate::numbers::fixtures;
+use crate::resident::{components_of, copy};
+
+/// Precision of the fixtures.
+pub(crate) const F32: Precision = Precision::full(DType::F32);
+
+/// Samples per second of the fixtures.
+pub(crate) const RATE: u32 = 8000;
+
+/// A folder of the pipeline that a test may modify: of a turbo model, or of a base one with the same weights.
+pub(crate) fn folder(is_base: bool) -> TempDir {
+    let folder = TempDir::new().expect("a folder");
+    copy(&fixtures().join("ace-tiny"), folder.path());
+    if is_base {
+        edit(
+            &folder.path().join("transformer/config.json"),
+            "is_turbo",
+            false.into(),
+        );
+        edit(
+            &folder.path().join("transformer/config.json"),
+            "model_version",
+            "base".into(),
+        );
+    }
+    folder
+}
+
+/// Writes a value into a JSON file.
+pub(crate) fn edit(path: &Path, key: &str, value: serde_json::Value) {
+    let text = std::fs::read_to_string(path).expect("a file");
+    let mut whole: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    whole[key] = value;
+    std::fs::write(path, whole.to_string()).expect("a file");
+}
+
+/// A model with all components resident.
+pub(crate) struct Workshop {
+    pub(crate) model: Arc<dyn Model>,
+    components: HashMap<String, Arc<ComponentTensors>>,
+}
+
+impl Workshop {
+    /// Opens a model, loads it with the CPU card and puts it on the device of the tests.
+    pub(crate) fn open(path: &Path, precision: &Precision) -> Workshop {
+        let model = catalogue().open(path, precision).expect("a sound model");
+        assert_eq!(model.family(), "ace-step");
+        Workshop::of(model)
+    }
+
+    /// With the components of a model resident.
+    pub(crate) fn of(model: Arc<dyn Model>) -> Workshop {
+        let components = components_of(&*model);
+        Workshop { model, components }
+    }
+
+    /// Runs one stage over the values that it takes, and checks that it used only its named components and gave its
+    /// named values.
+    pub(crate) fn run(
+        &self,
+        plan: &StagePlan,
+        rung: usize,
+        request: &Request,
+        values: &Values,
+        observer: &mut dyn Observer,
+    ) -> Result<Values, StageError> {
+        let tensors = |name: &str| {
+            assert!(plan.components.iter().any(|named| named == name), "{name}");
+            Ok(Arc::clone(&self.components[name]))
+        };
+        let taken = plan.takes.iter().filter_map(|taken| {
+            let value = values.get(&taken.name)?;
+            Some((taken.name.clone(), value.clone()))
+        });
+        let stage = StageRun {
+            plan,
+            rung,
+            request,
+            values: &taken.collect(),
+            tensors: &tensors,
+            device: test_device(),
+        };
+        let result = self.model.run(&stage, observer);
+        if let Ok(given) = &result {
+            assert!(
+                given.keys().eq(plan.gives.iter()),
+                "{}: {:?}",
+                plan.name,
+                given.keys()
+            );
+        }
+        result
+    }
+
+    /// The stage with this name of a valid request.
+    pub(crate) fn stage(&self, request: &Request, name: &str) -> StagePlan {
+        let mut stages = self.model.plan(request).expect("a valid request").into_iter();
+        stages.find(|stage| stage.name == name).expect("a stage")
+    }
+
+    /// Runs all stages but the decode, and returns all values.
+    pub(crate) fn sampled(
+        &self,
+        request: &Request,
+        observer: &mut dyn Observer,
+    ) -> Result<Values, StageError> {
+        let mut values = Values::new();
+        for plan in self.model.plan(request).expect("a valid request") {
+            if plan.role != Role::Decode {
+                let given = self.run(&plan, 0, request, &values, observer)?;
+                values.extend(given);
+            }
+        }
+        Ok(values)
+    }
+
+    /// Decodes a latent to 16-bit levels.
+    pub(crate) fn decoded(&self, request: &Request, latent: &HostTensor, rung: usize) -> Vec<i16> {
+        let plan = self.stage(request, "decode");
+        let values = Values::from([("latent".to_owned(), latent.clone())]);
+        let mut delivered = Delivered::default();
+        self.run(&plan, rung, request, &values, &mut delivered)
+            .expect("a track");
+        let mut levels = Vec::new();
+        let mut next = 0;
+        for piece in &delivered.0 {
+            assert_eq!(piece.first, next);
+            next += piece.units().expect("whole samples");
+            let pairs = piece.data.as_chunks::<2>().0.iter();
+            levels.extend(pairs.map(|pair| i16::from_le_bytes(*pair)));
+        }
+        assert!(delivered.0.last().expect("pieces").is_last());
+        levels
+    }
+}
+
+/// A host tensor of f32 as a tensor.
+pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
+    let numbers = tensor.data.as_chunks::<4>().0.iter();
+    let numbers: Vec<f32> = numbers.map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
+}
+
+/// Records delivered pieces.
+#[derive(Default)]
+pub(crate) struct Delivered(pub(crate) Vec<Piece>);
+
+impl Observer for Delivered {
+    fn step(&mut self, _n: u32, _of: u32) {}
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, piece: Piece) {
+        self.0.push(piece);
+    }
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+/// The track of the fixtures of so many samples: `track` of the script.
+pub(crate) fn track(samples: u64, number: u64) -> Clip {
+    let level = |at: u64, channel: u64| {
+        let level = (at * 7919 + (channel + number) * 104_729) * (at % 97 + 3) % 40_001;
+        level as i64 - 20_000
+    };
+    let data = (0..samples).flat_map(|at| [level(at, 0), level(at, 1)].map(|level| level as i16));
+    let bytes: Vec<u8> = data.flat_map(i16::to_le_bytes).collect();
+    Clip {
+        format: MediaFormat::Audio {
+            samples_per_second: RATE,
+            channels: 2,
+            samples,
+        },
+        data: bytes.into(),
+    }
+}
+
+/// A small request.
+pub(crate) fn request(audio: Audio) -> Request {
+    Request {
+        prompt: "a small red cat with a large hat".to_owned(),
+        seed: 7,
+        ..Request::of(Medium::Audio(audio), 2, 1.0, 256)
+    }
+}
+
+/// A small request for a new track.
+pub(crate) fn new_track() -> Request {
+    request(Audio {
+        seconds: 1.0,
+        ..Audio::default()
+    })
+}
+
+/// A small request for a task on a source of a second.
+pub(crate) fn of_source(task: AudioTask) -> Request {
+    request(Audio {
+        seconds: 1.0,
+        init_audio: Some(track(u64::from(RATE), 0)),
+        task,
+        ..Audio::default()
+    })
+}
