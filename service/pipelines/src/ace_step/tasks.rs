@@ -187,7 +187,8 @@ fn task_problems(request: &Request, audio: &Audio, able: Abilities) -> Vec<Reque
             refuse("window_start_seconds", problem);
         }
         let is_open = end == 0.0 || end == f32::INFINITY;
-        if !is_open && !(end > start && f64::from(end) <= seconds + ROUNDING) {
+        let is_within = end > start && f64::from(end) <= seconds + ROUNDING;
+        if !is_open && !is_within {
             let problem = format!("is {end}; more than {start} and up to {seconds:.2} is expected");
             refuse("window_end_seconds", problem);
         }

@@ -43,7 +43,7 @@ pub(in crate::cli) struct Play {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Track")]
 pub(in crate::cli) struct TrackSettings {
-    /// File with the lyrics: text, with [verse] and [chorus] as the model knows them
+    /// File with the lyrics: text, with `[verse]` and `[chorus]` as the model knows them
     #[arg(long, value_name = "FILE")]
     pub(in crate::cli) lyrics: Option<PathBuf>,
     /// What to make of the source [default: a new track]
