@@ -24,6 +24,8 @@ use crate::proto::v1::plan_request::Request as Asked;
 const PROMPTS: &str = include_str!("demo_prompts.txt");
 /// The film that begins with the first picture.
 const FILM_PROMPT: &str = "the red circle moves to the top left on a yellow background";
+/// What the film model knows. Left open, a film has the size of its start.
+const FILM_SIDE: u32 = 64;
 /// Space around the pictures of the contact sheet.
 const MARGIN_PIXELS: u32 = 8;
 const SHEET_COLUMNS: u32 = 4;
@@ -105,6 +107,8 @@ async fn generate_all(client: &Client, options: &Demo, as_json: bool) -> Result<
     let request = Asked::Video(v1::GenerateVideoRequest {
         model: Some(shipped(SHIPPED_FILM_ID)),
         prompt: FILM_PROMPT.to_owned(),
+        width: FILM_SIDE,
+        height: FILM_SIDE,
         seed: Some(options.seed),
         init_image: start.into(),
         output: v1::FilmFormat::Mp4.into(),
