@@ -259,4 +259,4 @@ def test_being_loaded_asks_nobody_and_brings_no_torch() -> None:
         env={"PYTHONPATH": f"{CLIENT}:{HERE / 'standin'}", "MOORED_ENDPOINT": "192.0.2.1:9"},
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [18, False, ["MainThread"]]
+    assert json.loads(done.stdout) == [20, False, ["MainThread"]]
