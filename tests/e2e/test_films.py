@@ -156,7 +156,7 @@ def test_a_film_that_is_left_in_the_middle_leaves_nothing(
         assert_at_rest(client)
 
 
-def test_a_client_that_stops_reading_a_film_is_let_go(simulate: Simulate) -> None:
+def test_a_client_that_stops_reading_a_film_is_disconnected(simulate: Simulate) -> None:
     with simulate().client() as client:
         asked: dict[str, Any] = {"model": "video", "width": 1024, "height": 1024, "frames": 121}
         with client.stream_video("a wave", **asked) as stream:

@@ -134,8 +134,8 @@ pub enum Error {
     KeyReused(String),
     /// A job by this idempotency key is under way, and more of its result was sent than is kept for a second listener.
     #[error(
-        "the job of the idempotency key {0} goes on, but so much of its result was sent already that it is not kept for another \
-         listener: wait for its end, or submit the request under another key"
+        "the job with the idempotency key {0} is still running, and its result is too large to be sent to a second client: \
+         submit the request with another key"
     )]
     TooLargeToJoin(String),
     /// The service is shutting down.

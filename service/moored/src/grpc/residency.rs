@@ -34,8 +34,8 @@ use crate::proto::v1::residency_server::Residency;
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
 const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
-/// How often the process of a reservation is looked after.
-const LOOKED_AFTER: Duration = Duration::from_secs(1);
+/// How often it is checked whether the process of a reservation has ended.
+const PROCESS_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const LONGEST_RESERVATION: Duration = Duration::from_secs(86_400);
 /// Models that are opened at once to be listed.
 const LISTED_AT_ONCE: usize = 8;
@@ -281,7 +281,7 @@ impl Residency for Service {
             if request.process_id > 0 && !request.reservation_id.is_empty() {
                 return Err(invalid(
                     "process_id",
-                    "is that of the reservation: leave it out to renew one",
+                    "cannot be changed when a reservation is renewed: leave it out",
                 ));
             }
             let process = (request.process_id > 0).then(|| OtherProcess::open(request.process_id));
@@ -350,7 +350,7 @@ impl Service {
         let (queue, limits) = (self.queue.clone(), self.limits.clone());
         tokio::spawn(async move {
             while !process.has_ended() {
-                tokio::time::sleep(LOOKED_AFTER).await;
+                tokio::time::sleep(PROCESS_CHECK_INTERVAL).await;
                 let status = queue.status_now().await;
                 let mut there = status.cards.iter().flat_map(|card| &card.reservations);
                 if !there.any(|reservation| reservation.id == id) {

@@ -237,7 +237,7 @@ fn shapes_that_do_not_fit_are_refused() -> Result<()> {
 }
 
 #[test]
-fn the_scales_of_any_part_are_aligned_and_its_own() -> Result<()> {
+fn scales_of_parts_are_aligned_and_do_not_overlap() -> Result<()> {
     let start = |tensor: &Tensor| tensor.layout().start_offset();
     let (rows, width) = (23, 32);
     let all = CodesOfRows::new(rows, width, &Device::Cpu)?;

@@ -15,8 +15,8 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::numbers::{distance, fixtures, json as fixture, tensors};
-use crate::resident::copy;
-use crate::workshop::{F32, Workshop, folder, new_track, of_source, on_cpu};
+use crate::resident::{copy, on_cpu};
+use crate::workshop::{F32, Workshop, folder, new_track, of_source};
 
 /// What a cover of a model is: it takes every component.
 fn cover(workshop: &Workshop) -> Values {

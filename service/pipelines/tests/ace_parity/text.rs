@@ -7,7 +7,8 @@ use serde::Deserialize;
 
 use crate::device::tolerances;
 use crate::numbers::{component, distance, fixtures, json, tensors};
-use crate::workshop::{F32, Workshop, folder, on_cpu, request};
+use crate::resident::on_cpu;
+use crate::workshop::{F32, Workshop, folder, request};
 
 /// An entry of `expected/prompts.json`.
 #[derive(Deserialize)]

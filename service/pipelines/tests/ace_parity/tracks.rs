@@ -8,7 +8,8 @@ use serde::Deserialize;
 
 use crate::device::tolerances;
 use crate::numbers::{distance, json, numbers, tensors};
-use crate::workshop::{F32, Workshop, edit, folder, new_track, of_source, on_cpu, track};
+use crate::resident::on_cpu;
+use crate::workshop::{F32, Workshop, edit, folder, new_track, of_source, track};
 
 /// An entry of `expected/pipelines.json`: what the pipeline was called with.
 #[derive(Deserialize)]

@@ -4,17 +4,16 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::DType;
 use gpu::ComponentTensors;
 use pipelines::{
-    Audio, AudioTask, Clip, HostTensor, MediaFormat, Medium, Model, Observer, Piece, Precision, Request,
-    Role, StageError, StagePlan, StageRun, Values, catalogue,
+    Audio, AudioTask, Clip, HostTensor, MediaFormat, Medium, Model, Observer, Precision, Request, Role,
+    StageError, StagePlan, Values, catalogue,
 };
 use tempfile::TempDir;
 
-use crate::device::test_device;
 use crate::numbers::fixtures;
-use crate::resident::{components_of, copy};
+use crate::resident::{Delivered, components_of, copy, run_stage};
 
 /// Precision of the fixtures.
 pub(crate) const F32: Precision = Precision::full(DType::F32);
@@ -79,32 +78,8 @@ impl Workshop {
         values: &Values,
         observer: &mut dyn Observer,
     ) -> Result<Values, StageError> {
-        let tensors = |name: &str| {
-            assert!(plan.components.iter().any(|named| named == name), "{name}");
-            Ok(Arc::clone(&self.components[name]))
-        };
-        let taken = plan.takes.iter().filter_map(|taken| {
-            let value = values.get(&taken.name)?;
-            Some((taken.name.clone(), value.clone()))
-        });
-        let stage = StageRun {
-            plan,
-            rung,
-            request,
-            values: &taken.collect(),
-            tensors: &tensors,
-            device: test_device(),
-        };
-        let result = self.model.run(&stage, observer);
-        if let Ok(given) = &result {
-            assert!(
-                given.keys().eq(plan.gives.iter()),
-                "{}: {:?}",
-                plan.name,
-                given.keys()
-            );
-        }
-        result
+        let of = (&*self.model, &self.components);
+        run_stage(of, (plan, rung), request, values, observer)
     }
 
     /// The stage with this name of a valid request.
@@ -146,31 +121,6 @@ impl Workshop {
         }
         assert!(delivered.0.last().expect("pieces").is_last());
         levels
-    }
-}
-
-/// A host tensor of f32 as a tensor.
-pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
-    let numbers = tensor.data.as_chunks::<4>().0.iter();
-    let numbers: Vec<f32> = numbers.map(|&bytes| f32::from_le_bytes(bytes)).collect();
-    Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
-}
-
-/// Records delivered pieces.
-#[derive(Default)]
-pub(crate) struct Delivered(pub(crate) Vec<Piece>);
-
-impl Observer for Delivered {
-    fn step(&mut self, _n: u32, _of: u32) {}
-    fn wants_preview(&mut self) -> bool {
-        false
-    }
-    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
-    fn deliver(&mut self, piece: Piece) {
-        self.0.push(piece);
-    }
-    fn cancelled(&self) -> bool {
-        false
     }
 }
 

@@ -8,7 +8,8 @@ use serde::Deserialize;
 
 use crate::edits::{assert_equal, scaled};
 use crate::numbers::{distance, fixtures, json, tensors};
-use crate::workshop::{F32, Workshop, black, folder, init_image, on_cpu, request};
+use crate::resident::on_cpu;
+use crate::workshop::{F32, Workshop, black, folder, init_image, request};
 
 fn adapted(folder_of_net: &str) -> Result<FluxModel, ModelError> {
     let base = folder("dev");

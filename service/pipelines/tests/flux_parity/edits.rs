@@ -8,7 +8,8 @@ use serde::Deserialize;
 
 use crate::device::tolerances;
 use crate::numbers::{distance, json, largest_difference, tensors};
-use crate::workshop::{Delivered, Folder, Workshop, black, copy_of, folder, init_image, on_cpu, request};
+use crate::resident::{Delivered, on_cpu};
+use crate::workshop::{Folder, Workshop, black, copy_of, folder, init_image, request};
 
 /// The largest difference of a picture that is allowed on a CPU, from 0 to 1.
 const PICTURE: f64 = 1e-4;

@@ -16,7 +16,8 @@ use crate::checkpoints::{set, write_json};
 use crate::components::velocity;
 use crate::device::tolerances;
 use crate::numbers::{distance, fixtures, json, tensors};
-use crate::workshop::{F32, Workshop, black, copy_of, from_image, on_cpu, request, sized};
+use crate::resident::on_cpu;
+use crate::workshop::{F32, Workshop, black, copy_of, from_image, request, sized};
 
 const EXPECTED: &str = "flux-tiny-quantized/expected.safetensors";
 const WEIGHTS: &str = "transformer/diffusion_pytorch_model.safetensors";

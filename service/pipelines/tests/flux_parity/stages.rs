@@ -10,7 +10,8 @@ use pipelines::{
 };
 
 use crate::numbers::tensors;
-use crate::workshop::{Delivered, Workshop, black, folder, from_image, on_cpu, request, sized};
+use crate::resident::{Delivered, on_cpu};
+use crate::workshop::{Workshop, black, folder, from_image, request, sized};
 
 /// Records calls, wants every preview, and cancels after a number of checks.
 #[derive(Default)]

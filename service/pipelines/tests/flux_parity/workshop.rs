@@ -5,12 +5,12 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
 use pipelines::flux::{FluxModel, Stage};
 use pipelines::{
-    HostTensor, Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, Role, StageError,
-    StagePlan, StageRun, Unobserved, Values,
+    HostTensor, Image, InitImage, Medium, Model, Observer, Precision, Request, Role, StageError, StagePlan,
+    StageRun, Unobserved, Values,
 };
 use tempfile::TempDir;
 
@@ -196,36 +196,6 @@ impl Workshop {
             .affine(0.5, 0.5)
             .and_then(|picture| picture.clamp(0f32, 1f32))
             .expect("a picture")
-    }
-}
-
-/// A host tensor of f32 as a tensor.
-pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
-    let numbers: Vec<f32> = tensor
-        .data
-        .as_chunks::<4>()
-        .0
-        .iter()
-        .map(|&b| f32::from_le_bytes(b))
-        .collect();
-    Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
-}
-
-/// Records delivered pieces.
-#[derive(Default)]
-pub(crate) struct Delivered(pub(crate) Vec<Piece>);
-
-impl Observer for Delivered {
-    fn step(&mut self, _n: u32, _of: u32) {}
-    fn wants_preview(&mut self) -> bool {
-        false
-    }
-    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
-    fn deliver(&mut self, piece: Piece) {
-        self.0.push(piece);
-    }
-    fn cancelled(&self) -> bool {
-        false
     }
 }
 

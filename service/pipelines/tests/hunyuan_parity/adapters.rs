@@ -8,8 +8,9 @@ use pipelines::{AdapterError, AdapterFile, AdapterUse, ModelError, Request, Stre
 
 use crate::device::tolerances;
 use crate::numbers::{distance, fixtures, numbers, tensors};
+use crate::resident::on_cpu;
 use crate::spellings::{FILM, swapped, tencents_layer, write};
-use crate::workshop::{F32, Workshop, film_folder, on_cpu, request};
+use crate::workshop::{F32, Workshop, film_folder, request};
 
 const RANK: usize = 4;
 const ALPHA: f64 = 2.0;

@@ -10,11 +10,11 @@ use pipelines::{Precision, catalogue};
 
 use crate::device::tolerances;
 use crate::numbers::tensors;
-use crate::resident::copy;
+use crate::resident::{copy, on_cpu};
 use crate::spellings::{
     FILM, FRAMEPACK, InGguf, base, bytes_of, framepack_repositories, single_file, tencents, write, write_gguf,
 };
-use crate::workshop::{F32, Workshop, film_folder, on_cpu, request, section_folder, start};
+use crate::workshop::{F32, Workshop, film_folder, request, section_folder, start};
 
 /// The error of a checkpoint that is refused.
 pub(crate) fn refused(path: &Path, precision: &Precision) -> pipelines::ModelError {

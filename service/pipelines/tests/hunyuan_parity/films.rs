@@ -5,7 +5,8 @@ use pipelines::Values;
 use serde::Deserialize;
 
 use crate::numbers::{distance, json, numbers};
-use crate::workshop::{F32, Film, Workshop, expected, film_folder, on_cpu, request, section_folder, start};
+use crate::resident::on_cpu;
+use crate::workshop::{F32, Film, Workshop, expected, film_folder, request, section_folder, start};
 
 /// What the reference says of its answers.
 #[derive(Deserialize)]

@@ -9,8 +9,9 @@ use pipelines::{Precision, Preset, Quantization, catalogue};
 
 use crate::device::tolerances;
 use crate::numbers::{distance, tensors};
+use crate::resident::on_cpu;
 use crate::spellings::{FILM, InGguf, single_file, tencents, write, write_gguf};
-use crate::workshop::{F32, Workshop, film_folder, on_cpu, request};
+use crate::workshop::{F32, Workshop, film_folder, request};
 
 /// f32, with the transformer and the text encoder in a format.
 fn quantized(format: &str) -> Precision {

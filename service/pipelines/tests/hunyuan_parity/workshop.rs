@@ -7,14 +7,13 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
 use pipelines::{
-    InitImage, Medium, Model, Observer, Piece, Precision, Request, StageError, StagePlan, StageRun, Values,
-    Video, catalogue,
+    InitImage, Medium, Model, Observer, Piece, Precision, Request, StageError, StagePlan, Values, Video,
+    catalogue,
 };
 use tempfile::TempDir;
 
-use crate::device::test_device;
 use crate::numbers::{fixtures, numbers, tensors};
-use crate::resident::{components_of, copy};
+use crate::resident::{components_of, copy, run_stage};
 
 /// Precision of the fixtures.
 pub(crate) const F32: Precision = Precision::full(DType::F32);
@@ -80,33 +79,12 @@ impl Workshop {
         values: &Values,
         observer: &mut dyn Observer,
     ) -> Result<Values, StageError> {
-        let tensors = |name: &str| {
-            assert!(plan.components.iter().any(|named| named == name), "{name}");
-            Ok(Arc::clone(&self.components[name]))
-        };
-        let taken = plan.takes.iter().map(|taken| {
+        for taken in &plan.takes {
             let value = values.get(&taken.name).expect("what the stage takes");
             assert_eq!(value.shape, taken.shape, "{}", taken.name);
-            (taken.name.clone(), value.clone())
-        });
-        let stage = StageRun {
-            plan,
-            rung,
-            request,
-            values: &taken.collect(),
-            tensors: &tensors,
-            device: test_device(),
-        };
-        let result = self.model.run(&stage, observer);
-        if let Ok(given) = &result {
-            assert!(
-                given.keys().eq(plan.gives.iter()),
-                "{}: {:?}",
-                plan.name,
-                given.keys()
-            );
         }
-        result
+        let of = (&*self.model, &self.components);
+        run_stage(of, (plan, rung), request, values, observer)
     }
 
     /// Runs all stages on their rungs of this number: all values, and the film.
@@ -207,11 +185,4 @@ pub(crate) fn request(frames: u32, init_image: Option<InitImage>, steps: u32, se
         seed,
         ..Request::of(Medium::Video(video), steps, 6.0, 64)
     }
-}
-
-/// A host tensor of f32 as a tensor.
-pub(crate) fn on_cpu(tensor: &pipelines::HostTensor) -> Tensor {
-    let numbers = tensor.data.as_chunks::<4>().0.iter();
-    let numbers: Vec<f32> = numbers.map(|&bytes| f32::from_le_bytes(bytes)).collect();
-    Tensor::from_vec(numbers, tensor.shape.as_slice(), &candle_core::Device::Cpu).expect("a tensor")
 }

@@ -7,8 +7,9 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
+use candle_core::{Device, Tensor};
 use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
-use pipelines::Model;
+use pipelines::{HostTensor, Model, Observer, Piece, Request, StageError, StagePlan, StageRun, Values};
 
 use crate::device::{here, test_device};
 
@@ -56,4 +57,66 @@ pub(crate) fn components_of(model: &dyn Model) -> HashMap<String, Arc<ComponentT
         components.insert(component.name.clone(), tensors);
     }
     components
+}
+
+/// Runs one stage over those of the values that it takes, and checks that it used only its named components and gave its
+/// named values.
+pub(crate) fn run_stage(
+    (model, components): (&dyn Model, &HashMap<String, Arc<ComponentTensors>>),
+    (plan, rung): (&StagePlan, usize),
+    request: &Request,
+    values: &Values,
+    observer: &mut dyn Observer,
+) -> Result<Values, StageError> {
+    let tensors = |name: &str| {
+        assert!(plan.components.iter().any(|named| named == name), "{name}");
+        Ok(Arc::clone(&components[name]))
+    };
+    let taken = plan.takes.iter().filter_map(|taken| {
+        let value = values.get(&taken.name)?;
+        Some((taken.name.clone(), value.clone()))
+    });
+    let stage = StageRun {
+        plan,
+        rung,
+        request,
+        values: &taken.collect(),
+        tensors: &tensors,
+        device: test_device(),
+    };
+    let result = model.run(&stage, observer);
+    if let Ok(given) = &result {
+        assert!(
+            given.keys().eq(plan.gives.iter()),
+            "{}: {:?}",
+            plan.name,
+            given.keys()
+        );
+    }
+    result
+}
+
+/// A host tensor of f32 as a tensor.
+pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
+    let numbers = tensor.data.as_chunks::<4>().0.iter();
+    let numbers: Vec<f32> = numbers.map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
+}
+
+/// Records delivered pieces.
+#[derive(Default)]
+pub(crate) struct Delivered(pub(crate) Vec<Piece>);
+
+impl Observer for Delivered {
+    fn step(&mut self, _n: u32, _of: u32) {}
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, piece: Piece) {
+        self.0.push(piece);
+    }
+    fn cancelled(&self) -> bool {
+        false
+    }
 }

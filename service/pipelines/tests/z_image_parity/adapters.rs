@@ -12,7 +12,8 @@ use serde::Deserialize;
 
 use crate::device::tolerances;
 use crate::numbers::{distance, fixtures, json, largest_difference, numbers, tensors};
-use crate::workshop::{F32, Workshop, folder, on_cpu};
+use crate::resident::on_cpu;
+use crate::workshop::{F32, Workshop, folder};
 
 /// The largest difference of a picture that is allowed on a CPU, from 0 to 1.
 const PICTURE: f64 = 1e-4;

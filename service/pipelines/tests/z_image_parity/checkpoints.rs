@@ -12,7 +12,8 @@ use pipelines::{
 use crate::components::WEIGHTS;
 use crate::device::{BF16_PIPELINE, ON_CPU};
 use crate::numbers::{distance, json, tensors};
-use crate::workshop::{F32, Workshop, folder, on_cpu, request};
+use crate::resident::on_cpu;
+use crate::workshop::{F32, Workshop, folder, request};
 
 fn write(tensors: &HashMap<String, Tensor>, path: &Path) {
     std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");

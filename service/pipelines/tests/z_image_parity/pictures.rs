@@ -8,7 +8,8 @@ use serde::Deserialize;
 
 use crate::device::{BF16_PIPELINE, tolerances};
 use crate::numbers::{distance, json, largest_difference, numbers, tensors};
-use crate::workshop::{Delivered, F32, Workshop, folder, init_image, on_cpu};
+use crate::resident::{Delivered, on_cpu};
+use crate::workshop::{F32, Workshop, folder, init_image};
 
 /// An entry of `expected/pipelines.json`.
 #[derive(Deserialize)]

@@ -4,7 +4,8 @@ use pipelines::{
     HostTensor, HostType, Image, Medium, Observer, Piece, Request, StageError, Unobserved, Values, Video,
 };
 
-use crate::workshop::{Delivered, F32, Workshop, folder, from_picture, request};
+use crate::resident::Delivered;
+use crate::workshop::{F32, Workshop, folder, from_picture, request};
 
 /// Counts steps, wants every preview, and cancels after a number of steps.
 #[derive(Default)]
@@ -61,7 +62,7 @@ fn a_preview_approximates_the_result() {
         ..request()
     };
     let latent = workshop.denoised(&request, &mut watcher).expect("a latent");
-    let small = crate::workshop::on_cpu(&latent)
+    let small = crate::resident::on_cpu(&latent)
         .avg_pool2d(2)
         .expect("a small latent");
     let numbers = crate::numbers::numbers(&small);

@@ -4,18 +4,18 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
 use pipelines::autoencoder_kl::{Chunking, VaeConfig, VaeDecoder};
 use pipelines::{
-    HostTensor, Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, Role, StageError,
-    StagePlan, StageRun, Values, catalogue,
+    HostTensor, Image, InitImage, Medium, Model, Observer, Precision, Request, Role, StageError, StagePlan,
+    Values, catalogue,
 };
 use tempfile::TempDir;
 
-use crate::device::{here, test_device};
+use crate::device::here;
 use crate::numbers::{fixtures, json};
-use crate::resident::{components_of, copy};
+use crate::resident::{components_of, copy, run_stage};
 
 /// Precision of the fixtures.
 pub(crate) const F32: Precision = Precision::full(DType::F32);
@@ -62,32 +62,8 @@ impl Workshop {
         values: &Values,
         observer: &mut dyn Observer,
     ) -> Result<Values, StageError> {
-        let tensors = |name: &str| {
-            assert!(plan.components.iter().any(|named| named == name), "{name}");
-            Ok(self.tensors(name))
-        };
-        let taken = plan.takes.iter().filter_map(|taken| {
-            let value = values.get(&taken.name)?;
-            Some((taken.name.clone(), value.clone()))
-        });
-        let stage = StageRun {
-            plan,
-            rung,
-            request,
-            values: &taken.collect(),
-            tensors: &tensors,
-            device: test_device(),
-        };
-        let result = self.model.run(&stage, observer);
-        if let Ok(given) = &result {
-            assert!(
-                given.keys().eq(plan.gives.iter()),
-                "{}: {:?}",
-                plan.name,
-                given.keys()
-            );
-        }
-        result
+        let of = (&*self.model, &self.components);
+        run_stage(of, (plan, rung), request, values, observer)
     }
 
     /// The stages of a valid request, with the memory of the previews that it asks for.
@@ -129,31 +105,6 @@ impl Workshop {
             .affine(0.5, 0.5)
             .and_then(|picture| picture.clamp(0f32, 1f32))
             .expect("a picture")
-    }
-}
-
-/// A host tensor of f32 as a tensor.
-pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
-    let numbers = tensor.data.as_chunks::<4>().0.iter();
-    let numbers: Vec<f32> = numbers.map(|&bytes| f32::from_le_bytes(bytes)).collect();
-    Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
-}
-
-/// Records delivered pieces.
-#[derive(Default)]
-pub(crate) struct Delivered(pub(crate) Vec<Piece>);
-
-impl Observer for Delivered {
-    fn step(&mut self, _n: u32, _of: u32) {}
-    fn wants_preview(&mut self) -> bool {
-        false
-    }
-    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
-    fn deliver(&mut self, piece: Piece) {
-        self.0.push(piece);
-    }
-    fn cancelled(&self) -> bool {
-        false
     }
 }
 
