@@ -219,6 +219,8 @@ mod tests {
             per_item: true,
             memo: None,
             section: None,
+            shared: None,
+            reads_media: true,
             preview: None,
         };
         Need {

@@ -50,6 +50,14 @@ pub trait Observer {
     fn deliver(&mut self, piece: Piece);
     /// Polled between steps and between slow layers: `true` makes the stage fail with [`StageError::Cancelled`].
     fn cancelled(&self) -> bool;
+    /// As [`Observer::step`], of one of several stages in shared passes, by its place among them.
+    fn step_of(&mut self, _stage: usize, n: u32, of: u32) {
+        self.step(n, of);
+    }
+    /// As [`Observer::cancelled`], of one of several stages in shared passes: it leaves them, and the others go on.
+    fn is_cancelled(&self, _stage: usize) -> bool {
+        self.cancelled()
+    }
 }
 
 /// An observer that discards everything and never cancels.
@@ -328,6 +336,24 @@ pub trait Model: Send + Sync {
     /// # Errors
     /// [`StageError`].
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError>;
+
+    /// Runs stages of several requests in shared passes, on the first rung of each; their plans have equal keys
+    /// ([`SharedPass::key`](crate::SharedPass::key)). Returns what each gives, in their order: one may fail or be cancelled
+    /// alone. Steps and cancellation are each stage's own ([`Observer::step_of`], [`Observer::is_cancelled`]).
+    ///
+    /// # Errors
+    /// [`StageError`], where it concerns all of them.
+    fn run_shared(
+        &self,
+        stages: &[StageRun<'_>],
+        _observer: &mut dyn Observer,
+    ) -> Result<Vec<Result<Values, StageError>>, StageError> {
+        let name = stages.first().map_or("", |stage| stage.plan.name.as_str());
+        Err(StageError::BadInput(format!(
+            "{name} runs alone in {}",
+            self.family()
+        )))
+    }
 }
 
 /// Frames in so many seconds, rounded; at least one.

@@ -55,10 +55,11 @@ pub use ops::{
     prepare, set_fp8_products,
 };
 pub use out_of_memory::is_out_of_memory;
-pub use plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
+pub use plan::{PreviewNeed, Role, Rung, Section, SharedPass, StagePlan, ValueShape, Values};
 pub use quantization::{FULL, Formats, Preset, Quantization};
 pub use request::{
-    Audio, AudioTask, Clip, ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, Video,
+    Audio, AudioTask, Clip, ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, StrengthPoint,
+    Video,
 };
 pub use resize::resized;
 

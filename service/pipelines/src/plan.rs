@@ -132,6 +132,24 @@ pub struct StagePlan {
     pub preview: Option<PreviewNeed>,
     /// Its place among the stages of its name, where a result is made section by section.
     pub section: Option<Section>,
+    /// How it shares passes of the model with stages of other requests; `None`: it runs alone.
+    pub shared: Option<SharedPass>,
+    /// Whether it reads the pictures, films and tracks of the request; otherwise it is given their formats and sizes, without
+    /// their data.
+    pub reads_media: bool,
+}
+
+/// A stage that may be run with stages of other requests to the same model, in one pass ([`Model::run_shared`]).
+///
+/// [`Model::run_shared`]: crate::Model::run_shared
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedPass {
+    /// Stages with equal keys can share a pass.
+    pub key: String,
+    /// Most stages in a pass, this one included.
+    pub slots: u32,
+    /// Activation bytes of each stage beside the first.
+    pub scratch_each: Bytes,
 }
 
 /// A section of a result, which is sampled and decoded on its own.
@@ -167,6 +185,21 @@ impl StagePlan {
                 rung.scratch += preview.scratch;
             }
             self.shape.push_str(" preview");
+        }
+        self
+    }
+
+    /// The stage with the memory of so many stages in one pass, itself included; the same for one.
+    #[must_use]
+    pub fn shared_by(mut self, stages: u32) -> StagePlan {
+        if let Some(shared) = &self.shared
+            && stages > 1
+        {
+            let further = Bytes(shared.scratch_each.0 * u64::from(stages - 1));
+            for rung in &mut self.rungs {
+                rung.scratch += further;
+            }
+            self.shape.push_str(&format!(" x{stages}"));
         }
         self
     }

@@ -55,6 +55,9 @@ pub struct Request {
     pub from_values: bool,
     /// Adapters, in the order in which their terms are added.
     pub adapters: Vec<AdapterUse>,
+    /// Most requests whose steps are computed in one pass of the model, where its family can. 1: it is sampled alone, and its
+    /// result is the same bits whatever else runs; more: the same within rounding.
+    pub slots: u32,
     pub medium: Medium,
 }
 
@@ -133,6 +136,19 @@ pub struct Audio {
     pub time_signature: String,
     /// Language of the lyrics: `en`; empty: the model's default.
     pub language: String,
+    /// With a source: a strength of its own for each part of the track, as points between which it changes linearly; empty:
+    /// [`Request::strength`] everywhere. A frame is the source's until the schedule reaches its strength.
+    pub strengths: Vec<StrengthPoint>,
+    /// Where decoding begins, in seconds: what is before follows at the end.
+    pub decode_from_seconds: f32,
+}
+
+/// The strength of a frame of a track.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StrengthPoint {
+    pub seconds: f32,
+    /// From 0 (the source) to 1 (all of the schedule).
+    pub strength: f32,
 }
 
 /// What is made of a track. Windows are in seconds of the track; names of tracks are the model's (`vocals`, `drums`).
@@ -261,8 +277,43 @@ impl Request {
             preview: false,
             from_values: false,
             adapters: Vec::new(),
+            slots: 1,
             medium,
         }
+    }
+
+    /// The same request with the formats and sizes of its pictures, films and tracks, without their data.
+    #[must_use]
+    pub fn without_media_data(&self) -> Request {
+        let mut request = self.clone();
+        let empty = |clip: &mut Option<Clip>| {
+            if let Some(clip) = clip {
+                clip.data = Bytes::new();
+            }
+        };
+        match &mut request.medium {
+            Medium::Image(image) => {
+                let pictures = image.init_image.iter_mut().chain(&mut image.references);
+                let controls = image.controls.iter_mut().map(|control| &mut control.image);
+                for picture in pictures.chain(controls) {
+                    picture.rgb = Bytes::new();
+                }
+                if let Some(mask) = &mut image.mask {
+                    mask.grey = Bytes::new();
+                }
+            }
+            Medium::Video(video) => {
+                if let Some(picture) = &mut video.init_image {
+                    picture.rgb = Bytes::new();
+                }
+                empty(&mut video.init_video);
+            }
+            Medium::Audio(audio) => {
+                empty(&mut audio.init_audio);
+                empty(&mut audio.reference);
+            }
+        }
+        request
     }
 
     /// The request of one of several items: `item` is added to the seed.

@@ -162,6 +162,8 @@ mod tests {
             per_item,
             memo: None,
             section: None,
+            shared: None,
+            reads_media: true,
             preview: None,
         }
     }
@@ -234,6 +236,8 @@ mod tests {
     fn sections() -> Vec<StagePlan> {
         let section = |number: u32, stage: StagePlan| StagePlan {
             section: Some(pipelines::Section { number, of: 2 }),
+            shared: None,
+            reads_media: true,
             ..stage
         };
         vec![

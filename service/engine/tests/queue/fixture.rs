@@ -86,6 +86,8 @@ impl FakeModel {
             per_item: true,
             memo: None,
             section: None,
+            shared: None,
+            reads_media: true,
             preview: None,
         }
     }
@@ -144,6 +146,8 @@ impl Model for FakeModel {
             per_item: false,
             memo: Some(request.prompt.clone()),
             section: None,
+            shared: None,
+            reads_media: true,
             ..self.stage("encode_text", Role::Encode, 0, whole(1 << 20), "t16".into())
         }];
         if of_image && !request.from_values {

@@ -382,6 +382,7 @@ impl Asked {
             preview: self.preview_interval_ms > 0,
             from_values: self.init_latent.is_some(),
             adapters: defaults.adapters,
+            slots: 1,
             medium,
         })
     }

@@ -184,6 +184,8 @@ impl AceStepModel {
             per_item: false,
             memo: None,
             section: None,
+            shared: None,
+            reads_media: true,
             preview: None,
         }
     }

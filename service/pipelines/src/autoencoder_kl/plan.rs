@@ -94,6 +94,8 @@ impl Autoencoder<'_> {
             per_item: true,
             memo: None,
             section: None,
+            shared: None,
+            reads_media: true,
             preview: None,
         }
     }

@@ -151,6 +151,8 @@ impl FluxModel {
                 per_item: false,
                 memo: Some(format!("flux-reference:{}", hash.finalize().to_hex())),
                 section: None,
+                shared: None,
+                reads_media: true,
                 ..autoencoder.encode_stage_named(ENCODE_REFERENCE, REFERENCE, &size)
             }
         };

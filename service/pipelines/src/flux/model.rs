@@ -145,6 +145,8 @@ impl FluxModel {
             per_item: false,
             memo: Some(self.text_memo(request)?),
             section: None,
+            shared: None,
+            reads_media: true,
             preview: None,
         })
     }
@@ -235,6 +237,8 @@ impl FluxModel {
             per_item: true,
             memo: None,
             section: None,
+            shared: None,
+            reads_media: true,
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
         }
     }

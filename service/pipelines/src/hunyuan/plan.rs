@@ -178,6 +178,8 @@ impl HunyuanModel {
             memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
             preview: None,
             section: None,
+            shared: None,
+            reads_media: true,
         })
     }
 
@@ -201,6 +203,8 @@ impl HunyuanModel {
             memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
             preview: None,
             section: None,
+            shared: None,
+            reads_media: true,
         }
     }
 
@@ -219,6 +223,8 @@ impl HunyuanModel {
             memo: None,
             preview: None,
             section: None,
+            shared: None,
+            reads_media: true,
         }
     }
 
@@ -280,6 +286,8 @@ impl HunyuanModel {
             memo: None,
             preview: None,
             section: section.map(of_film),
+            shared: None,
+            reads_media: true,
         }
     }
 
@@ -355,6 +363,8 @@ impl HunyuanModel {
             memo: None,
             preview: None,
             section: section.map(of_film),
+            shared: None,
+            reads_media: true,
         }
     }
 }

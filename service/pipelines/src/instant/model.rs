@@ -274,6 +274,8 @@ impl InstantModel {
                 scratch: Bytes::ZERO,
             }),
             section: None,
+            shared: None,
+            reads_media: true,
         }
     }
 

@@ -148,6 +148,8 @@ impl ZImageModel {
             per_item: false,
             memo: Some(memo(ids)),
             section: None,
+            shared: None,
+            reads_media: true,
             preview: None,
         }
     }
@@ -189,6 +191,8 @@ impl ZImageModel {
             per_item: true,
             memo: None,
             section: None,
+            shared: None,
+            reads_media: true,
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
         }
     }

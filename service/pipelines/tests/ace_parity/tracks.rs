@@ -79,6 +79,7 @@ impl Case {
             key: self.keyscale.clone().unwrap_or_default(),
             time_signature: self.timesignature.clone().unwrap_or_default(),
             language: self.vocal_language.clone().unwrap_or_default(),
+            ..Audio::default()
         };
         let guidance = match self.is_base {
             true => self.guidance_scale.unwrap_or(7.0),

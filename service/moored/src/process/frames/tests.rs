@@ -80,6 +80,8 @@ fn stage(medium: Medium) -> StageWork {
             per_item: true,
             memo: Some("a memo".to_owned()),
             section: None,
+            shared: None,
+            reads_media: true,
             preview: None,
         },
         components: vec![component("transformer"), component("vae")],
