@@ -77,6 +77,34 @@ at most 3840 and 2160. It comes when the last frame is decoded; sound comes as W
 """
 global___FilmFormat = FilmFormat
 
+class _SegmentStart:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SegmentStartEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SegmentStart.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SEGMENT_START_UNSPECIFIED: _SegmentStart.ValueType  # 0
+    """WHEN_OVER."""
+    WHEN_OVER: _SegmentStart.ValueType  # 1
+    """When those before it are over."""
+    AT_ONCE: _SegmentStart.ValueType  # 2
+    """As soon as it is there, at the place where the one that sounds is: another version of the same track."""
+    AT_ONCE_FROM_START: _SegmentStart.ValueType  # 3
+    """As soon as it is there, from its beginning."""
+
+class SegmentStart(_SegmentStart, metaclass=_SegmentStartEnumTypeWrapper):
+    """When a segment begins to sound."""
+
+SEGMENT_START_UNSPECIFIED: SegmentStart.ValueType  # 0
+"""WHEN_OVER."""
+WHEN_OVER: SegmentStart.ValueType  # 1
+"""When those before it are over."""
+AT_ONCE: SegmentStart.ValueType  # 2
+"""As soon as it is there, at the place where the one that sounds is: another version of the same track."""
+AT_ONCE_FROM_START: SegmentStart.ValueType  # 3
+"""As soon as it is there, from its beginning."""
+global___SegmentStart = SegmentStart
+
 class _AudioTask:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -554,6 +582,7 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     TIME_SIGNATURE_FIELD_NUMBER: builtins.int
     LANGUAGE_FIELD_NUMBER: builtins.int
+    STRENGTHS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -611,6 +640,13 @@ class GenerateAudioRequest(google.protobuf.message.Message):
         """
 
     @property
+    def strengths(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StrengthAt]:
+        """Of a new track that starts from another: a strength of its own for each part of it, as points in ascending order between
+        which it changes linearly. A part is the source's until the schedule has come down to its strength. Instead of `strength`;
+        at most 4,096.
+        """
+
+    @property
     def options(self) -> global___JobOptions: ...
     def __init__(
         self,
@@ -640,10 +676,11 @@ class GenerateAudioRequest(google.protobuf.message.Message):
         key: builtins.str = ...,
         time_signature: builtins.str = ...,
         language: builtins.str = ...,
+        strengths: collections.abc.Iterable[global___StrengthAt] | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "key", b"key", "language", b"language", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "reference_media_id", b"reference_media_id", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "task", b"task", "time_signature", b"time_signature", "tracks", b"tracks", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "key", b"key", "language", b"language", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "reference_media_id", b"reference_media_id", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "strengths", b"strengths", "task", b"task", "time_signature", b"time_signature", "tracks", b"tracks", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_beats_per_minute", b"_beats_per_minute"]) -> typing.Literal["beats_per_minute"] | None: ...
     @typing.overload
@@ -658,6 +695,573 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_window_start_seconds", b"_window_start_seconds"]) -> typing.Literal["window_start_seconds"] | None: ...
 
 global___GenerateAudioRequest = GenerateAudioRequest
+
+@typing.final
+class StrengthAt(google.protobuf.message.Message):
+    """The strength at a time of a track."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: builtins.int
+    STRENGTH_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    strength: builtins.float
+    """0: the source as it is; 1: all of the schedule."""
+    def __init__(
+        self,
+        *,
+        seconds: builtins.float = ...,
+        strength: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["seconds", b"seconds", "strength", b"strength"]) -> None: ...
+
+global___StrengthAt = StrengthAt
+
+@typing.final
+class StreamAudioRequest(google.protobuf.message.Message):
+    """What the client of a session of sound says."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
+    PLAYED_FIELD_NUMBER: builtins.int
+    REPLACE_SOURCE_FIELD_NUMBER: builtins.int
+    REPLACE_MODEL_FIELD_NUMBER: builtins.int
+    CLOSE_FIELD_NUMBER: builtins.int
+    @property
+    def open(self) -> global___OpenAudioSession:
+        """First, and once."""
+
+    @property
+    def segment(self) -> global___AudioSegment: ...
+    @property
+    def played(self) -> global___PlayHead: ...
+    @property
+    def replace_source(self) -> global___ReplaceSource: ...
+    @property
+    def replace_model(self) -> global___ReplaceModel: ...
+    @property
+    def close(self) -> global___CloseAudioSession: ...
+    def __init__(
+        self,
+        *,
+        open: global___OpenAudioSession | None = ...,
+        segment: global___AudioSegment | None = ...,
+        played: global___PlayHead | None = ...,
+        replace_source: global___ReplaceSource | None = ...,
+        replace_model: global___ReplaceModel | None = ...,
+        close: global___CloseAudioSession | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["close", b"close", "message", b"message", "open", b"open", "played", b"played", "replace_model", b"replace_model", "replace_source", b"replace_source", "segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["close", b"close", "message", b"message", "open", b"open", "played", b"played", "replace_model", b"replace_model", "replace_source", b"replace_source", "segment", b"segment"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "segment", "played", "replace_source", "replace_model", "close"] | None: ...
+
+global___StreamAudioRequest = StreamAudioRequest
+
+@typing.final
+class OpenAudioSession(google.protobuf.message.Message):
+    """Opens a session. Its model's components are held until it ends."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    SOURCE_MEDIA_ID_FIELD_NUMBER: builtins.int
+    LEAD_MS_FIELD_NUMBER: builtins.int
+    CROSSFADE_MS_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: builtins.int
+    PACED_BY_CLIENT_FIELD_NUMBER: builtins.int
+    ONCE_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
+    source_media_id: builtins.str
+    """A track of PutMedia that segments start from; the session keeps it. Empty: none."""
+    lead_ms: builtins.int
+    """How far ahead of the play head sound is sent, 100 to 60,000; 0: 2,000. What is sent cannot change any more."""
+    crossfade_ms: builtins.int
+    """How long one segment fades into another, up to 5,000. Absent: 25."""
+    slots: builtins.int
+    """Most segments whose steps are computed in one pass of the model, 1 to 8; 0: 1. With 1 a segment is the same bits as a track
+    of GenerateAudio; with more the same within rounding.
+    """
+    idle_seconds: builtins.int
+    """It ends when nothing was heard of the client for so long, 1 to 3,600; 0: 60. Every message counts, `played` too."""
+    paced_by_client: builtins.bool
+    """The play head is where `played` says. Else it goes by the service's clock, from the first sound on."""
+    once: builtins.bool
+    """When a segment is over and no other is there: no sound until there is. Else it is repeated."""
+    @property
+    def model(self) -> model_pb2.ModelRef:
+        """The model of its segments. Its adapters are those of segments that name none."""
+
+    @property
+    def options(self) -> global___JobOptions:
+        """Of all its jobs. No deadline, no idempotency key, and not detached."""
+
+    def __init__(
+        self,
+        *,
+        model: model_pb2.ModelRef | None = ...,
+        source_media_id: builtins.str = ...,
+        lead_ms: builtins.int = ...,
+        crossfade_ms: builtins.int | None = ...,
+        slots: builtins.int = ...,
+        idle_seconds: builtins.int = ...,
+        paced_by_client: builtins.bool = ...,
+        once: builtins.bool = ...,
+        options: global___JobOptions | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_crossfade_ms", b"_crossfade_ms", "crossfade_ms", b"crossfade_ms", "model", b"model", "options", b"options"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_crossfade_ms", b"_crossfade_ms", "crossfade_ms", b"crossfade_ms", "idle_seconds", b"idle_seconds", "lead_ms", b"lead_ms", "model", b"model", "once", b"once", "options", b"options", "paced_by_client", b"paced_by_client", "slots", b"slots", "source_media_id", b"source_media_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_crossfade_ms", b"_crossfade_ms"]) -> typing.Literal["crossfade_ms"] | None: ...
+
+global___OpenAudioSession = OpenAudioSession
+
+@typing.final
+class AudioSegment(google.protobuf.message.Message):
+    """What is to sound."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRACK_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    start: global___SegmentStart.ValueType
+    @property
+    def track(self) -> global___GenerateAudioRequest:
+        """The track. Model (but for its adapters), init_media_id, count, output and options are the session's, and latents are not
+        kept: these fields are left out.
+        """
+
+    def __init__(
+        self,
+        *,
+        track: global___GenerateAudioRequest | None = ...,
+        start: global___SegmentStart.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["track", b"track"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["start", b"start", "track", b"track"]) -> None: ...
+
+global___AudioSegment = AudioSegment
+
+@typing.final
+class PlayHead(google.protobuf.message.Message):
+    """How far the client has played."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLE_FIELD_NUMBER: builtins.int
+    sample: builtins.int
+    """Samples for each channel, from the first of the session on."""
+    def __init__(
+        self,
+        *,
+        sample: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sample", b"sample"]) -> None: ...
+
+global___PlayHead = PlayHead
+
+@typing.final
+class ReplaceSource(google.protobuf.message.Message):
+    """Starts further segments from another track: the last segment is made anew from it, and sounds when it is there. Fails as a
+    segment does; then the source stays what it was.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MEDIA_ID_FIELD_NUMBER: builtins.int
+    media_id: builtins.str
+    """A track of PutMedia. Empty: none."""
+    def __init__(
+        self,
+        *,
+        media_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["media_id", b"media_id"]) -> None: ...
+
+global___ReplaceSource = ReplaceSource
+
+@typing.final
+class ReplaceModel(google.protobuf.message.Message):
+    """Makes further segments with another model: it is loaded and proven, and the last segment is made anew with it. What sounds goes
+    on sounding until then, and the model before is kept if it fails.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    @property
+    def model(self) -> model_pb2.ModelRef: ...
+    def __init__(
+        self,
+        *,
+        model: model_pb2.ModelRef | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model"]) -> None: ...
+
+global___ReplaceModel = ReplaceModel
+
+@typing.final
+class CloseAudioSession(google.protobuf.message.Message):
+    """Ends the session, with a report."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___CloseAudioSession = CloseAudioSession
+
+@typing.final
+class StreamAudioResponse(google.protobuf.message.Message):
+    """What a session of sound says."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPENED_FIELD_NUMBER: builtins.int
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    READY_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    SOUND_FIELD_NUMBER: builtins.int
+    GAP_FIELD_NUMBER: builtins.int
+    SOURCE_REPLACED_FIELD_NUMBER: builtins.int
+    MODEL_REPLACED_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
+    @property
+    def opened(self) -> global___AudioSessionOpened: ...
+    @property
+    def accepted(self) -> global___SegmentAccepted: ...
+    @property
+    def progress(self) -> global___SegmentProgress:
+        """An event of a segment's job: queued, waiting, steps."""
+
+    @property
+    def ready(self) -> global___SegmentReady: ...
+    @property
+    def failed(self) -> global___SegmentFailed: ...
+    @property
+    def sound(self) -> global___SoundChunk: ...
+    @property
+    def gap(self) -> global___SoundGap: ...
+    @property
+    def source_replaced(self) -> global___SourceReplaced: ...
+    @property
+    def model_replaced(self) -> global___ModelReplaced: ...
+    @property
+    def closed(self) -> global___AudioSessionClosed: ...
+    def __init__(
+        self,
+        *,
+        opened: global___AudioSessionOpened | None = ...,
+        accepted: global___SegmentAccepted | None = ...,
+        progress: global___SegmentProgress | None = ...,
+        ready: global___SegmentReady | None = ...,
+        failed: global___SegmentFailed | None = ...,
+        sound: global___SoundChunk | None = ...,
+        gap: global___SoundGap | None = ...,
+        source_replaced: global___SourceReplaced | None = ...,
+        model_replaced: global___ModelReplaced | None = ...,
+        closed: global___AudioSessionClosed | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "closed", b"closed", "failed", b"failed", "gap", b"gap", "message", b"message", "model_replaced", b"model_replaced", "opened", b"opened", "progress", b"progress", "ready", b"ready", "sound", b"sound", "source_replaced", b"source_replaced"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "closed", b"closed", "failed", b"failed", "gap", b"gap", "message", b"message", "model_replaced", b"model_replaced", "opened", b"opened", "progress", b"progress", "ready", b"ready", "sound", b"sound", "source_replaced", b"source_replaced"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "accepted", "progress", "ready", "failed", "sound", "gap", "source_replaced", "model_replaced", "closed"] | None: ...
+
+global___StreamAudioResponse = StreamAudioResponse
+
+@typing.final
+class AudioSessionOpened(google.protobuf.message.Message):
+    """The session is open."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    SAMPLES_PER_SECOND_FIELD_NUMBER: builtins.int
+    CHANNELS_FIELD_NUMBER: builtins.int
+    LEAD_MS_FIELD_NUMBER: builtins.int
+    CROSSFADE_MS_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    samples_per_second: builtins.int
+    channels: builtins.int
+    lead_ms: builtins.int
+    """As they are in effect."""
+    crossfade_ms: builtins.int
+    slots: builtins.int
+    idle_seconds: builtins.int
+    @property
+    def model(self) -> model_pb2.ResolvedModel: ...
+    def __init__(
+        self,
+        *,
+        session_id: builtins.str = ...,
+        model: model_pb2.ResolvedModel | None = ...,
+        samples_per_second: builtins.int = ...,
+        channels: builtins.int = ...,
+        lead_ms: builtins.int = ...,
+        crossfade_ms: builtins.int = ...,
+        slots: builtins.int = ...,
+        idle_seconds: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["channels", b"channels", "crossfade_ms", b"crossfade_ms", "idle_seconds", b"idle_seconds", "lead_ms", b"lead_ms", "model", b"model", "samples_per_second", b"samples_per_second", "session_id", b"session_id", "slots", b"slots"]) -> None: ...
+
+global___AudioSessionOpened = AudioSessionOpened
+
+@typing.final
+class SegmentAccepted(google.protobuf.message.Message):
+    """A segment is taken."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: builtins.int
+    JOB_ID_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    segment: builtins.int
+    """From 1, in the order of the client's messages `segment`, `replace_source` and `replace_model`."""
+    job_id: builtins.str
+    seed: builtins.int
+    """Seed that it is made with."""
+    def __init__(
+        self,
+        *,
+        segment: builtins.int = ...,
+        job_id: builtins.str = ...,
+        seed: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "seed", b"seed", "segment", b"segment"]) -> None: ...
+
+global___SegmentAccepted = SegmentAccepted
+
+@typing.final
+class SegmentProgress(google.protobuf.message.Message):
+    """An event of a segment's job."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: builtins.int
+    EVENT_FIELD_NUMBER: builtins.int
+    segment: builtins.int
+    @property
+    def event(self) -> events_pb2.Event:
+        """No artifacts, and no `done`."""
+
+    def __init__(
+        self,
+        *,
+        segment: builtins.int = ...,
+        event: events_pb2.Event | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["event", b"event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["event", b"event", "segment", b"segment"]) -> None: ...
+
+global___SegmentProgress = SegmentProgress
+
+@typing.final
+class SegmentReady(google.protobuf.message.Message):
+    """All of a segment is there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    segment: builtins.int
+    samples: builtins.int
+    """Its length for each channel."""
+    @property
+    def done(self) -> events_pb2.Done:
+        """Of its job."""
+
+    def __init__(
+        self,
+        *,
+        segment: builtins.int = ...,
+        samples: builtins.int = ...,
+        done: events_pb2.Done | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["done", b"done"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["done", b"done", "samples", b"samples", "segment", b"segment"]) -> None: ...
+
+global___SegmentReady = SegmentReady
+
+@typing.final
+class SegmentFailed(google.protobuf.message.Message):
+    """A segment does not come. The session goes on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    segment: builtins.int
+    code: builtins.int
+    """Of `google.rpc.Code`."""
+    reason: builtins.str
+    """As in the ErrorInfo of calls; `SUPERSEDED`: a later segment sounded before it."""
+    message: builtins.str
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SegmentProblem]:
+        """Of a request that was refused."""
+
+    def __init__(
+        self,
+        *,
+        segment: builtins.int = ...,
+        code: builtins.int = ...,
+        reason: builtins.str = ...,
+        message: builtins.str = ...,
+        problems: collections.abc.Iterable[global___SegmentProblem] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message", "problems", b"problems", "reason", b"reason", "segment", b"segment"]) -> None: ...
+
+global___SegmentFailed = SegmentFailed
+
+@typing.final
+class SegmentProblem(google.protobuf.message.Message):
+    """A field of a segment that is wrong."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    field: builtins.str
+    description: builtins.str
+    def __init__(
+        self,
+        *,
+        field: builtins.str = ...,
+        description: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["description", b"description", "field", b"field"]) -> None: ...
+
+global___SegmentProblem = SegmentProblem
+
+@typing.final
+class SoundChunk(google.protobuf.message.Message):
+    """Sound: 16-bit little-endian samples, channels interleaved, at most a quarter of a second."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_SAMPLE_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
+    FIRST_SAMPLE_OF_SEGMENT_FIELD_NUMBER: builtins.int
+    first_sample: builtins.int
+    """Place of its first sample in the session: chunks follow each other without a break."""
+    samples: builtins.bytes
+    segment: builtins.int
+    """The segment that sounds at its end."""
+    first_sample_of_segment: builtins.int
+    """Place of its first sample in that segment."""
+    def __init__(
+        self,
+        *,
+        first_sample: builtins.int = ...,
+        samples: builtins.bytes = ...,
+        segment: builtins.int = ...,
+        first_sample_of_segment: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_sample", b"first_sample", "first_sample_of_segment", b"first_sample_of_segment", "samples", b"samples", "segment", b"segment"]) -> None: ...
+
+global___SoundChunk = SoundChunk
+
+@typing.final
+class SoundGap(google.protobuf.message.Message):
+    """The play head came to a place whose sound was not there yet."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AT_SAMPLE_FIELD_NUMBER: builtins.int
+    MILLISECONDS_FIELD_NUMBER: builtins.int
+    at_sample: builtins.int
+    milliseconds: builtins.int
+    def __init__(
+        self,
+        *,
+        at_sample: builtins.int = ...,
+        milliseconds: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_sample", b"at_sample", "milliseconds", b"milliseconds"]) -> None: ...
+
+global___SoundGap = SoundGap
+
+@typing.final
+class SourceReplaced(google.protobuf.message.Message):
+    """Further segments start from the new source."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: builtins.int
+    segment: builtins.int
+    """The segment that was made with it."""
+    def __init__(
+        self,
+        *,
+        segment: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["segment", b"segment"]) -> None: ...
+
+global___SourceReplaced = SourceReplaced
+
+@typing.final
+class ModelReplaced(google.protobuf.message.Message):
+    """Further segments are made with the new model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    segment: builtins.int
+    @property
+    def model(self) -> model_pb2.ResolvedModel: ...
+    def __init__(
+        self,
+        *,
+        segment: builtins.int = ...,
+        model: model_pb2.ResolvedModel | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "segment", b"segment"]) -> None: ...
+
+global___ModelReplaced = ModelReplaced
+
+@typing.final
+class AudioSessionClosed(google.protobuf.message.Message):
+    """The last message of a session that ends well: by `close`, or because its client is silent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    GAPS_FIELD_NUMBER: builtins.int
+    GAP_MS_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """`closed`, `idle`, `shutting_down`."""
+    samples: builtins.int
+    segments: builtins.int
+    gaps: builtins.int
+    gap_ms: builtins.int
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        samples: builtins.int = ...,
+        segments: builtins.int = ...,
+        gaps: builtins.int = ...,
+        gap_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gap_ms", b"gap_ms", "gaps", b"gaps", "reason", b"reason", "samples", b"samples", "segments", b"segments"]) -> None: ...
+
+global___AudioSessionClosed = AudioSessionClosed
 
 @typing.final
 class EncodeImageRequest(google.protobuf.message.Message):

@@ -33,6 +33,11 @@ class GenerationStub(object):
                 request_serializer=moored_dot_v1_dot_generation__pb2.GenerateAudioRequest.SerializeToString,
                 response_deserializer=moored_dot_v1_dot_events__pb2.Event.FromString,
                 )
+        self.StreamAudio = channel.stream_stream(
+                '/moored.v1.Generation/StreamAudio',
+                request_serializer=moored_dot_v1_dot_generation__pb2.StreamAudioRequest.SerializeToString,
+                response_deserializer=moored_dot_v1_dot_generation__pb2.StreamAudioResponse.FromString,
+                )
         self.EncodeImage = channel.unary_stream(
                 '/moored.v1.Generation/EncodeImage',
                 request_serializer=moored_dot_v1_dot_generation__pb2.EncodeImageRequest.SerializeToString,
@@ -91,6 +96,14 @@ class GenerationServicer(object):
 
     def GenerateAudio(self, request, context):
         """Text to audio. Samples come as they are decoded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamAudio(self, request_iterator, context):
+        """A session of sound: the client sends segments, and what sounds comes as one endless track, ahead of the play head. The
+        first message opens it. It ends with the stream, and gives everything back then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +177,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GenerateAudio,
                     request_deserializer=moored_dot_v1_dot_generation__pb2.GenerateAudioRequest.FromString,
                     response_serializer=moored_dot_v1_dot_events__pb2.Event.SerializeToString,
+            ),
+            'StreamAudio': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamAudio,
+                    request_deserializer=moored_dot_v1_dot_generation__pb2.StreamAudioRequest.FromString,
+                    response_serializer=moored_dot_v1_dot_generation__pb2.StreamAudioResponse.SerializeToString,
             ),
             'EncodeImage': grpc.unary_stream_rpc_method_handler(
                     servicer.EncodeImage,
@@ -260,6 +278,23 @@ class Generation(object):
         return grpc.experimental.unary_stream(request, target, '/moored.v1.Generation/GenerateAudio',
             moored_dot_v1_dot_generation__pb2.GenerateAudioRequest.SerializeToString,
             moored_dot_v1_dot_events__pb2.Event.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def StreamAudio(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/moored.v1.Generation/StreamAudio',
+            moored_dot_v1_dot_generation__pb2.StreamAudioRequest.SerializeToString,
+            moored_dot_v1_dot_generation__pb2.StreamAudioResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

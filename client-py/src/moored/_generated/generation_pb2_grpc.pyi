@@ -43,6 +43,14 @@ class GenerationStub:
     ]
     """Text to audio. Samples come as they are decoded."""
 
+    StreamAudio: grpc.StreamStreamMultiCallable[
+        generation_pb2.StreamAudioRequest,
+        generation_pb2.StreamAudioResponse,
+    ]
+    """A session of sound: the client sends segments, and what sounds comes as one endless track, ahead of the play head. The
+    first message opens it. It ends with the stream, and gives everything back then.
+    """
+
     EncodeImage: grpc.UnaryStreamMultiCallable[
         generation_pb2.EncodeImageRequest,
         events_pb2.Event,
@@ -110,6 +118,14 @@ class GenerationAsyncStub:
         events_pb2.Event,
     ]
     """Text to audio. Samples come as they are decoded."""
+
+    StreamAudio: grpc.aio.StreamStreamMultiCallable[
+        generation_pb2.StreamAudioRequest,
+        generation_pb2.StreamAudioResponse,
+    ]
+    """A session of sound: the client sends segments, and what sounds comes as one endless track, ahead of the play head. The
+    first message opens it. It ends with the stream, and gives everything back then.
+    """
 
     EncodeImage: grpc.aio.UnaryStreamMultiCallable[
         generation_pb2.EncodeImageRequest,
@@ -184,6 +200,16 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[events_pb2.Event], collections.abc.AsyncIterator[events_pb2.Event]]:
         """Text to audio. Samples come as they are decoded."""
+
+    @abc.abstractmethod
+    def StreamAudio(
+        self,
+        request_iterator: _MaybeAsyncIterator[generation_pb2.StreamAudioRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[generation_pb2.StreamAudioResponse], collections.abc.AsyncIterator[generation_pb2.StreamAudioResponse]]:
+        """A session of sound: the client sends segments, and what sounds comes as one endless track, ahead of the play head. The
+        first message opens it. It ends with the stream, and gives everything back then.
+        """
 
     @abc.abstractmethod
     def EncodeImage(
