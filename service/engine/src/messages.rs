@@ -47,6 +47,26 @@ pub struct Order {
     pub allow_low_memory: bool,
     /// Bytes of the card that stay free while it runs, if that is more than the card's own headroom.
     pub headroom: Bytes,
+    /// Stages of other jobs that are run in the same passes of the model, in the memory of the order's own. Each has its own
+    /// progress and its own end, before that of the order.
+    pub sharing: Vec<Sharing>,
+}
+
+impl Order {
+    /// Its ticket, and those of the stages that share its passes.
+    pub fn tickets(&self) -> impl Iterator<Item = Ticket> + '_ {
+        let sharing = self.sharing.iter().map(|sharing| sharing.ticket);
+        std::iter::once(self.ticket).chain(sharing)
+    }
+}
+
+/// A stage that shares the passes of an order's.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sharing {
+    pub ticket: Ticket,
+    /// Id of its job, for logs.
+    pub job: String,
+    pub work: StageWork,
 }
 
 /// The work of an order.
@@ -161,7 +181,7 @@ pub enum Event {
     Snapshot(Arc<Ledger>),
     /// Progress of an attempt.
     Progress { ticket: Ticket, progress: Progress },
-    /// The end of an attempt. Exactly one per order.
+    /// The end of an attempt. Exactly one per order, and one for each stage that shares its passes.
     Finished { ticket: Ticket, outcome: Outcome },
     /// Answer to `Unload`, `Trim` and `MakeRoom`.
     Answer {

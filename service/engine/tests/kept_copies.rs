@@ -312,6 +312,7 @@ fn files_of_load(library: &Library, entry: &Entry, unreadable: Option<&Path>) ->
         policy: Policy::Shared,
         allow_low_memory: false,
         headroom: Bytes::ZERO,
+        sharing: Vec::new(),
     };
     let mut ends = Ends::default();
     assert_eq!(

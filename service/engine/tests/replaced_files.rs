@@ -229,6 +229,7 @@ impl Bench {
             policy: Policy::Shared,
             allow_low_memory: false,
             headroom: Bytes::ZERO,
+            sharing: Vec::new(),
         };
         let mut ends = Ends::default();
         let flow = self.card.handle(Command::Run(Box::new(order)), &mut ends);

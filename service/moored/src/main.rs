@@ -15,6 +15,7 @@ mod preload;
 mod process;
 mod proto;
 mod serve;
+mod sessions;
 mod telemetry;
 mod tracks;
 

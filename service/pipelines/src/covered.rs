@@ -62,6 +62,12 @@ impl Covered {
         Ok(())
     }
 
+    /// How far a result is there without a gap from a place on: the place itself, where nothing is.
+    pub fn end_from(&self, place: u64) -> u64 {
+        let holds = self.ranges.iter().find(|range| range.contains(&place));
+        holds.map_or(place, |range| range.end)
+    }
+
     /// Whether nothing is there yet.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()

@@ -13,7 +13,7 @@ use crate::bounds::too_many_references;
 use crate::files::{pipeline_class, transformer_class};
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
-use crate::media::Piece;
+use crate::media::{Piece, SampleFormat};
 use crate::out_of_memory::is_out_of_memory;
 use crate::plan::{StagePlan, ValueShape, Values};
 use crate::quantization::{Formats, Quantization};
@@ -304,6 +304,11 @@ pub trait Model: Send + Sync {
     /// The refusal of so many reference pictures; `None` if the model takes them.
     fn too_many_references(&self, count: usize) -> Option<RequestError> {
         too_many_references(count, self.most_references())
+    }
+
+    /// How the tracks that it makes are sampled; `None` if it makes none.
+    fn track_format(&self) -> Option<SampleFormat> {
+        None
     }
 
     /// The size in which the model takes a reference picture of this size; `None` if it prefers none.

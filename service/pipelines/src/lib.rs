@@ -49,7 +49,7 @@ pub use family::{
 };
 pub use host::{HostTensor, HostType};
 pub use identity::{ModelFile, digest_of_names, provisional_identity};
-pub use media::{MediaFormat, Piece};
+pub use media::{MediaFormat, Piece, SampleFormat};
 pub use ops::{
     AttentionPaths, Fp8Products, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans,
     prepare, set_fp8_products,

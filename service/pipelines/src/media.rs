@@ -53,6 +53,14 @@ impl MediaFormat {
     }
 }
 
+/// How a model's tracks are sampled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SampleFormat {
+    /// Sample rate per channel.
+    pub samples_per_second: u32,
+    pub channels: u32,
+}
+
 /// Consecutive units of a result. The pieces of a track cover it once. They are delivered in order, but where a result is
 /// made section by section: then the sections are delivered in the order in which they are made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -55,29 +55,36 @@ impl From<MoveError> for Halt {
 }
 
 impl Card {
-    /// Runs one attempt, and emits exactly one outcome unless the card is lost.
+    /// Runs one attempt, and emits exactly one outcome, and one for each stage that shares its passes, unless the card is lost.
     pub(super) fn run(&mut self, order: &Order, link: &mut dyn Link) -> Flow {
         let need = Need::of_order(order);
         let span = tracing::info_span!("order", job = order.job, stage = &*need.name);
         let _entered = span.enter();
-        let outcome = match self.attempt(order, &need, link) {
-            Ok(completed) => Outcome::Completed(Box::new(completed)),
-            Err(Halt::With(outcome)) => *outcome,
+        let outcomes = match self.attempt(order, &need, link) {
+            Ok(outcomes) => outcomes,
+            Err(Halt::With(outcome)) => vec![*outcome; 1 + order.sharing.len()],
             Err(Halt::Lost(reason)) => {
                 tracing::error!(reason, "the card is lost");
                 return Flow::Lost(reason);
             }
         };
         self.publish(link);
-        link.emit(Event::Finished {
-            ticket: order.ticket,
-            outcome,
-        });
+        // The order's own is the last: with it the card is free.
+        for (ticket, outcome) in order
+            .tickets()
+            .zip(outcomes)
+            .collect::<Vec<_>>()
+            .into_iter()
+            .rev()
+        {
+            link.emit(Event::Finished { ticket, outcome });
+        }
         Flow::Continue
     }
 
-    fn attempt(&mut self, order: &Order, need: &Need, link: &mut dyn Link) -> Result<Completed, Halt> {
-        if link.cancelled(order.ticket) {
+    /// The outcome of the order, and of each stage that shares its passes.
+    fn attempt(&mut self, order: &Order, need: &Need, link: &mut dyn Link) -> Result<Vec<Outcome>, Halt> {
+        if order.tickets().all(|ticket| link.cancelled(ticket)) {
             return Err(Halt::cancelled());
         }
         let mut timeline = Timeline::begin(need.name.to_string());
@@ -97,7 +104,7 @@ impl Card {
         let move_ms = self.clock.micros().saturating_sub(started) / 1000;
         timeline.part("plan and move");
 
-        let mut completed = Completed {
+        let completed = Completed {
             values: Values::new(),
             chunking: String::new(),
             approximate: false,
@@ -112,28 +119,36 @@ impl Card {
             attention: String::new(),
             load_seconds,
         };
-        match &order.work {
+        let outcomes = match &order.work {
             // A load starts when its components are resident, and has nothing left to do then.
-            Work::Load(_) => link.emit(Event::Progress {
-                ticket: order.ticket,
-                progress: Progress::Started {
-                    chunking: String::new(),
-                    memory: self.ledger.summary(),
-                },
-            }),
-            Work::Stage(work) => {
-                let run = StageAttempt {
+            Work::Load(_) => {
+                link.emit(Event::Progress {
                     ticket: order.ticket,
-                    work,
+                    progress: Progress::Started {
+                        chunking: String::new(),
+                        memory: self.ledger.summary(),
+                    },
+                });
+                vec![Outcome::Completed(Box::new(completed))]
+            }
+            Work::Stage(work) => {
+                let own = (order.ticket, &**work);
+                let sharing = order
+                    .sharing
+                    .iter()
+                    .map(|sharing| (sharing.ticket, &sharing.work));
+                let run = StageAttempt {
+                    stages: std::iter::once(own).chain(sharing).collect(),
                     need,
                     model: &*model,
                 };
-                self.run_stage(&run, rung, &mut completed, link)?;
+                let outcomes = self.run_stage(&run, rung, completed, link)?;
                 timeline.part("run");
+                outcomes
             }
-        }
+        };
         timeline.end();
-        Ok(completed)
+        Ok(outcomes)
     }
 
     fn open(&mut self, order: &Order) -> Result<Arc<dyn Model>, Halt> {

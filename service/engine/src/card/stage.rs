@@ -6,25 +6,49 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use gpu::{ComponentTensors, Timeline};
-use pipelines::{AttentionPaths, Model, Observer, Piece, Role, StageError, Values};
+use pipelines::{AttentionPaths, Model, Observer, Piece, Role, Rung, StageError, Values};
 use residency::{Bytes, MemorySummary, Millis};
 
 use super::attempt::Halt;
 use super::moves::MoveError;
 use super::{Card, Clock, Link, canary};
-use crate::messages::{Completed, Event, Failure, Progress, StageMemory, StageWork, Ticket};
+use crate::messages::{Completed, Event, Failure, Outcome, Progress, StageMemory, StageWork, Ticket};
 use crate::need::Need;
 
 /// Maximum bytes of a piece sent to the supervisor, unless one unit exceeds it.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// A stage to run, with its inputs.
+/// A stage to run, with its inputs, and those that share its passes.
 pub(super) struct StageAttempt<'a> {
-    pub(super) ticket: Ticket,
-    pub(super) work: &'a StageWork,
+    /// The order's own is the first.
+    pub(super) stages: Vec<(Ticket, &'a StageWork)>,
     pub(super) need: &'a Need,
     pub(super) model: &'a dyn Model,
 }
+
+impl StageAttempt<'_> {
+    /// The way to run it of this number.
+    fn rung(&self, rung: usize) -> Option<&Rung> {
+        self.need.rungs().get(rung)
+    }
+
+    fn label(&self, rung: usize) -> &str {
+        self.rung(rung).map_or("", |rung| rung.label.as_str())
+    }
+
+    /// Tells all jobs that it is run for.
+    fn tell(&self, progress: &Progress, link: &mut dyn Link) {
+        for (ticket, _) in &self.stages {
+            link.emit(Event::Progress {
+                ticket: *ticket,
+                progress: progress.clone(),
+            });
+        }
+    }
+}
+
+/// What each of the stages of an attempt gave.
+type Given = Vec<Result<Values, StageError>>;
 
 /// Failure of one run of a stage.
 enum StageFailure {
@@ -34,63 +58,71 @@ enum StageFailure {
 }
 
 impl Card {
-    /// Runs a stage whose components are resident, and fills in the report. Out of memory: retries after a trim, then
-    /// on smaller rungs, if those give the same result.
+    /// Runs stages whose components are resident, and returns their outcomes, with the report filled in. Out of memory: retries
+    /// after a trim, then on smaller rungs, if those give the same result.
     pub(super) fn run_stage(
         &mut self,
         run: &StageAttempt<'_>,
         first_rung: usize,
-        report: &mut Completed,
+        mut report: Completed,
         link: &mut dyn Link,
-    ) -> Result<(), Halt> {
-        let StageAttempt {
-            ticket, work, need, ..
-        } = *run;
+    ) -> Result<Vec<Outcome>, Halt> {
         let (mut rung, mut trimmed) = (first_rung, false);
         let started = self.clock.micros();
-        let chunking = work
-            .plan
-            .rungs
-            .get(rung)
-            .map(|r| r.label.clone())
-            .unwrap_or_default();
-        let memory = self.ledger.summary();
-        link.emit(Event::Progress {
-            ticket,
-            progress: Progress::Started { chunking, memory },
-        });
+        let progress = Progress::Started {
+            chunking: run.label(rung).to_owned(),
+            memory: self.ledger.summary(),
+        };
+        run.tell(&progress, link);
         loop {
-            if link.cancelled(ticket) {
+            if run.stages.iter().all(|(ticket, _)| link.cancelled(*ticket)) {
                 return Err(Halt::cancelled());
             }
-            match self.run_once(run, rung, report, link)? {
-                Ok(values) => {
-                    report.values = values;
+            match self.run_once(run, rung, &mut report, link)? {
+                Ok(given) => {
                     report.run_ms = self.clock.micros().saturating_sub(started) / 1000;
-                    return Ok(());
+                    return self.outcomes(given, report);
                 }
                 Err(StageFailure::Error(error)) if ran_out_of_memory(&error) => {
-                    let next = if trimmed {
-                        next_rung(work, rung)
-                    } else {
-                        Some(rung)
-                    };
+                    let next = if trimmed { next_rung(run, rung) } else { Some(rung) };
                     let Some(next) = next else {
-                        return Err(self.out_of_memory(need, rung));
+                        return Err(self.out_of_memory(run.need, rung));
                     };
                     let freed = self.trim_slack(link)?;
-                    let message = retry_message(work, rung, next, freed);
-                    tracing::warn!(stage = &*need.name, message, "out of memory in a stage");
+                    let message = retry_message(run, rung, next, freed);
+                    tracing::warn!(stage = &*run.need.name, message, "out of memory in a stage");
                     let progress = Progress::Retrying {
                         reason: "OUT_OF_MEMORY".to_owned(),
                         message,
                     };
-                    link.emit(Event::Progress { ticket, progress });
+                    run.tell(&progress, link);
                     (rung, trimmed) = (next, true);
                 }
                 Err(failed) => return Err(self.stage_failed(failed)),
             }
         }
+    }
+
+    /// The outcomes of stages that have run: one report, of which the first has all.
+    fn outcomes(&mut self, given: Given, mut report: Completed) -> Result<Vec<Outcome>, Halt> {
+        let mut outcomes = Vec::with_capacity(given.len());
+        for values in given {
+            outcomes.push(match values {
+                Ok(values) => {
+                    let completed = Completed {
+                        values,
+                        ..report.clone()
+                    };
+                    Outcome::Completed(Box::new(completed))
+                }
+                Err(error) => match self.stage_failed(StageFailure::Error(error)) {
+                    Halt::With(outcome) => *outcome,
+                    lost @ Halt::Lost(_) => return Err(lost),
+                },
+            });
+            report.load_seconds.clear();
+        }
+        Ok(outcomes)
     }
 
     /// One run on one rung. When it returns, there is no lease and no tensor of it is alive.
@@ -100,7 +132,7 @@ impl Card {
         rung: usize,
         report: &mut Completed,
         link: &mut dyn Link,
-    ) -> Result<Result<Values, StageFailure>, Halt> {
+    ) -> Result<Result<Given, StageFailure>, Halt> {
         let stage = run.need.on_rung(rung, None);
         let mut timeline = Timeline::begin("run");
         let largest_block = self.defragment(stage.scratch, link)?;
@@ -133,7 +165,7 @@ impl Card {
         report.memory = Some(memory);
         self.publish(link);
         timeline.part("measure the peak, ask the driver");
-        if let Some(rung) = run.work.plan.rungs.get(rung) {
+        if let Some(rung) = run.rung(rung) {
             report.chunking.clone_from(&rung.label);
             report.approximate = rung.approximate;
         }
@@ -174,44 +206,53 @@ impl Card {
         run: &StageAttempt<'_>,
         rung: usize,
         link: &mut dyn Link,
-    ) -> Result<Values, StageFailure> {
-        let StageAttempt {
-            ticket, work, model, ..
-        } = *run;
+    ) -> Result<Given, StageFailure> {
+        let Some((first, _)) = run.stages.split_first() else {
+            return Ok(Given::new());
+        };
         let from_host = self.read_on_host(run, rung)?;
         let gpu = &*self.gpu;
-        let plan = &work.plan;
         let tensors = |name: &str| -> Result<Arc<ComponentTensors>, StageError> {
             if let Some(tensors) = from_host.get(name) {
                 return Ok(Arc::clone(tensors));
             }
-            let component = work.components.iter().find(|c| c.name == name);
+            let component = run.need.components.iter().find(|c| c.name == name);
             let component = component
                 .ok_or_else(|| StageError::BadInput(format!("{name} is not among the stage's components")))?;
             gpu.tensors(&component.id)
                 .map_err(|error| StageError::BadInput(error.to_string()))
         };
         let mut watch = Watch {
-            ticket,
+            tickets: run.stages.iter().map(|(ticket, _)| *ticket).collect(),
             link,
             clock: &*self.clock,
-            preview_interval: u64::from(work.preview_interval_ms),
+            preview_interval: u64::from(first.1.preview_interval_ms),
             last_preview: None,
             last_step: 0,
             timeline: Timeline::begin("compute"),
         };
-        let stage = pipelines::StageRun {
-            plan,
+        let stages = run.stages.iter().map(|(_, work)| pipelines::StageRun {
+            plan: &work.plan,
             rung,
             request: &work.request,
             values: &work.values,
             tensors: &tensors,
             device: gpu.device(),
+        });
+        let stages: Vec<_> = stages.collect();
+        let mathematics = || match &stages[..] {
+            [alone] => Ok(vec![Ok(run.model.run(alone, &mut watch)?)]),
+            shared => run.model.run_shared(shared, &mut watch),
         };
-        let mathematics = || model.run(&stage, &mut watch);
         // The closure's state is either read-only or, like the link, consistent at any point.
         match catch_unwind(AssertUnwindSafe(mathematics)) {
-            Ok(result) => result.map_err(StageFailure::Error),
+            Ok(Ok(given)) if given.len() == stages.len() => Ok(given),
+            Ok(Ok(given)) => {
+                let (given, stages) = (given.len(), stages.len());
+                let problem = format!("{stages} stages in shared passes gave {given} results");
+                Err(StageFailure::Panic(problem))
+            }
+            Ok(Err(error)) => Err(StageFailure::Error(error)),
             Err(panic) => Err(StageFailure::Panic(panic_message(&*panic))),
         }
     }
@@ -222,12 +263,7 @@ impl Card {
         run: &StageAttempt<'_>,
         rung: usize,
     ) -> Result<HashMap<String, Arc<ComponentTensors>>, StageFailure> {
-        let names = run
-            .work
-            .plan
-            .rungs
-            .get(rung)
-            .map_or(&[][..], |rung| &rung.from_host);
+        let names = run.rung(rung).map_or(&[][..], |rung| &rung.from_host);
         let read = names.iter().map(|name| {
             let plan = run.model.load_plan(name);
             let plan =
@@ -279,25 +315,25 @@ fn log_memory(stage: &str, memory: &StageMemory) {
 }
 
 /// The next rung with a smaller prediction. Sampling is not restarted on another rung: it fails.
-fn next_rung(work: &StageWork, rung: usize) -> Option<usize> {
-    match work.plan.role {
+fn next_rung(run: &StageAttempt<'_>, rung: usize) -> Option<usize> {
+    match run.need.plan.as_ref()?.role {
         Role::Sample => None,
         Role::Encode | Role::Decode => {
-            let needed = work.plan.rungs.get(rung)?.scratch;
-            (rung + 1..work.plan.rungs.len()).find(|&next| work.plan.rungs[next].scratch < needed)
+            let needed = run.rung(rung)?.scratch;
+            let rungs = run.need.rungs();
+            (rung + 1..rungs.len()).find(|&next| rungs[next].scratch < needed)
         }
     }
 }
 
-fn retry_message(work: &StageWork, rung: usize, next: usize, freed: Bytes) -> String {
-    let label = |rung: usize| work.plan.rungs.get(rung).map_or("", |r| r.label.as_str());
+fn retry_message(run: &StageAttempt<'_>, rung: usize, next: usize, freed: Bytes) -> String {
     if rung == next {
         return format!(
             "out of memory ({}): {freed} handed back, trying once more",
-            label(rung)
+            run.label(rung)
         );
     }
-    format!("out of memory ({}): trying {}", label(rung), label(next))
+    format!("out of memory ({}): trying {}", run.label(rung), run.label(next))
 }
 
 /// Whether the error is a lack of memory: as families report it, or as an error of the tensor library.
@@ -321,7 +357,8 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
 
 /// The observer of a running stage.
 struct Watch<'a> {
-    ticket: Ticket,
+    /// Of the stages that run, the order's own first.
+    tickets: Vec<Ticket>,
     link: &'a mut dyn Link,
     clock: &'a dyn Clock,
     /// Minimum milliseconds between previews; 0 for none.
@@ -333,11 +370,15 @@ struct Watch<'a> {
 }
 
 impl Watch<'_> {
+    /// Of the order's own stage.
     fn report(&mut self, progress: Progress) {
-        self.link.emit(Event::Progress {
-            ticket: self.ticket,
-            progress,
-        });
+        self.report_of(0, progress);
+    }
+
+    fn report_of(&mut self, stage: usize, progress: Progress) {
+        if let Some(&ticket) = self.tickets.get(stage) {
+            self.link.emit(Event::Progress { ticket, progress });
+        }
     }
 }
 
@@ -346,6 +387,13 @@ impl Observer for Watch<'_> {
         self.timeline.part("step, with what is between");
         self.report(Progress::Step { n, of });
         self.last_step = n;
+    }
+
+    fn step_of(&mut self, stage: usize, n: u32, of: u32) {
+        if stage == 0 {
+            return self.step(n, of);
+        }
+        self.report_of(stage, Progress::Step { n, of });
     }
 
     fn wants_preview(&mut self) -> bool {
@@ -374,6 +422,11 @@ impl Observer for Watch<'_> {
     }
 
     fn cancelled(&self) -> bool {
-        self.link.cancelled(self.ticket)
+        self.tickets.iter().all(|ticket| self.link.cancelled(*ticket))
+    }
+
+    fn is_cancelled(&self, stage: usize) -> bool {
+        let ticket = self.tickets.get(stage);
+        ticket.is_some_and(|ticket| self.link.cancelled(*ticket))
     }
 }

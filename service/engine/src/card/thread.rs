@@ -112,7 +112,9 @@ impl CardCommands {
                 return true;
             }
             Command::Run(ref order) => {
-                self.orders.lock().insert(order.ticket, false);
+                self.orders
+                    .lock()
+                    .extend(order.tickets().map(|ticket| (ticket, false)));
             }
             Command::Standing(_)
             | Command::Unload { .. }

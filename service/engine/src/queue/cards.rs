@@ -35,6 +35,10 @@ pub(super) struct InFlight {
     pub(super) ticket: Ticket,
     /// None: pinned components that are brought back.
     pub(super) job: Option<JobId>,
+    /// Jobs whose stages share its passes and have not ended.
+    pub(super) sharing: BTreeMap<Ticket, JobId>,
+    /// How many jobs it was sent for.
+    pub(super) jobs: u32,
     pub(super) need: Need,
     pub(super) sent: Instant,
     /// When the worker last said something of it.
@@ -57,6 +61,8 @@ impl InFlight {
     ) -> InFlight {
         InFlight {
             ticket,
+            jobs: 1,
+            sharing: BTreeMap::new(),
             job,
             pace: Pace::of(entry_key, &need),
             need,
@@ -65,6 +71,59 @@ impl InFlight {
             expected_ms,
             cancelled: None,
         }
+    }
+}
+
+impl InFlight {
+    /// With these jobs sharing its passes.
+    pub(super) fn shared_with(mut self, sharing: BTreeMap<Ticket, JobId>) -> InFlight {
+        self.jobs = 1 + sharing.len() as u32;
+        self.sharing = sharing;
+        self
+    }
+
+    /// Whether stages of several jobs were sent with it.
+    pub(super) fn was_shared(&self) -> bool {
+        self.jobs > 1
+    }
+
+    /// The job that a ticket is of.
+    pub(super) fn job_of(&self, ticket: Ticket) -> Option<&JobId> {
+        match self.ticket == ticket {
+            true => self.job.as_ref(),
+            false => self.sharing.get(&ticket),
+        }
+    }
+
+    /// The ticket of a job.
+    fn ticket_of(&self, job: &JobId) -> Option<Ticket> {
+        if self.job.as_ref() == Some(job) {
+            return Some(self.ticket);
+        }
+        let shared = self.sharing.iter().find(|(_, sharing)| *sharing == job);
+        shared.map(|(ticket, _)| *ticket)
+    }
+
+    /// All jobs that it has not ended for.
+    pub(super) fn all_jobs(&self) -> impl Iterator<Item = &JobId> {
+        self.job.iter().chain(self.sharing.values())
+    }
+
+    /// The share of a stage that has ended before the order, as an order of its own.
+    pub(super) fn share_of(&mut self, ticket: Ticket) -> Option<InFlight> {
+        let job = self.sharing.remove(&ticket)?;
+        Some(InFlight {
+            ticket,
+            job: Some(job),
+            sharing: BTreeMap::new(),
+            jobs: self.jobs,
+            need: self.need.clone(),
+            sent: self.sent,
+            heard: self.heard,
+            pace: Pace::default(),
+            expected_ms: self.expected_ms,
+            cancelled: None,
+        })
     }
 }
 
@@ -278,14 +337,20 @@ impl Card {
         self.outbox.push(ToWorker::Command(command));
     }
 
-    /// Asks the worker to let go of what runs.
-    pub(super) fn cancel(&mut self, now: Instant) {
+    /// Asks the worker to let go of what runs for a job. Of several that share passes one is left out, and the worker goes on
+    /// with the others.
+    pub(super) fn cancel(&mut self, job: &JobId, now: Instant) {
         let running = self.in_flight.as_mut();
-        if let Some(in_flight) = running.filter(|in_flight| in_flight.cancelled.is_none()) {
+        let Some(in_flight) = running.filter(|in_flight| in_flight.cancelled.is_none()) else {
+            return;
+        };
+        let Some(ticket) = in_flight.ticket_of(job) else {
+            return;
+        };
+        if in_flight.sharing.is_empty() {
             in_flight.cancelled = Some(now);
-            let ticket = in_flight.ticket;
-            self.send(Command::Cancel(ticket));
         }
+        self.send(Command::Cancel(ticket));
     }
 
     pub(super) fn errand(&mut self, id: u64, errand: Errand, command: Command, now: Instant) {

@@ -6,7 +6,7 @@
 //!
 //! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `shares`, `swap`,
 //! `unloads`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`, `placing`,
-//! `status`, `steps`, `swaps`). Only `core` sees two owners.
+//! `sharing`, `status`, `steps`, `swaps`). Only `core` sees two owners.
 //!
 //! # The words
 //! *Queued* is behind our own jobs: it is bounded by the deadline and spends no patience. *Waiting* is for memory
@@ -33,6 +33,7 @@ mod replay;
 mod report;
 mod request;
 mod shares;
+mod sharing;
 mod shell;
 mod status;
 mod steps;

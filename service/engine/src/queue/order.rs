@@ -41,7 +41,7 @@ impl View<'_> {
                 order.push(job.id.clone());
             }
         }
-        order
+        self.with_joiners_first(order)
     }
 
     /// Card time of a client by its weights, with what runs counted in full.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{Covered, MediaFormat, Piece, Role, StagePlan, ValueShape, Values};
+use pipelines::{Covered, MediaFormat, Piece, Role, SharedPass, StagePlan, ValueShape, Values};
 use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
@@ -80,6 +80,8 @@ pub(super) struct Attempt {
     pub(super) low_memory: bool,
     /// How many workers died of the step.
     pub(super) deaths: u32,
+    /// It shares no passes: it failed where it did.
+    pub(super) alone: bool,
 }
 
 /// Patience for the step that comes next.
@@ -202,6 +204,11 @@ impl JobRecord {
             return None;
         };
         self.plans.values().next()?.get(stage)
+    }
+
+    /// How the step that comes next shares passes with stages of other jobs.
+    pub(super) fn shared_pass(&self, index: usize) -> Option<&SharedPass> {
+        self.stage(*self.steps.get(index)?)?.shared.as_ref()
     }
 
     /// What a step is called.
@@ -411,6 +418,13 @@ impl JobRecord {
             self.waited += now.duration_since(since);
         }
         self.state = state;
+    }
+
+    /// A worker has an order of it.
+    pub(super) fn run_on(&mut self, card: usize, now: Instant) {
+        self.enter(State::Running { ending: None }, now);
+        self.last_card = Some(card);
+        self.steps_done = (0, 0);
     }
 
     /// Goes behind other jobs; one that is there already stays where it is.

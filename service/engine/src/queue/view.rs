@@ -65,9 +65,14 @@ impl<'a> View<'a> {
         (0..self.cards.len()).filter(usable).collect()
     }
 
-    /// The first step whose values are not cached.
+    /// The first step whose values are not cached; the last of all is run in any case.
     pub(super) fn next_step(&self, job: &JobRecord, dtype: &str) -> usize {
-        job.cursor + usize::from(self.is_cached(job, job.cursor, dtype))
+        let last = job.steps.len().saturating_sub(1);
+        let mut next = job.cursor;
+        while next < last && self.is_cached(job, next, dtype) {
+            next += 1;
+        }
+        next
     }
 
     /// Whether a step's values are cached, as another job's stage gave them.

@@ -275,6 +275,7 @@ impl Bench {
             policy: Policy::Shared,
             allow_low_memory: false,
             headroom: Bytes::ZERO,
+            sharing: Vec::new(),
         }
     }
 

@@ -57,6 +57,8 @@ pub(super) struct Asked {
     pub(super) init_latent: Option<String>,
     /// Id of uploaded media.
     pub(super) init_media: Option<String>,
+    /// A track that was brought before, instead of its id.
+    pub(super) source: Option<Clip>,
     pub(super) mask: Option<v1::PictureInput>,
     pub(super) references: Vec<v1::PictureInput>,
     pub(super) controls: Vec<v1::Control>,
@@ -105,6 +107,7 @@ impl Asked {
             init_image: request.init_image,
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
             init_media: Some(request.init_media_id).filter(|id| !id.is_empty()),
+            source: None,
             keep_latent: request.keep_latent,
             latent_only: request.latent_only,
             preview_interval_ms: request.preview_interval_ms,
@@ -132,6 +135,7 @@ impl Asked {
             init_image: request.init_image,
             init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
             init_media: Some(request.init_media_id).filter(|id| !id.is_empty()),
+            source: None,
             keep_latent: request.keep_latent,
             latent_only: request.latent_only,
             preview_interval_ms: request.preview_interval_ms,
@@ -271,7 +275,7 @@ impl Asked {
             problem(second, format!("excludes {first}: leave one out"));
         }
         if let OfMedium::Audio(track) = &self.of_medium {
-            track.check(self.init_media.is_some(), &mut problems);
+            track.check(self.init_media.is_some() || self.source.is_some(), &mut problems);
         }
         if problems.is_empty() {
             Ok(())

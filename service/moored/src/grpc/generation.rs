@@ -17,6 +17,7 @@ use super::convert::{latent_out, resolved};
 use super::latent_upload::receive_latent;
 use super::media::Media;
 use super::server::Service;
+use super::sessions::SessionStream;
 use super::status::{invalid, short, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
 use crate::models::Models;
@@ -57,6 +58,17 @@ impl Generation for Service {
         let caller = Caller::of(&request);
         let asked = Asked::audio(request.into_inner());
         self.generate(asked, &caller).await
+    }
+
+    type StreamAudioStream = SessionStream;
+
+    async fn stream_audio(
+        &self,
+        request: Request<Streaming<v1::StreamAudioRequest>>,
+    ) -> Result<Response<SessionStream>, Status> {
+        let caller = Caller::of(&request);
+        let session = self.open_session(request.into_inner(), caller).await;
+        session.map(Response::new)
     }
 
     type EncodeImageStream = EventStream;
@@ -283,6 +295,9 @@ impl Service {
     /// What a request starts from, other than a latent.
     async fn start_of(&self, asked: &Asked, defaults: &Medium) -> Result<StartFrom, Error> {
         const MEDIA: &str = "init_media_id";
+        if let Some(clip) = &asked.source {
+            return Ok(StartFrom::Clip(clip.clone()));
+        }
         let (field, picture) = match &asked.init_media {
             None => ("init_image", asked.init_image.clone()),
             Some(id) => match self.media.get(MEDIA, id)? {

@@ -17,6 +17,7 @@ mod media;
 pub(crate) mod paths;
 mod residency;
 mod server;
+mod sessions;
 mod shared_files;
 mod status;
 mod stream;

@@ -127,6 +127,11 @@ pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
     Err(invalid(field, problem))
 }
 
+/// The stable reason of an error.
+pub(super) fn reason_of(error: &Error) -> Reason {
+    code_of(error).1
+}
+
 fn code_of(error: &Error) -> (Code, Reason) {
     match error {
         Error::Invalid(_) => (Code::InvalidArgument, Reason::InvalidRequest),

@@ -21,7 +21,7 @@ use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{
     Audio, Family, Formats, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError,
-    StageError, StagePlan, StageRun, ValueShape, Values,
+    SampleFormat, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
 /// Names of the components.
@@ -173,6 +173,13 @@ impl Model for AceStepModel {
                 medium: Medium::Audio(audio),
                 ..self.defaults()
             }
+        })
+    }
+
+    fn track_format(&self) -> Option<SampleFormat> {
+        Some(SampleFormat {
+            samples_per_second: self.vae.sampling_rate,
+            channels: self.vae.audio_channels as u32,
         })
     }
 

@@ -19,7 +19,7 @@ use crate::bounds::no_references;
 use crate::family::{Model, ModelError, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
 use crate::files::read_json;
 use crate::identity::ModelFile;
-use crate::media::{MediaFormat, Piece};
+use crate::media::{MediaFormat, Piece, SampleFormat};
 use crate::plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values, only_value};
 use crate::quantization::Formats;
 use crate::request::{Medium, Request, RequestError};
@@ -522,6 +522,20 @@ impl Model for InstantModel {
             described.guidance,
             described.max_sequence_length,
         )
+    }
+
+    fn track_format(&self) -> Option<SampleFormat> {
+        match format_of(&self.description.medium_of_defaults()) {
+            MediaFormat::Audio {
+                samples_per_second,
+                channels,
+                ..
+            } => Some(SampleFormat {
+                samples_per_second,
+                channels,
+            }),
+            MediaFormat::Image { .. } | MediaFormat::Video { .. } => None,
+        }
     }
 
     fn components(&self) -> &[Component] {

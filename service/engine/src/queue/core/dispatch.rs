@@ -9,7 +9,7 @@ use super::{Core, Effect, TICK};
 use crate::error::Error;
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::library::Entry;
-use crate::messages::{ModelLocation, Order, StageWork, Work};
+use crate::messages::{ModelLocation, Order, Sharing, StageWork, Work};
 use crate::need::Need;
 use crate::queue::cards::InFlight;
 use crate::queue::decide::{Decision, Pass};
@@ -97,6 +97,7 @@ impl Core {
                 policy: self.settings.policy.unwrap_or_default(),
                 allow_low_memory: false,
                 headroom: Bytes::ZERO,
+                sharing: Vec::new(),
             };
             let in_flight = InFlight::new(order.ticket, None, &entry.key, need, 1000.0, now);
             self.cards[index].order(order, in_flight);
@@ -201,7 +202,12 @@ impl Core {
             return self.advance(id, now);
         }
         let view = self.view(now);
-        let order = match (job.step(), view.need_on(job, job.cursor, index)) {
+        let shared = view.shared_with(job, index).filter(|_| !low_memory);
+        let (sharing, need) = match shared {
+            Some((sharing, need)) => (sharing, Some(need)),
+            None => (Vec::new(), view.need_on(job, job.cursor, index)),
+        };
+        let order = match (job.step(), need) {
             (Some(step), Some(need)) => self.work_of(job, step, &need).map(|work| (step, need, work)),
             _ => Err(Error::Internal("a job was started that has nothing to do".into())),
         };
@@ -217,6 +223,9 @@ impl Core {
         let (policy, headroom) = (view.policy(job, index), need.headroom);
         let expected_ms = view.expected_step_ms(job, job.cursor, Some(index)).0;
         let ticket = self.ticket();
+        let sharing = self.share(sharing, index, now);
+        let tickets = sharing.iter().map(|(job, sharing)| (sharing.ticket, job.clone()));
+        let tickets = tickets.collect();
         let order = Order {
             ticket,
             job: id.to_string(),
@@ -225,13 +234,40 @@ impl Core {
             policy,
             allow_low_memory: low_memory,
             headroom,
+            sharing: sharing.into_iter().map(|(_, sharing)| sharing).collect(),
         };
         let Some(job) = self.jobs.get_mut(id) else { return };
-        job.enter(State::Running { ending: None }, now);
-        job.last_card = Some(index);
-        job.steps_done = (0, 0);
+        job.run_on(index, now);
         let in_flight = InFlight::new(ticket, Some(id.clone()), &job.entry.key, need, expected_ms, now);
-        self.cards[index].order(order, in_flight);
+        self.cards[index].order(order, in_flight.shared_with(tickets));
+    }
+
+    /// The next stages of these jobs, as they share the passes of an order to a card.
+    fn share(&mut self, jobs: Vec<JobId>, index: usize, now: Instant) -> Vec<(JobId, Sharing)> {
+        let mut shared = Vec::with_capacity(jobs.len());
+        for id in jobs {
+            self.take_cached_values(&id, index, now);
+            let view = self.view(now);
+            let stage = self.jobs.get(&id).and_then(|job| {
+                let need = view.need_on(job, job.cursor, index)?;
+                Some(self.work_of(job, job.step()?, &need))
+            });
+            let work = match stage {
+                Some(Ok(Work::Stage(work))) => *work,
+                Some(Err(error)) => {
+                    self.fail(&id, error, now);
+                    continue;
+                }
+                Some(Ok(Work::Load(_))) | None => continue,
+            };
+            let ticket = self.ticket();
+            if let Some(job) = self.jobs.get_mut(&id) {
+                job.run_on(index, now);
+                let job = id.to_string();
+                shared.push((id, Sharing { ticket, job, work }));
+            }
+        }
+        shared
     }
 
     fn location(&self, entry: &Entry, card: usize) -> ModelLocation {
@@ -239,10 +275,25 @@ impl Core {
             .location(entry, &self.cards[card].description.compute_dtype)
     }
 
-    /// A stage whose values are cached is not run, and needs no component.
+    /// Stages whose values are cached are not run, and need no component.
     fn take_cached_values(&mut self, id: &JobId, index: usize, now: Instant) {
+        let dtype = self.cards[index].description.compute_dtype.clone();
+        let Some(next) = self.jobs.get(id).map(|job| self.view(now).next_step(job, &dtype)) else {
+            return;
+        };
+        while self.jobs.get(id).is_some_and(|job| job.cursor < next) {
+            if !self.take_cached_step(id, index, now) {
+                return;
+            }
+        }
+    }
+
+    /// Whether the values of a job's next step were taken, so that it comes to the one behind.
+    fn take_cached_step(&mut self, id: &JobId, index: usize, now: Instant) -> bool {
         let card = &self.cards[index].description;
-        let Some(job) = self.jobs.get(id) else { return };
+        let Some(job) = self.jobs.get(id) else {
+            return false;
+        };
         let Some(
             step @ Step {
                 kind: StepKind::Stage(stage),
@@ -250,16 +301,13 @@ impl Core {
             },
         ) = job.step()
         else {
-            return;
+            return false;
         };
-        if !self.view(now).may_take_cached_values(job) {
-            return;
-        }
         let cached = job
             .memo_key(stage, &card.compute_dtype)
             .and_then(|key| self.memos.get(&key));
         let (Some(values), Some(job)) = (cached, self.jobs.get_mut(id)) else {
-            return;
+            return false;
         };
         job.values.extend(values);
         let (name, card, (step_number, of)) = (job.name_of(step), card.id.clone(), job.place_of_step());
@@ -282,6 +330,7 @@ impl Core {
             ..StageReport::default()
         });
         job.cursor += 1;
+        true
     }
 
     fn work_of(&self, job: &JobRecord, step: Step, need: &Need) -> Result<Work, Error> {
@@ -304,11 +353,15 @@ impl Core {
             Some(_) => run.preview_interval_ms,
             None => 0,
         };
+        let request = match plan.reads_media {
+            true => run.request.of_item(step.item),
+            false => run.request.without_media_data().of_item(step.item),
+        };
         Ok(Work::Stage(Box::new(StageWork {
             plan,
             components: need.components.clone(),
             behind,
-            request: run.request.of_item(step.item),
+            request,
             values: job.input(step, &kept),
             preview_interval_ms,
         })))

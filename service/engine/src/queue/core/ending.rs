@@ -24,9 +24,8 @@ impl Core {
             return self.fail(id, why, now);
         };
         ending.get_or_insert(why);
-        let card = job.last_card.and_then(|index| self.cards.get_mut(index));
-        if let Some(card) = card.filter(|card| card.job() == Some(id)) {
-            card.cancel(now);
+        if let Some(card) = job.last_card.and_then(|index| self.cards.get_mut(index)) {
+            card.cancel(id, now);
         }
         self.dirty = true;
     }

@@ -87,12 +87,16 @@ impl Core {
     fn progress(&mut self, index: usize, ticket: Ticket, progress: Progress, now: Instant) {
         let card = &mut self.cards[index];
         let card_id = card.description.id.clone();
-        let Some(running) = card.in_flight.as_mut().filter(|running| running.ticket == ticket) else {
+        let running = card.in_flight.as_mut();
+        let Some((running, id)) = running.and_then(|running| {
+            let id = running.job_of(ticket).cloned();
+            (running.ticket == ticket || id.is_some()).then_some((running, id))
+        }) else {
             return;
         };
         running.hear(&progress, now);
         card.allow_silence(index, &self.learned, &self.settings);
-        let Some(job) = card.job().and_then(|id| self.jobs.get_mut(id)) else {
+        let Some(job) = id.and_then(|id| self.jobs.get_mut(&id)) else {
             return;
         };
         let Some(step) = job.step() else { return };
@@ -156,12 +160,17 @@ impl Core {
 
     fn finished(&mut self, index: usize, ticket: Ticket, outcome: Outcome, now: Instant) {
         let card = &mut self.cards[index];
-        let Some(running) = card.in_flight.take_if(|running| running.ticket == ticket) else {
+        let ended = card.in_flight.take_if(|running| running.ticket == ticket);
+        let is_whole = ended.is_some();
+        let running = card.in_flight.as_mut();
+        let Some(running) = ended.or_else(|| running.and_then(|running| running.share_of(ticket))) else {
             return;
         };
         self.replan = true;
         card.restart_errand_clock(now);
-        if let Outcome::Completed(completed) = &outcome {
+        if let Outcome::Completed(completed) = &outcome
+            && is_whole
+        {
             let card = (index, card.generation);
             self.learned.order_completed(card, &running, completed, now);
         }
@@ -173,6 +182,9 @@ impl Core {
         };
         let is_charged = !matches!(outcome, Outcome::Wait(_) | Outcome::Never { .. });
         let ending = self.let_go(&id, &running, is_charged, now);
+        if running.was_shared() && ending.is_none() && is_to_run_alone(&outcome) {
+            return self.run_alone(&id, &outcome);
+        }
         let result = match outcome {
             Outcome::Completed(completed) => self.completed(&id, index, &running, *completed, now),
             Outcome::Wait(shortage) => {
@@ -199,6 +211,13 @@ impl Core {
         }
     }
 
+    /// What became of several in shared passes is not what becomes of one.
+    fn run_alone(&mut self, id: &JobId, outcome: &Outcome) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        job.attempt.alone = !matches!(outcome, Outcome::Cancelled);
+        tracing::debug!(job = %id, ?outcome, "a stage that shared passes is run again alone");
+    }
+
     fn fail_if(&mut self, id: &JobId, ending: Option<Error>, now: Instant) {
         if let Some(ending) = ending {
             self.fail(id, ending, now);
@@ -211,7 +230,7 @@ impl Core {
         gpu::Timeline::tell("order, there and back", &running.need.name, took);
         let job = self.jobs.get_mut(id)?;
         if is_charged {
-            let card_ms = took.as_secs_f64() * 1000.0;
+            let card_ms = took.as_secs_f64() * 1000.0 / f64::from(running.jobs);
             let options = &job.options;
             self.shares.charge(&options.client, options.priority, card_ms);
         }
@@ -297,7 +316,10 @@ impl Core {
         };
         job.go_to(job.cursor + 1);
         job.begun = true;
-        job.state = State::queued_on(index);
+        job.state = match job.shared_pass(job.cursor) {
+            Some(_) => State::queued(), // others may join the pass first
+            None => State::queued_on(index),
+        };
         Ok(())
     }
 
@@ -437,7 +459,9 @@ impl Core {
             self.answered(index, errand, answer, now);
         }
         if let Some(running) = running {
-            self.died_of(index, running, is_asked_for, reason, now);
+            for id in running.all_jobs() {
+                self.died_of(index, (id, &running), is_asked_for, reason, now);
+            }
         }
         for job in self
             .jobs
@@ -450,26 +474,34 @@ impl Core {
     }
 
     /// A worker died while it ran an order, which counts against the job unless somebody asked for it.
-    fn died_of(&mut self, index: usize, running: InFlight, is_asked_for: bool, reason: &str, now: Instant) {
+    fn died_of(
+        &mut self,
+        index: usize,
+        (id, running): (&JobId, &InFlight),
+        is_asked_for: bool,
+        reason: &str,
+        now: Instant,
+    ) {
         let card = self.cards[index].description.id.clone();
-        let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
+        if !self.jobs.contains_key(id) {
             return;
-        };
-        if let Some(ending) = self.let_go(&id, &running, true, now) {
-            return self.fail(&id, ending, now);
         }
-        let Some(job) = self.jobs.get_mut(&id) else { return };
+        if let Some(ending) = self.let_go(id, running, true, now) {
+            return self.fail(id, ending, now);
+        }
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        job.attempt.alone |= running.was_shared();
         job.attempt.deaths += u32::from(!is_asked_for);
         let deaths = job.attempt.deaths;
         let stage = running.need.name.clone();
         if deaths > 1 {
-            self.learned.died(&job.entry.key, &running.need.shape(), &id, now);
+            self.learned.died(&job.entry.key, &running.need.shape(), id, now);
             let error = Error::WorkerDied {
                 card,
                 stage: stage.to_string(),
                 deaths,
             };
-            return self.fail(&id, error, now);
+            return self.fail(id, error, now);
         }
         let message = format!("the worker of {card} was lost ({reason}); {stage} starts again");
         job.begun = true; // it goes before those that have not begun
@@ -486,5 +518,22 @@ impl Core {
                 stage,
             },
         );
+    }
+}
+
+/// Whether a stage that shared passes is run again, alone: none of its own faults ended it.
+fn is_to_run_alone(outcome: &Outcome) -> bool {
+    match outcome {
+        Outcome::Wait(_)
+        | Outcome::Never { .. }
+        | Outcome::Cancelled
+        | Outcome::Failed(Failure::OutOfMemory { .. } | Failure::Internal(_)) => true,
+        Outcome::Completed(_)
+        | Outcome::Failed(
+            Failure::NotFinite { .. }
+            | Failure::Model { .. }
+            | Failure::Unsupported { .. }
+            | Failure::BadInput(_),
+        ) => false,
     }
 }

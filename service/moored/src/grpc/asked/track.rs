@@ -1,7 +1,7 @@
 //! The part of a request that is of tracks alone.
 
 use engine::Error;
-use pipelines::{Audio, AudioTask, Clip, MediaFormat, RequestError};
+use pipelines::{Audio, AudioTask, Clip, MediaFormat, RequestError, StrengthPoint};
 
 use crate::grpc::status::invalid;
 use crate::proto::v1;
@@ -11,6 +11,8 @@ use crate::tracks::LONGEST_TRACK_SECONDS;
 const MOST_TRACKS: usize = 32;
 /// Longest name of a track, a key, a time signature or a language.
 const LONGEST_WORD_CHARACTERS: usize = 64;
+/// Points of the strength of one track.
+const MOST_STRENGTHS: usize = 4096;
 const MOST_BEATS_PER_MINUTE: u32 = 999;
 /// How far a window may go over the end of the source: seconds are written rounded.
 const WINDOW_SLACK_SECONDS: f32 = 0.01;
@@ -36,6 +38,7 @@ pub(in crate::grpc) struct AskedTrack {
     key: String,
     time_signature: String,
     language: String,
+    strengths: Vec<v1::StrengthAt>,
 }
 
 impl AskedTrack {
@@ -48,6 +51,7 @@ impl AskedTrack {
             key,
             time_signature,
             language,
+            strengths,
             ..
         } = request;
         AskedTrack {
@@ -62,6 +66,7 @@ impl AskedTrack {
             key: std::mem::take(key),
             time_signature: std::mem::take(time_signature),
             language: std::mem::take(language),
+            strengths: std::mem::take(strengths),
         }
     }
 
@@ -120,6 +125,10 @@ impl AskedTrack {
                 "beats_per_minute",
                 format!("{beats} is not from 1 to {MOST_BEATS_PER_MINUTE}"),
             );
+        }
+        if self.strengths.len() > MOST_STRENGTHS {
+            let count = self.strengths.len();
+            problem("strengths", format!("are {count}; {MOST_STRENGTHS} are the most"));
         }
         let words = [
             ("key", &self.key),
@@ -187,6 +196,11 @@ impl AskedTrack {
         audio.key.clone_from(&self.key);
         audio.time_signature.clone_from(&self.time_signature);
         audio.language.clone_from(&self.language);
+        let points = self.strengths.iter().map(|point| StrengthPoint {
+            seconds: point.seconds,
+            strength: point.strength,
+        });
+        audio.strengths = points.collect();
         Ok(())
     }
 

@@ -5,6 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use tokio::time::Instant;
 use tonic::Status;
@@ -31,6 +32,12 @@ const LARGE: [&str; 6] = [
 const SELF_COUNTED: &str = "PutMedia";
 /// Most bytes of a request of another method. A prompt is 40 KB at the most.
 const SMALL_REQUEST_BYTES: u64 = 1 << 20;
+/// The method whose request lasts as long as a session: it has its own limit of silence, and its messages are short.
+const SESSION: &str = "StreamAudio";
+/// Most bytes of all messages of a session.
+const SESSION_BYTES: u64 = 64 << 20;
+/// Longest silence of a session's client; the session itself ends earlier.
+const SESSION_IDLE: Duration = Duration::from_secs(2 * 3600);
 /// Methods that show health, status and jobs, or cancel: they may use the spare calls.
 const SPARE: [&str; 4] = ["Check", "GetStatus", "List", "Cancel"];
 
@@ -99,8 +106,10 @@ where
             Err(refusal) => return Box::pin(std::future::ready(Ok(refusal.into_http()))),
         };
         let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
+        let is_session = method == SESSION;
         let longest = match LARGE.contains(&method) {
             true => u64::MAX,
+            false if is_session => SESSION_BYTES,
             false => SMALL_REQUEST_BYTES,
         };
         let span = match client {
@@ -109,8 +118,12 @@ where
             }
             None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
         };
-        let idle = limits.upload_idle;
-        let counted = (method != SELF_COUNTED).then(|| uploaded.clone());
+        let idle = match is_session {
+            true => SESSION_IDLE,
+            false => limits.upload_idle,
+        };
+        // A session takes its messages one by one, and keeps none.
+        let counted = (method != SELF_COUNTED && !is_session).then(|| uploaded.clone());
         let request = request.map(|body| Body::new(Upload::new(body, counted, longest, idle)));
         let answer = span.in_scope(|| self.inner.call(request));
         let of_answer = span.clone();

@@ -71,6 +71,11 @@ impl Limits {
         MediaStore::new(self.media.clone(), ttl)
     }
 
+    /// The bound on sound of sessions, which is that on results: both are made and not read.
+    pub(super) fn sound_bytes(&self) -> Arc<Budget> {
+        self.results.clone()
+    }
+
     /// The connections of a listener.
     pub(super) fn accept(&self, listener: TcpListener) -> accept::Connections {
         accepted(listener, self.connections.clone(), self.handshake)

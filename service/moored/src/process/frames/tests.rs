@@ -158,6 +158,7 @@ fn order(work: Work) -> Command {
         policy: Policy::Exclusive,
         allow_low_memory: true,
         headroom: Bytes::gib(2),
+        sharing: Vec::new(),
     }))
 }
 

@@ -1,0 +1,128 @@
+//! Which jobs' stages run in one pass of a model: those of jobs whose next stages have equal keys
+//! ([`pipelines::SharedPass`]), as many as each of them allows and memory takes.
+
+use std::collections::BTreeSet;
+
+use super::record::{JobRecord, State};
+use super::shares::AFFINITY_WINDOW_MS;
+use super::view::View;
+use crate::admission::{Admission, choose_rung};
+use crate::job::JobId;
+use crate::need::Need;
+
+impl View<'_> {
+    /// The jobs that share the passes of a job's next stage on a card, the earliest first, and what they need together; `None`
+    /// if it runs alone.
+    pub(super) fn shared_with(&self, job: &JobRecord, card: usize) -> Option<(Vec<JobId>, Need)> {
+        let shared = job.shared_pass(job.cursor).filter(|_| !job.attempt.alone)?;
+        let mut candidates: Vec<&JobRecord> = self
+            .idle_jobs()
+            .filter(|other| other.id != job.id && self.can_share(other, job, card))
+            .collect();
+        candidates.sort_unstable_by_key(|other| other.arrival);
+        let mut together = Vec::new();
+        let mut most = shared.slots as usize;
+        for other in candidates {
+            let allows = self
+                .next_shared(other, card)
+                .map_or(1, |pass| pass.slots as usize);
+            if together.len() + 2 <= most.min(allows) {
+                most = most.min(allows);
+                together.push(other.id.clone());
+            }
+        }
+        while !together.is_empty() {
+            let need = self.need_of_shared(job, card, 1 + together.len() as u32)?;
+            let ledger = self.ledger_for(job, card);
+            let now = self.cards[card].ledger_now(self.now);
+            let admission = choose_rung(&ledger, &need, self.policy(job, card), now);
+            if matches!(admission, Admission::Run { rung: 0, .. }) {
+                return Some((together, need));
+            }
+            together.pop();
+        }
+        None
+    }
+
+    /// How the stage that a job would run next on a card shares passes.
+    fn next_shared<'j>(&self, job: &'j JobRecord, card: usize) -> Option<&'j pipelines::SharedPass> {
+        let dtype = &self.cards[card].description.compute_dtype;
+        job.shared_pass(self.next_step(job, dtype))
+    }
+
+    fn can_share(&self, other: &JobRecord, job: &JobRecord, card: usize) -> bool {
+        let key = |pass: &pipelines::SharedPass| pass.key.clone();
+        matches!(other.state, State::Queued { .. })
+            && other.entry.key == job.entry.key
+            && other.options.headroom == job.options.headroom
+            && !other.attempt.alone
+            && !self.is_behind_an_unload(other)
+            && self.may_use(other, card)
+            && self.next_shared(other, card).map(key) == job.shared_pass(job.cursor).map(key)
+    }
+
+    fn need_of_shared(&self, job: &JobRecord, card: usize, jobs: u32) -> Option<Need> {
+        let description = &self.cards[card].description;
+        let open = job.models.get(&description.compute_dtype)?;
+        let mut need = job.need(job.cursor, &description.compute_dtype)?;
+        let mut plan = need.plan.take()?.shared_by(jobs);
+        plan.preview = None;
+        plan.rungs.truncate(1);
+        need.plan = Some(plan);
+        self.learned.improve(&mut need, open.model.family(), description);
+        Some(need)
+    }
+
+    /// The same order, with jobs that could join a shared pass once they have done what is before it put in front of the job
+    /// whose pass it is; only of clients that have not had more of the cards than those who wait.
+    pub(super) fn with_joiners_first(&self, order: Vec<JobId>) -> Vec<JobId> {
+        let jobs: Vec<&JobRecord> = order.iter().filter_map(|id| self.jobs.get(id)).collect();
+        if !jobs.iter().any(|job| self.passes_next(job)) {
+            return order;
+        }
+        let mut placed: BTreeSet<&JobId> = BTreeSet::new();
+        let mut changed = Vec::with_capacity(order.len());
+        for (place, job) in jobs.iter().enumerate() {
+            if placed.contains(&job.id) {
+                continue;
+            }
+            if let Some(pass) = self.any_pass(job).filter(|_| self.passes_next(job)) {
+                let joins = |other: &&&JobRecord| {
+                    !placed.contains(&other.id)
+                        && other.entry.key == job.entry.key
+                        && !self.passes_next(other)
+                        && self.any_pass(other).is_some_and(|of| of.key == pass.key)
+                        && self.is_within_its_share(other, &jobs)
+                };
+                let joining = jobs[place + 1..].iter().filter(joins);
+                let joining: Vec<&JobId> = joining.take(pass.slots as usize).map(|job| &job.id).collect();
+                placed.extend(joining.iter().copied());
+                changed.extend(joining.into_iter().cloned());
+            }
+            placed.insert(&job.id);
+            changed.push(job.id.clone());
+        }
+        changed
+    }
+
+    /// Whether a job's next stage shares passes, on cards of the first dtype that it was opened for.
+    fn passes_next(&self, job: &JobRecord) -> bool {
+        let dtype = job.models.keys().next();
+        dtype.is_some_and(|dtype| job.shared_pass(self.next_step(job, dtype)).is_some())
+    }
+
+    /// The first pass that a job still shares.
+    fn any_pass<'j>(&self, job: &'j JobRecord) -> Option<&'j pipelines::SharedPass> {
+        (job.cursor..job.steps.len()).find_map(|index| job.shared_pass(index))
+    }
+
+    fn is_within_its_share(&self, job: &JobRecord, waiting: &[&JobRecord]) -> bool {
+        let own = self.virtual_ms(&job.options.client);
+        let others = waiting
+            .iter()
+            .filter(|other| other.options.client != job.options.client && !other.begun);
+        others
+            .map(|other| self.virtual_ms(&other.options.client))
+            .all(|theirs| own <= theirs + AFFINITY_WINDOW_MS)
+    }
+}

@@ -1,0 +1,506 @@
+//! `StreamAudio`: a session of sound. `segments` makes the segments that the client asks for, one job each; `messages` has the
+//! protocol's words for what happens; here sound leaves ahead of the play head, and the session ends.
+//!
+//! Sound is kept in host memory until it has been sent, so what sounds needs no card: jobs may wait, fail and be made again, and
+//! models may be replaced, while it goes on.
+
+mod messages;
+mod segments;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobEvent, JobEventKind};
+use futures::{Stream, StreamExt as _};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tonic::{Status, Streaming};
+
+use self::messages::{Opened, failed, progress, settings_of};
+use self::segments::{Maker, Report, Work};
+use super::caller::Caller;
+use super::convert::{Converted, convert};
+use super::limits::{Budget, Client, Exceeded, Taken};
+use super::server::Service;
+use super::status::{client_limit, invalid, status_of};
+use crate::proto::v1;
+use crate::proto::v1::stream_audio_request::Message as Asked;
+use crate::proto::v1::stream_audio_response::Message as Told;
+use crate::sessions::{PlayHead, SegmentStart, Timeline};
+
+pub(super) type SessionStream =
+    std::pin::Pin<Box<dyn Stream<Item = Result<v1::StreamAudioResponse, Status>> + Send>>;
+
+/// Time for the first message of a session.
+const OPENING: Duration = Duration::from_secs(20);
+/// Segments that are asked for and have not come.
+const MOST_UNDER_WAY: usize = 32;
+/// Messages that wait for the transport. Sound is made only while fewer do, progress is told only then.
+const MOST_UNSENT: usize = 8;
+/// Messages that must not be lost and wait for the transport: beyond, the client is one that does not read.
+const MOST_KEPT: usize = 512;
+/// The shortest chunk that sound is made in while it is ahead, in parts of a second.
+const CHUNKS_PER_SECOND: u64 = 20;
+/// The longest, in parts of a second.
+const LONGEST_CHUNK_PARTS: u64 = 4;
+
+impl Service {
+    /// Opens a session by its first message, and returns what it says until its end.
+    ///
+    /// # Errors
+    /// When the first message does not come, is another, or cannot be granted.
+    pub(super) async fn open_session(
+        &self,
+        mut asked: Streaming<v1::StreamAudioRequest>,
+        caller: Caller,
+    ) -> Result<SessionStream, Status> {
+        let first = tokio::time::timeout(OPENING, asked.next()).await;
+        let first =
+            first.map_err(|_| status_of(&invalid("open", "did not come: it is the first message")))?;
+        let Some(Asked::Open(open)) = first.transpose()?.and_then(|request| request.message) else {
+            return Err(status_of(&invalid("open", "is missing: it is the first message")));
+        };
+        let idle = messages::idle(&open);
+        let (maker, opened) = self
+            .open_maker(open, caller)
+            .await
+            .map_err(|error| status_of(&error))?;
+        let (send, mut told) = mpsc::channel(1);
+        let session = Session::new(self, maker, opened, idle);
+        tokio::spawn(session.run(asked, send));
+        Ok(Box::pin(async_stream::stream! {
+            while let Some(message) = told.recv().await {
+                yield message;
+            }
+        }))
+    }
+}
+
+/// Why a session ends well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ending {
+    Closed,
+    Idle,
+    ShuttingDown,
+}
+
+impl Ending {
+    fn name(self) -> &'static str {
+        match self {
+            Ending::Closed => "closed",
+            Ending::Idle => "idle",
+            Ending::ShuttingDown => "shutting_down",
+        }
+    }
+}
+
+/// A segment that is asked for and has not come whole.
+struct UnderWay {
+    model: v1::ResolvedModel,
+    job: Option<tokio::task::AbortHandle>,
+    done: Option<v1::Done>,
+}
+
+struct Session {
+    maker: Maker,
+    opened: Opened,
+    timeline: Timeline,
+    head: PlayHead,
+    idle: Duration,
+    heard: Instant,
+    /// Number of the last segment.
+    segments: u32,
+    under_way: BTreeMap<u32, UnderWay>,
+    /// Bytes of the segments' sound, counted against the client.
+    taken: BTreeMap<u32, Taken>,
+    sound_bytes: std::sync::Arc<Budget>,
+    client: Client,
+    unsent: VecDeque<Told>,
+    gaps: u32,
+    gap: Duration,
+    stopping: tokio::sync::watch::Receiver<bool>,
+}
+
+impl Session {
+    fn new(service: &Service, maker: Maker, opened: Opened, idle: Duration) -> Session {
+        let settings = settings_of(&opened);
+        Session {
+            timeline: Timeline::new(settings),
+            head: PlayHead::new(settings.samples_per_second, opened.paced_by_client),
+            idle,
+            heard: Instant::now(),
+            segments: 0,
+            under_way: BTreeMap::new(),
+            taken: BTreeMap::new(),
+            sound_bytes: service.limits.sound_bytes(),
+            client: maker.client(),
+            unsent: VecDeque::from([Told::Opened(opened.told())]),
+            gaps: 0,
+            gap: Duration::ZERO,
+            stopping: service.stopping.clone(),
+            maker,
+            opened,
+        }
+    }
+
+    /// Runs until its end. When it returns everything is given back.
+    async fn run(
+        mut self,
+        asked: Streaming<v1::StreamAudioRequest>,
+        send: mpsc::Sender<Result<v1::StreamAudioResponse, Status>>,
+    ) {
+        let ended = self.go_on(asked, &send).await;
+        let (samples, id) = (self.timeline.made(), self.opened.session_id.clone());
+        tracing::info!(
+            session = id,
+            segments = self.segments,
+            samples,
+            gaps = self.gaps,
+            ?ended,
+            "a session ended"
+        );
+        let last = match ended {
+            Ok(Some(ending)) => Ok(self.closed(ending)),
+            Ok(None) => return, // the client is gone
+            Err(status) => Err(status),
+        };
+        let unsent = std::mem::take(&mut self.unsent);
+        drop(self); // jobs end and the model is let go before the client hears that it is closed
+        let rest = unsent
+            .into_iter()
+            .map(|told| Ok(response(told)))
+            .chain([last.map(response)]);
+        for message in rest {
+            // Whoever does not read is dropped with the call.
+            if send.send(message).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn closed(&self, ending: Ending) -> Told {
+        Told::Closed(v1::AudioSessionClosed {
+            reason: ending.name().to_owned(),
+            samples: self.timeline.made(),
+            segments: self.segments,
+            gaps: self.gaps,
+            gap_ms: u64::try_from(self.gap.as_millis()).unwrap_or(u64::MAX),
+        })
+    }
+
+    /// `None`: the client has gone.
+    async fn go_on(
+        &mut self,
+        mut asked: Streaming<v1::StreamAudioRequest>,
+        send: &mpsc::Sender<Result<v1::StreamAudioResponse, Status>>,
+    ) -> Result<Option<Ending>, Status> {
+        let mut stopping = self.stopping.clone();
+        loop {
+            self.make_sound();
+            let silent_at = self.heard + self.idle;
+            let due = self.next_sound_at().unwrap_or(silent_at);
+            tokio::select! {
+                biased;
+                _ = stopping.wait_for(|stopping| *stopping) => return Ok(Some(Ending::ShuttingDown)),
+                permit = send.reserve(), if !self.unsent.is_empty() => {
+                    let Ok(permit) = permit else { return Ok(None) };
+                    if let Some(told) = self.unsent.pop_front() {
+                        permit.send(Ok(response(told)));
+                    }
+                }
+                message = asked.next() => {
+                    let Some(message) = message else { return Ok(Some(Ending::Closed)) };
+                    // What ends a stream by force: the client, or its connection.
+                    let Ok(message) = message else { return Ok(None) };
+                    self.heard = Instant::now();
+                    if let Some(ending) = self.hear(message)? {
+                        return Ok(Some(ending));
+                    }
+                }
+                report = self.maker.report() => self.take(report)?,
+                () = send.closed() => return Ok(None),
+                () = tokio::time::sleep_until(due.min(silent_at)) => {
+                    if Instant::now() >= silent_at {
+                        return Ok(Some(Ending::Idle));
+                    }
+                }
+            }
+        }
+    }
+
+    /// A message of the client. The session ends with an error where it is none of this protocol.
+    fn hear(&mut self, request: v1::StreamAudioRequest) -> Result<Option<Ending>, Status> {
+        match request.message {
+            Some(Asked::Segment(segment)) => {
+                let start = messages::start_in(segment.start);
+                let track = segment.track.unwrap_or_default();
+                self.ask(start, |number, place_seconds| Work::Segment {
+                    number,
+                    track: Box::new(track),
+                    start,
+                    place_seconds,
+                })?;
+            }
+            Some(Asked::ReplaceSource(source)) => {
+                self.ask(SegmentStart::AtOnceFromStart, |number, _| Work::ReplaceSource {
+                    number,
+                    media_id: source.media_id,
+                })?;
+            }
+            Some(Asked::ReplaceModel(model)) => {
+                self.ask(SegmentStart::AtOnce, |number, place_seconds| Work::ReplaceModel {
+                    number,
+                    model: model.model,
+                    place_seconds,
+                })?;
+            }
+            Some(Asked::Played(head)) => self.head.told(head.sample, self.timeline.made()),
+            Some(Asked::Close(_)) => return Ok(Some(Ending::Closed)),
+            Some(Asked::Open(_)) => {
+                return Err(status_of(&invalid(
+                    "open",
+                    "came twice: a session is opened once",
+                )));
+            }
+            None => {} // of a newer client
+        }
+        Ok(None)
+    }
+
+    /// Gives a segment its number, and has it made.
+    fn ask(&mut self, start: SegmentStart, work: impl FnOnce(u32, f32) -> Work) -> Result<(), Status> {
+        self.segments += 1;
+        let number = self.segments;
+        if self.under_way.len() >= MOST_UNDER_WAY {
+            let problem =
+                format!("{MOST_UNDER_WAY} segments are under way, which are the most: wait for one");
+            return self.keep(messages::refused(number, &client_limit(problem)));
+        }
+        self.timeline.expect(number, start);
+        let under_way = UnderWay {
+            model: self.opened.model.clone(),
+            job: None,
+            done: None,
+        };
+        self.under_way.insert(number, under_way);
+        let place = match start {
+            SegmentStart::AtOnce => self.timeline.place_seconds(),
+            SegmentStart::AtOnceFromStart | SegmentStart::WhenOver => 0.0,
+        };
+        self.maker.make(work(number, place));
+        Ok(())
+    }
+
+    /// What became of a segment.
+    fn take(&mut self, report: Report) -> Result<(), Status> {
+        match report {
+            Report::Accepted {
+                number,
+                job_id,
+                seed,
+                model,
+                job,
+            } => {
+                let Some(under_way) = self.under_way.get_mut(&number) else {
+                    job.abort(); // superseded before it began
+                    return Ok(());
+                };
+                (under_way.model, under_way.job) = (*model, Some(job));
+                self.keep(Told::Accepted(v1::SegmentAccepted {
+                    segment: number,
+                    job_id,
+                    seed,
+                }))
+            }
+            Report::Happened {
+                number,
+                job_id,
+                event,
+            } => self.happened(number, &job_id, event),
+            Report::Failed { number, error } => self.fail(number, &error),
+            Report::SourceReplaced { number } => {
+                self.keep(Told::SourceReplaced(v1::SourceReplaced { segment: number }))
+            }
+            Report::ModelReplaced { number, model } => {
+                self.opened.model.clone_from(&model);
+                self.keep(Told::ModelReplaced(v1::ModelReplaced {
+                    segment: number,
+                    model: Some(*model),
+                }))
+            }
+            Report::NothingToMake { number } => {
+                self.forget(number);
+                Ok(())
+            }
+        }
+    }
+
+    /// An event of a segment's job.
+    fn happened(&mut self, number: u32, job_id: &str, event: JobEvent) -> Result<(), Status> {
+        let Some(under_way) = self.under_way.get_mut(&number) else {
+            return Ok(()); // superseded
+        };
+        if let JobEventKind::Piece { piece, .. } = &event.kind {
+            if let Some(bytes) = piece.format.bytes()
+                && !self.taken.contains_key(&number)
+            {
+                match self.sound_bytes.take(self.client, bytes) {
+                    Ok(taken) => self.taken.insert(number, taken),
+                    Err(exceeded) => {
+                        return self.fail_with(number, messages::refused(number, &too_much(exceeded)));
+                    }
+                };
+            }
+            return match self.timeline.add(number, piece) {
+                Ok(()) => self.ready(number),
+                Err(problem) => self.fail(number, &Error::Internal(problem)),
+            };
+        }
+        match convert(&event, &under_way.model) {
+            Converted::Failed(error) => self.fail(number, &error),
+            Converted::Media => Ok(()),
+            Converted::Event(kind) => match *kind {
+                v1::event::Event::Done(done) => {
+                    under_way.done = Some(done);
+                    self.ready(number)
+                }
+                kind => {
+                    // Steps that are not read are of no use later.
+                    if self.unsent.len() < MOST_UNSENT {
+                        self.unsent.push_back(progress(number, job_id, event.at_ms, kind));
+                    }
+                    Ok(())
+                }
+            },
+        }
+    }
+
+    /// Tells that a segment is there, once it is and its job has ended.
+    fn ready(&mut self, number: u32) -> Result<(), Status> {
+        let (Some(samples), Some(under_way)) =
+            (self.timeline.whole_length(number), self.under_way.get(&number))
+        else {
+            return Ok(());
+        };
+        let Some(done) = under_way.done.clone() else {
+            return Ok(());
+        };
+        self.under_way.remove(&number);
+        self.maker.make(Work::Came { number });
+        self.keep(Told::Ready(v1::SegmentReady {
+            segment: number,
+            samples,
+            done: Some(done),
+        }))
+    }
+
+    fn fail(&mut self, number: u32, error: &Error) -> Result<(), Status> {
+        self.fail_with(number, failed(number, error))
+    }
+
+    fn fail_with(&mut self, number: u32, told: Told) -> Result<(), Status> {
+        if !self.under_way.contains_key(&number) {
+            return Ok(());
+        }
+        self.forget(number);
+        self.maker.make(Work::Failed { number });
+        self.keep(told)
+    }
+
+    fn forget(&mut self, number: u32) {
+        self.timeline.fail(number);
+        self.taken.remove(&number);
+        if let Some(job) = self.under_way.remove(&number).and_then(|under_way| under_way.job) {
+            job.abort();
+        }
+    }
+
+    /// Makes sound up to the lead, while the transport takes it.
+    fn make_sound(&mut self) {
+        let rate = u64::from(settings_of(&self.opened).samples_per_second);
+        while self.unsent.len() < MOST_UNSENT {
+            let due = self.due(Instant::now());
+            // In whole chunks, so that a play head that moves on does not make it one sample at a time.
+            if due < rate / CHUNKS_PER_SECOND {
+                return;
+            }
+            let (rendered, change) = self.timeline.render(due.min(rate / LONGEST_CHUNK_PARTS));
+            for number in change.superseded {
+                self.supersede(number);
+            }
+            let now = Instant::now();
+            let Some(rendered) = rendered else {
+                let is_expected = self.timeline.has_begun() && !self.timeline.is_over();
+                self.head.nothing_there(now, self.timeline.made(), is_expected);
+                return;
+            };
+            self.taken.retain(|&number, _| self.timeline.has(number));
+            if let Some(gap) = self.head.sent(now) {
+                self.gaps += 1;
+                self.gap += gap.length;
+                self.unsent.push_back(messages::gap(&gap));
+            }
+            self.unsent.push_back(messages::sound(rendered));
+        }
+    }
+
+    fn supersede(&mut self, number: u32) {
+        if self.under_way.contains_key(&number) {
+            self.forget(number);
+            self.maker.make(Work::Failed { number });
+        }
+        self.taken.remove(&number);
+        self.unsent.push_back(messages::superseded(number));
+    }
+
+    /// Samples that are to be made now.
+    fn due(&self, now: Instant) -> u64 {
+        let made = self.timeline.made();
+        let until = self.head.place(now, made) + settings_of(&self.opened).lead;
+        until.saturating_sub(made)
+    }
+
+    /// When the next sound is to be made by the clock alone; `None`: something else has to happen first.
+    fn next_sound_at(&self) -> Option<Instant> {
+        let now = Instant::now();
+        if self.unsent.len() >= MOST_UNSENT || !self.head.is_moving() {
+            return None;
+        }
+        let rate = u64::from(settings_of(&self.opened).samples_per_second.max(1));
+        let chunk = rate / CHUNKS_PER_SECOND;
+        let missing = chunk.saturating_sub(self.due(now)).max(chunk / 4).max(1);
+        Some(now + Duration::from_nanos(missing.saturating_mul(1_000_000_000) / rate))
+    }
+
+    /// Keeps a message that must not be lost until it is sent.
+    ///
+    /// # Errors
+    /// When the client does not read.
+    fn keep(&mut self, told: Told) -> Result<(), Status> {
+        if self.unsent.len() >= MOST_KEPT {
+            let problem = format!("{MOST_KEPT} messages of this session are not read");
+            return Err(client_limit(problem));
+        }
+        self.unsent.push_back(told);
+        Ok(())
+    }
+}
+
+fn too_much(exceeded: Exceeded) -> Status {
+    client_limit(match exceeded {
+        Exceeded::Client(bound) => format!(
+            "the sound of this client's sessions and its unread results take more than {} in all: ask for shorter segments, \
+             or raise limits.results_per_client",
+            residency::Bytes(bound)
+        ),
+        Exceeded::All(bound) => format!(
+            "sound and unread results take more than {} in all: try again, or raise limits.results",
+            residency::Bytes(bound)
+        ),
+    })
+}
+
+fn response(told: Told) -> v1::StreamAudioResponse {
+    v1::StreamAudioResponse { message: Some(told) }
+}

@@ -1,0 +1,485 @@
+//! Makes the segments of a session, one job each, in the order in which they are asked for.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobEvent, JobEventKind, JobOptions, JobSpec, JobWork};
+use engine::library::Entry;
+use engine::queue::{Job, Queue};
+use pipelines::{Clip, MediaFormat, Medium};
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinHandle, JoinSet};
+
+use super::messages::{Opened, check_open, check_segment, no_sound};
+use crate::grpc::asked::Asked;
+use crate::grpc::caller::Caller;
+use crate::grpc::convert::resolved;
+use crate::grpc::limits::{Client, Taken};
+use crate::grpc::media::Media;
+use crate::grpc::server::Service;
+use crate::grpc::status::invalid;
+use crate::proto::v1;
+use crate::sessions::SegmentStart;
+
+/// Events of jobs that wait for the session: it takes them as they come.
+const MOST_REPORTS: usize = 64;
+/// How long a hold outlives a session whose process has died.
+const HOLD: Duration = Duration::from_secs(60);
+const SOURCE: &str = "source_media_id";
+
+/// What is to be made.
+#[derive(Debug)]
+pub(super) enum Work {
+    Segment {
+        number: u32,
+        track: Box<v1::GenerateAudioRequest>,
+        start: SegmentStart,
+        /// Where what sounds is now: decoding begins there.
+        place_seconds: f32,
+    },
+    /// The last segment, from another source.
+    ReplaceSource { number: u32, media_id: String },
+    /// The last segment, with another model.
+    ReplaceModel {
+        number: u32,
+        model: Option<v1::ModelRef>,
+        place_seconds: f32,
+    },
+    /// A segment has come whole.
+    Came { number: u32 },
+    /// A segment does not come.
+    Failed { number: u32 },
+}
+
+/// What has become of it.
+pub(super) enum Report {
+    Accepted {
+        number: u32,
+        job_id: String,
+        seed: u64,
+        model: Box<v1::ResolvedModel>,
+        /// Aborting it cancels the job.
+        job: AbortHandle,
+    },
+    Happened {
+        number: u32,
+        job_id: Arc<str>,
+        event: JobEvent,
+    },
+    Failed {
+        number: u32,
+        error: Error,
+    },
+    SourceReplaced {
+        number: u32,
+    },
+    ModelReplaced {
+        number: u32,
+        model: Box<v1::ResolvedModel>,
+    },
+    /// What was replaced has made no segment yet.
+    NothingToMake {
+        number: u32,
+    },
+}
+
+/// The way to the task that makes segments. Dropping it cancels their jobs and lets the model go.
+pub(super) struct Maker {
+    works: mpsc::UnboundedSender<Work>,
+    reports: mpsc::Receiver<Report>,
+    task: JoinHandle<()>,
+    client: Client,
+}
+
+impl Maker {
+    /// At most as many are under way as the session allows, so the queue to it is bounded.
+    pub(super) fn make(&self, work: Work) {
+        let _ = self.works.send(work); // its task ends with this handle alone
+    }
+
+    pub(super) async fn report(&mut self) -> Report {
+        match self.reports.recv().await {
+            Some(report) => report,
+            None => std::future::pending().await,
+        }
+    }
+
+    pub(super) fn client(&self) -> Client {
+        self.client
+    }
+}
+
+impl Drop for Maker {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// A model that is held for a session: renewed for as long as this lives.
+struct Held {
+    queue: Queue,
+    id: String,
+    renewal: JoinHandle<()>,
+}
+
+impl Held {
+    async fn of(queue: &Queue, entry: &Arc<Entry>, session: &str) -> Result<Held, Error> {
+        let id = queue.hold(entry.clone(), session.to_owned(), HOLD).await?;
+        let (renewing, entry, session) = (queue.clone(), entry.clone(), session.to_owned());
+        let renewal = tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(HOLD / 3).await;
+                if let Err(error) = renewing.hold(entry.clone(), session.clone(), HOLD).await {
+                    tracing::warn!(session, %error, "a session's model could not be held");
+                }
+            }
+        });
+        Ok(Held {
+            queue: queue.clone(),
+            id,
+            renewal,
+        })
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.renewal.abort();
+        let (queue, id) = (self.queue.clone(), std::mem::take(&mut self.id));
+        tokio::spawn(async move { queue.release_hold(&id).await });
+    }
+}
+
+/// A track that segments start from.
+struct Source {
+    clip: Clip,
+    /// Its bytes, counted against the client.
+    _taken: Taken,
+}
+
+/// What segments are made with.
+struct With {
+    model: v1::ModelRef,
+    entry: Arc<Entry>,
+    resolved: v1::ResolvedModel,
+    _held: Held,
+}
+
+/// What was before a replacement, until that has proven itself.
+enum Before {
+    Source(Option<Source>),
+    Model(Box<With>),
+}
+
+struct Making {
+    service: Service,
+    caller: Caller,
+    session_id: String,
+    format: (u32, u32),
+    slots: u32,
+    options: v1::JobOptions,
+    with: With,
+    source: Option<Source>,
+    last: Option<(Box<v1::GenerateAudioRequest>, SegmentStart)>,
+    /// A replacement whose first segment is under way.
+    replacing: Option<(u32, Before)>,
+    jobs: JoinSet<()>,
+    reports: mpsc::Sender<Report>,
+}
+
+impl Service {
+    /// What makes the segments of a session, with its model held.
+    ///
+    /// # Errors
+    /// When fields are wrong, the model cannot be opened or makes no sound, or the source is no track.
+    pub(super) async fn open_maker(
+        &self,
+        open: v1::OpenAudioSession,
+        caller: Caller,
+    ) -> Result<(Maker, Opened), Error> {
+        check_open(&open)?;
+        let options = caller.options(open.options.clone(), &self.cards())?;
+        let model = open.model.clone().unwrap_or_default();
+        let (entry, format, told) = self.sounding_model(&model, &options).await?;
+        let opened = Opened::of(&open, told.clone(), format);
+        let source = self.source(&open.source_media_id, caller.client())?;
+        let held = Held::of(&self.queue, &entry, &opened.session_id).await?;
+        let (works, asked) = mpsc::unbounded_channel();
+        let (send, reports) = mpsc::channel(MOST_REPORTS);
+        let client = caller.client();
+        let making = Making {
+            service: self.clone(),
+            caller,
+            session_id: opened.session_id.clone(),
+            format,
+            slots: opened.slots,
+            options: open.options.unwrap_or_default(),
+            with: With {
+                model,
+                entry,
+                resolved: told,
+                _held: held,
+            },
+            source,
+            last: None,
+            replacing: None,
+            jobs: JoinSet::new(),
+            reports: send,
+        };
+        let maker = Maker {
+            works,
+            reports,
+            task: tokio::spawn(making.run(asked)),
+            client,
+        };
+        Ok((maker, opened))
+    }
+
+    /// A model by its reference, with rate and channels of its sound.
+    async fn sounding_model(
+        &self,
+        model: &v1::ModelRef,
+        options: &JobOptions,
+    ) -> Result<(Arc<Entry>, (u32, u32), v1::ResolvedModel), Error> {
+        let chosen = self.chosen(Some(model.clone()), options).await?;
+        let open = self.open(&chosen.entry).await?;
+        let format = open
+            .model
+            .track_format()
+            .ok_or_else(|| no_sound(&chosen.entry.key))?;
+        let told = v1::ResolvedModel {
+            choice: chosen.reason,
+            ..resolved(&chosen.entry, &open)
+        };
+        Ok((chosen.entry, (format.samples_per_second, format.channels), told))
+    }
+
+    /// A track that was brought, as the source of a session; `None` for an empty id.
+    fn source(&self, id: &str, client: Client) -> Result<Option<Source>, Error> {
+        if id.is_empty() {
+            return Ok(None);
+        }
+        let clip = match self.media.get(SOURCE, id)? {
+            Media::Clip(clip) if matches!(clip.format, MediaFormat::Audio { .. }) => clip,
+            Media::Clip(_) | Media::Picture(_) => return Err(invalid(SOURCE, "is no track")),
+        };
+        let taken = self.limits.sound_bytes().take(client, clip.data.len() as u64);
+        let taken = taken.map_err(|_| {
+            invalid(SOURCE, "takes more memory than this client has left: close a session, or raise limits.results_per_client")
+        })?;
+        Ok(Some(Source { clip, _taken: taken }))
+    }
+}
+
+impl Making {
+    async fn run(mut self, mut asked: mpsc::UnboundedReceiver<Work>) {
+        while let Some(work) = asked.recv().await {
+            match work {
+                Work::Segment {
+                    number,
+                    track,
+                    start,
+                    place_seconds,
+                } => {
+                    self.last = Some((track.clone(), start));
+                    self.segment(number, *track, place_seconds).await;
+                }
+                Work::ReplaceSource { number, media_id } => self.replace_source(number, &media_id).await,
+                Work::ReplaceModel {
+                    number,
+                    model,
+                    place_seconds,
+                } => {
+                    self.replace_model(number, model.unwrap_or_default(), place_seconds)
+                        .await
+                }
+                Work::Came { number } => self.came(number).await,
+                Work::Failed { number } => self.failed(number),
+            }
+            while self.jobs.try_join_next().is_some() {}
+        }
+    }
+
+    async fn tell(&self, report: Report) {
+        let _ = self.reports.send(report).await; // the session may have ended
+    }
+
+    /// Has a segment made.
+    async fn segment(&mut self, number: u32, track: v1::GenerateAudioRequest, place_seconds: f32) {
+        let job = match self.queue_up(track, place_seconds).await {
+            Ok(job) => job,
+            Err(error) => return self.tell(Report::Failed { number, error }).await,
+        };
+        let (mut job, seed, model) = job;
+        let (reports, job_id) = (self.reports.clone(), job.id.clone());
+        let accepted_id = job.id.to_string();
+        let (begin, begun) = tokio::sync::oneshot::channel::<()>();
+        let handle = self.jobs.spawn(async move {
+            // What happens is told behind that it was accepted.
+            if begun.await.is_err() {
+                return;
+            }
+            while let Some(event) = job.next().await {
+                let job_id = job_id.clone();
+                if reports
+                    .send(Report::Happened {
+                        number,
+                        job_id,
+                        event,
+                    })
+                    .await
+                    .is_err()
+                {
+                    return;
+                }
+            }
+        });
+        self.tell(Report::Accepted {
+            number,
+            job_id: accepted_id,
+            seed,
+            model: Box::new(model),
+            job: handle,
+        })
+        .await;
+        let _ = begin.send(()); // an aborted task has nothing to tell
+    }
+
+    async fn queue_up(
+        &self,
+        mut track: v1::GenerateAudioRequest,
+        place_seconds: f32,
+    ) -> Result<(Job, u64, v1::ResolvedModel), Error> {
+        check_segment(&track)?;
+        let adapters = track.model.take().map(|model| model.adapters).unwrap_or_default();
+        let mut model = self.with.model.clone();
+        if !adapters.is_empty() {
+            model.adapters = adapters;
+        }
+        track.model = Some(model);
+        track.options = Some(self.options.clone());
+        let mut asked = Asked::audio(track);
+        asked.source = self.source.as_ref().map(|source| source.clip.clone());
+        let mut prepared = self.service.prepare(asked, &self.caller).await?;
+        let mut seed = 0;
+        if let JobWork::Run(run) = &mut prepared.spec.work {
+            run.call = "StreamAudio";
+            run.request.slots = self.slots;
+            if let Medium::Audio(audio) = &mut run.request.medium {
+                audio.decode_from_seconds = place_seconds;
+            }
+            seed = run.request.seed;
+        }
+        let job = self.service.queue.submit(prepared.spec).await?;
+        Ok((job, seed, prepared.model))
+    }
+
+    async fn replace_source(&mut self, number: u32, media_id: &str) {
+        let source = match self.service.source(media_id, self.caller.client()) {
+            Ok(source) => source,
+            Err(error) => return self.tell(Report::Failed { number, error }).await,
+        };
+        self.settle();
+        let before = std::mem::replace(&mut self.source, source);
+        let Some((track, _)) = self.last.clone() else {
+            self.tell(Report::SourceReplaced { number }).await;
+            return self.tell(Report::NothingToMake { number }).await;
+        };
+        self.replacing = Some((number, Before::Source(before)));
+        self.segment(number, *track, 0.0).await;
+    }
+
+    async fn replace_model(&mut self, number: u32, model: v1::ModelRef, place_seconds: f32) {
+        let with = match self.load(&model).await {
+            Ok(with) => with,
+            Err(error) => return self.tell(Report::Failed { number, error }).await,
+        };
+        self.settle();
+        let told = Box::new(with.resolved.clone());
+        let before = std::mem::replace(&mut self.with, with);
+        let Some((track, _)) = self.last.clone() else {
+            self.tell(Report::ModelReplaced { number, model: told }).await;
+            return self.tell(Report::NothingToMake { number }).await;
+        };
+        self.replacing = Some((number, Before::Model(Box::new(before))));
+        self.segment(number, *track, place_seconds).await;
+    }
+
+    /// Loads another model and has it proven; it is held then.
+    async fn load(&self, model: &v1::ModelRef) -> Result<With, Error> {
+        let options = self
+            .caller
+            .options(Some(self.options.clone()), &self.service.cards())?;
+        let (entry, format, resolved) = self.service.sounding_model(model, &options).await?;
+        if format != self.format {
+            let ((rate, channels), (own_rate, own_channels)) = (format, self.format);
+            return Err(invalid(
+                "model",
+                format!(
+                    "makes {channels} channels of {rate} samples a second, and the session plays {own_channels} of {own_rate}"
+                ),
+            ));
+        }
+        let work = JobWork::Load {
+            components: Vec::new(),
+            replace: None,
+            prove: true,
+        };
+        let spec = JobSpec {
+            options,
+            entry: entry.clone(),
+            work,
+        };
+        let mut job = self.service.queue.submit(spec).await?;
+        while let Some(event) = job.next().await {
+            match event.kind {
+                JobEventKind::Failed(error) => return Err(error),
+                JobEventKind::Done(_) => break,
+                _ => {}
+            }
+        }
+        let held = Held::of(&self.service.queue, &entry, &self.session_id).await?;
+        Ok(With {
+            model: model.clone(),
+            entry,
+            resolved,
+            _held: held,
+        })
+    }
+
+    /// A replacement that is followed by another counts as made.
+    fn settle(&mut self) {
+        self.replacing = None;
+    }
+
+    async fn came(&mut self, number: u32) {
+        let Some((_, before)) = self.replacing.take_if(|(replacing, _)| *replacing == number) else {
+            return;
+        };
+        match before {
+            Before::Source(_) => self.tell(Report::SourceReplaced { number }).await,
+            Before::Model(_) => {
+                let model = Box::new(self.with.resolved.clone());
+                self.tell(Report::ModelReplaced { number, model }).await;
+            }
+        }
+    }
+
+    /// What was before a replacement that failed is there again.
+    fn failed(&mut self, number: u32) {
+        let Some((_, before)) = self.replacing.take_if(|(replacing, _)| *replacing == number) else {
+            return;
+        };
+        match before {
+            Before::Source(source) => self.source = source,
+            Before::Model(with) => self.with = *with,
+        }
+        tracing::info!(
+            session = self.session_id,
+            number,
+            model = self.with.entry.key,
+            "a replacement was undone"
+        );
+    }
+}

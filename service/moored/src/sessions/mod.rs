@@ -1,0 +1,9 @@
+//! What a session of sound plays, without a clock and without IO: `take` has the samples of a segment as they come,
+//! `timeline` decides which segment sounds and fades one into another, `play_head` says how far the client has played.
+
+mod play_head;
+mod take;
+mod timeline;
+
+pub(crate) use play_head::{Gap, PlayHead};
+pub(crate) use timeline::{Rendered, SegmentStart, Settings, Timeline};

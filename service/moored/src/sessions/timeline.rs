@@ -1,0 +1,420 @@
+//! One endless track made of segments: which of them sounds, and how one fades into another.
+//!
+//! A segment is expected from the moment it is asked for, comes piece by piece, and sounds when its turn is there. One that is to
+//! sound when those before it are over waits for them; one that is to sound at once takes over as soon as enough of it has
+//! come, and those before it that have not sounded never do. What sounded before is kept until the new one has come whole: if
+//! it fails before, the old one goes on.
+
+use std::collections::BTreeMap;
+
+use pipelines::{MediaFormat, Piece};
+
+use super::take::Take;
+
+/// When a segment begins to sound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SegmentStart {
+    /// When those before it are over.
+    WhenOver,
+    /// As soon as it is there, at the place where the one that sounds is.
+    AtOnce,
+    /// As soon as it is there, from its beginning.
+    AtOnceFromStart,
+}
+
+/// How a session plays. Lengths are in samples for each channel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    pub(crate) samples_per_second: u32,
+    pub(crate) channels: u32,
+    /// How far ahead of the play head sound is made.
+    pub(crate) lead: u64,
+    /// How long a segment fades into the next.
+    pub(crate) crossfade: u64,
+    /// Whether a segment is repeated when it is over and no other is there.
+    pub(crate) repeats: bool,
+}
+
+/// Sound of one segment, or of one that fades into it.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Rendered {
+    /// Place of its first sample in the session.
+    pub(crate) first: u64,
+    pub(crate) segment: u32,
+    /// Place of its first sample in the segment.
+    pub(crate) first_of_segment: u64,
+    /// 16 bits, little-endian, channels interleaved.
+    pub(crate) samples: Vec<u8>,
+}
+
+/// What became of segments when another began to sound.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Change {
+    /// Segments that will never sound: a later one did before.
+    pub(crate) superseded: Vec<u32>,
+}
+
+/// A place in a segment that sounds.
+#[derive(Clone, Copy, Debug)]
+struct Cursor {
+    segment: u32,
+    /// Next sample.
+    at: u64,
+    /// Whether it is not the first time that it sounds.
+    is_repeated: bool,
+}
+
+/// The segment before, while it fades out.
+#[derive(Clone, Copy, Debug)]
+struct Fade {
+    from: Cursor,
+    done: u64,
+}
+
+#[derive(Debug)]
+struct Segment {
+    start: SegmentStart,
+    take: Option<Take>,
+}
+
+/// What a session plays.
+#[derive(Debug)]
+pub(crate) struct Timeline {
+    settings: Settings,
+    /// Samples made so far.
+    made: u64,
+    /// Segments that have not sounded, that sound, and the one before while it may be needed again.
+    segments: BTreeMap<u32, Segment>,
+    sounding: Option<Cursor>,
+    fade: Option<Fade>,
+    /// What sounded before, as long as the one that sounds has not come whole.
+    before: Option<Cursor>,
+    /// Samples that had been made when the segment that sounds began.
+    changed_at: u64,
+}
+
+impl Timeline {
+    /// Without a segment.
+    pub(crate) fn new(settings: Settings) -> Timeline {
+        Timeline {
+            settings,
+            made: 0,
+            segments: BTreeMap::new(),
+            sounding: None,
+            fade: None,
+            before: None,
+            changed_at: 0,
+        }
+    }
+
+    /// A segment is asked for; numbers ascend.
+    pub(crate) fn expect(&mut self, segment: u32, start: SegmentStart) {
+        self.segments.insert(segment, Segment { start, take: None });
+    }
+
+    /// The place in the segment that sounds, in seconds, at which the next sample will be made; 0 where none does.
+    pub(crate) fn place_seconds(&self) -> f32 {
+        let place = self.sounding.map_or(0, |cursor| cursor.at);
+        (place as f64 / f64::from(self.settings.samples_per_second.max(1))) as f32
+    }
+
+    /// Whether a segment may still sound.
+    pub(crate) fn has(&self, segment: u32) -> bool {
+        self.segments.contains_key(&segment)
+    }
+
+    /// Samples made so far.
+    pub(crate) fn made(&self) -> u64 {
+        self.made
+    }
+
+    /// Whether anything has sounded.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.made > 0
+    }
+
+    /// Whether nothing more will sound until another segment is asked for.
+    pub(crate) fn is_over(&self) -> bool {
+        let sounding = self.sounding.map_or(0, |cursor| cursor.segment);
+        let is_expecting = self.segments.range(sounding + 1..).next().is_some();
+        let is_ended = self
+            .sounding
+            .is_none_or(|cursor| !self.settings.repeats && cursor.at >= self.length(cursor.segment));
+        is_ended && !is_expecting
+    }
+
+    /// A piece of a segment.
+    ///
+    /// # Errors
+    /// A problem in words, when it is no sound of this session.
+    pub(crate) fn add(&mut self, segment: u32, piece: &Piece) -> Result<(), String> {
+        let Some(known) = self.segments.get_mut(&segment) else {
+            return Ok(()); // superseded
+        };
+        if known.take.is_none() {
+            known.take = Take::of(&piece.format);
+            let MediaFormat::Audio {
+                samples_per_second,
+                channels,
+                ..
+            } = piece.format
+            else {
+                return Err("it is no sound".to_owned());
+            };
+            let settings = &self.settings;
+            if (samples_per_second, channels) != (settings.samples_per_second, settings.channels) {
+                return Err(format!(
+                    "it has {channels} channels of {samples_per_second} samples a second, and the session {} of {}",
+                    settings.channels, settings.samples_per_second
+                ));
+            }
+        }
+        let take = known.take.as_mut().ok_or("it has no samples")?;
+        match take.add(piece) {
+            true => Ok(()),
+            false => Err("a piece that is not of its track".to_owned()),
+        }
+    }
+
+    /// The length of a segment once all of it has come.
+    pub(crate) fn whole_length(&self, segment: u32) -> Option<u64> {
+        let take = self.segments.get(&segment)?.take.as_ref()?;
+        take.is_whole().then(|| take.length())
+    }
+
+    /// A segment does not come. Where it sounds already, what was before it goes on.
+    pub(crate) fn fail(&mut self, segment: u32) {
+        let sounds = self.sounding.is_some_and(|cursor| cursor.segment == segment);
+        if sounds {
+            self.fade = None;
+            self.sounding = self.before.take().and_then(|before| {
+                let length = self.length(before.segment);
+                let at = before.at + (self.made - self.changed_at);
+                let at = match self.settings.repeats {
+                    true => at.checked_rem(length)?,
+                    false => at.min(length),
+                };
+                Some(Cursor { at, ..before })
+            });
+        }
+        self.segments.remove(&segment);
+    }
+
+    /// The next samples, at most so many; fewer where a segment begins or ends, `None` where nothing is there.
+    pub(crate) fn render(&mut self, most: u64) -> (Option<Rendered>, Change) {
+        let change = self.change_segment();
+        let Some(cursor) = self.sounding.filter(|_| most > 0) else {
+            return (None, change);
+        };
+        let first = self.made;
+        let mut samples = Vec::new();
+        let mut made = 0;
+        while made < most && self.render_sample(&mut samples) {
+            made += 1;
+            if self.is_turn_of_next() {
+                break;
+            }
+        }
+        if made == 0 {
+            return (None, change);
+        }
+        self.made += made;
+        let rendered = Rendered {
+            first,
+            segment: cursor.segment,
+            first_of_segment: cursor.at,
+            samples,
+        };
+        (Some(rendered), change)
+    }
+
+    fn length(&self, segment: u32) -> u64 {
+        let take = self.segments.get(&segment).and_then(|known| known.take.as_ref());
+        take.map_or(0, Take::length)
+    }
+
+    /// Whether enough of a segment has come, from a place on, for it to sound.
+    fn can_sound(&self, segment: u32, from: u64) -> bool {
+        let Some(take) = self.segments.get(&segment).and_then(|known| known.take.as_ref()) else {
+            return false;
+        };
+        // With something that sounds already there is no hurry: as much as is made ahead, so that it is not out of breath.
+        let enough = match self.sounding {
+            Some(_) => self.settings.lead,
+            None => u64::from(self.settings.samples_per_second / 4),
+        };
+        let enough = enough
+            .max(self.settings.crossfade)
+            .min(take.length() - from.min(take.length()));
+        take.is_whole() || (enough > 0 && take.there_from(from) >= enough)
+    }
+
+    /// Where a segment would begin to sound.
+    fn entry(&self, segment: u32, start: SegmentStart) -> u64 {
+        match (start, self.sounding) {
+            (SegmentStart::AtOnce, Some(cursor)) => cursor.at % self.length(segment).max(1),
+            _ => 0,
+        }
+    }
+
+    /// The segment whose turn it is to sound next.
+    fn next(&self) -> Option<(u32, SegmentStart)> {
+        let sounding = self.sounding.map_or(0, |cursor| cursor.segment);
+        let after = || {
+            self.segments
+                .range(sounding + 1..)
+                .map(|(number, known)| (*number, known.start))
+        };
+        let at_once = after().rev().find(|&(number, start)| {
+            start != SegmentStart::WhenOver && self.can_sound(number, self.entry(number, start))
+        });
+        let (number, start) = at_once.or_else(|| after().next())?;
+        let is_turn = start != SegmentStart::WhenOver || self.is_ending();
+        (is_turn && self.can_sound(number, self.entry(number, start))).then_some((number, start))
+    }
+
+    fn is_turn_of_next(&self) -> bool {
+        self.is_ending() && self.next().is_some()
+    }
+
+    /// Whether nothing sounds, or only what the next fades into.
+    fn is_ending(&self) -> bool {
+        self.sounding.is_none_or(|cursor| {
+            let length = self.length(cursor.segment);
+            length.saturating_sub(cursor.at) <= self.settings.crossfade.min(length / 2)
+        })
+    }
+
+    fn change_segment(&mut self) -> Change {
+        let Some((number, start)) = self.next() else {
+            return Change::default();
+        };
+        let at = self.entry(number, start);
+        self.before = self.sounding;
+        self.fade = self
+            .sounding
+            .filter(|_| self.settings.crossfade > 0)
+            .map(|from| Fade { from, done: 0 });
+        self.sounding = Some(Cursor {
+            segment: number,
+            at,
+            is_repeated: false,
+        });
+        self.changed_at = self.made;
+        let kept = self.before.map(|before| before.segment);
+        let earlier: Vec<u32> = self.segments.range(..number).map(|(number, _)| *number).collect();
+        let mut superseded = Vec::new();
+        for segment in earlier {
+            if Some(segment) == kept {
+                continue;
+            }
+            self.segments.remove(&segment);
+            // What has sounded was given up before, but for the one that did last.
+            if kept.is_none_or(|kept| segment > kept) {
+                superseded.push(segment);
+            }
+        }
+        Change { superseded }
+    }
+
+    /// One sample of each channel; false where nothing is there.
+    fn render_sample(&mut self, samples: &mut Vec<u8>) -> bool {
+        let Some(mut cursor) = self.sounding else {
+            return false;
+        };
+        let Some(take) = self
+            .segments
+            .get(&cursor.segment)
+            .and_then(|known| known.take.as_ref())
+        else {
+            return false;
+        };
+        if cursor.at >= take.length() {
+            if !self.settings.repeats {
+                return false;
+            }
+            cursor = Cursor {
+                at: 0,
+                is_repeated: true,
+                ..cursor
+            };
+        }
+        if take.there_from(cursor.at) == 0 {
+            return false;
+        }
+        let fade = self.fade.filter(|fade| fade.done < self.settings.crossfade);
+        let before = fade.and_then(|fade| {
+            let old = self.segments.get(&fade.from.segment)?.take.as_ref()?;
+            let (length, at) = (old.length(), fade.from.at + fade.done);
+            // What is over is silent: a repeat of it would be heard twice.
+            let there = at < length && old.there_from(at) > 0;
+            let weight = (fade.done as f64 + 0.5) / self.settings.crossfade as f64;
+            // Raised cosine: no corner at either end.
+            let weight = 0.5 - 0.5 * (std::f64::consts::PI * weight).cos();
+            Some((old, at, there, weight))
+        });
+        let edge = self.edge(cursor, take.length());
+        for channel in 0..self.settings.channels as usize {
+            let new = f64::from(take.sample(cursor.at, channel)) * edge;
+            let sample = match before {
+                Some((old, at, there, weight)) => {
+                    let old = if there {
+                        f64::from(old.sample(at, channel))
+                    } else {
+                        0.0
+                    };
+                    old * (1.0 - weight) + new * weight
+                }
+                None => new,
+            };
+            let sample = sample.round().clamp(f64::from(i16::MIN), f64::from(i16::MAX)) as i16;
+            samples.extend_from_slice(&sample.to_le_bytes());
+        }
+        cursor.at += 1;
+        self.sounding = Some(cursor);
+        if let Some(fade) = &mut self.fade {
+            fade.done += 1;
+        }
+        if self.fade.is_some_and(|fade| fade.done >= self.settings.crossfade) {
+            self.fade = None;
+        }
+        self.forget_before();
+        true
+    }
+
+    /// The weight of a sample near the ends of a segment that is repeated: it keeps its length, so its ends cannot overlap, and
+    /// fade out and in instead.
+    fn edge(&self, cursor: Cursor, length: u64) -> f64 {
+        let fade = (self.settings.crossfade / 2).min(length / 4);
+        let to_end = length - cursor.at.min(length);
+        let distance = match (self.settings.repeats, cursor.is_repeated) {
+            (true, true) => to_end.min(cursor.at + 1),
+            (true, false) => to_end,
+            (false, _) => return 1.0,
+        };
+        if distance > fade || self.fade.is_some() {
+            return 1.0;
+        }
+        let weight = (distance as f64 - 0.5) / fade as f64;
+        0.5 - 0.5 * (std::f64::consts::PI * weight).cos()
+    }
+
+    /// What sounded before is not needed once the new one has come whole and the fade is over.
+    fn forget_before(&mut self) {
+        let Some(before) = self.before else { return };
+        let is_whole = self.sounding.is_some_and(|cursor| {
+            let take = self
+                .segments
+                .get(&cursor.segment)
+                .and_then(|known| known.take.as_ref());
+            take.is_some_and(Take::is_whole)
+        });
+        if is_whole && self.fade.is_none() {
+            self.segments.remove(&before.segment);
+            self.before = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,272 @@
+use bytes::Bytes;
+
+use super::*;
+
+const RATE: u32 = 1000;
+
+fn settings(crossfade: u64, repeats: bool) -> Settings {
+    Settings {
+        samples_per_second: RATE,
+        channels: 1,
+        lead: 400,
+        crossfade,
+        repeats,
+    }
+}
+
+fn format(samples: u64) -> MediaFormat {
+    MediaFormat::Audio {
+        samples_per_second: RATE,
+        channels: 1,
+        samples,
+    }
+}
+
+/// A part of a track of this length, whose samples are all `level`.
+fn part(level: i16, length: u64, first: u64, samples: u64) -> Piece {
+    Piece {
+        track: String::new(),
+        format: format(length),
+        first,
+        data: Bytes::from(level.to_le_bytes().repeat(samples as usize)),
+    }
+}
+
+fn whole(timeline: &mut Timeline, segment: u32, level: i16, length: u64) {
+    timeline.add(segment, &part(level, length, 0, length)).unwrap();
+}
+
+/// All that sounds, up to so many samples, with the segment of each.
+fn sound(timeline: &mut Timeline, most: u64) -> Vec<(u32, i16)> {
+    let mut all = Vec::new();
+    while (all.len() as u64) < most {
+        let first = timeline.made();
+        let (rendered, _) = timeline.render((most - all.len() as u64).min(100));
+        let Some(rendered) = rendered else { break };
+        assert_eq!(rendered.first, first, "chunks follow each other");
+        let samples = rendered.samples.chunks_exact(2);
+        all.extend(samples.map(|pair| (rendered.segment, i16::from_le_bytes([pair[0], pair[1]]))));
+    }
+    all
+}
+
+fn levels(timeline: &mut Timeline, most: u64) -> Vec<i16> {
+    sound(timeline, most)
+        .into_iter()
+        .map(|(_, level)| level)
+        .collect()
+}
+
+#[test]
+fn segments_follow_each_other_in_their_order_whenever_they_come() {
+    let mut timeline = Timeline::new(settings(0, false));
+    for segment in 1..=3 {
+        timeline.expect(segment, SegmentStart::WhenOver);
+    }
+    whole(&mut timeline, 3, 30, 300);
+    assert!(levels(&mut timeline, 1000).is_empty(), "the first is not there");
+    whole(&mut timeline, 1, 10, 300);
+    assert_eq!(levels(&mut timeline, 1000), [10; 300]);
+    assert!(!timeline.is_over(), "two more are expected");
+    whole(&mut timeline, 2, 20, 300);
+    assert_eq!(levels(&mut timeline, 1000), [[20; 300], [30; 300]].concat());
+    assert!(timeline.is_over());
+}
+
+#[test]
+fn one_that_failed_is_not_waited_for() {
+    let mut timeline = Timeline::new(settings(0, false));
+    timeline.expect(1, SegmentStart::WhenOver);
+    timeline.expect(2, SegmentStart::WhenOver);
+    whole(&mut timeline, 2, 20, 300);
+    timeline.fail(1);
+    assert_eq!(levels(&mut timeline, 1000), [20; 300]);
+}
+
+#[test]
+fn the_last_is_repeated_until_another_is_there() {
+    let mut timeline = Timeline::new(settings(0, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    whole(&mut timeline, 1, 10, 300);
+    assert_eq!(levels(&mut timeline, 700), [10; 700]);
+    timeline.expect(2, SegmentStart::WhenOver);
+    whole(&mut timeline, 2, 20, 300);
+    let next = levels(&mut timeline, 300);
+    assert_eq!(
+        next,
+        [[10; 200].to_vec(), [20; 100].to_vec()].concat(),
+        "at its end, not within"
+    );
+}
+
+#[test]
+fn at_once_takes_over_at_the_same_place_and_the_ones_between_never_sound() {
+    let mut timeline = Timeline::new(settings(0, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    whole(&mut timeline, 1, 10, 1000);
+    assert_eq!(levels(&mut timeline, 250).len(), 250);
+    timeline.expect(2, SegmentStart::WhenOver);
+    timeline.expect(3, SegmentStart::AtOnce);
+    // It comes from the middle on, as it is decoded.
+    timeline.add(3, &part(30, 1000, 200, 300)).unwrap();
+    let (still, change) = timeline.render(10);
+    assert_eq!(
+        (still.unwrap().segment, change.superseded),
+        (1, vec![]),
+        "less than the lead is there"
+    );
+    timeline.add(3, &part(30, 1000, 500, 500)).unwrap();
+    let (now, change) = timeline.render(10);
+    let now = now.unwrap();
+    assert_eq!((now.segment, now.first_of_segment), (3, 260));
+    assert_eq!(change.superseded, [2]);
+    timeline.add(3, &part(30, 1000, 0, 200)).unwrap();
+    assert!(sound(&mut timeline, 2000).iter().all(|&sample| sample == (3, 30)));
+}
+
+#[test]
+fn from_its_start_where_that_is_asked_for() {
+    let mut timeline = Timeline::new(settings(0, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    whole(&mut timeline, 1, 10, 1000);
+    sound(&mut timeline, 250);
+    timeline.expect(2, SegmentStart::AtOnceFromStart);
+    whole(&mut timeline, 2, 20, 500);
+    let (now, _) = timeline.render(10);
+    assert_eq!(now.map(|now| now.first_of_segment), Some(0));
+}
+
+#[test]
+fn one_fades_into_the_other_without_a_step() {
+    for (start, before) in [(SegmentStart::AtOnce, 250), (SegmentStart::WhenOver, 500)] {
+        let mut timeline = Timeline::new(settings(50, true));
+        timeline.expect(1, SegmentStart::WhenOver);
+        whole(&mut timeline, 1, 1000, 600);
+        let mut all = levels(&mut timeline, before);
+        timeline.expect(2, start);
+        whole(&mut timeline, 2, -1000, 600);
+        all.extend(levels(&mut timeline, 300));
+        let steps = all.windows(2).map(|pair| (pair[0] - pair[1]).abs());
+        assert!(steps.max() < Some(70), "{start:?}: {all:?}");
+        assert_eq!((all[0], all[before as usize + 299]), (1000, -1000), "{start:?}");
+        let mid = all.iter().filter(|level| level.abs() < 1000).count();
+        assert_eq!(mid, 50, "{start:?}");
+    }
+}
+
+#[test]
+fn a_repeat_keeps_its_length_and_has_no_step_either() {
+    let mut timeline = Timeline::new(settings(50, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    let ramp: Vec<u8> = (0..600_i16).flat_map(|at| (at * 20).to_le_bytes()).collect();
+    let piece = Piece {
+        data: ramp.into(),
+        ..part(0, 600, 0, 1)
+    };
+    timeline.add(1, &piece).unwrap();
+    let all = levels(&mut timeline, 1200);
+    assert_eq!(all[0], 0);
+    assert_eq!((all[300], all[900]), (6000, 6000), "600 samples later");
+    let steps = all
+        .windows(2)
+        .map(|pair| (i32::from(pair[0]) - i32::from(pair[1])).abs());
+    assert!(steps.max() < Some(1000), "a hard seam would be 11,980");
+}
+
+#[test]
+fn when_a_new_one_fails_the_old_one_goes_on_where_it_would_be() {
+    let mut timeline = Timeline::new(settings(0, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    let ramp: Vec<u8> = (0..1000_i16).flat_map(i16::to_le_bytes).collect();
+    let piece = Piece {
+        data: ramp.into(),
+        ..part(0, 1000, 0, 1)
+    };
+    timeline.add(1, &piece).unwrap();
+    sound(&mut timeline, 200);
+    timeline.expect(2, SegmentStart::AtOnce);
+    timeline.add(2, &part(20, 1000, 200, 450)).unwrap();
+    assert_eq!(levels(&mut timeline, 100), [20; 100]);
+    timeline.fail(2);
+    assert_eq!(levels(&mut timeline, 3), [300, 301, 302]);
+}
+
+#[test]
+fn sound_stops_where_nothing_has_come_and_goes_on_there() {
+    let mut timeline = Timeline::new(settings(0, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    timeline.add(1, &part(10, 1000, 0, 249)).unwrap();
+    assert_eq!(
+        levels(&mut timeline, 10),
+        Vec::<i16>::new(),
+        "a quarter of a second is what the first needs"
+    );
+    timeline.add(1, &part(10, 1000, 249, 51)).unwrap();
+    assert_eq!(levels(&mut timeline, 1000), [10; 300]);
+    assert!(!timeline.is_over());
+    timeline.add(1, &part(11, 1000, 300, 700)).unwrap();
+    assert_eq!(levels(&mut timeline, 5), [11; 5]);
+}
+
+#[test]
+fn sound_of_another_rate_and_pieces_of_another_length_are_refused() {
+    let mut timeline = Timeline::new(settings(0, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    timeline.expect(2, SegmentStart::WhenOver);
+    let other = Piece {
+        format: MediaFormat::Audio {
+            samples_per_second: 48_000,
+            channels: 1,
+            samples: 10,
+        },
+        ..part(1, 10, 0, 10)
+    };
+    assert!(timeline.add(1, &other).unwrap_err().contains("48000"));
+    whole(&mut timeline, 2, 1, 10);
+    assert!(timeline.add(2, &part(1, 20, 15, 5)).is_err());
+    assert!(
+        timeline.add(9, &part(1, 20, 15, 5)).is_ok(),
+        "of a segment that is given up"
+    );
+}
+
+proptest::proptest! {
+    /// Whatever comes in whatever order, chunks follow each other, nothing sounds that has not come, and the segments that
+    /// sound ascend.
+    #[test]
+    fn any_order_of_events(
+        events in proptest::collection::vec((0_u8..6, 1_u32..8, 0_u64..5), 1..60),
+        crossfade in 0_u64..80,
+        repeats: bool,
+    ) {
+        let mut timeline = Timeline::new(settings(crossfade, repeats));
+        let mut expected = 0;
+        let mut failed = Vec::new();
+        let mut last = 0;
+        for (event, segment, part_of) in events {
+            match event {
+                0 => {
+                    expected += 1;
+                    timeline.expect(expected, [SegmentStart::WhenOver, SegmentStart::AtOnce][segment as usize % 2]);
+                }
+                1 if segment <= expected => {
+                    timeline.fail(segment);
+                    failed.push(segment);
+                    last = 0; // an earlier one may go on
+                }
+                2 | 3 if segment <= expected => {
+                    timeline.add(segment, &part(7, 500, part_of * 100, 100)).unwrap();
+                }
+                _ => {
+                    let made = timeline.made();
+                    for (number, level) in sound(&mut timeline, 130) {
+                        proptest::prop_assert!(number >= last && !failed.contains(&number));
+                        proptest::prop_assert!((0..=7).contains(&level));
+                        last = number;
+                    }
+                    proptest::prop_assert!(timeline.made() <= made + 130);
+                }
+            }
+        }
+    }
+}
