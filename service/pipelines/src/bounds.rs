@@ -1,7 +1,7 @@
 //! Bounds of requests for pictures and films, shared by families whose transformer has a token per 16 by 16 pixels.
 
 use crate::flow_match::first_step;
-use crate::{Image, InitImage, Medium, Request, RequestError};
+use crate::{Audio, Image, InitImage, Medium, Request, RequestError};
 
 /// Pixels per token along each axis.
 pub const PIXELS_PER_TOKEN: u32 = 16;
@@ -9,6 +9,8 @@ pub const PIXELS_PER_TOKEN: u32 = 16;
 pub const MAX_SIDE: u32 = 4096;
 /// Maximum of denoising steps.
 pub const MAX_STEPS: u32 = 200;
+/// Most requests whose steps are computed in one pass.
+pub const MAX_SLOTS: u32 = 16;
 /// Maximum tokens of a prompt, as in the references.
 pub const MAX_TOKENS: u32 = 512;
 /// Maximum length of a prompt in bytes, as UTF-8; far more than its tokens can hold: 10,000 characters of four bytes.
@@ -99,6 +101,8 @@ pub(crate) fn common_problems(request: &Request) -> Vec<RequestError> {
             format!("is {found}; 1 to {MAX_TOKENS} is expected"),
         );
     }
+    problems.extend(slots_problem(request));
+    let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     if request.prompt.len() > MAX_PROMPT_BYTES {
         let found = request.prompt.len();
         refuse(
@@ -107,6 +111,23 @@ pub(crate) fn common_problems(request: &Request) -> Vec<RequestError> {
         );
     }
     problems
+}
+
+/// A number of slots that is out of bounds.
+pub(crate) fn slots_problem(request: &Request) -> Option<RequestError> {
+    let found = request.slots;
+    let is_wrong = !(1..=MAX_SLOTS).contains(&found);
+    is_wrong.then(|| RequestError::new("slots", format!("is {found}; 1 to {MAX_SLOTS} is expected")))
+}
+
+/// A place where decoding cannot begin.
+pub(crate) fn decode_from_problem(audio: &Audio) -> Option<RequestError> {
+    let found = audio.decode_from_seconds;
+    let is_wrong = !(found.is_finite() && found >= 0.0);
+    is_wrong.then(|| {
+        let problem = format!("is {found}; seconds of the track, from 0 on, are expected");
+        RequestError::new("decode_from_seconds", problem)
+    })
 }
 
 /// All fields of a request for a picture that are out of bounds.

@@ -22,6 +22,9 @@
 //! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`. With `"sections": 3`
 //! a video is sampled and decoded in as many sections, the last part of the film first, as FramePack does: each decode
 //! leaves its first frame's colour for the next, which checks that it got it.
+//!
+//! A request with more than one slot is sampled in rounds, but for sections. The first round finds the colour, the others take
+//! it from the state of the one before. Rounds of several requests in one pass take its time once.
 
 mod colour;
 mod content;
@@ -58,6 +61,9 @@ const DECODE: &str = "decode";
 
 /// Name of the value from sampling to decoding; of a section with its number behind it.
 const LATENT: &str = "latent";
+
+/// Name of the value from one round of sampling to the next; with the steps that are done behind it.
+const SAMPLING: &str = "sampling";
 
 /// Name of the value that the decode of a section leaves for the next.
 const LEFT: &str = "left";

@@ -30,6 +30,7 @@ mod request;
 mod resident;
 mod resize;
 pub mod rotary;
+mod rounds;
 mod sampling;
 mod sinusoids;
 mod start;
@@ -42,7 +43,7 @@ pub use adapters::{
     AdapterError, AdapterFile, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
     StrengthCurve, is_adapter_folder, is_control_net_folder,
 };
-pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
+pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use covered::{Covered, Twice};
 pub use family::{
     Catalogue, Family, Model, ModelError, Observer, Precision, StageError, StageRun, Unobserved,

@@ -12,10 +12,10 @@ use super::colour::{
 use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
 use super::{
     DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT,
-    LEFT,
+    LEFT, SAMPLING,
 };
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
-use crate::bounds::no_references;
+use crate::bounds::{decode_from_problem, no_references, slots_problem};
 use crate::family::{Model, ModelError, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
 use crate::files::read_json;
 use crate::identity::ModelFile;
@@ -23,6 +23,7 @@ use crate::media::{MediaFormat, Piece, SampleFormat};
 use crate::plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values, only_value};
 use crate::quantization::Formats;
 use crate::request::{Medium, Request, RequestError};
+use crate::rounds::{Round, adapters_in_key, check_shared, is_in_rounds, shared_pass};
 use crate::start::is_from_latent;
 
 /// Predicted bytes per second of a component's reload.
@@ -194,7 +195,13 @@ impl InstantModel {
     /// The stages that sample and decode.
     fn stages_of_result(&self, request: &Request) -> Vec<StagePlan> {
         let Some(of) = self.sections(request) else {
-            return vec![self.stage(DENOISE, request), self.stage(DECODE, request)];
+            let rounds = Round::all(request, self.steps_of(request));
+            let mut stages: Vec<StagePlan> = rounds
+                .iter()
+                .map(|round| self.round_stage(round, request))
+                .collect();
+            stages.push(self.stage(DECODE, request));
+            return stages;
         };
         let numbers = 1..=of;
         let of_section = |number: u32| {
@@ -218,6 +225,38 @@ impl InstantModel {
             ]
         };
         numbers.flat_map(of_section).collect()
+    }
+
+    /// A round of sampling; with one slot all of it.
+    fn round_stage(&self, round: &Round, request: &Request) -> StagePlan {
+        let whole = self.stage(DENOISE, request);
+        if !is_in_rounds(request) {
+            return whole;
+        }
+        let latent = || latent_shape(&request.medium);
+        let of_text = encoded_shapes(request).into_iter();
+        let state = round.begins_with(SAMPLING);
+        let started = match &state {
+            None => is_from_latent(request).then(|| ValueShape::new(LATENT, latent())),
+            Some(name) => Some(ValueShape::new(name, latent())),
+        };
+        let size = content_of(&request.medium);
+        let key = format!(
+            "{} {size} {:?} {}",
+            self.description.name,
+            self.formats,
+            adapters_in_key(request)
+        );
+        let each = whole.rungs.first().map_or(Bytes::ZERO, |rung| rung.scratch);
+        StagePlan {
+            steps: round.steps.end - round.steps.start,
+            takes: of_text.chain(started).collect(),
+            gives: vec![round.leaves(SAMPLING).unwrap_or_else(|| LATENT.to_owned())],
+            shared: shared_pass(request, key, each),
+            // Nobody would see which of the requests in a pass it is of.
+            preview: None,
+            ..whole
+        }
     }
 
     fn stage(&self, name: &'static str, request: &Request) -> StagePlan {
@@ -275,7 +314,12 @@ impl InstantModel {
             }),
             section: None,
             shared: None,
-            reads_media: true,
+            reads_media: match name {
+                ENCODE_IMAGE => true,
+                // What a mask keeps is put back.
+                DECODE => matches!(&request.medium, Medium::Image(image) if image.mask.is_some()),
+                _ => false,
+            },
         }
     }
 
@@ -293,8 +337,13 @@ impl InstantModel {
         }
     }
 
-    fn denoise(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Colour, StageError> {
-        let (request, steps) = (stage.request, stage.plan.steps);
+    /// The round of a stage, and the colour that it samples: found in the first, then taken from the one before.
+    fn begun(&self, stage: &StageRun<'_>) -> Result<(Round, Colour), StageError> {
+        let request = stage.request;
+        let round = Round::of_plan(stage.plan, SAMPLING, self.steps_of(request))?;
+        if let Some(state) = round.begins_with(SAMPLING) {
+            return Ok((round, read_latent(stage.value(&state)?)?));
+        }
         let text = encoded_shapes(request).map(|value| value.name);
         let text = text.iter().map(|name| Ok((name.as_str(), stage.value(name)?)));
         let text = text.collect::<Result<Vec<_>, StageError>>()?;
@@ -302,17 +351,33 @@ impl InstantModel {
         let mut colour = colour_of(&text, request, init);
         let strength: f32 = request.adapters.iter().map(|each| each.strength.first()).sum();
         colour[0] = colour[0].wrapping_add((strength * RED_OF_ADAPTER).round() as i32 as u8);
-        let pretended = Duration::from_millis(self.description.steps_ms);
-        for step in 1..=steps {
-            sleep(pretended, observer)?;
-            if self.description.not_finite_at_step == Some(step) {
-                return Err(StageError::NotFinite {
-                    component: "transformer".to_owned(),
-                    step,
-                });
-            }
-            observer.step(step, steps);
-            if request.preview
+        Ok((round, colour))
+    }
+
+    /// The fault of this step, from 1, if the file asks for one.
+    fn check_step(&self, step: u32) -> Result<(), StageError> {
+        match self.description.not_finite_at_step == Some(step) {
+            true => Err(StageError::NotFinite {
+                component: "transformer".to_owned(),
+                step,
+            }),
+            false => Ok(()),
+        }
+    }
+
+    fn time_of_step(&self) -> Duration {
+        Duration::from_millis(self.description.steps_ms)
+    }
+
+    fn denoise(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Colour, StageError> {
+        let request = stage.request;
+        let (round, colour) = self.begun(stage)?;
+        let has_previews = request.preview && stage.plan.shared.is_none();
+        for step in round.steps.clone().map(|step| step + 1) {
+            sleep(self.time_of_step(), observer)?;
+            self.check_step(step)?;
+            observer.step(step, round.of);
+            if has_previews
                 && observer.wants_preview()
                 && let Some((width, height)) = request.medium.size()
             {
@@ -321,6 +386,42 @@ impl InstantModel {
             }
         }
         Ok(colour)
+    }
+
+    /// Rounds of several requests, a step of each in the time of one, until each is done.
+    fn denoise_shared(
+        &self,
+        stages: &[StageRun<'_>],
+        observer: &mut dyn Observer,
+    ) -> Vec<Result<Colour, StageError>> {
+        let mut begun: Vec<Result<(Round, Colour), StageError>> =
+            stages.iter().map(|stage| self.begun(stage)).collect();
+        loop {
+            let runs = |found: &Result<(Round, Colour), StageError>| matches!(found, Ok((round, _)) if !round.steps.is_empty());
+            let running: Vec<usize> = (0..begun.len()).filter(|&slot| runs(&begun[slot])).collect();
+            if running.is_empty() {
+                break;
+            }
+            let all_cancelled = || running.iter().all(|&slot| observer.is_cancelled(slot));
+            // That all were cancelled is seen of each below.
+            let _awake = sleep_until(self.time_of_step(), &all_cancelled);
+            for slot in running {
+                let Ok((round, _)) = &mut begun[slot] else {
+                    continue;
+                };
+                let (step, of) = (round.steps.start + 1, round.of);
+                round.steps.start = step;
+                if observer.is_cancelled(slot) {
+                    begun[slot] = Err(StageError::Cancelled);
+                } else if let Err(fault) = self.check_step(step) {
+                    begun[slot] = Err(fault);
+                } else {
+                    observer.step_of(slot, step, of);
+                }
+            }
+        }
+        let colours = begun.into_iter();
+        colours.map(|found| found.map(|(_, colour)| colour)).collect()
     }
 
     /// Delivers the result in a few pieces, each of which takes the time of a step if pieces are slow.
@@ -354,9 +455,24 @@ impl InstantModel {
             }
             _ => at_once,
         };
-        for first in units.clone().step_by(at_once as usize) {
-            if first > units.start {
-                sleep(Duration::from_millis(self.description.steps_ms), observer)?;
+        let mut firsts: Vec<u64> = units.clone().step_by(at_once as usize).collect();
+        if let (
+            Medium::Audio(audio),
+            MediaFormat::Audio {
+                samples_per_second, ..
+            },
+        ) = (&stage.request.medium, format)
+        {
+            let from = (f64::from(audio.decode_from_seconds) * f64::from(samples_per_second)) as u64;
+            // Beyond the end there is no such piece, and the order is the usual one.
+            let piece = firsts
+                .iter()
+                .position(|&first| (first..first + at_once).contains(&from));
+            firsts.rotate_left(piece.unwrap_or(0));
+        }
+        for (number, first) in firsts.into_iter().enumerate() {
+            if number > 0 {
+                sleep(self.time_of_step(), observer)?;
             }
             let last = (first + at_once).min(units.end);
             let mut data = Vec::with_capacity((last - first) as usize * unit_bytes);
@@ -483,6 +599,10 @@ impl InstantModel {
             );
         }
         wrong.extend(no_references(request));
+        wrong.extend(slots_problem(request));
+        if let Medium::Audio(audio) = &request.medium {
+            wrong.extend(decode_from_problem(audio));
+        }
         wrong
     }
 }
@@ -494,11 +614,28 @@ fn take_scratch(bytes: Bytes, stage: &str) -> Result<Option<ScratchGuard>, Stage
     })
 }
 
+/// The components of a stage, kept until its end, as a real family's tensors are.
+fn resident(stage: &StageRun<'_>) -> Result<Vec<Arc<ComponentTensors>>, StageError> {
+    let names = stage.plan.components.iter();
+    names.map(|name| (stage.tensors)(name)).collect()
+}
+
+/// What a stage gives that sampled this colour.
+fn sampled(stage: &StageRun<'_>, colour: Colour) -> Values {
+    let sampled = latent_of(colour, latent_shape(&stage.request.medium));
+    let names = stage.plan.gives.iter().cloned();
+    names.map(|name| (name, sampled.clone())).collect()
+}
+
 /// Sleeps in slices, and returns early when cancelled.
 fn sleep(pretended: Duration, observer: &dyn Observer) -> Result<(), StageError> {
+    sleep_until(pretended, &|| observer.cancelled())
+}
+
+fn sleep_until(pretended: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), StageError> {
     let until = std::time::Instant::now() + pretended;
     loop {
-        if observer.cancelled() {
+        if cancelled() {
             return Err(StageError::Cancelled);
         }
         let left = until.saturating_duration_since(std::time::Instant::now());
@@ -626,12 +763,7 @@ impl Model for InstantModel {
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
         let (plan, request) = (stage.plan, stage.request);
-        // Kept until the end, as a real family's tensors are.
-        let _resident: Vec<Arc<ComponentTensors>> = plan
-            .components
-            .iter()
-            .map(|name| (stage.tensors)(name))
-            .collect::<Result<_, _>>()?;
+        let _resident = resident(stage)?;
         let _scratch = take_scratch(self.real_scratch(&plan.name, stage.rung, request), &plan.name)?;
         if observer.cancelled() {
             return Err(StageError::Cancelled);
@@ -649,14 +781,27 @@ impl Model for InstantModel {
                     mean.ok_or_else(|| StageError::BadInput("there is nothing to encode".to_owned()))?;
                 Ok(latent(mean))
             }
-            DENOISE => {
-                let colour = self.denoise(stage, observer)?;
-                let sampled = latent_of(colour, latent_shape(&request.medium));
-                let names = plan.gives.iter().cloned();
-                Ok(names.map(|name| (name, sampled.clone())).collect())
-            }
+            DENOISE => Ok(sampled(stage, self.denoise(stage, observer)?)),
             DECODE => self.decode(stage, observer),
             other => Err(StageError::BadInput(format!("there is no stage {other}"))),
         }
+    }
+    fn run_shared(
+        &self,
+        stages: &[StageRun<'_>],
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<Result<Values, StageError>>, StageError> {
+        check_shared(stages)?;
+        let _resident = stages.iter().map(resident).collect::<Result<Vec<_>, _>>()?;
+        let scratch = stages
+            .iter()
+            .map(|stage| self.real_scratch(DENOISE, 0, stage.request));
+        let _scratch = take_scratch(scratch.sum(), DENOISE)?;
+        self.panic_if_asked(DENOISE);
+        let colours = self.denoise_shared(stages, observer).into_iter();
+        let values = colours
+            .zip(stages)
+            .map(|(colour, stage)| Ok(sampled(stage, colour?)));
+        Ok(values.collect())
     }
 }

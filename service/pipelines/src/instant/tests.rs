@@ -8,12 +8,12 @@ use gpu::{ComponentTensors, LoadPlan};
 use residency::Bytes;
 
 use super::*;
-use crate::Quantization;
 use crate::family::{Observer, StageError, StageRun, Unobserved};
 use crate::media::{MediaFormat, Piece};
 use crate::plan::{Role, StagePlan, ValueShape, Values};
 use crate::quantization::Preset;
 use crate::request::{InitImage, Request};
+use crate::{MAX_SLOTS, Quantization};
 
 const PRECISION: Precision = Precision::full(DType::F32);
 
@@ -769,4 +769,187 @@ fn a_format_is_refused_for_an_unknown_or_stored_quantized_component() {
     std::fs::write(&file, description.replace("Q4_K", "Q4_X")).unwrap();
     let error = Instant.open(&file, &PRECISION).err().unwrap();
     assert!(error.to_string().contains("Q4_X"), "{error}");
+}
+
+/// A request of the same kind that is sampled in rounds.
+fn in_slots(model: &dyn Model, slots: u32) -> Request {
+    Request {
+        slots,
+        ..request(model)
+    }
+}
+
+#[test]
+fn a_request_with_slots_is_sampled_in_rounds_that_give_the_same() {
+    for model in of_all_media() {
+        let whole = through_stages(&*model, &request(&*model));
+        let asked = in_slots(&*model, 3);
+        let plans = model.plan(&asked).unwrap();
+        let rounds: Vec<&StagePlan> = plans.iter().filter(|plan| plan.name == "denoise").collect();
+        assert_eq!(
+            rounds.iter().map(|plan| plan.steps).collect::<Vec<_>>(),
+            [1, 1, 2]
+        );
+        let (mut values, mut notes) = (Values::new(), Notes::default());
+        for plan in &plans {
+            for ValueShape { name, shape } in &plan.takes {
+                assert_eq!(&values[name].shape, shape, "{name} that {} takes", plan.name);
+            }
+            let request = match plan.reads_media {
+                true => asked.clone(),
+                false => asked.without_media_data(),
+            };
+            values.extend(run(&*model, plan, &request, &values, &mut notes).unwrap());
+        }
+        assert_eq!(notes.steps, [(1, 4), (2, 4), (3, 4), (4, 4)], "of all steps");
+        assert_eq!(values["latent"], whole.0["latent"]);
+        assert_eq!(notes.pieces, whole.1);
+        for plan in rounds {
+            let shared = plan.shared.as_ref().unwrap();
+            assert_eq!((shared.slots, shared.scratch_each), (3, plan.rungs[0].scratch));
+            let other = Request {
+                seed: 9,
+                steps: 2,
+                prompt: "a blue cube".into(),
+                ..asked.clone()
+            };
+            assert_eq!(stage(&*model, &other, "denoise").shared.unwrap().key, shared.key);
+        }
+        assert_eq!(stage(&*model, &request(&*model), "denoise").shared, None);
+        for slots in [0, MAX_SLOTS + 1] {
+            assert_eq!(wrong_fields(&*model, &in_slots(&*model, slots)), ["slots"]);
+        }
+    }
+}
+
+/// Records the steps of each stage in shared passes, and cancels one of them behind its first step.
+#[derive(Default)]
+struct Slots {
+    steps: Vec<(usize, u32, u32)>,
+    cancel: Option<usize>,
+}
+
+impl Observer for Slots {
+    fn step(&mut self, _n: u32, _of: u32) {
+        panic!("a step of nobody");
+    }
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, _piece: Piece) {}
+    fn cancelled(&self) -> bool {
+        false
+    }
+    fn step_of(&mut self, stage: usize, n: u32, of: u32) {
+        self.steps.push((stage, n, of));
+    }
+    fn is_cancelled(&self, stage: usize) -> bool {
+        self.cancel == Some(stage) && self.steps.iter().any(|(other, _, _)| *other == stage)
+    }
+}
+
+/// Two requests of tracks, at their first and their second round of two.
+fn two_slots(model: &dyn Model) -> [(StagePlan, Request, Values); 2] {
+    [(1, 0), (2, 1)].map(|(seed, round)| {
+        let asked = Request {
+            seed,
+            ..in_slots(model, 2)
+        };
+        let plans = model.plan(&asked).unwrap();
+        let mut values = run(model, &plans[0], &asked, &Values::new(), &mut Unobserved).unwrap();
+        for plan in &plans[1..=round] {
+            values.extend(run(model, plan, &asked, &values, &mut Unobserved).unwrap());
+        }
+        (plans[1 + round].clone(), asked, values)
+    })
+}
+
+fn run_shared(
+    model: &dyn Model,
+    stages: &[(StagePlan, Request, Values)],
+    observer: &mut dyn Observer,
+) -> Result<Vec<Result<Values, StageError>>, StageError> {
+    let stages: Vec<StageRun<'_>> = stages
+        .iter()
+        .map(|(plan, request, values)| StageRun {
+            plan,
+            rung: 0,
+            request,
+            values,
+            tensors: &|_: &str| Ok(Arc::new(ComponentTensors::default())),
+            device: &Device::Cpu,
+        })
+        .collect();
+    model.run_shared(&stages, observer)
+}
+
+#[test]
+fn rounds_of_two_requests_share_passes_and_give_what_they_give_alone() {
+    let model = of_tracks();
+    let stages = two_slots(&*model);
+    let mut notes = Slots::default();
+    let given = run_shared(&*model, &stages, &mut notes).unwrap();
+    assert_eq!(notes.steps, [(0, 1, 4), (1, 3, 4), (0, 2, 4), (1, 4, 4)]);
+    for ((plan, request, values), given) in stages.iter().zip(given) {
+        let alone = run(&*model, plan, request, values, &mut Unobserved).unwrap();
+        assert_eq!(given.unwrap(), alone);
+    }
+
+    let too_many = [&stages[..], &stages[..1]].concat();
+    let mut of_another_size = stages.clone();
+    let longer = described("audio", r#", "defaults": {"seconds": 5.0}"#);
+    of_another_size[1].0 = stage(&*longer, &in_slots(&*longer, 2), "denoise");
+    let mut alone = stages.clone();
+    alone[0].0.shared = None;
+    for wrong in [&too_many[..], &of_another_size, &alone] {
+        let refused = run_shared(&*model, wrong, &mut Unobserved);
+        assert!(matches!(refused, Err(StageError::BadInput(_))));
+    }
+}
+
+#[test]
+fn one_of_two_in_a_pass_is_cancelled_or_fails_alone() {
+    let model = of_tracks();
+    let stages = two_slots(&*model);
+    for cancelled in [0, 1] {
+        let mut notes = Slots {
+            cancel: Some(cancelled),
+            ..Slots::default()
+        };
+        let given = run_shared(&*model, &stages, &mut notes).unwrap();
+        assert!(matches!(given[cancelled], Err(StageError::Cancelled)));
+        assert!(given[1 - cancelled].is_ok());
+        assert_eq!(notes.steps.len(), 3, "the other goes on");
+    }
+    let faulty = described(
+        "audio",
+        r#", "defaults": {"seconds": 2.5}, "not_finite_at_step": 3"#,
+    );
+    let given = run_shared(&*faulty, &stages, &mut Unobserved).unwrap();
+    assert!(given[0].is_ok());
+    assert!(matches!(given[1], Err(StageError::NotFinite { step: 3, .. })));
+}
+
+#[test]
+fn a_track_is_decoded_from_the_place_that_is_asked_for() {
+    let model = of_tracks();
+    let plain = request(&*model);
+    let pieces = through_stages(&*model, &plain).1;
+    for (seconds, first) in [(0.0, 0), (0.6, 0), (0.7, 1), (2.4, 3), (2.6, 0)] {
+        let mut asked = plain.clone();
+        if let Medium::Audio(audio) = &mut asked.medium {
+            audio.decode_from_seconds = seconds;
+        }
+        let found = through_stages(&*model, &asked).1;
+        let expected = [&pieces[first..], &pieces[..first]].concat();
+        assert_eq!(found, expected, "{seconds}");
+    }
+    for seconds in [-1.0, f32::NAN, f32::INFINITY] {
+        let mut asked = plain.clone();
+        if let Medium::Audio(audio) = &mut asked.medium {
+            audio.decode_from_seconds = seconds;
+        }
+        assert_eq!(wrong_fields(&*model, &asked), ["decode_from_seconds"]);
+    }
 }
