@@ -5,8 +5,8 @@
 //! worker plans again and may answer that memory is short after all.
 //!
 //! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `shares`, `swap`,
-//! `unloads`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`, `placing`,
-//! `sharing`, `status`, `steps`, `swaps`). Only `core` sees two owners.
+//! `unloads`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`, `passes`,
+//! `placing`, `status`, `steps`, `swaps`). Only `core` sees two owners.
 //!
 //! # The words
 //! *Queued* is behind our own jobs: it is bounded by the deadline and spends no patience. *Waiting* is for memory
@@ -25,6 +25,7 @@ mod listener;
 mod memos;
 mod offers;
 mod order;
+mod passes;
 mod placing;
 mod record;
 mod recycles;
@@ -33,7 +34,6 @@ mod replay;
 mod report;
 mod request;
 mod shares;
-mod sharing;
 mod shell;
 mod status;
 mod steps;

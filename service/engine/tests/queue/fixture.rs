@@ -8,8 +8,8 @@ use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use pipelines::{
     Family, Formats, HostTensor, HostType, Image, Medium, Model, ModelError, ModelFile, Observer, Precision,
-    Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun,
-    ValueShape, Values,
+    Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError, StagePlan,
+    StageRun, ValueShape, Values,
 };
 use residency::{Bytes, Component, ComponentId};
 
@@ -100,6 +100,17 @@ impl FakeModel {
     }
 }
 
+/// Scratch of each further stage in a pass.
+pub const SCRATCH_EACH: Bytes = Bytes::gib(1);
+
+fn shared(request: &Request, width: u32, height: u32) -> Option<SharedPass> {
+    (request.slots > 1).then(|| SharedPass {
+        key: format!("{width}x{height}"),
+        slots: request.slots,
+        scratch_each: SCRATCH_EACH,
+    })
+}
+
 fn rung(label: &str, bytes: u64) -> Rung {
     Rung {
         label: label.into(),
@@ -157,10 +168,32 @@ impl Model for FakeModel {
             });
         }
         let start = (of_image || request.from_values).then(|| value("latent"));
+        // Sampled in as many rounds as there are slots, which share passes with equal sizes.
+        let state = |round: u32| format!("state_{round}");
+        for round in 1..request.slots {
+            let takes = [
+                Some(value("sequence")),
+                (round > 1).then(|| value(&state(round - 1))),
+            ];
+            stages.push(StagePlan {
+                takes: takes.into_iter().flatten().collect(),
+                gives: vec![state(round)],
+                shared: shared(request, width, height),
+                ..self.stage(
+                    "denoise",
+                    Role::Sample,
+                    1,
+                    whole(pixels << 10),
+                    format!("{width}x{height}"),
+                )
+            });
+        }
+        let start = start.or_else(|| (request.slots > 1).then(|| value(&state(request.slots - 1))));
         stages.push(StagePlan {
             steps: request.steps,
             takes: std::iter::once(value("sequence")).chain(start).collect(),
             gives: vec!["latent".into()],
+            shared: shared(request, width, height),
             preview: request.preview.then(|| PreviewNeed {
                 components: vec!["vae".into()],
                 scratch: Bytes::gib(1),

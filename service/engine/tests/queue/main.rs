@@ -5,6 +5,7 @@ mod bounds;
 mod faults;
 mod fixture;
 mod flow;
+mod passes;
 mod quantized;
 mod room;
 mod schedule;

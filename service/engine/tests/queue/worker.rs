@@ -13,7 +13,7 @@ use engine::messages::{
 use engine::need::Need;
 use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
 use gpu::{CardDescription, CardKind, Unloaded};
-use pipelines::{Catalogue, Piece, Rung, Values};
+use pipelines::{Catalogue, Piece, Rung, StagePlan, Values};
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
 };
@@ -338,6 +338,16 @@ impl Worker {
             }
             Err(outcome) => outcome,
         };
+        for sharing in &order.sharing {
+            let outcome = match &outcome {
+                Outcome::Completed(completed) => Outcome::Completed(Box::new(Completed {
+                    values: values_of_plan(&sharing.work.plan),
+                    ..(**completed).clone()
+                })),
+                other => other.clone(),
+            };
+            self.finish(sharing.ticket, outcome);
+        }
         self.finish(order.ticket, outcome);
     }
 
@@ -437,7 +447,11 @@ fn values_of(order: &Order) -> Values {
     let Work::Stage(stage) = &order.work else {
         return Values::new();
     };
-    let gives = stage.plan.gives.iter().map(|name| (name.clone(), latent()));
+    values_of_plan(&stage.plan)
+}
+
+fn values_of_plan(plan: &StagePlan) -> Values {
+    let gives = plan.gives.iter().map(|name| (name.clone(), latent()));
     gives.collect()
 }
 

@@ -1,0 +1,318 @@
+//! Stages of several jobs in one order: who shares a pass, and what becomes of each.
+
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobEventKind, JobSpec};
+use engine::messages::{Command, Failure, Order, Outcome, Progress, Work};
+use residency::Bytes;
+
+use crate::fixture::{SCRATCH_EACH, image_of, picture, run_of};
+use crate::worker::{Wire, Worker, at_rest, completed, end, events, needs, one_card, settle, stage_of};
+
+/// A picture that is sampled in as many rounds as slots.
+fn in_rounds(slots: u32, client: &str, prompt: &str) -> JobSpec {
+    let mut spec = picture("a", client, prompt);
+    run_of(&mut spec).request.slots = slots;
+    spec
+}
+
+/// The jobs of an order, with the round that each is in, from 1.
+fn rounds(order: &Order) -> Vec<(String, usize)> {
+    let round = |gives: &[String]| match gives[0].strip_prefix("state_") {
+        Some(round) => round.parse().unwrap(),
+        None => 9, // the last
+    };
+    let Work::Stage(own) = &order.work else {
+        panic!("{order:?}")
+    };
+    let sharing = order
+        .sharing
+        .iter()
+        .map(|s| (s.job.clone(), round(&s.work.plan.gives)));
+    std::iter::once((order.job.clone(), round(&own.plan.gives)))
+        .chain(sharing)
+        .collect()
+}
+
+/// Runs orders until a denoising comes, which is returned.
+async fn denoise(worker: &mut Worker) -> Order {
+    loop {
+        let order = worker.order().await;
+        if stage_of(&order) == "denoise" {
+            return order;
+        }
+        worker.complete(&order);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn jobs_join_at_any_round_and_each_goes_its_own_way() {
+    let (queue, mut worker) = one_card().await;
+    let mut first = queue.submit(in_rounds(3, "me", "one")).await.unwrap();
+    let order = denoise(&mut worker).await;
+    assert_eq!(rounds(&order), [(first.id.to_string(), 1)]);
+    let mut second = queue.submit(in_rounds(3, "me", "two")).await.unwrap();
+    settle().await;
+    worker.complete(&order);
+    let encode = worker.order().await;
+    assert_eq!(
+        stage_of(&encode),
+        "encode_text",
+        "the second is got ready before the next round"
+    );
+    worker.complete(&encode);
+    let order = worker.order().await;
+    assert_eq!(
+        rounds(&order),
+        [(first.id.to_string(), 2), (second.id.to_string(), 1)]
+    );
+    let scratch = needs(&order).1[0].scratch;
+    assert_eq!(scratch, Bytes::gib(1) + SCRATCH_EACH, "memory for both");
+    worker.complete(&order);
+    let mut third = queue.submit(in_rounds(3, "me", "one")).await.unwrap();
+    settle().await;
+    let order = worker.order().await;
+    // Its text is known, so it needs no stage of its own before it joins.
+    let expected = [(first.id.to_string(), 9), (second.id.to_string(), 2)];
+    assert_eq!(rounds(&order), expected, "it came when the order was out");
+    worker.complete(&order);
+    let order = denoise(&mut worker).await;
+    let expected = [(second.id.to_string(), 9), (third.id.to_string(), 1)];
+    assert_eq!(rounds(&order), expected, "the first is decoded meanwhile");
+    worker.complete(&order);
+    while worker.try_work().await {}
+    for job in [&mut first, &mut second, &mut third] {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_as_many_share_as_each_allows_and_never_another_size() {
+    let (queue, mut worker) = one_card().await;
+    let mut other_size = in_rounds(2, "me", "one");
+    image_of(&mut other_size).width = 512;
+    let specs = [
+        in_rounds(2, "me", "one"),
+        other_size,
+        in_rounds(2, "me", "one"),
+        in_rounds(2, "me", "one"),
+        picture("a", "me", "one"),
+    ];
+    let mut jobs = Vec::new();
+    for spec in specs {
+        jobs.push(queue.submit(spec).await.unwrap());
+    }
+    let order = denoise(&mut worker).await;
+    let expected = [(jobs[0].id.to_string(), 1), (jobs[2].id.to_string(), 1)];
+    assert_eq!(rounds(&order), expected);
+    worker.complete(&order);
+    while worker.try_work().await {}
+    for job in &mut jobs {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn fewer_share_where_memory_is_short() {
+    let (queue, mut worker) = one_card().await;
+    // The transformer has 12 of 24 GiB, one stage's scratch 1, each further one 1.
+    worker.set_foreign(Bytes::gib(10));
+    let mut jobs = Vec::new();
+    for _ in 0..3 {
+        jobs.push(queue.submit(in_rounds(3, "me", "one")).await.unwrap());
+    }
+    let order = denoise(&mut worker).await;
+    assert_eq!(order.sharing.len(), 1, "2 GiB are there besides");
+    worker.complete(&order);
+    while worker.try_work().await {}
+    for job in &mut jobs {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
+/// Two jobs that share an order.
+async fn two() -> (
+    engine::queue::Queue,
+    Worker,
+    engine::queue::Job,
+    engine::queue::Job,
+    Order,
+) {
+    let (queue, mut worker) = one_card().await;
+    let first = queue.submit(in_rounds(2, "me", "one")).await.unwrap();
+    let second = queue.submit(in_rounds(2, "me", "one")).await.unwrap();
+    let order = denoise(&mut worker).await;
+    assert_eq!(order.sharing.len(), 1);
+    worker.begin(&order).unwrap();
+    (queue, worker, first, second, order)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fault_of_one_is_its_own() {
+    let (queue, mut worker, mut first, mut second, order) = two().await;
+    let failure = Failure::NotFinite {
+        component: "transformer".into(),
+        step: 1,
+    };
+    worker.finish(order.sharing[0].ticket, Outcome::Failed(failure));
+    worker.finish(order.ticket, completed(&order, Vec::new()));
+    assert!(matches!(
+        end(&mut second).await,
+        Err(Error::NotFinite { step: 1, .. })
+    ));
+    while worker.try_work().await {}
+    end(&mut first).await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_failed_together_is_run_again_alone() {
+    let (queue, mut worker, mut first, mut second, order) = two().await;
+    let failure = || {
+        Outcome::Failed(Failure::OutOfMemory {
+            stage: "denoise".into(),
+            needed: Bytes::gib(14),
+            usable: Bytes::gib(13),
+            holders: Vec::new(),
+        })
+    };
+    worker.finish(order.sharing[0].ticket, failure());
+    worker.finish(order.ticket, failure());
+    for expected in [(&first, 1), (&first, 9), (&second, 1), (&second, 9)] {
+        let mut order = worker.order().await;
+        if stage_of(&order) == "decode" {
+            worker.complete(&order);
+            order = worker.order().await;
+        }
+        assert_eq!(rounds(&order), [(expected.0.id.to_string(), expected.1)]);
+        worker.complete(&order);
+    }
+    while worker.try_work().await {}
+    end(&mut first).await.unwrap();
+    end(&mut second).await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_death_is_not_held_against_who_shared_it() {
+    let (queue, mut worker, mut first, mut second, _) = two().await;
+    worker.die();
+    settle().await;
+    worker.ready();
+    let killer = worker.order().await;
+    assert_eq!(rounds(&killer), [(first.id.to_string(), 1)], "alone");
+    worker.begin(&killer).unwrap();
+    worker.die();
+    settle().await;
+    assert!(matches!(
+        end(&mut first).await,
+        Err(Error::WorkerDied { deaths: 2, .. })
+    ));
+    worker.ready();
+    let order = worker.order().await;
+    assert_eq!(rounds(&order), [(second.id.to_string(), 1)]);
+    worker.complete(&order);
+    while worker.try_work().await {}
+    end(&mut second).await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_is_cancelled_leaves_the_others() {
+    for own in [true, false] {
+        let (queue, mut worker, mut first, mut second, order) = two().await;
+        let (gone, stays) = if own {
+            (&mut first, &mut second)
+        } else {
+            (&mut second, &mut first)
+        };
+        let ticket = if own {
+            order.ticket
+        } else {
+            order.sharing[0].ticket
+        };
+        queue.cancel(&gone.id).await.unwrap();
+        let told = worker.next().await;
+        assert!(matches!(told, Wire::Command(Command::Cancel(cancelled)) if cancelled == ticket));
+        // The worker may be at the others for longer than a cancel usually takes.
+        tokio::time::sleep(Duration::from_secs(100)).await;
+        assert!(worker.is_idle().await, "it is not taken for hung");
+        let finished = |cancelled: bool| match cancelled {
+            true => Outcome::Cancelled,
+            false => completed(&order, Vec::new()),
+        };
+        worker.finish(order.sharing[0].ticket, finished(!own));
+        worker.finish(order.ticket, finished(own));
+        assert_eq!(end(gone).await, Err(Error::Cancelled));
+        while worker.try_work().await {}
+        end(stays).await.unwrap();
+        at_rest(&queue).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_hears_of_its_own_steps() {
+    let (queue, mut worker, mut first, mut second, order) = two().await;
+    worker.progress(order.ticket, Progress::Step { n: 3, of: 4 });
+    worker.progress(order.sharing[0].ticket, Progress::Step { n: 1, of: 4 });
+    worker.complete(&order);
+    while worker.try_work().await {}
+    for (job, expected) in [(&mut first, 3), (&mut second, 1)] {
+        let steps = events(job).await.into_iter().filter_map(|event| match event {
+            JobEventKind::Step { n, .. } => Some(n),
+            _ => None,
+        });
+        assert_eq!(steps.collect::<Vec<_>>(), [expected]);
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_always_has_a_round_to_run_does_not_keep_others_waiting() {
+    let (queue, mut worker) = one_card().await;
+    let mut session = Vec::new();
+    for _ in 0..3 {
+        session.push(queue.submit(in_rounds(3, "session", "one")).await.unwrap());
+    }
+    let mut order = denoise(&mut worker).await;
+    let mut other = queue.submit(picture("a", "other", "a cat")).await.unwrap();
+    settle().await;
+    let mut orders = 0;
+    while order.job != other.id.to_string() {
+        orders += 1;
+        assert!(orders < 30, "the other never runs");
+        // As soon as one is done the session asks for the next.
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        worker.complete(&order);
+        settle().await;
+        let ended = queue
+            .jobs(true)
+            .await
+            .iter()
+            .filter(|job| job.state == "done")
+            .count();
+        while session.len() < 3 + ended {
+            session.push(queue.submit(in_rounds(3, "session", "one")).await.unwrap());
+        }
+        order = worker.order().await;
+    }
+    worker.complete(&order);
+    while worker.try_work().await {}
+    end(&mut other).await.unwrap();
+    for job in &mut session {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_plan_of_one_that_shares_is_its_own() {
+    let (queue, _, ..) = two().await;
+    let plan = queue.plan(in_rounds(2, "me", "one"), "").await.unwrap();
+    let scratch: Vec<Bytes> = plan.stages.iter().map(|stage| stage.scratch).collect();
+    assert_eq!(scratch[1], Bytes::gib(1), "{scratch:?}");
+}
