@@ -10,6 +10,7 @@ with moored.Client() as client:
 from types import FunctionType as _FunctionType
 
 from ._async_client import AsyncClient
+from ._async_sessions import AsyncAudioSession, AsyncSegment
 from ._claims import AsyncHold, AsyncReservedMemory, Hold, ReservedMemory
 from ._client import Client
 from ._errors import (
@@ -40,6 +41,7 @@ from ._errors import (
     QueueFull,
     ShuttingDown,
     SlowReader,
+    Superseded,
     Unauthenticated,
     UnencryptedToken,
     Violation,
@@ -121,6 +123,9 @@ from ._requests import (
     OutputFormat,
     PictureLike,
     Priority,
+    SegmentOptions,
+    SegmentStart,
+    SessionOptions,
     VideoOptions,
 )
 from ._results import (
@@ -131,7 +136,21 @@ from ._results import (
     StageTiming,
     VideoResult,
 )
-from ._saving import read_recipe
+from ._saving import WavWriter, read_recipe
+from ._session_events import (
+    AudioSessionClosed,
+    AudioSessionOpened,
+    ModelReplaced,
+    SegmentAccepted,
+    SegmentFailed,
+    SegmentProgress,
+    SegmentReady,
+    SessionEvent,
+    SoundChunk,
+    SoundGap,
+    SourceReplaced,
+)
+from ._sessions import AudioSession, Segment, SourceInput
 from ._streams import (
     AsyncEventStream,
     AsyncPullStream,
@@ -149,17 +168,22 @@ __all__ = [
     "AdapterInfo",
     "AdapterLike",
     "Artifact",
+    "AsyncAudioSession",
     "AsyncClient",
     "AsyncEventStream",
     "AsyncHold",
     "AsyncProgress",
     "AsyncPullStream",
     "AsyncReservedMemory",
+    "AsyncSegment",
     "AsyncStatusStream",
     "AttachedAdapter",
     "AudioOptions",
     "AudioOutput",
     "AudioResult",
+    "AudioSession",
+    "AudioSessionClosed",
+    "AudioSessionOpened",
     "AudioTask",
     "AudioTrackFormat",
     "BaseEvent",
@@ -221,6 +245,7 @@ __all__ = [
     "ModelLike",
     "ModelNotFound",
     "ModelRef",
+    "ModelReplaced",
     "ModelUnsupported",
     "MooredError",
     "NeverFits",
@@ -251,15 +276,29 @@ __all__ = [
     "ResultSize",
     "Retrying",
     "Samples",
+    "Segment",
+    "SegmentAccepted",
+    "SegmentFailed",
+    "SegmentOptions",
+    "SegmentProgress",
+    "SegmentReady",
+    "SegmentStart",
     "ServerInfo",
+    "SessionEvent",
+    "SessionOptions",
     "ShuttingDown",
     "SlowReader",
+    "SoundChunk",
+    "SoundGap",
+    "SourceInput",
+    "SourceReplaced",
     "StageReport",
     "StageStarted",
     "StageTiming",
     "Status",
     "StatusStream",
     "Step",
+    "Superseded",
     "TensorInfo",
     "Track",
     "Unauthenticated",
@@ -270,6 +309,7 @@ __all__ = [
     "VideoResult",
     "Violation",
     "Waiting",
+    "WavWriter",
     "WorkerDied",
     "__version__",
     "describe",

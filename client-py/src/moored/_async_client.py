@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from . import _requests as requests
+from ._async_sessions import AsyncAudioSession
 from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._claims import AsyncHold, AsyncReservedMemory
 from ._errors import InternalError, MooredError, error_of, not_ready
@@ -45,6 +46,7 @@ from ._requests import (
     JobOptions,
     ModelLike,
     OutputFormat,
+    SessionOptions,
     VideoOptions,
 )
 from ._results import (
@@ -60,6 +62,7 @@ from ._results import (
     latent_result,
     video_result,
 )
+from ._sessions import SourceInput
 from ._streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream, AsyncStream
 from ._stubs import AsyncStubs
 from ._uploads import AsyncUpload, MediaInput, upload_of
@@ -115,7 +118,7 @@ class AsyncClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._made: AsyncStubs | None = None
         # Closing a channel of grpc.aio does not end all of its calls.
-        self._streams: weakref.WeakSet[AsyncStream[Any]] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[AsyncStream[Any] | AsyncAudioSession] = weakref.WeakSet()
 
     # Pictures, films, tracks.
 
@@ -250,6 +253,35 @@ class AsyncClient:
         """
         request = requests.audio_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateAudio, request, timeout, audio_result)
+
+    @spelled(SessionOptions)
+    def audio_session(
+        self,
+        model: ModelLike | None = None,
+        *,
+        source: SourceInput | None = None,
+        sample_rate: int | None = None,
+        **options: Unpack[SessionOptions],
+    ) -> AsyncAudioSession:
+        """A session of sound: what you play comes as one endless track, chunk by chunk.
+
+        Enter it by `async with`: then the source is uploaded and the session is open. `play` sends
+        what is to sound, and iterating gives the sound. The model is held in until it ends.
+
+        `source` is the track that segments start from: bytes, a path, a result or an array of
+        samples with `sample_rate`, as `put_media` takes them; or what `put_media` has returned.
+        """
+        request = requests.open_request(model, options, self.client_id)
+
+        def begin(messages: Any) -> Any:
+            method = self._stubs.generation.StreamAudio
+            return method(messages, metadata=self._metadata)
+
+        session = AsyncAudioSession(
+            begin, self.put_media, self.endpoint, request, source, sample_rate
+        )
+        self._streams.add(session)
+        return session
 
     @spelled(JobOptions)
     async def encode_image(

@@ -42,6 +42,7 @@ from ._requests import (
     JobOptions,
     ModelLike,
     OutputFormat,
+    SessionOptions,
     VideoOptions,
 )
 from ._results import (
@@ -57,6 +58,7 @@ from ._results import (
     latent_result,
     video_result,
 )
+from ._sessions import AudioSession, SourceInput
 from ._streams import EventStream, PullStream, StatusStream, begun
 from ._stubs import Stubs
 from ._uploads import MediaInput, upload_of
@@ -242,6 +244,31 @@ class Client:
         """
         request = requests.audio_request(prompt, options, self.client_id)
         return self._events(self._stubs.generation.GenerateAudio, request, timeout, audio_result)
+
+    @spelled(SessionOptions)
+    def audio_session(
+        self,
+        model: ModelLike | None = None,
+        *,
+        source: SourceInput | None = None,
+        sample_rate: int | None = None,
+        **options: Unpack[SessionOptions],
+    ) -> AudioSession:
+        """A session of sound: what you play comes as one endless track, chunk by chunk.
+
+        Enter it by `with`: then the source is uploaded and the session is open. `play` sends what
+        is to sound, and iterating gives the sound. The model is held in until it ends.
+
+        `source` is the track that segments start from: bytes, a path, a result or an array of
+        samples with `sample_rate`, as `put_media` takes them; or what `put_media` has returned.
+        """
+        request = requests.open_request(model, options, self.client_id)
+
+        def begin(messages: Any) -> Any:
+            method = self._stubs.generation.StreamAudio
+            return method(messages, metadata=self._metadata)
+
+        return AudioSession(begin, self.put_media, self.endpoint, request, source, sample_rate)
 
     @spelled(JobOptions)
     def encode_image(

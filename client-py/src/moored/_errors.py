@@ -28,6 +28,7 @@
     ├── SlowReader            too much of a call's results was left unread
     ├── ClientLimit           this client has too much open; `.retry_after_s`
     ├── DiskFull              what is to be pulled does not fit on the service's disk
+    ├── Superseded            a later segment of the session sounded before it
     ├── InternalError         a fault of the service
     └── ConnectionFailed      the service cannot be reached, or was lost
 
@@ -44,7 +45,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ._generated import errors_pb2, rpc_pb2
+from ._generated import errors_pb2, generation_pb2, rpc_pb2
 from ._mirror import mirror
 from ._records import Fallback, Holder, LatentInfo, MemoryShortfall
 
@@ -242,6 +243,10 @@ class DiskFull(MooredError):
     """What is to be pulled does not fit on the disk of the service."""
 
 
+class Superseded(MooredError):
+    """A segment of a session that no longer comes: a later one sounded before it."""
+
+
 class InternalError(MooredError):
     """A fault of the service."""
 
@@ -355,6 +360,25 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
     return kind(text or f"{endpoint} answered {code.name}")
 
 
+def error_of_segment(failed: generation_pb2.SegmentFailed, job_id: str) -> MooredError:
+    """The exception for a segment of a session that does not come."""
+    codes = {code.value[0]: kind for code, kind in _BY_CODE.items()}
+    kind = BY_REASON.get(failed.reason) or codes.get(failed.code, MooredError)
+    if failed.reason == "SUPERSEDED":  # of no call, and so not among the reasons
+        kind = Superseded
+    message = failed.message or failed.reason or f"Segment {failed.segment} failed"
+    error = kind(
+        _as_options(message) if failed.problems else message,
+        reason=failed.reason,
+        violations=[
+            Violation(_as_options(one.field), _as_options(one.description))
+            for one in failed.problems
+        ],
+    )
+    error.job_id = job_id
+    return error
+
+
 def _from_details(value: bytes, text: str) -> MooredError | None:
     """The exception that a `google.rpc.Status` describes; None when it is not one of ours."""
     info, retry_after_s, shortfall = None, None, None
@@ -402,6 +426,9 @@ _OPTIONS = {
     "window_start_seconds": "window",
     "window_end_seconds": "window",
     "beats_per_minute": "bpm",
+    "source_media_id": "source",
+    "idle_seconds": "idle_s",
+    "paced_by_client": "paced",
 }
 _FIELDS = re.compile(rf"\b({'|'.join(_OPTIONS)})\b")
 

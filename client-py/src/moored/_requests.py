@@ -41,12 +41,16 @@ AudioOutput: TypeAlias = Literal["wav", "flac", "raw"]
 one FLAC file at the end."""
 
 AudioTask: TypeAlias = Literal["repaint", "cover", "extract", "lego", "complete"]
-"""What is made of the track that is given by `init_media`.
+"""What is made of the track that is given by `init_media`, or as the source of a session.
 
 `repaint` makes a window of it anew, `cover` gives its melody and rhythm another style, `extract`
 gives one of its tracks alone, `lego` makes one track more that fits it, `complete` adds tracks. A
 model may know some of them only.
 """
+
+SegmentStart: TypeAlias = Literal["over", "now", "now_from_start"]
+"""When a segment of a session sounds: when those before it are `over`; or as soon as it is there,
+`now` at the place where the one that sounds is, `now_from_start` from its beginning."""
 
 FilmOutput: TypeAlias = Literal["raw", "mp4"]
 """How films travel: as raw frames, each as it is decoded, or as one MP4 file at the end."""
@@ -142,8 +146,8 @@ ModelLike: TypeAlias = str | ModelRef
 """A model's id, or a ModelRef that says more."""
 
 
-class JobOptions(TypedDict, total=False):
-    """How a job is queued and admitted. None is the same as left out."""
+class QueueOptions(TypedDict, total=False):
+    """How jobs are queued and admitted. None is the same as left out."""
 
     client_id: Annotated[
         str | None, "Your name in the list of jobs, and for fair shares. Default: the client's own."
@@ -166,6 +170,11 @@ class JobOptions(TypedDict, total=False):
         int | None,
         "Bytes of the GPU to keep free meanwhile, for other programs. Default: the service's.",
     ]
+
+
+class JobOptions(QueueOptions, total=False):
+    """How a job is queued and admitted. None is the same as left out."""
+
     idempotency_key: Annotated[
         str | None,
         "A second request with the same key joins the job of the first.",
@@ -175,7 +184,19 @@ class JobOptions(TypedDict, total=False):
     ]
 
 
-class GenerateOptions(JobOptions, total=False):
+class SamplingOptions(TypedDict, total=False):
+    """How anything is sampled. None is the same as left out: the model's default."""
+
+    steps: Annotated[int | None, "Denoising steps, 1 to 200."]
+    guidance: Annotated[float | None, "How closely to follow the prompt."]
+    max_sequence_length: Annotated[int | None, "Tokens of the prompt, 1 to 512."]
+    strength: Annotated[
+        float | None,
+        "How strongly to change the start: over 0, up to 1. Default: the model's, mostly 0.6 or 1.",
+    ]
+
+
+class GenerateOptions(JobOptions, SamplingOptions, total=False):
     """What pictures, films and tracks are made with. None is the same as left out.
 
     What is left out is the model's default.
@@ -188,21 +209,14 @@ class GenerateOptions(JobOptions, total=False):
         Sequence[AdapterLike] | None,
         "LoRA: names, (name, strength) pairs, or Adapter. Behind those of a ModelRef.",
     ]
-    steps: Annotated[int | None, "Denoising steps, 1 to 200."]
-    guidance: Annotated[float | None, "How closely to follow the prompt."]
     seed: Annotated[
         int | None, "Default: random; the result tells it. Number i of several uses seed + i."
     ]
-    max_sequence_length: Annotated[int | None, "Tokens of the prompt, 1 to 512."]
     count: Annotated[int | None, "How many pictures, films or tracks, 1 to 64."]
     init_latent: Annotated[str | LatentInfo | None, "Start from this latent of the service."]
     init_media: Annotated[
         str | MediaInfo | None,
         "Start from this picture, film or track, uploaded by `put_media`.",
-    ]
-    strength: Annotated[
-        float | None,
-        "How strongly to change the start: over 0, up to 1. Default: the model's, mostly 0.6 or 1.",
     ]
     omit_metadata: Annotated[
         bool | None, "Leave prompt, seed, settings and model out of the metadata."
@@ -261,8 +275,8 @@ class VideoOptions(GenerateOptions, total=False):
     ]
 
 
-class AudioOptions(GenerateOptions, total=False):
-    """What a track is made with. None is the same as left out: the model's default."""
+class TrackOptions(TypedDict, total=False):
+    """What sounds. None is the same as left out: the model's default."""
 
     lyrics: Annotated[str | None, "What is sung. Default: nothing."]
     seconds: Annotated[
@@ -270,7 +284,7 @@ class AudioOptions(GenerateOptions, total=False):
     ]
     task: Annotated[
         AudioTask | None,
-        "What to make of `init_media`: `repaint`, `cover`, `extract`, `lego` or `complete`.",
+        "What to make of the track to start from: `repaint`, `cover`, `extract`, `lego`, `complete`.",
     ]
     tracks: Annotated[
         Sequence[str] | None,
@@ -280,6 +294,10 @@ class AudioOptions(GenerateOptions, total=False):
         tuple[float | None, float | None] | None,
         "Of repaint and lego: start and end in seconds of what is made anew. Default: all of it.",
     ]
+    strengths: Annotated[
+        Sequence[tuple[float, float]] | None,
+        "Instead of strength, one for each part: (second, strength) points, and lines between.",
+    ]
     reference: Annotated[
         str | MediaInfo | None, "A track whose timbre is taken, uploaded by `put_media`."
     ]
@@ -287,10 +305,59 @@ class AudioOptions(GenerateOptions, total=False):
     key: Annotated[str | None, "Key and scale: `C major`. Default: the model's choice."]
     time_signature: Annotated[str | None, "Beats of a bar: `4`. Default: the model's choice."]
     language: Annotated[str | None, "Language of the lyrics: `en`."]
+
+
+class AudioOptions(GenerateOptions, TrackOptions, total=False):
+    """What a track is made with. None is the same as left out: the model's default."""
+
     output: Annotated[
         AudioOutput | None,
         "How sound is sent: `wav` or `raw` samples as they are decoded, or one `flac`. "
         "Default: `wav`.",
+    ]
+
+
+class SegmentOptions(SamplingOptions, TrackOptions, total=False):
+    """What a segment of a session is made with. None is the same as left out.
+
+    What is left out is the model's default.
+    """
+
+    seed: Annotated[int | None, "Default: random; the segment tells it once it is accepted."]
+    adapters: Annotated[
+        Sequence[AdapterLike] | None,
+        "LoRA: names, (name, strength) pairs, or Adapter. Default: those of the session.",
+    ]
+
+
+class SessionOptions(QueueOptions, total=False):
+    """How a session of sound is held. None is the same as left out."""
+
+    adapters: Annotated[
+        Sequence[AdapterLike] | None,
+        "LoRA of segments that name none. Behind those of a ModelRef.",
+    ]
+    lead_s: Annotated[
+        float | None,
+        "Seconds that sound is sent ahead of the play head, 0.1 to 60. Default: 2.",
+    ]
+    crossfade_s: Annotated[
+        float | None, "Seconds that one segment fades into another, 0 to 5. Default: 0.025."
+    ]
+    slots: Annotated[
+        int | None,
+        "Most segments that are computed in one pass of the model, 1 to 8. Default: 1.",
+    ]
+    idle_s: Annotated[
+        int | None,
+        "It ends when the service has heard nothing for so long, 1 to 3,600. Default: 60.",
+    ]
+    paced: Annotated[
+        bool | None,
+        "The play head is where you have taken chunks to. Default: it goes by the clock.",
+    ]
+    once: Annotated[
+        bool | None, "Silence when all segments are over. Default: the last one is repeated."
     ]
 
 
@@ -405,15 +472,21 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, option, audio_task_of(value))
             case "tracks":
                 _put_tracks(message, _listed(value, option, "names"))
+            case "strengths":
+                _put_strengths(message, value)
             case "window":
                 for side, second in zip(("start", "end"), _window_of(value), strict=True):
                     if second is not None:
                         put(message, f"window_{side}_seconds", second, option=option)
             case "bpm":
                 put(message, "beats_per_minute", value, option=option)
-            case "preview_interval_s" | "patience_s":
+            case "preview_interval_s" | "patience_s" | "lead_s" | "crossfade_s":
                 field = option.removesuffix("s") + "ms"
                 put(message, field, _milliseconds_of(option, value), option=option)
+            case "idle_s":
+                put(message, "idle_seconds", value, option=option)
+            case "paced":
+                put(message, "paced_by_client", value, option=option)
             case "output" if isinstance(message, generation_pb2.GenerateAudioRequest):
                 put(message, option, audio_output_of(value))
             case "output" if isinstance(message, generation_pb2.GenerateVideoRequest):
@@ -473,6 +546,19 @@ def _put_tracks(message: Any, names: Sequence[Any]) -> None:
         message.tracks.append(name)
 
 
+def _put_strengths(message: Any, points: Any) -> None:
+    for number, point in enumerate(_listed(points, "strengths", "(second, strength) pairs")):
+        option = f"strengths[{number}]"
+        try:
+            second, strength = point
+        except (TypeError, ValueError):
+            wanted = "a (second, strength) pair"
+            raise TypeError(f"{option}: {wanted} is wanted, not {point!r}") from None
+        added = message.strengths.add()
+        put(added, "seconds", second, option=option)
+        put(added, "strength", strength, option=option)
+
+
 def _window_of(window: Any) -> tuple[Any, Any]:
     try:
         start, end = window
@@ -525,6 +611,56 @@ def _request(message: M, prompt: str, options: GenerateOptions, client_id: str |
     _fill(message, rest)
     put(message, "options", job_request(job, client_id))
     return message
+
+
+_STARTS: Mapping[str, generation_pb2.SegmentStart.ValueType] = {
+    "over": generation_pb2.WHEN_OVER,
+    "now": generation_pb2.AT_ONCE,
+    "now_from_start": generation_pb2.AT_ONCE_FROM_START,
+}
+
+
+def open_request(
+    model: ModelLike | None, options: SessionOptions, client_id: str | None
+) -> generation_pb2.OpenAudioSession:
+    """The first message of a session, without its source; `client_id` is the client's own."""
+    rest: dict[str, Any] = dict(options)
+    job = JobOptions()
+    for name in QueueOptions.__annotations__:
+        if name in rest:
+            job[name] = rest.pop(name)  # type: ignore[literal-required]
+    adapters = rest.pop("adapters", None)
+    if adapters is not None:
+        model = _with_adapters(model, adapters)
+    message = generation_pb2.OpenAudioSession(model=model_of(model))
+    _fill(message, rest)
+    put(message, "options", job_request(job, client_id))
+    return message
+
+
+def segment_request(
+    prompt: str, at: SegmentStart, options: SegmentOptions
+) -> generation_pb2.AudioSegment:
+    """A segment of a session. What the session says for all of them is left out."""
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompt: a str is wanted, not {prompt!r}")
+    if at not in _STARTS:
+        raise InvalidRequest(f"at is one of {', '.join(_STARTS)}, not {at!r}")
+    rest: dict[str, Any] = dict(options)
+    track = generation_pb2.GenerateAudioRequest()
+    put(track, "prompt", prompt)
+    adapters = rest.pop("adapters", None)
+    if adapters is not None:
+        rest["model"] = _with_adapters(None, adapters)
+    _fill(track, rest)
+    return generation_pb2.AudioSegment(track=track, start=_STARTS[at])
+
+
+def replace_model_request(
+    model: ModelLike, adapters: Sequence[AdapterLike] | None
+) -> generation_pb2.ReplaceModel:
+    """What a session is to go on with."""
+    return generation_pb2.ReplaceModel(model=model_of(_with_adapters(model, adapters or ())))
 
 
 def prompts_of(prompt: str | Sequence[str], options: GenerateOptions) -> list[str]:

@@ -14,13 +14,18 @@ import io
 import json
 import os
 import struct
+import wave
 import zlib
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ._extras import pillow
+
+if TYPE_CHECKING:
+    from ._session_events import SoundChunk
 
 KEYWORD = "moored"
 PARAMETERS = "parameters"
@@ -29,6 +34,8 @@ _EXIF_IFD, _MAKER_NOTE, _USER_COMMENT = 0x8769, 0x927C, 0x9286
 _LONG, _UNDEFINED = 4, 7
 # What our note begins with.
 _OURS = b"moored\0"
+# What the head of a WAV can say of its samples, with room for the head itself.
+_WAV_BYTES = 2**32 - 64
 # How well pictures are kept, of 100, in formats that lose something.
 _QUALITY = 95
 
@@ -193,6 +200,66 @@ def wav_file(samples: memoryview, sample_rate: int, channels: int, recipe: str =
 def _riff(name: bytes, content: bytes) -> bytes:
     """A chunk; one of odd length has a byte behind it that is not counted."""
     return name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
+
+
+class WavWriter:
+    """A WAV file that is written while its sound comes: 16-bit samples, at most 4 GiB of them.
+
+    with moored.WavWriter("played.wav", session.sample_rate, session.channels) as file:
+        for chunk in session:
+            file.write(chunk)
+
+    What is written so far is a whole file at any time. A file that is there is replaced by
+    `overwrite` alone.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        sample_rate: int,
+        channels: int,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        try:
+            self._file = Path(path).open("wb" if overwrite else "xb")  # noqa: SIM115
+        except FileExistsError:
+            raise refused(path) from None
+        self._wave = wave.open(self._file, "wb")  # noqa: SIM115
+        self._wave.setparams((channels, 2, sample_rate, 0, "NONE", ""))
+        self._most_bytes = _WAV_BYTES - _WAV_BYTES % (2 * channels)
+        self._bytes = 0
+        self.sample_rate = sample_rate
+        self.channels = channels
+
+    @property
+    def seconds(self) -> float:
+        """How much is written."""
+        return self._bytes / (2 * self.channels * self.sample_rate)
+
+    def write(self, sound: SoundChunk | bytes | memoryview) -> None:
+        """Adds a chunk, or samples: 16-bit little-endian, channels interleaved."""
+        samples = sound if isinstance(sound, (bytes, memoryview)) else sound.samples
+        if self._bytes + len(samples) > self._most_bytes:
+            raise ValueError("A WAV file has at most 4 GiB of samples: go on in another")
+        self._wave.writeframes(samples)
+        self._bytes += len(samples)
+
+    def close(self) -> None:
+        """Closes the file. Again is harmless."""
+        self._wave.close()
+        self._file.close()
+
+    def __enter__(self) -> WavWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,0 +1,403 @@
+"""Sessions of sound: what is played comes as one endless track.
+
+A session reads by itself what the service says, so that a segment can be waited for while nobody
+takes the sound. It speaks by itself as well, but only from within calls of its user: an application
+that hangs falls silent, and the service gives back what its session holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from . import _conversation
+from . import _requests as requests
+from ._channel import QUICK_S
+from ._conversation import NOT_OPEN, Conversation, SegmentRecord, SegmentState
+from ._events import Done
+from ._generated import generation_pb2
+from ._options import put, spelled
+from ._records import MediaInfo, ResolvedModel
+from ._requests import AdapterLike, ModelLike, SegmentOptions, SegmentStart
+from ._session_events import AudioSessionClosed, AudioSessionOpened, SessionEvent, SoundChunk
+from ._streams import begun
+from ._uploads import MediaInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Unpack
+
+T = TypeVar("T")
+
+SourceInput: TypeAlias = MediaInput | MediaInfo
+"""A track as `put_media` takes it, which is uploaded; or what it has returned, or its id."""
+
+# A signal that comes just as a thread falls asleep on a lock does not wake it: so late it is seen.
+_AWAKE_S = 1.0
+
+
+class _Outbox(Iterator[generation_pb2.StreamAudioRequest]):
+    """Messages on their way. gRPC takes them, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[generation_pb2.StreamAudioRequest | None] = (
+            queue.SimpleQueue()
+        )
+        self.put = self._messages.put
+
+    def __next__(self) -> generation_pb2.StreamAudioRequest:
+        message = self._messages.get()
+        if message is None:
+            raise StopIteration
+        return message
+
+
+class _ThreadedConversation(Conversation):
+    """One that threads share. Every use of it holds `changed`."""
+
+    def __init__(self, endpoint: str, request: generation_pb2.OpenAudioSession) -> None:
+        # Reentrant: what waits may speak.
+        self.changed = threading.Condition(threading.RLock())
+        self.outbox = _Outbox()
+        super().__init__(endpoint, request)
+
+    def put(self, message: generation_pb2.StreamAudioRequest | None) -> None:
+        self.outbox.put(message)
+
+    def wake(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def until(
+        self, there: Callable[[], T | None], timeout: float | None = None, late: str = ""
+    ) -> T:
+        """Waits in the caller's own thread, and shows the service meanwhile that it is alive."""
+        end = None if timeout is None else _conversation.now() + timeout
+        with self.changed:
+            while (found := there()) is None:
+                self.beat()
+                left = _AWAKE_S if end is None else end - _conversation.now()
+                if left <= 0:
+                    raise _conversation.late(late, timeout or 0)
+                self.changed.wait(min(left, self.beat_s, _AWAKE_S))
+            return found
+
+    def next(self) -> SessionEvent | None:
+        """The next event, waited for; None: there are no more."""
+        with self.changed:
+            self.asks()
+            self.beat()
+            return self.until(self.take)[0]
+
+    def drop(self) -> None:
+        """Ends the call at both ends. One that has ended stays as it is."""
+        with self.changed:
+            self.end(_conversation.closed_here())
+        if self.call is not None:
+            self.call.cancel()
+
+
+def _read(conversation: _ThreadedConversation) -> None:
+    """Takes in what the service says, in a thread that knows nothing of the session."""
+    changed, end = conversation.changed, None
+    try:
+        for message in conversation.call:
+            with changed:
+                conversation.hear(message)
+                while conversation.is_full:
+                    changed.wait()
+    except BaseException as error:
+        end = error  # raised where it is waited for
+    with changed:
+        conversation.end(end)
+
+
+class BaseSegment:
+    """What both kinds of segment tell."""
+
+    def __init__(self, record: SegmentRecord) -> None:
+        self._record = record
+
+    @property
+    def number(self) -> int:
+        """Its number in the session, from 1: chunks and events name it by this."""
+        return self._record.number
+
+    @property
+    def state(self) -> SegmentState:
+        """`sent`, then `accepted` by the service, then `ready` or `failed`."""
+        return self._record.state
+
+    @property
+    def job_id(self) -> str:
+        """The job that makes it; empty until it is accepted."""
+        return self._record.job_id
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that it is made with; None until it is accepted."""
+        return self._record.seed
+
+    @property
+    def sample_count(self) -> int | None:
+        """Its length in samples of each channel; None until it is ready."""
+        return self._record.samples
+
+    @property
+    def done(self) -> Done | None:
+        """The end of its job, with stages and times; None until it is ready."""
+        return self._record.done
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.number}, {self.state}>"
+
+
+class Segment(BaseSegment):
+    """What is to sound, or sounds: of `play`, `replace_source` or `replace_model`."""
+
+    def __init__(self, conversation: _ThreadedConversation, record: SegmentRecord) -> None:
+        super().__init__(record)
+        self._conversation = conversation
+
+    def wait(self, timeout: float | None = None) -> Segment:
+        """Returns itself once all of it is there, or raises why it does not come.
+
+        Superseded: a later segment sounded before it. Deadline: `timeout` seconds have passed,
+        and it may still come. Sound that comes meanwhile is kept for whoever takes it.
+        """
+        late = f"Segment {self.number} was not ready"
+        self._conversation.until(
+            lambda: self._conversation.there_ready(self._record), timeout, late
+        )
+        return self
+
+
+class _PutMedia(Protocol):
+    def __call__(self, media: MediaInput, *, sample_rate: int | None) -> MediaInfo: ...
+
+
+class BaseSession:
+    """What both kinds of session tell."""
+
+    def __init__(
+        self,
+        begin: Callable[[Any], Any],
+        endpoint: str,
+        request: generation_pb2.OpenAudioSession,
+        source: SourceInput | None,
+        sample_rate: int | None,
+    ) -> None:
+        self._begin = begin
+        self._endpoint = endpoint
+        self._request = request
+        self._source = source
+        self._sample_rate = sample_rate
+
+    @property
+    def _said(self) -> Conversation:
+        raise NotImplementedError
+
+    @property
+    def opened(self) -> AudioSessionOpened:
+        """What the service says of it: its id, and its settings as they are in effect."""
+        opened = self._said.opened
+        if opened is None:
+            raise RuntimeError(NOT_OPEN)
+        return opened
+
+    @property
+    def model(self) -> ResolvedModel:
+        """The model of further segments."""
+        return self._said.model or self.opened.model
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second, of each channel."""
+        return self.opened.samples_per_second
+
+    @property
+    def channels(self) -> int:
+        """1 or 2."""
+        return self.opened.channels
+
+    @property
+    def report(self) -> AudioSessionClosed | None:
+        """How it ended, in figures; None: it has not, or not well."""
+        return self._said.report
+
+    def played(self, sample: int) -> None:
+        """Says how far you have played: samples of each channel, from the first of the session on.
+
+        For `paced` sessions of which that is known better than by the chunks that were taken: from
+        then on only this counts.
+        """
+        self._said.say_played(_sample(sample), by_hand=True)
+
+
+def _sample(sample: int) -> int:
+    put(generation_pb2.PlayHead(), "sample", sample)
+    return sample
+
+
+class AudioSession(BaseSession):
+    """A session of sound. Its chunks come as one endless track, ahead of the play head.
+
+    with client.audio_session("owner/music", source="loop.wav") as session:
+        session.play("a slow waltz, accordion")
+        for chunk in session:
+            ...
+
+    One thread takes the chunks, or the events; others may play, wait and close meanwhile. What is
+    left unread is kept, up to some minutes of sound.
+
+    While it is iterated over, and while a segment is waited for, the service hears of it often
+    enough. An application that does neither for `idle_s` loses it.
+    """
+
+    _conversation: _ThreadedConversation | None = None
+
+    def __init__(
+        self,
+        begin: Callable[[Any], Any],
+        put_media: _PutMedia,
+        endpoint: str,
+        request: generation_pb2.OpenAudioSession,
+        source: SourceInput | None,
+        sample_rate: int | None,
+    ) -> None:
+        super().__init__(begin, endpoint, request, source, sample_rate)
+        self._put_media = put_media
+
+    def open(self) -> AudioSession:
+        """Uploads the source and opens the session: `with` does it."""
+        if self._conversation is not None:
+            raise RuntimeError("The session was opened before")
+        self._request.source_media_id = self._media_id(self._source, self._sample_rate)
+        self._source = None
+        conversation = _ThreadedConversation(self._endpoint, self._request)
+        try:
+            conversation.call = begun(self._begin, conversation.outbox)
+            self._conversation = conversation
+            reads = threading.Thread(
+                target=_read, args=(conversation,), daemon=True, name="moored session"
+            )
+            reads.start()
+            conversation.until(conversation.there_open)
+        except BaseException:
+            conversation.drop()
+            raise
+        return self
+
+    @spelled(SegmentOptions)
+    def play(
+        self, prompt: str, *, at: SegmentStart = "over", **options: Unpack[SegmentOptions]
+    ) -> Segment:
+        """Sends what is to sound, and returns at once.
+
+        `at` is when: `over` when those before it are over; `now` as soon as it is there, at the
+        place where the one that sounds is: another version of the same track; `now_from_start` as
+        soon as it is there, from its beginning.
+        """
+        segment = requests.segment_request(prompt, at, options)
+        return self._send(segment=segment)
+
+    def replace_source(
+        self, source: SourceInput | None, *, sample_rate: int | None = None
+    ) -> Segment:
+        """Starts further segments from another track; None: from none.
+
+        The last segment is made anew from it, and sounds when it is there: that is what is
+        returned. If it fails, the source stays what it was.
+        """
+        media_id = self._media_id(source, sample_rate)
+        return self._send(replace_source=generation_pb2.ReplaceSource(media_id=media_id))
+
+    def replace_model(
+        self, model: ModelLike, *, adapters: Sequence[AdapterLike] | None = None
+    ) -> Segment:
+        """Makes further segments with another model, once it is loaded and proven.
+
+        The last segment is made anew with it: that is what is returned. What sounds goes on
+        sounding until then, and the model before is kept if it fails.
+        """
+        return self._send(replace_model=requests.replace_model_request(model, adapters))
+
+    def events(self) -> Iterator[SessionEvent]:
+        """Everything that comes, in order: sound chunks, and what becomes of segments.
+
+        It ends with the session: by `close`, or because the service ends it. Raises what ends it
+        otherwise.
+        """
+        while (event := self._said.next()) is not None:
+            yield event
+
+    def __iter__(self) -> Iterator[SoundChunk]:
+        for event in self.events():
+            if isinstance(event, SoundChunk):
+                yield event
+
+    def played(self, sample: int) -> None:
+        """Says how far you have played: samples of each channel, from the first of the session on.
+
+        For `paced` sessions of which that is known better than by the chunks that were taken: from
+        then on only this counts.
+        """
+        with self._said.changed:
+            super().played(sample)
+
+    def close(self) -> AudioSessionClosed:
+        """Ends the session and returns its report; again, the same one. Any thread may.
+
+        Raises what ended it, if that was not the service's last word.
+        """
+        said = self._said
+        with said.changed:
+            said.say_close()
+        try:
+            return said.until(said.there_report, QUICK_S, "The service did not end the session")
+        finally:
+            said.drop()
+
+    def __enter__(self) -> AudioSession:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        said = self._said
+        if kind is not None or said.error_told:
+            said.drop()
+        else:
+            self.close()
+
+    def __del__(self) -> None:
+        # The interpreter may be half gone already.
+        with contextlib.suppress(Exception):
+            if self._conversation is not None:
+                self._conversation.drop()
+
+    @property
+    def _said(self) -> _ThreadedConversation:
+        if self._conversation is None:
+            raise RuntimeError(NOT_OPEN)
+        return self._conversation
+
+    def _send(self, **message: Any) -> Segment:
+        said = self._said
+        with said.changed:
+            return Segment(said, said.say_segment(**message))
+
+    def _media_id(self, source: SourceInput | None, sample_rate: int | None) -> str:
+        if source is None:
+            return ""
+        if _conversation.is_in_service(source):
+            return requests.media_id(source, "source")  # type: ignore[arg-type]
+        return self._put_media(source, sample_rate=sample_rate).id  # type: ignore[arg-type]
