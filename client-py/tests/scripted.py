@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +62,9 @@ class Service:
             self.answers[method] = lambda request, context: answer
 
     def handle(self, method: str, request: Any, context: grpc.ServicerContext) -> Any:
+        if isinstance(self.answers.get(method), Talk):
+            self.metadata = dict(context.invocation_metadata())
+            return self.answers[method](request, context)
         if not isinstance(request, Message):
             request = list(request)
         self.requests[method] = request
@@ -143,6 +148,55 @@ class Endless:
         yield from self.events
         self.begun.set()
         self.gone.wait(WAIT_S)
+
+
+class Talk:
+    """A call in both directions. Each message is answered by `answer`; `say` says more."""
+
+    def __init__(self, answer: Callable[[Any], Iterable[Message]] = lambda message: ()) -> None:
+        self.answer = answer
+        self.heard: list[Any] = []
+        self.gone = threading.Event()
+        self._changed = threading.Condition()
+        self._says: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def say(self, *messages: Message | Callable[[grpc.ServicerContext], None]) -> None:
+        """Sends messages, or ends the call by a function of its context."""
+        for message in messages:
+            self._says.put(message)
+
+    def end(self) -> None:
+        """Ends the call well."""
+        self._says.put(None)
+
+    def wait_heard(self, wanted: Callable[[list[Any]], bool]) -> bool:
+        """Waits until what was heard is as wanted."""
+        with self._changed:
+            return self._changed.wait_for(lambda: wanted(self.heard), WAIT_S)
+
+    def __call__(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Message]:
+        if not context.add_callback(self._leave):
+            self._leave()
+
+        def listen() -> None:
+            # A client that goes away ends the iterator by an error of gRPC's.
+            with contextlib.suppress(Exception):
+                for request in requests:
+                    with self._changed:
+                        self.heard.append(request)
+                        self._changed.notify_all()
+                    self.say(*self.answer(request))
+
+        threading.Thread(target=listen, daemon=True).start()
+        while (message := self._says.get()) is not None:
+            if isinstance(message, Message):
+                yield message
+            else:
+                message(context)
+
+    def _leave(self) -> None:
+        self.gone.set()
+        self.end()
 
 
 def event(job_id: str = "job-1", at_ms: int = 5, **inner: Message) -> events_pb2.Event:

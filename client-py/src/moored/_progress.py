@@ -22,6 +22,18 @@ from ._events import (
     Waiting,
 )
 from ._records import PullProgress, ResolvedModel
+from ._session_events import (
+    AudioSessionClosed,
+    ModelReplaced,
+    SegmentAccepted,
+    SegmentFailed,
+    SegmentProgress,
+    SegmentReady,
+    SessionEvent,
+    SoundChunk,
+    SoundGap,
+    SourceReplaced,
+)
 from ._streams import AsyncEventStream, EventStream
 
 R = TypeVar("R")
@@ -36,7 +48,7 @@ _STAGES = {
 }
 
 
-def describe(event: Event | PullProgress) -> str:
+def describe(event: Event | PullProgress | SessionEvent) -> str:
     """An event in a few words, for people: `Step 7/20`, `Loading transformer 6.1/11.9 GB`."""
     # Longer than most functions here: one case an event, and mypy sees that none is missing.
     match event:
@@ -80,6 +92,41 @@ def describe(event: Event | PullProgress) -> str:
         case Done():
             exact = "".join(f", approximated: {one}" for one in event.approximations)
             return f"Done in {_time(event.total_ms)}{exact}"
+        case SoundChunk():
+            return f"{event.seconds:.2f} s of segment {event.segment}"
+        case SoundGap():
+            return f"No sound for {_time(event.milliseconds)}"
+        case AudioSessionClosed():
+            counts = f"{event.segments} segments, {event.gaps} gaps"
+            return f"Closed ({event.reason}), {counts}" + (
+                f" of {_time(event.gap_ms)}" if event.gaps else ""
+            )
+        case _:
+            return f"Segment {event.segment}: {_of_segment(event)}"
+
+
+def _of_segment(
+    event: SegmentAccepted
+    | SegmentProgress
+    | SegmentReady
+    | SegmentFailed
+    | SourceReplaced
+    | ModelReplaced,
+) -> str:
+    match event:
+        case SegmentAccepted():
+            return f"accepted, seed {event.seed}"
+        case SegmentProgress():
+            words = describe(event.event)
+            return words[:1].lower() + words[1:]
+        case SegmentReady():
+            return f"ready in {_time(event.done.total_ms)}"
+        case SegmentFailed():
+            return event.error.message
+        case SourceReplaced():
+            return "the new source is in use"
+        case ModelReplaced():
+            return f"{event.model.key} is in use"
 
 
 def _whole(piece: Artifact) -> str:

@@ -284,7 +284,8 @@ class TrackOptions(TypedDict, total=False):
     ]
     task: Annotated[
         AudioTask | None,
-        "What to make of the track to start from: `repaint`, `cover`, `extract`, `lego`, `complete`.",
+        "What to make of the track to start from: `repaint`, `cover`, `extract`, `lego`, "
+        "`complete`.",
     ]
     tracks: Annotated[
         Sequence[str] | None,

@@ -242,7 +242,8 @@ class WavWriter:
         samples = sound if isinstance(sound, (bytes, memoryview)) else sound.samples
         if self._bytes + len(samples) > self._most_bytes:
             raise ValueError("A WAV file has at most 4 GiB of samples: go on in another")
-        self._wave.writeframes(samples)
+        self._wave.writeframes(samples)  # and the head
+        self._file.flush()
         self._bytes += len(samples)
 
     def close(self) -> None:
