@@ -431,8 +431,8 @@ impl Session {
             }
             let now = Instant::now();
             let Some(rendered) = rendered else {
-                let is_expected = self.timeline.has_begun() && !self.timeline.is_over();
-                self.head.nothing_there(now, self.timeline.made(), is_expected);
+                let is_gap = self.timeline.is_within_segment();
+                self.head.nothing_there(now, self.timeline.made(), is_gap);
                 return;
             };
             self.taken.retain(|&number, _| self.timeline.has(number));

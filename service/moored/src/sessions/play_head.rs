@@ -69,16 +69,16 @@ impl PlayHead {
         })
     }
 
-    /// Nothing is there to be sent. Whether the head has come to the end of what was sent; then it stands still, and if sound
-    /// was `expected`, a gap has begun.
-    pub(crate) fn nothing_there(&mut self, now: Instant, sent: u64, expected: bool) -> bool {
+    /// Nothing is there to be sent. Whether the head has come to the end of what was sent; then it stands still, and if that
+    /// `is_gap`, a gap has begun.
+    pub(crate) fn nothing_there(&mut self, now: Instant, sent: u64, is_gap: bool) -> bool {
         let place = self.place(now, sent);
         if sent == 0 || place < sent {
             return false;
         }
         self.place = place;
         self.moving_since = None;
-        if expected {
+        if is_gap {
             self.starved_since.get_or_insert(now);
         }
         true

@@ -128,19 +128,10 @@ impl Timeline {
         self.made
     }
 
-    /// Whether anything has sounded.
-    pub(crate) fn has_begun(&self) -> bool {
-        self.made > 0
-    }
-
-    /// Whether nothing more will sound until another segment is asked for.
-    pub(crate) fn is_over(&self) -> bool {
-        let sounding = self.sounding.map_or(0, |cursor| cursor.segment);
-        let is_expecting = self.segments.range(sounding + 1..).next().is_some();
-        let is_ended = self
-            .sounding
-            .is_none_or(|cursor| !self.settings.repeats && cursor.at >= self.length(cursor.segment));
-        is_ended && !is_expecting
+    /// Whether a segment has begun to sound and is not over: then silence is a gap.
+    pub(crate) fn is_within_segment(&self) -> bool {
+        self.sounding
+            .is_some_and(|cursor| self.settings.repeats || cursor.at < self.length(cursor.segment))
     }
 
     /// A piece of a segment.

@@ -67,10 +67,13 @@ fn segments_follow_each_other_in_their_order_whenever_they_come() {
     assert!(levels(&mut timeline, 1000).is_empty(), "the first is not there");
     whole(&mut timeline, 1, 10, 300);
     assert_eq!(levels(&mut timeline, 1000), [10; 300]);
-    assert!(!timeline.is_over(), "two more are expected");
+    assert!(
+        !timeline.is_within_segment(),
+        "silence between segments is no gap"
+    );
     whole(&mut timeline, 2, 20, 300);
     assert_eq!(levels(&mut timeline, 1000), [[20; 300], [30; 300]].concat());
-    assert!(timeline.is_over());
+    assert!(!timeline.is_within_segment());
 }
 
 #[test]
@@ -204,7 +207,7 @@ fn sound_stops_where_nothing_has_come_and_goes_on_there() {
     );
     timeline.add(1, &part(10, 1000, 249, 51)).unwrap();
     assert_eq!(levels(&mut timeline, 1000), [10; 300]);
-    assert!(!timeline.is_over());
+    assert!(timeline.is_within_segment());
     timeline.add(1, &part(11, 1000, 300, 700)).unwrap();
     assert_eq!(levels(&mut timeline, 5), [11; 5]);
 }
