@@ -296,6 +296,42 @@ fn parts_of_a_track_are_those_of_the_whole() {
 }
 
 #[test]
+fn a_decode_that_begins_inside_has_the_same_windows_in_another_order() {
+    let _together = ALONE.read();
+    let config = config("few");
+    let (decoder, frames) = (decoder(&config), 121);
+    let latents = latents(&config, frames);
+    let windows = Windows::Of { frames: 70 };
+    let pieces_from = |from: usize| {
+        let mut pieces: Vec<(usize, Tensor)> = Vec::new();
+        let mut deliver = |first: usize, samples: Tensor| {
+            pieces.push((first, samples.to_device(&Device::Cpu)?));
+            Ok(())
+        };
+        let done = decoder.decode_from(&latents, from, windows, &|| false, &mut deliver);
+        done.expect("samples");
+        pieces
+    };
+    let usual = pieces_from(0);
+    assert!(usual.len() > 2, "{} pieces", usual.len());
+    let hop = config.hop();
+    for from in [1, 60, 61, frames - 1, frames, 5000] {
+        let found = pieces_from(from);
+        let begins = usual
+            .iter()
+            .rposition(|(first, _)| first / hop <= from)
+            .filter(|_| from < frames)
+            .unwrap_or(0);
+        let expected = usual[begins..].iter().chain(&usual[..begins]);
+        assert_eq!(found.len(), usual.len());
+        for ((first, samples), (expected_first, expected)) in found.iter().zip(expected) {
+            assert_eq!(first, expected_first, "from {from}");
+            assert_same(samples, expected, &format!("from {from}"));
+        }
+    }
+}
+
+#[test]
 fn windows_change_no_bit_of_an_encode() {
     let _together = ALONE.read();
     for (name, lengths) in [

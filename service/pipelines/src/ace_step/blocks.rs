@@ -29,7 +29,7 @@ pub(super) struct Block {
     eps: f64,
 }
 
-/// A vector of six parts of a step, `[1, 6 hidden_size]`, or of fewer.
+/// A vector of six parts for each item of a batch, `[b, 6 hidden_size]`, or of fewer.
 pub(super) struct Parts<'a> {
     pub(super) all: &'a Tensor,
     pub(super) width: usize,
@@ -45,7 +45,7 @@ impl Parts<'_> {
 pub(super) struct Next {
     /// `[hidden_size]`.
     pub(super) weight: Tensor,
-    /// `[1, hidden_size]`.
+    /// `[b, hidden_size]`.
     pub(super) scale: Tensor,
     pub(super) shift: Tensor,
     pub(super) eps: f64,
@@ -127,13 +127,13 @@ impl Block {
         })
     }
 
-    /// Runs the block, and normalizes for `next`.
+    /// Runs the block, each item with its modulation and its condition, and normalizes for `next`.
     pub(super) fn forward(
         &self,
         buffers: &TokenBuffers,
         modulation: &Parts<'_>,
         (turned, window): (&Rotations, Option<usize>),
-        condition: &(Tensor, Tensor),
+        conditions: &[&(Tensor, Tensor)],
         next: &Next,
     ) -> Result<()> {
         let TokenBuffers { sum, normed, .. } = buffers;
@@ -144,7 +144,7 @@ impl Block {
             eps: self.eps,
         };
         residual_norm_modulate(sum, normed, Some((&gate).into()), cross, None, normed)?;
-        self.cross.to_others(buffers, condition)?;
+        self.cross.to_others(buffers, conditions)?;
         let inside = self.next(modulation, 1)?;
         residual_norm_modulate(
             sum,

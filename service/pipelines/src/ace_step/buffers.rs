@@ -1,9 +1,13 @@
-//! The buffers of layers, which compute in them and allocate nothing.
+//! The buffers of layers and of steps, which compute in them and allocate nothing, and their memory.
+
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use ops::{Scratch, allocated};
 
-use super::config::LayerConfig;
+use super::condition::LIBRARIES;
+use super::config::{LayerConfig, TransformerConfig};
+use crate::rotary::Rotations;
 
 /// Buffers of a pass over `[batch, tokens]`, reused by every layer. Queries, keys and values share memory with one half of
 /// the feed-forward, the output of attention with the other.
@@ -22,7 +26,20 @@ pub(super) struct TokenBuffers {
     pub(super) gate: Tensor,
     pub(super) raised: Tensor,
     /// Workspace of linear layers.
-    pub(super) scratch: Scratch,
+    pub(super) scratch: Arc<Scratch>,
+}
+
+/// Buffers of the steps of requests of equal length, one or several in each pass.
+#[derive(Debug)]
+pub struct StepBuffers {
+    pub(super) tokens: TokenBuffers,
+    pub(super) turned: Rotations,
+    /// Of each request, `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros behind the last.
+    pub(super) inputs: Vec<Tensor>,
+    /// `[requests, tokens, patch * channels]`.
+    pub(super) output: Tensor,
+    pub(super) frames: usize,
+    pub(super) channels: usize,
 }
 
 /// Elements per token of the first shared buffer: queries, keys and values, or the gate.
@@ -75,7 +92,23 @@ impl TokenBuffers {
             attended: attended.narrow(2, 0, heads)?,
             gate: halves(&first)?,
             raised: halves(&second)?,
-            scratch: Scratch::new(scratch_bytes, device)?,
+            scratch: Arc::new(Scratch::new(scratch_bytes, device)?),
+        })
+    }
+
+    /// The part of the first so many items of the batch.
+    pub(super) fn first(&self, items: usize) -> Result<TokenBuffers> {
+        let first = |buffer: &Tensor| buffer.narrow(0, 0, items);
+        Ok(TokenBuffers {
+            sum: first(&self.sum)?,
+            normed: first(&self.normed)?,
+            query: first(&self.query)?,
+            key: first(&self.key)?,
+            value: first(&self.value)?,
+            attended: first(&self.attended)?,
+            gate: first(&self.gate)?,
+            raised: first(&self.raised)?,
+            scratch: Arc::clone(&self.scratch),
         })
     }
 
@@ -87,4 +120,46 @@ impl TokenBuffers {
             + allocated(tokens * first_width(layer) * size)
             + allocated(tokens * second_width(layer) * size)
     }
+}
+
+/// Predicted activation bytes of `steps` steps over latents of so many frames, attending to conditions of so many tokens:
+/// the buffers, rotations, the modulation of all steps, keys and values of the conditions, the workspace of attention where
+/// cuDNN has no plan, and the reordered layers. Not included is the scratch of quantized layers ([`ops::linear_scratch`]).
+pub fn denoise_scratch(
+    config: &TransformerConfig,
+    frames: usize,
+    conditions: &[usize],
+    steps: u32,
+    dtype: DType,
+) -> u64 {
+    let (layer, size) = (&config.layer, dtype.size_in_bytes());
+    let (width, tokens) = (layer.hidden_size, config.tokens(frames));
+    let channels = config.audio_acoustic_hidden_dim;
+    let rotations = tokens * layer.head_dim * size_of::<f32>();
+    let longest = conditions.iter().copied().max().unwrap_or(0);
+    let embedded = longest * (width + config.condition_width()) * size;
+    let workspace = ops::attention_workspace(layer.num_attention_heads, tokens, tokens.max(longest));
+    let reordered = config.patch_size * (config.in_channels + channels) * width * size;
+    let others = rotations + embedded + workspace + reordered;
+    request_scratch(config, frames, conditions, steps, dtype) + others as u64 + LIBRARIES
+}
+
+/// Predicted activation bytes of each request beside the first in passes over several, with modulations of so many rows: the
+/// part of [`denoise_scratch`] that each has for its own.
+pub fn request_scratch(
+    config: &TransformerConfig,
+    frames: usize,
+    conditions: &[usize],
+    rows: u32,
+    dtype: DType,
+) -> u64 {
+    let (layer, size) = (&config.layer, dtype.size_in_bytes());
+    let (width, tokens, layers) = (layer.hidden_size, config.tokens(frames), config.num_hidden_layers);
+    let channels = config.audio_acoustic_hidden_dim;
+    let modulations = (6 * layers + 16) * width * rows as usize * size;
+    let attended: usize = conditions.iter().sum();
+    let kept = 2 * attended * layer.keys() * layers * size;
+    // The latent in f32 and in the dtype, its context and output, and velocities that guidance mixes.
+    let latents = tokens * config.patch_size * channels * (4 + 8 * size);
+    TokenBuffers::bytes(layer, tokens, dtype, dtype) + (modulations + kept + latents) as u64
 }

@@ -28,6 +28,16 @@ impl Guidance {
         }
     }
 
+    /// With the differences that earlier steps left.
+    pub fn resumed(self, running: Vec<f32>) -> Guidance {
+        Guidance { running, ..self }
+    }
+
+    /// The differences that the steps so far leave, `[frames, channels]`; empty before the first.
+    pub fn running(&self) -> &[f32] {
+        &self.running
+    }
+
     /// The guided velocity of a step, `[frames, channels]`, from that with the condition and that without.
     pub fn guided(&mut self, with: &[f32], without: &[f32]) -> Vec<f32> {
         self.running.resize(with.len(), 0.0);

@@ -107,11 +107,12 @@ impl Attention {
         Ok((key, value))
     }
 
-    /// Attention of the normalized rows to others, whose result takes their place.
+    /// Attention of the normalized rows to others, whose result takes their place: the keys and values of each item of the
+    /// batch, which may differ in length.
     pub(super) fn to_others(
         &self,
         buffers: &TokenBuffers,
-        (key, value): &(Tensor, Tensor),
+        others: &[&(Tensor, Tensor)],
     ) -> candle_core::Result<()> {
         let TokenBuffers {
             normed,
@@ -124,7 +125,17 @@ impl Attention {
         self.query.forward_into(normed, Epilogue::None, query, scratch)?;
         // The operation normalizes keys too: those in the buffer are no longer needed.
         qk_norm_rope(query, unused, self.norm(), None, Pairs::Halves)?;
-        ops::attention(query, key, value, self.scale, Mask::None, attended)?;
+        for (item, (key, value)) in others.iter().enumerate() {
+            let of_item = |buffer: &Tensor| buffer.narrow(0, item, 1);
+            ops::attention(
+                &of_item(query)?,
+                key,
+                value,
+                self.scale,
+                Mask::None,
+                &of_item(attended)?,
+            )?;
+        }
         self.output
             .forward_into(attended, Epilogue::None, normed, scratch)
     }

@@ -9,7 +9,7 @@ use residency::Component;
 use super::checkpoint::{FOLDERS, PIPELINES};
 use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
 use super::open::LARGE;
-use super::plan::LATENT;
+use super::plan::{DENOISE, LATENT};
 use super::stages::Stage;
 use super::tasks::{self, Abilities};
 use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent};
@@ -215,5 +215,16 @@ impl Model for AceStepModel {
             observer,
         }
         .run()
+    }
+    fn run_shared(
+        &self,
+        stages: &[StageRun<'_>],
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<Result<Values, StageError>>, StageError> {
+        let results = self.denoise_shared(stages, observer);
+        let results = results.map_err(|error| error.of_stage(DENOISE))?.into_iter();
+        Ok(results
+            .map(|result| result.map_err(|error| error.of_stage(DENOISE)))
+            .collect())
     }
 }

@@ -7,22 +7,24 @@
 //! | `encode_reference` | `vae` | moments of the track whose timbre is taken |
 //! | `encode_condition` | `condition_encoder` | what the transformer attends to, and silence |
 //! | `quantize_source` | `audio_tokenizer`, `audio_token_detokenizer` | of a cover: the source as its tokens say it |
-//! | `denoise` | `transformer` | the latent |
+//! | `denoise` | `transformer` | the latent; of a request with slots in rounds, each of which but the last gives its state |
 //! | `decode` | `vae` | the track, piece by piece |
 
 use candle_core::DType;
 use residency::Bytes;
 
+use super::buffers::{denoise_scratch, request_scratch};
 use super::condition::ConditionEncoder;
 use super::model::{AceStepModel, CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE};
 use super::prompts::{MAX_LYRIC_TOKENS, caption, lyrics, seconds_of};
 use super::sound::{samples_at, samples_of_timbre};
-use super::tasks::{first_step_of, starts_from_source};
+use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
-use super::transformer::{denoise_scratch, is_modulator};
+use super::transformer::is_modulator;
 use crate::adapters::UsedAs;
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
 use crate::plan::names;
+use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::TokenizeError;
 use crate::{Audio, AudioTask, Clip, Request, RequestError, Role, Rung, StagePlan, ValueShape};
@@ -53,6 +55,10 @@ pub(super) const SILENCE: &str = "silence";
 pub(super) const HINT: &str = "hint";
 /// f32 `[1, frames, channels]`.
 pub(super) const LATENT: &str = "latent";
+/// What a round leaves for the next, of the shape of the latent, with the steps that are done behind the name: the latent at
+/// their noise, and of a guided request the running differences of its velocities.
+pub(super) const SAMPLING: &str = "sampling";
+pub(super) const GUIDANCE: &str = "guidance";
 
 /// Prompts of similar length share their learned peaks.
 const MULTIPLE: usize = 32;
@@ -166,7 +172,7 @@ impl AceStepModel {
         if audio.task == AudioTask::Cover {
             stages.extend(self.quantize_stage(audio));
         }
-        stages.push(self.denoise_stage(request, audio, &prompt));
+        stages.extend(self.denoise_stages(request, audio, &prompt));
         stages.push(self.decode_stage(audio));
         Ok(stages)
     }
@@ -185,7 +191,7 @@ impl AceStepModel {
             memo: None,
             section: None,
             shared: None,
-            reads_media: true,
+            reads_media: false,
             preview: None,
         }
     }
@@ -229,6 +235,7 @@ impl AceStepModel {
             shape: format!("{samples} samples"),
             gives: names(&[gives]),
             memo: Some(memo_of_clip(gives, clip)),
+            reads_media: true,
             ..Self::stage(
                 name,
                 Role::Encode,
@@ -320,14 +327,15 @@ impl AceStepModel {
 
     /// The latent of so many frames.
     pub(super) fn latent(&self, frames: usize) -> ValueShape {
-        ValueShape::new(LATENT, vec![1, frames, self.vae.decoder_input_channels])
+        self.like_latent(LATENT, frames)
     }
 
-    fn denoise_stage(&self, request: &Request, audio: &Audio, prompt: &Prompt) -> StagePlan {
-        let dtype = self.precision.dtype;
-        let frames = self.frames(audio);
-        let width = self.transformer.condition_width();
-        let of_condition = |name: &str, tokens: usize| ValueShape::new(name, vec![tokens, width]);
+    fn like_latent(&self, name: &str, frames: usize) -> ValueShape {
+        ValueShape::new(name, vec![1, frames, self.vae.decoder_input_channels])
+    }
+
+    /// What the steps attend to: names and tokens.
+    fn attended(&self, request: &Request, prompt: &Prompt) -> Vec<(&'static str, usize)> {
         let conditions = [
             Some((CONDITION, prompt.attended(&prompt.text))),
             self.is_guided(request).then_some((NO_CONDITION, 1)),
@@ -336,18 +344,48 @@ impl AceStepModel {
                 .as_ref()
                 .map(|ids| (PLAIN_CONDITION, prompt.attended(ids))),
         ];
-        let conditions: Vec<(&str, usize)> = conditions.into_iter().flatten().collect();
+        conditions.into_iter().flatten().collect()
+    }
+
+    /// What a round of sampling takes and gives.
+    fn values_of_round(
+        &self,
+        round: &Round,
+        request: &Request,
+        audio: &Audio,
+        prompt: &Prompt,
+    ) -> (Vec<ValueShape>, Vec<String>) {
+        let (frames, width) = (self.frames(audio), self.transformer.condition_width());
+        let conditions = self.attended(request, prompt).into_iter();
         let mut takes: Vec<ValueShape> = conditions
-            .iter()
-            .map(|(name, tokens)| of_condition(name, *tokens))
+            .map(|(name, tokens)| ValueShape::new(name, vec![tokens, width]))
             .collect();
         takes.push(self.silence(frames));
-        let is_encoded = audio.init_audio.is_some() && !request.from_values;
-        takes.extend(is_encoded.then(|| self.moments(SOURCE, frames)));
-        takes.extend(request.from_values.then(|| self.latent(frames)));
+        if round.is_first() || keeps_source(audio) {
+            let is_encoded = audio.init_audio.is_some() && !request.from_values;
+            takes.extend(is_encoded.then(|| self.moments(SOURCE, frames)));
+            takes.extend(request.from_values.then(|| self.latent(frames)));
+        }
         let hint = || ValueShape::new(HINT, vec![frames, self.vae.decoder_input_channels]);
         takes.extend((audio.task == AudioTask::Cover).then(hint));
+        let state = [SAMPLING, GUIDANCE];
+        let state = &state[..if self.is_guided(request) { 2 } else { 1 }];
+        let begins = state.iter().filter_map(|name| round.begins_with(name));
+        takes.extend(begins.map(|name| self.like_latent(&name, frames)));
+        let mut gives: Vec<String> = state.iter().filter_map(|name| round.leaves(name)).collect();
+        if gives.is_empty() {
+            gives.push(LATENT.to_owned());
+        }
+        gives.sort_unstable();
+        (takes, gives)
+    }
+
+    /// The sampling: of most requests one stage, of those with slots a stage for each round.
+    fn denoise_stages(&self, request: &Request, audio: &Audio, prompt: &Prompt) -> Vec<StagePlan> {
+        let dtype = self.precision.dtype;
+        let frames = self.frames(audio);
         let steps = request.steps.saturating_sub(first_step_of(request, audio));
+        let rounds = Round::all(request, steps);
         let denoiser = Denoiser {
             components: &self.components,
             adapters: &self.adapters,
@@ -355,38 +393,58 @@ impl AceStepModel {
             width: self.transformer.layer.hidden_size,
             is_modulator,
         };
-        let attended: Vec<usize> = conditions
+        let attended: Vec<usize> = self
+            .attended(request, prompt)
             .iter()
             .map(|(_, tokens)| tokens.next_multiple_of(MULTIPLE))
             .collect();
-        let buffers = denoise_scratch(&self.transformer, frames, &attended, steps, dtype);
         let tokens = self.transformer.tokens(frames);
-        let rows = tokens.max(attended.iter().copied().max().unwrap_or(0));
-        let scratch = denoiser.scratch(buffers, rows, steps, request);
-        StagePlan {
-            components: self
-                .adapters
-                .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
-            rungs: self
-                .adapters
-                .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
-            shape: format!(
-                "{frames} frames c{}{}{}{}",
-                attended.iter().sum::<usize>(),
-                self.components.as_multiplied(TRANSFORMER),
-                if request.has_curves() { " curve" } else { "" },
-                if starts_from_source(request, audio) {
-                    " start"
-                } else {
-                    ""
-                },
-            ),
-            steps,
-            takes,
-            gives: names(&[LATENT]),
-            per_item: true,
-            ..Self::stage(DENOISE, Role::Sample, &[], Vec::new())
-        }
+        let rows = |requests: usize| (requests * tokens).max(attended.iter().copied().max().unwrap_or(0));
+        // In shared passes each condition has modulations of its own.
+        let longest = rounds.iter().map(|round| round.steps.len()).max().unwrap_or(0);
+        let of_round = (longest * attended.len()) as u32;
+        let modulated = match is_in_rounds(request) {
+            true => steps.max(of_round),
+            false => steps,
+        };
+        let buffers = denoise_scratch(&self.transformer, frames, &attended, modulated, dtype);
+        let each = request_scratch(&self.transformer, frames, &attended, of_round, dtype);
+        let scratch = denoiser.scratch(buffers, rows(1), modulated, request);
+        let of_two = denoiser.scratch(buffers + each, rows(2), modulated + of_round, request);
+        let multiplied = self.components.as_multiplied(TRANSFORMER);
+        let key = format!(
+            "{frames} frames {dtype:?}{multiplied} {}",
+            adapters_in_key(request)
+        );
+        let shared = shared_pass(request, key, of_two - scratch);
+        let stage = |round: &Round| {
+            let (takes, gives) = self.values_of_round(round, request, audio, prompt);
+            StagePlan {
+                components: self
+                    .adapters
+                    .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
+                rungs: self
+                    .adapters
+                    .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
+                shape: format!(
+                    "{frames} frames c{}{multiplied}{}{}",
+                    attended.iter().sum::<usize>(),
+                    if request.has_curves() { " curve" } else { "" },
+                    if starts_from_source(request, audio) {
+                        " start"
+                    } else {
+                        ""
+                    },
+                ),
+                steps: round.steps.end - round.steps.start,
+                takes,
+                gives,
+                per_item: true,
+                shared: shared.clone(),
+                ..Self::stage(DENOISE, Role::Sample, &[], Vec::new())
+            }
+        };
+        rounds.iter().map(stage).collect()
     }
 
     fn decode_stage(&self, audio: &Audio) -> StagePlan {

@@ -7,6 +7,7 @@ use super::model::{AceStepModel, TEXT_ENCODER};
 use super::plan::{DECODE, DENOISE, ENCODE_REFERENCE, ENCODE_SOURCE, ENCODE_TEXT};
 use super::sound::{samples_at, samples_of_timbre};
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
+use crate::rounds::is_in_rounds;
 use crate::{Audio, Medium, Request};
 
 impl AceStepModel {
@@ -75,9 +76,19 @@ impl AceStepModel {
                 },
                 None => MaskShape::None,
             };
-            let shape = itself(mask);
-            if !shapes.contains(&shape) {
-                shapes.push(shape);
+            // Of one request, and of as many as may share a pass.
+            let most = match is_in_rounds(request) {
+                true => request.slots as usize,
+                false => 1,
+            };
+            for batch in 1..=most {
+                let shape = AttentionShape {
+                    batch,
+                    ..itself(mask.clone())
+                };
+                if !shapes.contains(&shape) {
+                    shapes.push(shape);
+                }
             }
         }
         let attended = |text: &Vec<u32>| prompt.lyrics.len() + 1 + text.len();

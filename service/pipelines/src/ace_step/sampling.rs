@@ -1,18 +1,22 @@
-//! The sampling of a request: its context, its steps, and what mixes their velocities.
+//! The sampling of a request: its context, its state from step to step and from round to round, and what mixes velocities.
 
 use candle_core::{DType, Device, Tensor};
 use ops::{Finite, euler};
 
 use super::guidance::Guidance;
 use super::model::TRANSFORMER;
-use super::plan::{CONDITION, HINT, LATENT, NO_CONDITION, PLAIN_CONDITION, SILENCE, SOURCE};
+use super::plan::{
+    CONDITION, GUIDANCE, HINT, LATENT, NO_CONDITION, PLAIN_CONDITION, SAMPLING, SILENCE, SOURCE,
+};
 use super::stages::Stage;
+use super::strengths::{Held, mixed};
 use super::tasks::{first_step_of, frames_of_window, starts_from_source, window_of};
-use super::transformer::{Conditioning, StepBuffers, Times, Transformer};
+use super::transformer::{Conditioning, Transformer};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::noise::Generator;
+use crate::rounds::Round;
 use crate::tensors::to_host;
-use crate::{AudioTask, HostTensor, StageError};
+use crate::{AudioTask, StageError, Values};
 
 /// The sigmas of `steps` steps, from 1 to the final 0, `steps + 1` values: `torch.linspace`, which computes in f32 from both
 /// ends towards the middle, shifted.
@@ -27,18 +31,227 @@ pub fn sigmas(steps: u32, shift: f32) -> Vec<f32> {
         .collect()
 }
 
-/// What all steps share, at the current strengths of adapters.
-struct Shared {
-    times: Times,
-    /// The condition, that of none if it is guided, and that of a new track if a cover is mixed with it.
-    with: Conditioning,
-    without: Option<Conditioning>,
-    plain: Option<Conditioning>,
+/// Which of its conditions a pass attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Attends {
+    /// What is asked for.
+    With,
+    /// None, where it is guided.
+    Without,
+    /// That of a new track, which a cover of less strength is mixed with.
+    Plain,
+}
+
+/// The conditions of a request's steps, in the order of their passes.
+pub(super) struct Conditions(Vec<(Attends, Conditioning)>);
+
+impl Conditions {
+    pub(super) fn all(&self) -> impl Iterator<Item = (Attends, &Conditioning)> {
+        self.0
+            .iter()
+            .map(|(attends, conditioning)| (*attends, conditioning))
+    }
+}
+
+/// A request's sampling, at a step of a round.
+pub(super) struct Sampling {
+    pub(super) round: Round,
+    /// Of all steps that are run, and the final 0.
+    pub(super) sigmas: Vec<f32>,
+    /// Source and mask, `[frames, 2 channels]`.
+    pub(super) context: Tensor,
+    /// What the transformer sees of the latent, in its dtype, `[frames, channels]`.
+    pub(super) seen: Tensor,
+    /// f32.
+    latent: Tensor,
+    finite: Finite,
+    /// Of a guided request.
+    guidance: Option<Guidance>,
+    /// Part of a cover in what it is mixed with.
+    strength: f32,
+    /// Frames that begin later.
+    held: Option<Held>,
+    /// The first step that is run, of all in the schedule.
+    first_step: u32,
+    velocity: Velocity,
+}
+
+/// The velocity of a step.
+enum Velocity {
+    /// In the step buffers.
+    Whole(Tensor),
+    /// Mixed of several passes: velocities are small beside what computes them, so that is in host memory.
+    Mixed(Vec<f32>),
+}
+
+fn numbers(tensor: &Tensor) -> Result<Vec<f32>, StageError> {
+    let tensor = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+    Ok(tensor.flatten_all()?.to_vec1()?)
+}
+
+impl Sampling {
+    /// The state at the beginning of a stage: noise and the source, or what the round before left.
+    ///
+    /// # Errors
+    /// [`StageError::BadInput`] for values that do not fit; errors of the device.
+    pub(super) fn begin(stage: &Stage<'_>) -> Result<Sampling, StageError> {
+        let (model, request) = (stage.model, stage.run.request);
+        let (dtype, device) = (model.precision.dtype, stage.run.device);
+        let audio = stage.audio()?;
+        let channels = model.vae.decoder_input_channels;
+        let mut generator = Generator::new(request.seed);
+        let mut source = match stage.run.value_if_taken(SOURCE)? {
+            Some(_) => Some(stage.sample(SOURCE, &mut generator)?),
+            None => None,
+        };
+        if stage.run.value_if_taken(LATENT)?.is_some() {
+            source = Some(stage.host_value(LATENT)?.squeeze(0)?);
+        }
+        let context = stage.context(source.as_ref())?;
+        let frames = context.dim(0)?;
+        let mut sigmas = sigmas(request.steps, model.shift);
+        let first_step = first_step_of(request, audio).min(request.steps.saturating_sub(1));
+        sigmas.drain(..first_step as usize);
+        let round = Round::of_plan(stage.run.plan, SAMPLING, request.steps - first_step)?;
+        let state = round.begins_with(SAMPLING);
+        let mut noise = || -> Result<Tensor, StageError> {
+            if audio.reference.is_some() {
+                generator.skip_normal(model.frames_of_timbre() * channels);
+            }
+            let noise = generator.normal(frames * channels);
+            Ok(Tensor::from_vec(noise, (frames, channels), &Device::Cpu)?)
+        };
+        let source = source.filter(|_| starts_from_source(request, audio));
+        let (latent, held) = match (&state, source) {
+            (None, None) => (noise()?, None),
+            (Some(state), None) => (stage.host_value(state)?.squeeze(0)?, None),
+            (state, Some(source)) => {
+                let noise = noise()?;
+                let latent = match state {
+                    None => mixed(&source, &noise, sigmas[0])?,
+                    Some(state) => stage.host_value(state)?.squeeze(0)?,
+                };
+                let schedule = (model.frames_per_second(), request.steps);
+                let held = (!audio.strengths.is_empty())
+                    .then(|| Held::new((source, noise), &audio.strengths, schedule));
+                (latent, held.transpose()?)
+            }
+        };
+        if latent.dims() != [frames, channels] {
+            let found = latent.dims();
+            return Err(StageError::BadInput(format!(
+                "a latent {found:?} of {frames} frames"
+            )));
+        }
+        let guidance = model
+            .is_guided(request)
+            .then(|| Guidance::new(request.guidance, channels));
+        let guidance = match (guidance, round.begins_with(GUIDANCE)) {
+            (Some(guidance), Some(name)) => Some(guidance.resumed(numbers(&stage.host_value(&name)?)?)),
+            (guidance, _) => guidance,
+        };
+        Ok(Sampling {
+            round,
+            sigmas,
+            context: context.to_dtype(dtype)?.to_device(device)?,
+            // Two tensors, since both are written.
+            seen: latent.to_dtype(dtype)?.copy()?.to_device(device)?,
+            latent: latent.to_device(device)?,
+            finite: Finite::new(device)?,
+            guidance,
+            strength: request.strength,
+            held,
+            first_step,
+            velocity: Velocity::Mixed(Vec::new()),
+        })
+    }
+
+    /// Steps that are run, of all rounds.
+    pub(super) fn steps(&self) -> usize {
+        self.sigmas.len().saturating_sub(1)
+    }
+
+    /// Takes the velocity of a pass, which is valid until the next one if it is the only one of a step.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn take(
+        &mut self,
+        attends: Attends,
+        velocity: Tensor,
+        is_only: bool,
+    ) -> Result<(), StageError> {
+        match (attends, &mut self.velocity) {
+            (Attends::With, whole) if is_only => *whole = Velocity::Whole(velocity),
+            (Attends::With, mixed) => *mixed = Velocity::Mixed(numbers(&velocity)?),
+            (Attends::Without, Velocity::Mixed(mixed)) => {
+                if let Some(guidance) = &mut self.guidance {
+                    *mixed = guidance.guided(mixed, &numbers(&velocity)?);
+                }
+            }
+            (Attends::Plain, Velocity::Mixed(mixed)) => {
+                let strength = self.strength;
+                for (mixed, plain) in mixed.iter_mut().zip(numbers(&velocity)?) {
+                    *mixed = strength * *mixed + (1.0 - strength) * plain;
+                }
+            }
+            (Attends::Without | Attends::Plain, Velocity::Whole(_)) => {}
+        }
+        Ok(())
+    }
+
+    /// Makes step `step`, from 0, by the velocity that was taken.
+    ///
+    /// # Errors
+    /// [`StageError::NotFinite`]; errors of the device.
+    pub(super) fn advance(&mut self, step: usize) -> Result<(), StageError> {
+        let (dtype, device) = (self.seen.dtype(), self.seen.device().clone());
+        let taken = std::mem::replace(&mut self.velocity, Velocity::Mixed(Vec::new()));
+        let velocity = match taken {
+            Velocity::Whole(velocity) => velocity,
+            Velocity::Mixed(mixed) => {
+                let mixed = Tensor::from_vec(mixed, self.seen.shape(), &Device::Cpu)?;
+                mixed.to_dtype(dtype)?.to_device(&device)?
+            }
+        };
+        let by = f64::from(self.sigmas[step + 1] - self.sigmas[step]);
+        euler(&self.latent, &velocity, by, &self.seen, &self.finite)?;
+        // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed.
+        if !self.finite.is_finite()? {
+            return Err(StageError::NotFinite {
+                component: TRANSFORMER.to_owned(),
+                step: step as u32 + 1,
+            });
+        }
+        let next = self.first_step + step as u32 + 1;
+        if let Some(held) = self.held.as_ref().filter(|held| held.holds_before(next)) {
+            let latent = held.before(next, self.sigmas[step + 1], &self.latent)?;
+            self.seen = latent.to_dtype(dtype)?.copy()?.to_device(&device)?;
+            self.latent = latent.to_device(&device)?;
+        }
+        Ok(())
+    }
+
+    /// What the stage gives: the latent, or the state that the next round begins with.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn values(&self) -> Result<Values, StageError> {
+        let latent = self.round.leaves(SAMPLING).unwrap_or_else(|| LATENT.to_owned());
+        let mut values = Values::from([(latent, to_host(&self.latent.unsqueeze(0)?)?)]);
+        if let (Some(guidance), Some(name)) = (&self.guidance, self.round.leaves(GUIDANCE)) {
+            let (frames, channels) = self.latent.dims2()?;
+            let running = guidance.running().to_vec();
+            let running = Tensor::from_vec(running, (1, frames, channels), &Device::Cpu)?;
+            values.insert(name, to_host(&running)?);
+        }
+        Ok(values)
+    }
 }
 
 impl Stage<'_> {
     /// Source and mask of a request, f32 `[frames, 2 channels]` in host memory.
-    fn context(&self, source: Option<&Tensor>) -> Result<Tensor, StageError> {
+    pub(super) fn context(&self, source: Option<&Tensor>) -> Result<Tensor, StageError> {
         let audio = self.audio()?;
         let silence = self.host_value(SILENCE)?;
         let (frames, _) = silence.dims2()?;
@@ -64,7 +277,7 @@ impl Stage<'_> {
     }
 
     /// The transformer with adapters.
-    fn transformer(&self, adapters: &AttachedAdapters) -> Result<Transformer, StageError> {
+    pub(super) fn transformer(&self, adapters: &AttachedAdapters) -> Result<Transformer, StageError> {
         let component = (self.run.tensors)(TRANSFORMER)?;
         let adapted = AdaptedTensors::new(&component, adapters);
         let transformer = Transformer::with_adapters(&self.model.transformer, &adapted);
@@ -74,116 +287,65 @@ impl Stage<'_> {
         })
     }
 
-    /// What steps of these times share.
-    fn shared(&self, transformer: &Transformer, times: &[f32]) -> Result<Shared, StageError> {
-        let condition =
-            |name: &str| transformer.condition(&self.value(name)?, &mut || self.check_cancelled());
-        let if_taken = |name: &str| match self.run.value_if_taken(name)? {
-            Some(_) => condition(name).map(Some),
-            None => Ok(None),
-        };
-        Ok(Shared {
-            times: transformer.times(times, (self.model.precision.dtype, self.run.device))?,
-            with: condition(CONDITION)?,
-            without: if_taken(NO_CONDITION)?,
-            plain: if_taken(PLAIN_CONDITION)?,
-        })
+    /// What its steps attend to. `go_on` is called before every block.
+    ///
+    /// # Errors
+    /// Errors of the device, and of `go_on`.
+    pub(super) fn conditions(
+        &self,
+        transformer: &Transformer,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<Conditions, StageError> {
+        let mut conditions = Vec::new();
+        for (attends, name) in [
+            (Attends::With, CONDITION),
+            (Attends::Without, NO_CONDITION),
+            (Attends::Plain, PLAIN_CONDITION),
+        ] {
+            if attends == Attends::With || self.run.value_if_taken(name)?.is_some() {
+                conditions.push((attends, transformer.condition(&self.value(name)?, go_on)?));
+            }
+        }
+        Ok(Conditions(conditions))
     }
 
-    pub(super) fn denoise(&mut self) -> Result<HostTensor, StageError> {
+    /// The sampling of a round that is alone in its passes; of all steps for most requests.
+    pub(super) fn denoise(&mut self) -> Result<Values, StageError> {
         let (model, request) = (self.model, self.run.request);
-        let (dtype, device) = (model.precision.dtype, self.run.device);
-        let audio = self.audio()?;
-        let channels = model.vae.decoder_input_channels;
-        let mut generator = Generator::new(request.seed);
-        let mut source = match self.run.value_if_taken(SOURCE)? {
-            Some(_) => Some(self.sample(SOURCE, &mut generator)?),
-            None => None,
-        };
-        if self.run.value_if_taken(LATENT)?.is_some() {
-            source = Some(self.host_value(LATENT)?.squeeze(0)?);
-        }
-        if audio.reference.is_some() {
-            generator.skip_normal(model.frames_of_timbre() * channels);
-        }
-        let context = self.context(source.as_ref())?;
-        let frames = context.dim(0)?;
-        let noise = generator.normal(frames * channels);
-        let mut latent = Tensor::from_vec(noise, (frames, channels), &Device::Cpu)?;
-        let mut sigmas = sigmas(request.steps, model.shift);
-        sigmas.drain(..(first_step_of(request, audio) as usize).min(sigmas.len().saturating_sub(2)));
-        if let (true, Some(source)) = (starts_from_source(request, audio), &source) {
-            let sigma = f64::from(sigmas[0]);
-            latent = ((latent * sigma)? + (source * (1.0 - sigma))?)?;
-        }
+        let on = (model.precision.dtype, self.run.device);
+        let mut sampling = Sampling::begin(self)?;
         let adapters =
             model
                 .adapters
                 .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
-        let steps = sigmas.len() - 1;
         let transformer = self.transformer(&adapters)?;
-        let mut shared = self.shared(&transformer, &sigmas[..steps])?;
-        let buffers = transformer.step_buffers(&context.to_dtype(dtype)?.to_device(device)?)?;
-        // Two tensors, since both are written.
-        let seen = latent.to_dtype(dtype)?.copy()?.to_device(device)?;
-        let latent = latent.to_device(device)?;
-        let finite = Finite::new(device)?;
-        let mut guidance = Guidance::new(request.guidance, channels);
-        for step in 0..steps {
+        let mut attended = self.conditions(&transformer, &mut || self.check_cancelled())?;
+        // Of all steps in every round: products of other rows may round otherwise.
+        let steps = sampling.steps();
+        let mut times = transformer.times(&sampling.sigmas[..steps], on)?;
+        let buffers = transformer.step_buffers(&sampling.context)?;
+        let (round, of) = (sampling.round.steps.clone(), sampling.round.of);
+        for step in round.start as usize..round.end as usize {
             self.check_cancelled()?;
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
-                shared = self.shared(&transformer, &sigmas[step..=step])?;
+                times = transformer.times(&sampling.sigmas[step..=step], on)?;
+                attended = self.conditions(&transformer, &mut || self.check_cancelled())?;
                 row = 0;
             }
-            let of_step = (&transformer, &shared, row);
-            let velocity = self.velocity(of_step, &seen, &buffers, &mut guidance)?;
-            let by = f64::from(sigmas[step + 1] - sigmas[step]);
-            euler(&latent, &velocity, by, &seen, &finite)?;
-            // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed.
-            if !finite.is_finite()? {
-                return Err(adapters.named_as_cause(StageError::NotFinite {
-                    component: TRANSFORMER.to_owned(),
-                    step: step as u32 + 1,
-                }));
+            let is_only = attended.all().count() == 1;
+            for (attends, conditioning) in attended.all() {
+                let mut go_on = || self.check_cancelled();
+                let of_step = (&times, row);
+                let velocity =
+                    transformer.velocity(&sampling.seen, of_step, conditioning, &buffers, &mut go_on)?;
+                sampling.take(attends, velocity, is_only)?;
             }
-            self.observer.step(step as u32 + 1, steps as u32);
+            let advanced = sampling.advance(step);
+            advanced.map_err(|error| adapters.named_as_cause(error))?;
+            self.observer.step(step as u32 + 1, of);
         }
-        to_host(&latent.unsqueeze(0)?)
-    }
-
-    /// The velocity of a step: guided if there is a condition of none, mixed with that of a new track if there is one.
-    fn velocity(
-        &self,
-        (transformer, shared, step): (&Transformer, &Shared, usize),
-        seen: &Tensor,
-        buffers: &StepBuffers,
-        guidance: &mut Guidance,
-    ) -> Result<Tensor, StageError> {
-        let of = |conditioning: &Conditioning| {
-            let mut go_on = || self.check_cancelled();
-            transformer.velocity(seen, (&shared.times, step), conditioning, buffers, &mut go_on)
-        };
-        if shared.without.is_none() && shared.plain.is_none() {
-            return of(&shared.with);
-        }
-        // Velocities are small beside what computes them: they are mixed in host memory.
-        let numbers = |velocity: Tensor| -> Result<Vec<f32>, StageError> {
-            let velocity = velocity.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-            Ok(velocity.flatten_all()?.to_vec1()?)
-        };
-        let mut mixed = numbers(of(&shared.with)?)?;
-        if let Some(without) = &shared.without {
-            mixed = guidance.guided(&mixed, &numbers(of(without)?)?);
-        }
-        if let Some(plain) = &shared.plain {
-            let strength = self.run.request.strength;
-            for (mixed, plain) in mixed.iter_mut().zip(numbers(of(plain)?)?) {
-                *mixed = strength * *mixed + (1.0 - strength) * plain;
-            }
-        }
-        let mixed = Tensor::from_vec(mixed, seen.shape(), &Device::Cpu)?;
-        Ok(mixed.to_dtype(seen.dtype())?.to_device(self.run.device)?)
+        sampling.values()
     }
 }

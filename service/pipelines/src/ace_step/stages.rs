@@ -17,6 +17,7 @@ use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use crate::autoencoder_oobleck::{
     OobleckDecoder, OobleckEncoder, OobleckMoments, decode_ladder, encode_ladder, pcm16_from_samples,
 };
+use crate::flow_match::decimal;
 use crate::noise::Generator;
 use crate::plan::of_rung;
 use crate::tensors::{from_host, to_host};
@@ -46,7 +47,7 @@ impl Stage<'_> {
             ENCODE_REFERENCE => self.encode_reference().map(|moments| named(REFERENCE, moments)),
             ENCODE_CONDITION => self.encode_condition(),
             QUANTIZE_SOURCE => self.quantize_source().map(|hint| named(HINT, hint)),
-            DENOISE => self.denoise().map(|latent| named(LATENT, latent)),
+            DENOISE => self.denoise(),
             DECODE => self.decode().map(|()| Values::new()),
             other => Err(StageError::BadInput(format!("there is no stage {other}"))),
         };
@@ -257,10 +258,13 @@ impl Stage<'_> {
             channels: config.audio_channels as u32,
             samples: config.samples(frames) as u64,
         };
+        // Beyond the end there is no such frame, and the order is the usual one.
+        let from = decimal(self.audio()?.decode_from_seconds) * self.model.frames_per_second();
+        let from = Some(from as usize).filter(|from| *from < frames).unwrap_or(0);
         // Both the observer's question and its delivery are borrowed from it.
         let observer = std::cell::RefCell::new(&mut *self.observer);
         let cancelled = || observer.borrow().cancelled();
-        decoder.decode(&latent, windows, &cancelled, &mut |first, samples| {
+        decoder.decode_from(&latent, from, windows, &cancelled, &mut |first, samples| {
             let data = pcm16_from_samples(&samples)?;
             observer.borrow_mut().deliver(Piece {
                 track: String::new(),

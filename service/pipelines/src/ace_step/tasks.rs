@@ -1,6 +1,6 @@
 //! What a request may ask for: its task, its source, and the frames that change.
 
-use crate::bounds::common_problems;
+use crate::bounds::{common_problems, decode_from_problem};
 use crate::flow_match::{decimal, first_step};
 use crate::{Audio, AudioTask, Medium, Request, RequestError};
 
@@ -10,6 +10,8 @@ use super::sound;
 /// Seconds of a track.
 const MIN_SECONDS: f32 = 0.1;
 pub(super) const MAX_SECONDS: f32 = 600.0;
+/// Most points of the strengths of frames.
+const MAX_POINTS: usize = 4096;
 /// Most bytes of lyrics, far more than their tokens can hold.
 const MAX_LYRIC_BYTES: usize = 40_000;
 /// Most bytes of a key, a metre, or a language.
@@ -34,10 +36,28 @@ pub(super) fn starts_from_source(request: &Request, audio: &Audio) -> bool {
     audio.task == AudioTask::TextToMusic && (audio.init_audio.is_some() || request.from_values)
 }
 
+/// Whether steps behind the first need the source: for their context, or for frames that begin later.
+pub(super) fn keeps_source(audio: &Audio) -> bool {
+    let needs_in_context = matches!(
+        audio.task,
+        AudioTask::Repaint { .. }
+            | AudioTask::Extract { .. }
+            | AudioTask::Lego { .. }
+            | AudioTask::Complete { .. }
+    );
+    needs_in_context || !audio.strengths.is_empty()
+}
+
+/// The largest strength of any frame.
+fn largest_strength(request: &Request, audio: &Audio) -> f32 {
+    let of_points = audio.strengths.iter().map(|point| point.strength);
+    of_points.reduce(f32::max).unwrap_or(request.strength)
+}
+
 /// First step that is run, from 0.
 pub(super) fn first_step_of(request: &Request, audio: &Audio) -> u32 {
     match starts_from_source(request, audio) {
-        true => first_step(request.steps, request.strength),
+        true => first_step(request.steps, largest_strength(request, audio)),
         false => 0,
     }
 }
@@ -80,6 +100,8 @@ pub(super) fn problems(request: &Request, able: Abilities) -> Vec<RequestError> 
     };
     let mut problems = common_problems(request);
     problems.extend(clip_problems(audio));
+    problems.extend(decode_from_problem(audio));
+    problems.extend(strengths_problem(request, audio));
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     if !(MIN_SECONDS..=MAX_SECONDS).contains(&audio.seconds) {
         let found = audio.seconds;
@@ -133,6 +155,39 @@ fn clip_problems(audio: &Audio) -> impl Iterator<Item = RequestError> {
     source
         .into_iter()
         .chain(reference.and_then(|clip| sound::problem("reference", clip)))
+}
+
+/// The refusal of strengths of frames.
+fn strengths_problem(request: &Request, audio: &Audio) -> Option<RequestError> {
+    let points = &audio.strengths;
+    let problem = if points.is_empty() {
+        return None;
+    } else if audio.task != AudioTask::TextToMusic {
+        let name = audio.task.name();
+        format!("are given with {name}; a new track that begins at a source (text2music) takes them")
+    } else if !starts_from_source(request, audio) {
+        "are given without a source (init_audio) to begin at".to_owned()
+    } else if points.len() > MAX_POINTS {
+        format!("have {} points; {MAX_POINTS} are the most", points.len())
+    } else if let Some(point) = points.iter().find(|point| !(0.0..=1.0).contains(&point.strength)) {
+        format!("have {}; 0 to 1 is expected", point.strength)
+    } else if let Some(point) = points.iter().find(|point| !point.seconds.is_finite()) {
+        format!("have a point at {} s", point.seconds)
+    } else if let Some((before, after)) = points
+        .iter()
+        .zip(points.iter().skip(1))
+        .find(|(before, after)| after.seconds < before.seconds)
+    {
+        format!(
+            "have a point at {} s behind one at {} s; order them by time",
+            after.seconds, before.seconds
+        )
+    } else if points.iter().all(|point| point.strength == 0.0) {
+        "are 0 everywhere, which leaves the source as it is".to_owned()
+    } else {
+        return None;
+    };
+    Some(RequestError::new("strengths", problem))
 }
 
 fn task_problems(request: &Request, audio: &Audio, able: Abilities) -> Vec<RequestError> {
@@ -201,13 +256,17 @@ fn task_problems(request: &Request, audio: &Audio, able: Abilities) -> Vec<Reque
         );
     } else if starts_from_source(request, audio)
         && request.steps > 0
-        && first_step(request.steps, request.strength) >= request.steps
+        && first_step_of(request, audio) >= request.steps
     {
-        let problem = format!(
-            "is {}; of {} steps that leaves none",
-            request.strength, request.steps
+        let (field, verb) = match audio.strengths.is_empty() {
+            true => ("strength", "is"),
+            false => ("strengths", "are at most"),
+        };
+        let (largest, steps) = (largest_strength(request, audio), request.steps);
+        refuse(
+            field,
+            format!("{verb} {largest}; of {steps} steps that leaves none"),
         );
-        refuse("strength", problem);
     } else if !takes_strength && has_source && request.strength != 1.0 {
         let problem = format!(
             "is {}; {name} takes 1: covers and new tracks take less",

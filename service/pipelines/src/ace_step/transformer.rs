@@ -10,13 +10,12 @@ use half::bf16;
 use ops::{Epilogue, Nonlinearity};
 
 use super::blocks::{Block, Next, Parts, flat};
-use super::buffers::TokenBuffers;
-use super::condition::LIBRARIES;
+use super::buffers::{StepBuffers, TokenBuffers};
 use super::config::{SINUSOIDS, TransformerConfig};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
-use crate::rotary::{Rotations, Rounded, rotations};
+use crate::rotary::{Rounded, rotations};
 use crate::sinusoids::sinusoids;
 
 /// Factor of times from 0 to 1.
@@ -80,17 +79,14 @@ pub struct Times {
 /// Keys and values of a condition for each block, `[1, n, heads, head_dim]`.
 pub struct Conditioning(Vec<(Tensor, Tensor)>);
 
-/// Buffers of a request's steps.
-#[derive(Debug)]
-pub struct StepBuffers {
-    tokens: TokenBuffers,
-    turned: Rotations,
-    /// `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros behind the last.
-    input: Tensor,
-    /// `[1, tokens, patch * channels]`.
-    output: Tensor,
-    frames: usize,
-    channels: usize,
+/// A request in a pass.
+#[derive(Clone, Copy)]
+pub struct Item<'a> {
+    /// Its place in the step buffers.
+    pub place: usize,
+    /// `[frames, channels]`.
+    pub latents: &'a Tensor,
+    pub conditioning: &'a Conditioning,
 }
 
 impl Transformer {
@@ -124,7 +120,7 @@ impl Transformer {
         })
     }
 
-    /// The modulations of all steps, from their times, 1 (noise) to 0, in the dtype of the activations: the reference
+    /// The modulations of steps, from their times, 1 (noise) to 0, in the dtype of the activations: the reference
     /// rounds times to it.
     ///
     /// # Errors
@@ -173,23 +169,45 @@ impl Transformer {
         Ok(Conditioning(all))
     }
 
-    /// Buffers of steps over latents of so many frames, in the context of sources and masks `[frames, 2 channels]`.
+    /// Buffers of a request's steps, in the context of its source and mask `[frames, 2 channels]`.
     ///
     /// # Errors
     /// When shapes do not match; errors of the device.
     pub fn step_buffers(&self, context: &Tensor) -> candle_core::Result<StepBuffers> {
-        let (dtype, device) = (context.dtype(), context.device());
-        let (frames, both) = context.dims2()?;
-        let (config, layer) = (&self.config, &self.config.layer);
+        self.shared_buffers(&[context])
+    }
+
+    /// Buffers of passes over requests of equal length, at least one, each in its context.
+    ///
+    /// # Errors
+    /// When shapes do not match; errors of the device.
+    pub fn shared_buffers(&self, contexts: &[&Tensor]) -> candle_core::Result<StepBuffers> {
+        let (config, layer, batch) = (&self.config, &self.config.layer, contexts.len());
+        let Some(first) = contexts.first() else {
+            candle_core::bail!("a pass over no request");
+        };
+        let (dtype, device) = (first.dtype(), first.device());
+        let (frames, both) = first.dims2()?;
         let tokens = config.tokens(frames);
         let layers = self.blocks.iter().flat_map(Block::layers);
-        let scratch = largest_scratch(layers.chain([&self.patch_in, &self.patch_out]), tokens, dtype);
-        let input = Tensor::zeros((tokens * config.patch_size, config.in_channels), dtype, device)?;
-        ops::copy_rows(context, &input.narrow(0, 0, frames)?.narrow(1, 0, both)?)?;
+        let layers = layers.chain([&self.patch_in, &self.patch_out]);
+        let scratch = largest_scratch(layers, batch * tokens, dtype);
+        let input = |context: &&Tensor| {
+            if context.dims() != [frames, both] {
+                candle_core::bail!(
+                    "contexts of {:?} and {:?} in a pass",
+                    first.dims(),
+                    context.dims()
+                );
+            }
+            let input = Tensor::zeros((tokens * config.patch_size, config.in_channels), dtype, device)?;
+            ops::copy_rows(context, &input.narrow(0, 0, frames)?.narrow(1, 0, both)?)?;
+            Ok(input)
+        };
         let places: Vec<[u32; 1]> = (0..tokens as u32).map(|at| [at]).collect();
         let channels = config.audio_acoustic_hidden_dim;
         Ok(StepBuffers {
-            tokens: TokenBuffers::new(layer, (1, tokens), dtype, scratch, (dtype, device))?,
+            tokens: TokenBuffers::new(layer, (batch, tokens), dtype, scratch, (dtype, device))?,
             turned: rotations(
                 &places,
                 [layer.head_dim],
@@ -197,8 +215,8 @@ impl Transformer {
                 Rounded::Frequencies,
                 device,
             )?,
-            input,
-            output: Tensor::zeros((1, tokens, config.patch_size * channels), dtype, device)?,
+            inputs: contexts.iter().map(input).collect::<candle_core::Result<_>>()?,
+            output: Tensor::zeros((batch, tokens, config.patch_size * channels), dtype, device)?,
             frames,
             channels,
         })
@@ -217,27 +235,50 @@ impl Transformer {
         buffers: &StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<Tensor, StageError> {
-        let StepBuffers {
-            tokens,
-            turned,
-            input,
-            output,
-            frames,
-            channels,
-        } = buffers;
-        let width = self.config.layer.hidden_size;
+        let item = Item {
+            place: 0,
+            latents,
+            conditioning,
+        };
+        let velocities = self.velocities(&[item], (times, step), buffers, go_on)?;
+        let none = || StageError::BadInput("a pass over no request".to_owned());
+        velocities.into_iter().next().ok_or_else(none)
+    }
+
+    /// [`Transformer::velocity`] of several requests in one pass, each in a step of its own: the times of their steps are
+    /// side by side, from `first` on. Rounding apart, none of them depends on the others.
+    ///
+    /// # Errors
+    /// When the buffers have no such places; errors of the device, and of `go_on`.
+    pub fn velocities(
+        &self,
+        items: &[Item<'_>],
+        (times, first): (&Times, usize),
+        buffers: &StepBuffers,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<Vec<Tensor>, StageError> {
+        let &StepBuffers { frames, channels, .. } = buffers;
+        let (config, batch) = (&self.config, items.len());
+        let width = config.layer.hidden_size;
+        let tokens = buffers.tokens.first(batch)?;
         let (_, count, _) = tokens.sum.dims3()?;
-        let seen = input.narrow(0, 0, *frames)?;
-        ops::copy_rows(latents, &seen.narrow(1, 2 * channels, *channels)?)?;
-        let patches = input.reshape((1, count, self.config.patch_size * self.config.in_channels))?;
-        self.patch_in
-            .forward_into(&patches, Epilogue::None, &tokens.sum, &tokens.scratch)?;
+        for (row, item) in items.iter().enumerate() {
+            let input = buffers.inputs.get(item.place);
+            let missing = || StageError::BadInput(format!("no place {} in a pass", item.place));
+            let input = input.ok_or_else(missing)?;
+            let seen = input.narrow(0, 0, frames)?;
+            ops::copy_rows(item.latents, &seen.narrow(1, 2 * channels, channels)?)?;
+            let patches = input.reshape((1, count, config.patch_size * config.in_channels))?;
+            let sum = tokens.sum.narrow(0, row, 1)?;
+            self.patch_in
+                .forward_into(&patches, Epilogue::None, &sum, &tokens.scratch)?;
+        }
         let of_step = times
             .blocks
             .iter()
-            .map(|all| all.narrow(0, step, 1))
+            .map(|all| all.narrow(0, first, batch))
             .collect::<candle_core::Result<Vec<_>>>()?;
-        let last = times.last.narrow(0, step, 1)?;
+        let last = times.last.narrow(0, first, batch)?;
         let parts = |all| Parts { all, width };
         let next_of = |i: usize| -> candle_core::Result<Next> {
             match (self.blocks.get(i), of_step.get(i)) {
@@ -246,33 +287,31 @@ impl Transformer {
                     weight: self.last_norm.clone(),
                     shift: parts(&last).part(0)?,
                     scale: parts(&last).part(1)?,
-                    eps: self.config.layer.rms_norm_eps,
+                    eps: config.layer.rms_norm_eps,
                 }),
             }
         };
-        let first = next_of(0)?;
-        ops::norm_modulate(
-            &tokens.sum,
-            first.norm(),
-            Some(first.modulation()),
-            &tokens.normed,
-        )?;
-        let blocks = self.blocks.iter().zip(&of_step).zip(&conditioning.0);
-        for (i, ((block, modulation), condition)) in blocks.enumerate() {
+        let next = next_of(0)?;
+        ops::norm_modulate(&tokens.sum, next.norm(), Some(next.modulation()), &tokens.normed)?;
+        for (i, (block, modulation)) in self.blocks.iter().zip(&of_step).enumerate() {
             go_on()?;
-            let window = self.config.layer.window(i, count);
+            let window = config.layer.window(i, count);
+            let of_block = items.iter().filter_map(|item| item.conditioning.0.get(i));
+            let conditions: Vec<&(Tensor, Tensor)> = of_block.collect();
             block.forward(
-                tokens,
+                &tokens,
                 &parts(modulation),
-                (turned, window),
-                condition,
+                (&buffers.turned, window),
+                &conditions,
                 &next_of(i + 1)?,
             )?;
         }
+        let output = buffers.output.narrow(0, 0, batch)?;
         self.patch_out
-            .forward_into(&tokens.normed, Epilogue::None, output, &tokens.scratch)?;
-        let rows = output.reshape((count * self.config.patch_size, *channels))?;
-        Ok(rows.narrow(0, 0, *frames)?)
+            .forward_into(&tokens.normed, Epilogue::None, &output, &tokens.scratch)?;
+        let rows = output.reshape((batch, count * config.patch_size, channels))?;
+        let velocity = |row: usize| rows.get(row)?.narrow(0, 0, frames);
+        Ok((0..batch).map(velocity).collect::<candle_core::Result<_>>()?)
     }
 }
 
@@ -321,34 +360,6 @@ fn of_tensor(name: &str) -> impl Fn(candle_core::Error) -> MissingTensor {
         name: name.to_owned(),
         problem: error.to_string(),
     }
-}
-
-/// Predicted activation bytes of `steps` steps over latents of so many frames, attending to conditions of so many tokens:
-/// the buffers, rotations, the modulation of all steps, keys and values of the conditions, the workspace of attention where
-/// cuDNN has no plan, and the reordered layers. Not included is the scratch of quantized layers ([`ops::linear_scratch`]).
-pub fn denoise_scratch(
-    config: &TransformerConfig,
-    frames: usize,
-    conditions: &[usize],
-    steps: u32,
-    dtype: DType,
-) -> u64 {
-    let (layer, size) = (&config.layer, dtype.size_in_bytes());
-    let (width, tokens, layers) = (layer.hidden_size, config.tokens(frames), config.num_hidden_layers);
-    let channels = config.audio_acoustic_hidden_dim;
-    let buffers = TokenBuffers::bytes(layer, tokens, dtype, dtype);
-    let rotations = tokens * layer.head_dim * size_of::<f32>();
-    let modulations = (6 * layers + 16) * width * steps as usize * size;
-    let attended: usize = conditions.iter().sum();
-    let longest = conditions.iter().copied().max().unwrap_or(0);
-    let kept = 2 * attended * layer.keys() * layers * size;
-    let embedded = longest * (width + config.condition_width()) * size;
-    let workspace = ops::attention_workspace(layer.num_attention_heads, tokens, tokens.max(longest));
-    let reordered = config.patch_size * (config.in_channels + channels) * width * size;
-    // The latent in f32 and in the dtype, its context and output, and velocities that guidance mixes.
-    let latents = tokens * config.patch_size * channels * (4 + 8 * size);
-    let others = rotations + modulations + kept + embedded + workspace + reordered + latents;
-    buffers + others as u64 + LIBRARIES
 }
 
 /// Whether a tensor is the weight of a layer that computes modulations, which steps do not use.

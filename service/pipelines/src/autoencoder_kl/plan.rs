@@ -70,6 +70,8 @@ impl Autoencoder<'_> {
         let (h, w) = self.config.latent_sides(image.width, image.height);
         StagePlan {
             takes: vec![self.latent(image)],
+            // What a mask keeps is the start's.
+            reads_media: image.mask.is_some(),
             ..self.stage(DECODE, Role::Decode, image, ladder(self.config, h, w, self.dtype))
         }
     }

@@ -8,7 +8,7 @@ use ops::{SequenceFilter, Snake, copy_rows};
 
 use super::config::OobleckConfig;
 use super::layers::{Source, Unit, convolve, from_latents, to_samples, transposed};
-use super::windows::{Windows, windows_of};
+use super::windows::{Window, Windows, windows_of};
 use crate::autoencoder_kl::dtype_of_maps;
 use crate::family::StageError;
 
@@ -110,6 +110,28 @@ impl OobleckDecoder {
         )
     }
 
+    /// [`OobleckDecoder::decode`] that begins with the window of a frame: the windows before it follow at the end. The
+    /// windows are the same, and so is every sample.
+    ///
+    /// # Errors
+    /// Those of [`OobleckDecoder::decode`].
+    pub fn decode_from(
+        &self,
+        latents: &Tensor,
+        from: usize,
+        windows: Windows,
+        cancelled: &dyn Fn() -> bool,
+        deliver: &mut dyn FnMut(usize, Tensor) -> Result<(), StageError>,
+    ) -> Result<(), StageError> {
+        let frames = self.frames_of(latents)?;
+        let mut list = windows_of(frames, 0..frames, windows, self.config.decode_margins());
+        let begins = list
+            .iter()
+            .position(|window| (window.keep_first..window.keep_end).contains(&from));
+        list.rotate_left(begins.unwrap_or(0));
+        self.decode_windows(latents, &list, cancelled, deliver)
+    }
+
     /// [`OobleckDecoder::decode`] of some of the frames: the samples that the whole track has there, of which frame `f`
     /// has [`OobleckConfig::hop`] from `f * hop` on. Only the frames that they depend on are decoded; it takes no more
     /// than [`super::decode_scratch`] of as many frames and as the layers see around them.
@@ -124,21 +146,38 @@ impl OobleckDecoder {
         cancelled: &dyn Fn() -> bool,
         deliver: &mut dyn FnMut(usize, Tensor) -> Result<(), StageError>,
     ) -> Result<(), StageError> {
-        let expected = self.config.decoder_input_channels;
-        let frames = match *latents.dims() {
-            [1, frames, channels] if channels == expected && self.config.samples(frames) > 0 => frames,
-            ref found => {
-                let problem =
-                    format!("latents of shape {found:?} where [1, frames, {expected}] are expected");
-                return Err(StageError::BadInput(problem));
-            }
-        };
+        let frames = self.frames_of(latents)?;
         if kept.start > kept.end || kept.end > frames {
             return Err(StageError::BadInput(format!("frames {kept:?} of {frames}")));
         }
-        let latents = latents.reshape((frames, expected))?.to_device(&self.device)?;
+        let list = windows_of(frames, kept, windows, self.config.decode_margins());
+        self.decode_windows(latents, &list, cancelled, deliver)
+    }
+
+    /// Frames of latents `[1, frames, decoder_input_channels]`.
+    fn frames_of(&self, latents: &Tensor) -> Result<usize, StageError> {
+        let expected = self.config.decoder_input_channels;
+        match *latents.dims() {
+            [1, frames, channels] if channels == expected && self.config.samples(frames) > 0 => Ok(frames),
+            ref found => {
+                let problem =
+                    format!("latents of shape {found:?} where [1, frames, {expected}] are expected");
+                Err(StageError::BadInput(problem))
+            }
+        }
+    }
+
+    fn decode_windows(
+        &self,
+        latents: &Tensor,
+        list: &[Window],
+        cancelled: &dyn Fn() -> bool,
+        deliver: &mut dyn FnMut(usize, Tensor) -> Result<(), StageError>,
+    ) -> Result<(), StageError> {
+        let latents = latents.squeeze(0)?.contiguous()?.to_device(&self.device)?;
+        let frames = latents.dim(0)?;
         let (hop, samples) = (self.config.hop(), self.config.samples(frames));
-        for window in windows_of(frames, kept, windows, self.config.decode_margins()) {
+        for window in list {
             let x = latents.narrow(0, window.first, window.end - window.first)?;
             let decoded = self.decode_window(&x, cancelled)?;
             // The window's first sample is that of its first frame, whatever the strides; only the track's end may

@@ -146,7 +146,7 @@ impl FluxModel {
             memo: Some(self.text_memo(request)?),
             section: None,
             shared: None,
-            reads_media: true,
+            reads_media: false,
             preview: None,
         })
     }
@@ -238,7 +238,8 @@ impl FluxModel {
             memo: None,
             section: None,
             shared: None,
-            reads_media: true,
+            // What a mask keeps is put back after every step.
+            reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
         }
     }

@@ -179,7 +179,7 @@ impl HunyuanModel {
             preview: None,
             section: None,
             shared: None,
-            reads_media: true,
+            reads_media: false,
         })
     }
 
@@ -287,7 +287,8 @@ impl HunyuanModel {
             preview: None,
             section: section.map(of_film),
             shared: None,
-            reads_media: true,
+            // Previews have the colours of the picture that the film begins with.
+            reads_media: request.preview,
         }
     }
 
@@ -364,7 +365,7 @@ impl HunyuanModel {
             preview: None,
             section: section.map(of_film),
             shared: None,
-            reads_media: true,
+            reads_media: false,
         }
     }
 }

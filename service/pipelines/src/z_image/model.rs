@@ -149,7 +149,7 @@ impl ZImageModel {
             memo: Some(memo(ids)),
             section: None,
             shared: None,
-            reads_media: true,
+            reads_media: false,
             preview: None,
         }
     }
@@ -192,7 +192,8 @@ impl ZImageModel {
             memo: None,
             section: None,
             shared: None,
-            reads_media: true,
+            // What a mask keeps is put back after every step.
+            reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
         }
     }

@@ -12,6 +12,8 @@ mod numbers;
 mod refusals;
 #[path = "../resident/mod.rs"]
 mod resident;
+mod rounds;
+mod strengths;
 mod text;
 mod tracks;
 mod workshop;

@@ -1,7 +1,9 @@
 //! What is refused: requests that a model cannot serve, and checkpoints that do not fit together.
 
 use candle_core::DType;
-use pipelines::{Audio, AudioTask, MediaFormat, Medium, Precision, Request, RequestError, catalogue};
+use pipelines::{
+    Audio, AudioTask, MediaFormat, Medium, Precision, Request, RequestError, StrengthPoint, catalogue,
+};
 
 use crate::workshop::{F32, Workshop, edit, folder, new_track, of_source, request};
 
@@ -92,6 +94,48 @@ fn requests_out_of_bounds_are_refused_with_their_field() {
             "8 channels",
         ),
     ];
+    let strengths = |task: AudioTask, points: &[(f32, f32)]| {
+        let mut request = of_source(task);
+        audio(&mut request).strengths = points
+            .iter()
+            .map(|&(seconds, strength)| StrengthPoint { seconds, strength })
+            .collect();
+        request
+    };
+    let of_points = |points: &[(f32, f32)]| strengths(AudioTask::TextToMusic, points);
+    let without_source =
+        with(&|r| audio(r).strengths = audio(&mut of_points(&[(0.0, 1.0)])).strengths.clone());
+    let many: Vec<(f32, f32)> = (0..4097).map(|at| (at as f32, 0.5)).collect();
+    let cases: Vec<(Request, &str, &str)> = [
+        (with(&|r| r.slots = 0), "slots", "1 to 16"),
+        (with(&|r| r.slots = 17), "slots", "is 17"),
+        (
+            with(&|r| audio(r).decode_from_seconds = -1.0),
+            "decode_from_seconds",
+            "is -1",
+        ),
+        (
+            with(&|r| audio(r).decode_from_seconds = f32::NAN),
+            "decode_from_seconds",
+            "NaN",
+        ),
+        (without_source, "strengths", "without a source"),
+        (
+            strengths(AudioTask::Cover, &[(0.0, 1.0)]),
+            "strengths",
+            "with cover",
+        ),
+        (of_points(&[(0.0, 1.1)]), "strengths", "1.1"),
+        (of_points(&[(0.0, f32::NAN)]), "strengths", "NaN"),
+        (of_points(&[(f32::INFINITY, 0.5)]), "strengths", "inf"),
+        (of_points(&[(1.0, 0.5), (0.5, 1.0)]), "strengths", "order them"),
+        (of_points(&[(0.0, 0.0), (1.0, 0.0)]), "strengths", "0 everywhere"),
+        (of_points(&[(0.0, 0.0), (1.0, 1e-30)]), "strengths", "leaves none"),
+        (of_points(&many), "strengths", "4097 points"),
+    ]
+    .into_iter()
+    .chain(cases)
+    .collect();
     for (request, field, word) in &cases {
         let problems = refused(&turbo, request);
         let found = problems.iter().find(|problem| problem.field == *field);
@@ -120,6 +164,8 @@ fn requests_out_of_bounds_are_refused_with_their_field() {
         new_track(),
         repaint(0.0, 0.0),
         repaint(0.5, f32::INFINITY),
+        of_points(&[(0.0, 0.0), (0.5, 1.0), (0.5, 0.25)]),
+        with(&|r| (r.slots, audio(r).decode_from_seconds) = (16, 1000.0)),
     ] {
         let problems = refused(&base, &accepted);
         assert_eq!(problems, [], "{accepted:?}");

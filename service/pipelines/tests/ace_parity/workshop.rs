@@ -68,6 +68,11 @@ impl Workshop {
         Workshop { model, components }
     }
 
+    /// A component of the model.
+    pub(crate) fn component(&self, name: &str) -> &Arc<ComponentTensors> {
+        &self.components[name]
+    }
+
     /// Runs one stage over the values that it takes, and checks that it used only its named components and gave its
     /// named values.
     pub(crate) fn run(
