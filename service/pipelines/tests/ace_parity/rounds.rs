@@ -7,7 +7,7 @@ use pipelines::{
     StrengthPoint, Unobserved, Values,
 };
 
-use crate::device::test_device;
+use crate::device::{test_device, tolerances};
 use crate::numbers::distance;
 use crate::resident::on_cpu;
 use crate::workshop::{F32, RATE, Workshop, folder, new_track, of_source, request, track};
@@ -215,6 +215,19 @@ fn slots(workshop: &Workshop) -> Vec<Slot> {
         .collect()
 }
 
+/// Largest distance of a value that was computed in a shared pass. Differences of velocities, which are near each other,
+/// have fewer digits.
+fn rounding(name: &str) -> f64 {
+    let of_values = match test_device().is_cpu() {
+        true => 1e-6,
+        false => tolerances().component,
+    };
+    match name.starts_with("guidance") {
+        true => 10.0 * of_values,
+        false => of_values,
+    }
+}
+
 fn apart(found: &HostTensor, expected: &HostTensor) -> f64 {
     assert_eq!(found.shape, expected.shape);
     distance(&on_cpu(found), &on_cpu(expected))
@@ -242,7 +255,7 @@ fn shared_passes_give_what_requests_give_alone() {
                 let apart = apart(value, &alone[name]);
                 let is_equal = value == &alone[name];
                 println!("{chosen:?}, {number}, {name}: {apart:.2e}, equal bits: {is_equal}");
-                assert!(apart <= 1e-6, "{chosen:?}, {number}, {name}: {apart:e}");
+                assert!(apart <= rounding(name), "{chosen:?}, {number}, {name}: {apart:e}");
             }
             let made = told.made.iter().filter(|(of, _, _)| *of == number);
             assert!(
@@ -255,12 +268,8 @@ fn shared_passes_give_what_requests_give_alone() {
     let given = shared(&workshop, &all[..1], &mut Unobserved).expect("values");
     let (plan, request, values) = &all[0];
     let alone = workshop.run(plan, 0, request, values, &mut Unobserved);
-    assert!(
-        apart(
-            &given[0].as_ref().expect("values")["sampling_1"],
-            &alone.expect("values")["sampling_1"]
-        ) <= 1e-6
-    );
+    let (given, alone) = (given[0].as_ref().expect("values"), alone.expect("values"));
+    assert!(apart(&given["sampling_1"], &alone["sampling_1"]) <= rounding("sampling_1"));
 }
 
 #[test]
@@ -285,7 +294,7 @@ fn what_is_asked_for_as_a_whole_is_the_same_in_shared_passes() {
     }
     for (seed, (_, _, values)) in (1..).zip(&both) {
         let alone = sampled(&workshop, &with(seed, 1), 1, &mut Steps::default());
-        assert!(apart(&values["latent"], &alone["latent"]) <= 1e-6);
+        assert!(apart(&values["latent"], &alone["latent"]) <= rounding("latent"));
     }
     assert_ne!(both[0].2["latent"], both[1].2["latent"]);
 }
@@ -305,7 +314,7 @@ fn one_that_fails_or_is_cancelled_changes_nothing_of_the_others() {
             let (given, before) = (given.as_ref().expect("values"), before.as_ref().expect("values"));
             for (name, value) in given {
                 let is_same = match are_fewer {
-                    true => apart(value, &before[name]) <= 1e-6,
+                    true => apart(value, &before[name]) <= rounding(name),
                     false => value == &before[name],
                 };
                 assert!(is_same, "{number} without {left}: {name}");
