@@ -64,7 +64,7 @@ from ._results import (
 )
 from ._sessions import SourceInput
 from ._streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream, AsyncStream
-from ._stubs import AsyncStubs
+from ._stubs import AsyncStubs, Stubs
 from ._uploads import AsyncUpload, MediaInput, upload_of
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ class AsyncClient:
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._made: AsyncStubs | None = None
+        # Sessions of sound are calls of threads: see `AsyncSessionCall`.
+        self._session_channel: grpc.Channel | None = None
         # Closing a channel of grpc.aio does not end all of its calls.
         self._streams: weakref.WeakSet[AsyncStream[Any] | AsyncAudioSession] = weakref.WeakSet()
 
@@ -274,7 +276,7 @@ class AsyncClient:
         request = requests.open_request(model, options, self.client_id)
 
         def begin(messages: Any) -> Any:
-            method = self._stubs.generation.StreamAudio
+            method = self._session_stubs.generation.StreamAudio
             return method(messages, metadata=self._metadata)
 
         session = AsyncAudioSession(
@@ -825,6 +827,8 @@ class AsyncClient:
             self._closed = True
             for stream in self._streams:
                 stream._drop()
+            if self._session_channel is not None:
+                self._session_channel.close()
             if self._channel is not None:
                 await self._channel.close()
 
@@ -854,6 +858,14 @@ class AsyncClient:
         elif self._loop is not loop:
             raise RuntimeError("An AsyncClient belongs to the event loop that it was first used in")
         return self._made
+
+    @property
+    def _session_stubs(self) -> Stubs:
+        if self._closed:
+            raise RuntimeError("The client is closed")
+        if self._session_channel is None:
+            self._session_channel = self._line.open()
+        return Stubs(self._session_channel)
 
     async def _unary(
         self, method: Callable[..., Awaitable[T]], request: object, timeout: float | None

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-import grpc.aio
+from typing import TYPE_CHECKING, Any, Protocol
 
 from . import _conversation
 from . import _requests as requests
 from ._channel import QUICK_S
-from ._conversation import NOT_OPEN, Conversation, SegmentRecord
+from ._conversation import NOT_OPEN, SegmentRecord
 from ._generated import generation_pb2
 from ._options import spelled
 from ._records import MediaInfo
 from ._requests import AdapterLike, ModelLike, SegmentOptions, SegmentStart
+from ._session_calls import AsyncSessionCall
 from ._session_events import AudioSessionClosed, SessionEvent, SoundChunk
 from ._sessions import BaseSegment, BaseSession, SourceInput
 from ._uploads import MediaInput
@@ -27,75 +25,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-T = TypeVar("T")
-
-
-class _AsyncConversation(Conversation):
-    """One that the tasks of a loop share."""
-
-    def __init__(self, endpoint: str, request: generation_pb2.OpenAudioSession) -> None:
-        self._changed = asyncio.Event()
-        self._outbox: asyncio.Queue[generation_pb2.StreamAudioRequest | None] = asyncio.Queue()
-        super().__init__(endpoint, request)
-
-    def put(self, message: generation_pb2.StreamAudioRequest | None) -> None:
-        self._outbox.put_nowait(message)
-
-    async def messages(self) -> AsyncIterator[generation_pb2.StreamAudioRequest]:
-        """What gRPC takes, in a task of its own."""
-        while (message := await self._outbox.get()) is not None:
-            yield message
-
-    def wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def read(self) -> None:
-        """Takes in what the service says."""
-        end: BaseException | None = None
-        try:
-            while (message := await self.call.read()) is not grpc.aio.EOF:
-                self.hear(message)
-                while self.is_full:
-                    await self._changed.wait()
-            # Older gRPC ends a call quietly that its channel has cancelled.
-            if self.call.cancelled():
-                end = _conversation.closed_here()
-        except BaseException as error:
-            end = error  # raised where it is waited for
-        self.end(end)
-
-    async def until(
-        self, there: Callable[[], T | None], timeout: float | None = None, late: str = ""
-    ) -> T:
-        """Waits in the caller's own task, and shows the service meanwhile that it is alive."""
-        end = None if timeout is None else _conversation.now() + timeout
-        while (found := there()) is None:
-            self.beat()
-            left = self.beat_s if end is None else end - _conversation.now()
-            if left <= 0:
-                raise _conversation.late(late, timeout or 0)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left, self.beat_s))
-        return found
-
-    async def next(self) -> SessionEvent | None:
-        """The next event, waited for; None: there are no more."""
-        self.asks()
-        self.beat()
-        return (await self.until(self.take))[0]
-
-    def drop(self) -> None:
-        """Ends the call at both ends. One that has ended stays as it is."""
-        self.end(_conversation.closed_here())
-        if self.call is not None:
-            self.call.cancel()
-
 
 class AsyncSegment(BaseSegment):
     """What is to sound, or sounds: of `play`, `replace_source` or `replace_model`."""
 
-    def __init__(self, conversation: _AsyncConversation, record: SegmentRecord) -> None:
+    def __init__(self, conversation: AsyncSessionCall, record: SegmentRecord) -> None:
         super().__init__(record)
         self._conversation = conversation
 
@@ -106,7 +40,7 @@ class AsyncSegment(BaseSegment):
         and it may still come. Sound that comes meanwhile is kept for whoever takes it.
         """
         late = f"Segment {self.number} was not ready"
-        await self._conversation.until(
+        await self._conversation.until_async(
             lambda: self._conversation.there_ready(self._record), timeout, late
         )
         return self
@@ -131,8 +65,7 @@ class AsyncAudioSession(BaseSession):
     enough. An application that does neither for `idle_s` loses it.
     """
 
-    _conversation: _AsyncConversation | None = None
-    _reading: asyncio.Task[None] | None = None
+    _conversation: AsyncSessionCall | None = None
 
     def __init__(
         self,
@@ -152,14 +85,13 @@ class AsyncAudioSession(BaseSession):
             raise RuntimeError("The session was opened before")
         self._request.source_media_id = await self._media_id(self._source, self._sample_rate)
         self._source = None
-        conversation = _AsyncConversation(self._endpoint, self._request)
+        conversation = AsyncSessionCall(self._endpoint, self._request)
         try:
-            conversation.call = self._begin(conversation.messages())
+            conversation.read(self._begin(conversation.outbox))
             self._conversation = conversation
-            self._reading = asyncio.create_task(conversation.read())
-            await conversation.until(conversation.there_open)
+            await conversation.until_async(conversation.there_open)
         except BaseException:
-            await self._leave()
+            conversation.drop()
             raise
         return self
 
@@ -203,7 +135,7 @@ class AsyncAudioSession(BaseSession):
         It ends with the session: by `close`, or because the service ends it. Raises what ends it
         otherwise.
         """
-        while (event := await self._said.next()) is not None:
+        while (event := await self._said.next_async()) is not None:
             yield event
 
     async def __aiter__(self) -> AsyncIterator[SoundChunk]:
@@ -217,12 +149,13 @@ class AsyncAudioSession(BaseSession):
         Raises what ended it, if that was not the service's last word.
         """
         said = self._said
-        said.say_close()
+        with said.changed:
+            said.say_close()
         try:
             late = "The service did not end the session"
-            return await said.until(said.there_report, QUICK_S, late)
+            return await said.until_async(said.there_report, QUICK_S, late)
         finally:
-            await self._leave()
+            self._drop()
 
     async def __aenter__(self) -> AsyncAudioSession:
         return await self.open()
@@ -234,7 +167,7 @@ class AsyncAudioSession(BaseSession):
         trace: TracebackType | None,
     ) -> None:
         if kind is not None or self._said.error_told:
-            await self._leave()
+            self._drop()
         else:
             await self.close()
 
@@ -243,24 +176,21 @@ class AsyncAudioSession(BaseSession):
         with contextlib.suppress(Exception):
             self._drop()
 
-    async def _leave(self) -> None:
-        self._drop()
-        if self._reading is not None:
-            await asyncio.wait({self._reading})
-
     def _drop(self) -> None:
         """Ends the call, for this session or because its client is closed."""
         if self._conversation is not None:
             self._conversation.drop()
 
     @property
-    def _said(self) -> _AsyncConversation:
+    def _said(self) -> AsyncSessionCall:
         if self._conversation is None:
             raise RuntimeError(NOT_OPEN)
         return self._conversation
 
     def _send(self, **message: Any) -> AsyncSegment:
-        return AsyncSegment(self._said, self._said.say_segment(**message))
+        said = self._said
+        with said.changed:
+            return AsyncSegment(said, said.say_segment(**message))
 
     async def _media_id(self, source: SourceInput | None, sample_rate: int | None) -> str:
         if source is None:

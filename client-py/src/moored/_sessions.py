@@ -8,21 +8,20 @@ that hangs falls silent, and the service gives back what its session holds.
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from . import _conversation
 from . import _requests as requests
 from ._channel import QUICK_S
-from ._conversation import NOT_OPEN, Conversation, SegmentRecord, SegmentState
+from ._conversation import NOT_OPEN, SegmentRecord, SegmentState
 from ._events import Done
 from ._generated import generation_pb2
 from ._options import put, spelled
 from ._records import MediaInfo, ResolvedModel
 from ._requests import AdapterLike, ModelLike, SegmentOptions, SegmentStart
+from ._session_calls import SessionCall
 from ._session_events import AudioSessionClosed, AudioSessionOpened, SessionEvent, SoundChunk
 from ._streams import begun
 from ._uploads import MediaInput
@@ -32,89 +31,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-T = TypeVar("T")
-
 SourceInput: TypeAlias = MediaInput | MediaInfo
 """A track as `put_media` takes it, which is uploaded; or what it has returned, or its id."""
-
-# A signal that comes just as a thread falls asleep on a lock does not wake it: so late it is seen.
-_AWAKE_S = 1.0
-
-
-class _Outbox(Iterator[generation_pb2.StreamAudioRequest]):
-    """Messages on their way. gRPC takes them, in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[generation_pb2.StreamAudioRequest | None] = (
-            queue.SimpleQueue()
-        )
-        self.put = self._messages.put
-
-    def __next__(self) -> generation_pb2.StreamAudioRequest:
-        message = self._messages.get()
-        if message is None:
-            raise StopIteration
-        return message
-
-
-class _ThreadedConversation(Conversation):
-    """One that threads share. Every use of it holds `changed`."""
-
-    def __init__(self, endpoint: str, request: generation_pb2.OpenAudioSession) -> None:
-        # Reentrant: what waits may speak.
-        self.changed = threading.Condition(threading.RLock())
-        self.outbox = _Outbox()
-        super().__init__(endpoint, request)
-
-    def put(self, message: generation_pb2.StreamAudioRequest | None) -> None:
-        self.outbox.put(message)
-
-    def wake(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
-    def until(
-        self, there: Callable[[], T | None], timeout: float | None = None, late: str = ""
-    ) -> T:
-        """Waits in the caller's own thread, and shows the service meanwhile that it is alive."""
-        end = None if timeout is None else _conversation.now() + timeout
-        with self.changed:
-            while (found := there()) is None:
-                self.beat()
-                left = _AWAKE_S if end is None else end - _conversation.now()
-                if left <= 0:
-                    raise _conversation.late(late, timeout or 0)
-                self.changed.wait(min(left, self.beat_s, _AWAKE_S))
-            return found
-
-    def next(self) -> SessionEvent | None:
-        """The next event, waited for; None: there are no more."""
-        with self.changed:
-            self.asks()
-            self.beat()
-            return self.until(self.take)[0]
-
-    def drop(self) -> None:
-        """Ends the call at both ends. One that has ended stays as it is."""
-        with self.changed:
-            self.end(_conversation.closed_here())
-        if self.call is not None:
-            self.call.cancel()
-
-
-def _read(conversation: _ThreadedConversation) -> None:
-    """Takes in what the service says, in a thread that knows nothing of the session."""
-    changed, end = conversation.changed, None
-    try:
-        for message in conversation.call:
-            with changed:
-                conversation.hear(message)
-                while conversation.is_full:
-                    changed.wait()
-    except BaseException as error:
-        end = error  # raised where it is waited for
-    with changed:
-        conversation.end(end)
 
 
 class BaseSegment:
@@ -160,7 +78,7 @@ class BaseSegment:
 class Segment(BaseSegment):
     """What is to sound, or sounds: of `play`, `replace_source` or `replace_model`."""
 
-    def __init__(self, conversation: _ThreadedConversation, record: SegmentRecord) -> None:
+    def __init__(self, conversation: SessionCall, record: SegmentRecord) -> None:
         super().__init__(record)
         self._conversation = conversation
 
@@ -199,7 +117,7 @@ class BaseSession:
         self._sample_rate = sample_rate
 
     @property
-    def _said(self) -> Conversation:
+    def _said(self) -> SessionCall:
         raise NotImplementedError
 
     @property
@@ -236,12 +154,9 @@ class BaseSession:
         For `paced` sessions of which that is known better than by the chunks that were taken: from
         then on only this counts.
         """
-        self._said.say_played(_sample(sample), by_hand=True)
-
-
-def _sample(sample: int) -> int:
-    put(generation_pb2.PlayHead(), "sample", sample)
-    return sample
+        put(generation_pb2.PlayHead(), "sample", sample)
+        with self._said.changed:
+            self._said.say_played(sample, by_hand=True)
 
 
 class AudioSession(BaseSession):
@@ -259,7 +174,7 @@ class AudioSession(BaseSession):
     enough. An application that does neither for `idle_s` loses it.
     """
 
-    _conversation: _ThreadedConversation | None = None
+    _conversation: SessionCall | None = None
 
     def __init__(
         self,
@@ -279,14 +194,10 @@ class AudioSession(BaseSession):
             raise RuntimeError("The session was opened before")
         self._request.source_media_id = self._media_id(self._source, self._sample_rate)
         self._source = None
-        conversation = _ThreadedConversation(self._endpoint, self._request)
+        conversation = SessionCall(self._endpoint, self._request)
         try:
-            conversation.call = begun(self._begin, conversation.outbox)
+            conversation.read(begun(self._begin, conversation.outbox))
             self._conversation = conversation
-            reads = threading.Thread(
-                target=_read, args=(conversation,), daemon=True, name="moored session"
-            )
-            reads.start()
             conversation.until(conversation.there_open)
         except BaseException:
             conversation.drop()
@@ -341,15 +252,6 @@ class AudioSession(BaseSession):
             if isinstance(event, SoundChunk):
                 yield event
 
-    def played(self, sample: int) -> None:
-        """Says how far you have played: samples of each channel, from the first of the session on.
-
-        For `paced` sessions of which that is known better than by the chunks that were taken: from
-        then on only this counts.
-        """
-        with self._said.changed:
-            super().played(sample)
-
     def close(self) -> AudioSessionClosed:
         """Ends the session and returns its report; again, the same one. Any thread may.
 
@@ -385,7 +287,7 @@ class AudioSession(BaseSession):
                 self._conversation.drop()
 
     @property
-    def _said(self) -> _ThreadedConversation:
+    def _said(self) -> SessionCall:
         if self._conversation is None:
             raise RuntimeError(NOT_OPEN)
         return self._conversation
