@@ -228,6 +228,7 @@ mod tests {
             components: vec![component],
             plan: (!rungs.is_empty()).then_some(plan),
             headroom: Bytes::ZERO,
+            later: Vec::new(),
         }
     }
 

@@ -86,6 +86,8 @@ pub struct StageWork {
     pub components: Vec<Component>,
     /// Names of the later stages of the job.
     pub behind: Vec<String>,
+    /// Components that those need.
+    pub later: Vec<ComponentId>,
     /// The request, with the item's seed.
     pub request: Request,
     /// Input values of the stage.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use pipelines::{Rung, StagePlan};
-use residency::{Bytes, Component, StageNeed};
+use residency::{Bytes, Component, ComponentId, StageNeed};
 
 use crate::messages::{Order, Work};
 
@@ -17,16 +17,24 @@ pub struct Need {
     pub plan: Option<StagePlan>,
     /// Bytes of the card that stay free while it runs, if that is more than the card's own headroom.
     pub headroom: Bytes,
+    /// Components that later stages of the job need.
+    pub later: Vec<ComponentId>,
 }
 
 impl Need {
     /// What a stage needs, of all components of its model.
-    pub(crate) fn of_stage(plan: StagePlan, all: &[Component], headroom: Bytes) -> Need {
+    pub(crate) fn of_stage(
+        plan: StagePlan,
+        all: &[Component],
+        later: Vec<ComponentId>,
+        headroom: Bytes,
+    ) -> Need {
         Need {
             name: plan.name.as_str().into(),
             components: named(&plan.components, all),
             plan: Some(plan),
             headroom,
+            later,
         }
     }
 
@@ -41,6 +49,10 @@ impl Need {
             components: components.clone(),
             plan,
             headroom: order.headroom,
+            later: match &order.work {
+                Work::Load(_) => Vec::new(),
+                Work::Stage(work) => work.later.clone(),
+            },
         }
     }
 
@@ -76,6 +88,7 @@ impl Need {
             components: self.components.clone(),
             scratch,
             headroom: self.headroom,
+            later: self.later.clone(),
         }
     }
 

@@ -45,6 +45,7 @@ fn full_card() -> Result<Ledger, LedgerError> {
             components: vec![c.clone()],
             scratch: Bytes::ZERO,
             headroom: Bytes::ZERO,
+            later: Vec::new(),
         };
         for _ in 0..n % 5 {
             let lease = ledger.lease(&need, Millis(n as u64 * 37 % 600_000))?;
@@ -77,6 +78,7 @@ fn main() -> Result<(), LedgerError> {
             components,
             scratch: Bytes::mib(n * 13 % 40_000),
             headroom: Bytes::ZERO,
+            later: Vec::new(),
         };
         let policy = if n % 2 == 0 {
             Policy::Shared

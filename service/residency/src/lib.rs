@@ -28,7 +28,7 @@
 //!     bytes: Bytes::mib(160),
 //!     reload_seconds: 0.02,
 //! };
-//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO };
+//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO, later: vec![] };
 //!
 //! let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, now) else { panic!("it fits") };
 //! for each in moves {

@@ -136,6 +136,8 @@ pub struct StageNeed {
     pub scratch: Bytes,
     /// Bytes of the card that stay free while it runs, if the job asks for more than the card's own headroom.
     pub headroom: Bytes,
+    /// Components that later stages of the job need: they leave last, since they would have to come back at once.
+    pub later: Vec<ComponentId>,
 }
 
 impl StageNeed {

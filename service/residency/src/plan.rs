@@ -131,6 +131,7 @@ pub fn make_room(ledger: &Ledger, bytes: Bytes, now: Millis) -> Verdict {
         scratch: Bytes::ZERO,
         peak: bytes,
         headroom: Bytes::ZERO,
+        later: &[],
     };
     Survey::of(ledger, &ask).verdict(&ask, Policy::Shared, now)
 }
@@ -167,6 +168,8 @@ struct Ask<'a> {
     peak: Bytes,
     /// Bytes to keep free beyond the card's own headroom.
     headroom: Bytes,
+    /// Components that the job needs later.
+    later: &'a [ComponentId],
 }
 
 impl<'a> Ask<'a> {
@@ -187,6 +190,7 @@ impl<'a> Ask<'a> {
             scratch: need.scratch,
             peak,
             headroom: need.headroom - ledger.headroom(),
+            later: &need.later,
         }
     }
 
@@ -284,7 +288,7 @@ impl<'a> Survey<'a> {
     }
 
     fn moves(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<Move> {
-        let victims = self.victims(self.missing(ask), policy, now);
+        let victims = self.victims(ask, policy, now);
         let freed: Bytes = victims.iter().map(|r| r.component.bytes).sum();
         let accounts = self.ledger.accounts();
         let trim = match policy {
@@ -303,9 +307,10 @@ impl<'a> Survey<'a> {
         moves
     }
 
-    /// Components to evict: those that the policy requires, then the cheapest to reload until enough is free, less
-    /// those that later choices made unnecessary.
-    fn victims(&self, missing: Bytes, policy: Policy, now: Millis) -> Vec<&'a Resident> {
+    /// Components to evict: those that the policy requires, then the cheapest to reload until enough is free, those that the
+    /// job itself needs later behind all others, less those that later choices made unnecessary.
+    fn victims(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<&'a Resident> {
+        let missing = self.missing(ask);
         let large = large_from(self.ledger.total());
         let must_go = |r: &Resident| policy == Policy::Exclusive && r.component.bytes >= large;
         let (mut victims, others): (Vec<&Resident>, Vec<&Resident>) =
@@ -315,9 +320,13 @@ impl<'a> Survey<'a> {
         if missing == Bytes::ZERO {
             return victims;
         }
+        let is_later = |r: &Resident| ask.later.contains(&r.component.id);
         let mut by_cost: Vec<(f64, &Resident)> =
             others.into_iter().map(|r| (r.cost_per_byte(now), r)).collect();
-        by_cost.sort_by(|(a, r), (b, s)| a.total_cmp(b).then(r.last_used.cmp(&s.last_used)));
+        by_cost.sort_by(|(a, r), (b, s)| {
+            let later = is_later(r).cmp(&is_later(s));
+            later.then(a.total_cmp(b)).then(r.last_used.cmp(&s.last_used))
+        });
         let mut sum = Bytes::ZERO;
         let enough = by_cost.iter().position(|(_, r)| {
             sum += r.component.bytes;

@@ -283,7 +283,7 @@ impl View<'_> {
             let plan = open.model.plan(request).ok()?;
             for index in needed(&plan, run) {
                 let plan = plan.get(index)?.clone();
-                let mut need = Need::of_stage(plan, &open.components, job.options.headroom);
+                let mut need = Need::of_stage(plan, &open.components, Vec::new(), job.options.headroom);
                 self.learned.improve(&mut need, open.model.family(), description);
                 stages.push(need.least());
             }
@@ -299,6 +299,7 @@ impl View<'_> {
                     components: named.cloned().collect(),
                     scratch: Bytes::ZERO,
                     headroom: job.options.headroom,
+                    later: Vec::new(),
                 })
             }
             JobWork::Run(_) => None,
@@ -358,6 +359,7 @@ impl View<'_> {
                 components: components.to_vec(),
                 scratch: Bytes::ZERO,
                 headroom: job.options.headroom,
+                later: Vec::new(),
             };
             let part = Alternative {
                 change: Change {

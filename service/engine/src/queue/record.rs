@@ -260,7 +260,29 @@ impl JobRecord {
         };
         let plan = self.plan(dtype).get(stage)?.clone();
         let all = &self.models.get(dtype)?.components;
-        Some(Need::of_stage(plan, all, self.options.headroom))
+        Some(Need::of_stage(
+            plan,
+            all,
+            self.needed_behind(index, dtype),
+            self.options.headroom,
+        ))
+    }
+
+    /// Components that the stages behind the step at `index` need.
+    fn needed_behind(&self, index: usize, dtype: &str) -> Vec<ComponentId> {
+        let plan = self.plan(dtype);
+        let behind = self
+            .steps
+            .iter()
+            .skip(index + 1)
+            .filter_map(|step| match step.kind {
+                StepKind::Stage(stage) => plan.get(stage),
+                StepKind::Load(_) | StepKind::Unload(_) => None,
+            });
+        let mut names: Vec<String> = behind.flat_map(|stage| stage.components.clone()).collect();
+        names.sort_unstable();
+        names.dedup();
+        self.components(&names, dtype).into_iter().map(|c| c.id).collect()
     }
 
     fn load_need(&self, dtype: &str) -> Option<Need> {
@@ -277,6 +299,7 @@ impl JobRecord {
             components: named.cloned().collect(),
             plan: None,
             headroom: self.options.headroom,
+            later: Vec::new(),
         })
     }
 
@@ -286,6 +309,7 @@ impl JobRecord {
             components: self.swap.as_ref()?.begun.as_ref()?.before.clone(),
             plan: None,
             headroom: Bytes::ZERO, // what was there before comes back whatever the new model was to leave free
+            later: Vec::new(),
         })
     }
 

@@ -124,6 +124,7 @@ impl View<'_> {
             components: open.components.clone(),
             scratch,
             headroom: job.options.headroom,
+            later: Vec::new(),
         };
         let verdict = plan(
             &ledger,

@@ -92,7 +92,7 @@ impl<'a> View<'a> {
         let open = job.models.get(&description.compute_dtype)?;
         if let Some(plan) = need.plan.as_ref().filter(|plan| plan.preview.is_some()) {
             let plan = plan.clone().with_previews();
-            let mut previewed = Need::of_stage(plan, &open.components, need.headroom);
+            let mut previewed = Need::of_stage(plan, &open.components, need.later.clone(), need.headroom);
             self.learned
                 .improve(&mut previewed, open.model.family(), description);
             let ledger = self.ledger_for(job, card);

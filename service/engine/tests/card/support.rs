@@ -308,6 +308,7 @@ impl Bench {
         let work = StageWork {
             components: components.collect(),
             behind: Vec::new(),
+            later: Vec::new(),
             plan,
             request,
             values,

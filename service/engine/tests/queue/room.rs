@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use engine::job::{JobEvent, JobEventKind};
 use engine::library::Entry;
-use engine::messages::{Answer, Command, Outcome, Shortage};
+use engine::messages::{Answer, Command, Outcome, Shortage, Work};
 use engine::queue::{Job, Queue, Settings};
 use engine::{ChangedTo, Error};
 use residency::{Bytes, ComponentId, WaitCause};
@@ -76,6 +76,23 @@ async fn patience_for_a_late_eviction_lasts_five_seconds() {
     let mut job = queue.submit(spec).await.unwrap();
     assert_eq!(ticks(&mut job).await.0.len(), 2, "a job's own patience");
     at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_order_says_what_its_job_needs_later() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    let mut needed = Vec::new();
+    for _ in 0..3 {
+        let order = worker.order().await;
+        let Work::Stage(stage) = &order.work else { panic!() };
+        let later: Vec<&str> = stage.later.iter().map(|id| &*id.0).collect();
+        needed.push(later.join(" "));
+        worker.complete(&order);
+    }
+    end(&mut job).await.unwrap();
+    let (transformer, vae) = ("path:/a#transformer@F32", "path:/a#vae@F32");
+    assert_eq!(needed, [&format!("{transformer} {vae}"), vae, ""]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -495,6 +512,7 @@ async fn patience_is_not_spent_while_own_jobs_block() {
         components,
         scratch: Bytes::ZERO,
         headroom: Bytes::ZERO,
+        later: Vec::new(),
     };
     let lease = worker.ledger.lease(&need, worker.now()).unwrap();
     worker.set_foreign(Bytes::gib(12));

@@ -538,6 +538,7 @@ impl Slot {
                     components: Vec::new(),
                     scratch: Bytes::ZERO,
                     headroom: Bytes::ZERO,
+                    later: Vec::new(),
                 };
                 leased.lease(&need, Millis(0)).ok()?;
                 Some(leased)

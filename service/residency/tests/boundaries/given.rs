@@ -19,6 +19,7 @@ pub(crate) fn stage(components: &[&Component], scratch: Bytes) -> StageNeed {
         components: components.iter().map(|&c| c.clone()).collect(),
         scratch,
         headroom: Bytes::ZERO,
+        later: Vec::new(),
     }
 }
 

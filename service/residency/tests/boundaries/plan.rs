@@ -1,6 +1,6 @@
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, IdlePolicy, Ledger, Millis, Move, Policy,
-    ReservationId, Verdict, WaitCause, idle_moves, large_from, make_room, plan, plan_low_memory,
+    ReservationId, StageNeed, Verdict, WaitCause, idle_moves, large_from, make_room, plan, plan_low_memory,
 };
 
 use crate::given::{card_with, component, evict, stage, truth, use_at};
@@ -107,6 +107,25 @@ fn components_past_their_keep_alive_are_evicted_first() {
     let mut ledger = card_with(&[&a, &b]);
     ledger.set_keep_alive(&b.id, Some(NOW));
     assert_eq!(shared(&ledger, &[&new], 4), run([evict_of(&b), load_of(&new)]));
+}
+
+#[test]
+fn what_the_job_needs_later_is_evicted_last() {
+    let (mut sampled, decoder, new) = (component("a", 8), component("b", 8), component("new", 8));
+    sampled.reload_seconds = 100.0;
+    let ledger = card_with(&[&sampled, &decoder]);
+    let decode = |later: &[&Component]| StageNeed {
+        later: later.iter().map(|c| c.id.clone()).collect(),
+        ..stage(&[&new], Bytes::gib(4))
+    };
+    let verdict = |later: &[&Component]| plan(&ledger, &decode(later), Policy::Shared, NOW);
+    assert_eq!(verdict(&[]), run([evict_of(&decoder), load_of(&new)]));
+    assert_eq!(verdict(&[&decoder]), run([evict_of(&sampled), load_of(&new)]));
+    assert_eq!(
+        verdict(&[&sampled, &decoder]),
+        run([evict_of(&decoder), load_of(&new)]),
+        "one of them has to go"
+    );
 }
 
 #[test]

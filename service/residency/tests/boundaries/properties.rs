@@ -110,6 +110,7 @@ fn need_of(components: &[Component], scratch: u64) -> StageNeed {
         components: components.to_vec(),
         scratch: Bytes(scratch),
         headroom: Bytes::ZERO,
+        later: Vec::new(),
     }
 }
 

@@ -84,6 +84,7 @@ fn stages(rng: &mut ChaCha8Rng, kind: usize, components: &[Component], total: By
             components: wanted,
             scratch: predicted,
             headroom: Bytes::ZERO,
+            later: Vec::new(),
         };
         Stage {
             need,

@@ -88,6 +88,7 @@ impl Core {
                 components: components.clone(),
                 plan: None,
                 headroom: Bytes::ZERO,
+                later: Vec::new(),
             };
             let order = Order {
                 ticket: self.ticket(),
@@ -361,6 +362,7 @@ impl Core {
             plan,
             components: need.components.clone(),
             behind,
+            later: need.later.clone(),
             request,
             values: job.input(step, &kept),
             preview_interval_ms,

@@ -86,6 +86,7 @@ fn stage(medium: Medium) -> StageWork {
         },
         components: vec![component("transformer"), component("vae")],
         behind: vec!["decode".to_owned()],
+        later: vec![ComponentId::new("blake3:cd#vae@BF16")],
         request: Request {
             prompt: "Türme im Nebel, 霧".to_owned(),
             seed: u64::MAX,
@@ -200,6 +201,7 @@ fn ledger() -> Ledger {
         components: vec![vae.clone()],
         scratch: Bytes::gib(2),
         headroom: Bytes::ZERO,
+        later: Vec::new(),
     };
     ledger.lease(&need, Millis(7)).unwrap();
     ledger.pin(vae.id.clone());
