@@ -470,7 +470,10 @@ fn scan(folder: &Path) -> Vec<Found> {
 
 /// Whether a folder can be opened: a pipeline, or a transformer alone that finds the rest beside it.
 fn is_pipeline(folder: &Path) -> bool {
-    folder.join("model_index.json").is_file() || pipelines::catalogue().has_transformer(folder)
+    let catalogue = pipelines::catalogue();
+    folder.join("model_index.json").is_file()
+        || catalogue.has_transformer(folder)
+        || catalogue.has_own_layout(folder)
 }
 
 fn single_file_id(path: &Path) -> Option<String> {

@@ -409,6 +409,15 @@ pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Reque
     smaller.into_iter().flatten().collect()
 }
 
+/// What is read of a repository in the layout of a model's authors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnLayout {
+    /// Folders, each with its configuration and weights.
+    pub folders: Vec<String>,
+    /// Further files.
+    pub files: Vec<String>,
+}
+
 /// A model family.
 pub trait Family: Send + Sync {
     /// The family's identifier: `flux`.
@@ -427,6 +436,22 @@ pub trait Family: Send + Sync {
     /// Classes of other pipelines that have parts of its own, with the folders that it reads of them.
     fn parts(&self) -> &'static [(&'static str, &'static [&'static str])] {
         &[]
+    }
+
+    /// Of the folders that it reads of a pipeline of this class, those that a model may lack.
+    fn optional_folders(&self, _class: &str) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// What it reads of a repository in its authors' own layout, from the names of all files there; `None` if it is no such
+    /// repository.
+    fn own_layout(&self, _files: &[&str]) -> Option<OwnLayout> {
+        None
+    }
+
+    /// Whether a folder holds a model in its authors' own layout.
+    fn has_own_layout(&self, _folder: &Path) -> bool {
+        false
     }
 
     /// Classes of its transformers that come alone, in a folder of their own.
@@ -490,6 +515,22 @@ impl Catalogue {
         family
             .map(|family| family.folders(class))
             .or_else(|| parts.find(|(of, _)| *of == class).map(|(_, folders)| *folders))
+    }
+
+    /// Of the folders that are read of a pipeline of this class, those that a model may lack.
+    pub fn optional_folders_of(&self, class: &str) -> &'static [&'static str] {
+        let family = self.families.iter().find(|f| f.pipelines().contains(&class));
+        family.map_or(&[], |family| family.optional_folders(class))
+    }
+
+    /// What is read of a repository in the layout of a family's authors, from the names of all files there.
+    pub fn own_layout(&self, files: &[&str]) -> Option<OwnLayout> {
+        self.families.iter().find_map(|family| family.own_layout(files))
+    }
+
+    /// Whether a folder holds a model in the layout of a family's authors.
+    pub fn has_own_layout(&self, folder: &Path) -> bool {
+        self.families.iter().any(|family| family.has_own_layout(folder))
     }
 
     /// Whether this is the class of a transformer that a family opens without its pipeline.

@@ -33,7 +33,7 @@ use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
-const CAPABILITIES: [&str; 13] = [
+const CAPABILITIES: [&str; 14] = [
     "text_to_image",
     "image_to_image",
     "encode_image",
@@ -47,6 +47,7 @@ const CAPABILITIES: [&str; 13] = [
     "mask",
     "references",
     "controlnet",
+    "audio_sessions",
 ];
 /// Capability that `hub.pull` may switch off.
 const PULL: &str = "pull";

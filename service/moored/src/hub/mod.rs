@@ -213,9 +213,13 @@ impl Hub {
             Some(file) => selection::of_file(&model.id, file, &names)?,
             None if names.contains(&INDEX) => {
                 let index = session.read(model, &commit, INDEX).await?;
-                selection::wanted(&model.id, folders_of(&model.id, &index)?, &names)?
+                let folders = folders_of(&model.id, &index, &names)?;
+                selection::wanted(&model.id, &folders, &names)?
             }
-            None => self.adapter_files(session, model, &commit, &names).await?,
+            None => match pipelines::catalogue().own_layout(&names) {
+                Some(layout) => selection::of_own_layout(&model.id, &layout, &names)?,
+                None => self.adapter_files(session, model, &commit, &names).await?,
+            },
         };
         let wanted: HashSet<String> = wanted.into_iter().collect();
         if wanted.len() > MOST_FILES {
@@ -324,6 +328,10 @@ fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
     let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
+        if let Some(layout) = pipelines::catalogue().own_layout(&names) {
+            let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
+            return Ok(selection::missing(&folders, &names));
+        }
         if pipelines::catalogue().has_transformer(snapshot) {
             return Ok(selection::missing_at_root(&names));
         }
@@ -335,12 +343,12 @@ fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
             vec![INDEX.to_owned()]
         });
     };
-    let folders = folders_of(id, &index)?;
-    Ok(selection::missing(folders, &names))
+    let folders = folders_of(id, &index, &names)?;
+    Ok(selection::missing(&folders, &names))
 }
 
-/// The folders that a pipeline is read from, by its index.
-fn folders_of(id: &str, index: &[u8]) -> Result<&'static [&'static str], PullError> {
+/// The folders that a pipeline is read from, by its index; of those that it may lack, the ones that there are.
+fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str>, PullError> {
     #[derive(Deserialize)]
     struct Index {
         #[serde(rename = "_class_name", default)]
@@ -351,7 +359,14 @@ fn folders_of(id: &str, index: &[u8]) -> Result<&'static [&'static str], PullErr
         PullError::NotAPipeline(format!("the {INDEX} of {id} cannot be read: {problem}"))
     })?;
     let catalogue = pipelines::catalogue();
-    catalogue.folders_of(&index.class).ok_or_else(|| {
+    let optional = catalogue.optional_folders_of(&index.class);
+    let is_there = |folder: &str| {
+        files.iter().any(|file| {
+            file.strip_prefix(folder)
+                .is_some_and(|rest| rest.starts_with('/'))
+        })
+    };
+    let folders = catalogue.folders_of(&index.class).ok_or_else(|| {
         let known: Vec<&str> = catalogue.pipelines().collect();
         let class = match index.class.as_str() {
             "" => "nameless pipeline".to_owned(),
@@ -361,5 +376,34 @@ fn folders_of(id: &str, index: &[u8]) -> Result<&'static [&'static str], PullErr
             "{id} is a {class}, and what can be run is {}; nothing was fetched",
             known.join(", ")
         ))
-    })
+    })?;
+    let needed = folders.iter().copied();
+    Ok(needed
+        .filter(|folder| !optional.contains(folder) || is_there(folder))
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_that_a_model_may_lack_are_read_where_they_are() {
+        let index = br#"{"_class_name": "AceStepPipeline"}"#;
+        let all = [
+            "audio_tokenizer/config.json",
+            "audio_token_detokenizer/config.json",
+        ];
+        let read = |files: &[&str]| folders_of("me/music", index, files).unwrap();
+        assert!(read(&all).contains(&"audio_tokenizer"));
+        let without = read(&["audio_tokenizer.json"]);
+        assert!(
+            !without.iter().any(|folder| folder.starts_with("audio_token")),
+            "{without:?}"
+        );
+        assert!(
+            without.contains(&"transformer"),
+            "it is needed, and its lack is told"
+        );
+    }
 }

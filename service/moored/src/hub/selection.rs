@@ -1,6 +1,8 @@
 //! Which files of a repository a pipeline is read from. A repository in diffusers' layout often holds the same weights
 //! several times: as single checkpoints at its root, in half precision, for other frameworks. One copy is enough.
 
+use pipelines::OwnLayout;
+
 use super::PullError;
 use super::error::{list, shown};
 
@@ -54,6 +56,17 @@ pub(super) fn wanted(id: &str, folders: &[&str], files: &[&str]) -> Result<Vec<S
             list(&missing)
         )));
     }
+    Ok(wanted)
+}
+
+/// The files of a repository in the layout of a model's authors.
+///
+/// # Errors
+/// As [`wanted`].
+pub(super) fn of_own_layout(id: &str, layout: &OwnLayout, files: &[&str]) -> Result<Vec<String>, PullError> {
+    let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
+    let mut wanted = wanted(id, &folders, files)?;
+    wanted.extend(layout.files.iter().cloned());
     Ok(wanted)
 }
 
@@ -241,6 +254,53 @@ mod tests {
 
     fn folders() -> &'static [&'static str] {
         pipelines::catalogue().folders_of("FluxPipeline").unwrap()
+    }
+
+    #[test]
+    fn of_a_repository_of_authors_one_model_is_read_with_what_it_needs() {
+        let mut files = vec![
+            "README.md",
+            "config.json",
+            "vae/config.json",
+            "vae/diffusion_pytorch_model.safetensors",
+            "Qwen3-Embedding-0.6B/config.json",
+            "Qwen3-Embedding-0.6B/tokenizer.json",
+            "Qwen3-Embedding-0.6B/model.safetensors",
+            "acestep-5Hz-lm-1.7B/config.json",
+            "acestep-5Hz-lm-1.7B/model.safetensors",
+            "acestep-v15-base/config.json",
+            "acestep-v15-base/silence_latent.pt",
+            "acestep-v15-base/model.safetensors",
+            "acestep-v15-turbo/config.json",
+            "acestep-v15-turbo/configuration_acestep_v15.py",
+            "acestep-v15-turbo/silence_latent.pt",
+            "acestep-v15-turbo/model.safetensors",
+        ];
+        let layout = pipelines::catalogue().own_layout(&files).unwrap();
+        let mut wanted = of_own_layout("me/music", &layout, &files).unwrap();
+        wanted.sort();
+        let expected = [
+            "Qwen3-Embedding-0.6B/config.json",
+            "Qwen3-Embedding-0.6B/model.safetensors",
+            "Qwen3-Embedding-0.6B/tokenizer.json",
+            "acestep-v15-turbo/config.json",
+            "acestep-v15-turbo/model.safetensors",
+            "acestep-v15-turbo/silence_latent.pt",
+            "vae/config.json",
+            "vae/diffusion_pytorch_model.safetensors",
+        ];
+        assert_eq!(wanted, expected);
+        files.retain(|file| !file.starts_with("vae/d"));
+        let refused = of_own_layout("me/music", &layout, &files)
+            .unwrap_err()
+            .to_string();
+        assert!(refused.contains("vae"), "{refused}");
+        files.retain(|file| !file.starts_with("vae"));
+        assert_eq!(
+            pipelines::catalogue().own_layout(&files),
+            None,
+            "there is nothing to decode with"
+        );
     }
 
     /// Layout of a large repository, with files that are not needed.

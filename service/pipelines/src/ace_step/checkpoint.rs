@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::ModelError;
 use crate::checkpoint::{Checkpoint, companion, folders_in, is_single_file, open};
 use crate::files::{pipeline_class, read_json, unsupported};
+use crate::{ModelError, OwnLayout};
 
 /// The supported pipeline class.
 pub(super) const PIPELINES: [&str; 1] = ["AceStepPipeline"];
@@ -83,6 +83,37 @@ impl Places {
         };
         Ok(found.map(|places| Places::Authors(Box::new(places))))
     }
+}
+
+/// What is read of a repository in the authors' layout: the autoencoder, the text encoder, and one model. Of several it is the
+/// turbo model, as the authors' programs take it, or else the first by name.
+pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
+    let has = |folder: &str| files.iter().any(|file| *file == format!("{folder}/config.json"));
+    let silence = SILENCE_FILES[0];
+    let models = files
+        .iter()
+        .filter_map(|file| file.strip_suffix(silence)?.strip_suffix('/'));
+    let mut models: Vec<&str> = models
+        .filter(|folder| !folder.contains('/') && has(folder))
+        .collect();
+    models.sort_unstable();
+    let turbo = models.iter().find(|folder| folder.ends_with("turbo"));
+    let model = turbo.or(models.first()).filter(|_| has(QWEN) && has("vae"))?;
+    Some(OwnLayout {
+        folders: ["vae", QWEN, model].map(str::to_owned).to_vec(),
+        files: vec![format!("{model}/{silence}")],
+    })
+}
+
+/// Whether a folder is the authors' of one model, or that around one.
+pub(super) fn has_own_layout(folder: &Path) -> bool {
+    let models = || {
+        folders_in(folder)
+            .unwrap_or_default()
+            .into_iter()
+            .filter(|f| is_model(f))
+    };
+    is_model(folder) || (folder.join(QWEN).is_dir() && models().count() == 1)
 }
 
 /// Whether a folder has the authors' configuration of a model.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gpu::LoadPlan;
 use residency::Component;
 
-use super::checkpoint::{FOLDERS, PIPELINES};
+use super::checkpoint::{self, FOLDERS, PIPELINES};
 use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
 use super::open::LARGE;
 use super::plan::{DENOISE, LATENT};
@@ -20,8 +20,8 @@ use crate::plan::only_value;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{
-    Audio, Family, Formats, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError,
-    SampleFormat, StageError, StagePlan, StageRun, ValueShape, Values,
+    Audio, Family, Formats, Medium, Model, ModelError, ModelFile, Observer, OwnLayout, Precision, Request,
+    RequestError, SampleFormat, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
 /// Names of the components.
@@ -50,6 +50,18 @@ impl Family for AceStep {
 
     fn folders(&self, _class: &str) -> &'static [&'static str] {
         &FOLDERS
+    }
+
+    fn optional_folders(&self, _class: &str) -> &'static [&'static str] {
+        &[TOKENIZER, DETOKENIZER]
+    }
+
+    fn own_layout(&self, files: &[&str]) -> Option<OwnLayout> {
+        checkpoint::own_layout(files)
+    }
+
+    fn has_own_layout(&self, folder: &Path) -> bool {
+        checkpoint::has_own_layout(folder)
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
