@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from scripted import Service
+from talks import Both
 
 import moored
 
@@ -71,6 +72,11 @@ class Ask:
 @pytest.fixture(params=["sync", "async"])
 def ask(request: pytest.FixtureRequest, address: str) -> Ask:
     return Ask(request.param, address, {})
+
+
+@pytest.fixture
+def both(ask: Ask) -> Both:
+    return Both(ask)
 
 
 @pytest.fixture
