@@ -4,12 +4,15 @@
 //! A pass of more items has products of other shapes, so that results are those of requests that run alone within rounding. A
 //! request with one slot never shares a pass, and is reproducible to the bit.
 
+use candle_core::{DType, Device, Tensor};
+
+use super::buffers::StepBuffers;
 use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::DENOISE;
 use super::sampling::{Attends, Conditions, Sampling};
 use super::stages::Stage;
-use super::transformer::{Item, Transformer};
-use crate::adapters::UsedAs;
+use super::transformer::{Item, Times, Transformer};
+use crate::adapters::{AttachedAdapters, UsedAs};
 use crate::rounds::check_shared;
 use crate::{Observer, StageError, StageRun, Unobserved, Values};
 
@@ -19,6 +22,8 @@ struct Slot {
     number: usize,
     sampling: Sampling,
     conditions: Conditions,
+    /// Steps that are made.
+    made: usize,
     /// Why it has left; its place is computed on, and nothing comes of it.
     left: Option<StageError>,
 }
@@ -29,6 +34,11 @@ impl Slot {
         let steps = &self.sampling.round.steps;
         let step = steps.start as usize + pass;
         (step < steps.end as usize).then_some(step)
+    }
+
+    /// Whether it has steps before it.
+    fn goes_on(&self) -> bool {
+        self.left.is_none() && self.made < self.sampling.round.steps.len()
     }
 
     fn has(&self, attends: Attends) -> bool {
@@ -73,6 +83,107 @@ fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, Vec<f32>) {
     (steps.collect(), times)
 }
 
+/// What passes are computed with.
+struct Computed<'a> {
+    transformer: &'a Transformer,
+    times: &'a Times,
+    buffers: &'a StepBuffers,
+}
+
+/// Requests in shared passes, and who is told of their steps.
+struct Together<'a> {
+    slots: Vec<Slot>,
+    adapters: &'a AttachedAdapters,
+    observer: &'a mut dyn Observer,
+}
+
+impl Together<'_> {
+    /// Ends the passes when nobody is left in them.
+    fn check_left(&self) -> Result<(), StageError> {
+        let stays = |slot: &Slot| slot.goes_on() && !self.observer.is_cancelled(slot.number);
+        match self.slots.iter().any(stays) {
+            true => Ok(()),
+            false => Err(StageError::Cancelled),
+        }
+    }
+
+    /// Runs pass `pass` of step `number` of the rounds, and makes the step of those that it completes.
+    fn run(&mut self, number: usize, pass: &Pass, computed: &Computed<'_>) -> Result<(), StageError> {
+        let item = |&place: &usize| {
+            let slot = self.slots.get(place)?;
+            let mut conditions = slot.conditions.all();
+            let (_, conditioning) = conditions.find(|(of, _)| *of == pass.attends)?;
+            Some(Item {
+                place,
+                latents: &slot.sampling.seen,
+                conditioning,
+            })
+        };
+        let items: Vec<Item<'_>> = pass.places.iter().filter_map(item).collect();
+        let velocities = computed.transformer.velocities(
+            &items,
+            (computed.times, pass.first_time),
+            computed.buffers,
+            &mut || self.check_left(),
+        )?;
+        // A velocity that is not mixed is gone with the next pass.
+        for (&place, velocity) in pass.places.iter().zip(velocities) {
+            let Some(slot) = self.slots.get_mut(place) else {
+                continue;
+            };
+            let of_step: Vec<Attends> = slot.conditions.all().map(|(attends, _)| attends).collect();
+            let is_last = of_step.last() == Some(&pass.attends);
+            slot.sampling.take(pass.attends, velocity, of_step.len() == 1)?;
+            let (Some(step), true, None) = (slot.step(number), is_last, &slot.left) else {
+                continue;
+            };
+            if self.observer.is_cancelled(slot.number) {
+                slot.left = Some(StageError::Cancelled);
+                continue;
+            }
+            match slot.sampling.advance(step) {
+                Ok(()) => {
+                    slot.made += 1;
+                    let of = slot.sampling.round.of;
+                    self.observer.step_of(slot.number, step as u32 + 1, of);
+                }
+                Err(error @ StageError::NotFinite { .. }) => {
+                    slot.left = Some(self.adapters.named_as_cause(error));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs all passes of the rounds.
+    fn run_all(&mut self, transformer: &Transformer, on: (DType, &Device)) -> Result<(), StageError> {
+        let (steps, times) = passes_of(&self.slots);
+        let times = transformer.times(&times, on)?;
+        let contexts: Vec<&Tensor> = self.slots.iter().map(|slot| &slot.sampling.context).collect();
+        let buffers = transformer.shared_buffers(&contexts)?;
+        let computed = Computed {
+            transformer,
+            times: &times,
+            buffers: &buffers,
+        };
+        for (number, passes) in steps.iter().enumerate() {
+            for pass in passes {
+                match self.run(number, pass, &computed) {
+                    Err(StageError::Cancelled) => {
+                        for slot in self.slots.iter_mut().filter(|slot| slot.goes_on()) {
+                            slot.left = Some(StageError::Cancelled);
+                        }
+                        return Ok(());
+                    }
+                    other => other?,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 impl AceStepModel {
     /// Runs rounds of several requests ([`Model::run_shared`](crate::Model::run_shared)).
     ///
@@ -87,105 +198,55 @@ impl AceStepModel {
         let Some(first) = stages.first().filter(|first| first.plan.name == DENOISE) else {
             return Err(StageError::BadInput("only sampling shares passes".to_owned()));
         };
-        let on = (self.precision.dtype, first.device);
         // Adapters and their strengths are equal, as the key says.
         let uses = &first.request.adapters;
         let adapters = self
             .adapters
             .attach(uses, TRANSFORMER, UsedAs::Steps, first.tensors)?;
-        let transformer = self.inputs(first, &mut Unobserved).transformer(&adapters)?;
+        let transformer = self.transformer_of(first, &adapters)?;
         let mut results: Vec<Result<Values, StageError>> = Vec::new();
         let mut slots = Vec::new();
         for (number, run) in stages.iter().enumerate() {
-            let slot = self.slot((number, run), &transformer, observer);
-            results.push(Err(StageError::Cancelled));
-            match slot {
-                Ok(slot) => slots.push(slot),
+            match self.slot((number, run), &transformer, observer) {
+                Ok(slot) => {
+                    slots.push(slot);
+                    results.push(Ok(Values::new()));
+                }
                 Err(error @ StageError::Tensor(_)) => return Err(error),
-                Err(error) => results[number] = Err(error),
+                Err(error) => results.push(Err(error)),
             }
         }
         if slots.is_empty() {
             return Ok(results);
         }
-        let (steps, times) = passes_of(&slots);
-        let times = transformer.times(&times, on)?;
-        let contexts: Vec<_> = slots.iter().map(|slot| &slot.sampling.context).collect();
-        let buffers = transformer.shared_buffers(&contexts)?;
-        for (number, passes) in steps.iter().enumerate() {
-            for pass in passes {
-                let all_left = || {
-                    let stays = |slot: &Slot| slot.left.is_none() && !observer.is_cancelled(slot.number);
-                    match slots.iter().any(stays) {
-                        true => Ok(()),
-                        false => Err(StageError::Cancelled),
-                    }
+        let mut together = Together {
+            slots,
+            adapters: &adapters,
+            observer,
+        };
+        together.run_all(&transformer, (self.precision.dtype, first.device))?;
+        for slot in together.slots {
+            if let Some(result) = results.get_mut(slot.number) {
+                *result = match slot.left {
+                    Some(error) => Err(error),
+                    None => slot.sampling.values(),
                 };
-                let items: Vec<Item<'_>> = pass
-                    .places
-                    .iter()
-                    .filter_map(|&place| {
-                        let slot = slots.get(place)?;
-                        let mut conditions = slot.conditions.all();
-                        let (_, conditioning) = conditions.find(|(of, _)| *of == pass.attends)?;
-                        Some(Item {
-                            place,
-                            latents: &slot.sampling.seen,
-                            conditioning,
-                        })
-                    })
-                    .collect();
-                let of_pass = (&times, pass.first_time);
-                let found = transformer.velocities(&items, of_pass, &buffers, &mut || all_left());
-                let velocities = match found {
-                    Ok(velocities) => velocities,
-                    Err(StageError::Cancelled) => {
-                        for slot in slots.iter_mut().filter(|slot| slot.left.is_none()) {
-                            slot.left = Some(StageError::Cancelled);
-                        }
-                        return Ok(finished(slots, results));
-                    }
-                    Err(error) => return Err(error),
-                };
-                for (&place, velocity) in pass.places.iter().zip(velocities) {
-                    let slot = &mut slots[place];
-                    let is_only = slot.conditions.all().count() == 1;
-                    slot.sampling.take(pass.attends, velocity, is_only)?;
-                }
-                // What is in the buffers is gone with the next pass.
-                for &place in &pass.places {
-                    let slot = &mut slots[place];
-                    let is_last = slot
-                        .conditions
-                        .all()
-                        .last()
-                        .is_some_and(|(of, _)| of == pass.attends);
-                    let (true, Some(step), None) = (is_last, slot.step(number), &slot.left) else {
-                        continue;
-                    };
-                    if observer.is_cancelled(slot.number) {
-                        slot.left = Some(StageError::Cancelled);
-                        continue;
-                    }
-                    match slot.sampling.advance(step) {
-                        Ok(()) => observer.step_of(slot.number, step as u32 + 1, slot.sampling.round.of),
-                        Err(error @ StageError::NotFinite { .. }) => {
-                            slot.left = Some(adapters.named_as_cause(error));
-                        }
-                        Err(error) => return Err(error),
-                    }
-                }
             }
         }
-        Ok(finished(slots, results))
+        Ok(results)
     }
 
-    fn inputs<'a>(&'a self, run: &StageRun<'a>, observer: &'a mut dyn Observer) -> Stage<'a> {
-        Stage {
+    fn transformer_of(
+        &self,
+        run: &StageRun<'_>,
+        adapters: &AttachedAdapters,
+    ) -> Result<Transformer, StageError> {
+        let stage = Stage {
             model: self,
             run: *run,
-            observer,
-        }
+            observer: &mut Unobserved,
+        };
+        stage.transformer(adapters)
     }
 
     fn slot(
@@ -194,8 +255,11 @@ impl AceStepModel {
         transformer: &Transformer,
         observer: &dyn Observer,
     ) -> Result<Slot, StageError> {
-        let mut unobserved = Unobserved;
-        let stage = self.inputs(run, &mut unobserved);
+        let stage = Stage {
+            model: self,
+            run: *run,
+            observer: &mut Unobserved,
+        };
         let mut go_on = || match observer.is_cancelled(number) {
             true => Err(StageError::Cancelled),
             false => Ok(()),
@@ -204,23 +268,8 @@ impl AceStepModel {
             number,
             sampling: Sampling::begin(&stage)?,
             conditions: stage.conditions(transformer, &mut go_on)?,
+            made: 0,
             left: None,
         })
     }
-}
-
-/// The results with those of the slots.
-fn finished(
-    slots: Vec<Slot>,
-    mut results: Vec<Result<Values, StageError>>,
-) -> Vec<Result<Values, StageError>> {
-    for slot in slots {
-        if let Some(result) = results.get_mut(slot.number) {
-            *result = match slot.left {
-                Some(error) => Err(error),
-                None => slot.sampling.values(),
-            };
-        }
-    }
-    results
 }

@@ -43,7 +43,7 @@ impl Observer for Steps {
     }
 }
 
-/// Runs the stages up to the decode, or up to a round, each with what it reads of the request; returns all values.
+/// Runs the stages up to the decode, or up to a round; returns all values.
 fn sampled(workshop: &Workshop, request: &Request, rounds: usize, steps: &mut Steps) -> Values {
     let mut values = Values::new();
     let mut left = rounds;
@@ -52,11 +52,7 @@ fn sampled(workshop: &Workshop, request: &Request, rounds: usize, steps: &mut St
             break;
         }
         left -= usize::from(plan.role == Role::Sample);
-        let seen = match plan.reads_media {
-            true => request.clone(),
-            false => request.without_media_data(),
-        };
-        let given = workshop.run(&plan, 0, &seen, &values, steps);
+        let given = workshop.run(&plan, 0, request, &values, steps);
         values.extend(given.expect("values"));
     }
     values
@@ -399,4 +395,25 @@ fn what_cannot_share_a_pass_is_refused() {
         let refused = shared(&workshop, &wrong, &mut Unobserved);
         assert!(matches!(refused, Err(StageError::BadInput(_))), "{}", wrong.len());
     }
+}
+
+#[test]
+fn what_is_done_stays_done_when_the_rest_is_cancelled() {
+    let folder = folder(true);
+    let workshop = Workshop::open(folder.path(), &F32);
+    let asked = Request {
+        steps: 8,
+        slots: 6,
+        ..new_track()
+    };
+    // Of one step, and of two.
+    let both = [0, 2].map(|round| slot(&workshop, &asked, round));
+    assert_eq!(both.each_ref().map(|slot| slot.0.steps), [1, 2]);
+    let mut told = Steps {
+        cancelled: vec![(0, 1), (1, 1)],
+        ..Steps::default()
+    };
+    let given = shared(&workshop, &both, &mut told).expect("values");
+    assert!(given[0].is_ok() && matches!(given[1], Err(StageError::Cancelled)));
+    assert_eq!(told.made, [(0, 1, 8), (1, 3, 8)]);
 }

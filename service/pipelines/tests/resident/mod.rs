@@ -59,8 +59,8 @@ pub(crate) fn components_of(model: &dyn Model) -> HashMap<String, Arc<ComponentT
     components
 }
 
-/// Runs one stage over those of the values that it takes, and checks that it used only its named components and gave its
-/// named values.
+/// Runs one stage over those of the values that it takes, without the data of media that it does not read, and checks that it
+/// used only its named components and gave its named values.
 pub(crate) fn run_stage(
     (model, components): (&dyn Model, &HashMap<String, Arc<ComponentTensors>>),
     (plan, rung): (&StagePlan, usize),
@@ -76,10 +76,14 @@ pub(crate) fn run_stage(
         let value = values.get(&taken.name)?;
         Some((taken.name.clone(), value.clone()))
     });
+    let without_data = request.without_media_data();
     let stage = StageRun {
         plan,
         rung,
-        request,
+        request: match plan.reads_media {
+            true => request,
+            false => &without_data,
+        },
         values: &taken.collect(),
         tensors: &tensors,
         device: test_device(),
