@@ -1,0 +1,171 @@
+"""Measures sessions of sound on a card: the first sound, what shared passes bring, gaps, and what is left.
+
+    python tests/gpu/session.py --binary moored --work FOLDER --out session.json
+
+It needs the models that `sound.py --parts make` leaves in the folder. One line of JSON for each figure,
+and all of them in the file; `sound_rows.py` makes rows of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import moored
+from full_size import ASKED, bytes_of, guarded, machine, run_parts, settled, tell
+from sound import LYRICS, MODEL, Service, track
+
+SECONDS = 10.0
+TWO_MINUTES = 120.0
+PROMPT = "a slow waltz for piano and strings"
+
+
+def play(live: moored.AudioSession, seed: int, **more: Any) -> moored.Segment:
+    return live.play(PROMPT, lyrics=LYRICS, seconds=SECONDS, seed=seed, **more)
+
+
+def first_sound(service: Service) -> None:
+    """From opening to the first chunk, model and kernels warm; the prompt is new to each."""
+    track(service, MODEL, SECONDS, 8)
+    times = []
+    for number in range(7):
+        began = time.perf_counter()
+        with service.client.audio_session(MODEL) as live:
+            live.play(f"{PROMPT}, {number}", lyrics=LYRICS, seconds=SECONDS, seed=number)
+            next(iter(live))
+            times.append((time.perf_counter() - began) * 1e3)
+    more = {"least_ms": round(min(times), 1), "most_ms": round(max(times), 1)}
+    tell("session: first sound after open", sorted(times)[3], "ms", who="moored", **more)
+
+
+def at_once(service: Service) -> None:
+    """From a new prompt until it sounds at the head of what is sent."""
+    times = []
+    with service.client.audio_session(MODEL, lead_s=0.3) as live:
+        play(live, 1).wait(60)
+        chunks = iter(live)
+        next(chunks)
+        for seed in range(2, 9):
+            began = time.perf_counter()
+            segment = play(live, seed, at="now")
+            while next(chunks).segment != segment.number:
+                pass
+            times.append((time.perf_counter() - began) * 1e3)
+    tell("session: another version sounds after", sorted(times)[3], "ms", who="moored")
+
+
+def segments(service: Service, slots: int) -> None:
+    """How many segments of ten seconds are made in a second, as many under way as there are slots."""
+    count = 24
+    with service.client.audio_session(MODEL, slots=slots, lead_s=0.1) as live:
+        for seed in range(slots):
+            play(live, seed).wait(60)
+        under_way = [play(live, 100 + seed) for seed in range(2 * slots)]
+        began, made = time.perf_counter(), 0
+        while made < count:
+            under_way.pop(0).wait(60)
+            made += 1
+            under_way.append(play(live, 200 + made))
+        seconds = time.perf_counter() - began
+    tell(f"session: segments of 10 s a second, {slots} slots", count / seconds, "1/s", who="moored")
+
+
+def two_minutes(service: Service) -> None:
+    """A session by the clock, with a new version every five seconds, beside tracks of another client."""
+    stop = threading.Event()
+    tracks = 0
+
+    def other() -> None:
+        nonlocal tracks
+        client = moored.Client(service.client.endpoint, client_id="another")
+        with client:
+            while not stop.is_set():
+                client.generate_audio(
+                    PROMPT, model=MODEL, seconds=240, steps=8, seed=tracks, output="raw"
+                )
+                tracks += 1
+
+    thread = threading.Thread(target=other)
+    with service.client.audio_session(MODEL, slots=2) as live:
+        play(live, 0).wait(60)
+        thread.start()
+        began, seed = time.perf_counter(), 1
+        for chunk in live:
+            gone = time.perf_counter() - began
+            if gone > seed * 5:
+                play(live, seed, at="now" if seed % 2 else "over")
+                seed += 1
+            if gone > TWO_MINUTES:
+                break
+        heard = (chunk.first_sample + len(chunk.samples) // 4) / live.sample_rate
+        stop.set()
+        report = live.close()
+    thread.join()
+    more = {"heard_s": round(heard, 1), "segments": report.segments, "tracks": tracks, "gap_ms": report.gap_ms}
+    what = "session: gaps in two minutes beside another client's tracks"
+    tell(what, report.gaps, "gaps", who="moored", **more)
+
+
+def left(service: Service) -> None:
+    """What many sessions leave on the card."""
+    client = service.client
+
+    def at_rest() -> int:
+        client.unload(timeout=60)
+        client.trim()
+        return settled(lambda: bytes_of(service))
+
+    def one(number: int) -> None:
+        live = client.audio_session(MODEL, slots=1 + number % 4).open()
+        for seed in range(1 + number % 3):
+            segment = play(live, seed, steps=2)
+        if number % 4 == 1:
+            segment.wait(60)
+            next(iter(live))
+        if number % 4 == 2:
+            live.replace_model("ace-step-other").wait(60)
+        live.close() if number % 2 else live.__exit__(RuntimeError, None, None)
+
+    for number in range(4):
+        one(number)
+    before = at_rest()
+    for number in range(24):
+        one(number)
+    tell("session: bytes left after 24 sessions", at_rest() - before, "bytes", who="moored")
+
+
+def sessions(binary: Path, work: Path) -> None:
+    service = Service(binary, work)
+    try:
+        service.client.wait_until_ready(60)
+        for what, measure in (
+            ("first sound", first_sound),
+            ("at once", at_once),
+            *((f"slots {slots}", partial(segments, slots=slots)) for slots in (1, 2, 4, 8)),
+            ("two minutes", two_minutes),
+            ("left", left),
+        ):
+            guarded(what, partial(measure, service))
+    finally:
+        service.stop()
+        (work / "sessions.log").write_text("".join(service.log))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--binary", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="a pattern of names")
+    settings = parser.parse_args()
+    ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
+    settings.work.mkdir(parents=True, exist_ok=True)
+    run_parts({"sessions": partial(sessions, settings.binary, settings.work)}, ["sessions"])
+
+
+if __name__ == "__main__":
+    main()
