@@ -6,7 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
-from scripted import Service, accepted, done, event, film, pieces, sound, step, track
+from scripted import (
+    SAMPLES_PER_SECOND,
+    Service,
+    accepted,
+    done,
+    event,
+    film,
+    pieces,
+    sound,
+    step,
+    track,
+)
+from talks import CHUNK, Player, talk_on
 
 import moored
 from moored._generated import events_pb2, generation_pb2, model_pb2, residency_pb2
@@ -22,6 +34,7 @@ SAID = [
     "step 1 of 4\nWaiting for 3.0 GB, 4.0 s left\n2 pictures\n",
     "frame 0 1.0\nframe 1 2.0\n(2, 2, 4, 3) 24.0\n",
     "8000 (5, 2)\n",
+    "2 42 0\n",
     "demo@main ()\n",
     "demo@main {'vae': 'full'}\ndemo {'full': 100, '4-bit': 30}\n",
     "['styles/ink']\nstyles/ink {'transformer': 304} 16\n",
@@ -29,8 +42,8 @@ SAID = [
 ]
 
 
-def test_the_readme_has_nine_examples() -> None:
-    assert len(EXAMPLES) == 9
+def test_the_readme_has_ten_examples() -> None:
+    assert len(EXAMPLES) == 10
 
 
 @pytest.mark.parametrize(
@@ -39,6 +52,7 @@ def test_the_readme_has_nine_examples() -> None:
         ("pictures", moored.ImageOptions, None),
         ("films", moored.VideoOptions, moored.ImageOptions),
         ("sound", moored.AudioOptions, moored.GenerateOptions),
+        ("sessions", moored.SessionOptions, moored.JobOptions),
     ],
 )
 def test_the_tables_have_every_option(medium: str, options: type, without: type | None) -> None:
@@ -76,9 +90,13 @@ def test_an_example(
     for preset, size in choices.items():
         model.choices.add(preset=preset, bytes=size)
     service.on("ListModels", residency_pb2.ListModelsResponse(models=[model], adapters=[adapter]))
+    # Each segment lasts as long as the example plays.
+    talk_on(service, Player(chunks_each=10 * SAMPLES_PER_SECOND // CHUNK))
     monkeypatch.setenv("MOORED_ENDPOINT", address)
     monkeypatch.chdir(tmp_path)
     for given in ("house", "door", "edges"):
         (tmp_path / f"{given}.png").write_bytes(png)
+    if "source=" in example:
+        (tmp_path / "waltz.flac").write_bytes(b"fLaC" + bytes(40))
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out == said

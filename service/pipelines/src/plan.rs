@@ -148,7 +148,7 @@ pub struct SharedPass {
     pub key: String,
     /// Most stages in a pass, this one included.
     pub slots: u32,
-    /// Activation bytes of each stage beside the first.
+    /// Activation bytes of this stage where it is not the first.
     pub scratch_each: Bytes,
 }
 
@@ -189,17 +189,16 @@ impl StagePlan {
         self
     }
 
-    /// The stage with the memory of so many stages in one pass, itself included; the same for one.
+    /// The stage with the memory of others that share its passes, each with its [`SharedPass::scratch_each`]; the same without
+    /// others.
     #[must_use]
-    pub fn shared_by(mut self, stages: u32) -> StagePlan {
-        if let Some(shared) = &self.shared
-            && stages > 1
-        {
-            let further = Bytes(shared.scratch_each.0 * u64::from(stages - 1));
+    pub fn shared_with(mut self, others: &[Bytes]) -> StagePlan {
+        if !others.is_empty() {
+            let further: Bytes = others.iter().copied().sum();
             for rung in &mut self.rungs {
                 rung.scratch += further;
             }
-            self.shape.push_str(&format!(" x{stages}"));
+            self.shape.push_str(&format!(" x{}", others.len() + 1));
         }
         self
     }

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeSet;
 
+use residency::Bytes;
+
 use super::record::{JobRecord, State};
 use super::shares::AFFINITY_WINDOW_MS;
 use super::view::View;
@@ -20,19 +22,21 @@ impl View<'_> {
             .filter(|other| other.id != job.id && self.can_share(other, job, card))
             .collect();
         candidates.sort_unstable_by_key(|other| other.arrival);
-        let mut together = Vec::new();
+        let (mut together, mut scratch) = (Vec::new(), Vec::new());
         let mut most = shared.slots as usize;
         for other in candidates {
-            let allows = self
-                .next_shared(other, card)
-                .map_or(1, |pass| pass.slots as usize);
+            let Some(pass) = self.next_shared(other, card) else {
+                continue;
+            };
+            let allows = pass.slots as usize;
             if together.len() + 2 <= most.min(allows) {
                 most = most.min(allows);
                 together.push(other.id.clone());
+                scratch.push(pass.scratch_each);
             }
         }
         while !together.is_empty() {
-            let need = self.need_of_shared(job, card, 1 + together.len() as u32)?;
+            let need = self.need_of_shared(job, card, &scratch)?;
             let ledger = self.ledger_for(job, card);
             let now = self.cards[card].ledger_now(self.now);
             let admission = choose_rung(&ledger, &need, self.policy(job, card), now);
@@ -40,6 +44,7 @@ impl View<'_> {
                 return Some((together, need));
             }
             together.pop();
+            scratch.pop();
         }
         None
     }
@@ -61,11 +66,11 @@ impl View<'_> {
             && self.next_shared(other, card).map(key) == job.shared_pass(job.cursor).map(key)
     }
 
-    fn need_of_shared(&self, job: &JobRecord, card: usize, jobs: u32) -> Option<Need> {
+    fn need_of_shared(&self, job: &JobRecord, card: usize, others: &[Bytes]) -> Option<Need> {
         let description = &self.cards[card].description;
         let open = job.models.get(&description.compute_dtype)?;
         let mut need = job.need(job.cursor, &description.compute_dtype)?;
-        let mut plan = need.plan.take()?.shared_by(jobs);
+        let mut plan = need.plan.take()?.shared_with(others);
         plan.preview = None;
         plan.rungs.truncate(1);
         need.plan = Some(plan);
