@@ -50,7 +50,10 @@ pub(crate) fn random_wish(
         format!("prompt {}", random.random_range(0..5)),
         random.random_range(1..4),
     );
-    let request = request(&prompt, steps, random.random_range(0..4), from_image);
+    let mut request = request(&prompt, steps, random.random_range(0..4), from_image);
+    if random.random_ratio(1, 3) {
+        request.slots = random.random_range(2..4);
+    }
     let mut paint = |request: &Request| {
         let key = format!("{prompt} {steps} {} {from_image}", request.seed);
         painted

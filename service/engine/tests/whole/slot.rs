@@ -185,8 +185,8 @@ impl Slot {
 
     /// Takes an order, which is lost if there is no worker.
     fn take(&mut self, order: Box<Order>) -> Result<(), Broken> {
-        if !self.tickets.insert(order.ticket) {
-            let what = format!("{:?} was used before", order.ticket);
+        if let Some(used) = order.tickets().find(|ticket| !self.tickets.insert(*ticket)) {
+            let what = format!("{used:?} was used before");
             return Err((Invariant::OneOrderAtATime, what));
         }
         if self.process.is_none() {
@@ -420,6 +420,12 @@ impl Slot {
         self.back_off_ms = (self.back_off_ms * 2).min(10_000);
     }
 
+    /// Whether a ticket is of a stage that shares the passes of the order that is with the worker.
+    fn shares(&self, ticket: Ticket) -> bool {
+        let mut sharing = self.order.iter().flat_map(|order| &order.sharing);
+        sharing.any(|sharing| sharing.ticket == ticket)
+    }
+
     /// A success of an order that was never executed.
     fn invented(&self, order: &Order) -> Option<Outcome> {
         let ledger = Ledger::new(self.settings.capacity, Bytes::ZERO);
@@ -500,6 +506,17 @@ impl Slot {
                     self.check_ledger(&ledger)?;
                     self.ledger = Some(ledger);
                 }
+                Event::Finished { ticket, outcome } if self.shares(*ticket) => {
+                    let sharing = self.order.as_mut().map(|order| &mut order.sharing);
+                    let (ended, left) = std::mem::take(sharing.unwrap())
+                        .into_iter()
+                        .partition::<Vec<_>, _>(|sharing| sharing.ticket == *ticket);
+                    self.order.as_mut().unwrap().sharing = left;
+                    records.note(format!("{}, of one that shares a pass", name_of(outcome)));
+                    if let Outcome::Completed(_) = outcome {
+                        *records.completed.entry(ended[0].job.clone()).or_default() += 1;
+                    }
+                }
                 Event::Finished { ticket, outcome } => {
                     let Some(order) = self.order.take_if(|order| order.ticket == *ticket) else {
                         if self.defect.hears_the_dead() {
@@ -509,6 +526,10 @@ impl Slot {
                         return Err((Invariant::OneOrderAtATime, what));
                     };
                     records.note(name_of(outcome));
+                    if !order.sharing.is_empty() && !self.defect.hears_the_dead() {
+                        let what = format!("{ticket:?} was answered before those that share its passes");
+                        return Err((Invariant::OneOrderAtATime, what));
+                    }
                     if let Outcome::Completed(_) = outcome {
                         *records.completed.entry(order.job).or_default() += 1;
                     }

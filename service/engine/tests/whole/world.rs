@@ -70,6 +70,7 @@ impl Stats {
             "the card was lost",
             "heard of the dead",
             "a worker said wait",
+            "an order was completed, of one that shares a pass",
         ] {
             assert!(
                 self.happened.get(what).copied().unwrap_or_default() >= 3,
