@@ -36,10 +36,11 @@ CARD_ROWS_FILES = (
     ROOT / "docs/benchmarks/quantization.json",
     ROOT / "docs/benchmarks/speed.json",
     ROOT / "docs/benchmarks/film.json",
+    ROOT / "docs/benchmarks/sound.json",
     ROOT / "docs/benchmarks/soak.json",
 )
 # Where a figure is to be read against another program's, the table shows what it is of that.
-WITH_RATIOS = ("speed.json", "film.json")
+WITH_RATIOS = ("speed.json", "film.json", "sound.json")
 DOCUMENT = ROOT / "docs/BENCHMARKS.md"
 INSTANT_MODELS = ROOT / "tests/models/instant"
 PROMPTS = ROOT / "service/moored/src/cli/demo_prompts.txt"

@@ -3,7 +3,8 @@
 //   gcc -shared -fPIC -o count_calls.so count_calls.c -I$CUDA/include -I$CUDA/extras/CUPTI/include -L$CUDA/extras/CUPTI/lib64 -lcupti
 //   CUDA_INJECTION64_PATH=$PWD/count_calls.so COUNT_CALLS=calls.txt program
 //
-// With COUNT_KERNELS=kernels.txt it writes besides how often each kernel ran and for how many microseconds, most first.
+// With COUNT_KERNELS=kernels.txt it writes besides how often each kernel ran on how many blocks and for how many
+// microseconds, most first, and how long the card stood still between two of them for less than a millisecond.
 // The file gets one line at the end of the program. `tests/gpu/count` compares the lines of runs of different lengths.
 #include <cupti.h>
 #include <pthread.h>
@@ -50,13 +51,15 @@ static void write_line(void) {
     if (path) fclose(file);
 }
 
-// Kernels by name, with their number and nanoseconds.
-enum { MOST_KERNELS = 4096, NAME = 160 };
+// Kernels by name and blocks, with their number and nanoseconds.
+enum { MOST_KERNELS = 4096, NAME = 160, BREAK_NANOSECONDS = 1000000 };
 static struct {
     char name[NAME];
     long count, nanoseconds;
 } kernels[MOST_KERNELS];
 static int kernel_count;
+static uint64_t last_end;
+static long still_nanoseconds;
 
 static void CUPTIAPI asked_for_buffer(uint8_t **buffer, size_t *size, size_t *most) {
     *size = 8 << 20;
@@ -71,10 +74,18 @@ static void CUPTIAPI buffer_full(CUcontext context, uint32_t stream, uint8_t *bu
         // Name and times are where they are in every version of the record.
         const CUpti_ActivityKernel9 *kernel = (const CUpti_ActivityKernel9 *)record;
         if (record->kind != CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL || !kernel->name) continue;
+        char name[NAME];
+        const int begin = snprintf(name, NAME, "[%d,%d,%d] ", kernel->gridX, kernel->gridY, kernel->gridZ);
+        strncpy(name + begin, kernel->name, (size_t)(NAME - 1 - begin));
+        name[NAME - 1] = 0;
+        if (last_end && kernel->start > last_end && kernel->start - last_end < BREAK_NANOSECONDS) {
+            still_nanoseconds += (long)(kernel->start - last_end);
+        }
+        if (kernel->end > last_end) last_end = kernel->end;
         int i = 0;
-        while (i < kernel_count && strncmp(kernels[i].name, kernel->name, NAME - 1) != 0) i++;
+        while (i < kernel_count && strcmp(kernels[i].name, name) != 0) i++;
         if (i == MOST_KERNELS) continue;
-        if (i == kernel_count) strncpy(kernels[kernel_count++].name, kernel->name, NAME - 1);
+        if (i == kernel_count) memcpy(kernels[kernel_count++].name, name, NAME);
         kernels[i].count++;
         kernels[i].nanoseconds += (long)(kernel->end - kernel->start);
     }
@@ -94,6 +105,7 @@ static void write_kernels(void) {
     for (int i = 0; i < kernel_count; i++) {
         fprintf(file, "%10.0f us %7ld x %s\n", (double)kernels[i].nanoseconds / 1e3, kernels[i].count, kernels[i].name);
     }
+    fprintf(file, "%10.0f us between kernels\n", (double)still_nanoseconds / 1e3);
     fclose(file);
 }
 

@@ -2,111 +2,55 @@
 
     python tests/gpu/film.py --binary moored --work FOLDER --out film.json
 
-It makes FramePack and HunyuanVideo in full size from random numbers (54 GB; LLaMA has one layer of those
-that are computed, unless `--llama` says how many), and needs torch, diffusers, transformers, and what the
-Python client needs. `--parts` chooses among make, peers, steps, unload and hog, `--only` figures by a pattern
-of their names. One line of JSON for each figure, and all of them in the file, of which `film_rows.py` makes
-the rows of docs/benchmarks/film.json.
+It makes FramePack and HunyuanVideo in full size from random numbers (28 GB, which both transformers share;
+LLaMA has one layer of those that are computed, unless `--llama` says how many), and needs torch, diffusers,
+transformers, and what the Python client needs. `--parts` chooses among make, peers, steps, unload and hog,
+`--only` figures by a pattern of their names. One line of JSON for each figure, and all of them in the file,
+of which `film_rows.py` makes the rows of docs/benchmarks/film.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "client-py/src"))
+import full_size
+import torch
+from full_size import (
+    ASKED,
+    FIXTURES,
+    bytes_of,
+    free_memory,
+    guarded,
+    machine,
+    made,
+    peak_gib,
+    run_ms,
+    run_parts,
+    settled,
+    show,
+    tell,
+    timed,
+    write,
+    write_index,
+)
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-
-FIXTURES = ROOT / "service/pipelines/fixtures"
-SHARD_BYTES = 2 << 30
-FIGURES: list[dict[str, Any]] = []
-
-
-@dataclass
-class Asked:
-    """What the command line asks for."""
-
-    out: Path = Path(os.devnull)
-    only: str = ""
-    device: str = ""
-
-
-ASKED = Asked()
-
-
-def machine() -> str:
-    """The card, its driver, and the processors, as all rows name them."""
-    from beside import nvml_reader
-
-    return f"{nvml_reader(0)[1]}, {len(os.sched_getaffinity(0))} cores"
+MODELS = ("framepack", "hunyuan")
+# What FramePack's transformer has beside HunyuanVideo's.
+FRAMEPACK_ONLY = ("clean_x_embedder.", "image_projection.")
 
 
-def tell(measure: str, figure: float, unit: str, **more: object) -> None:
-    """Notes a figure, and writes all that there are: a run that is ended loses none."""
-    date = datetime.now(timezone.utc).date().isoformat()
-    known = {"measure": measure, "figure": round(figure, 4), "unit": unit}
-    FIGURES.append(known | more | {"device": ASKED.device, "date": date})
-    print(json.dumps(known | more), flush=True)
-    ASKED.out.write_text(json.dumps(FIGURES, indent=1) + "\n")
+class Service(full_size.Service):
+    """A running service of both models."""
 
-
-def made(build: Any) -> torch.nn.Module:
-    """A module on the card in bf16 with weights of N(0, 0.02), norms of ones."""
-    with torch.device("meta"):
-        module = build().to(torch.bfloat16)
-    module = module.to_empty(device="cuda").eval()
-    for name, parameter in module.named_parameters():
-        with torch.no_grad():
-            if name.endswith("weight") and parameter.ndim > 1:
-                parameter.normal_(0, 0.02)
-            elif name.endswith("weight"):
-                parameter.fill_(1)
-            else:
-                parameter.zero_()
-    for name, buffer in module.named_buffers():
-        if "position_ids" in name:
-            buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape))
-    return module
-
-
-def write(folder: Path, module: torch.nn.Module, name: str, prefix: str = "") -> None:
-    """A component in shards, as transformers and diffusers name them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for key, tensor in module.state_dict().items():
-        if not tensor.is_floating_point():
-            continue
-        size += tensor.nbytes
-        if size > SHARD_BYTES and shards[-1]:
-            shards.append({})
-            size = tensor.nbytes
-        shards[-1][prefix + key] = tensor
-    files = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{name}-{number:05}-of-{len(shards):05}.safetensors"
-        if len(shards) == 1:
-            file = f"{name}.safetensors"
-        save_file({key: tensor.cpu().contiguous() for key, tensor in shard.items()}, folder / file)
-        files |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        index = {"metadata": {}, "weight_map": files}
-        (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    def __init__(self, binary: Path, work: Path, *settings: str) -> None:
+        super().__init__(binary, work, MODELS, *settings)
 
 
 def transformer(framepack: bool) -> torch.nn.Module:
@@ -135,7 +79,8 @@ def make(work: Path, llama_layers: int) -> None:
     began = time.perf_counter()
     folder = work / "framepack"
     module = transformer(framepack=True)
-    write(folder / "transformer", module, "diffusion_pytorch_model")
+    stem = "diffusion_pytorch_model"
+    files = write(folder / "transformer", module, stem, apart=FRAMEPACK_ONLY)
     (folder / "transformer/config.json").write_text(module.to_json_string())
     del module
     vae = made(diffusers.AutoencoderKLHunyuanVideo)
@@ -179,13 +124,18 @@ def make(work: Path, llama_layers: int) -> None:
     index = {"_class_name": "HunyuanVideoFramepackPipeline"}
     (folder / "model_index.json").write_text(json.dumps(index))
 
-    # Text to film: the same files, but for the transformer.
+    # Text to film: the same files, but for the shard of the transformer that only FramePack has.
     film = work / "hunyuan"
     for name in ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"):
         shutil.copytree(folder / name, film / name, copy_function=os.link)
-    module = transformer(framepack=False)
-    write(film / "transformer", module, "diffusion_pytorch_model")
-    (film / "transformer/config.json").write_text(module.to_json_string())
+    shared = {key: file for key, file in files.items() if not key.startswith(FRAMEPACK_ONLY)}
+    (film / "transformer").mkdir()
+    for file in set(shared.values()):
+        os.link(folder / "transformer" / file, film / "transformer" / file)
+    write_index(film / "transformer", stem, shared)
+    with torch.device("meta"):
+        config = diffusers.HunyuanVideoTransformer3DModel().to_json_string()
+    (film / "transformer/config.json").write_text(config)
     (film / "model_index.json").write_text(json.dumps({"_class_name": "HunyuanVideoPipeline"}))
     tell("make", time.perf_counter() - began, "s")
 
@@ -208,18 +158,6 @@ def inputs(config: Any, size: tuple[int, int], frames: int, text: int) -> dict[s
     }
 
 
-def timed(work: Any, runs: int) -> float:
-    work()
-    times = []
-    for _ in range(runs):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return sorted(times)[len(times) // 2] * 1e3
-
-
 @torch.no_grad()
 def peers(text: int) -> None:
     torch.manual_seed(1)
@@ -229,8 +167,7 @@ def peers(text: int) -> None:
         ("decode", _decode_peer),
     ):
         guarded(name, partial(peer, text))
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 def _framepack_peer(text: int) -> None:
@@ -266,52 +203,10 @@ def _decode_peer(_text: int) -> None:
     for width, height in ((832, 480), (640, 640)):
         shape = (1, 16, 5, height // 8, width // 8)
         latents = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        ms = timed(lambda latents=latents: vae.decode(latents, return_dict=False), 3)
-        peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+        decode = partial(vae.decode, latents, return_dict=False)
+        ms, peak = timed(decode, 3), peak_gib(decode)
         name = f"decode of 5 latents, {width}x{height}"
         tell(name, ms, "ms", who="diffusers eager", peak_gib=round(peak, 2))
-
-
-class Service:
-    """A running service, with a client of it."""
-
-    def __init__(self, binary: Path, work: Path, *settings: str) -> None:
-        import moored
-
-        models = work / "models"
-        models.mkdir(exist_ok=True)
-        for name in ("framepack", "hunyuan"):
-            if (work / name).is_dir() and not (models / name).exists():
-                (models / name).symlink_to(work / name)
-        words = [str(binary), "serve", "--listen", "127.0.0.1:0", "--end-with-stdin"]
-        words += ["--state", str(work / "state"), "--models", str(models)]
-        for setting in settings:
-            words += ["--set", setting]
-        self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.log: list[str] = []
-        address = ""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            found = re.search(r"moored is listening address=(\S+)", line)
-            if found:
-                address = found[1]
-                break
-        if not address:
-            raise RuntimeError("the service did not start:\n" + "".join(self.log))
-        import threading
-
-        threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
-        self.client = moored.Client(address)
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(30)
 
 
 def start_picture(size: tuple[int, int]) -> Any:
@@ -344,20 +239,6 @@ def film(service: Service, model: str, size: tuple[int, int], frames: int, steps
     )
 
 
-def run_ms(result: Any, name: str) -> list[tuple[float, Any]]:
-    return [(stage.run_ms, stage) for stage in result.stages if stage.name == name]
-
-
-def show(result: Any) -> None:
-    for stage in result.stages:
-        words = [stage.name, f"run {stage.run_ms}", f"move {stage.move_ms}", stage.chunking]
-        words += [
-            f"peak {stage.peak_scratch_bytes >> 20}",
-            f"of {stage.predicted_scratch_bytes >> 20} MiB",
-        ]
-        print("   ", *words, stage.attention, flush=True)
-
-
 def steps_of(service: Service, model: str, size: tuple[int, int], frames: int, what: str) -> None:
     # A step is the difference of two films, after one that brings in all that only a first one needs.
     film(service, model, size, frames, 1)
@@ -366,16 +247,6 @@ def steps_of(service: Service, model: str, size: tuple[int, int], frames: int, w
     ms, stage = run_ms(many, "denoise")[-1]
     more = {"attention": stage.attention, "peak_gib": round(stage.peak_scratch_bytes / 2**30, 2)}
     tell(what, (ms - run_ms(few, "denoise")[-1][0]) / 3, "ms", who="moored", **more)
-
-
-def guarded(what: str, work: Any) -> None:
-    """Does it, if it is wanted; what fails costs its own figures only."""
-    if not re.search(ASKED.only, what):
-        return
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001
-        print(f"{what} failed: {error!r}", flush=True)
 
 
 def steps(binary: Path, work: Path) -> None:
@@ -414,37 +285,6 @@ def decode_of(service: Service, size: tuple[int, int], name: str) -> None:
         "chunking": stage.chunking,
     }
     tell(name, ms, "ms", who="moored", **more)
-
-
-def settled(used: Any) -> int:
-    """The driver's figure of what is used, once two readings agree."""
-    last = used()
-    for _ in range(40):
-        time.sleep(0.05)
-        now = used()
-        if now == last:
-            break
-        last = now
-    return int(last)
-
-
-def bytes_of(service: Service) -> int:
-    """What the service's processes hold of the card by the driver; of all programs where it does not tell."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    card = pynvml.nvmlDeviceGetHandleByIndex(0)
-    parents = {service.process.pid}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            number, parent = status.parent.name, status.read_text().rpartition(")")[2].split()[1]
-        except OSError:
-            continue
-        if int(parent) == service.process.pid:
-            parents.add(int(number))
-    every = pynvml.nvmlDeviceGetComputeRunningProcesses(card)
-    found = [one.usedGpuMemory for one in every if one.pid in parents and one.usedGpuMemory]
-    return int(sum(found) or pynvml.nvmlDeviceGetMemoryInfo(card).used)
 
 
 def unload(binary: Path, work: Path) -> None:
@@ -563,29 +403,15 @@ def main() -> None:
     ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
     settings.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
-    for part in settings.parts.split(","):
-        began = time.perf_counter()
-        try:
-            match part:
-                case "make":
-                    make(settings.work, settings.llama)
-                case "peers":
-                    peers(text=16)
-                case "steps":
-                    steps(settings.binary, settings.work)
-                case "unload":
-                    unload(settings.binary, settings.work)
-                case "hog":
-                    hog(settings.binary, settings.work)
-        except Exception as error:  # noqa: BLE001
-            print(f"{part} failed: {error!r}", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        print(f"# {part}: {time.perf_counter() - began:.1f} s", flush=True)
-    for each in FIGURES:
-        print(
-            f"{each.get('who', ''):16} {each['measure']:60} {each['figure']:10.1f} {each['unit']}"
-        )
+    binary, work = settings.binary, settings.work
+    parts = {
+        "make": partial(make, work, settings.llama),
+        "peers": partial(peers, 16),
+        "steps": partial(steps, binary, work),
+        "unload": partial(unload, binary, work),
+        "hog": partial(hog, binary, work),
+    }
+    run_parts(parts, settings.parts.split(","))
 
 
 if __name__ == "__main__":

@@ -2,38 +2,14 @@
 
     python tests/gpu/film_rows.py RUN.json ... --write-docs docs/benchmarks/film.json
 
-Each file is one run of `film.py`, or has figures in its form from elsewhere. A figure has a target where the
-project has set one: a share of diffusers' figure of the same run, or a number. Of several runs the last one
-that measured a figure counts, beside diffusers if any did.
+Each file is one run of `film.py`, or has figures in its form from elsewhere (`peer_rows.py`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
-Figure = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A row: the figure's name, and what it is held against."""
-
-    measure: str
-    share: float | None = None
-    """The target as a share of diffusers' figure."""
-    beside: str = ""
-    """The name of that figure, if it is another."""
-    target: float | None = None
-    better: str = "lower"
-
+from peer_rows import Wanted, main
 
 STEP = "step, FramePack 640x640"
 SAMPLED = "step, HunyuanVideo 832x480"
@@ -67,79 +43,5 @@ ROWS = (
 )
 
 
-def with_scratch(run: Iterable[Figure]) -> Iterator[Figure]:
-    """The figures of a run; the scratch of a decode is one of its own."""
-    for figure in run:
-        yield figure
-        if figure["measure"].startswith("decode") and "peak_gib" in figure:
-            name = f"{figure['measure']}: scratch"
-            yield figure | {"measure": name, "figure": figure["peak_gib"], "unit": "GiB"}
-
-
-def rows_of(runs: Iterable[Iterable[Figure]]) -> list[dict[str, object]]:
-    """Rows in the form of all benchmarks, in the order of `ROWS`."""
-    found: dict[str, dict[str, object]] = {}
-    for run in runs:
-        figures = list(with_scratch(run))
-        ours = {one["measure"]: one for one in figures if not is_theirs(one)}
-        theirs = {one["measure"]: one for one in figures if is_theirs(one)}
-        for wanted in ROWS:
-            one, other = ours.get(wanted.measure), theirs.get(wanted.beside or wanted.measure)
-            before = found.get(wanted.measure)
-            if one is not None and (other is not None or before is None or not before["peer"]):
-                found[wanted.measure] = row(wanted, one, other)
-    return [found[wanted.measure] for wanted in ROWS if wanted.measure in found]
-
-
-def is_theirs(figure: Figure) -> bool:
-    """Whether it is another program's."""
-    return str(figure.get("who", "")).startswith("diffusers")
-
-
-def row(wanted: Wanted, one: Figure, other: Figure | None) -> dict[str, object]:
-    target = wanted.target
-    if wanted.share is not None and other is not None:
-        target = float(f"{wanted.share * other['figure']:.4g}")
-    return {
-        "measure": wanted.measure,
-        "value": float(f"{one['figure']:.4g}"),
-        "unit": one["unit"],
-        "target": target,
-        "better": wanted.better,
-        "device": one["device"],
-        "date": one["date"],
-        "peer": other["who"] if other else "",
-        "peer_value": float(f"{other['figure']:.4g}") if other else None,
-    }
-
-
-def main() -> int:
-    """Writes the rows and the table; 1 when a target is missed."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "client-py/src")]
-    from bench_service import table_of, write_table
-
-    parser = argparse.ArgumentParser(description="Rows of docs/benchmarks/film.json.")
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--write-docs", type=Path, metavar="FILE")
-    settings = parser.parse_args()
-    rows = rows_of(json.loads(file.read_text(encoding="utf-8")) for file in settings.runs)
-    print(table_of(rows, ratios=True))
-    if settings.write_docs:
-        settings.write_docs.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        write_table(rows, settings.write_docs.name)
-    missed = [
-        one["measure"]
-        for one in rows
-        if one["target"] is not None and not is_met(one["value"], one["target"], one["better"])
-    ]
-    for measure in missed:
-        print(f"target missed: {measure}", file=sys.stderr)
-    return 1 if missed else 0
-
-
-def is_met(value: Any, target: Any, better: object) -> bool:
-    return bool(value <= target if better == "lower" else value >= target)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ROWS, "film.json"))

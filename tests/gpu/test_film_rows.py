@@ -10,17 +10,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/gpu")]
 
 import film_rows  # noqa: E402
+import peer_rows  # noqa: E402
 
 STEP, DECODE = film_rows.STEP, "decode of 5 latents, 832x480"
 
 
-def figure(measure: str, value: float, who: str = "moored", **more: Any) -> film_rows.Figure:
+def figure(measure: str, value: float, who: str = "moored", **more: Any) -> peer_rows.Figure:
     known = {"measure": measure, "figure": value, "unit": "ms", "who": who}
     return known | more | {"device": "a card", "date": "2026-11-23"}
 
 
-def by_measure(*runs: list[film_rows.Figure]) -> dict[object, dict[str, object]]:
-    return {row["measure"]: row for row in film_rows.rows_of(runs)}
+def by_measure(*runs: list[peer_rows.Figure]) -> dict[object, dict[str, object]]:
+    return {row["measure"]: row for row in peer_rows.rows_of(film_rows.ROWS, runs)}
 
 
 def test_a_target_is_a_share_of_what_diffusers_took_in_the_same_run() -> None:

@@ -1,0 +1,44 @@
+"""Makes docs/benchmarks/sound.json, and its table in docs/BENCHMARKS.md, of what music was measured to take.
+
+    python tests/gpu/sound_rows.py RUN.json ... --write-docs docs/benchmarks/sound.json
+
+Each file is one run of `sound.py`, or has figures in its form from elsewhere (`peer_rows.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from peer_rows import Wanted, main
+
+LONG, SHORT = "step, 240 s of music", "step, 60 s of music"
+FORMATS = ("fp8", "int8", "nf4")
+ROWS = (
+    Wanted(LONG, 0.45),
+    *(Wanted(f"{LONG} {name}", beside=LONG) for name in FORMATS),
+    Wanted(SHORT, 0.22),
+    *(Wanted(f"{SHORT} {name}", beside=SHORT) for name in FORMATS),
+    Wanted("decode of 240 s", 0.6),
+    Wanted("decode of 240 s: scratch", target=1.0),
+    Wanted("decode of 240 s on the card alone", 0.6, beside="decode of 240 s"),
+    Wanted("encode of 240 s", 0.6),
+    Wanted("encode of 240 s: scratch", target=1.0),
+    Wanted("encode of 240 s on the card alone", 0.6, beside="encode of 240 s"),
+    Wanted("peak over the weights, 240 s repainted", target=1.0),
+    Wanted("240 s repainted in 8 steps"),
+    *(
+        Wanted(f"swap and 240 s repainted, 5.9 GiB left, {policy}")
+        for policy in ("shared", "exclusive")
+    ),
+    Wanted("code and context that first tracks leave"),
+    Wanted("bytes left after four minutes and unloading", target=0.0),
+    Wanted("bytes left after unloading, 100 mixed cycles", target=0.0),
+    Wanted("components beside diffusers, relative L2, farthest", target=1e-5),
+    Wanted("tracks beside diffusers, relative L2, farthest", target=1e-4),
+    Wanted("Oobleck beside diffusers, decode, relative L2, farthest", target=1e-6),
+    Wanted("Oobleck beside diffusers, encode, relative L2, farthest", target=1e-6),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main(ROWS, "sound.json"))
