@@ -110,6 +110,8 @@ pub struct AttentionShape {
     pub v: [usize; 3],
     pub out: [usize; 3],
     pub mask: MaskShape,
+    /// Whether the logarithms of the sums of rows are written too, f32 `[batch, heads, queries]`.
+    pub log_sums: bool,
 }
 
 impl AttentionShape {
@@ -136,6 +138,7 @@ impl AttentionShape {
             v: strides(row),
             out: strides(row_out),
             mask,
+            log_sums: false,
         }
     }
 
@@ -171,6 +174,7 @@ impl AttentionShape {
             v: strides(v)?,
             out: strides(out)?,
             mask: MaskShape::of(mask, dtype)?,
+            log_sums: false,
         })
     }
 }

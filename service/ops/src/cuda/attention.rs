@@ -7,10 +7,10 @@ use candle_core::{CudaDevice, DType, Error, Result, Tensor};
 use cudarc::cublas::{result, sys};
 use cudarc::driver::{DevicePtr as _, DeviceRepr};
 
-use super::{Card, address_of, kernel_dtype};
+use super::{ALIGNMENT, Card, UNIT, address_of, kernel_dtype};
 use crate::Mask;
 use crate::attention_workspace::{queries_at_a_time, row_of_scores};
-use crate::cudnn::{self, AttentionAt};
+use crate::cudnn::{self, AttentionAt, Cudnn, InTiles};
 use crate::planned::{AttentionShape, uses_cudnn_in};
 
 /// Block size, as in `softmax.cuh`.
@@ -50,14 +50,108 @@ fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out:
         out: address_of(out)?,
         bias,
         lengths: None,
+        log_sums: None,
         scale: scale as f32,
     };
     let device = q.device().as_cuda_device()?;
     let card = Card::of(device)?;
     let done = card
         .cudnn
-        .with(device, |cudnn| cudnn::attention(cudnn, &shape, &at))?;
+        .with(device, |cudnn| match cudnn::in_tiles(cudnn, &shape)? {
+            Some(split) => by_parts(cudnn, &card, device, &split, &at),
+            None => cudnn::attention(cudnn, &shape, &at),
+        })?;
     Ok(done == Some(true))
+}
+
+/// Mirrors the struct in `softmax.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PartsArguments {
+    out: u64,
+    rest: u64,
+    sums: u64,
+    rest_sums: u64,
+    row: u64,
+    added: u32,
+    heads: u32,
+    width: u32,
+    queries: u32,
+    rest_queries: u32,
+    unused: u32,
+}
+
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for PartsArguments {}
+
+/// Attends to the keys of whole tiles, then in strips of queries to the rest, and adds both. Returns `false` if an address
+/// is misaligned: nothing was enqueued then.
+fn by_parts(
+    cudnn: &mut Cudnn,
+    card: &Card,
+    device: &CudaDevice,
+    split: &InTiles,
+    at: &AttentionAt,
+) -> Result<bool> {
+    let InTiles { whole, rest, .. } = split;
+    let workspace = cudnn::workspace(cudnn);
+    let size = whole.dtype.size_in_bytes();
+    let from = |start: u64, numbers: usize| start + (numbers * size) as u64;
+    let (sums, rest_sums) = (
+        workspace + split.sums_at as u64,
+        workspace + split.rest_sums_at as u64,
+    );
+    let of_whole = AttentionAt {
+        log_sums: Some(sums),
+        ..*at
+    };
+    let begins_aligned = [
+        from(at.k, whole.keys * whole.k[1]),
+        from(at.v, whole.keys * whole.v[1]),
+        (whole.q[1] * size) as u64,
+        (whole.out[1] * size) as u64,
+    ];
+    if !begins_aligned.iter().all(|start| start.is_multiple_of(ALIGNMENT))
+        || !cudnn::attention(cudnn, whole, &of_whole)?
+    {
+        return Ok(false);
+    }
+    let name = format!("add_parts_{}", kernel_dtype(whole.dtype)?);
+    let narrow = |number: usize| u32::try_from(number).map_err(Error::wrap);
+    for (first, added) in split.strips() {
+        let of_rest = AttentionAt {
+            q: from(at.q, first * whole.q[1]),
+            k: begins_aligned[0],
+            v: begins_aligned[1],
+            out: workspace + split.rest_at as u64,
+            log_sums: Some(rest_sums),
+            ..*at
+        };
+        if !cudnn::attention(cudnn, rest, &of_rest)? {
+            candle_core::bail!("a strip of an attention has no plan: {rest:?}");
+        }
+        let (skipped, count) = (added - first, first + rest.queries - added);
+        let row = whole.heads * whole.width;
+        let of_sums = |start: u64, query: usize| start + (query * size_of::<f32>()) as u64;
+        let arguments = PartsArguments {
+            out: from(at.out, added * whole.out[1]),
+            rest: from(workspace + split.rest_at as u64, skipped * row),
+            sums: of_sums(sums, added),
+            rest_sums: of_sums(rest_sums, skipped),
+            row: whole.out[1] as u64,
+            added: narrow(count)?,
+            heads: narrow(whole.heads)?,
+            width: narrow(whole.width)?,
+            queries: narrow(whole.queries)?,
+            rest_queries: narrow(rest.queries)?,
+            unused: 0,
+        };
+        let grid = ((count * row / UNIT).div_ceil(THREADS), 1, 1);
+        // SAFETY: the structure mirrors `softmax.cuh`. The result has so many rows of all heads, whose elements lie side by
+        // side, aligned to 16 bytes; the strip and both sums are in the workspace, by the dimensions of their plans.
+        unsafe { card.launch(&device.cuda_stream(), name.clone(), grid, THREADS, &arguments)? };
+    }
+    Ok(true)
 }
 
 /// A tensor `[b, n, h, d]` for matrix products: an address, and strides in elements.
@@ -647,6 +741,36 @@ mod tests {
                 &DTYPES,
             )?;
         }
+        Ok(())
+    }
+
+    #[test]
+    fn a_rest_of_keys_has_its_share() -> Result<()> {
+        if !is_card() {
+            return Ok(());
+        }
+        // In two strips of queries, the second of which begins inside the first.
+        let [queries, keys, heads, width] = [6001, 12_361, 24, 128];
+        let of = |tokens: usize, seed: u64| random(&[1, tokens, heads, width], seed)?.to_dtype(DType::BF16);
+        let q = (of(queries, 1)? * 2.0)?;
+        let [q, k, v] = joint([&q, &of(keys, 2)?, &of(keys, 3)?], DType::BF16)?;
+        let [parts, whole] = [7f32, 9.0].map(|number| {
+            let wide = Tensor::full(number, (1, queries, heads + 2, width), &Device::Cpu)?;
+            Ok::<_, Error>(here(&wide.to_dtype(DType::BF16)?))
+        });
+        let (parts, whole) = (parts?, whole?);
+        let inside = |wide: &Tensor| wide.narrow(2, 0, heads);
+        assert!(by_cudnn(&q, &k, &v, 0.09, Mask::None, &inside(&parts)?)?);
+        by_products(&q, &k, &v, 0.09, Mask::None, &inside(&whole)?)?;
+        let expected = inside(&whole)?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+        let expected = expected.contiguous()?.flatten_all()?.to_vec1::<f64>()?;
+        assert_near(&inside(&parts)?, &expected, BF16_OPERATION, "a rest of 73 keys")?;
+        let edge = parts
+            .narrow(2, heads, 2)?
+            .to_device(&Device::Cpu)?
+            .to_dtype(DType::F32)?;
+        let edge = edge.contiguous()?.flatten_all()?.to_vec1::<f32>()?;
+        assert!(edge.iter().all(|number| *number == 7.0));
         Ok(())
     }
 

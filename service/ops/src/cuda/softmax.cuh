@@ -112,8 +112,41 @@ __device__ inline void softmax(const SoftmaxArguments& a) {
     }
 }
 
+// Mirrors the struct in `cuda/attention.rs`.
+struct PartsArguments {
+    void* out;              // T: of the first query that is added, with what its row has of the first keys
+    const void* rest;       // T, [queries, heads, width]: what it has of the others
+    const float* sums;      // logarithms of the sums of rows over the first keys, from a head to the next `queries`
+    const float* rest_sums; // and over the others, from a head to the next `rest_queries`
+    unsigned long long row;  // from a query to the next in `out`
+    unsigned added, heads, width, queries, rest_queries, unused;
+};
+
+// Adds the parts of a row by their shares in its sum.
+template <class T>
+__device__ inline void add_parts(const PartsArguments& a) {
+    const unsigned units = a.heads * a.width / UNIT;
+    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    const unsigned query = i / units, at = i % units * UNIT, head = at / a.width;
+    if (query >= a.added) return;
+    const float apart = a.rest_sums[static_cast<size_t>(head) * a.rest_queries + query] -
+                        a.sums[static_cast<size_t>(head) * a.queries + query];
+    const float share = 1.0f / (1.0f + expf(apart)), other = 1.0f / (1.0f + expf(-apart));
+    T* out = static_cast<T*>(a.out) + query * a.row + at;
+    float numbers[UNIT], rest[UNIT];
+    read_wide(out, numbers);
+    read_wide(static_cast<const T*>(a.rest) + static_cast<size_t>(query) * a.heads * a.width + at, rest);
+    for (unsigned n = 0; n < UNIT; n++) numbers[n] = share * numbers[n] + other * rest[n];
+    write_wide(numbers, out);
+}
+
 }  // namespace moored
 
+#define ADD_PARTS(name, T)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256) add_parts_##name(moored::PartsArguments a) { moored::add_parts<T>(a); }
+ADD_PARTS(f16, __half)
+ADD_PARTS(bf16, __nv_bfloat16)
+#undef ADD_PARTS
 #define SOFTMAX(name, T)                                                                                                \
     extern "C" __global__ void __launch_bounds__(256) softmax_##name(moored::SoftmaxArguments a) { moored::softmax<T>(a); }
 SOFTMAX(f32, float)

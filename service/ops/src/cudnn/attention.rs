@@ -13,6 +13,7 @@ pub(super) mod number {
     pub(crate) const OUT: i64 = 4;
     pub(crate) const SCALE: i64 = 5;
     pub(crate) const BIAS: i64 = 6;
+    pub(crate) const LOG_SUMS: i64 = 7;
     pub(crate) const QUERIES: i64 = 8;
     pub(crate) const KEYS: i64 = 9;
     pub(crate) const HIDDEN: i64 = 10;
@@ -31,6 +32,8 @@ pub(crate) struct AttentionAt {
     pub(crate) bias: Option<u64>,
     /// Set with [`MaskShape::Lengths`]: `[batch]` i32 of queries, and of keys.
     pub(crate) lengths: Option<(u64, u64)>,
+    /// Set with [`AttentionShape::log_sums`].
+    pub(crate) log_sums: Option<u64>,
     /// Scale of the scores.
     pub(crate) scale: f32,
 }
@@ -102,6 +105,9 @@ impl PlanShape for AttentionShape {
             MaskShape::Lengths => numbers.extend([number::QUERIES, number::KEYS]),
             MaskShape::None | MaskShape::Causal | MaskShape::Window { .. } => {}
         }
+        if self.log_sums {
+            numbers.push(number::LOG_SUMS);
+        }
         let mut at = numbers.into_iter().map(|number| (number, everywhere)).collect();
         let scalars = Box::new(Scalars::of(self, 1.0));
         scalars.add_to(&mut at, self);
@@ -167,17 +173,32 @@ impl<'a> Scores<'a> {
             .between(numbers, &[batch, heads, queries, keys], &strides)
     }
 
-    /// A tensor of one element per query.
-    fn row(&mut self) -> Outcome<Node> {
+    /// Dimensions and strides of a tensor of one element per query.
+    fn of_rows(&self) -> ([usize; 4], [usize; 4]) {
         let AttentionShape {
             batch,
             heads,
             queries,
             ..
         } = *self.shape;
-        let strides = [heads * queries, queries, 1, 1];
-        self.graph
-            .between(DataType::F32, &[batch, heads, queries, 1], &strides)
+        ([batch, heads, queries, 1], [heads * queries, queries, 1, 1])
+    }
+
+    /// A tensor of one element per query.
+    fn row(&mut self) -> Outcome<Node> {
+        let (dims, strides) = self.of_rows();
+        self.graph.between(DataType::F32, &dims, &strides)
+    }
+
+    /// The logarithm of the sum of each row: cuDNN recognizes the pattern by it, whether it is read or not.
+    fn log_sums(&mut self) -> Outcome<Node> {
+        let (dims, strides) = self.of_rows();
+        match self.shape.log_sums {
+            true => self
+                .graph
+                .on_card(number::LOG_SUMS, DataType::F32, &dims, &strides),
+            false => self.graph.between(DataType::F32, &dims, &strides),
+        }
     }
 
     fn scalar(&mut self, number: i64, numbers: DataType) -> Outcome<Node> {
@@ -295,22 +316,15 @@ impl<'a> Scores<'a> {
         let exponentials = self.all(DataType::F32)?;
         let sums = self.row()?;
         let logarithms = self.row()?;
-        let log_sum_exp = self.row()?;
+        let log_sums = self.log_sums()?;
         let weights = self.all(numbers)?;
         let graph = &mut self.graph;
         graph.reduction(Reduction::Maximum, scores, highest)?;
         graph.pointwise(Pointwise::Subtract, DataType::F32, scores, Some(highest), less)?;
         graph.pointwise(Pointwise::Exp, DataType::F32, less, None, exponentials)?;
         graph.reduction(Reduction::Sum, exponentials, sums)?;
-        // The log-sum-exp is not read, but cuDNN recognizes the pattern by it.
         graph.pointwise(Pointwise::Log, DataType::F32, sums, None, logarithms)?;
-        graph.pointwise(
-            Pointwise::Add,
-            DataType::F32,
-            highest,
-            Some(logarithms),
-            log_sum_exp,
-        )?;
+        graph.pointwise(Pointwise::Add, DataType::F32, highest, Some(logarithms), log_sums)?;
         graph.pointwise(
             Pointwise::Divide,
             DataType::F32,

@@ -11,6 +11,7 @@ use gpu::Timeline;
 
 use super::attention::{Scalars, number};
 use super::graph::ALIGNMENT;
+use super::in_tiles::InTiles;
 use super::plan::{CompileTarget, Plan};
 use super::plans::Folder;
 use super::{
@@ -224,16 +225,16 @@ pub(crate) fn make_plans(cudnn: &mut Cudnn, planned: &[Planned]) -> Vec<Planned>
         cudnn.asked.clear();
     }
     let (asked, attentions, convolutions) = (&mut cudnn.asked, &cudnn.attentions, &cudnn.convolutions);
+    let planned: Vec<Planned> = planned.iter().flat_map(|one| cudnn.maker.planned(one)).collect();
     let fresh: Vec<Planned> = planned
-        .iter()
+        .into_iter()
         .filter(|planned| {
             let is_made = match planned {
                 Planned::Attention(shape) => attentions.0.contains_key(shape),
                 Planned::Convolution(shape) => convolutions.0.contains_key(shape),
             };
-            !is_made && asked.insert((*planned).clone())
+            !is_made && asked.insert(planned.clone())
         })
-        .cloned()
         .collect();
     cudnn.ahead.ask(cudnn.maker.all_ahead(&fresh));
     fresh
@@ -279,6 +280,11 @@ pub(crate) fn attention(cudnn: &mut Cudnn, shape: &AttentionShape, at: &Attentio
         }
         (MaskShape::None | MaskShape::Causal | MaskShape::Window { .. }, _, _) => {}
     }
+    match (shape.log_sums, at.log_sums) {
+        (true, Some(sums)) => addresses.push((number::LOG_SUMS, sums)),
+        (true, None) => candle_core::bail!("attention has no place for the sums of its rows"),
+        (false, _) => {}
+    }
     if !aligned(&addresses) {
         return Ok(false);
     }
@@ -292,6 +298,33 @@ pub(crate) fn attention(cudnn: &mut Cudnn, shape: &AttentionShape, at: &Attentio
     scalars.add_to(&mut addresses, shape);
     run(plan, cudnn.handle, &addresses, cudnn.workspace)?;
     Ok(true)
+}
+
+/// How an attention is computed in two parts; `None` where it is computed as one, or a part has no plan.
+///
+/// # Errors
+/// When the card fails.
+pub(crate) fn in_tiles(cudnn: &mut Cudnn, shape: &AttentionShape) -> Result<Option<InTiles>> {
+    let Some(split) = cudnn.maker.in_tiles(shape) else {
+        return Ok(None);
+    };
+    cudnn.context.bind_to_thread().w()?;
+    for part in [&split.whole, &split.rest] {
+        make_room(&mut cudnn.attentions, part, &cudnn.stream)?;
+        let plan = cudnn.attentions.plan(&cudnn.maker, &cudnn.ahead, part);
+        if !plan
+            .map_err(failed)?
+            .is_some_and(|plan| InTiles::leaves_room(plan.workspace()))
+        {
+            return Ok(None);
+        }
+    }
+    Ok(Some(split))
+}
+
+/// The workspace of all plans, [`WORKSPACE_BYTES`], of which a plan has the beginning.
+pub(crate) fn workspace(cudnn: &Cudnn) -> u64 {
+    cudnn.workspace
 }
 
 /// Enqueues a convolution on the card's stream. Returns `false` if cuDNN has no plan for the shape, or an address is

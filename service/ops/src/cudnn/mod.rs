@@ -15,6 +15,7 @@ mod card;
 mod convolution;
 mod descriptor;
 mod graph;
+mod in_tiles;
 mod library;
 mod plan;
 mod plans;
@@ -30,25 +31,32 @@ use gpu::Timeline;
 use ahead::{Ahead, Make};
 use attention::Scalars;
 use graph::{DataType, Graph, Wanted};
+#[cfg(not(feature = "cuda"))]
+use in_tiles::InTiles;
 use plan::{CompileTarget, Plan};
 #[cfg(not(feature = "cuda"))]
 use plans::Folder;
 
 use crate::libraries::{MadeBy, count_plan};
-use crate::planned::{Planned, uses_cudnn_in};
+use crate::planned::{AttentionShape, Planned, uses_cudnn_in};
 
 #[cfg(feature = "cuda")]
 pub(crate) use attention::AttentionAt;
 #[cfg(feature = "cuda")]
-pub(crate) use card::{OfCard, attention, convolve, make_plans};
+pub(crate) use card::{Cudnn, OfCard, attention, convolve, in_tiles, make_plans, workspace};
 #[cfg(feature = "cuda")]
 pub(crate) use convolution::ConvolutionAt;
+#[cfg(feature = "cuda")]
+pub(crate) use in_tiles::InTiles;
 pub(crate) use library::Library;
 #[cfg(feature = "cuda")]
 pub(crate) use plans::{Folder, keep_plans_in};
 
 /// Workspace shared by all plans of a card. Plans that need more are not chosen.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// How the names of cards of compute capability 9.0 begin in keys of plans.
+const HOPPER: &str = "sm_90 ";
 
 /// Capacity of the in-memory cache per operation, plans and refusals.
 const REMEMBERED: usize = 512;
@@ -170,6 +178,27 @@ struct Maker {
 unsafe impl Send for Maker {}
 
 impl Maker {
+    /// An attention as it is computed: as one, or in two.
+    fn in_tiles(&self, shape: &AttentionShape) -> Option<InTiles> {
+        self.card
+            .starts_with(HOPPER)
+            .then(|| InTiles::of(shape))
+            .flatten()
+    }
+
+    /// What plans are made of.
+    fn planned(&self, planned: &Planned) -> Vec<Planned> {
+        match planned {
+            Planned::Attention(shape) => match self.in_tiles(shape) {
+                Some(InTiles { whole, rest, .. }) => {
+                    vec![Planned::Attention(whole), Planned::Attention(rest)]
+                }
+                None => vec![planned.clone()],
+            },
+            Planned::Convolution(_) => vec![planned.clone()],
+        }
+    }
+
     /// Key of a plan, on disk and in the background queue.
     fn key<S: PlanShape>(&self, shape: &S) -> String {
         format!("{} {}: {} {shape:?}", self.library.version(), self.card, S::NAME)

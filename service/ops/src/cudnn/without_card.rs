@@ -117,6 +117,7 @@ fn attention(batch: usize, heads: [usize; 2], tokens: [usize; 2], width: usize) 
         v: of_keys,
         out: side_by_side(queries, heads, width),
         mask: MaskShape::None,
+        log_sums: false,
     }
 }
 

@@ -141,6 +141,7 @@ fn shape_of(
         v: strides(keys, heads_kv),
         out: strides(queries, heads),
         mask,
+        log_sums: false,
     }
 }
 
@@ -197,6 +198,7 @@ fn check(
         out: address(&out)? + 2 * out_at as u64,
         bias: Some(address(&bias)?),
         lengths: Some((address(&counts[0])?, address(&counts[1])?)),
+        log_sums: None,
         scale: scale as f32,
     };
     assert!(attention(cudnn, shape, &at)?, "{what}: cuDNN refuses it");
@@ -327,6 +329,7 @@ fn a_misaligned_address_is_refused() -> Result<()> {
             out: 0,
             bias: None,
             lengths: None,
+            log_sums: None,
             scale: 1.0,
         };
         assert!(!attention(cudnn, &shape, &at)?);
