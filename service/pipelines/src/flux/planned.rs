@@ -36,11 +36,12 @@ impl FluxModel {
             DENOISE => {
                 let picture = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize
                     + self.reference_tokens(image);
-                let mut planned = vec![self.transformer.blocks().planned(tokens + picture, dtype)];
+                let generated = picture - self.reference_tokens(image);
+                let blocks = self.transformer.blocks();
+                let mut planned = blocks.planned(tokens + picture, generated, dtype);
                 for (_, net) in self.controls_of(image) {
-                    let generated = picture - self.reference_tokens(image);
                     let all = net.config.text_tokens(tokens) + generated;
-                    planned.push(net.config.trunk.blocks().planned(all, dtype));
+                    planned.extend(net.config.trunk.blocks().planned(all, all, dtype));
                 }
                 if request.preview {
                     // At half the size.

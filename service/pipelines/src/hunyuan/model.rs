@@ -347,7 +347,8 @@ impl Model for HunyuanModel {
                     return Vec::new();
                 };
                 let tokens = self.tokens(prompt.used(), video);
-                vec![self.transformer.blocks().planned(tokens.all(), dtype)]
+                let blocks = self.transformer.blocks();
+                blocks.planned(tokens.all(), tokens.sampled, dtype)
             }
             _ => self
                 .vae

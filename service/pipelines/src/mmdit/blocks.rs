@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use gpu::MissingTensor;
 use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
 
-use super::buffers::{Added, Buffers, EPS, Next, Part};
+use super::buffers::{Added, Buffers, EPS, Next, Part, attends_for_some};
 use super::shape::BlocksShape;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
@@ -63,10 +63,14 @@ impl Projection {
     }
 }
 
-/// Attention over all tokens.
-fn attend(all: &Part) -> Result<()> {
+/// Attention over all tokens, of those rows that are needed.
+fn attend(all: &Part, needed: &Part) -> Result<()> {
     let scale = (all.query.dim(3)? as f64).powf(-0.5);
-    ops::attention(&all.query, &all.key, &all.value, scale, Mask::None, &all.attended)
+    let of = match attends_for_some(all.query.dim(1)?, needed.query.dim(1)?) {
+        true => needed,
+        false => all,
+    };
+    ops::attention(&of.query, &all.key, &all.value, scale, Mask::None, &of.attended)
 }
 
 /// `FeedForward` with the tanh approximation of GELU.
@@ -286,7 +290,7 @@ impl DoubleBlock {
         self.text
             .projection
             .forward(&text, of_text.as_codes, turned.angles(), scratch)?;
-        attend(&whole)?;
+        attend(&whole, &whole)?;
         self.picture
             .close(&picture, &modulation.0, step, (next.0, added), scratch)?;
         self.text
@@ -358,7 +362,7 @@ impl SingleBlock {
         let up = if as_codes { &whole } else { rows };
         self.up
             .forward_into(up.normed(as_codes), Epilogue::GeluTanh, &up.inner, scratch)?;
-        attend(&whole)?;
+        attend(&whole, rows)?;
         self.output
             .forward_into(&rows.wide, Epilogue::None, &rows.branch, scratch)?;
         if !added.is_empty() {

@@ -16,6 +16,12 @@ const NORM: Norm<'static> = Norm::Layer {
     eps: EPS,
 };
 
+/// Whether the last attention is that of the needed tokens alone: it is worth a plan of its own where there are many tokens,
+/// and an eighth of them or more are not needed.
+pub(crate) fn attends_for_some(tokens: usize, needed: usize) -> bool {
+    tokens >= 12 << 10 && 8 * needed <= 7 * tokens
+}
+
 /// Width of `wide` in hidden widths: attention output, and the inside of the feed-forward.
 const WIDE: usize = 5;
 
@@ -69,17 +75,16 @@ impl Buffers {
         ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
     }
 
-    /// Shape of the attention over the tokens of one picture and its text.
-    pub(crate) fn planned(shape: &BlocksShape, tokens: usize, dtype: DType) -> Planned {
+    /// Shapes of the attention over the tokens of one picture and its text, of which so many are needed behind the blocks.
+    pub(crate) fn planned(shape: &BlocksShape, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
         let by_head = (shape.heads, shape.head);
         let rows = (3 * shape.width(), WIDE * shape.width());
-        Planned::Attention(AttentionShape::of_rows(
-            tokens,
-            by_head,
-            rows,
-            dtype,
-            MaskShape::None,
-        ))
+        let all = AttentionShape::of_rows(tokens, by_head, rows, dtype, MaskShape::None);
+        let last = (shape.single > 0 && attends_for_some(tokens, needed)).then(|| AttentionShape {
+            queries: needed,
+            ..all.clone()
+        });
+        std::iter::once(all).chain(last).map(Planned::Attention).collect()
     }
 
     /// Workspace of linear layers.

@@ -41,9 +41,9 @@ impl BlocksShape {
         (vectors * self.width() * dtype.size_in_bytes()) as u64 * u64::from(steps)
     }
 
-    /// Shape of the attention over all tokens of one item.
-    pub(crate) fn planned(&self, tokens: usize, dtype: DType) -> Planned {
-        Buffers::planned(self, tokens, dtype)
+    /// Shapes of the attention over all tokens of one item, of which so many are needed behind the blocks.
+    pub(crate) fn planned(&self, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
+        Buffers::planned(self, tokens, needed, dtype)
     }
 }
 
