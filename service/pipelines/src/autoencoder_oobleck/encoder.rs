@@ -137,7 +137,11 @@ impl OobleckEncoder {
     /// Encodes the samples of a window.
     fn encode_window(&self, samples: &Tensor, cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         let (length, channels) = samples.dims2()?;
-        let samples = samples.to_device(&self.device)?;
+        // All of a tensor's memory is brought, of which a window is a part.
+        let samples = match samples.device().same_device(&self.device) {
+            true => samples.clone(),
+            false => samples.force_contiguous()?.to_device(&self.device)?,
+        };
         // Channels beyond the track's are zeros.
         let mut x = Tensor::zeros((length, sample_channels(&self.config)), self.dtype, &self.device)?;
         copy_rows(&samples, &x.narrow(1, 0, channels)?)?;
