@@ -27,8 +27,9 @@ ROWS = (
     Wanted("peak over the weights, 240 s repainted", target=1.0),
     Wanted("240 s repainted in 8 steps"),
     *(
-        Wanted(f"swap and 240 s repainted, 5.9 GiB left, {policy}")
+        Wanted(f"swap by a {by}, 240 s repainted, 5.9 GiB left, {policy}")
         for policy in ("shared", "exclusive")
+        for by in ("job", "load, fp8")
     ),
     Wanted("code and context that first tracks leave"),
     Wanted("bytes left after four minutes and unloading", target=0.0),
