@@ -93,19 +93,20 @@ def two_minutes(service: Service) -> None:
     with service.client.audio_session(MODEL, slots=2) as live:
         play(live, 0).wait(60)
         thread.start()
-        began, seed = time.perf_counter(), 1
+        began, seed, heard = time.perf_counter(), 1, 0.0
         for chunk in live:
+            heard = (chunk.first_sample + chunk.sample_count) / live.sample_rate
             gone = time.perf_counter() - began
             if gone > seed * 5:
                 play(live, seed, at="now" if seed % 2 else "over")
                 seed += 1
             if gone > TWO_MINUTES:
                 break
-        heard = (chunk.first_sample + len(chunk.samples) // 4) / live.sample_rate
         stop.set()
         report = live.close()
     thread.join()
-    more = {"heard_s": round(heard, 1), "segments": report.segments, "tracks": tracks, "gap_ms": report.gap_ms}
+    more = {"heard_s": round(heard, 1), "segments": report.segments, "tracks": tracks}
+    more |= {"gap_ms": report.gap_ms}
     what = "session: gaps in two minutes beside another client's tracks"
     tell(what, report.gaps, "gaps", who="moored", **more)
 

@@ -81,7 +81,7 @@ impl Round {
 /// How the sampling of a request shares passes, in rounds; `None` with one slot, or where strengths of adapters change over the
 /// steps: those are the same for a whole pass. Then it is sampled whole.
 pub(crate) fn shared_pass(request: &Request, key: String, scratch_each: Bytes) -> Option<SharedPass> {
-    is_in_rounds(request).then(|| SharedPass {
+    is_in_rounds(request).then_some(SharedPass {
         key,
         slots: request.slots,
         scratch_each,

@@ -311,7 +311,7 @@ async fn a_client_that_always_has_a_round_to_run_does_not_keep_others_waiting() 
 
 #[tokio::test(start_paused = true)]
 async fn the_plan_of_one_that_shares_is_its_own() {
-    let (queue, _, ..) = two().await;
+    let (queue, ..) = two().await;
     let plan = queue.plan(in_rounds(2, "me", "one"), "").await.unwrap();
     let scratch: Vec<Bytes> = plan.stages.iter().map(|stage| stage.scratch).collect();
     assert_eq!(scratch[1], Bytes::gib(1), "{scratch:?}");

@@ -365,6 +365,7 @@ impl Session {
                     under_way.done = Some(done);
                     self.ready(number)
                 }
+                v1::event::Event::Accepted(_) => Ok(()), // told by the session itself
                 kind => {
                     // Steps that are not read are of no use later.
                     if self.unsent.len() < MOST_UNSENT {
