@@ -34,9 +34,12 @@ def byte_symbols() -> list[str]:
     return [chr(code) for code in kept] + [chr(256 + index) for index in range(moved)]
 
 
-def _bpe_merges(words: list[str]) -> list[tuple[str, str]]:
-    """Merge the commonest pair (ties: the first in the alphabet) until every word is one token."""
-    split = [[*word[:-1], word[-1] + "</w>"] for word in words]
+def bpe_merges(words: list[str], end: str = "</w>") -> list[tuple[str, str]]:
+    """Merge the commonest pair (ties: the first in the alphabet) until every word is one token.
+
+    `end` is what a word's last letter carries.
+    """
+    split = [[*word[:-1], word[-1] + end] for word in words]
     merges = []
     while True:
         pairs = Counter(pair for word in split for pair in zip(word, word[1:], strict=False))
@@ -68,7 +71,7 @@ def write_clip_tokenizer(folder: Path, words: list[str] | None = None) -> int:
     and end tokens have the two highest ids, and the end token also pads.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    merges = _bpe_merges(words or _words())
+    merges = bpe_merges(words or _words())
     symbols = byte_symbols()
     pieces = symbols + [symbol + "</w>" for symbol in symbols]
     pieces += ["".join(pair) for pair in merges] + [CLIP_START, CLIP_END]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -95,3 +96,27 @@ def set_rate(optimizer: torch.optim.Optimizer, peak: float, warm: float, progres
     """Half a cosine to zero, times the done share of a warm-up."""
     for group in optimizer.param_groups:
         group["lr"] = peak * min(1.0, warm) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def read_moments(optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor | None]]:
+    """AdamW's state for two small files, in bf16; None for what has had no gradient."""
+    states = [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
+    return {
+        name: [state[key].bfloat16().cpu() if state else None for state in states]
+        for name, key in (("moment1", "exp_avg"), ("moment2", "exp_avg_sq"))
+    }
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """The inverse of `read_moments`."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    fused = optimizer.defaults.get("fused")
+    for parameter, one, two in zip(parameters, state["moment1"], state["moment2"], strict=True):
+        if one is None or two is None:
+            continue
+        count = torch.tensor(float(state["step"]))
+        optimizer.state[parameter] = {
+            "step": count.to(parameter.device) if fused else count,
+            "exp_avg": one.float().to(parameter.device),
+            "exp_avg_sq": two.float().to(parameter.device),
+        }

@@ -24,7 +24,15 @@ import torch
 from film_autoencoder import train_decoder, train_vae
 from film_evaluation import evaluate, export
 from film_networks import Filmer, make_vae, speed_up
-from film_training import Clock, Plan, log, save, set_rate
+from film_training import (
+    Clock,
+    Plan,
+    log,
+    read_moments,
+    restore_moments,
+    save,
+    set_rate,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -143,30 +151,6 @@ def train_flow(
     for name, moments in read_moments(optimizer).items():
         save(work / f"flow-{name}.pt", moments)
     log(done=clock.progress() >= 1, step=step, spent=clock.spent(), s=clock.seconds())
-
-
-def read_moments(optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor | None]]:
-    """AdamW's state for two small files, in bf16; None for what has had no gradient."""
-    states = [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
-    return {
-        name: [state[key].bfloat16().cpu() if state else None for state in states]
-        for name, key in (("moment1", "exp_avg"), ("moment2", "exp_avg_sq"))
-    }
-
-
-def restore_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The inverse of `read_moments`."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    fused = optimizer.defaults.get("fused")
-    for parameter, one, two in zip(parameters, state["moment1"], state["moment2"], strict=True):
-        if one is None or two is None:
-            continue
-        count = torch.tensor(float(state["step"]))
-        optimizer.state[parameter] = {
-            "step": count.to(parameter.device) if fused else count,
-            "exp_avg": one.float().to(parameter.device),
-            "exp_avg_sq": two.float().to(parameter.device),
-        }
 
 
 def main() -> None:
