@@ -20,6 +20,7 @@ COPY --from=builder /out/moored /usr/local/bin/moored
 # The program finds `demo/model` above the folder that it is started in.
 COPY demo/model /usr/share/moored/demo/model
 COPY demo/film/model /usr/share/moored/demo/film/model
+COPY demo/sound/model /usr/share/moored/demo/sound/model
 COPY demo/adapters /usr/share/moored/demo/adapters
 COPY LICENSE /usr/share/doc/moored/LICENSE
 WORKDIR /usr/share/moored

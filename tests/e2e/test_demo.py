@@ -1,4 +1,4 @@
-"""`moored demo`: one command that shows everything, and leaves only pictures."""
+"""`moored demo`: one command that shows everything, and leaves only what it made."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from service import ROOT, clean_environment, run
 PROMPTS = (ROOT / "service/moored/src/cli/demo_prompts.txt").read_text(encoding="utf-8").split("\n")
 PROMPTS = [prompt for prompt in PROMPTS if prompt]
 FILM_PROMPT = "the red circle moves to the top left on a yellow background"
+SOUND_PROMPT = "three high short notes, then a low long one, square wave"
 DEMO_TIMEOUT_S = 600
 
 
@@ -26,7 +27,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def check_pictures(out: Path) -> None:
     names = [f"{number:02}.png" for number in range(1, len(PROMPTS) + 1)]
-    assert sorted(path.name for path in out.iterdir()) == [*names, "contact-sheet.png", "film.mp4"]
+    others = ["contact-sheet.png", "film.mp4", "sound.wav"]
+    assert sorted(path.name for path in out.iterdir()) == [*names, *others]
     for name, prompt in zip(names, PROMPTS, strict=True):
         with Image.open(out / name) as picture:
             assert picture.size == (128, 128)
@@ -38,6 +40,9 @@ def check_pictures(out: Path) -> None:
     film = (out / "film.mp4").read_bytes()
     assert film[4:8] == b"ftyp"
     assert FILM_PROMPT.encode() in film, "the recipe is in the file"
+    sound = (out / "sound.wav").read_bytes()
+    assert (sound[:4], sound[8:12]) == (b"RIFF", b"WAVE")
+    assert SOUND_PROMPT.encode() in sound, "the recipe is in the file"
 
 
 def test_the_demo_prints_a_line_for_each_picture(
@@ -47,10 +52,11 @@ def test_the_demo_prints_a_line_for_each_picture(
     demo = run("demo", "--out", str(out), env=environment, timeout=DEMO_TIMEOUT_S)
     assert demo.returncode == 0, demo.stderr
     check_pictures(out)
-    # One line a picture, one with where to look; nothing of what the service does.
-    *lines, film, last = demo.stdout.splitlines()
+    # One line a result, one with where to look; nothing of what the service does.
+    *lines, film, sound, last = demo.stdout.splitlines()
     assert len(lines) == len(PROMPTS)
     assert re.fullmatch(rf"{re.escape(str(out))}/film\.mp4  \d+\.\d s  {FILM_PROMPT}", film)
+    assert re.fullmatch(rf"{re.escape(str(out))}/sound\.wav  \d+\.\d s  {SOUND_PROMPT}", sound)
     for number, (line, prompt) in enumerate(zip(lines, PROMPTS, strict=True), start=1):
         assert re.fullmatch(
             rf"{re.escape(str(out))}/{number:02}\.png  \d+\.\d s  {re.escape(prompt)}", line
@@ -69,7 +75,7 @@ def test_the_demo_prints_json(tmp_path: Path, environment: dict[str, str]) -> No
     check_pictures(out)
     lines = [json.loads(line) for line in demo.stdout.splitlines()]
     written = [line for line in lines if line.get("event") == "written"]
-    assert [line["prompt"] for line in written] == [*PROMPTS, FILM_PROMPT]
+    assert [line["prompt"] for line in written] == [*PROMPTS, FILM_PROMPT, SOUND_PROMPT]
     assert all(Path(line["path"]).is_file() for line in written)
     assert lines[-1]["event"] == "contact_sheet"
     assert lines[-1]["pictures"] == len(PROMPTS)

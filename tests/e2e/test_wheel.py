@@ -119,4 +119,5 @@ def test_the_wheel_has_the_version_of_the_program_and_the_licences(
         linked = re.search(rf"^{crate} \d+\.\d+\.\d+: ", third_party, re.MULTILINE)
         assert bool(linked) is (crate != "cudarc"), crate  # that one comes with the feature `cuda`
     assert third_party.count("Permission is hereby granted") > 1
-    assert "demo/model/transformer/diffusion_pytorch_model.safetensors" in listed
+    for model in ("model", "film/model", "sound/model"):
+        assert f"demo/{model}/transformer/diffusion_pytorch_model.safetensors" in listed

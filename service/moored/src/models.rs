@@ -21,8 +21,15 @@ pub(crate) const SHIPPED_ID: &str = "moored/demo";
 /// Id of the film model that ships with it.
 pub(crate) const SHIPPED_FILM_ID: &str = "moored/demo-film";
 
+/// Id of the sound model that ships with it.
+pub(crate) const SHIPPED_SOUND_ID: &str = "moored/demo-sound";
+
 /// Models that ship with the project: their ids, and their folders in it.
-const SHIPPED: [(&str, &str); 2] = [(SHIPPED_ID, "demo/model"), (SHIPPED_FILM_ID, "demo/film/model")];
+const SHIPPED: [(&str, &str); 3] = [
+    (SHIPPED_ID, "demo/model"),
+    (SHIPPED_FILM_ID, "demo/film/model"),
+    (SHIPPED_SOUND_ID, "demo/sound/model"),
+];
 
 /// Endings of models in one file.
 const SINGLE_FILES: [&str; 5] = [".instant.json", ".safetensors", ".gguf", ".pth", ".pt"];

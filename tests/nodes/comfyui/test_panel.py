@@ -432,7 +432,7 @@ def test_load_model_lists_the_service_and_keeps_what_was_saved(
         assert page.evaluate(values) == [["", []], [MODEL, [MODEL]], ["gone/away", ["gone/away"]]]
         start()
         page.evaluate("app.extensions[0].refreshComboInNodes()")
-        listed = ["moored/demo", HOSTILE, "moored/demo-film", MODEL]
+        listed = ["moored/demo", HOSTILE, "moored/demo-film", "moored/demo-sound", MODEL]
         assert page.evaluate(values) == [
             ["moored/demo", listed],
             [MODEL, listed],

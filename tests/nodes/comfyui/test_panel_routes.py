@@ -116,7 +116,8 @@ def test_models_are_named_the_default_first_and_an_error_is_no_empty_list(
 ) -> None:
     service = start()
     with service.client():
-        assert panel.ask("/moored/models") == (200, ["moored/demo", "moored/demo-film", MODEL])
+        shipped = ["moored/demo", "moored/demo-film", "moored/demo-sound"]
+        assert panel.ask("/moored/models") == (200, [*shipped, MODEL])
     service.kill()
     code, said = panel.ask("/moored/models")
     assert code == 503

@@ -101,7 +101,7 @@ pub(super) enum Command {
     Film(Generate),
     /// Generate music with a running service: from text and lyrics, or from a track with --task and --source
     Play(Play),
-    /// Try it out: generate twelve small pictures and a film with the models that are included
+    /// Try it out: generate twelve small pictures, a film and a sound with the models that are included
     Demo(Demo),
     /// Start the service
     Serve(Serve),
@@ -580,7 +580,7 @@ pub(super) enum PriorityChoice {
 
 #[derive(Debug, Args)]
 pub(super) struct Demo {
-    /// Folder for the pictures and the film
+    /// Folder for the pictures, the film and the sound
     #[arg(long, value_name = "DIR", default_value = "moored-demo")]
     pub(super) out: PathBuf,
     /// Seed of the first picture

@@ -1,5 +1,5 @@
-//! `moored demo`: everything in one command. It starts a service with the shipped models, asks it for pictures and a film as any
-//! client would, and ends it.
+//! `moored demo`: everything in one command. It starts a service with the shipped models, asks it for pictures, a film and a
+//! sound as any client would, and ends it.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -16,7 +16,7 @@ use super::picture::{Canvas, picture};
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::{Client, Config};
-use crate::models::{SHIPPED_FILM_ID, SHIPPED_ID};
+use crate::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
 
@@ -26,11 +26,13 @@ const PROMPTS: &str = include_str!("demo_prompts.txt");
 const FILM_PROMPT: &str = "the red circle moves to the top left on a yellow background";
 /// What the film model knows. Left open, a film has the size of its start.
 const FILM_SIDE: u32 = 64;
+/// In the language of the sound model.
+const SOUND_PROMPT: &str = "three high short notes, then a low long one, square wave";
 /// Space around the pictures of the contact sheet.
 const MARGIN_PIXELS: u32 = 8;
 const SHEET_COLUMNS: u32 = 4;
 
-/// Starts a service, generates a picture for each prompt and a film of the first, and ends the service.
+/// Starts a service, generates a picture for each prompt, a film of the first and a sound, and ends the service.
 pub(super) async fn run(mut config: Config, options: Demo, as_json: bool) -> Result<(), CliError> {
     check_free(&options)?;
     config.service.listen = (std::net::Ipv4Addr::LOCALHOST, 0).into();
@@ -61,6 +63,10 @@ fn film_path(options: &Demo) -> PathBuf {
     options.out.join("film.mp4")
 }
 
+fn sound_path(options: &Demo) -> PathBuf {
+    options.out.join("sound.wav")
+}
+
 fn prompts() -> impl Iterator<Item = (usize, &'static str)> {
     PROMPTS.lines().filter(|line| !line.is_empty()).enumerate()
 }
@@ -69,7 +75,7 @@ fn prompts() -> impl Iterator<Item = (usize, &'static str)> {
 fn check_free(options: &Demo) -> Result<(), CliError> {
     let pictures = prompts().map(|(index, _)| picture_path(options, index));
     let there = pictures
-        .chain([contact_sheet(options), film_path(options)])
+        .chain([contact_sheet(options), film_path(options), sound_path(options)])
         .find(|path| path.exists());
     match there {
         Some(path) if !options.force => Err(CliError::Exists(path.display().to_string())),
@@ -117,6 +123,15 @@ async fn generate_all(client: &Client, options: &Demo, as_json: bool) -> Result<
     });
     let film = generate(&connection, request, &mut show(as_json)).await?;
     write_result(&film_path(options), FILM_PROMPT, &film, options, as_json)?;
+    let request = Asked::Audio(v1::GenerateAudioRequest {
+        model: Some(shipped(SHIPPED_SOUND_ID)),
+        prompt: SOUND_PROMPT.to_owned(),
+        seed: Some(options.seed),
+        options: Some(of_demo()),
+        ..Default::default()
+    });
+    let sound = generate(&connection, request, &mut show(as_json)).await?;
+    write_result(&sound_path(options), SOUND_PROMPT, &sound, options, as_json)?;
     let path = contact_sheet(options);
     write_sheet(&sheet, &path)?;
     let seconds = started.elapsed().as_secs_f64();
@@ -134,7 +149,7 @@ async fn generate_all(client: &Client, options: &Demo, as_json: bool) -> Result<
         ))?;
     }
     screen::text(&format!(
-        "{} pictures and a film in {seconds:.1} s; look at {}",
+        "{} pictures, a film and a sound in {seconds:.1} s; look at {}",
         sheet.len(),
         path.display()
     ))?;
