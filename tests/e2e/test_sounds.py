@@ -21,7 +21,7 @@ SECONDS, RATE, CHANNELS = 4, 16_000, 2
 SOUNDS = 20
 LEAST_RIGHT = 18
 # In the waveform as well.
-LEAST_RIGHT_WAVEFORMS = 14
+LEAST_RIGHT_WAVEFORMS = 10
 
 sys.path.insert(0, str(DEMO / "sound"))
 # They are scripts and no package.
