@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from test_faults import assert_at_rest, kill_worker, running, until
 from test_media import slow_decoders
 from test_put_media import wav
 
-from service import Service
+from service import INSTANT_MODELS, Service
 
 Simulate = Callable[..., Service]
 
@@ -221,6 +222,46 @@ def test_a_new_model_is_proven_before_it_sounds(simulate: Simulate, tmp_path: Pa
         } == {"slow-track+full"}
 
 
+def broken_models(folder: Path) -> tuple[str, ...]:
+    """Settings with two models that prove themselves in one step, and fail in the second."""
+    models = folder / "models"
+    models.mkdir()
+    model = json.loads((INSTANT_MODELS / "track.instant.json").read_text(encoding="utf-8"))
+    for name in ("broken-one", "broken-two"):
+        broken = json.dumps(model | {"name": name, "not_finite_at_step": 2})
+        (models / f"{name}.instant.json").write_text(broken, encoding="utf-8")
+    return ("--models", str(models))
+
+
+def test_replacements_that_fail_one_after_another_leave_what_is_proven(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    service = simulate(arguments=broken_models(tmp_path))
+    with service.client() as client, session(client) as live:
+        first = live.play("x").wait(60)
+        failing = [live.replace_model("broken-one"), live.replace_model("broken-two")]
+        for one in failing:
+            with pytest.raises(moored.NotFinite):
+                one.wait(60)
+        assert live.model.id == "track"
+        again = live.play("y").wait(60)
+        same = live.replace_model("track").wait(60)
+        assert (again.seed, same.seed) == (same.seed, again.seed), "the last, as it was"
+        assert first.seed != again.seed
+        # The model is held as before, under whatever hold.
+        time.sleep(0.2)
+        assert held(client)
+
+
+def test_a_refused_segment_is_not_what_is_made_anew(simulate: Simulate) -> None:
+    with simulate().client() as client, session(client) as live:
+        good = live.play("x", strength=0.5).wait(60)
+        with pytest.raises(moored.InvalidRequest):
+            live.play("x", seconds=-1.0).wait(60)
+        replaced = live.replace_source(tone(3000)).wait(60)
+        assert replaced.seed == good.seed
+
+
 # Faults.
 
 
@@ -357,6 +398,16 @@ def test_a_session_is_opened_first_and_once(
         list(raw(service, *messages))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details().startswith("open: ")
+    with service.client() as client:
+        assert_at_rest(client)
+
+
+def test_a_message_that_is_far_too_long_ends_the_session_by_name(simulate: Simulate) -> None:
+    service = simulate()
+    with pytest.raises(grpc.RpcError) as refused:
+        list(raw(service, opening(), segment(lyrics="x" * (2 << 20))))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "1048576" in refused.value.details()
     with service.client() as client:
         assert_at_rest(client)
 

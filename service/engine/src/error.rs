@@ -113,7 +113,9 @@ pub enum Error {
     #[error("no card is ready: {0}")]
     CardNotReady(String),
     /// A result is NaN or infinite.
-    #[error("{component} produced a value that is not finite at step {step}: the picture would be black")]
+    #[error(
+        "{component} produced a value that is not finite at step {step}: nothing could be seen or heard of the result"
+    )]
     NotFinite {
         component: String,
         /// The denoising step, from 1; 0 outside denoising.

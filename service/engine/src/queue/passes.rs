@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use residency::Bytes;
 
 use super::record::{JobRecord, State};
-use super::shares::AFFINITY_WINDOW_MS;
 use super::view::View;
 use crate::admission::{Admission, choose_rung};
 use crate::job::JobId;
@@ -21,6 +20,7 @@ impl View<'_> {
             .idle_jobs()
             .filter(|other| other.id != job.id && self.can_share(other, job, card))
             .collect();
+        candidates.retain(|other| other.begun || self.is_within_its_share(other));
         candidates.sort_unstable_by_key(|other| other.arrival);
         let (mut together, mut scratch) = (Vec::new(), Vec::new());
         let mut most = shared.slots as usize;
@@ -97,7 +97,7 @@ impl View<'_> {
                         && other.entry.key == job.entry.key
                         && !self.passes_next(other)
                         && self.any_pass(other).is_some_and(|of| of.key == pass.key)
-                        && self.is_within_its_share(other, &jobs)
+                        && self.is_within_its_share(other)
                 };
                 let joining = jobs[place + 1..].iter().filter(joins);
                 let joining: Vec<&JobId> = joining.take(pass.slots as usize).map(|job| &job.id).collect();
@@ -121,13 +121,13 @@ impl View<'_> {
         (job.cursor..job.steps.len()).find_map(|index| job.shared_pass(index))
     }
 
-    fn is_within_its_share(&self, job: &JobRecord, waiting: &[&JobRecord]) -> bool {
+    /// Whether a job may join others ahead of its turn: as long as its client has not had more of the cards than any other whose
+    /// job is queued. What has begun goes on, so a chain of joining jobs ends where others wait.
+    fn is_within_its_share(&self, job: &JobRecord) -> bool {
         let own = self.virtual_ms(&job.options.client);
-        let others = waiting
-            .iter()
-            .filter(|other| other.options.client != job.options.client && !other.begun);
-        others
-            .map(|other| self.virtual_ms(&other.options.client))
-            .all(|theirs| own <= theirs + AFFINITY_WINDOW_MS)
+        let mut others = self.idle_jobs().filter(|other| {
+            other.options.client != job.options.client && matches!(other.state, State::Queued { .. })
+        });
+        others.all(|other| own <= self.virtual_ms(&other.options.client))
     }
 }

@@ -37,6 +37,14 @@ impl Caller {
         }
     }
 
+    /// The same caller, whose jobs have no deadline.
+    pub(super) fn without_deadline(self) -> Caller {
+        Caller {
+            deadline: None,
+            ..self
+        }
+    }
+
     /// The client whose limits the call counts against.
     pub(super) fn client(&self) -> Client {
         self.address.map(|address| address.ip())

@@ -6,6 +6,7 @@
 
 mod messages;
 mod segments;
+mod versions;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -13,9 +14,10 @@ use std::time::Duration;
 use engine::Error;
 use engine::job::{JobEvent, JobEventKind};
 use futures::{Stream, StreamExt as _};
+use prost::Message as _;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 
 use self::messages::{Opened, failed, progress, settings_of};
 use self::segments::{Maker, Report, Work};
@@ -27,7 +29,7 @@ use super::status::{client_limit, invalid, status_of};
 use crate::proto::v1;
 use crate::proto::v1::stream_audio_request::Message as Asked;
 use crate::proto::v1::stream_audio_response::Message as Told;
-use crate::sessions::{PlayHead, SegmentStart, Timeline};
+use crate::sessions::{Gap, PlayHead, SegmentStart, Timeline};
 
 pub(super) type SessionStream =
     std::pin::Pin<Box<dyn Stream<Item = Result<v1::StreamAudioResponse, Status>> + Send>>;
@@ -40,6 +42,10 @@ const MOST_UNDER_WAY: usize = 32;
 const MOST_UNSENT: usize = 8;
 /// Messages that must not be lost and wait for the transport: beyond, the client is one that does not read.
 const MOST_KEPT: usize = 512;
+/// Longest message of a client: lyrics and curves are far shorter.
+const LONGEST_MESSAGE_BYTES: usize = 1 << 20;
+/// The shortest silence of the transport that is told as a gap: less is the clock's.
+const SHORTEST_GAP: Duration = Duration::from_millis(20);
 /// The shortest chunk that sound is made in while it is ahead, in parts of a second.
 const CHUNKS_PER_SECOND: u64 = 20;
 /// The longest, in parts of a second.
@@ -62,6 +68,7 @@ impl Service {
             return Err(status_of(&invalid("open", "is missing: it is the first message")));
         };
         let idle = messages::idle(&open);
+        let caller = caller.without_deadline(); // of the call, not of each job
         let (maker, opened) = self
             .open_maker(open, caller)
             .await
@@ -166,7 +173,7 @@ impl Session {
             Err(status) => Err(status),
         };
         let unsent = std::mem::take(&mut self.unsent);
-        drop(self); // jobs end and the model is let go before the client hears that it is closed
+        drop(self); // its jobs are cancelled and its model is let go, whether the client reads on or not
         let rest = unsent
             .into_iter()
             .map(|told| Ok(response(told)))
@@ -211,8 +218,10 @@ impl Session {
                 }
                 message = asked.next() => {
                     let Some(message) = message else { return Ok(Some(Ending::Closed)) };
-                    // What ends a stream by force: the client, or its connection.
-                    let Ok(message) = message else { return Ok(None) };
+                    let message = match message {
+                        Ok(message) => message,
+                        Err(status) => return gone_or(status),
+                    };
                     self.heard = Instant::now();
                     if let Some(ending) = self.hear(message)? {
                         return Ok(Some(ending));
@@ -231,6 +240,11 @@ impl Session {
 
     /// A message of the client. The session ends with an error where it is none of this protocol.
     fn hear(&mut self, request: v1::StreamAudioRequest) -> Result<Option<Ending>, Status> {
+        let bytes = request.encoded_len();
+        if bytes > LONGEST_MESSAGE_BYTES {
+            let problem = format!("has {bytes} bytes; {LONGEST_MESSAGE_BYTES} are the most");
+            return Err(status_of(&invalid("message", problem)));
+        }
         match request.message {
             Some(Asked::Segment(segment)) => {
                 let start = messages::start_in(segment.start);
@@ -238,7 +252,6 @@ impl Session {
                 self.ask(start, |number, place_seconds| Work::Segment {
                     number,
                     track: Box::new(track),
-                    start,
                     place_seconds,
                 })?;
             }
@@ -420,6 +433,14 @@ impl Session {
     /// Makes sound up to the lead, while the transport takes it.
     fn make_sound(&mut self) {
         let rate = u64::from(settings_of(&self.opened).samples_per_second);
+        let made = self.timeline.made();
+        let stood = self.head.stop_at(Instant::now(), made);
+        if stood >= SHORTEST_GAP {
+            self.tell_gap(Gap {
+                at_sample: made,
+                length: stood,
+            });
+        }
         while self.unsent.len() < MOST_UNSENT {
             let due = self.due(Instant::now());
             // In whole chunks, so that a play head that moves on does not make it one sample at a time.
@@ -438,18 +459,21 @@ impl Session {
             };
             self.taken.retain(|&number, _| self.timeline.has(number));
             if let Some(gap) = self.head.sent(now) {
-                self.gaps += 1;
-                self.gap += gap.length;
-                self.unsent.push_back(messages::gap(&gap));
+                self.tell_gap(gap);
             }
             self.unsent.push_back(messages::sound(rendered));
         }
     }
 
+    fn tell_gap(&mut self, gap: Gap) {
+        self.gaps += 1;
+        self.gap += gap.length;
+        self.unsent.push_back(messages::gap(&gap));
+    }
+
     fn supersede(&mut self, number: u32) {
         if self.under_way.contains_key(&number) {
             self.forget(number);
-            self.maker.make(Work::Failed { number });
         }
         self.taken.remove(&number);
         self.unsent.push_back(messages::superseded(number));
@@ -485,6 +509,15 @@ impl Session {
         }
         self.unsent.push_back(told);
         Ok(())
+    }
+}
+
+/// How a session ends when its client's messages do: quietly where the client or its connection has gone, and with the error where
+/// a message is wrong.
+fn gone_or(status: Status) -> Result<Option<Ending>, Status> {
+    match status.code() {
+        Code::Cancelled | Code::Unknown | Code::Unavailable => Ok(None),
+        _ => Err(status),
     }
 }
 

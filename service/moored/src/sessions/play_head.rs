@@ -57,6 +57,18 @@ impl PlayHead {
         self.moving_since.is_some()
     }
 
+    /// Stands still where it has come to the end of what was sent, for whatever reason. How long ago it would have passed that.
+    pub(crate) fn stop_at(&mut self, now: Instant, sent: u64) -> Duration {
+        let Some(since) = self.moving_since.filter(|_| self.place(now, sent) >= sent) else {
+            return Duration::ZERO;
+        };
+        let left = sent.saturating_sub(self.place);
+        let nanos = left.saturating_mul(1_000_000_000) / u64::from(self.samples_per_second.max(1));
+        (self.place, self.moving_since) = (sent, Some(now));
+        now.duration_since(since)
+            .saturating_sub(Duration::from_nanos(nanos))
+    }
+
     /// Sound was sent: it moves, or moves again; the gap that has ended, if there was one.
     pub(crate) fn sent(&mut self, now: Instant) -> Option<Gap> {
         if !self.by_client && self.moving_since.is_none() {
@@ -119,6 +131,18 @@ mod tests {
         tokio::time::advance(Duration::from_millis(100)).await;
         assert_eq!(head.place(Instant::now(), 4000), 2100);
         assert!(start < Instant::now());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_not_read_in_time_is_not_made_up_for() {
+        let mut head = PlayHead::new(1000, false);
+        head.sent(Instant::now());
+        tokio::time::advance(Duration::from_millis(400)).await;
+        assert_eq!(head.stop_at(Instant::now(), 500), Duration::ZERO);
+        tokio::time::advance(Duration::from_secs(25)).await;
+        assert_eq!(head.stop_at(Instant::now(), 500), Duration::from_millis(24_900));
+        tokio::time::advance(Duration::from_millis(100)).await;
+        assert_eq!(head.place(Instant::now(), 2000), 600);
     }
 
     #[tokio::test(start_paused = true)]

@@ -64,11 +64,24 @@ struct Cursor {
     is_repeated: bool,
 }
 
-/// The segment before, while it fades out.
-#[derive(Clone, Copy, Debug)]
+/// A segment that fades out beneath the one that sounds.
+#[derive(Debug)]
 struct Fade {
     from: Cursor,
+    /// Its samples, where it is given up.
+    given_up: Option<Take>,
+    /// What it was weighed with when it began to fade.
+    weight: f64,
+    /// Samples until it is silent: never more than it has.
+    length: u64,
     done: u64,
+}
+
+/// The last segment that sounded and had come whole, with the samples that had been made when it left.
+#[derive(Clone, Copy, Debug)]
+struct Before {
+    cursor: Cursor,
+    left_at: u64,
 }
 
 #[derive(Debug)]
@@ -87,10 +100,10 @@ pub(crate) struct Timeline {
     segments: BTreeMap<u32, Segment>,
     sounding: Option<Cursor>,
     fade: Option<Fade>,
-    /// What sounded before, as long as the one that sounds has not come whole.
-    before: Option<Cursor>,
-    /// Samples that had been made when the segment that sounds began.
-    changed_at: u64,
+    /// What goes on if the one that sounds fails; as long as that has not come whole.
+    before: Option<Before>,
+    /// Samples that had been made when the segment that sounds began; `None` where nothing had to be faded in.
+    began_at: Option<u64>,
 }
 
 impl Timeline {
@@ -103,7 +116,7 @@ impl Timeline {
             sounding: None,
             fade: None,
             before: None,
-            changed_at: 0,
+            began_at: None,
         }
     }
 
@@ -173,22 +186,36 @@ impl Timeline {
         take.is_whole().then(|| take.length())
     }
 
-    /// A segment does not come. Where it sounds already, what was before it goes on.
+    /// A segment does not come. Where it sounds already, what was before it goes on where it would be.
     pub(crate) fn fail(&mut self, segment: u32) {
-        let sounds = self.sounding.is_some_and(|cursor| cursor.segment == segment);
-        if sounds {
-            self.fade = None;
-            self.sounding = self.before.take().and_then(|before| {
-                let length = self.length(before.segment);
-                let at = before.at + (self.made - self.changed_at);
-                let at = match self.settings.repeats {
-                    true => at.checked_rem(length)?,
-                    false => at.min(length),
-                };
-                Some(Cursor { at, ..before })
-            });
-        }
-        self.segments.remove(&segment);
+        let failed = self.segments.remove(&segment).and_then(|known| known.take);
+        let Some(from) = self.sounding.filter(|cursor| cursor.segment == segment) else {
+            return;
+        };
+        let left = failed.as_ref().map_or(0, |take| take.there_from(from.at));
+        let weight = failed
+            .as_ref()
+            .map_or(1.0, |take| self.weight(from, take.length()));
+        self.sounding = self.before.take().and_then(|before| self.resumed(before));
+        self.fade = self.sounding.map(|_| Fade {
+            from,
+            given_up: failed,
+            weight,
+            length: self.settings.crossfade.min(left),
+            done: 0,
+        });
+        self.began_at = Some(self.made);
+    }
+
+    /// Where a segment that sounded before would be by now.
+    fn resumed(&self, before: Before) -> Option<Cursor> {
+        let length = self.length(before.cursor.segment);
+        let at = before.cursor.at + (self.made - before.left_at);
+        let at = match self.settings.repeats {
+            true => at.checked_rem(length)?,
+            false => at.min(length),
+        };
+        Some(Cursor { at, ..before.cursor })
     }
 
     /// The next samples, at most so many; fewer where a segment begins or ends, `None` where nothing is there.
@@ -230,9 +257,10 @@ impl Timeline {
             return false;
         };
         // With something that sounds already there is no hurry: as much as is made ahead, so that it is not out of breath.
-        let enough = match self.sounding {
-            Some(_) => self.settings.lead,
-            None => u64::from(self.settings.samples_per_second / 4),
+        let sounds = |cursor: Cursor| self.settings.repeats || cursor.at < self.length(cursor.segment);
+        let enough = match self.sounding.is_some_and(sounds) {
+            true => self.settings.lead,
+            false => u64::from(self.settings.samples_per_second / 4),
         };
         let enough = enough
             .max(self.settings.crossfade)
@@ -250,6 +278,9 @@ impl Timeline {
 
     /// The segment whose turn it is to sound next.
     fn next(&self) -> Option<(u32, SegmentStart)> {
+        if self.fade.is_some() {
+            return None; // one fade at a time: what is dropped within one would be heard as a click
+        }
         let sounding = self.sounding.map_or(0, |cursor| cursor.segment);
         let after = || {
             self.segments
@@ -281,27 +312,46 @@ impl Timeline {
             return Change::default();
         };
         let at = self.entry(number, start);
-        self.before = self.sounding;
-        self.fade = self
-            .sounding
-            .filter(|_| self.settings.crossfade > 0)
-            .map(|from| Fade { from, done: 0 });
+        let (made, before) = (self.made, self.sounding);
+        if let Some(cursor) = before {
+            let take = self
+                .segments
+                .get(&cursor.segment)
+                .and_then(|known| known.take.as_ref());
+            let (length, left) = take.map_or((0, 0), |take| (take.length(), take.there_from(cursor.at)));
+            self.fade = Some(Fade {
+                from: cursor,
+                given_up: None,
+                weight: self.weight(cursor, length),
+                length: self.settings.crossfade.min(left),
+                done: 0,
+            });
+            let is_whole = self.whole_length(cursor.segment).is_some();
+            self.before = match self.before.filter(|_| !is_whole) {
+                Some(earlier) => Some(earlier),
+                None => Some(Before {
+                    cursor,
+                    left_at: made,
+                }),
+            };
+        }
+        self.began_at = (made > 0).then_some(made);
         self.sounding = Some(Cursor {
             segment: number,
             at,
             is_repeated: false,
         });
-        self.changed_at = self.made;
-        let kept = self.before.map(|before| before.segment);
+        let last = before.map(|cursor| cursor.segment);
+        let kept = [last, self.before.map(|before| before.cursor.segment)];
         let earlier: Vec<u32> = self.segments.range(..number).map(|(number, _)| *number).collect();
         let mut superseded = Vec::new();
-        for segment in earlier {
-            if Some(segment) == kept {
-                continue;
-            }
+        for segment in earlier
+            .into_iter()
+            .filter(|earlier| !kept.contains(&Some(*earlier)))
+        {
             self.segments.remove(&segment);
-            // What has sounded was given up before, but for the one that did last.
-            if kept.is_none_or(|kept| segment > kept) {
+            // What has sounded was told of before.
+            if last.is_none_or(|last| segment > last) {
                 superseded.push(segment);
             }
         }
@@ -333,31 +383,26 @@ impl Timeline {
         if take.there_from(cursor.at) == 0 {
             return false;
         }
-        let fade = self.fade.filter(|fade| fade.done < self.settings.crossfade);
-        let before = fade.and_then(|fade| {
-            let old = self.segments.get(&fade.from.segment)?.take.as_ref()?;
-            let (length, at) = (old.length(), fade.from.at + fade.done);
-            // What is over is silent: a repeat of it would be heard twice.
-            let there = at < length && old.there_from(at) > 0;
-            let weight = (fade.done as f64 + 0.5) / self.settings.crossfade as f64;
-            // Raised cosine: no corner at either end.
-            let weight = 0.5 - 0.5 * (std::f64::consts::PI * weight).cos();
-            Some((old, at, there, weight))
+        let crossfade = self.settings.crossfade.min(take.length() / 2);
+        let fade_in = self
+            .began_at
+            .map_or(1.0, |began| raised(self.made_with(samples) - began, crossfade));
+        let weight = self.weight(cursor, take.length()) * fade_in;
+        let under = self.fade.as_ref().and_then(|fade| {
+            let known = self
+                .segments
+                .get(&fade.from.segment)
+                .and_then(|known| known.take.as_ref());
+            let old = fade.given_up.as_ref().or(known)?;
+            let at = fade.from.at + fade.done;
+            (fade.done < fade.length && old.there_from(at) > 0)
+                .then(|| (old, at, fade.weight * (1.0 - raised(fade.done, fade.length))))
         });
-        let edge = self.edge(cursor, take.length());
         for channel in 0..self.settings.channels as usize {
-            let new = f64::from(take.sample(cursor.at, channel)) * edge;
-            let sample = match before {
-                Some((old, at, there, weight)) => {
-                    let old = if there {
-                        f64::from(old.sample(at, channel))
-                    } else {
-                        0.0
-                    };
-                    old * (1.0 - weight) + new * weight
-                }
-                None => new,
-            };
+            let mut sample = f64::from(take.sample(cursor.at, channel)) * weight;
+            if let Some((old, at, weight)) = under {
+                sample += f64::from(old.sample(at, channel)) * weight;
+            }
             let sample = sample.round().clamp(f64::from(i16::MIN), f64::from(i16::MAX)) as i16;
             samples.extend_from_slice(&sample.to_le_bytes());
         }
@@ -366,16 +411,21 @@ impl Timeline {
         if let Some(fade) = &mut self.fade {
             fade.done += 1;
         }
-        if self.fade.is_some_and(|fade| fade.done >= self.settings.crossfade) {
-            self.fade = None;
+        if self.fade.as_ref().is_some_and(|fade| fade.done >= fade.length) {
+            self.end_fade();
         }
         self.forget_before();
         true
     }
 
+    /// Samples made, with these.
+    fn made_with(&self, samples: &[u8]) -> u64 {
+        self.made + samples.len() as u64 / (2 * u64::from(self.settings.channels.max(1)))
+    }
+
     /// The weight of a sample near the ends of a segment that is repeated: it keeps its length, so its ends cannot overlap, and
     /// fade out and in instead.
-    fn edge(&self, cursor: Cursor, length: u64) -> f64 {
+    fn weight(&self, cursor: Cursor, length: u64) -> f64 {
         let fade = (self.settings.crossfade / 2).min(length / 4);
         let to_end = length - cursor.at.min(length);
         let distance = match (self.settings.repeats, cursor.is_repeated) {
@@ -383,28 +433,41 @@ impl Timeline {
             (true, false) => to_end,
             (false, _) => return 1.0,
         };
-        if distance > fade || self.fade.is_some() {
-            return 1.0;
+        match distance > fade {
+            true => 1.0,
+            false => raised(distance.saturating_sub(1), fade),
         }
-        let weight = (distance as f64 - 0.5) / fade as f64;
-        0.5 - 0.5 * (std::f64::consts::PI * weight).cos()
+    }
+
+    /// What faded out is forgotten, unless it goes on should the one that sounds fail.
+    fn end_fade(&mut self) {
+        let Some(fade) = self.fade.take() else { return };
+        let before = self.before.map(|before| before.cursor.segment);
+        let sounding = self.sounding.map(|cursor| cursor.segment);
+        if ![before, sounding].contains(&Some(fade.from.segment)) {
+            self.segments.remove(&fade.from.segment);
+        }
     }
 
     /// What sounded before is not needed once the new one has come whole and the fade is over.
     fn forget_before(&mut self) {
-        let Some(before) = self.before else { return };
-        let is_whole = self.sounding.is_some_and(|cursor| {
-            let take = self
-                .segments
-                .get(&cursor.segment)
-                .and_then(|known| known.take.as_ref());
-            take.is_some_and(Take::is_whole)
-        });
-        if is_whole && self.fade.is_none() {
-            self.segments.remove(&before.segment);
+        let Some(before) = self.before.filter(|_| self.fade.is_none()) else {
+            return;
+        };
+        let sounding = self.sounding.map(|cursor| cursor.segment);
+        if sounding.is_some_and(|segment| self.whole_length(segment).is_some()) {
+            self.segments.remove(&before.cursor.segment);
             self.before = None;
         }
     }
+}
+
+/// A raised cosine from 0 to 1 over so many samples: no corner at either end.
+fn raised(sample: u64, of: u64) -> f64 {
+    if sample >= of {
+        return 1.0;
+    }
+    0.5 - 0.5 * (std::f64::consts::PI * (sample as f64 + 0.5) / of as f64).cos()
 }
 
 #[cfg(test)]

@@ -34,8 +34,6 @@ const SELF_COUNTED: &str = "PutMedia";
 const SMALL_REQUEST_BYTES: u64 = 1 << 20;
 /// The method whose request lasts as long as a session: it has its own limit of silence, and its messages are short.
 const SESSION: &str = "StreamAudio";
-/// Most bytes of all messages of a session.
-const SESSION_BYTES: u64 = 64 << 20;
 /// Longest silence of a session's client; the session itself ends earlier.
 const SESSION_IDLE: Duration = Duration::from_secs(2 * 3600);
 /// Methods that show health, status and jobs, or cancel: they may use the spare calls.
@@ -109,7 +107,7 @@ where
         let is_session = method == SESSION;
         let longest = match LARGE.contains(&method) {
             true => u64::MAX,
-            false if is_session => SESSION_BYTES,
+            false if is_session => u64::MAX, // it bounds each message
             false => SMALL_REQUEST_BYTES,
         };
         let span = match client {

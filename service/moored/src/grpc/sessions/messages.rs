@@ -37,9 +37,6 @@ pub(super) struct Opened {
 
 impl Opened {
     /// From the first message, with its defaults filled in.
-    ///
-    /// # Errors
-    /// All fields that are out of bounds, and options that a session has not.
     pub(super) fn of(
         open: &v1::OpenAudioSession,
         model: v1::ResolvedModel,
@@ -248,6 +245,6 @@ pub(super) fn sound(rendered: Rendered) -> Told {
 pub(super) fn no_sound(key: &str) -> Error {
     invalid(
         "model",
-        format!("{key} makes no sound; `moored models` lists what each model generates"),
+        format!("{key} makes no sound: name a model that does; `moored models` lists what each generates"),
     )
 }

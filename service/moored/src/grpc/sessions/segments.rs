@@ -1,6 +1,7 @@
 //! Makes the segments of a session, one job each, in the order in which they are asked for.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use engine::Error;
@@ -12,6 +13,7 @@ use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
 use super::messages::{Opened, check_open, check_segment, no_sound};
+use super::versions::Versions;
 use crate::grpc::asked::Asked;
 use crate::grpc::caller::Caller;
 use crate::grpc::convert::resolved;
@@ -20,7 +22,6 @@ use crate::grpc::media::Media;
 use crate::grpc::server::Service;
 use crate::grpc::status::invalid;
 use crate::proto::v1;
-use crate::sessions::SegmentStart;
 
 /// Events of jobs that wait for the session: it takes them as they come.
 const MOST_REPORTS: usize = 64;
@@ -34,7 +35,6 @@ pub(super) enum Work {
     Segment {
         number: u32,
         track: Box<v1::GenerateAudioRequest>,
-        start: SegmentStart,
         /// Where what sounds is now: decoding begins there.
         place_seconds: f32,
     },
@@ -119,19 +119,22 @@ impl Drop for Maker {
 /// A model that is held for a session: renewed for as long as this lives.
 struct Held {
     queue: Queue,
-    id: String,
+    /// As it was renewed last.
+    id: Arc<Mutex<String>>,
     renewal: JoinHandle<()>,
 }
 
 impl Held {
-    async fn of(queue: &Queue, entry: &Arc<Entry>, session: &str) -> Result<Held, Error> {
-        let id = queue.hold(entry.clone(), session.to_owned(), HOLD).await?;
-        let (renewing, entry, session) = (queue.clone(), entry.clone(), session.to_owned());
+    /// Holds are by name: two of one session must not be one.
+    async fn of(queue: &Queue, entry: &Arc<Entry>, name: String) -> Result<Held, Error> {
+        let id = Arc::new(Mutex::new(queue.hold(entry.clone(), name.clone(), HOLD).await?));
+        let (renewing, entry, renewed) = (queue.clone(), entry.clone(), id.clone());
         let renewal = tokio::spawn(async move {
             loop {
                 tokio::time::sleep(HOLD / 3).await;
-                if let Err(error) = renewing.hold(entry.clone(), session.clone(), HOLD).await {
-                    tracing::warn!(session, %error, "a session's model could not be held");
+                match renewing.hold(entry.clone(), name.clone(), HOLD).await {
+                    Ok(id) => *renewed.lock().unwrap_or_else(PoisonError::into_inner) = id,
+                    Err(error) => tracing::warn!(name, %error, "a session's model could not be held"),
                 }
             }
         });
@@ -146,7 +149,8 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         self.renewal.abort();
-        let (queue, id) = (self.queue.clone(), std::mem::take(&mut self.id));
+        let id = std::mem::take(&mut *self.id.lock().unwrap_or_else(PoisonError::into_inner));
+        let queue = self.queue.clone();
         tokio::spawn(async move { queue.release_hold(&id).await });
     }
 }
@@ -161,15 +165,15 @@ struct Source {
 /// What segments are made with.
 struct With {
     model: v1::ModelRef,
-    entry: Arc<Entry>,
     resolved: v1::ResolvedModel,
     _held: Held,
 }
 
-/// What was before a replacement, until that has proven itself.
-enum Before {
-    Source(Option<Source>),
-    Model(Box<With>),
+/// The versions that a segment was made with, by the segments that brought them.
+#[derive(Clone, Copy)]
+struct MadeWith {
+    source: u32,
+    model: u32,
 }
 
 struct Making {
@@ -179,11 +183,14 @@ struct Making {
     format: (u32, u32),
     slots: u32,
     options: v1::JobOptions,
-    with: With,
-    source: Option<Source>,
-    last: Option<(Box<v1::GenerateAudioRequest>, SegmentStart)>,
-    /// A replacement whose first segment is under way.
-    replacing: Option<(u32, Before)>,
+    with: Versions<With>,
+    source: Versions<Option<Source>>,
+    /// Holds so far, for their names.
+    holds: u32,
+    /// The last segment that was queued, with its seed.
+    last: Option<Box<v1::GenerateAudioRequest>>,
+    /// Of segments that are under way.
+    made_with: BTreeMap<u32, MadeWith>,
     jobs: JoinSet<()>,
     reports: mpsc::Sender<Report>,
 }
@@ -204,7 +211,7 @@ impl Service {
         let (entry, format, told) = self.sounding_model(&model, &options).await?;
         let opened = Opened::of(&open, told.clone(), format);
         let source = self.source(&open.source_media_id, caller.client())?;
-        let held = Held::of(&self.queue, &entry, &opened.session_id).await?;
+        let held = Held::of(&self.queue, &entry, opened.session_id.clone()).await?;
         let (works, asked) = mpsc::unbounded_channel();
         let (send, reports) = mpsc::channel(MOST_REPORTS);
         let client = caller.client();
@@ -215,15 +222,15 @@ impl Service {
             format,
             slots: opened.slots,
             options: open.options.unwrap_or_default(),
-            with: With {
+            with: Versions::new(With {
                 model,
-                entry,
                 resolved: told,
                 _held: held,
-            },
-            source,
+            }),
+            source: Versions::new(source),
+            holds: 0,
             last: None,
-            replacing: None,
+            made_with: BTreeMap::new(),
             jobs: JoinSet::new(),
             reports: send,
         };
@@ -279,12 +286,8 @@ impl Making {
                 Work::Segment {
                     number,
                     track,
-                    start,
                     place_seconds,
-                } => {
-                    self.last = Some((track.clone(), start));
-                    self.segment(number, *track, place_seconds).await;
-                }
+                } => self.segment(number, *track, place_seconds).await,
                 Work::ReplaceSource { number, media_id } => self.replace_source(number, &media_id).await,
                 Work::ReplaceModel {
                     number,
@@ -307,11 +310,20 @@ impl Making {
 
     /// Has a segment made.
     async fn segment(&mut self, number: u32, track: v1::GenerateAudioRequest, place_seconds: f32) {
-        let job = match self.queue_up(track, place_seconds).await {
+        let queued = self.queue_up(track.clone(), place_seconds).await;
+        let (mut job, seed, model) = match queued {
             Ok(job) => job,
             Err(error) => return self.tell(Report::Failed { number, error }).await,
         };
-        let (mut job, seed, model) = job;
+        self.last = Some(Box::new(v1::GenerateAudioRequest {
+            seed: Some(seed),
+            ..track
+        }));
+        let made_with = MadeWith {
+            source: self.source.number(),
+            model: self.with.number(),
+        };
+        self.made_with.insert(number, made_with);
         let (reports, job_id) = (self.reports.clone(), job.id.clone());
         let accepted_id = job.id.to_string();
         let (begin, begun) = tokio::sync::oneshot::channel::<()>();
@@ -353,14 +365,14 @@ impl Making {
     ) -> Result<(Job, u64, v1::ResolvedModel), Error> {
         check_segment(&track)?;
         let adapters = track.model.take().map(|model| model.adapters).unwrap_or_default();
-        let mut model = self.with.model.clone();
+        let mut model = self.with.now().model.clone();
         if !adapters.is_empty() {
             model.adapters = adapters;
         }
         track.model = Some(model);
         track.options = Some(self.options.clone());
         let mut asked = Asked::audio(track);
-        asked.source = self.source.as_ref().map(|source| source.clip.clone());
+        asked.source = self.source.now().as_ref().map(|source| source.clip.clone());
         let mut prepared = self.service.prepare(asked, &self.caller).await?;
         let mut seed = 0;
         if let JobWork::Run(run) = &mut prepared.spec.work {
@@ -380,13 +392,12 @@ impl Making {
             Ok(source) => source,
             Err(error) => return self.tell(Report::Failed { number, error }).await,
         };
-        self.settle();
-        let before = std::mem::replace(&mut self.source, source);
-        let Some((track, _)) = self.last.clone() else {
+        self.source.replace(number, source);
+        let Some(track) = self.last.clone() else {
+            self.source.prove(number);
             self.tell(Report::SourceReplaced { number }).await;
             return self.tell(Report::NothingToMake { number }).await;
         };
-        self.replacing = Some((number, Before::Source(before)));
         self.segment(number, *track, 0.0).await;
     }
 
@@ -395,19 +406,18 @@ impl Making {
             Ok(with) => with,
             Err(error) => return self.tell(Report::Failed { number, error }).await,
         };
-        self.settle();
         let told = Box::new(with.resolved.clone());
-        let before = std::mem::replace(&mut self.with, with);
-        let Some((track, _)) = self.last.clone() else {
+        self.with.replace(number, with);
+        let Some(track) = self.last.clone() else {
+            self.with.prove(number);
             self.tell(Report::ModelReplaced { number, model: told }).await;
             return self.tell(Report::NothingToMake { number }).await;
         };
-        self.replacing = Some((number, Before::Model(Box::new(before))));
         self.segment(number, *track, place_seconds).await;
     }
 
     /// Loads another model and has it proven; it is held then.
-    async fn load(&self, model: &v1::ModelRef) -> Result<With, Error> {
+    async fn load(&mut self, model: &v1::ModelRef) -> Result<With, Error> {
         let options = self
             .caller
             .options(Some(self.options.clone()), &self.service.cards())?;
@@ -439,47 +449,36 @@ impl Making {
                 _ => {}
             }
         }
-        let held = Held::of(&self.service.queue, &entry, &self.session_id).await?;
+        self.holds += 1;
+        let name = format!("{}-{}", self.session_id, self.holds);
+        let held = Held::of(&self.service.queue, &entry, name).await?;
         Ok(With {
             model: model.clone(),
-            entry,
             resolved,
             _held: held,
         })
     }
 
-    /// A replacement that is followed by another counts as made.
-    fn settle(&mut self) {
-        self.replacing = None;
-    }
-
+    /// A segment came: what it was made with is proven.
     async fn came(&mut self, number: u32) {
-        let Some((_, before)) = self.replacing.take_if(|(replacing, _)| *replacing == number) else {
+        let Some(made) = self.made_with.remove(&number) else {
             return;
         };
-        match before {
-            Before::Source(_) => self.tell(Report::SourceReplaced { number }).await,
-            Before::Model(_) => {
-                let model = Box::new(self.with.resolved.clone());
-                self.tell(Report::ModelReplaced { number, model }).await;
-            }
+        if self.source.prove(made.source) {
+            self.tell(Report::SourceReplaced { number: made.source }).await;
+        }
+        if self.with.prove(made.model) {
+            let model = Box::new(self.with.proven().resolved.clone());
+            let number = made.model;
+            self.tell(Report::ModelReplaced { number, model }).await;
         }
     }
 
-    /// What was before a replacement that failed is there again.
+    /// A segment does not come. If it was to prove a replacement, what was before is there again.
     fn failed(&mut self, number: u32) {
-        let Some((_, before)) = self.replacing.take_if(|(replacing, _)| *replacing == number) else {
-            return;
-        };
-        match before {
-            Before::Source(source) => self.source = source,
-            Before::Model(with) => self.with = *with,
+        self.made_with.remove(&number);
+        if self.source.fail(number) || self.with.fail(number) {
+            tracing::info!(session = self.session_id, number, "a replacement was undone");
         }
-        tracing::info!(
-            session = self.session_id,
-            number,
-            model = self.with.entry.key,
-            "a replacement was undone"
-        );
     }
 }

@@ -234,7 +234,83 @@ fn sound_of_another_rate_and_pieces_of_another_length_are_refused() {
     );
 }
 
+/// The largest step of what sounds, in segments of one level each.
+fn largest_step(timeline: &mut Timeline, most: u64, last: &mut Option<i16>) -> i32 {
+    let mut largest = 0;
+    for level in levels(timeline, most) {
+        let before = last.replace(level).unwrap_or(level);
+        largest = largest.max((i32::from(level) - i32::from(before)).abs());
+    }
+    largest
+}
+
+#[test]
+fn a_change_near_the_end_of_the_old_segment_has_no_step() {
+    // At once and when it is over, at each place near the end of one that is repeated.
+    for start in [
+        SegmentStart::AtOnce,
+        SegmentStart::AtOnceFromStart,
+        SegmentStart::WhenOver,
+    ] {
+        for place in (480..=620).step_by(7) {
+            let mut timeline = Timeline::new(settings(80, true));
+            timeline.expect(1, SegmentStart::WhenOver);
+            whole(&mut timeline, 1, 1000, 600);
+            let mut last = None;
+            let mut largest = largest_step(&mut timeline, place, &mut last);
+            timeline.expect(2, start);
+            whole(&mut timeline, 2, -1000, 600);
+            largest = largest.max(largest_step(&mut timeline, 1500, &mut last));
+            assert!(largest < 160, "{start:?} at {place}: {largest}");
+        }
+    }
+}
+
+#[test]
+fn the_last_that_was_whole_goes_on_when_several_fail() {
+    let mut timeline = Timeline::new(settings(0, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    whole(&mut timeline, 1, 10, 1000);
+    sound(&mut timeline, 100);
+    for segment in [2, 3] {
+        timeline.expect(segment, SegmentStart::AtOnce);
+        timeline.add(segment, &part(20, 1000, 0, 800)).unwrap();
+        assert_eq!(levels(&mut timeline, 50), [20; 50]);
+    }
+    timeline.fail(2);
+    timeline.fail(3);
+    assert_eq!(levels(&mut timeline, 1500), [10; 1500]);
+}
+
 proptest::proptest! {
+    /// Segments of one level each, that come at any time or not at all: what sounds never jumps.
+    #[test]
+    fn no_order_of_events_makes_a_click(events in proptest::collection::vec((0_u8..6, 2_u32..8, 1_u64..90), 1..80)) {
+        let mut timeline = Timeline::new(settings(80, true));
+        timeline.expect(1, SegmentStart::WhenOver);
+        whole(&mut timeline, 1, 900, 600);
+        let (mut expected, mut last, mut came) = (1, None, Vec::new());
+        for (event, segment, samples) in events {
+            match event {
+                0 => {
+                    expected += 1;
+                    let starts = [SegmentStart::WhenOver, SegmentStart::AtOnce, SegmentStart::AtOnceFromStart];
+                    timeline.expect(expected, starts[segment as usize % 3]);
+                }
+                1 if segment <= expected && !came.contains(&segment) => timeline.fail(segment),
+                2 if segment <= expected => {
+                    came.push(segment);
+                    let level = [-900, 300, 900, -300][segment as usize % 4];
+                    timeline.add(segment, &part(level, 600, 0, 600)).unwrap();
+                }
+                _ => {
+                    let largest = largest_step(&mut timeline, samples * 5, &mut last);
+                    proptest::prop_assert!(largest < 160, "{largest}");
+                }
+            }
+        }
+    }
+
     /// Whatever comes in whatever order, chunks follow each other, nothing sounds that has not come, and the segments that
     /// sound ascend.
     #[test]
