@@ -100,7 +100,12 @@ impl View<'_> {
                         && self.is_within_its_share(other)
                 };
                 let joining = jobs[place + 1..].iter().filter(joins);
-                let joining: Vec<&JobId> = joining.take(pass.slots as usize).map(|job| &job.id).collect();
+                // No more get ready than can share: what has begun goes before what others wait for.
+                let is_ready = |other: &&&JobRecord| {
+                    self.passes_next(other) && self.any_pass(other).is_some_and(|of| of.key == pass.key)
+                };
+                let free = (pass.slots as usize).saturating_sub(jobs.iter().filter(is_ready).count());
+                let joining: Vec<&JobId> = joining.take(free).map(|job| &job.id).collect();
                 placed.extend(joining.iter().copied());
                 changed.extend(joining.into_iter().cloned());
             }

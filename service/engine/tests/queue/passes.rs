@@ -89,6 +89,38 @@ async fn jobs_join_at_any_round_and_each_goes_its_own_way() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn no_more_get_ready_than_can_share() {
+    let (queue, mut worker) = one_card().await;
+    let mut jobs = Vec::new();
+    for n in 0..4 {
+        jobs.push(
+            queue
+                .submit(in_rounds(2, "me", &format!("prompt {n}")))
+                .await
+                .unwrap(),
+        );
+    }
+    let mut stages = Vec::new();
+    for _ in 0..6 {
+        let order = worker.order().await;
+        stages.push((stage_of(&order), 1 + order.sharing.len()));
+        worker.complete(&order);
+    }
+    let first = [
+        ("encode_text", 1),
+        ("encode_text", 1),
+        ("denoise", 2),
+        ("denoise", 2),
+    ];
+    assert_eq!(stages, [&first[..], &[("decode", 1), ("decode", 1)]].concat());
+    while worker.try_work().await {}
+    for job in &mut jobs {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn only_as_many_share_as_each_allows_and_never_another_size() {
     let (queue, mut worker) = one_card().await;
     let mut other_size = in_rounds(2, "me", "one");
