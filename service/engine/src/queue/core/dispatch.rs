@@ -108,8 +108,11 @@ impl Core {
     /// A job that runs keeps its card for its next stage, unless that has to wait.
     fn go_on(&mut self, now: Instant) {
         for index in 0..self.cards.len() {
-            let keeper = self.jobs.values_mut().find(|job| job.kept_card() == Some(index));
-            let Some(job) = keeper else { continue };
+            // Several where they have shared a pass: the earliest first.
+            let keepers = self.jobs.values_mut().filter(|job| job.kept_card() == Some(index));
+            let Some(job) = keepers.min_by_key(|job| job.arrival) else {
+                continue;
+            };
             job.give_up_card();
             let id = job.id.clone();
             let view = self.view(now);
