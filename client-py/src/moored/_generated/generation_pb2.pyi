@@ -1092,7 +1092,7 @@ global___SegmentReady = SegmentReady
 
 @typing.final
 class SegmentFailed(google.protobuf.message.Message):
-    """A segment does not come. The session goes on."""
+    """A segment does not come, or never sounds although it came. The session goes on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -474,6 +474,7 @@ impl Session {
     fn supersede(&mut self, number: u32) {
         if self.under_way.contains_key(&number) {
             self.forget(number);
+            self.maker.make(Work::Superseded { number });
         }
         self.taken.remove(&number);
         self.unsent.push_back(messages::superseded(number));

@@ -109,7 +109,10 @@ impl Core {
     fn go_on(&mut self, now: Instant) {
         for index in 0..self.cards.len() {
             // Several where they have shared a pass: the earliest first.
-            let keepers = self.jobs.values_mut().filter(|job| job.kept_card() == Some(index));
+            let keepers = self
+                .jobs
+                .values_mut()
+                .filter(|job| job.kept_card() == Some(index));
             let Some(job) = keepers.min_by_key(|job| job.arrival) else {
                 continue;
             };

@@ -50,6 +50,8 @@ pub(super) enum Work {
     Came { number: u32 },
     /// A segment does not come.
     Failed { number: u32 },
+    /// A segment will not sound: one that was asked for later did. That one proves what both were made with.
+    Superseded { number: u32 },
 }
 
 /// What has become of it.
@@ -299,6 +301,9 @@ impl Making {
                 }
                 Work::Came { number } => self.came(number).await,
                 Work::Failed { number } => self.failed(number),
+                Work::Superseded { number } => {
+                    self.made_with.remove(&number);
+                }
             }
             while self.jobs.try_join_next().is_some() {}
         }
