@@ -300,7 +300,10 @@ def test_models_are_listed(service: Service) -> None:
     assert {"flux-full", "flux-other", "huge", "moored/demo", "slow", "small"} <= set(rows)
     assert rows["flux-full"]["family"] == "instant"
     assert (rows["flux-full"]["generates"], rows["video"]["generates"]) == ("image", "video")
-    assert {name for name, row in rows.items() if row["generates"] == "audio"} == {"track", "moored/demo-sound"}
+    assert {name for name, row in rows.items() if row["generates"] == "audio"} == {
+        "track",
+        "moored/demo-sound",
+    }
     assert rows["flux-full"]["on the card"] == "31.5 GiB"
     listed = {str(one["id"]): one for one in objects(good(service.run("models", "--json")))}
     assert set(listed) == set(rows)
