@@ -56,14 +56,14 @@ impl View<'_> {
     }
 
     fn can_share(&self, other: &JobRecord, job: &JobRecord, card: usize) -> bool {
-        let key = |pass: &pipelines::SharedPass| pass.key.clone();
+        let key = job.shared_pass(job.cursor).map(|pass| &pass.key);
         matches!(other.state, State::Queued { .. })
             && other.entry.key == job.entry.key
             && other.options.headroom == job.options.headroom
             && !other.attempt.alone
             && !self.is_behind_an_unload(other)
             && self.may_use(other, card)
-            && self.next_shared(other, card).map(key) == job.shared_pass(job.cursor).map(key)
+            && self.next_shared(other, card).map(|pass| &pass.key) == key
     }
 
     fn need_of_shared(&self, job: &JobRecord, card: usize, others: &[Bytes]) -> Option<Need> {
@@ -92,18 +92,19 @@ impl View<'_> {
                 continue;
             }
             if let Some(pass) = self.any_pass(job).filter(|_| self.passes_next(job)) {
+                let has_pass = |other: &JobRecord| {
+                    other.entry.key == job.entry.key
+                        && self.any_pass(other).is_some_and(|of| of.key == pass.key)
+                };
                 let joins = |other: &&&JobRecord| {
                     !placed.contains(&other.id)
-                        && other.entry.key == job.entry.key
+                        && has_pass(other)
                         && !self.passes_next(other)
-                        && self.any_pass(other).is_some_and(|of| of.key == pass.key)
                         && self.is_within_its_share(other)
                 };
                 let joining = jobs[place + 1..].iter().filter(joins);
                 // No more get ready than can share: what has begun goes before what others wait for.
-                let is_ready = |other: &&&JobRecord| {
-                    self.passes_next(other) && self.any_pass(other).is_some_and(|of| of.key == pass.key)
-                };
+                let is_ready = |other: &&&JobRecord| has_pass(other) && self.passes_next(other);
                 let free = (pass.slots as usize).saturating_sub(jobs.iter().filter(is_ready).count());
                 let joining: Vec<&JobId> = joining.take(free).map(|job| &job.id).collect();
                 placed.extend(joining.iter().copied());

@@ -47,7 +47,7 @@ async fn denoise(worker: &mut Worker) -> Order {
 }
 
 #[tokio::test(start_paused = true)]
-async fn jobs_join_at_any_round_and_each_goes_its_own_way() {
+async fn jobs_join_a_shared_pass_at_any_round() {
     let (queue, mut worker) = one_card().await;
     let mut first = queue.submit(in_rounds(3, "me", "one")).await.unwrap();
     let order = denoise(&mut worker).await;
@@ -230,7 +230,7 @@ async fn what_failed_together_is_run_again_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_death_is_not_held_against_who_shared_it() {
+async fn a_worker_death_is_not_counted_against_jobs_that_shared_the_pass() {
     let (queue, mut worker, mut first, mut second, _) = two().await;
     worker.die();
     settle().await;

@@ -63,9 +63,12 @@ impl Service {
     ) -> Result<SessionStream, Status> {
         let first = tokio::time::timeout(OPENING, asked.next()).await;
         let first =
-            first.map_err(|_| status_of(&invalid("open", "did not come: it is the first message")))?;
+            first.map_err(|_| status_of(&invalid("open", "did not come: send it as the first message")))?;
         let Some(Asked::Open(open)) = first.transpose()?.and_then(|request| request.message) else {
-            return Err(status_of(&invalid("open", "is missing: it is the first message")));
+            return Err(status_of(&invalid(
+                "open",
+                "is missing: send it as the first message",
+            )));
         };
         let idle = messages::idle(&open);
         let caller = caller.without_deadline(); // of the call, not of each job
@@ -273,7 +276,7 @@ impl Session {
             Some(Asked::Open(_)) => {
                 return Err(status_of(&invalid(
                     "open",
-                    "came twice: a session is opened once",
+                    "came twice: open another session in a call of its own",
                 )));
             }
             None => {} // of a newer client
@@ -505,7 +508,8 @@ impl Session {
     /// When the client does not read.
     fn keep(&mut self, told: Told) -> Result<(), Status> {
         if self.unsent.len() >= MOST_KEPT {
-            let problem = format!("{MOST_KEPT} messages of this session are not read");
+            let problem =
+                format!("{MOST_KEPT} messages of this session are not read: read them as they come");
             return Err(client_limit(problem));
         }
         self.unsent.push_back(told);
