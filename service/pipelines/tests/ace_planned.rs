@@ -147,7 +147,9 @@ fn each_further_request_of_a_pass_takes_the_predicted_bytes() {
                 let latents: Vec<Tensor> = many().map(|_| zeros(&[3 * frames, 64])).collect();
                 drop((conditions, times, buffers, latents));
             };
-            peak_of(hold).0
+            // The threads of a product keep what they packed into for the next, so that a first run may take more.
+            let runs = (0..5).map(|_| peak_of(hold).0);
+            runs.min().expect("runs")
         };
         let measured = (taken(3) - taken(1)) / 2;
         let predicted = request_scratch(&config, frames, &[tokens], steps as u32, DType::F32);
