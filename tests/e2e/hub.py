@@ -40,6 +40,8 @@ class Repository:
     gated: bool = False
     """Its files are for `accepted` tokens."""
     accepted: set[str] = field(default_factory=set)
+    card: dict[str, Any] = field(default_factory=dict)
+    """The facts of its page."""
 
     def __post_init__(self) -> None:
         self.revisions.setdefault("main", hashlib.sha1(b"main").hexdigest())
@@ -197,7 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         self.query = parse_qs(url.query)
         said = self.headers.get("Range", "bytes=0-")
-        self.start = int(said.removeprefix("bytes=").partition("-")[0])
+        start, _, last = said.removeprefix("bytes=").partition("-")
+        self.start = int(start)
+        self.last = int(last) if last else None
         self.token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.asked = Asked(self.name, url.path, self.start, self.token)
         self.hub.note(self.asked)
@@ -254,6 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
             siblings.append(one)
         gated = "manual" if repository.gated else False
         body = {"id": name, "sha": commit, "gated": gated, "siblings": siblings}
+        body |= {"cardData": repository.card} if repository.card else {}
         text = json.dumps(body).encode()
         self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(text))})
         self.wfile.write(text)
@@ -299,13 +304,15 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.hub.is_corrupted(path):
             content = content[:-1] + bytes([content[-1] ^ 1])
+        whole = len(content)
+        content = content[: None if self.last is None else self.last + 1]
         headers = {
             "ETag": f'"{etag}"',
             "Accept-Ranges": "bytes",
             "Content-Length": str(len(content) - self.start),
         }
         if "Range" in self.headers:
-            headers["Content-Range"] = f"bytes {self.start}-{len(content) - 1}/{len(content)}"
+            headers["Content-Range"] = f"bytes {self.start}-{len(content) - 1}/{whole}"
         self._head(206 if "Range" in self.headers else 200, headers)
         self._send(path, content)
 

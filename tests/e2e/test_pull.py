@@ -19,6 +19,7 @@ import moored
 import numpy as np
 import pytest
 from hub import Hub, Repository, files_of, git_blob, is_large, sha256
+from test_stored_formats import GgufKind, in_bfl_names, read_safetensors, write_gguf
 
 from service import BINARY, ROOT, Service, run
 
@@ -424,7 +425,7 @@ def test_a_missing_model_or_revision_is_named(
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"flux1-dev-Q4_0.gguf": b"GGUF"}, "single file(s), such as flux1-dev-Q4_0.gguf"),
+        ({"flux1-dev-Q4_0.gguf": b"GGUF"}, "moored pull me/mine:flux1-dev-Q4_0.gguf"),
         ({"config.json": b"{}"}, "no model_index.json"),
         ({"model_index.json": b'{"_class_name": "OtherPipeline"}'}, "is a OtherPipeline"),
         ({"model_index.json": b'{"_class_name": "FluxPipeline"}'}, "scheduler is missing"),
@@ -803,9 +804,135 @@ def test_a_file_that_a_repository_lacks_is_told_with_those_that_it_has(
     hub.repositories["me/many"] = Repository({"a.safetensors": b"x", "b.safetensors": b"y"})
     for asked, said in [
         ("me/many:c.safetensors", "it has a.safetensors, b.safetensors"),
-        ("me/many", "me/many:FILE"),
+        ("me/many", "moored pull me/many:a.safetensors"),
         ("me/many:../c.safetensors", "me/many:../c.safetensors"),
     ]:
         pulled = pull(asked)
         assert pulled.returncode != 0
         assert said in pulled.stdout + pulled.stderr, asked
+
+
+QUANTS = "me/mine-gguf"
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The shipped model's transformer in GGUF, 8 bits."""
+    folder = tmp_path_factory.mktemp("gguf")
+    weights = in_bfl_names(read_safetensors(ROOT / "demo/model" / TRANSFORMER))
+    write_gguf(folder / "a.gguf", weights, lambda _: GgufKind.Q8_0)
+    return (folder / "a.gguf").read_bytes()
+
+
+def base_files(files: dict[str, bytes]) -> set[str]:
+    """The files of a pipeline that a transformer in a single file takes."""
+    return {path for path in files if path != TRANSFORMER}
+
+
+def fetched_files(hub: Hub, files: dict[str, bytes]) -> set[str]:
+    return {path for path in files if hub.fetched(path)}
+
+
+def test_a_transformer_in_gguf_is_pulled_with_what_it_lacks_and_generates(
+    hub: Hub, pull: Pull, serve: Serve, home: Path, shipped: dict[str, bytes], gguf_bytes: bytes
+) -> None:
+    files = {"mine-Q8_0.gguf": gguf_bytes, "mine-Q4_0.gguf": b"GGUF of four bits"}
+    hub.repositories[QUANTS] = Repository(files, card={"base_model": MODEL})
+    id = f"{QUANTS}:mine-Q8_0.gguf"
+    done = pulled(pull(id))
+    assert done["id"] == id
+    assert Path(done["path"]).read_bytes() == gguf_bytes
+    assert fetched_files(hub, files) == {"mine-Q8_0.gguf"}
+    assert fetched_files(hub, shipped) == base_files(shipped)
+    with serve().client() as client:
+        ids = [model.id for model in client.list_models()]
+        assert id in ids
+        assert MODEL not in ids, "it lacks its transformer"
+        assert not [adapter.id for adapter in client.list_adapters() if QUANTS in adapter.id]
+        picture = client.generate_image("a red circle", model=id, **QUICK).pictures[0]
+        assert picture.data
+    hub.requests.clear()
+    pulled(pull())
+    assert fetched_files(hub, shipped) == {TRANSFORMER, "model_index.json"}, "only the rest"
+
+
+def test_a_service_pulls_one_file_for_its_clients(
+    hub: Hub, serve: Serve, gguf_bytes: bytes
+) -> None:
+    hub.repositories[QUANTS] = Repository({"a.gguf": gguf_bytes}, card={"base_model": [MODEL]})
+    with serve().client() as client:
+        id = client.pull_model(f"{QUANTS}:a.gguf").id
+        assert id == f"{QUANTS}:a.gguf"
+        assert client.generate_image("a red circle", model=id, **QUICK).pictures[0].data
+
+
+def test_a_transformer_in_safetensors_is_known_by_its_header(
+    hub: Hub, pull: Pull, serve: Serve, shipped: dict[str, bytes]
+) -> None:
+    files = {"split/mine.safetensors": shipped[TRANSFORMER]}
+    hub.repositories["me/parts"] = Repository(files, card={"base_model": MODEL})
+    id = "me/parts:split/mine.safetensors"
+    assert pulled(pull(id))["id"] == id
+    assert base_files(shipped) <= fetched_files(hub, shipped)
+    with serve().client() as client:
+        assert id in [model.id for model in client.list_models()]
+        assert "me/parts" not in [adapter.id for adapter in client.list_adapters()]
+
+
+@pytest.mark.parametrize("card", [{}, {"base_model": "me/nothing"}, {"base_model": 3}])
+def test_a_page_without_a_base_is_told_and_the_base_is_found_when_it_is_there(
+    hub: Hub, home: Path, serve: Serve, pull: Pull, gguf_bytes: bytes, card: dict[str, Any]
+) -> None:
+    hub.repositories[QUANTS] = Repository({"a.gguf": gguf_bytes}, card=card)
+    id = f"{QUANTS}:a.gguf"
+    in_a_pipe = run("pull", id, env=hub.environment(home))
+    assert "names no pipeline" in in_a_pipe.stderr
+    with serve().client() as client:
+        problem = next(model for model in client.list_models() if model.id == id).problem
+        assert "0 folders beside it" in problem
+        pulled(pull())
+        assert client.generate_image("a red circle", model=id, **QUICK).pictures[0].data
+
+
+def test_a_gated_base_is_told_before_anything_is_fetched(
+    hub: Hub, pull: Pull, home: Path, gguf_bytes: bytes
+) -> None:
+    hub.repositories[QUANTS] = Repository({"a.gguf": gguf_bytes}, card={"base_model": MODEL})
+    hub.repositories[MODEL].gated = True
+    reason, message = failed(pull(f"{QUANTS}:a.gguf"))
+    assert reason == "PULL_FAILED"
+    assert MODEL in message
+    assert "accept its terms" in message
+    assert not hub.fetched("a.gguf")
+
+
+def test_one_file_is_removed_alone(
+    hub: Hub, pull: Pull, home: Path, gguf_bytes: bytes, shipped: dict[str, bytes]
+) -> None:
+    files = {"a.gguf": gguf_bytes, "b.gguf": gguf_bytes[:-1] + b"x"}
+    hub.repositories[QUANTS] = Repository(files)
+    first, second = (f"{QUANTS}:{name}" for name in files)
+    for id in (first, second):
+        pulled(pull(id))
+    blobs = home / "hub/models--me--mine-gguf/blobs"
+    assert len(list(blobs.iterdir())) == 2
+    removed = run("rm", first, "--yes", "--json", env=hub.environment(home))
+    assert json.loads(removed.stdout) == {"event": "removed", "id": first, "bytes": len(gguf_bytes)}
+    assert [path.name for path in blobs.iterdir()] == [sha256(files["b.gguf"])]
+    gone = run("rm", first, "--yes", env=hub.environment(home))
+    assert gone.returncode != 0
+    run("rm", second, "--yes", env=hub.environment(home))
+    assert not blobs.parent.exists()
+
+
+def test_files_of_models_are_not_listed_as_adapters(hub: Hub, home: Path, serve: Serve) -> None:
+    snapshot = home / "hub/models--me--words/snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (snapshot / name).write_bytes(b"shards of a language model")
+    encoder = home / "hub/models--me--encoder/snapshots" / ("1" * 40)
+    encoder.mkdir(parents=True)
+    (encoder / "config.json").write_text("{}")
+    (encoder / "model.safetensors").write_bytes(b"a text encoder")
+    with serve().client() as client:
+        assert not [one.id for one in client.list_adapters() if one.id.startswith("me/")]

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from hub import Hub, Repository, files_of
 from PIL import Image
+from test_stored_formats import GgufKind, in_bfl_names, read_safetensors, write_gguf
 
 from service import BINARY, INSTANT_MODELS, ROOT, ReservedPort, Service, run
 
 SHORT = "z-image-turbo"
 ID = "Tongyi-MAI/Z-Image-Turbo"
 SIZE = ("-W", "64", "-H", "64", "--steps", "1", "--seed", "3")
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 WAIT_S = 60
 
 Completed = subprocess.CompletedProcess[str]
@@ -78,6 +80,23 @@ def test_one_command_downloads_a_model_starts_a_service_and_generates(
     second = alone("run", SHORT, "a red cube", *SIZE, "--device", "cpu")
     assert good(second).splitlines() == ["z-image-turbo-3-2.png"]
     assert len(hub.requests) == before, "what is here is not asked for again"
+
+
+def test_one_command_downloads_a_transformer_in_one_file_and_its_base(
+    hub: Hub, alone: Run, tmp_path: Path
+) -> None:
+    weights = in_bfl_names(read_safetensors(ROOT / "demo/model" / TRANSFORMER))
+    write_gguf(tmp_path / "a.gguf", weights, lambda _: GgufKind.Q8_0)
+    files = {"tiny-Q8_0.gguf": (tmp_path / "a.gguf").read_bytes()}
+    hub.repositories["me/tiny-gguf"] = Repository(files, card={"base_model": ID})
+    model = "me/tiny-gguf:tiny-Q8_0.gguf"
+    done = alone("run", model, "a red cube", *SIZE, "--device", "cpu")
+    name = good(done).splitlines()[-1]
+    assert re.fullmatch(r"[\w.-]+-3\.png", name)
+    with Image.open(tmp_path / name) as picture:
+        assert json.loads(picture.info["moored"])["model"] == model
+    assert f"are those of {ID}" in done.stderr
+    assert not hub.fetched(TRANSFORMER)
 
 
 def test_a_running_service_is_used_and_downloads_the_model(

@@ -2,6 +2,7 @@
 
 mod adapters;
 
+use std::collections::HashMap;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
@@ -71,6 +72,8 @@ pub(crate) struct Models {
     listing: RwLock<Option<(Instant, Arc<Vec<Found>>)>>,
     /// One thread scans at a time: a folder may never answer, and must not block more threads.
     looking: Looking,
+    /// Which files of the hub cache hold a transformer alone, by the paths of their contents, which never change.
+    transformers: Mutex<HashMap<PathBuf, bool>>,
 }
 
 /// Whether a scan of the folders is running.
@@ -113,6 +116,7 @@ impl Models {
             hub_cache,
             listing: RwLock::new(None),
             looking: Looking::default(),
+            transformers: Mutex::default(),
         }
     }
 
@@ -157,7 +161,7 @@ impl Models {
             .iter()
             .map(|(id, path)| Found::at(id.clone(), path.clone()));
         let folders = self.settings.folders.iter().chain([&self.hub_cache]);
-        let scanned = folders.flat_map(|folder| scan(folder));
+        let scanned = folders.flat_map(|folder| scan(folder, &|file| self.holds_transformer(file)));
         let shipped = shipped_models().map(|(id, path)| Found::at(id.to_owned(), path));
         let mut found: Vec<Found> = Vec::new();
         for model in configured.chain(scanned).chain(shipped) {
@@ -174,6 +178,20 @@ impl Models {
             *cached = Some((Instant::now(), Arc::clone(&listing)));
         }
         listing
+    }
+
+    /// Whether a file of a hub cache holds a transformer alone. Each content is read once.
+    fn holds_transformer(&self, file: &Path) -> bool {
+        let Ok(content) = std::fs::canonicalize(file) else {
+            return false;
+        };
+        let known = || self.transformers.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = known().get(&content).copied();
+        read.unwrap_or_else(|| {
+            let holds = pipelines::catalogue().holds_transformer(file);
+            known().insert(content, holds);
+            holds
+        })
     }
 
     /// Id of the model of requests that name none, among those that are listed.
@@ -437,8 +455,8 @@ fn shipped_folder(name: &str) -> Option<PathBuf> {
         .find(|folder| folder.is_dir())
 }
 
-/// Models in a folder: itself, its children, and their children.
-fn scan(folder: &Path) -> Vec<Found> {
+/// Models in a folder: itself, its children, and their children. Which files of a hub cache are models tells `holds`.
+fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
     let mut found = Vec::new();
     let name = folder
         .file_name()
@@ -454,8 +472,12 @@ fn scan(folder: &Path) -> Vec<Found> {
             .map(|n| n.to_string_lossy().into_owned())
             .unwrap_or_default();
         if let Some(id) = name.strip_prefix("models--") {
-            let snapshots = hub_model(&child, &id.replacen("--", "/", 1)).into_iter();
-            found.extend(snapshots.filter(|snapshot| is_pipeline(&snapshot.path)));
+            for snapshot in hub_model(&child, &id.replacen("--", "/", 1)) {
+                match is_pipeline(&snapshot.path) {
+                    true => found.push(snapshot),
+                    false => found.extend(files_in(&snapshot, holds)),
+                }
+            }
         } else if let Some(id) = single_file_id(&child) {
             found.push(Found::at(id, child));
         } else if is_pipeline(&child) {
@@ -473,6 +495,17 @@ fn scan(folder: &Path) -> Vec<Found> {
         }
     }
     found
+}
+
+/// The models in single files of a snapshot of a hub cache: `owner/name:file`.
+fn files_in(snapshot: &Found, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
+    let files = hub::transformer_files(&snapshot.path, holds).into_iter();
+    let found = files.map(|file| Found {
+        id: format!("{}:{file}", snapshot.id),
+        path: snapshot.path.join(&file),
+        ..snapshot.clone()
+    });
+    found.collect()
 }
 
 /// Whether a folder can be opened: a pipeline, or a transformer alone that finds the rest beside it.

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::DType;
-use gpu::{ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
+use gpu::{CheckpointFile, ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
 use crate::bounds::too_many_references;
+use crate::checkpoint::is_single_file;
 use crate::files::{pipeline_class, transformer_class};
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
@@ -459,6 +460,11 @@ pub trait Family: Send + Sync {
         &[]
     }
 
+    /// Whether a single file holds one of its transformers, from whether it has tensors whose names begin so.
+    fn is_transformer_file(&self, _has: &dyn Fn(&str) -> bool) -> bool {
+        false
+    }
+
     /// Opens a folder or file of this family; `None` if it is of another.
     ///
     /// # Errors
@@ -486,6 +492,12 @@ pub(crate) fn smaller_lengths(request: &Request) -> Vec<(String, Request)> {
     });
     shorter.into_iter().flatten().collect()
 }
+
+/// The folder of a pipeline's transformer.
+const TRANSFORMER: &str = "transformer";
+
+/// The configuration of a pipeline's transformer, such as the axes of its rotary embedding.
+pub const BASE_CONFIGURATION: &str = "transformer/config.json";
 
 /// All families of this build, as an explicit list.
 pub struct Catalogue {
@@ -521,6 +533,32 @@ impl Catalogue {
     pub fn optional_folders_of(&self, class: &str) -> &'static [&'static str] {
         let family = self.families.iter().find(|f| f.pipelines().contains(&class));
         family.map_or(&[], |family| family.optional_folders(class))
+    }
+
+    /// The folders that a transformer in a single file takes from a pipeline of this class, its base; `None` if it is of no
+    /// family. From [`BASE_CONFIGURATION`] it takes what its tensors do not tell.
+    pub fn base_folders_of(&self, class: &str) -> Option<Vec<&'static str>> {
+        let folders = self.folders_of(class)?.iter().copied();
+        Some(folders.filter(|folder| *folder != TRANSFORMER).collect())
+    }
+
+    /// Whether a single file with tensors of these names holds a transformer that a family opens.
+    pub fn is_transformer_file(&self, names: &[&str]) -> bool {
+        let has = |beginning: &str| names.iter().any(|name| name.starts_with(beginning));
+        self.families
+            .iter()
+            .any(|family| family.is_transformer_file(&has))
+    }
+
+    /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.
+    pub fn holds_transformer(&self, file: &Path) -> bool {
+        let opened = is_single_file(file)
+            .then(|| CheckpointFile::open(file).ok())
+            .flatten();
+        opened.is_some_and(|opened| {
+            let names: Vec<&str> = opened.tensors().map(|(name, _)| name).collect();
+            self.is_transformer_file(&names)
+        })
     }
 
     /// What is read of a repository in the layout of a family's authors, from the names of all files there.

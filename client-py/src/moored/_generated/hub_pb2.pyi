@@ -17,7 +17,9 @@ class PullModelRequest(google.protobuf.message.Message):
     ID_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """`owner/name`."""
+    """`owner/name`; of one file of a repository, such as an adapter or a transformer in GGUF, `owner/name:file`. What a
+    transformer lacks is fetched from the pipeline that its page names as its base.
+    """
     revision: builtins.str
     """A branch, a tag or a commit. Empty: `main`."""
     def __init__(
@@ -40,7 +42,7 @@ class PullPlan(google.protobuf.message.Message):
     BYTES_MISSING_FIELD_NUMBER: builtins.int
     FILES_TOTAL_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """`owner/name`."""
+    """As asked for: `owner/name` or `owner/name:file`."""
     revision: builtins.str
     """The commit."""
     bytes_total: builtins.int
@@ -124,7 +126,7 @@ class PulledModel(google.protobuf.message.Message):
     BYTES_TOTAL_FIELD_NUMBER: builtins.int
     BYTES_FETCHED_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """`owner/name`."""
+    """As models are listed: `owner/name` or `owner/name:file`."""
     revision: builtins.str
     """The commit."""
     bytes_total: builtins.int

@@ -395,7 +395,7 @@ pub(super) fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Resu
     let Some(bytes) = hub::size_in_cache(cache, &reference) else {
         return Err(CliError::Failed(format!(
             "{} is not in {}; models in other folders are yours to remove",
-            reference.id,
+            reference.listed_id(),
             cache.display()
         )));
     };
@@ -409,7 +409,7 @@ pub(super) fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Resu
         }
         let question = format!(
             "Remove {} ({}) from {}? [y/N] ",
-            reference.id,
+            reference.listed_id(),
             decimal(bytes),
             cache.display()
         );
@@ -422,11 +422,11 @@ pub(super) fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Resu
     }
     hub::remove_from_cache(cache, &reference)?;
     if json {
-        return screen::json(&json!({"event": "removed", "id": reference.id, "bytes": bytes}));
+        return screen::json(&json!({"event": "removed", "id": reference.listed_id(), "bytes": bytes}));
     }
     screen::text(&format!(
         "removed {}: {} freed on the disk",
-        reference.id,
+        reference.listed_id(),
         decimal(bytes)
     ))?;
     screen::note("a service that has it in memory keeps it until it is unloaded");

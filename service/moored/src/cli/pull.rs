@@ -14,7 +14,7 @@ use super::arguments::Verbosity;
 use super::connection::{Connection, Refusal};
 use super::{CliError, catalogue, screen};
 use crate::config;
-use crate::hub::{Hub, Plan, Progress, Reference};
+use crate::hub::{Base, Hub, Plan, Progress, Reference};
 use crate::proto::v1;
 use crate::proto::v1::pull_event::Event;
 
@@ -80,7 +80,7 @@ fn tell_plan(
 ) -> Result<(), CliError> {
     if json {
         return screen::json(
-            &json!({"event": "plan", "id": model.id, "revision": plan.revision,
+            &json!({"event": "plan", "id": model.listed_id(), "revision": plan.revision,
             "bytes_total": plan.bytes_total, "bytes_missing": plan.bytes_missing, "files_total": plan.files_total,
             "cache": cache.display().to_string()}),
         );
@@ -99,10 +99,20 @@ fn tell_plan(
         plan.files_total,
         cache.display()
     );
-    if dry_run {
-        return screen::text(&line);
+    match dry_run {
+        true => screen::text(&line)?,
+        false => screen::note(&line),
     }
-    screen::note(&line);
+    match &plan.base {
+        Base::Own => {}
+        Base::Pipeline(base) => screen::note(&format!(
+            "it is a transformer alone: its text encoders, autoencoder and tokenizers are those of {base}, counted above"
+        )),
+        Base::Unknown => screen::note(
+            "it is a transformer alone, and its page names no pipeline that is run here: pull one of its family as well \
+             (`moored models --available`), unless one is here",
+        ),
+    }
     Ok(())
 }
 
@@ -217,7 +227,7 @@ pub(super) async fn by_service(
 
 fn request(model: &Reference) -> v1::PullModelRequest {
     v1::PullModelRequest {
-        id: model.id.clone(),
+        id: model.listed_id(),
         revision: model.revision.clone(),
     }
 }

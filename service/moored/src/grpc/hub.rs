@@ -26,7 +26,7 @@ impl Hub for Service {
         let plan = self.pulls.hub().plan(&model).await;
         let plan = plan.map_err(|problem| status_of_pull(&problem))?;
         Ok(Response::new(v1::PullPlan {
-            id: model.id,
+            id: model.listed_id(),
             revision: plan.revision,
             bytes_total: plan.bytes_total,
             bytes_missing: plan.bytes_missing,
@@ -73,7 +73,7 @@ impl Hub for Service {
 impl Service {
     /// The requested model, if clients may pull.
     fn pullable(&self, request: &v1::PullModelRequest) -> Result<Reference, Status> {
-        let model = Reference::new(&request.id, &request.revision);
+        let model = Reference::asked(&request.id, &request.revision);
         let allowed = model.and_then(|model| match self.pulls.hub().is_open() {
             true => Ok(model),
             false => Err(PullError::NotAllowed {

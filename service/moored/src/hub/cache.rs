@@ -1,6 +1,7 @@
 //! The hub cache as the other programs that share it have it: contents in `blobs/`, by name; `snapshots/COMMIT/` with links
 //! to them; branches and tags in `refs/`; locks in `.locks/`.
 
+use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
@@ -150,9 +151,13 @@ impl ModelCache {
     }
 }
 
-/// Bytes that a model takes in a cache: all of its revisions, partial downloads included.
+/// Bytes that a model takes in a cache: all of its revisions, partial downloads included; of one file, its contents.
 pub(super) fn size(root: &Path, model: &Reference) -> Option<u64> {
     let folder = ModelCache::new(root, model).folder();
+    if let Some(file) = &model.file {
+        let contents = contents_of(&folder, file);
+        return (!contents.is_empty()).then(|| contents.iter().filter_map(|path| length(path)).sum());
+    }
     let contents = children(&folder.join("blobs"));
     folder
         .is_dir()
@@ -162,6 +167,9 @@ pub(super) fn size(root: &Path, model: &Reference) -> Option<u64> {
 /// Removes a model from a cache. Its refs and snapshots are removed first, so that nobody finds an incomplete pipeline.
 pub(super) fn remove(root: &Path, model: &Reference) -> Result<(), PullError> {
     let folder = ModelCache::new(root, model).folder();
+    if let Some(file) = &model.file {
+        return remove_file(&folder, file);
+    }
     for part in ["refs", "snapshots"] {
         match std::fs::remove_dir_all(folder.join(part)) {
             Err(problem) if problem.kind() != ErrorKind::NotFound => return Err(failed(&folder, &problem)),
@@ -169,6 +177,39 @@ pub(super) fn remove(root: &Path, model: &Reference) -> Result<(), PullError> {
         }
     }
     std::fs::remove_dir_all(&folder).map_err(|problem| failed(&folder, &problem))
+}
+
+/// The contents of a file of a repository in its snapshots, each once.
+fn contents_of(repository: &Path, file: &str) -> BTreeSet<PathBuf> {
+    let snapshots = children(&repository.join("snapshots")).into_iter();
+    let contents = snapshots.filter_map(|snapshot| std::fs::canonicalize(snapshot.join(file)).ok());
+    contents.filter(|content| content.is_file()).collect()
+}
+
+/// Removes a file from all snapshots of a repository, its contents where no other file has them, and the repository with
+/// its last file.
+fn remove_file(repository: &Path, file: &str) -> Result<(), PullError> {
+    let gone = contents_of(repository, file);
+    let snapshots = children(&repository.join("snapshots"));
+    for link in snapshots.iter().map(|snapshot| snapshot.join(file)) {
+        match std::fs::remove_file(&link) {
+            Err(problem) if problem.kind() != ErrorKind::NotFound => return Err(failed(&link, &problem)),
+            _ => {}
+        }
+    }
+    let files = snapshots
+        .iter()
+        .flat_map(|snapshot| files_of(snapshot).into_iter().map(|file| snapshot.join(file)));
+    let left: BTreeSet<PathBuf> = files
+        .filter_map(|file| std::fs::canonicalize(file).ok())
+        .collect();
+    if left.is_empty() {
+        return std::fs::remove_dir_all(repository).map_err(|problem| failed(repository, &problem));
+    }
+    for content in gone.difference(&left) {
+        std::fs::remove_file(content).map_err(|problem| failed(content, &problem))?;
+    }
+    Ok(())
 }
 
 /// The files of a snapshot that are in the cache, as paths within it.

@@ -140,6 +140,20 @@ pub(super) fn shown(said: &str) -> String {
 /// How many names a sentence lists.
 const MOST_LISTED: usize = 5;
 
+/// How many files of a repository a sentence lists.
+const MOST_FILES: usize = 40;
+
+/// The names of files, safe for a terminal.
+pub(super) fn list_all(names: &[&str]) -> String {
+    let more = names.len().saturating_sub(MOST_FILES);
+    let listed = names.iter().take(MOST_FILES).map(|name| shown(name));
+    let listed = listed.collect::<Vec<_>>().join(", ");
+    match more {
+        0 => listed,
+        more => format!("{listed} and {more} more"),
+    }
+}
+
 pub(super) fn list(names: &[String]) -> String {
     let more = names.len().saturating_sub(MOST_LISTED);
     let listed = names[..names.len() - more].join(", ");

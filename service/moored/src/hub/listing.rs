@@ -1,13 +1,15 @@
 //! Requests to the hub: which files a revision has, and why a request was refused.
 
+use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::time::Duration;
 
 use hf_hub::api::tokio::{Api, ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
-use reqwest::header::HeaderMap;
+use reqwest::header::{HeaderMap, RANGE};
 use reqwest::{Response, StatusCode};
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use tokio::time::timeout;
 
 use super::PullError;
@@ -39,6 +41,8 @@ pub(super) struct RepoFile {
 pub(super) struct Listing {
     pub(super) commit: String,
     pub(super) files: Vec<RepoFile>,
+    /// The repository that its page names as the one that it was made from.
+    pub(super) base: Option<Reference>,
 }
 
 /// Sends requests to one hub, with one token.
@@ -108,6 +112,7 @@ impl Session {
         }
         let files = told.siblings.into_iter().filter_map(RepoFile::of);
         Ok(Listing {
+            base: base_of(&told.card_data),
             commit: told.sha,
             files: files.collect(),
         })
@@ -123,6 +128,35 @@ impl Session {
         let url = self.url(&model.id, commit, path);
         let answer = self.answer(model, || self.client().get(&url)).await?;
         self.text(answer).await
+    }
+
+    /// The names of the tensors of a file in safetensors, by its header alone.
+    pub(super) async fn tensor_names(
+        &self,
+        model: &Reference,
+        commit: &str,
+        path: &str,
+    ) -> Result<Vec<String>, PullError> {
+        let url = self.url(&model.id, commit, path);
+        let part = async |start: u64, bytes: u64| {
+            let range = format!("bytes={start}-{}", start + bytes - 1);
+            let ask = || self.client().get(&url).header(RANGE, &range);
+            let answer = self.answer(model, ask).await?;
+            match answer.status() {
+                StatusCode::PARTIAL_CONTENT => self.text(answer).await,
+                _ => Err(self.unclear(format!("with the whole of {path}, of which a part was asked for"))),
+            }
+        };
+        let damaged =
+            || PullError::NotAPipeline(format!("{path} of {} has no header of safetensors", model.id));
+        let length: [u8; 8] = part(0, 8).await?.try_into().map_err(|_| damaged())?;
+        let length = u64::from_le_bytes(length);
+        if length == 0 || length > LARGEST_TEXT_BYTES as u64 {
+            return Err(damaged());
+        }
+        let header: BTreeMap<String, IgnoredAny> =
+            serde_json::from_slice(&part(8, length).await?).map_err(|_| damaged())?;
+        Ok(header.into_keys().collect())
     }
 
     async fn answer(
@@ -247,9 +281,19 @@ pub(super) fn words(error: reqwest::Error) -> String {
 
 /// The hub's response about a revision.
 #[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
 struct Told {
     sha: String,
     siblings: Vec<Sibling>,
+    #[serde(default)]
+    card_data: serde_json::Value,
+}
+
+/// The repository that a model's page names as its base, or the first of several.
+fn base_of(card: &serde_json::Value) -> Option<Reference> {
+    let named = card.get("base_model")?;
+    let named = named.as_str().or_else(|| named.get(0)?.as_str())?;
+    Reference::new(named, "").ok()
 }
 
 #[derive(Deserialize)]

@@ -49,11 +49,24 @@ pub(crate) struct Plan {
     pub(crate) bytes_total: u64,
     pub(crate) bytes_missing: u64,
     pub(crate) files_total: u32,
+    pub(crate) base: Base,
+}
+
+/// Where the text encoders and the autoencoder of a model come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Base {
+    /// The model has them, or is an adapter.
+    Own,
+    /// A pipeline that is pulled with it, without its transformer.
+    Pipeline(String),
+    /// A transformer in a single file, whose page names no pipeline that is run here.
+    Unknown,
 }
 
 /// A model that is complete in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Pulled {
+    /// `owner/name`, of one file `owner/name:file`.
     pub(crate) id: String,
     /// Commit hash of the snapshot.
     pub(crate) revision: String,
@@ -67,6 +80,38 @@ pub(crate) struct Pulled {
 #[derive(Clone, Debug)]
 pub(crate) struct Hub {
     settings: config::Hub,
+}
+
+/// A repository of which files are pulled, and those files.
+struct Part {
+    model: Reference,
+    cache: ModelCache,
+    contents: Contents,
+}
+
+impl Part {
+    /// Its contents that are not in the cache.
+    fn missing(&self) -> impl Iterator<Item = (&Part, &Content)> {
+        self.contents
+            .missing(&self.cache)
+            .map(move |content| (self, content))
+    }
+
+    /// Completes its snapshot, whose contents are all in the cache.
+    fn link(&self) -> Result<PathBuf, PullError> {
+        let linked = self.contents.contents.iter().flat_map(|content| {
+            let paths = content.paths.iter();
+            paths.map(|path| (path.as_str(), &content.file.oid))
+        });
+        self.cache.link(&self.contents.commit, linked)
+    }
+}
+
+/// What is pulled for a model: its own files, and those of its base.
+struct Parts {
+    own: Part,
+    base: Option<Part>,
+    kind: Base,
 }
 
 /// A content of the pipeline, and the paths of the files that have it.
@@ -136,14 +181,17 @@ impl Hub {
                 bytes_total: here.bytes_total,
                 bytes_missing: 0,
                 files_total: here.files_total,
+                base: Base::Own,
             });
         }
-        let contents = self.contents(&Session::open(&self.settings)?, model).await?;
+        let Parts { own, base, kind } = self.parts(&Session::open(&self.settings)?, model).await?;
+        let all = || std::iter::once(&own).chain(&base);
         Ok(Plan {
-            bytes_total: contents.bytes(),
-            bytes_missing: contents.bytes_missing(&cache),
-            files_total: contents.files(),
-            revision: contents.commit,
+            bytes_total: sum(all().map(|part| part.contents.bytes())),
+            bytes_missing: sum(all().map(|part| part.contents.bytes_missing(&part.cache))),
+            files_total: all().map(|part| part.contents.files()).sum(),
+            revision: own.contents.commit,
+            base: kind,
         })
     }
 
@@ -158,25 +206,28 @@ impl Hub {
             return self.whole_in_cache(model, &cache);
         }
         let session = Session::open(&self.settings)?;
-        let contents = self.contents(&session, model).await?;
-        cache.check_room(contents.bytes_missing(&cache))?;
-        let missing: Vec<&Content> = contents.missing(&cache).collect();
-        let to_come = sum(missing.iter().map(|content| content.file.size));
+        let Parts { own, base, .. } = self.parts(&session, model).await?;
+        let all = || std::iter::once(&own).chain(&base);
+        cache.check_room(sum(all().map(|part| part.contents.bytes_missing(&part.cache))))?;
+        let missing: Vec<(&Part, &Content)> = all().flat_map(Part::missing).collect();
+        let to_come = sum(missing.iter().map(|(_, content)| content.file.size));
+        let bytes_total = sum(all().map(|part| part.contents.bytes()));
+        let files_total: u32 = all().map(|part| part.contents.files()).sum();
         let meter = Meter::new(progress);
         meter.start(Progress {
-            bytes_done: contents.bytes() - to_come,
-            bytes_total: contents.bytes(),
-            files_done: contents.files() - count(missing.iter().copied()),
-            files_total: contents.files(),
+            bytes_done: bytes_total - to_come,
+            bytes_total,
+            files_done: files_total - count(missing.iter().map(|(_, content)| *content)),
+            files_total,
             file: String::new(),
         });
         let mut transfers = Vec::with_capacity(missing.len());
-        for content in missing {
+        for (part, content) in missing {
             let transfer = Transfer {
                 session: &session,
-                cache: &cache,
-                model,
-                commit: &contents.commit,
+                cache: &part.cache,
+                model: &part.model,
+                commit: &part.contents.commit,
                 file: &content.file,
                 meter: &meter,
             };
@@ -191,36 +242,98 @@ impl Hub {
             .buffer_unordered(AT_ONCE)
             .try_collect::<()>()
             .await?;
-        let linked = contents.contents.iter().flat_map(|content| {
-            let paths = content.paths.iter();
-            paths.map(|path| (path.as_str(), &content.file.oid))
-        });
+        // The base first: a model is found when its file is linked.
+        if let Some(base) = &base {
+            base.link()?;
+        }
+        let snapshot = own.link()?;
         Ok(Pulled {
-            id: model.id.clone(),
-            path: cache.link(&contents.commit, linked)?,
-            bytes_total: contents.bytes(),
+            id: model.listed_id(),
+            path: model
+                .file
+                .as_ref()
+                .map_or(snapshot.clone(), |file| snapshot.join(file)),
+            bytes_total,
             bytes_fetched: meter.bytes_fetched(),
-            files_total: contents.files(),
-            revision: contents.commit,
+            files_total,
+            revision: own.contents.commit,
         })
     }
 
-    /// The contents of a revision's pipeline on the hub.
-    async fn contents(&self, session: &Session, model: &Reference) -> Result<Contents, PullError> {
-        let Listing { commit, files } = session.list(model).await?;
-        let names: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
-        let wanted = match &model.file {
-            Some(file) => selection::of_file(&model.id, file, &names)?,
-            None if names.contains(&INDEX) => {
-                let index = session.read(model, &commit, INDEX).await?;
-                let folders = folders_of(&model.id, &index, &names)?;
-                selection::wanted(&model.id, &folders, &names)?
-            }
-            None => match pipelines::catalogue().own_layout(&names) {
-                Some(layout) => selection::of_own_layout(&model.id, &layout, &names)?,
-                None => self.adapter_files(session, model, &commit, &names).await?,
-            },
+    /// What is pulled for a model, by what the hub has.
+    async fn parts(&self, session: &Session, model: &Reference) -> Result<Parts, PullError> {
+        let listing = session.list(model).await?;
+        let names: Vec<&str> = listing.files.iter().map(|file| file.path.as_str()).collect();
+        let wanted = self.wanted(session, model, &listing.commit, &names).await?;
+        let is_alone = match &model.file {
+            Some(file) => is_transformer(session, model, &listing.commit, file).await?,
+            None => false,
         };
+        let (kind, base) = match (is_alone, &listing.base) {
+            (false, _) => (Base::Own, None),
+            (true, None) => (Base::Unknown, None),
+            (true, Some(base)) => self.base(session, base).await?,
+        };
+        Ok(Parts {
+            own: self.part(model, listing, wanted)?,
+            base,
+            kind,
+        })
+    }
+
+    /// The parts of a pipeline without its transformer. Where they are in the cache the hub is not asked.
+    async fn base(&self, session: &Session, base: &Reference) -> Result<(Base, Option<Part>), PullError> {
+        let cache = ModelCache::new(&self.settings.cache, base);
+        if cache
+            .commit()
+            .is_some_and(|commit| has_base(&cache.snapshot(&commit)))
+        {
+            return Ok((Base::Pipeline(base.id.clone()), None));
+        }
+        let listing = match session.list(base).await {
+            Err(PullError::NoSuchModel { .. }) => return Ok((Base::Unknown, None)),
+            listed => listed?,
+        };
+        let names: Vec<&str> = listing.files.iter().map(|file| file.path.as_str()).collect();
+        if !names.contains(&INDEX) {
+            return Ok((Base::Unknown, None));
+        }
+        let index = session.read(base, &listing.commit, INDEX).await?;
+        let class = class_of(&base.id, &index)?;
+        let Some(folders) = pipelines::catalogue().base_folders_of(&class) else {
+            return Ok((Base::Unknown, None));
+        };
+        let folders = without_absent(&class, folders.into_iter(), &names);
+        let mut wanted = selection::wanted(&base.id, &folders, &names)?;
+        wanted.push(pipelines::BASE_CONFIGURATION.to_owned());
+        let part = self.part(base, listing, wanted)?;
+        Ok((Base::Pipeline(base.id.clone()), Some(part)))
+    }
+
+    /// The files of a revision that are pulled for a model.
+    async fn wanted(
+        &self,
+        session: &Session,
+        model: &Reference,
+        commit: &str,
+        names: &[&str],
+    ) -> Result<Vec<String>, PullError> {
+        match &model.file {
+            Some(file) => selection::of_file(&model.id, file, names),
+            None if names.contains(&INDEX) => {
+                let index = session.read(model, commit, INDEX).await?;
+                let folders = folders_of(&model.id, &index, names)?;
+                selection::wanted(&model.id, &folders, names)
+            }
+            None => match pipelines::catalogue().own_layout(names) {
+                Some(layout) => selection::of_own_layout(&model.id, &layout, names),
+                None => self.adapter_files(session, model, commit, names).await,
+            },
+        }
+    }
+
+    /// These files of a repository, each content once.
+    fn part(&self, model: &Reference, listing: Listing, wanted: Vec<String>) -> Result<Part, PullError> {
         let wanted: HashSet<String> = wanted.into_iter().collect();
         if wanted.len() > MOST_FILES {
             return Err(PullError::NotAPipeline(format!(
@@ -230,7 +343,11 @@ impl Hub {
             )));
         }
         let mut contents: BTreeMap<_, Content> = BTreeMap::new();
-        for file in files.into_iter().filter(|file| wanted.contains(&file.path)) {
+        for file in listing
+            .files
+            .into_iter()
+            .filter(|file| wanted.contains(&file.path))
+        {
             let path = file.path.clone();
             let content = contents.entry(file.oid.clone()).or_insert(Content {
                 file,
@@ -241,7 +358,14 @@ impl Hub {
         let mut contents: Vec<Content> = contents.into_values().collect();
         // The largest first, so that it is not the last one alone at the end.
         contents.sort_by_key(|content| std::cmp::Reverse(content.file.size));
-        Ok(Contents { commit, contents })
+        Ok(Part {
+            model: model.clone(),
+            cache: ModelCache::new(&self.settings.cache, model),
+            contents: Contents {
+                commit: listing.commit,
+                contents,
+            },
+        })
     }
 
     /// The files of a repository that is no pipeline, but an adapter, a ControlNet or a transformer alone.
@@ -287,19 +411,28 @@ impl Hub {
             .commit()
             .ok_or_else(|| incomplete(vec!["all of it".to_owned()]))?;
         let path = cache.snapshot(&commit);
-        let missing = missing_of(&model.id, &path)?;
+        let missing = match &model.file {
+            Some(file) => Some(file.clone())
+                .filter(|file| !path.join(file).is_file())
+                .into_iter()
+                .collect(),
+            None => missing_of(&model.id, &path)?,
+        };
         if !missing.is_empty() {
             return Err(incomplete(missing));
         }
-        let files = files_of(&path);
+        let files = match &model.file {
+            Some(file) => vec![file.clone()],
+            None => files_of(&path),
+        };
         let lengths = files.iter().filter_map(|file| path.join(file).metadata().ok());
         Ok(Pulled {
-            id: model.id.clone(),
+            id: model.listed_id(),
             revision: commit,
             bytes_total: lengths.map(|found| found.len()).sum(),
             bytes_fetched: 0,
             files_total: u32::try_from(files.len()).unwrap_or(u32::MAX),
-            path,
+            path: model.file.as_ref().map_or(path.clone(), |file| path.join(file)),
         })
     }
 }
@@ -335,20 +468,65 @@ fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
         if pipelines::catalogue().has_transformer(snapshot) {
             return Ok(selection::missing_at_root(&names));
         }
-        // A file is linked into a snapshot when it is whole: an adapter is there, or it is not.
-        let is_adapter = names.iter().any(|name| name.ends_with(".safetensors"));
-        return Ok(if is_adapter {
-            Vec::new()
-        } else {
-            vec![INDEX.to_owned()]
+        // A file is linked into a snapshot when it is whole: an adapter or a transformer is there, or it is not.
+        return Ok(match names.iter().any(|name| selection::is_weights(name)) {
+            true => Vec::new(),
+            false => vec![INDEX.to_owned()],
         });
     };
     let folders = folders_of(id, &index, &names)?;
     Ok(selection::missing(&folders, &names))
 }
 
-/// The folders that a pipeline is read from, by its index; of those that it may lack, the ones that there are.
-fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str>, PullError> {
+/// The files of a snapshot that hold a transformer alone, which `holds` tells, as paths in it.
+pub(crate) fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) -> Vec<String> {
+    let mut files = files_of(snapshot);
+    files.retain(|file| {
+        selection::is_weights(file) && !selection::is_shard(file) && holds(&snapshot.join(file))
+    });
+    files.sort();
+    files
+}
+
+/// Whether a file is one of several shards of weights.
+pub(crate) fn is_shard(file: &Path) -> bool {
+    let name = file.file_name().and_then(|name| name.to_str());
+    name.is_some_and(selection::is_shard)
+}
+
+/// Whether a file of a repository is a transformer alone, by the header that the hub has of it.
+async fn is_transformer(
+    session: &Session,
+    model: &Reference,
+    commit: &str,
+    file: &str,
+) -> Result<bool, PullError> {
+    // No adapter comes as GGUF.
+    if file.ends_with(".gguf") {
+        return Ok(true);
+    }
+    let names = session.tensor_names(model, commit, file).await?;
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    Ok(pipelines::catalogue().is_transformer_file(&names))
+}
+
+/// Whether a snapshot has what a transformer in a single file takes from a pipeline.
+fn has_base(snapshot: &Path) -> bool {
+    let files = files_of(snapshot);
+    let names: Vec<&str> = files.iter().map(String::as_str).collect();
+    let index = std::fs::read(snapshot.join(INDEX)).unwrap_or_default();
+    let Ok(class) = class_of("", &index) else {
+        return false;
+    };
+    let folders = pipelines::catalogue().base_folders_of(&class);
+    folders.is_some_and(|folders| {
+        let folders = without_absent(&class, folders.into_iter(), &names);
+        selection::missing(&folders, &names).is_empty()
+    })
+}
+
+/// The class of a pipeline, by its index.
+fn class_of(id: &str, index: &[u8]) -> Result<String, PullError> {
     #[derive(Deserialize)]
     struct Index {
         #[serde(rename = "_class_name", default)]
@@ -358,17 +536,34 @@ fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str
         let problem = shown(&problem.to_string());
         PullError::NotAPipeline(format!("the {INDEX} of {id} cannot be read: {problem}"))
     })?;
-    let catalogue = pipelines::catalogue();
-    let optional = catalogue.optional_folders_of(&index.class);
+    Ok(index.class)
+}
+
+/// These folders of a pipeline of a class, without those that it may lack and that are not there.
+fn without_absent(
+    class: &str,
+    folders: impl Iterator<Item = &'static str>,
+    files: &[&str],
+) -> Vec<&'static str> {
+    let optional = pipelines::catalogue().optional_folders_of(class);
     let is_there = |folder: &str| {
         files.iter().any(|file| {
             file.strip_prefix(folder)
                 .is_some_and(|rest| rest.starts_with('/'))
         })
     };
-    let folders = catalogue.folders_of(&index.class).ok_or_else(|| {
+    folders
+        .filter(|folder| !optional.contains(folder) || is_there(folder))
+        .collect()
+}
+
+/// The folders that a pipeline is read from, by its index; of those that it may lack, the ones that there are.
+fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str>, PullError> {
+    let class = class_of(id, index)?;
+    let catalogue = pipelines::catalogue();
+    let folders = catalogue.folders_of(&class).ok_or_else(|| {
         let known: Vec<&str> = catalogue.pipelines().collect();
-        let class = match index.class.as_str() {
+        let class = match class.as_str() {
             "" => "nameless pipeline".to_owned(),
             class => shown(class),
         };
@@ -377,10 +572,7 @@ fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str
             known.join(", ")
         ))
     })?;
-    let needed = folders.iter().copied();
-    Ok(needed
-        .filter(|folder| !optional.contains(folder) || is_there(folder))
-        .collect())
+    Ok(without_absent(&class, folders.iter().copied(), files))
 }
 
 #[cfg(test)]

@@ -11,13 +11,15 @@ const MAIN: &str = "main";
 /// Most characters of an owner or a name, by the hub's rules.
 const LONGEST_PART: usize = 96;
 const LONGEST_REVISION: usize = 250;
+/// Endings of files that can be pulled by name.
+pub(super) const FILES: [&str; 2] = [".safetensors", ".gguf"];
 
 /// `owner/name`, a branch, a tag or a commit, and possibly one file. Its parts are safe in paths and in URLs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Reference {
     pub(crate) id: String,
     pub(crate) revision: String,
-    /// One file of the repository, an adapter; `None` for what the repository is.
+    /// One file of the repository, an adapter or a transformer; `None` for what the repository is.
     pub(crate) file: Option<String>,
 }
 
@@ -49,16 +51,35 @@ impl Reference {
     /// One file of this repository.
     ///
     /// # Errors
-    /// When the path is none in a repository, or not in safetensors.
+    /// When the path is none in a repository, or neither safetensors nor GGUF.
     fn with_file(self, file: &str) -> Result<Reference, PullError> {
-        let is_file =
-            file.len() <= LONGEST_REVISION && file.split('/').all(is_part) && file.ends_with(".safetensors");
+        let is_weights = FILES.iter().any(|ending| file.ends_with(ending));
+        let is_file = is_weights && file.len() <= LONGEST_REVISION && file.split('/').all(is_part);
         match is_file {
             true => Ok(Reference {
                 file: Some(file.to_owned()),
                 ..self
             }),
             false => Err(PullError::Name(format!("{self}:{file}"))),
+        }
+    }
+
+    /// What a request names: `owner/name`, possibly with a file behind a colon, and a revision.
+    ///
+    /// # Errors
+    /// As [`Reference::new`].
+    pub(crate) fn asked(id: &str, revision: &str) -> Result<Reference, PullError> {
+        match id.split_once(':') {
+            Some((id, file)) => Reference::new(id, revision)?.with_file(file),
+            None => Reference::new(id, revision),
+        }
+    }
+
+    /// Its id without the revision, as models are listed: `owner/name`, of one file `owner/name:file`.
+    pub(crate) fn listed_id(&self) -> String {
+        match &self.file {
+            Some(file) => format!("{}:{file}", self.id),
+            None => self.id.clone(),
         }
     }
 
@@ -124,6 +145,9 @@ mod tests {
         assert_eq!(read("me/mine"), is("me/mine", "main"));
         assert_eq!(read("me/mine@refs/pr/1"), is("me/mine", "refs/pr/1"));
         assert_eq!(read("me/my-model_1.0@v1.0"), is("me/my-model_1.0", "v1.0"));
+        let gguf = Reference::asked("me/mine:flux1-dev-Q4_K_S.gguf", "v1").unwrap();
+        assert_eq!(gguf.to_string(), "me/mine@v1:flux1-dev-Q4_K_S.gguf");
+        assert_eq!(gguf.listed_id(), "me/mine:flux1-dev-Q4_K_S.gguf");
         let of_file: Reference = "me/mine@v1:styles/ink.safetensors".parse().unwrap();
         assert_eq!(of_file.file.as_deref(), Some("styles/ink.safetensors"));
         assert_eq!(of_file.to_string(), "me/mine@v1:styles/ink.safetensors");

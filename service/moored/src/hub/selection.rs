@@ -4,7 +4,8 @@
 use pipelines::OwnLayout;
 
 use super::PullError;
-use super::error::{list, shown};
+use super::error::{list, list_all, shown};
+use super::reference::FILES;
 
 /// The file that a repository needs to be a pipeline.
 pub(super) const INDEX: &str = "model_index.json";
@@ -210,13 +211,9 @@ pub(super) fn of_root(files: &[&str]) -> Option<Vec<String>> {
 /// When the repository does not have it.
 pub(super) fn of_file(id: &str, file: &str, files: &[&str]) -> Result<Vec<String>, PullError> {
     if !files.contains(&file) {
-        let there: Vec<&str> = files
-            .iter()
-            .copied()
-            .filter(|file| file.ends_with(".safetensors"))
-            .collect();
+        let there: Vec<&str> = files.iter().copied().filter(|file| is_weights(file)).collect();
         return Err(PullError::NotAPipeline(match &there[..] {
-            [] => format!("{id} has no file {file}, and none in safetensors"),
+            [] => format!("{id} has no file {file}, and none in safetensors or GGUF"),
             there => format!("{id} has no file {file}; it has {}", shown(&there.join(", "))),
         }));
     }
@@ -229,20 +226,27 @@ pub(super) fn of_file(id: &str, file: &str, files: &[&str]) -> Result<Vec<String
     Ok(std::iter::once(file.to_owned()).chain(configuration).collect())
 }
 
+/// Whether a file may be pulled by its name.
+pub(super) fn is_weights(file: &str) -> bool {
+    FILES.iter().any(|ending| file.ends_with(ending))
+}
+
+/// Whether a file is one of several shards.
+pub(super) fn is_shard(file: &str) -> bool {
+    let name = file.rsplit('/').next().unwrap_or_default();
+    let dashes = name.match_indices('-').map(|(at, _)| at);
+    dashes.into_iter().any(|at| shard_of(&name[..at], name).is_some())
+}
+
 /// The error for a repository that is no pipeline, with a remedy for single files.
 pub(super) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
-    let ends = [".gguf", ".safetensors"];
-    let single: Vec<&str> = files
-        .iter()
-        .copied()
-        .filter(|file| !file.contains('/') && ends.iter().any(|end| file.ends_with(end)))
-        .collect();
+    let single: Vec<&str> = files.iter().copied().filter(|file| is_weights(file)).collect();
     PullError::NotAPipeline(match single.first() {
         Some(first) => format!(
-            "{id} is no pipeline but {} single file(s), such as {first}: name the adapter that you want (`moored pull \
-             {id}:FILE`), or fetch a model into a folder of models.folders (`hf download {id} {first} --local-dir FOLDER`), \
-             beside the pipeline that it belongs to",
-            single.len()
+            "{id} is no pipeline but {} single file(s): pull the one that you want by its name, as in `moored pull \
+             {id}:{first}`; it has {}",
+            single.len(),
+            list_all(&single),
         ),
         None => format!("{id} is no pipeline: it has no {INDEX}"),
     })
@@ -415,17 +419,18 @@ mod tests {
     }
 
     #[test]
-    fn the_error_for_single_files_names_models_folders() {
+    fn the_error_for_single_files_lists_them() {
         let said = no_pipeline(
             "me/mine",
             &["README.md", "flux1-dev-Q4_0.gguf", "flux1-dev-Q8_0.gguf"],
         )
         .to_string();
         assert!(
-            said.contains("2 single file(s), such as flux1-dev-Q4_0.gguf"),
+            said.contains("`moored pull me/mine:flux1-dev-Q4_0.gguf`"),
             "{said}"
         );
-        assert!(said.contains("models.folders"), "{said}");
+        assert!(said.contains("2 single file(s)"), "{said}");
+        assert!(said.contains("flux1-dev-Q8_0.gguf"), "{said}");
         assert!(
             no_pipeline("me/mine", &["README.md"])
                 .to_string()

@@ -9,7 +9,8 @@ use pipelines::{
     AdapterFile, AdapterUse, RequestError, StrengthCurve, is_adapter_folder, is_control_net_folder,
 };
 
-use super::{Models, children, hub_model, shipped_folder};
+use super::{Models, children, hub_model, is_pipeline, shipped_folder};
+use crate::hub;
 use crate::proto::v1;
 
 /// Most adapters of one request.
@@ -66,7 +67,12 @@ impl Models {
         for repository in children(&self.hub_cache) {
             let name = repository.file_name().and_then(|name| name.to_str());
             if let Some(id) = name.and_then(|name| name.strip_prefix("models--")) {
-                found.extend(of_hub(&repository, &id.replacen("--", "/", 1)));
+                let holds_transformer = |file: &Path| self.holds_transformer(file);
+                found.extend(of_hub(
+                    &repository,
+                    &id.replacen("--", "/", 1),
+                    &holds_transformer,
+                ));
             }
         }
         if let Some(folder) = shipped_folder("demo/adapters") {
@@ -269,13 +275,14 @@ fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>
     }
 }
 
-/// The adapters of a repository in a hub cache: of the revision of `main`, or the newest. A repository with a pipeline is
-/// a model. The only file goes by the repository's name, several by that and theirs.
-fn of_hub(repository: &Path, id: &str) -> Vec<FoundAdapter> {
+/// The adapters of a repository in a hub cache: of the revision of `main`, or the newest. A repository with a pipeline, or a
+/// model of another kind, has none; nor are transformers and shards adapters. The only file goes by the repository's name,
+/// several by that and theirs.
+fn of_hub(repository: &Path, id: &str, holds_transformer: &dyn Fn(&Path) -> bool) -> Vec<FoundAdapter> {
     let Some(snapshot) = hub_model(repository, id).into_iter().next() else {
         return Vec::new();
     };
-    if snapshot.path.join("model_index.json").is_file() {
+    if is_pipeline(&snapshot.path) {
         return Vec::new();
     }
     if is_adapter_folder(&snapshot.path) || is_control_net_folder(&snapshot.path) {
@@ -284,8 +291,15 @@ fn of_hub(repository: &Path, id: &str) -> Vec<FoundAdapter> {
             path: snapshot.path,
         }];
     }
+    if snapshot.path.join("config.json").is_file() {
+        return Vec::new();
+    }
     let mut files = Vec::new();
     scan(&snapshot.path, "", DEPTH, &mut files);
+    files.retain(|adapter| {
+        let is_file = !adapter.path.is_dir();
+        !(is_file && (hub::is_shard(&adapter.path) || holds_transformer(&adapter.path)))
+    });
     match &mut files[..] {
         [only] => only.id = id.to_owned(),
         several => several

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::checkpoint::{Checkpoint, companion, folders_in, is_single_file, open};
+use crate::checkpoint::{Checkpoint, PREFIXES, companion, folders_in, is_single_file, open};
 use crate::files::{pipeline_class, read_json, unsupported};
 use crate::{ModelError, OwnLayout};
 
@@ -41,8 +41,6 @@ const MARKS: [&str; 3] = [
     "decoder.condition_embedder.",
     "null_condition_emb",
 ];
-/// Prefixes of all tensors of a single file.
-const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
 
 /// Where the parts of a checkpoint are.
 pub(super) enum Places {
@@ -162,6 +160,12 @@ fn of_folder(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
     parts(&folder, checkpoint, config, &places, folder.clone()).map(Some)
 }
 
+/// Prefix of the tensors of a file, from whether there are tensors whose names begin so; `None` if it is no such model.
+pub(super) fn prefix_of(has: &dyn Fn(&str) -> bool) -> Option<&'static str> {
+    let mut prefixes = PREFIXES.into_iter();
+    prefixes.find(|prefix| MARKS.iter().all(|mark| has(&format!("{prefix}{mark}"))))
+}
+
 fn of_file(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
     #[derive(Default, Deserialize)]
     #[serde(default)]
@@ -172,13 +176,8 @@ fn of_file(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
         return Ok(None);
     }
     let file = open(path)?;
-    let marked = |prefix: &&str| {
-        MARKS.iter().all(|mark| {
-            let mark = format!("{prefix}{mark}");
-            file.tensors().any(|(name, _)| name.starts_with(&mark))
-        })
-    };
-    let Some(prefix) = PREFIXES.into_iter().find(marked) else {
+    let has = |beginning: &str| file.tensors().any(|(name, _)| name.starts_with(beginning));
+    let Some(prefix) = prefix_of(&has) else {
         return Ok(None);
     };
     let checkpoint = Checkpoint::of_file(&file, |name| name.strip_prefix(prefix).map(str::to_owned))?;

@@ -64,6 +64,10 @@ impl Family for AceStep {
         checkpoint::has_own_layout(folder)
     }
 
+    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
+        checkpoint::prefix_of(has).is_some()
+    }
+
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         Ok(AceStepModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }

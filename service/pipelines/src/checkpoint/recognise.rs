@@ -59,16 +59,8 @@ impl<N: Naming> Marks<N> {
             return Ok(None);
         }
         let file = open(path)?;
-        let marked = |(prefix, naming): &(&str, N)| {
-            naming.marks().iter().all(|mark| {
-                let mark = format!("{prefix}{mark}");
-                file.tensors().any(|(name, _)| name.starts_with(&mark))
-            })
-        };
-        let mut pairs = PREFIXES
-            .iter()
-            .flat_map(|prefix| self.namings.iter().map(move |naming| (*prefix, *naming)));
-        let Some((prefix, naming)) = pairs.find(marked) else {
+        let has = |beginning: &str| file.tensors().any(|(name, _)| name.starts_with(beginning));
+        let Some((prefix, naming)) = self.naming_of(has) else {
             return Ok(None);
         };
         let name_of = |name: &str| {
@@ -83,6 +75,15 @@ impl<N: Naming> Marks<N> {
                 self.is_folder(folder)
             })?,
         }))
+    }
+
+    /// Prefix and naming scheme of the tensors of a file, from whether there are tensors whose names begin so; `None` if it
+    /// does not hold the family's transformer.
+    pub(crate) fn naming_of(&self, has: impl Fn(&str) -> bool) -> Option<(&'static str, N)> {
+        let mut pairs = PREFIXES
+            .iter()
+            .flat_map(|prefix| self.namings.iter().map(move |naming| (*prefix, *naming)));
+        pairs.find(|(prefix, naming)| naming.marks().iter().all(|mark| has(&format!("{prefix}{mark}"))))
     }
 
     /// Whether a folder's `model_index.json` names a pipeline of this family.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::ModelError;
-use crate::files::{damaged, read_json, unsupported};
+use crate::files::{damaged, read_json, read_text, unsupported};
 
 /// Optional prefixes of all tensor names of the transformer.
 pub(crate) const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
@@ -26,7 +26,7 @@ pub(crate) fn is_single_file(path: &Path) -> bool {
 }
 
 /// The folder of a single file's companions: the folder that `X.moored.json` beside it names, its own folder, or the
-/// only folder of the family beside it. `family` is the display name; `further` are the keys that the family reads of
+/// folder of the family beside it ([`base_beside`]). `family` is the display name; `further` are the keys that the family reads of
 /// `X.moored.json` itself.
 ///
 /// # Errors
@@ -61,7 +61,7 @@ pub(crate) fn base_folder(
     if is_of_family(folder)? {
         return Ok(folder.to_owned());
     }
-    only_base(file, &sidecar, family, &folders_in(folder)?, is_of_family)
+    base_beside(file, &sidecar, family, is_of_family)
 }
 
 /// The base that a sidecar names.
@@ -83,23 +83,28 @@ pub(crate) fn named_base(
     }
 }
 
-/// The only base among the folders beside a transformer.
+/// The base among the folders beside a transformer: the only one, or of several the one after which the transformer is
+/// named, as `FLUX.1-dev` is of `flux1-dev-Q4_K_S.gguf`.
 ///
 /// # Errors
 /// When there is none, or more than one: what to write in the sidecar.
-pub(crate) fn only_base(
+pub(crate) fn base_beside(
     transformer: &Path,
     sidecar: &Path,
     family: &str,
-    beside: &[PathBuf],
     is_of_family: &dyn Fn(&Path) -> Result<bool, ModelError>,
 ) -> Result<PathBuf, ModelError> {
-    let bases: Vec<&PathBuf> = beside
+    let mut bases = beside(transformer)?;
+    bases.retain(|folder| is_of_family(folder).unwrap_or(false));
+    let own = letters_of(transformer);
+    let longest = bases
         .iter()
-        .filter(|folder| is_of_family(folder).unwrap_or(false))
-        .collect();
-    match bases.as_slice() {
-        [one] => Ok((*one).clone()),
+        .map(|base| (letters_of(base), base))
+        .filter(|(name, _)| !name.is_empty() && own.contains(name))
+        .max_by_key(|(name, _)| name.len());
+    match (bases.as_slice(), longest) {
+        ([one], _) => Ok(one.clone()),
+        (_, Some((_, named))) => Ok(named.clone()),
         _ => Err(unsupported(
             transformer,
             format!(
@@ -111,6 +116,70 @@ pub(crate) fn only_base(
             ),
         )),
     }
+}
+
+/// The letters and digits of a name, in lower case: of a repository in a hub cache its name, and of a file there both names.
+fn letters_of(path: &Path) -> String {
+    let own = path.file_name().unwrap_or_default().to_string_lossy();
+    let named = match of_hub_cache(path) {
+        Some(place) if place.is_snapshot => place.name.to_owned(),
+        Some(place) => format!("{}{own}", place.name),
+        None => own.into_owned(),
+    };
+    let letters = named.chars().filter(|letter| letter.is_alphanumeric());
+    letters.flat_map(char::to_lowercase).collect()
+}
+
+/// A repository of a hub cache (`CACHE/models--owner--name/snapshots/COMMIT/...`).
+pub(crate) struct HubPlace<'a> {
+    cache: &'a Path,
+    repository: &'a Path,
+    /// `name`.
+    pub(crate) name: &'a str,
+    /// Whether it is the snapshot itself, rather than something in it.
+    pub(crate) is_snapshot: bool,
+}
+
+/// The place in a hub cache of a snapshot, or of what is in one; `None` elsewhere.
+pub(crate) fn of_hub_cache(path: &Path) -> Option<HubPlace<'_>> {
+    let snapshots = path
+        .ancestors()
+        .skip(1)
+        .find(|folder| folder.ends_with("snapshots"))?;
+    let repository = snapshots.parent()?;
+    let id = repository.file_name()?.to_str()?.strip_prefix("models--")?;
+    Some(HubPlace {
+        cache: repository.parent()?,
+        repository,
+        name: id.rsplit_once("--").map_or(id, |(_, name)| name),
+        is_snapshot: path.parent() == Some(snapshots),
+    })
+}
+
+/// The folders beside a file or folder: in a hub cache, the snapshots of the other repositories.
+///
+/// # Errors
+/// When they cannot be listed.
+pub(crate) fn beside(opened: &Path) -> Result<Vec<PathBuf>, ModelError> {
+    let Some(HubPlace {
+        cache, repository, ..
+    }) = of_hub_cache(opened)
+    else {
+        return folders_in(match opened.parent() {
+            Some(parent) if parent != Path::new("") => parent,
+            _ => Path::new("."),
+        });
+    };
+    let mut snapshots = Vec::new();
+    for other in folders_in(cache)?.iter().filter(|other| *other != repository) {
+        let main = read_text(&other.join("refs/main")).unwrap_or_default();
+        let of_repository = folders_in(&other.join("snapshots")).unwrap_or_default();
+        match of_repository.iter().find(|folder| folder.ends_with(main.trim())) {
+            Some(named) if !main.trim().is_empty() => snapshots.push(named.clone()),
+            _ => snapshots.extend(of_repository),
+        }
+    }
+    Ok(snapshots)
 }
 
 /// The folders in a folder, in order.
@@ -144,4 +213,56 @@ pub(crate) fn companion(file: &Path, base: &Path, comfy_folder: &str, stem: &str
         };
         paths.filter(is_it).min()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file, and folders of a family, with what `base_beside` says to them.
+    fn chosen(file: &str, folders: &[&str]) -> Result<String, String> {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join(file);
+        for folder in folders.iter().map(|folder| root.path().join(folder)) {
+            std::fs::create_dir_all(folder.join("model")).unwrap();
+        }
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(&file, "").unwrap();
+        let is_of_family = |folder: &Path| Ok(folder.join("model").is_dir());
+        base_beside(&file, &file.with_extension("moored.json"), "FLUX", &is_of_family)
+            .map(|base| base.strip_prefix(root.path()).unwrap().display().to_string())
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn of_several_bases_a_transformer_takes_the_one_that_it_is_named_after() {
+        let three = ["FLUX.1-dev", "FLUX.1-schnell", "FLUX.1-Kontext-dev"];
+        for (file, base) in [
+            ("flux1-dev-Q4_K_S.gguf", "FLUX.1-dev"),
+            ("flux1-schnell-fp8.safetensors", "FLUX.1-schnell"),
+            ("flux1-kontext-dev.gguf", "FLUX.1-Kontext-dev"),
+        ] {
+            assert_eq!(chosen(file, &three).as_deref(), Ok(base), "{file}");
+        }
+        assert_eq!(chosen("mine.gguf", &three[..1]).as_deref(), Ok("FLUX.1-dev"));
+        for (folders, told) in [(&three[..], "3 folders"), (&[], "0 folders")] {
+            let refused = chosen("mine.gguf", folders).unwrap_err();
+            assert!(
+                refused.contains(told) && refused.contains("mine.moored.json"),
+                "{refused}"
+            );
+        }
+    }
+
+    #[test]
+    fn in_a_hub_cache_the_bases_are_the_snapshots_of_other_repositories() {
+        let hub = |name: &str| format!("hub/models--black-forest-labs--{name}/snapshots/0123");
+        let (dev, schnell) = (hub("FLUX.1-dev"), hub("FLUX.1-schnell"));
+        let quants = "hub/models--city96--FLUX.1-dev-gguf/snapshots/4567";
+        for file in ["flux1-Q4_0.gguf", "small/flux1-Q4_0.gguf"] {
+            let file = format!("{quants}/{file}");
+            assert_eq!(chosen(&file, &[&dev, &schnell]).as_deref(), Ok(&*dev));
+            assert_eq!(chosen(&file, &[&schnell]).as_deref(), Ok(&*schnell));
+        }
+    }
 }

@@ -7,7 +7,7 @@ use gpu::LoadPlan;
 use residency::{Bytes, Component};
 
 use super::adapter_targets::adapter_targets;
-use super::checkpoint::{FOLDERS, PIPELINES};
+use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::TransformerConfig;
 use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
@@ -48,6 +48,10 @@ impl Family for Flux {
 
     fn folders(&self, _class: &str) -> &'static [&'static str] {
         &FOLDERS
+    }
+
+    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
+        MARKS.naming_of(has).is_some()
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gpu::LoadPlan;
 use residency::Component;
 
-use super::checkpoint::{PARTS, PIPELINES, folders_of};
+use super::checkpoint::{MARKS, PARTS, PIPELINES, folders_of};
 use super::config::TransformerConfig;
 use super::layout::layout;
 use super::open::LARGE;
@@ -66,6 +66,10 @@ impl Family for Hunyuan {
 
     fn transformers(&self) -> &'static [&'static str] {
         &TRANSFORMERS
+    }
+
+    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
+        MARKS.naming_of(has).is_some()
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {

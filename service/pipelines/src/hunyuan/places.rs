@@ -21,10 +21,10 @@ use super::checkpoint::{FRAMEPACK, HunyuanNaming, MARKS};
 use super::model::{CLIP, LLAMA, VAE, VISION};
 use super::sections::Order;
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, Recognised, Requested, Shapes, companion, component_of_checkpoint,
-    folders_in, named_base, only_base, open,
+    Checkpoint, ComponentFiles, Recognised, Requested, Shapes, base_beside, beside, companion,
+    component_of_checkpoint, named_base, of_hub_cache, open,
 };
-use crate::files::{checked, damaged, pipeline_class, read_json, read_text, transformer_class, unsupported};
+use crate::files::{checked, damaged, pipeline_class, read_json, transformer_class, unsupported};
 use crate::{ModelError, ModelFile};
 
 /// Classes of transformers: diffusers' two, and what FramePack's own repositories call theirs.
@@ -124,7 +124,7 @@ impl Places {
             let sidecar = path.join("moored.json");
             let base = match Written::of(&sidecar)?.base {
                 Some(base) => named_base(&sidecar, MARKS.family, &path.join(base), &is_of_family)?,
-                None => only_base(path, &sidecar, MARKS.family, &beside(path)?, &is_of_family)?,
+                None => base_beside(path, &sidecar, MARKS.family, &is_of_family)?,
             };
             (sidecar, base, TransformerPlace::Folder(path.to_owned()))
         } else {
@@ -314,46 +314,14 @@ fn is_transformer_folder(folder: &Path) -> bool {
     transformer_class(folder).is_some_and(|class| TRANSFORMERS.contains(&class.as_str()))
 }
 
-/// The hub cache and the folder there of a repository whose snapshot this folder is
-/// (`models--owner--name/snapshots/commit`).
-fn of_hub_cache(folder: &Path) -> Option<(&Path, &Path)> {
-    let snapshots = folder.parent().filter(|parent| parent.ends_with("snapshots"))?;
-    let repository = snapshots.parent()?;
-    let name = repository.file_name()?.to_str()?;
-    name.starts_with("models--")
-        .then(|| Some((repository.parent()?, repository)))?
-}
-
-/// The folders beside a file or folder: of a snapshot in a hub cache, the snapshots of the other repositories.
-///
-/// # Errors
-/// When they cannot be listed.
-fn beside(opened: &Path) -> Result<Vec<PathBuf>, ModelError> {
-    let folder = match opened.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    };
-    let Some((cache, own)) = of_hub_cache(opened).filter(|_| opened.is_dir()) else {
-        return folders_in(folder);
-    };
-    let mut snapshots = Vec::new();
-    for repository in folders_in(cache)?.iter().filter(|repository| *repository != own) {
-        let main = read_text(&repository.join("refs/main")).unwrap_or_default();
-        let of_repository = folders_in(&repository.join("snapshots")).unwrap_or_default();
-        match of_repository.iter().find(|folder| folder.ends_with(main.trim())) {
-            Some(named) if !main.trim().is_empty() => snapshots.push(named.clone()),
-            _ => snapshots.extend(of_repository),
-        }
-    }
-    Ok(snapshots)
-}
-
 /// Whether a file or folder is named as FramePack-F1's are: `FramePack_F1_I2V_HY_20250503`. A snapshot in a hub cache has
 /// the name of its repository.
 fn is_named_f1(path: &Path) -> bool {
-    let named = of_hub_cache(path).map_or(path, |(_, repository)| repository);
-    let name = named.file_name().unwrap_or_default();
-    let name = name.to_string_lossy().to_lowercase();
+    let own = path.file_name().unwrap_or_default().to_string_lossy();
+    let name = match of_hub_cache(path) {
+        Some(place) if place.is_snapshot => place.name.to_lowercase(),
+        _ => own.to_lowercase(),
+    };
     name.split(|letter: char| !letter.is_alphanumeric())
         .any(|word| word == "f1" || word == "framepackf1")
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gpu::LoadPlan;
 use residency::Component;
 
-use super::checkpoint::{FOLDERS, PIPELINES};
+use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
 use super::layout::layout;
 use super::open::LARGE;
@@ -50,6 +50,10 @@ impl Family for ZImage {
 
     fn folders(&self, _class: &str) -> &'static [&'static str] {
         &FOLDERS
+    }
+
+    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
+        MARKS.naming_of(has).is_some()
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
