@@ -258,6 +258,9 @@ def test_a_task_has_its_source_its_window_and_its_reference(simulate: Simulate) 
             assert {"tracks", "window"} & recipe.keys() == made.keys()
             assert recipe["sounds"] == ["source", "reference"]
             assert result.track().seconds == SECONDS
+        points = [(0.0, 1.0), (1.0, 0.5)]
+        result = client.generate_audio("x", task="cover", strengths=points, **asked)
+        assert result.track().recipe["strengths"] == [list(point) for point in points]
         new = client.generate_audio("x", model="track", seconds=0.2).track().recipe
         assert not {"task", "tracks", "window", "bpm", "sounds", "language"} & new.keys()
         assert_at_rest(client)

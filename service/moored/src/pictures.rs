@@ -8,7 +8,7 @@ use engine::library::Entry;
 use image::codecs::jpeg::JpegEncoder;
 use image::codecs::webp::WebPEncoder;
 use image::{DynamicImage, ImageDecoder as _, ImageEncoder, ImageReader, Limits};
-use pipelines::{AdapterUse, Audio, AudioTask, Medium, Request};
+use pipelines::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Video};
 use serde::{Deserialize, Serialize};
 
 use crate::{films, tracks};
@@ -62,6 +62,9 @@ pub(crate) struct Recipe {
     /// Tracks that the task names.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) tracks: Vec<String>,
+    /// Seconds and strengths of the parts of a track; empty for one strength.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) strengths: Vec<(f32, f32)>,
     /// Start and end of the part that was made anew, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) window: Option<(f32, f32)>,
@@ -125,62 +128,105 @@ impl RecipeAdapter {
 }
 
 impl Recipe {
-    /// The recipe of a request to a model.
+    /// The recipe of a request to a model. Every field of a request is named here, so that a new one is decided about.
     pub(crate) fn of(request: &Request, entry: &Entry, from_latent: bool) -> Recipe {
-        let (width, height) = request.medium.size().unwrap_or_default();
-        let starts = request.medium.init_image().is_some() || from_latent;
+        let Request {
+            prompt,
+            steps,
+            guidance,
+            seed,
+            max_sequence_length,
+            strength,
+            preview: _,
+            from_values: _,
+            adapters,
+            slots: _,
+            medium,
+        } = request;
+        let (width, height) = medium.size().unwrap_or_default();
+        let adapters = adapters.iter().map(|each| RecipeAdapter::of(each, entry));
         let mut recipe = Recipe {
-            prompt: request.prompt.clone(),
-            seed: request.seed,
+            prompt: prompt.clone(),
+            seed: *seed,
             width,
             height,
-            steps: request.steps,
-            guidance: request.guidance,
-            max_sequence_length: request.max_sequence_length,
-            strength: starts.then_some(request.strength),
+            steps: *steps,
+            guidance: *guidance,
+            max_sequence_length: *max_sequence_length,
             model: entry.id.clone(),
             model_key: entry.base_key().to_owned(),
-            adapters: request
-                .adapters
-                .iter()
-                .map(|each| RecipeAdapter::of(each, entry))
-                .collect(),
+            adapters: adapters.collect(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             ..Recipe::default()
         };
-        match &request.medium {
-            Medium::Image(image) => {
-                let given = [
-                    ("mask", image.mask.is_some()),
-                    ("reference", !image.references.is_empty()),
-                    ("control", !image.controls.is_empty()),
-                ];
-                let given = given.iter().filter(|(_, is_given)| *is_given);
-                recipe.pictures = given.map(|(name, _)| (*name).to_owned()).collect();
-            }
-            Medium::Video(video) => {
-                recipe.frames = Some(video.frames);
-                recipe.frames_per_second = Some(video.frames_per_second);
-            }
-            Medium::Audio(audio) => {
-                recipe.seconds = Some(audio.seconds);
-                recipe.set_track(audio);
-                if audio.init_audio.is_some() {
-                    recipe.strength = Some(request.strength);
-                }
-            }
-        }
+        let starts = match medium {
+            Medium::Image(image) => recipe.set_picture(image),
+            Medium::Video(video) => recipe.set_film(video),
+            Medium::Audio(audio) => recipe.set_track(audio),
+        };
+        recipe.strength = (starts || from_latent).then_some(*strength);
         recipe
     }
 
-    fn set_track(&mut self, audio: &Audio) {
-        self.lyrics.clone_from(&audio.lyrics);
-        (self.bpm, self.key) = (audio.beats_per_minute, audio.key.clone());
-        (self.time_signature, self.language) = (audio.time_signature.clone(), audio.language.clone());
-        if audio.task != AudioTask::TextToMusic {
-            audio.task.name().clone_into(&mut self.task);
+    /// Takes what is a picture's own. Whether it begins at a picture.
+    fn set_picture(&mut self, image: &Image) -> bool {
+        let Image {
+            width: _,
+            height: _,
+            init_image,
+            mask,
+            references,
+            controls,
+        } = image;
+        self.pictures = given([
+            ("mask", mask.is_some()),
+            ("reference", !references.is_empty()),
+            ("control", !controls.is_empty()),
+        ]);
+        init_image.is_some()
+    }
+
+    /// Takes what is a film's own. Whether it begins at a picture or a film.
+    fn set_film(&mut self, video: &Video) -> bool {
+        let Video {
+            width: _,
+            height: _,
+            frames,
+            frames_per_second,
+            frames_at_a_time: _,
+            init_image,
+            init_video,
+        } = video;
+        self.frames = Some(*frames);
+        self.frames_per_second = Some(*frames_per_second);
+        init_image.is_some() || init_video.is_some()
+    }
+
+    /// Takes what is a track's own. Whether it begins at a track.
+    fn set_track(&mut self, audio: &Audio) -> bool {
+        let Audio {
+            seconds,
+            lyrics,
+            init_audio,
+            reference,
+            task,
+            beats_per_minute,
+            key,
+            time_signature,
+            language,
+            strengths,
+            decode_from_seconds: _,
+        } = audio;
+        self.seconds = Some(*seconds);
+        self.lyrics.clone_from(lyrics);
+        (self.bpm, self.key) = (*beats_per_minute, key.clone());
+        (self.time_signature, self.language) = (time_signature.clone(), language.clone());
+        let points = strengths.iter().map(|point| (point.seconds, point.strength));
+        self.strengths = points.collect();
+        if *task != AudioTask::TextToMusic {
+            task.name().clone_into(&mut self.task);
         }
-        match &audio.task {
+        match task {
             AudioTask::TextToMusic | AudioTask::Cover => {}
             &AudioTask::Repaint {
                 start_seconds,
@@ -197,13 +243,18 @@ impl Recipe {
             }
             AudioTask::Complete { tracks } => self.tracks.clone_from(tracks),
         }
-        let given = [
-            ("source", audio.init_audio.is_some()),
-            ("reference", audio.reference.is_some()),
-        ];
-        let given = given.iter().filter(|(_, is_given)| *is_given);
-        self.sounds = given.map(|(name, _)| (*name).to_owned()).collect();
+        self.sounds = given([
+            ("source", init_audio.is_some()),
+            ("reference", reference.is_some()),
+        ]);
+        init_audio.is_some()
     }
+}
+
+/// The names of what was given.
+fn given<const N: usize>(named: [(&str, bool); N]) -> Vec<String> {
+    let given = named.into_iter().filter(|(_, is_given)| *is_given);
+    given.map(|(name, _)| name.to_owned()).collect()
 }
 
 /// The recipe as other tools read it, in the form of web UIs for Stable Diffusion: the prompt, and a line of settings. The

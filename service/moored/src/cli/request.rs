@@ -299,6 +299,10 @@ fn track_of(
             true => recipe.tracks,
             false => track.tracks.clone(),
         },
+        strengths: match options.sampling.strength {
+            Some(_) => Vec::new(),
+            None => strengths_of(&recipe.strengths),
+        },
         window_start_seconds: track.from.or(recipe.window.map(|(start, _)| start)),
         window_end_seconds: track.to.or(recipe.window.map(|(_, end)| end)),
         beats_per_minute: track.bpm.or(recipe.bpm),
@@ -308,6 +312,13 @@ fn track_of(
         options: Some(common.job),
         ..Default::default()
     }))
+}
+
+fn strengths_of(points: &[(f32, f32)]) -> Vec<v1::StrengthAt> {
+    let points = points.iter();
+    points
+        .map(|&(seconds, strength)| v1::StrengthAt { seconds, strength })
+        .collect()
 }
 
 fn task_of(task: TaskChoice) -> v1::AudioTask {
