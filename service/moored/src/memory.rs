@@ -6,8 +6,9 @@ use residency::Bytes;
 
 /// Time between two checks.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Bytes freed since the last check above which the heaps are trimmed.
-const WORTH_A_TRIM: Bytes = Bytes::mib(16);
+/// Bytes freed since the last trim above which the heaps are trimmed again. Little of it at a time adds up: pages that are partly in
+/// use stay with the process.
+const WORTH_A_TRIM: Bytes = Bytes::mib(4);
 
 /// Starts the task that returns freed memory to the system. A picture, a latent or a frame lives for a moment on one of many threads, and the
 /// C library keeps what such threads have freed for later threads.
@@ -15,11 +16,15 @@ pub(crate) fn give_back() {
     gpu::allocator::return_large();
     tokio::spawn(async {
         let mut looks = tokio::time::interval(INTERVAL);
+        let mut freed = Bytes::ZERO;
         loop {
             looks.tick().await;
             let most = gpu::allocator::peak_since_mark();
             let live = gpu::allocator::mark();
-            if most > live + WORTH_A_TRIM {
+            tracing::debug!(%live, %most, "memory that the service has allocated");
+            freed += most - live;
+            if freed > WORTH_A_TRIM {
+                freed = Bytes::ZERO;
                 let trimmed = tokio::task::spawn_blocking(gpu::allocator::return_free).await;
                 if let Err(panic) = trimmed {
                     tracing::warn!(%panic, "freed memory could not be given back");
