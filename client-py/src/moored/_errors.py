@@ -4,6 +4,7 @@
     ├── InvalidRequest        a field is wrong: `.violations`
     ├── ModelNotFound         no such model
     ├── ModelDamaged          its files are damaged or incomplete
+    ├── ModelChanged          its files were replaced while the job was under way: submit it again
     ├── ModelUnsupported      its files are no pipeline that the service knows
     ├── NotBuilt              the API names it, this service has not built it yet
     ├── MemoryShortage        `.needed_bytes`, `.free_bytes`, `.holders`, `.fallbacks`
@@ -115,6 +116,10 @@ class ModelNotFound(MooredError):
 
 class ModelDamaged(MooredError):
     """The model's files are damaged or incomplete."""
+
+
+class ModelChanged(MooredError):
+    """The model's files were replaced while the job was under way: submit it again."""
 
 
 class ModelUnsupported(MooredError):
@@ -283,6 +288,7 @@ BY_REASON: dict[str, type[MooredError]] = {
     "DISK_FULL": DiskFull,
     "SLOW_READER": SlowReader,
     "CLIENT_LIMIT": ClientLimit,
+    "MODEL_CHANGED": ModelChanged,
 }
 
 # Where there is no reason of ours, gRPC itself speaks: on either side, or a proxy between.

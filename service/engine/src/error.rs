@@ -57,6 +57,9 @@ pub enum Error {
     /// Damaged model files.
     #[error("{0}")]
     ModelDamaged(String),
+    /// The model's files were replaced while the job was under way, and nothing is left of the versions that it began with.
+    #[error("{0}: submit the request again")]
+    ModelChanged(String),
     /// Not a pipeline, or an unsupported one.
     #[error("{0}")]
     ModelUnsupported(String),

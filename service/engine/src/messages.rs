@@ -124,6 +124,8 @@ pub struct Standing {
     pub holds: Vec<(String, Vec<ComponentId>)>,
     /// Kept free for other programs: (reservation, label, bytes).
     pub reservations: Vec<(String, String, Bytes)>,
+    /// For a new worker: what others held on the card before the reservations were made, of which a part may be in use.
+    pub foreign_before: Option<Bytes>,
 }
 
 /// Why a component stays that was to leave its card.
@@ -178,6 +180,8 @@ pub enum Event {
         card: CardDescription,
         /// Implementation of attention on it ([`pipelines::attention_by`]).
         attention: String,
+        /// Its ledger, with what the worker has taken by being started.
+        ledger: Arc<Ledger>,
     },
     /// The ledger after a change.
     Snapshot(Arc<Ledger>),
@@ -331,9 +335,14 @@ pub enum Failure {
         /// The denoising step, from 1; 0 outside denoising.
         step: u32,
     },
-    /// The checkpoint is damaged, or was changed.
+    /// The checkpoint is damaged.
     Model {
         /// For display: the file and the problem.
+        message: String,
+    },
+    /// Files of the checkpoint are not the versions that the order was given for, and those are not resident.
+    Replaced {
+        /// For display: whose files, and what differs.
         message: String,
     },
     /// The checkpoint is of no supported kind.

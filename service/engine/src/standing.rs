@@ -82,6 +82,9 @@ impl Standing {
                 ledger.reserve(id, label, bytes, NO_EXPIRY);
             }
         }
+        if let (true, Some(foreign)) = (was.reservations.is_empty(), self.foreign_before) {
+            ledger.reserved_beside(foreign);
+        }
     }
 }
 
@@ -96,6 +99,7 @@ mod tests {
             pins: ids(pins),
             holds: vec![("hold".to_owned(), ids(hold))],
             reservations: vec![("room".to_owned(), "training".to_owned(), Bytes::gib(reserved_gib))],
+            foreign_before: None,
         }
     }
 
@@ -115,6 +119,28 @@ mod tests {
         Standing::default().apply_to(&mut ledger);
         assert!(Standing::default().is_applied_to(&ledger));
         assert_eq!(ledger.usable(), Bytes::gib(24));
+    }
+
+    #[test]
+    fn a_new_ledger_knows_how_much_of_a_reservation_is_in_use() {
+        for (foreign_gib, untaken_gib) in [(0, 4), (2, 4), (5, 1), (6, 0), (9, 0)] {
+            let mut ledger = Ledger::new(Bytes::gib(24), Bytes::ZERO);
+            ledger.reconcile(&DriverTruth {
+                total: Bytes::gib(24),
+                free: Bytes::gib(24 - foreign_gib),
+                ..DriverTruth::default()
+            });
+            let before = Standing {
+                foreign_before: Some(Bytes::gib(2)),
+                ..standing(&[], &[], 4)
+            };
+            before.apply_to(&mut ledger);
+            assert_eq!(
+                ledger.usable(),
+                Bytes::gib(24 - foreign_gib - untaken_gib),
+                "{foreign_gib}"
+            );
+        }
     }
 
     #[test]

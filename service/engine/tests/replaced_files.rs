@@ -247,7 +247,7 @@ fn resident_already(ends: &Ends) -> &[String] {
 
 fn refusal(ends: &Ends) -> &str {
     match &ends.outcome {
-        Some(Outcome::Failed(Failure::Model { message })) => message,
+        Some(Outcome::Failed(Failure::Replaced { message })) => message,
         other => panic!("{other:?}"),
     }
 }
@@ -301,19 +301,61 @@ fn a_component_that_goes_by_its_content_is_read_anew_as_well() {
 
 #[test]
 fn an_order_for_a_version_that_is_gone_is_refused() {
-    for (size, is_resident) in [(4, false), (4, true), (LARGE, false), (LARGE, true)] {
+    for (size, how) in [
+        (4, Replaced::ByRename),
+        (4, Replaced::InPlace),
+        (LARGE, Replaced::ByRename),
+    ] {
         let mut bench = Bench::new(size);
         let first = bench.open();
-        if is_resident {
-            bench.load(&first);
-        }
-        replace(&bench.path, Replaced::ByRename, 2.0, size);
+        replace(&bench.path, how, 2.0, size);
         // Whether or not somebody else has opened it since.
         let ends = bench.load(&first);
-        assert!(refusal(&ends).contains("were replaced"), "{size} {is_resident}");
-        bench.open();
+        assert!(refusal(&ends).contains("were replaced"), "{size} {how:?}");
+        let second = bench.open();
         let ends = bench.load(&first);
-        assert!(refusal(&ends).contains("ask again"), "{size} {is_resident}");
+        assert!(refusal(&ends).contains("has changed"), "{size} {how:?}");
+        assert_eq!(resident_already(&bench.load(&second)), [""; 0]);
+        let ends = bench.load(&first);
+        assert!(refusal(&ends).contains("were replaced"), "{size} {how:?}");
+    }
+}
+
+#[test]
+fn an_order_for_a_version_that_is_gone_goes_on_with_what_is_resident_of_it() {
+    for (size, how) in [
+        (4, Replaced::ByRename),
+        (4, Replaced::InPlace),
+        (LARGE, Replaced::ByRename),
+    ] {
+        let mut bench = Bench::new(size);
+        let first = bench.open();
+        bench.load(&first);
+        replace(&bench.path, how, 2.0, size);
+        assert_eq!(
+            resident_already(&bench.load(&first)),
+            ["transformer"],
+            "{size} {how:?}"
+        );
+        // Also when the new version is there beside it; each has its own weights.
+        let second = bench.open();
+        assert_eq!(resident_already(&bench.load(&second)), [""; 0], "{size} {how:?}");
+        assert_eq!(
+            resident_already(&bench.load(&first)),
+            ["transformer"],
+            "{size} {how:?}"
+        );
+        assert_eq!(
+            resident_already(&bench.load(&second)),
+            ["transformer"],
+            "{size} {how:?}"
+        );
+        let components = vec![first.components[0].id.clone()];
+        let mut ends = Ends::default();
+        let unload = Command::Unload { id: 1, components };
+        assert_eq!(bench.card.handle(unload, &mut ends), Flow::Continue);
+        let ends = bench.load(&first);
+        assert!(refusal(&ends).contains("were replaced"), "{size} {how:?}");
     }
 }
 

@@ -86,6 +86,10 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """This client has more open or under way than the service takes of one: calls, bytes that arrive or are not read, holds,
     reservations. The message says which, and which setting bounds it. RESOURCE_EXHAUSTED, with RetryInfo.
     """
+    MODEL_CHANGED: _Reason.ValueType  # 27
+    """The model's files were replaced while the job was under way, after something of its result was made: submit the request
+    again. ABORTED.
+    """
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Reasons of `ErrorInfo`, by name. Stable: clients match on them."""
@@ -148,6 +152,10 @@ SLOW_READER: Reason.ValueType  # 25
 CLIENT_LIMIT: Reason.ValueType  # 26
 """This client has more open or under way than the service takes of one: calls, bytes that arrive or are not read, holds,
 reservations. The message says which, and which setting bounds it. RESOURCE_EXHAUSTED, with RetryInfo.
+"""
+MODEL_CHANGED: Reason.ValueType  # 27
+"""The model's files were replaced while the job was under way, after something of its result was made: submit the request
+again. ABORTED.
 """
 global___Reason = Reason
 

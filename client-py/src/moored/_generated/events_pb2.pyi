@@ -266,7 +266,8 @@ class Retrying(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     STAGE_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Stable: `WORKER_DIED`, `OUT_OF_MEMORY`; `RESTORING`: a load that was to replace a model failed, and the old model is
+    """Stable: `WORKER_DIED`, `OUT_OF_MEMORY`; `MODEL_CHANGED`: the model's files were replaced before anything of the result was
+    made, and the job begins again with the new ones; `RESTORING`: a load that was to replace a model failed, and the old model is
     brought back before the job ends.
     """
     message: builtins.str

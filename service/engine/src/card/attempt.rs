@@ -48,6 +48,7 @@ impl From<MoveError> for Halt {
             MoveError::Cancelled => Halt::cancelled(),
             MoveError::NoRoom => Halt::internal("memory that was planned with is gone"),
             MoveError::Model(message) => Halt::failed(Failure::Model { message }),
+            MoveError::Replaced(message) => Halt::failed(Failure::Replaced { message }),
             MoveError::Refused(message) => Halt::internal(message),
             MoveError::Lost(reason) => Halt::Lost(reason),
         }
@@ -87,9 +88,12 @@ impl Card {
         if order.tickets().all(|ticket| link.cancelled(ticket)) {
             return Err(Halt::cancelled());
         }
+        if matches!(order.work, Work::Stage(_)) && need.rungs().is_empty() {
+            let problem = "a stage without a way to run it".to_owned();
+            return Err(Halt::failed(Failure::BadInput(problem)));
+        }
         let mut timeline = Timeline::begin(need.name.to_string());
-        let model = self.open(order)?;
-        check(order, need, &*model)?;
+        let model = self.model_of(order, need)?;
         timeline.part("open the model");
         if let Work::Stage(work) = &order.work {
             self.plan_ahead(&*model, work);
@@ -149,6 +153,29 @@ impl Card {
         };
         timeline.end();
         Ok(outcomes)
+    }
+
+    /// The model of an order, of the versions that it names. If its files have been replaced since, the order goes on with
+    /// what was read before, as long as all of it is resident.
+    fn model_of(&mut self, order: &Order, need: &Need) -> Result<Arc<dyn Model>, Halt> {
+        let opened = self.open(order);
+        let refused = match opened.and_then(|model| check(order, need, &*model).map(|()| model)) {
+            Ok(model) => {
+                self.models.checked(&order.model, &need.components);
+                return Ok(model);
+            }
+            Err(refused) => refused,
+        };
+        let is_resident = need.components.iter().all(|c| self.ledger.is_resident(&c.id));
+        let held = self.models.opened_as(&order.model, &need.components);
+        let held = held.filter(|_| is_resident).ok_or(refused)?;
+        let (job, model) = (&order.job, &order.model.key);
+        tracing::info!(
+            job,
+            model,
+            "its files were replaced: it goes on with what is resident of it"
+        );
+        Ok(held)
     }
 
     fn open(&mut self, order: &Order) -> Result<Arc<dyn Model>, Halt> {
@@ -312,8 +339,8 @@ fn from_copy(path: &Path, plan: &LoadPlan) -> Option<LoadPlan> {
 
 fn changed(order: &Order, problem: &str) -> Halt {
     let key = &order.model.key;
-    Halt::failed(Failure::Model {
-        message: format!("{key} has changed since it was opened, ask again: {problem}"),
+    Halt::failed(Failure::Replaced {
+        message: format!("{key} has changed since the job was accepted: {problem}"),
     })
 }
 
@@ -353,11 +380,6 @@ fn check(order: &Order, need: &Need, model: &dyn Model) -> Result<(), Halt> {
                 was.0, is.0
             )));
         }
-    }
-    if matches!(order.work, Work::Stage(_)) && need.rungs().is_empty() {
-        return Err(Halt::failed(Failure::BadInput(
-            "a stage without a way to run it".to_owned(),
-        )));
     }
     Ok(())
 }

@@ -136,7 +136,9 @@ impl Card {
         let answer = match done {
             Ok(answer) => answer,
             Err(MoveError::Lost(reason)) => return Flow::Lost(reason),
-            Err(MoveError::Refused(message) | MoveError::Model(message)) => Answer::Failed(message),
+            Err(MoveError::Refused(message) | MoveError::Model(message) | MoveError::Replaced(message)) => {
+                Answer::Failed(message)
+            }
             Err(MoveError::Cancelled) => Answer::Failed("it was cancelled".to_owned()),
             Err(MoveError::NoRoom) => Answer::Failed("memory that was planned with is gone".to_owned()),
         };

@@ -183,13 +183,15 @@ impl Card {
         &self.ledger
     }
 
-    /// Emits that the card is ready, and its first snapshot.
+    /// Emits that the card is ready, with its first snapshot.
     pub fn announce(&mut self, link: &mut dyn Link) {
+        let ledger = Arc::new(self.ledger.clone());
+        self.published = Some(Arc::clone(&ledger));
         link.emit(Event::Ready {
             card: self.gpu.describe().clone(),
             attention: pipelines::attention_by(self.gpu.device()),
+            ledger,
         });
-        self.publish(link);
     }
 
     /// Carries out one command. No work is under way when it returns.

@@ -1,11 +1,12 @@
 //! Cache of opened models. They hold no weights, so they are kept until their files change.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::DType;
 use pipelines::{AdapterFile, Catalogue, Model, ModelError, Precision, Quantization};
+use residency::{Component, ComponentId};
 
 use crate::messages::ModelLocation;
 use crate::stamps::{Around, Stamps};
@@ -23,8 +24,17 @@ pub(super) struct Models {
 type ModelKey = (PathBuf, Quantization, Vec<AdapterFile>);
 
 struct CachedModel {
-    model: Arc<dyn Model>,
+    latest: Version,
     stamps: Stamps,
+    /// As it was before its files were replaced: what was read then may still be resident.
+    earlier: Option<Version>,
+}
+
+/// A model as it was opened once.
+struct Version {
+    model: Arc<dyn Model>,
+    /// Identities of its components, as orders named them.
+    identities: BTreeSet<ComponentId>,
 }
 
 impl std::fmt::Debug for Models {
@@ -47,17 +57,40 @@ impl Models {
     /// An open model, if none of its files has changed.
     fn current(&self, key: &ModelKey) -> Option<Arc<dyn Model>> {
         let known = self.opened.get(key)?;
-        known.stamps.are_current().then(|| Arc::clone(&known.model))
+        known
+            .stamps
+            .are_current()
+            .then(|| Arc::clone(&known.latest.model))
+    }
+
+    /// An order named these components of a model by these identities, and they are those of its files.
+    pub(super) fn checked(&mut self, location: &ModelLocation, components: &[Component]) {
+        if let Some(known) = self.opened.get_mut(&shelf_of(location)) {
+            let ids = components.iter().map(|component| component.id.clone());
+            known.latest.identities.extend(ids);
+        }
+    }
+
+    /// A model as it was when these identities were those of its files, which may have been replaced since.
+    pub(super) fn opened_as(
+        &self,
+        location: &ModelLocation,
+        components: &[Component],
+    ) -> Option<Arc<dyn Model>> {
+        let known = self.opened.get(&shelf_of(location))?;
+        let mut versions = std::iter::once(&known.latest).chain(&known.earlier);
+        let version =
+            versions.find(|version| components.iter().all(|c| version.identities.contains(&c.id)))?;
+        Some(Arc::clone(&version.model))
     }
 
     /// The model at a path: from the cache, if none of its files has changed.
     pub(super) fn open(&mut self, location: &ModelLocation) -> Result<Arc<dyn Model>, ModelError> {
         let (path, quantization) = (&location.path, &location.quantization);
-        let shelf = (path.clone(), quantization.clone(), location.adapters.clone());
+        let shelf = shelf_of(location);
         if let Some(known) = self.current(&shelf) {
             return Ok(known);
         }
-        self.opened.remove(&shelf);
         let precision = Precision {
             dtype: self.dtype,
             quantization: quantization.clone(),
@@ -74,14 +107,20 @@ impl Models {
         if self.opened.len() >= CAPACITY {
             self.opened.clear();
         }
-        let stamps = Stamps::of(around, &*model);
-        self.opened.insert(
-            shelf,
-            CachedModel {
+        let opened = CachedModel {
+            stamps: Stamps::of(around, &*model),
+            latest: Version {
                 model: Arc::clone(&model),
-                stamps,
+                identities: BTreeSet::new(),
             },
-        );
+            earlier: self.opened.remove(&shelf).map(|known| known.latest),
+        };
+        self.opened.insert(shelf, opened);
         Ok(model)
     }
+}
+
+fn shelf_of(location: &ModelLocation) -> ModelKey {
+    let (path, quantization) = (location.path.clone(), location.quantization.clone());
+    (path, quantization, location.adapters.clone())
 }

@@ -17,8 +17,10 @@ pub(super) enum MoveError {
     Cancelled,
     /// Other processes allocated memory, or freed bytes are late: the plan is stale.
     NoRoom,
-    /// The files have changed, or cannot be read.
+    /// The files cannot be read.
     Model(String),
+    /// The files were replaced while they were read.
+    Replaced(String),
     /// The move is not allowed in the ledger's state.
     Refused(String),
     Lost(String),
@@ -171,8 +173,8 @@ impl Card {
         self.reconcile_after_change()?;
         self.publish(link);
         let name = &component.name;
-        Ok(MoveError::Model(format!(
-            "the files of {name} were replaced while they were read: ask again"
+        Ok(MoveError::Replaced(format!(
+            "the files of {name} were replaced while they were read"
         )))
     }
 

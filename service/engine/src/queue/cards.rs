@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use residency::{Bytes, Component, ComponentId, Ledger, Millis};
+use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis};
 use tokio::time::Instant;
 
 use super::claims::Reserver;
@@ -178,7 +178,10 @@ pub(super) struct Card {
     pub(super) restarts: u32,
     /// Why no worker serves it; empty while one does.
     pub(super) problem: String,
+    /// As its worker published it last; while there is none, what the next takes by being started.
     pub(super) ledger: Arc<Ledger>,
+    /// Context and workspaces of the last worker when it was ready.
+    taken_at_start: (Bytes, Bytes),
     ledger_at: Instant,
     ledger_latest: Millis,
     /// How many ledgers it has published.
@@ -190,6 +193,8 @@ pub(super) struct Card {
     /// Its worker is to be replaced as soon as it has nothing left to do.
     retiring: bool,
     standing: Standing,
+    /// What others held before the reservations were made, for the worker that follows a lost one.
+    foreign_before: Option<Bytes>,
     /// What was on the card when its worker was lost.
     pub(super) lost_residents: BTreeSet<ComponentId>,
     /// Pinned components to bring back.
@@ -210,6 +215,7 @@ impl Card {
             problem: String::new(),
             ledger_at: now,
             ledger_latest: Millis(0),
+            taken_at_start: (Bytes::ZERO, Bytes::ZERO),
             snapshots: 0,
             in_flight: None,
             errands: BTreeMap::new(),
@@ -217,6 +223,7 @@ impl Card {
             recycled: false,
             retiring: false,
             standing: Standing::default(),
+            foreign_before: None,
             lost_residents: BTreeSet::new(),
             restore: VecDeque::new(),
         }
@@ -263,8 +270,18 @@ impl Card {
         self.is_ready() && generation > self.generation
     }
 
-    /// A worker is ready: what it has on its books starts from its own snapshots.
-    pub(super) fn ready(&mut self, generation: u64, description: CardDescription, attention: String) {
+    /// A worker is ready, with what it has on its books.
+    pub(super) fn ready(
+        &mut self,
+        generation: u64,
+        description: CardDescription,
+        attention: String,
+        ledger: Arc<Ledger>,
+        now: Instant,
+    ) {
+        let accounts = ledger.accounts();
+        self.taken_at_start = (accounts.context, accounts.workspaces);
+        self.snapshot(ledger, now);
         self.health = Health::Ready;
         self.generation = generation;
         self.description = description;
@@ -297,12 +314,31 @@ impl Card {
         let to_come = self.restore.iter().flat_map(|(_, components)| components);
         self.lost_residents
             .extend(coming.chain(to_come).map(|c| c.id.clone()));
-        self.ledger = Arc::new(Ledger::new(self.description.total, headroom));
+        let foreign_before = self.ledger.foreign_before_reservations();
+        self.foreign_before = foreign_before.or(self.foreign_before);
+        self.standing = Standing::default();
+        self.ledger = Arc::new(self.ledger_of_a_start(headroom));
         self.attention.clear();
         self.snapshots += 1;
         self.recycled = false;
         self.errand_since = None;
         self.restore.clear();
+    }
+
+    /// A worker takes memory long before it can say so: what the last one had at that time stays booked until the next says
+    /// what it has.
+    fn ledger_of_a_start(&self, headroom: Bytes) -> Ledger {
+        let total = self.description.total;
+        let (context, workspaces) = self.taken_at_start;
+        let mut ledger = Ledger::new(total, headroom);
+        ledger.reconcile(&DriverTruth {
+            total,
+            free: total - context - workspaces,
+            context,
+            workspaces,
+            ..DriverTruth::default()
+        });
+        ledger
     }
 
     pub(super) fn snapshot(&mut self, ledger: Arc<Ledger>, now: Instant) {
@@ -396,7 +432,10 @@ impl Card {
     }
 
     /// Tells the worker what must stay, if that is new to it.
-    pub(super) fn tell_claims(&mut self, standing: Standing, fresh_worker: bool) {
+    pub(super) fn tell_claims(&mut self, mut standing: Standing, fresh_worker: bool) {
+        if fresh_worker {
+            standing.foreign_before = self.foreign_before.take();
+        }
         if self.is_ready() && (fresh_worker || standing != self.standing) {
             self.standing = standing.clone();
             self.apply_claims();

@@ -305,6 +305,7 @@ impl Claims {
             reservations: reservations
                 .map(|(id, r)| (id.clone(), r.by.label.clone(), r.bytes))
                 .collect(),
+            foreign_before: None,
         }
     }
 }

@@ -81,8 +81,10 @@ impl Pass {
 
     fn decide(&mut self, view: &View<'_>, job: &JobRecord) -> Option<Decision> {
         let id = job.id.clone();
-        if let State::OutOfMemory(shortfall) = &job.state {
-            return Some(view.out_of_memory(job, shortfall));
+        match &job.state {
+            State::OutOfMemory(shortfall) => return Some(view.out_of_memory(job, shortfall)),
+            State::Reopening => return None,
+            State::Queued { .. } | State::Waiting { .. } | State::Running { .. } => {}
         }
         // Once no card is free only those are asked who wait for memory, or were not asked before.
         let is_told = matches!(

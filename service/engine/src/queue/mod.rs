@@ -536,73 +536,7 @@ impl Queue {
     }
 
     async fn prepare(&self, spec: JobSpec) -> Result<Submission, Error> {
-        let cards = self.card_descriptions();
-        let (library, path) = (self.library.clone(), spec.entry.path.clone());
-        let prepare = move || {
-            let models = open_for(&library, &spec.entry, &cards)?;
-            let Some(any) = models.values().next() else {
-                return Err(Error::CardNotReady("there is no card".into()));
-            };
-            let mut old = None;
-            if let JobWork::Load {
-                components,
-                replace,
-                prove,
-            } = &spec.work
-            {
-                let invalid = |field: &str, problem: &str| {
-                    let (field, problem) = (field.to_owned(), problem.to_owned());
-                    Err(Error::Invalid(vec![RequestError { field, problem }]))
-                };
-                if (*prove || replace.is_some()) && !components.is_empty() {
-                    return invalid("components", "must be empty: a proof takes the whole model");
-                }
-                if let Some(replaced) = replace {
-                    if replaced.key == spec.entry.key {
-                        return invalid("replace", "is the model itself; name another");
-                    }
-                    old = Some((replaced.clone(), open_for(&library, replaced, &cards)?));
-                }
-            }
-            let proof = match &spec.work {
-                JobWork::Load { replace, prove, .. } if *prove || replace.is_some() => Some(Run {
-                    call: "Load",
-                    request: any.model.smallest(),
-                    count: 1,
-                    start: None,
-                    until: Role::Decode,
-                    keep_latent: false,
-                    preview_interval_ms: 0,
-                }),
-                JobWork::Load { .. } | JobWork::Run(_) => None,
-            };
-            let run = match &spec.work {
-                JobWork::Run(run) => Some(run),
-                JobWork::Load { .. } => proof.as_ref(),
-            };
-            let mut plans = BTreeMap::new();
-            for (dtype, open) in &models {
-                let plan = run.map(|run| open.model.plan(&run.request)).transpose();
-                let plan = plan.map_err(Error::Invalid)?.unwrap_or_default();
-                if let Some(run) = run
-                    && steps::needed(&plan, run).is_empty()
-                {
-                    let problem = format!("{} has no stage for {}", open.model.family(), run.call);
-                    return Err(Error::Invalid(vec![RequestError::new("model", problem)]));
-                }
-                plans.insert(dtype.clone(), plan);
-            }
-            Ok(Submission {
-                spec,
-                models,
-                old,
-                plans,
-                proof,
-                reductions: None,
-                upgrades: Vec::new(),
-            })
-        };
-        self.library.aside(&path, prepare).await
+        prepare(&self.library, spec, self.card_descriptions()).await
     }
 
     fn card_descriptions(&self) -> Vec<CardDescription> {
@@ -613,6 +547,80 @@ impl Queue {
             .map(|c| c.description.clone())
             .collect()
     }
+}
+
+/// Opens a specification's model for every kind of card and has the family validate the request, away from the async threads.
+async fn prepare(
+    library: &Arc<Library>,
+    spec: JobSpec,
+    cards: Vec<CardDescription>,
+) -> Result<Submission, Error> {
+    let (reader, path) = (library.clone(), spec.entry.path.clone());
+    let prepare = move || {
+        let models = open_for(&reader, &spec.entry, &cards)?;
+        let Some(any) = models.values().next() else {
+            return Err(Error::CardNotReady("there is no card".into()));
+        };
+        let mut old = None;
+        if let JobWork::Load {
+            components,
+            replace,
+            prove,
+        } = &spec.work
+        {
+            let invalid = |field: &str, problem: &str| {
+                let (field, problem) = (field.to_owned(), problem.to_owned());
+                Err(Error::Invalid(vec![RequestError { field, problem }]))
+            };
+            if (*prove || replace.is_some()) && !components.is_empty() {
+                return invalid("components", "must be empty: a proof takes the whole model");
+            }
+            if let Some(replaced) = replace {
+                if replaced.key == spec.entry.key {
+                    return invalid("replace", "is the model itself; name another");
+                }
+                old = Some((replaced.clone(), open_for(&reader, replaced, &cards)?));
+            }
+        }
+        let proof = match &spec.work {
+            JobWork::Load { replace, prove, .. } if *prove || replace.is_some() => Some(Run {
+                call: "Load",
+                request: any.model.smallest(),
+                count: 1,
+                start: None,
+                until: Role::Decode,
+                keep_latent: false,
+                preview_interval_ms: 0,
+            }),
+            JobWork::Load { .. } | JobWork::Run(_) => None,
+        };
+        let run = match &spec.work {
+            JobWork::Run(run) => Some(run),
+            JobWork::Load { .. } => proof.as_ref(),
+        };
+        let mut plans = BTreeMap::new();
+        for (dtype, open) in &models {
+            let plan = run.map(|run| open.model.plan(&run.request)).transpose();
+            let plan = plan.map_err(Error::Invalid)?.unwrap_or_default();
+            if let Some(run) = run
+                && steps::needed(&plan, run).is_empty()
+            {
+                let problem = format!("{} has no stage for {}", open.model.family(), run.call);
+                return Err(Error::Invalid(vec![RequestError::new("model", problem)]));
+            }
+            plans.insert(dtype.clone(), plan);
+        }
+        Ok(Submission {
+            spec,
+            models,
+            old,
+            plans,
+            proof,
+            reductions: None,
+            upgrades: Vec::new(),
+        })
+    };
+    library.aside(&path, prepare).await
 }
 
 fn open_for(library: &Library, entry: &Entry, cards: &[CardDescription]) -> Result<OpenModels, Error> {

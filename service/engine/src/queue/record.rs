@@ -33,6 +33,8 @@ pub(super) enum State {
     },
     /// For memory that is late or that others have.
     Waiting { since: Instant },
+    /// Its model is opened anew, as its files were replaced before anything of the result was made.
+    Reopening,
     /// A worker has an order of it, or unloads for it.
     Running {
         /// What it ends with as soon as the worker lets go.
@@ -61,7 +63,7 @@ impl State {
     /// As lists name it.
     pub(super) fn name(&self) -> &'static str {
         match self {
-            State::Queued { .. } | State::OutOfMemory(_) => "queued",
+            State::Queued { .. } | State::Reopening | State::OutOfMemory(_) => "queued",
             State::Waiting { .. } => "waiting",
             State::Running { .. } => "running",
         }
@@ -137,6 +139,8 @@ pub(super) struct JobRecord {
     pub(super) input_latent: Option<String>,
 
     pub(super) state: State,
+    /// Whether its model was opened anew: that is done once.
+    pub(super) reopened: bool,
     pub(super) attempt: Attempt,
     pub(super) last_card: Option<usize>,
     /// Whether a stage of it has run: such a job is before all that have not begun.
@@ -426,7 +430,7 @@ impl JobRecord {
     pub(super) fn kept_card(&self) -> Option<usize> {
         match self.state {
             State::Queued { keeps, .. } => keeps,
-            State::Waiting { .. } | State::Running { .. } | State::OutOfMemory(_) => None,
+            State::Waiting { .. } | State::Reopening | State::Running { .. } | State::OutOfMemory(_) => None,
         }
     }
 
@@ -456,6 +460,26 @@ impl JobRecord {
         if !matches!(self.state, State::Queued { .. } | State::OutOfMemory(_)) {
             self.enter(State::queued(), now);
         }
+    }
+
+    /// Whether it may begin again with another version of its model: nothing of its result has been made, and it works on
+    /// nothing that belongs to the version that it has.
+    pub(super) fn may_begin_again(&self) -> bool {
+        let made_nothing =
+            self.item_values.is_empty() && self.latents.is_empty() && self.delivered.is_empty();
+        !self.reopened && made_nothing && self.input_latent.is_none() && self.swap.is_none()
+    }
+
+    /// Begins again with its model as it was opened for this record, which is of the same job.
+    pub(super) fn begin_again(&mut self, opened: JobRecord, now: Instant) {
+        self.models = opened.models;
+        self.plans = opened.plans;
+        self.proof = opened.proof;
+        self.steps = opened.steps;
+        self.reductions = opened.reductions;
+        self.values.clear();
+        self.go_to(0);
+        self.enter(State::queued(), now);
     }
 
     /// The step that comes next is another one: what was tried for the last is forgotten.

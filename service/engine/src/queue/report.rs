@@ -177,7 +177,7 @@ pub struct CardStatus {
     pub restarts: u32,
     /// Why no worker serves it; empty while one does.
     pub problem: String,
-    /// Its memory as last published; an empty card while no worker is there.
+    /// Its memory as last published; while no worker is there, a card with what a worker takes by being started.
     pub ledger: Arc<Ledger>,
     /// What time it is by the ledger's clock.
     pub ledger_now: Millis,

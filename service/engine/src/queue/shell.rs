@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::core::{Core, Effect, Input};
 use super::reductions::open_reductions;
 use super::report::StatusReport;
-use super::{CardPort, CardSignal};
+use super::{CardPort, CardSignal, prepare};
 use crate::library::Library;
 
 /// The status is published this often at the most.
@@ -70,6 +70,15 @@ impl Shell {
         match effect {
             Effect::Command { card, command } => self.ports[card].send(command),
             Effect::Recycle { card, reason } => self.ports[card].recycle(&reason),
+            Effect::Reopen { job, spec, cards } => {
+                let (library, inputs) = (self.library.clone(), self.inputs.clone());
+                tokio::spawn(async move {
+                    let submission = prepare(&library, *spec, cards).await.map(Box::new);
+                    if let Some(inputs) = inputs.upgrade() {
+                        let _ = inputs.send(Input::Reopened { job, submission }); // a queue that has ended has no jobs
+                    }
+                });
+            }
             Effect::KeepCopies { entry, compute_dtype } => self.library.keep_soon(&entry, &compute_dtype),
             Effect::OpenReductions {
                 job,

@@ -56,7 +56,7 @@ impl View<'_> {
         let card = job.last_card.and_then(|index| self.cards.get(index));
         let position = match job.state {
             State::Queued { position, .. } => position,
-            State::Waiting { .. } | State::Running { .. } | State::OutOfMemory(_) => None,
+            State::Waiting { .. } | State::Reopening | State::Running { .. } | State::OutOfMemory(_) => None,
         };
         JobInfo {
             id: job.id.clone(),

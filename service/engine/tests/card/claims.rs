@@ -36,6 +36,7 @@ fn claims_are_replaced_in_full() {
             ("i".into(), vec![id("instant:m-vae")]),
         ],
         reservations: vec![("r".into(), "blender".into(), Bytes::mib(10))],
+        ..Standing::default()
     }));
     let ledger = bench.card.ledger();
     assert!(ledger.resident(&id("instant:m-vae")).unwrap().pinned);
@@ -51,6 +52,7 @@ fn claims_are_replaced_in_full() {
         pins: vec![id("instant:m-transformer")],
         holds: vec![("h".into(), vec![id("instant:m-text_encoder")])],
         reservations: vec![("s".into(), "krita".into(), Bytes::mib(5))],
+        ..Standing::default()
     }));
     let ledger = bench.card.ledger();
     let vae = ledger.resident(&id("instant:m-vae")).unwrap();
@@ -73,6 +75,7 @@ fn a_repeated_claim_keeps_its_state() {
         pins: vec![],
         holds: vec![("h".into(), vec![id("instant:m-vae")])],
         reservations: vec![("r".into(), "blender".into(), Bytes::mib(20))],
+        ..Standing::default()
     };
     bench.handle(Command::Standing(standing.clone()));
     bench.world.hold("blender", Some(41), Bytes::mib(15));
@@ -98,6 +101,7 @@ fn an_unload_reports_freed_bytes_and_why_components_stayed() {
         pins: vec![id("instant:m-vae")],
         holds: vec![("h".into(), vec![id("instant:m-text_encoder")])],
         reservations: vec![],
+        ..Standing::default()
     }));
     let all = [
         "m-transformer",
@@ -282,7 +286,10 @@ fn an_idle_card_unloads_unused_components_if_configured() {
 fn foreign_changes_are_published_once_within_a_poll_interval() {
     let mut bench = bench("64GiB");
     bench.card.announce(&mut bench.link);
-    assert!(matches!(&bench.link.events[0], Event::Ready { attention, .. } if attention == "cpu loops"));
+    let ledger = bench.card.ledger().clone();
+    assert!(
+        matches!(&bench.link.events[..], [Event::Ready { attention, ledger: said, .. }] if attention == "cpu loops" && **said == ledger)
+    );
     let before = bench.link.events.len();
     bench.world.hold("blender", Some(41), Bytes::gib(8));
     bench.tick_after(100);

@@ -397,15 +397,20 @@ fn a_missing_damaged_or_changed_model_fails_only_its_order() {
     std::fs::write(&path, text.replace(&(10 * MIB).to_string(), "12345678")).unwrap();
     let outcome = bench.run(retried(2));
     assert!(
-        matches!(outcome, Outcome::Failed(Failure::Model { message }) if message.contains("has changed"))
+        matches!(outcome, Outcome::Failed(Failure::Replaced { message }) if message.contains("has changed"))
     );
 
     write_model(folder.path(), "m", "");
     assert!(matches!(bench.run(retried(3)), Outcome::Completed(_)));
 
     std::fs::remove_file(&path).unwrap();
+    assert!(
+        matches!(bench.run(retried(4)), Outcome::Completed(_)),
+        "all that it needs is resident"
+    );
+    bench.unload_all();
     assert!(matches!(
-        bench.run(retried(4)),
+        bench.run(retried(6)),
         Outcome::Failed(Failure::Model { .. })
     ));
 

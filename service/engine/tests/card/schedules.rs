@@ -114,6 +114,7 @@ fn turn(bench: &mut Bench, models: &[PathBuf], ids: &[ComponentId], random: &mut
                 pins: some(random, ids, 1),
                 holds: vec![("h".into(), some(random, ids, 2))],
                 reservations: some(random, &[("r".into(), "x".into(), Bytes::mib(30))], 1),
+                foreign_before: None,
             };
             bench.handle(Command::Standing(standing));
         }

@@ -4,13 +4,15 @@ use std::time::Duration;
 
 use engine::Error;
 use engine::job::JobEventKind;
-use engine::messages::{Command, Event, Failure, Outcome};
-use engine::queue::{Job, Settings};
-use residency::Bytes;
+use engine::messages::{Answer, Command, Event, Failure, Outcome};
+use engine::queue::{Job, Queue, Settings};
+use residency::{Accounts, Bytes};
 use tokio::time::Instant;
 
-use crate::fixture::{REDUCTIONS, entry, load, picture};
-use crate::worker::{Wire, at_rest, completed, end, events, one_card, one_card_with, settle, stage_of};
+use crate::fixture::{CARD, REDUCTIONS, entry, load, picture};
+use crate::worker::{
+    Wire, at_rest, completed, end, events, one_card, one_card_with, settle, stage_of, start,
+};
 
 /// In tests of cancels and deadlines.
 const CANCEL_LIMIT: Duration = Duration::from_secs(30);
@@ -24,10 +26,7 @@ async fn a_stage_is_retried_once_after_its_worker_dies() {
     worker.die();
     settle().await;
     worker.finish(dead.ticket, completed(&dead, Vec::new())); // the dead say nothing
-    worker.say(Event::Ready {
-        card: crate::worker::description(0),
-        attention: String::new(),
-    });
+    worker.say(worker.announcement());
     assert!(worker.is_idle().await);
     let mut queued = queue.submit(load("b", "me", &["vae"])).await.unwrap();
     worker.ready();
@@ -43,6 +42,182 @@ async fn a_stage_is_retried_once_after_its_worker_dies() {
     });
     assert_eq!(retries.count(), 1);
     assert!(matches!(seen.last(), Some(JobEventKind::Done(_))));
+    at_rest(&queue).await;
+}
+
+async fn accounts(queue: &Queue) -> Accounts {
+    queue.status_now().await.cards[0].ledger.accounts()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_is_ready_says_what_it_and_others_hold_with_the_same_word() {
+    let (queue, mut workers) = start(Settings::default(), 1);
+    let worker = &mut workers[0];
+    (worker.context, worker.foreign) = (Bytes::gib(1), Bytes::gib(20));
+    worker.ready(); // and no snapshot follows
+    settle().await;
+    let status = queue.status_now().await;
+    assert_eq!(status.cards[0].state, "ready");
+    let found = accounts(&queue).await;
+    assert_eq!(
+        (found.context, found.foreign, found.free),
+        (Bytes::gib(1), Bytes::gib(20), Bytes::gib(3))
+    );
+    let plan = queue.plan(load("a", "me", &["transformer"]), "").await.unwrap();
+    assert!(!plan.fits, "12 GiB beside 20 of others");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_worker_takes_by_being_started_is_booked_until_it_says_what_it_took() {
+    let (queue, mut worker) = one_card().await;
+    worker.die();
+    settle().await;
+    assert_eq!(accounts(&queue).await.free, CARD, "it took nothing");
+    worker.context = Bytes::gib(3);
+    worker.ready();
+    let mut job = queue.submit(load("a", "me", &["transformer"])).await.unwrap();
+    worker.work(1).await;
+    end(&mut job).await.unwrap();
+    worker.die();
+    settle().await;
+    let status = queue.status_now().await;
+    assert_eq!(status.cards[0].state, "restarting");
+    let found = accounts(&queue).await;
+    assert_eq!((found.context, found.components), (Bytes::gib(3), Bytes::ZERO));
+    assert_eq!(found.free, CARD - Bytes::gib(3));
+    assert_eq!(found.sum(), CARD);
+    // What the next worker leaves is not enough for 22 GiB: that is known before it is ready.
+    let mut job = queue.submit(load("large", "me", &["transformer"])).await.unwrap();
+    let refused = tokio::time::timeout(Duration::from_secs(1), end(&mut job)).await;
+    assert!(matches!(refused, Ok(Err(Error::NeverFits(_)))), "{refused:?}");
+    worker.context = Bytes::gib(1);
+    worker.ready();
+    settle().await;
+    let found = accounts(&queue).await;
+    assert_eq!(
+        (found.context, found.free),
+        (Bytes::gib(1), CARD - Bytes::gib(1)),
+        "the truth"
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_program_has_of_its_reservation_is_not_reserved_again_beside_the_next_worker() {
+    let (queue, mut worker) = one_card().await;
+    worker.set_foreign(Bytes::gib(2));
+    let asked = queue.clone();
+    let reserved = tokio::spawn(async move {
+        let (bytes, ttl) = (Bytes::gib(10), Duration::from_secs(3600));
+        asked.reserve("", bytes, ttl, "blender".into()).await
+    });
+    let Wire::Command(Command::MakeRoom { id, .. }) = worker.next().await else {
+        panic!()
+    };
+    let answer = Answer::Unloaded {
+        freed: Vec::new(),
+        kept: Vec::new(),
+        short: Bytes::ZERO,
+    };
+    worker.say(Event::Answer { id, answer });
+    reserved.await.unwrap().unwrap();
+    assert!(worker.is_idle().await);
+    worker.set_foreign(Bytes::gib(9)); // 7 of the 10 are taken
+    settle().await;
+    let usable = async || queue.status_now().await.cards[0].ledger.usable();
+    assert_eq!(usable().await, Bytes::gib(24 - 9 - 3));
+    for _ in 0..2 {
+        worker.die();
+        settle().await;
+        worker.die(); // before it is ready
+        settle().await;
+        worker.ready();
+        assert!(worker.is_idle().await);
+        assert_eq!(usable().await, Bytes::gib(24 - 9 - 3));
+    }
+}
+
+fn replaced() -> Outcome {
+    Outcome::Failed(Failure::Replaced {
+        message: "the files of its transformer were replaced".to_owned(),
+    })
+}
+
+fn changes(events: &[JobEventKind]) -> usize {
+    let changes = events.iter().filter(
+        |event| matches!(event, JobEventKind::Retrying { reason, message, .. } if reason == "MODEL_CHANGED" && message.contains("transformer")),
+    );
+    changes.count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_whose_model_was_replaced_begins_again_with_what_is_there_now_once() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    worker.work(1).await;
+    let order = worker.order().await;
+    assert_eq!(stage_of(&order), "denoise");
+    worker.finish(order.ticket, replaced());
+    // The prompt was encoded already, by a component that is the same; nothing of the picture was made.
+    let again = worker.order().await;
+    assert!(stage_of(&again) == "denoise" && again.ticket != order.ticket);
+    worker.complete(&again);
+    worker.work(1).await;
+    let seen = events(&mut job).await;
+    assert_eq!(changes(&seen), 1);
+    assert!(matches!(seen.last(), Some(JobEventKind::Done(_))));
+
+    let mut job = queue.submit(picture("a", "me", "a dog")).await.unwrap();
+    for _ in 0..2 {
+        let order = worker.order().await;
+        assert_eq!(stage_of(&order), "encode_text");
+        worker.finish(order.ticket, replaced());
+    }
+    let seen = events(&mut job).await;
+    assert_eq!(changes(&seen), 1);
+    let Some(JobEventKind::Failed(error @ Error::ModelChanged(_))) = seen.last() else {
+        panic!("{seen:?}")
+    };
+    let told = error.to_string();
+    assert!(
+        told.contains("were replaced") && told.contains("submit the request again"),
+        "{told}"
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_whose_model_was_replaced_after_its_sampling_fails_and_keeps_its_latent() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    worker.work(1).await;
+    worker.work(1).await;
+    let order = worker.order().await;
+    assert_eq!(stage_of(&order), "decode");
+    worker.finish(order.ticket, replaced());
+    let seen = events(&mut job).await;
+    assert_eq!(changes(&seen), 0);
+    assert!(
+        seen.iter()
+            .any(|event| matches!(event, JobEventKind::Latent { .. }))
+    );
+    assert!(matches!(
+        seen.last(),
+        Some(JobEventKind::Failed(Error::ModelChanged(_)))
+    ));
+    assert!(worker.is_idle().await);
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_may_be_cancelled_while_its_model_is_opened_anew() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    let order = worker.order().await;
+    worker.finish(order.ticket, replaced());
+    queue.cancel(&job.id).await.unwrap();
+    assert_eq!(end(&mut job).await, Err(Error::Cancelled));
+    assert!(worker.is_idle().await);
     at_rest(&queue).await;
 }
 

@@ -46,6 +46,8 @@ pub struct Worker {
     pub ledger: Ledger,
     /// Foreign bytes.
     pub foreign: Bytes,
+    /// Bytes of each worker's context.
+    pub context: Bytes,
     pub standing: Standing,
     started: tokio::time::Instant,
 }
@@ -71,6 +73,7 @@ pub fn start(settings: Settings, cards: usize) -> (Queue, Vec<Worker>) {
             signals: signals.clone(),
             ledger: Ledger::new(CARD, Bytes::ZERO),
             foreign: Bytes::ZERO,
+            context: Bytes::ZERO,
             standing: Standing::default(),
             started: tokio::time::Instant::now(),
         });
@@ -130,11 +133,17 @@ impl Worker {
     pub fn ready(&mut self) {
         self.generation += 1;
         self.ledger = Ledger::new(CARD, Bytes::ZERO);
-        self.say(Event::Ready {
+        self.read_figures();
+        self.say(self.announcement());
+    }
+
+    /// What a worker says when it is ready.
+    pub fn announcement(&self) -> Event {
+        Event::Ready {
             card: description(self.card),
             attention: "own kernels: for a test".to_owned(),
-        });
-        self.reconcile();
+            ledger: Arc::new(self.ledger.clone()),
+        }
     }
 
     /// The worker process dies.
@@ -150,16 +159,21 @@ impl Worker {
 
     /// Reads the driver's figures, and publishes the ledger.
     pub fn reconcile(&mut self) {
+        self.read_figures();
+        self.publish();
+    }
+
+    fn read_figures(&mut self) {
         let components = self.ledger.residents().map(|r| r.component.bytes).sum::<Bytes>();
-        let free = CARD - components - self.foreign;
+        let free = CARD - components - self.foreign - self.context;
         let truth = DriverTruth {
             total: CARD,
             free,
             components,
+            context: self.context,
             ..DriverTruth::default()
         };
         self.ledger.reconcile(&truth);
-        self.publish();
     }
 
     pub fn publish(&self) {
@@ -216,6 +230,9 @@ impl Worker {
         for (id, label, bytes) in &standing.reservations {
             self.ledger
                 .reserve(ReservationId::new(id.as_str()), label.clone(), *bytes, forever);
+        }
+        if let Some(foreign) = standing.foreign_before {
+            self.ledger.reserved_beside(foreign);
         }
         self.standing = standing;
         self.publish();

@@ -498,7 +498,7 @@ impl Slot {
         let spoke = !said.is_empty();
         for mut event in said {
             match &mut event {
-                Event::Snapshot(ledger) => {
+                Event::Ready { ledger, .. } | Event::Snapshot(ledger) => {
                     if let Some(other) = self.broken_ledger(ledger) {
                         *ledger = Arc::new(other);
                     }
@@ -542,7 +542,7 @@ impl Slot {
                     other[0] ^= 1;
                     piece.data = other.into();
                 }
-                Event::Ready { .. } | Event::Progress { .. } | Event::Answer { .. } => {}
+                Event::Progress { .. } | Event::Answer { .. } => {}
             }
             self.signal(Signal::Event(event));
         }

@@ -260,6 +260,7 @@ impl Refusal {
             | v1::Reason::PullFailed
             | v1::Reason::InvalidRequest
             | v1::Reason::ModelDamaged
+            | v1::Reason::ModelChanged
             | v1::Reason::ModelUnsupported
             | v1::Reason::NotBuilt
             | v1::Reason::NeverFits

@@ -70,6 +70,7 @@ impl Exit {
             | Reason::OutOfMemory
             | Reason::InUse
             | Reason::Deadline
+            | Reason::ModelChanged
             | Reason::SlowReader => Exit::TryAgain,
             Reason::ModelNotFound | Reason::ModelDamaged | Reason::ModelUnsupported | Reason::PullFailed => {
                 Exit::Model

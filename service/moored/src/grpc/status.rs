@@ -43,6 +43,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
         Error::ModelNotFound { .. }
         | Error::ModelDamaged(_)
+        | Error::ModelChanged(_)
         | Error::ModelUnsupported(_)
         | Error::NotBuilt { .. }
         | Error::Deadline { .. }
@@ -137,6 +138,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::Invalid(_) => (Code::InvalidArgument, Reason::InvalidRequest),
         Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
         Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
+        Error::ModelChanged(_) => (Code::Aborted, Reason::ModelChanged),
         Error::ModelUnsupported(_) => (Code::FailedPrecondition, Reason::ModelUnsupported),
         Error::NotBuilt { .. } => (Code::Unimplemented, Reason::NotBuilt),
         Error::NeverFits(_) => (Code::FailedPrecondition, Reason::NeverFits),

@@ -326,7 +326,7 @@ impl Keeper {
     }
 
     fn pass_on(&self, event: Event, child: &Child) {
-        if let Event::Ready { card, attention } = &event {
+        if let Event::Ready { card, attention, .. } = &event {
             tracing::info!(card = %card.id, generation = self.generation, pid = child.id(), attention, "the worker is ready");
         }
         self.signal(Signal::Event(event));

@@ -148,6 +148,17 @@ impl Ledger {
         self.reservations.insert(r, Reservation { label, bytes, until });
     }
 
+    /// What others held when the first of the reservations was made; `None` without one.
+    pub fn foreign_before_reservations(&self) -> Option<Bytes> {
+        (!self.reservations.is_empty()).then_some(self.foreign_before_reservations)
+    }
+
+    /// The reservations were made on an earlier ledger of this card, when others held so much: what they hold beyond it
+    /// counts as use of them.
+    pub fn reserved_beside(&mut self, foreign: Bytes) {
+        self.foreign_before_reservations = self.foreign_before_reservations.min(foreign);
+    }
+
     /// All reservations with their labels and bytes.
     pub fn reservations(&self) -> impl Iterator<Item = (&ReservationId, &str, Bytes)> {
         let all = self.reservations.iter();

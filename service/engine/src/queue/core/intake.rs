@@ -12,6 +12,7 @@ use super::Core;
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork};
 use crate::library::{Entry, OpenModel};
+use crate::queue::core::Effect;
 use crate::queue::latents::shapes_of;
 use crate::queue::listener::{Joined, Mailbox, Unread};
 use crate::queue::record::{Attempt, JobRecord, State, content_of, input_bytes};
@@ -66,6 +67,54 @@ impl Core {
         self.jobs.insert(job.id.clone(), job);
         self.replan = true;
         Ok(handle)
+    }
+
+    /// The files of a job's model were replaced. It begins again with those that are there now, once, if nothing of its result
+    /// was made with the others; false: it cannot.
+    pub(super) fn reopen(&mut self, id: &JobId, problem: &str, now: Instant) -> bool {
+        let cards = self.cards.iter().map(|card| card.description.clone());
+        let Some(job) = self.jobs.get_mut(id).filter(|job| job.may_begin_again()) else {
+            return false;
+        };
+        job.reopened = true;
+        job.enter(State::Reopening, now);
+        let message = format!("{problem}; it begins again with the files that are there now");
+        tracing::info!(job = %id, message, "a model was replaced");
+        let stage = job.stage_name();
+        job.emit(
+            now,
+            JobEventKind::Retrying {
+                reason: "MODEL_CHANGED".to_owned(),
+                message,
+                stage,
+            },
+        );
+        let spec = JobSpec {
+            options: job.options.clone(),
+            entry: job.entry.clone(),
+            work: job.work.clone(),
+        };
+        self.effects.push(Effect::Reopen {
+            job: id.clone(),
+            spec: Box::new(spec),
+            cards: cards.collect(),
+        });
+        true
+    }
+
+    pub(super) fn reopened(&mut self, id: &JobId, submission: Result<Submission, Error>, now: Instant) {
+        if !self.jobs.contains_key(id) {
+            return; // it has ended meanwhile
+        }
+        let opened = match submission.and_then(|submission| self.record(submission, now)) {
+            Ok(opened) => opened,
+            Err(error) => return self.fail(id, error, now),
+        };
+        self.claims.learn(&opened.entry, &opened.models, now);
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.begin_again(opened, now);
+        }
+        self.replan = true;
     }
 
     /// A job is refused while the init images of those before it leave no room for its own.
@@ -146,6 +195,7 @@ impl Core {
             told: BTreeSet::new(),
             input_latent: None,
             state: State::queued(),
+            reopened: false,
             attempt: Attempt::default(),
             last_card: None,
             begun: false,

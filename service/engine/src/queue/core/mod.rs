@@ -31,13 +31,13 @@ use super::record::{JobRecord, State};
 use super::recycles::PendingRecycle;
 use super::reductions::Reduction;
 use super::report::StatusReport;
-use super::request::{OpenModels, Reply};
+use super::request::{OpenModels, Reply, Submission};
 use super::shares::Shares;
 use super::unloads::{PendingTrim, PendingUnload};
 use super::view::View;
 use super::{CardSignal, Settings};
 use crate::error::Error;
-use crate::job::JobId;
+use crate::job::{JobId, JobSpec};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Ticket};
 
@@ -55,6 +55,11 @@ pub(super) enum Input {
     Signal(CardSignal),
     /// A listener has left its job.
     Left { job: JobId, listener: u64 },
+    /// What came of [`Effect::Reopen`].
+    Reopened {
+        job: JobId,
+        submission: Result<Box<Submission>, Error>,
+    },
     /// What [`Effect::OpenReductions`] has found.
     ReductionsOpened { job: JobId, reductions: Vec<Reduction> },
 }
@@ -65,6 +70,12 @@ pub(super) enum Effect {
     Command { card: usize, command: Command },
     /// The end of a card's worker.
     Recycle { card: usize, reason: String },
+    /// A job's model is to be opened as it is now; [`Input::Reopened`] follows.
+    Reopen {
+        job: JobId,
+        spec: Box<JobSpec>,
+        cards: Vec<CardDescription>,
+    },
     /// A job's model is to be opened in the formats that make it smaller; [`Input::ReductionsOpened`] follows.
     OpenReductions {
         job: JobId,
@@ -155,6 +166,7 @@ impl Core {
                 Input::Call(call) => call(self, now),
                 Input::Signal(signal) => self.on_signal(signal, now),
                 Input::Left { job, listener } => self.left(&job, listener, now),
+                Input::Reopened { job, submission } => self.reopened(&job, submission.map(|s| *s), now),
                 Input::ReductionsOpened { job, reductions } => self.reductions_opened(&job, reductions),
             }
         }

@@ -48,8 +48,12 @@ impl Core {
         match signal {
             Signal::Stuck { .. } => {} // taken above
             Signal::Lost { reason, restarts_in } => self.lost(index, generation, &reason, restarts_in, now),
-            Signal::Event(Event::Ready { card, attention }) => {
-                self.cards[index].ready(generation, card, attention);
+            Signal::Event(Event::Ready {
+                card,
+                attention,
+                ledger,
+            }) => {
+                self.cards[index].ready(generation, card, attention, ledger, now);
                 self.tell_claims(index, true, now);
                 self.recycled(index);
                 self.replan = true;
@@ -185,6 +189,12 @@ impl Core {
         if running.was_shared() && ending.is_none() && is_to_run_alone(&outcome) {
             return self.run_alone(&id, &outcome);
         }
+        if let Outcome::Failed(Failure::Replaced { message }) = &outcome
+            && ending.is_none()
+            && self.reopen(&id, message, now)
+        {
+            return;
+        }
         let result = match outcome {
             Outcome::Completed(completed) => self.completed(&id, index, &running, *completed, now),
             Outcome::Wait(shortage) => {
@@ -236,7 +246,7 @@ impl Core {
         }
         match std::mem::replace(&mut job.state, State::queued()) {
             State::Running { ending } => ending,
-            State::Queued { .. } | State::Waiting { .. } | State::OutOfMemory(_) => None,
+            State::Queued { .. } | State::Waiting { .. } | State::Reopening | State::OutOfMemory(_) => None,
         }
     }
 
@@ -417,6 +427,7 @@ impl Core {
             }
             Failure::NotFinite { component, step } => Error::NotFinite { component, step },
             Failure::Model { message } => Error::ModelDamaged(message),
+            Failure::Replaced { message } => Error::ModelChanged(message),
             Failure::Unsupported { message } => Error::ModelUnsupported(message),
             Failure::BadInput(problem) => Error::Invalid(vec![RequestError {
                 field: running.need.name.to_string(),
@@ -532,6 +543,7 @@ fn is_to_run_alone(outcome: &Outcome) -> bool {
         | Outcome::Failed(
             Failure::NotFinite { .. }
             | Failure::Model { .. }
+            | Failure::Replaced { .. }
             | Failure::Unsupported { .. }
             | Failure::BadInput(_),
         ) => false,

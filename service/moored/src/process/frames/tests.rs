@@ -173,6 +173,7 @@ fn commands() -> Vec<Command> {
             pins: ids(),
             holds: vec![("hold-1".to_owned(), ids())],
             reservations: vec![("r-1".to_owned(), "a game".to_owned(), Bytes::gib(6))],
+            foreign_before: Some(Bytes::gib(1)),
         }),
         Command::Unload {
             id: 1,
@@ -271,6 +272,9 @@ fn outcomes() -> Vec<Outcome> {
         Failure::Model {
             message: "the file is cut off".to_owned(),
         },
+        Failure::Replaced {
+            message: "the files of its vae were replaced".to_owned(),
+        },
         Failure::BadInput("a latent of another model".to_owned()),
         Failure::Internal("what nobody thought of".to_owned()),
     ];
@@ -357,6 +361,7 @@ fn from_worker() -> Vec<FromWorker> {
                 compute_dtype: "bf16".to_owned(),
             },
             attention: "own kernels: libcudnn.so.9 cannot be loaded".to_owned(),
+            ledger: Arc::new(ledger()),
         },
         Event::Snapshot(Arc::new(ledger())),
     ];
