@@ -107,7 +107,10 @@ class Loading(BaseEvent):
 @mirrors(events_pb2.Retrying)
 @dataclass(frozen=True, slots=True)
 class Retrying(BaseEvent):
-    """Something failed that is tried again: `WORKER_DIED`, `WORKER_RECYCLED`, `MODEL_CHANGED`, `OUT_OF_MEMORY`."""
+    """Something failed that is tried again.
+
+    `WORKER_DIED`, `WORKER_RECYCLED`, `MODEL_CHANGED`, `OUT_OF_MEMORY`.
+    """
 
     reason: str
     message: str
