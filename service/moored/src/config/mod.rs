@@ -18,7 +18,7 @@ use serde::Deserialize;
 
 pub(crate) use hub::Hub;
 pub(crate) use reader::Mistakes;
-use reader::Reader;
+use reader::{EMBEDDED, ENVIRONMENT, Named, Reader};
 
 /// The commented defaults, as `moored config --defaults` prints them.
 pub(crate) const DEFAULTS: &str = include_str!("default.toml");
@@ -240,7 +240,7 @@ impl Config {
     /// # Errors
     /// Every mistake in every layer, each with its source.
     pub(crate) fn load(file: Option<PathBuf>, flags: Flags) -> Result<Config, Mistakes> {
-        let mut figment = Figment::new().merge(Toml::string(DEFAULTS));
+        let mut figment = Figment::new().merge(Named(EMBEDDED, Toml::string(DEFAULTS)));
         let mut mistakes = Vec::new();
         let mut file_read = FileRead::NoneAt(None);
         match configuration_file(file) {
@@ -251,7 +251,7 @@ impl Config {
             Ok(none) => file_read = none,
             Err(mistake) => mistakes.push(mistake),
         }
-        figment = figment.merge(environment());
+        figment = figment.merge(Named(ENVIRONMENT, environment()));
         for (name, value) in flags {
             match value {
                 Some(value) => figment = figment.merge(Serialized::default(&name, value)),

@@ -1,14 +1,14 @@
 //! Reads settings one by one, so that one mistake does not hide the next.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use figment::error::{Actual, Kind};
-use figment::value::{Dict, Value};
-use figment::{Figment, Provider as _};
+use figment::value::{Dict, Map, Value};
+use figment::{Figment, Metadata, Profile, Provider, Source};
 use residency::Bytes;
 use serde::de::DeserializeOwned;
 
@@ -36,6 +36,28 @@ impl fmt::Display for Mistakes {
 
 impl std::error::Error for Mistakes {}
 
+/// The layer of the variables.
+pub(super) const ENVIRONMENT: &str = "environment";
+/// The layer of the defaults.
+pub(super) const EMBEDDED: &str = "defaults";
+
+/// A layer by a name of ours, by which the source of a setting is known.
+pub(super) struct Named<P>(pub(super) &'static str, pub(super) P);
+
+impl<P: Provider> Provider for Named<P> {
+    fn metadata(&self) -> Metadata {
+        self.1.metadata().source(Source::Custom(self.0.to_owned()))
+    }
+
+    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        self.1.data()
+    }
+
+    fn profile(&self) -> Option<Profile> {
+        self.1.profile()
+    }
+}
+
 /// Reads settings from the layers, and records mistakes and which settings exist.
 pub(super) struct Reader {
     figment: Figment,
@@ -43,6 +65,8 @@ pub(super) struct Reader {
     /// Tables whose keys are the user's own.
     open_tables: Vec<&'static str>,
     mistakes: Vec<String>,
+    /// Settings with a mistake.
+    wrong: BTreeSet<String>,
 }
 
 impl Reader {
@@ -52,6 +76,7 @@ impl Reader {
             asked_for: Vec::new(),
             open_tables: Vec::new(),
             mistakes,
+            wrong: BTreeSet::new(),
         }
     }
 
@@ -59,12 +84,12 @@ impl Reader {
     pub(super) fn mistake(&mut self, name: &str, problem: impl fmt::Display) {
         let source = self.source(name);
         self.mistakes.push(format!("{name} ({source}): {problem}"));
+        self.wrong.insert(name.to_owned());
     }
 
     /// Whether a mistake in a setting was recorded.
     pub(super) fn is_wrong(&self, name: &str) -> bool {
-        let start = format!("{name} (");
-        self.mistakes.iter().any(|mistake| mistake.starts_with(&start))
+        self.wrong.contains(name)
     }
 
     /// A string that is parsed.
@@ -347,9 +372,9 @@ impl Reader {
             return "default".to_owned();
         };
         match &metadata.source {
-            Some(figment::Source::File(path)) => path.display().to_string(),
-            _ if metadata.name.contains("environment") => variable(name),
-            _ if metadata.name.contains("TOML") => "default".to_owned(),
+            Some(Source::File(path)) => path.display().to_string(),
+            Some(Source::Custom(layer)) if layer == ENVIRONMENT => variable(name),
+            Some(Source::Custom(layer)) if layer == EMBEDDED => "default".to_owned(),
             _ => "flag".to_owned(),
         }
     }
@@ -370,15 +395,12 @@ fn json_of(value: &Value) -> serde_json::Value {
 fn in_words(kind: &Kind) -> String {
     match kind {
         Kind::InvalidType(found, expected) => {
+            // Serde has no other name for a type than this.
             let expected = expected.to_string();
             let expected = match expected.as_str() {
-                number
-                    if number.starts_with(['u', 'i'])
-                        && number[1..].ends_with(|c: char| c.is_ascii_digit()) =>
-                {
+                "u8" | "u16" | "u32" | "u64" | "usize" | "i8" | "i16" | "i32" | "i64" | "isize" => {
                     "a whole number"
                 }
-                "usize" | "isize" => "a whole number",
                 "f32" | "f64" => "a number",
                 "a boolean" | "bool" => "true or false",
                 other => other,

@@ -3,7 +3,7 @@ use super::*;
 fn with(toml: &str) -> Result<Config, Mistakes> {
     Config::extract(
         Figment::new()
-            .merge(Toml::string(DEFAULTS))
+            .merge(Named(EMBEDDED, Toml::string(DEFAULTS)))
             .merge(Toml::string(toml)),
         Vec::new(),
     )
