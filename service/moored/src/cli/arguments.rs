@@ -19,7 +19,7 @@ use crate::config::Flags;
 use crate::pictures::Recipe;
 use crate::proto::v1;
 
-/// Run FLUX and other image models on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
+/// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
 #[derive(Debug, Parser)]
 #[command(name = "moored", version = version::SHORT, long_version = version::LONG, propagate_version = true)]
 #[command(
@@ -42,7 +42,7 @@ struct Common {
     /// File with the token that the service asks for [env: MOORED_TOKEN_FILE]
     #[arg(long, value_name = "FILE")]
     token_file: Option<String>,
-    /// Send the token although the connection to another machine is not encrypted [env: MOORED_INSECURE_TOKEN=1]
+    /// Send the token even over an unencrypted connection to another machine [env: MOORED_INSECURE_TOKEN=1]
     #[arg(long)]
     insecure_token: bool,
     /// Configuration file [env: MOORED_CONFIG]
@@ -51,7 +51,7 @@ struct Common {
     /// Set one setting, as `moored config` lists them, e.g. --set queue.max_jobs=64
     #[arg(long, value_name = "NAME=VALUE")]
     set: Vec<String>,
-    /// Print one JSON object a line, for scripts
+    /// Print one JSON object per line, for scripts
     #[arg(long)]
     json: bool,
     /// Print results and errors only
@@ -108,14 +108,14 @@ pub(super) enum Command {
     /// List available models
     #[command(visible_alias = "list")]
     Models {
-        /// List what `moored run` and `moored pull` know by a short name, and what fits this card
+        /// List the models that have a short name, and what fits this card
         #[arg(long)]
         available: bool,
         /// List the adapters: LoRA (--lora) and ControlNets (--control)
         #[arg(long, conflicts_with = "available")]
         adapters: bool,
     },
-    /// Show what is known of one model: sizes, formats, defaults, licence
+    /// Show what is known about a model: sizes, formats, defaults, licence
     Info {
         /// A model of the service, a short name, or OWNER/NAME
         model: String,
@@ -124,7 +124,7 @@ pub(super) enum Command {
     Pull {
         /// A short name, OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME:FILE for one adapter
         model: String,
-        /// Show what would be downloaded, and how much, without doing it
+        /// Show what would be downloaded, and how much, without downloading it
         #[arg(long)]
         dry_run: bool,
     },
@@ -132,7 +132,7 @@ pub(super) enum Command {
     Rm {
         /// A short name or OWNER/NAME
         model: String,
-        /// Do not ask
+        /// Do not ask for confirmation
         #[arg(short, long)]
         yes: bool,
     },
@@ -145,19 +145,19 @@ pub(super) enum Command {
     Unload(Unload),
     /// Keep a model in memory
     Pin(Pin),
-    /// Show what a request would need and do, without doing it
+    /// Show what a request would need and do, without running it
     Plan(Plan),
-    /// Give memory that is kept for the next stage back to the driver
+    /// Return memory that is kept for the next stage to the driver
     Trim(cards::Trim),
     /// Keep memory of a card free for another program
     Reserve(cards::Reserve),
     /// Give up a reservation
     Release(cards::Release),
-    /// Replace a card's worker process, which gives all of its memory back
+    /// Restart a card's worker process, which frees all of its memory
     Recycle(cards::Recycle),
     /// List the jobs of all clients
     Jobs {
-        /// Also those that have ended
+        /// Include jobs that have ended
         #[arg(long)]
         all: bool,
     },
@@ -171,7 +171,7 @@ pub(super) enum Command {
         /// Print the commented defaults instead: a file to start from
         #[arg(long)]
         defaults: bool,
-        /// Print the name of the configuration file, which need not be there
+        /// Print the path of the configuration file, even if there is none yet
         #[arg(long, conflicts_with = "defaults")]
         path: bool,
     },
@@ -234,13 +234,13 @@ pub(super) struct Serve {
     /// A folder to look for models in; may be repeated
     #[arg(long = "models", value_name = "FOLDER")]
     models: Vec<String>,
-    /// What leaves memory for a model: shared (what is in the way) or exclusive (all but one large component)
+    /// What is unloaded to make room for a model: shared (only what is in the way) or exclusive (all but one large component)
     #[arg(long)]
     policy: Option<String>,
-    /// Folder for locks and hashes
+    /// Folder for the service's own files: locks, hashes, compiled plans
     #[arg(long, value_name = "FOLDER")]
     state: Option<String>,
-    /// Stop when standard input is closed, i.e. when the program that started this one is gone
+    /// Stop when standard input is closed, that is, when the program that started this one has ended
     #[arg(long)]
     pub(super) end_with_stdin: bool,
 }
@@ -269,7 +269,7 @@ pub(super) struct Run {
     pub(super) model: String,
     /// The prompt; read from standard input when it is left out or "-"
     pub(super) prompt: Option<String>,
-    /// Card of a service that is started: auto, cpu, cuda:0
+    /// Card for the service, if one is started: auto, cpu, cuda:0
     #[arg(long, default_value = "auto")]
     pub(super) device: String,
     #[command(flatten)]
@@ -294,7 +294,7 @@ pub(super) struct Plan {
 /// Prompts from a file.
 #[derive(Debug, Args)]
 pub(super) struct Prompts {
-    /// File with one prompt a line, "-" for standard input; each is generated in turn
+    /// File with one prompt per line, "-" for standard input; each is generated in turn
     #[arg(long = "prompts", value_name = "FILE", conflicts_with = "prompt")]
     pub(super) file: Option<PathBuf>,
 }
@@ -330,37 +330,37 @@ pub(super) struct Settings {
     /// Regenerate a picture, film or track from the settings stored in its file. Other options override them
     #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(super) from: Option<PathBuf>,
-    /// The picture to start from: image to image; of a film, its first frame; of a track, the WAV or FLAC to start from
+    /// The picture to start from: image to image; for a film, its first frame; for a track, the WAV or FLAC file to start from
     #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(super) init: Option<PathBuf>,
     /// Inpainting: a picture that is white where --init changes, and black where it stays exactly as it is
     #[arg(long, value_name = "PICTURE", requires = "init", help_heading = "Picture")]
     pub(super) mask: Option<PathBuf>,
-    /// Editing: a picture that the prompt is about (FLUX.1 Kontext); of a track, a WAV or FLAC whose timbre is taken
+    /// Editing: the picture to edit (FLUX.1 Kontext); for a track, a WAV or FLAC file to take the timbre from
     #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(super) reference: Vec<PathBuf>,
     /// A ControlNet, by its name in `moored models --adapters`, and the picture that it reads; may be repeated
     #[arg(long, value_name = "NAME=PICTURE", value_parser = name_and_picture, help_heading = "Picture")]
     pub(super) control: Vec<(String, PathBuf)>,
-    /// Factor of what ControlNets add [default: 1]
+    /// Strength of the ControlNets [default: 1]
     #[arg(long, value_name = "SCALE", requires = "control", help_heading = "Picture")]
     pub(super) control_scale: Option<f32>,
     /// The part of the steps in which ControlNets act, such as 0-0.6 [default: all of them]
     #[arg(long, value_name = "START-END", value_parser = start_and_end, requires = "control", help_heading = "Picture")]
     pub(super) control_steps: Option<(f32, f32)>,
-    /// Mode of a union of ControlNets, from 0
+    /// Mode of a union ControlNet, from 0
     #[arg(long, value_name = "NUMBER", requires = "control", help_heading = "Picture")]
     pub(super) control_mode: Option<u32>,
-    /// What to generate [default: what the other options are of, else a picture]
+    /// What to generate [default: what the other options imply, else a picture]
     #[arg(long, value_enum, help_heading = "Film and track")]
     pub(super) medium: Option<MediumChoice>,
     /// Film: number of frames
     #[arg(long, help_heading = "Film and track")]
     pub(super) frames: Option<u32>,
-    /// Film: frames a second
+    /// Film: frames per second
     #[arg(long, help_heading = "Film and track")]
     pub(super) fps: Option<f32>,
-    /// Film: most frames to bring from the card at a time, such as 16, 4 or 1; less memory, the same pixels
+    /// Film: most frames to decode at a time, such as 16, 4 or 1: fewer need less memory, and give the same pixels
     #[arg(long, value_name = "NUMBER", help_heading = "Film and track")]
     pub(super) frames_at_a_time: Option<u32>,
     /// Film and track: the length
@@ -394,7 +394,7 @@ pub(super) struct Sampling {
     /// Longest prompt, in tokens of the large text encoder
     #[arg(long, value_name = "TOKENS", help_heading = "Sampling")]
     pub(super) max_sequence_length: Option<u32>,
-    /// With a start: how strongly to change it: more than 0, up to 1
+    /// How strongly to change what it starts from: more than 0, up to 1
     #[arg(long, help_heading = "Sampling")]
     pub(super) strength: Option<f32>,
 }
@@ -405,7 +405,7 @@ pub(super) struct JobSettings {
     /// Start although memory is short
     #[arg(long, help_heading = "Job")]
     pub(super) allow_low_memory: bool,
-    /// Memory of the GPU to keep free meanwhile, for other programs, e.g. 2GiB
+    /// GPU memory to keep free for other programs while the job runs, e.g. 2GiB
     #[arg(long, value_name = "SIZE", value_parser = gpu::parse_bytes, help_heading = "Job")]
     pub(super) headroom: Option<Bytes>,
     /// How long to wait for memory that other programs hold, e.g. 10s
@@ -455,11 +455,11 @@ pub(super) struct Formats {
     /// Precision of one component (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
     #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format, help_heading = "Weights")]
     formats: Vec<(String, String)>,
-    /// A LoRA, by its name in `moored models --adapters`, and its strength [default: 1]; may be repeated. NAME:0.8, NAME:1,0.5,0 over
-    /// the steps, NAME:0.8:0 with a strength of its own in text encoders
+    /// A LoRA, by its name in `moored models --adapters`, and its strength [default: 1]; may be repeated. NAME:0.8,
+    /// NAME:1,0.5,0 changes it over the steps, NAME:0.8:0 sets another strength for the text encoders
     #[arg(long = "lora", value_name = "NAME[:STRENGTH]", value_parser = super::adapter::adapter_of, help_heading = "Weights")]
     adapters: Vec<v1::Adapter>,
-    /// Ignore tensors of LoRA that are of no layer of the model
+    /// Ignore LoRA tensors that match no layer of the model
     #[arg(long, requires = "adapters", help_heading = "Weights")]
     lora_ignore_unknown: bool,
 }

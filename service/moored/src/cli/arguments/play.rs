@@ -19,10 +19,10 @@ pub(in crate::cli) struct Play {
     /// Length in seconds [default: that of the source, else the model's]
     #[arg(long, help_heading = "Track")]
     pub(in crate::cli) seconds: Option<f32>,
-    /// A WAV or FLAC that the task is about, or to start from
+    /// The WAV or FLAC file that the task works on, or to start from
     #[arg(long, value_name = "FILE", help_heading = "Track")]
     pub(in crate::cli) source: Option<PathBuf>,
-    /// A WAV or FLAC whose timbre is taken
+    /// A WAV or FLAC file to take the timbre from
     #[arg(long, value_name = "FILE", help_heading = "Track")]
     pub(in crate::cli) reference: Option<PathBuf>,
     #[command(flatten)]
@@ -43,28 +43,28 @@ pub(in crate::cli) struct Play {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Track")]
 pub(in crate::cli) struct TrackSettings {
-    /// File with the lyrics: text, with `[verse]` and `[chorus]` as the model knows them
+    /// File with the lyrics, with marks such as `[verse]` and `[chorus]`
     #[arg(long, value_name = "FILE")]
     pub(in crate::cli) lyrics: Option<PathBuf>,
     /// What to make of the source [default: a new track]
     #[arg(long, value_enum, requires = "source")]
     pub(in crate::cli) task: Option<TaskChoice>,
-    /// Repaint and lego: where the part that is made anew begins [default: at the start]
+    /// Repaint and lego: where the part to generate begins [default: at the start]
     #[arg(long, value_name = "SECONDS", requires = "task")]
     pub(in crate::cli) from: Option<f32>,
     /// Repaint and lego: where it ends [default: at the end of the source]
     #[arg(long, value_name = "SECONDS", requires = "task")]
     pub(in crate::cli) to: Option<f32>,
-    /// Extract, lego and complete: a track by the model's name for it, such as vocals or drums; of complete it may be repeated
+    /// Extract, lego and complete: a track, such as vocals or drums; may be repeated for complete
     #[arg(long = "track", value_name = "NAME", requires = "task")]
     pub(in crate::cli) tracks: Vec<String>,
-    /// Beats a minute [default: the model's choice]
+    /// Beats per minute [default: the model's choice]
     #[arg(long)]
     pub(in crate::cli) bpm: Option<u32>,
     /// Key and scale, such as "C major" [default: the model's choice]
     #[arg(long)]
     pub(in crate::cli) key: Option<String>,
-    /// Beats of a bar, such as 4 [default: the model's choice]
+    /// Beats per bar, such as 4 [default: the model's choice]
     #[arg(long, value_name = "BEATS")]
     pub(in crate::cli) time_signature: Option<String>,
     /// Language of the lyrics, such as en
@@ -75,15 +75,15 @@ pub(in crate::cli) struct TrackSettings {
 /// What to make of a track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(in crate::cli) enum TaskChoice {
-    /// Make a part of it anew
+    /// Generate a part of it again
     Repaint,
-    /// Its melody and rhythm in another style
+    /// The same melody and rhythm in another style
     Cover,
-    /// One of its tracks alone
+    /// Only one of its tracks
     Extract,
-    /// One track more that fits it
+    /// Add one more track that fits it
     Lego,
-    /// It, with further tracks
+    /// Add several tracks to it
     Complete,
 }
 
