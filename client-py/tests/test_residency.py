@@ -212,9 +212,12 @@ def test_a_reservation_is_renewed_by_its_id(service: Service, ask: Ask) -> None:
 
 
 def test_a_worker_is_recycled(service: Service, ask: Ask) -> None:
+    ask.settings["client_id"] = "me"
     service.on("Recycle", residency_pb2.RecycleResponse(cards=["cuda:0"]))
     assert ask("recycle", "cuda:0", force=True) == ["cuda:0"]
-    assert service.requests["Recycle"] == residency_pb2.RecycleRequest(card="cuda:0", force=True)
+    assert service.requests["Recycle"] == residency_pb2.RecycleRequest(
+        card="cuda:0", force=True, client_id="me"
+    )
 
 
 def test_a_plan(service: Service, ask: Ask) -> None:
@@ -283,6 +286,7 @@ def test_watch_status(service: Service, ask: Ask) -> None:
 
 
 def test_trim_jobs_cancel(service: Service, ask: Ask) -> None:
+    ask.settings["client_id"] = "me"
     service.on("Trim", residency_pb2.TrimResponse(freed_bytes=77))
     service.on("List", jobs_pb2.ListJobsResponse(jobs=[residency_pb2.JobInfo(id="j")]))
     service.on("Cancel", jobs_pb2.CancelJobResponse(cancelled=True))
@@ -291,7 +295,7 @@ def test_trim_jobs_cancel(service: Service, ask: Ask) -> None:
     assert [job.id for job in ask("jobs", include_ended=True)] == ["j"]
     assert service.requests["List"].include_ended
     assert ask("cancel", "j") is True
-    assert service.requests["Cancel"] == jobs_pb2.CancelJobRequest(job_id="j")
+    assert service.requests["Cancel"] == jobs_pb2.CancelJobRequest(job_id="j", client_id="me")
     assert ask("cancel", "j", release_latents=True) is True
     assert service.requests["Cancel"].release_latents
 

@@ -65,9 +65,7 @@ def _remedy(error: moored.MooredError) -> str:
         case moored.Unauthenticated():
             return ": name the right token file in ComfyUI's settings under moored"
         case moored.Cancelled():
-            return (
-                ": if it was not you, somebody cancelled it in the service; queue the prompt again"
-            )
+            return ": queue the prompt again"
         case (
             moored.QueueFull()
             | moored.ClientLimit()
@@ -77,10 +75,12 @@ def _remedy(error: moored.MooredError) -> str:
             return ": queue the prompt again in a moment"
         case moored.Deadline():
             return ": see whether the service is well, and queue the prompt again"
-        case moored.ConnectionFailed() if "MOORED_ENDPOINT" in error.message:
+        case moored.ConnectionFailed(cause="unreachable"):
             return " or in ComfyUI's settings under moored"
-        case moored.ConnectionFailed() if "still runs" in error.message:
+        case moored.ConnectionFailed(cause="lost"):
             return ", and queue the prompt again"
+        case moored.ConnectionFailed(cause="proxy" | "cut"):
+            return ""
         case moored.ConnectionFailed():
             return ", or see the address in ComfyUI's settings under moored"
         case moored.LatentNotFound():

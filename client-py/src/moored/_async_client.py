@@ -603,7 +603,9 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> Unloaded:
         """Takes a model out, or all; waits for jobs that use it, or cancels them by `force`."""
-        request = residency_pb2.UnloadRequest(model=requests.model_of(model), force=force)
+        request = residency_pb2.UnloadRequest(
+            model=requests.model_of(model), force=force, client_id=self.client_id
+        )
         return mirror(Unloaded, await self._unary(self._stubs.residency.Unload, request, timeout))
 
     async def pin(self, model: ModelLike, *, timeout: float | None = None) -> tuple[str, ...]:
@@ -725,7 +727,7 @@ class AsyncClient:
         What it runs is finished first; with `force` that is tried again on the new one. Returns
         the ids of the cards.
         """
-        request = residency_pb2.RecycleRequest(card=card, force=force)
+        request = residency_pb2.RecycleRequest(card=card, force=force, client_id=self.client_id)
         return list((await self._unary(self._stubs.residency.Recycle, request, timeout)).cards)
 
     async def reserve(
@@ -775,7 +777,9 @@ class AsyncClient:
         `release_latents` also releases what the job has kept and what it keeps until it ends, even
         if it has ended: for those who left its stream, and may not have heard of every latent.
         """
-        request = jobs_pb2.CancelJobRequest(job_id=job_id, release_latents=release_latents)
+        request = jobs_pb2.CancelJobRequest(
+            job_id=job_id, release_latents=release_latents, client_id=self.client_id
+        )
         return bool((await self._unary(self._stubs.jobs.Cancel, request, timeout)).cancelled)
 
     async def server_info(self, *, timeout: float | None = QUICK_S) -> ServerInfo:

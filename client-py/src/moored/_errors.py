@@ -13,7 +13,7 @@
     │   └── OutOfMemory       inside a stage, although it was admitted
     ├── QueueFull             `.retry_after_s`
     ├── Deadline              the timeout passed
-    ├── Cancelled             by this client, or by somebody else
+    ├── Cancelled             by this client, or by somebody else: `.by`, `.how`
     ├── WorkerDied            two worker processes died of this job
     ├── CardNotReady          no card is ready: `.retry_after_s`
     ├── NotFinite             a value that is no number
@@ -46,6 +46,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from . import _wire
 from ._generated import errors_pb2, generation_pb2, rpc_pb2
 from ._mirror import mirror
 from ._records import Fallback, Holder, LatentInfo, MemoryShortfall
@@ -191,6 +192,16 @@ class Deadline(MooredError):
 class Cancelled(MooredError):
     """The job was cancelled."""
 
+    @property
+    def by(self) -> str:
+        """The client who cancelled it, or unloaded its model by force; empty where nobody did."""
+        return self.metadata.get("by", "")
+
+    @property
+    def how(self) -> str:
+        """`cancel`, `unload`, `left` or `unread`, as in errors.proto; empty: closed here."""
+        return self.metadata.get("how", "")
+
 
 class WorkerDied(MooredError):
     """Two worker processes died of this job."""
@@ -259,6 +270,17 @@ class InternalError(MooredError):
 class ConnectionFailed(MooredError):
     """The service cannot be reached, or the connection to it was lost."""
 
+    cause: _wire.Cause
+    """`unreachable`; `lost` before the job ended; `name`: no such machine; `certificate`, `no_tls`,
+    `not_http2`: what is there does not speak as it should; `proxy`: something in front of the
+    service answered; `cut`: something in between ended the call."""
+
+    def __init__(
+        self, message: str, *, cause: _wire.Cause = "unreachable", reason: str = ""
+    ) -> None:
+        super().__init__(message, reason=reason)
+        self.cause = cause
+
 
 # A test holds this against errors.proto.
 BY_REASON: dict[str, type[MooredError]] = {
@@ -306,29 +328,19 @@ _BY_CODE: dict[grpc.StatusCode, type[MooredError]] = {
     grpc.StatusCode.UNKNOWN: InternalError,
 }
 
+# Of proxies, where it is not that the service is out of reach.
+_BY_HTTP_STATUS: dict[int, type[MooredError]] = {
+    401: Unauthenticated,
+    403: Unauthenticated,
+    413: InvalidRequest,
+}
 
 # What the service's gRPC says when the caller's timeout is over there a moment before it is here.
 _TIMEOUT_OF_THE_SERVICE = "Timeout expired"
 
 
-def unreachable(endpoint: str, why: str = "", within: str = "") -> ConnectionFailed:
-    """The error for a service that does not answer; `why` is what gRPC says of it."""
-    said = why.lower()
-    if "wrong_version_number" in said:
-        return ConnectionFailed(
-            f"{endpoint} answers without TLS: write http:// instead of https://, or name the proxy "
-            "that has the certificate"
-        )
-    if any(words in said for words in ("certificate_verify", "peer certificate", "hostname verif")):
-        return ConnectionFailed(
-            f"The certificate of {endpoint} is not trusted: name the PEM file of its authority by "
-            "MOORED_CA_FILE, and the service by the name in its certificate"
-        )
-    # Versions of gRPC word it differently.
-    if any(words in said for words in ("dns resolution failed", "name not found", "resolving")):
-        return ConnectionFailed(
-            f"There is no machine by the name of {endpoint}: see how it is spelt"
-        )
+def unreachable(endpoint: str, within: str = "") -> ConnectionFailed:
+    """The error for a service that does not answer."""
     return ConnectionFailed(
         f"No moored service answers at {endpoint}{within}: start one with `moored serve`, or "
         "name its address by MOORED_ENDPOINT"
@@ -353,6 +365,11 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
             if detailed is not None:
                 return detailed
     kind = _BY_CODE.get(code, MooredError)
+    if told := _wire.told(text, endpoint):
+        refused = _BY_HTTP_STATUS.get(told.http_status)
+        return (
+            refused(told.message) if refused else ConnectionFailed(told.message, cause=told.cause)
+        )
     if code is grpc.StatusCode.CANCELLED and text == _TIMEOUT_OF_THE_SERVICE:
         kind = Deadline
     if kind is ConnectionFailed:
@@ -360,7 +377,7 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
             f"The connection to {endpoint} was lost before the job ended: see whether the service "
             "still runs"
         )
-        return ConnectionFailed(lost) if begun else unreachable(endpoint, text)
+        return ConnectionFailed(lost, cause="lost") if begun else unreachable(endpoint)
     if kind is Deadline:
         return Deadline(f"The timeout passed before {endpoint} had finished")
     return kind(text or f"{endpoint} answered {code.name}")

@@ -188,18 +188,18 @@ def in_a_sentence(error: Exception) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     more: list[str] = []
     match error:
-        case moored.ConnectionFailed(job_id="") if text.startswith("No moored service"):
+        case moored.ConnectionFailed(job_id="", cause="unreachable"):
             where = text.partition(" answers at ")[2].partition(": ")[0]
             return (
                 f"No moored service answers at {where}: start it there with `moored serve`, or set "
                 "its address in the settings, under moored, as endpoint."
             )
-        case moored.ConnectionFailed():
+        case moored.ConnectionFailed(cause="lost"):
             more = ["see whether `moored serve` still runs there, and run again"]
         case moored.Unauthenticated():
             more = ["set the secret MOORED_TOKEN to the service's token"]
         case moored.Cancelled():
-            return "Somebody cancelled this job, or unloaded its model by force; run it again."
+            return f"{text[:1].upper()}{text[1:]}; run it again."
         case moored.ModelNotFound():
             more = [f"or set if_missing of Diffusion Model to `{PULL}`"]
         case moored.MemoryShortage():

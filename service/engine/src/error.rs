@@ -1,5 +1,7 @@
 //! Errors of jobs, in one enum: the gRPC server converts each to a status.
 
+use std::fmt;
+
 use pipelines::{Quantization, Request};
 use residency::{Bytes, Holder};
 
@@ -41,6 +43,40 @@ pub struct Shortfall {
     pub holders: Vec<Holder>,
     /// Alternatives that would fit, the closest first.
     pub fallbacks: Vec<Fallback>,
+}
+
+/// What cancelled a job. Clients are named as they name themselves, or by their address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CancelledBy {
+    /// A call to cancel it, of this client.
+    Call { client: String },
+    /// An unload by force, of this client.
+    Unload {
+        /// Key of the entry; `None` for all.
+        entry: Option<String>,
+        client: String,
+    },
+    /// All who listened to it have left: their calls or connections ended.
+    Left,
+    /// The last listener was dropped, because it did not read.
+    Unread,
+}
+
+impl fmt::Display for CancelledBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CancelledBy::Call { client } => write!(f, "cancelled by {client}"),
+            CancelledBy::Unload {
+                entry: Some(entry),
+                client,
+            } => write!(f, "cancelled: {client} unloaded {entry} by force"),
+            CancelledBy::Unload { entry: None, client } => {
+                write!(f, "cancelled: {client} unloaded all models by force")
+            }
+            CancelledBy::Left => f.write_str("cancelled: its client left, or the connection to it was lost"),
+            CancelledBy::Unread => f.write_str("cancelled: its client did not read the results"),
+        }
+    }
 }
 
 /// Why a job failed. `Clone`, since all clients that joined a job get the same error.
@@ -100,8 +136,8 @@ pub enum Error {
         /// State at that time: `queued`, `waiting`, `running`.
         state: String,
     },
-    #[error("cancelled")]
-    Cancelled,
+    #[error("{0}")]
+    Cancelled(CancelledBy),
     /// The job killed a worker repeatedly: it is not retried again.
     #[error(
         "the worker of {card} died {deaths} times while it ran {stage} of this job; it is not tried again"

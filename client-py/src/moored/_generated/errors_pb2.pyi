@@ -49,7 +49,10 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     DEADLINE: _Reason.ValueType  # 10
     """The deadline passed. DEADLINE_EXCEEDED."""
     CANCELLED: _Reason.ValueType  # 11
-    """Cancelled by the client or by Jobs.Cancel. CANCELLED."""
+    """Cancelled. `how` in the metadata is `cancel` (by Jobs.Cancel), `unload` (its model was unloaded by force), `left` (its
+    client left, or the connection to it was lost) or `unread` (its client did not read the results); for the first two,
+    `by` is the client who did it. CANCELLED.
+    """
     WORKER_DIED: _Reason.ValueType  # 12
     """Two workers died of this job. ABORTED."""
     CARD_NOT_READY: _Reason.ValueType  # 13
@@ -116,7 +119,10 @@ QUEUE_FULL: Reason.ValueType  # 9
 DEADLINE: Reason.ValueType  # 10
 """The deadline passed. DEADLINE_EXCEEDED."""
 CANCELLED: Reason.ValueType  # 11
-"""Cancelled by the client or by Jobs.Cancel. CANCELLED."""
+"""Cancelled. `how` in the metadata is `cancel` (by Jobs.Cancel), `unload` (its model was unloaded by force), `left` (its
+client left, or the connection to it was lost) or `unread` (its client did not read the results); for the first two,
+`by` is the client who did it. CANCELLED.
+"""
 WORKER_DIED: Reason.ValueType  # 12
 """Two workers died of this job. ABORTED."""
 CARD_NOT_READY: Reason.ValueType  # 13

@@ -51,18 +51,22 @@ class CancelJobRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     RELEASE_LATENTS_FIELD_NUMBER: builtins.int
+    CLIENT_ID_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     release_latents: builtins.bool
     """Also release the latents that the job has made and kept, and those that it still makes until it ends: for a client
     that has left the job's stream and may not have heard of them all. They are released of a job that has ended, too.
     """
+    client_id: builtins.str
+    """Who cancels it, as its error and the list of jobs say. Empty: the peer's address."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
         release_latents: builtins.bool = ...,
+        client_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "release_latents", b"release_latents"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_id", b"client_id", "job_id", b"job_id", "release_latents", b"release_latents"]) -> None: ...
 
 global___CancelJobRequest = CancelJobRequest
 

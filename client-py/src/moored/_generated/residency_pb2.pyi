@@ -252,8 +252,11 @@ class UnloadRequest(google.protobuf.message.Message):
 
     MODEL_FIELD_NUMBER: builtins.int
     FORCE_FIELD_NUMBER: builtins.int
+    CLIENT_ID_FIELD_NUMBER: builtins.int
     force: builtins.bool
     """Cancel the jobs that use it instead of waiting for them."""
+    client_id: builtins.str
+    """Who unloads it, for the errors of jobs that are cancelled. Empty: the peer's address."""
     @property
     def model(self) -> model_pb2.ModelRef:
         """Empty id: every model."""
@@ -263,9 +266,10 @@ class UnloadRequest(google.protobuf.message.Message):
         *,
         model: model_pb2.ModelRef | None = ...,
         force: builtins.bool = ...,
+        client_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["force", b"force", "model", b"model"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_id", b"client_id", "force", b"force", "model", b"model"]) -> None: ...
 
 global___UnloadRequest = UnloadRequest
 
@@ -976,17 +980,21 @@ class RecycleRequest(google.protobuf.message.Message):
 
     CARD_FIELD_NUMBER: builtins.int
     FORCE_FIELD_NUMBER: builtins.int
+    CLIENT_ID_FIELD_NUMBER: builtins.int
     card: builtins.str
     """Empty: every card."""
     force: builtins.bool
     """End the worker at once: what it runs is tried again on the new one."""
+    client_id: builtins.str
+    """Who asks, for the log and for jobs that are tried again. Empty: the peer's address."""
     def __init__(
         self,
         *,
         card: builtins.str = ...,
         force: builtins.bool = ...,
+        client_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["card", b"card", "force", b"force"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["card", b"card", "client_id", b"client_id", "force", b"force"]) -> None: ...
 
 global___RecycleRequest = RecycleRequest
 

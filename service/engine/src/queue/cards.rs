@@ -191,7 +191,7 @@ pub(super) struct Card {
     pub(super) errand_since: Option<Instant>,
     recycled: bool,
     /// Its worker is to be replaced as soon as it has nothing left to do.
-    retiring: bool,
+    retiring: Option<String>,
     standing: Standing,
     /// What others held before the reservations were made, for the worker that follows a lost one.
     foreign_before: Option<Bytes>,
@@ -221,7 +221,7 @@ impl Card {
             errands: BTreeMap::new(),
             errand_since: None,
             recycled: false,
-            retiring: false,
+            retiring: None,
             standing: Standing::default(),
             foreign_before: None,
             lost_residents: BTreeSet::new(),
@@ -256,7 +256,11 @@ impl Card {
     pub(super) fn is_free(&self) -> bool {
         let mut errands = self.errands.values();
         let making_room = errands.any(|e| matches!(e, Errand::Reserve { .. } | Errand::Swap { .. }));
-        self.is_ready() && self.in_flight.is_none() && !self.recycled && !self.retiring && !making_room
+        self.is_ready()
+            && self.in_flight.is_none()
+            && !self.recycled
+            && self.retiring.is_none()
+            && !making_room
     }
 
     /// Whether a worker of this generation may speak.
@@ -287,7 +291,7 @@ impl Card {
         self.description = description;
         self.attention = attention;
         self.recycled = false;
-        self.retiring = false;
+        self.retiring = None;
         self.problem.clear();
     }
 
@@ -412,19 +416,27 @@ impl Card {
         }
     }
 
-    /// Marks the worker to be replaced: it gets no new order.
-    pub(super) fn retire(&mut self) {
-        self.retiring = true;
+    /// Marks the worker to be replaced for a client: it gets no new order.
+    pub(super) fn retire(&mut self, client: &str) {
+        let reason = || format!("{client} asked for a new one");
+        self.retiring.get_or_insert_with(reason);
+    }
+
+    /// Replaces the worker that was marked for it.
+    pub(super) fn recycle_retiring(&mut self) {
+        if let Some(reason) = self.retiring.clone() {
+            self.recycle(&reason);
+        }
     }
 
     /// Whether the worker is to be replaced, and that was asked for.
     pub(super) fn is_retiring(&self) -> bool {
-        self.retiring
+        self.retiring.is_some()
     }
 
     /// Whether the worker is to be replaced, and has nothing left to do.
     pub(super) fn is_retired(&self) -> bool {
-        self.retiring && self.in_flight.is_none() && self.errands.is_empty()
+        self.is_retiring() && self.in_flight.is_none() && self.errands.is_empty()
     }
 
     pub(super) fn is_recycled(&self) -> bool {

@@ -246,13 +246,15 @@ impl Queue {
             .await?
     }
 
-    /// Cancels a job: in the queue and in waits at once, else as soon as its worker lets go. False: it had ended.
+    /// Cancels a job for a client: in the queue and in waits at once, else as soon as its worker lets go. False: it had
+    /// ended.
     ///
     /// # Errors
     /// [`Error::JobNotFound`].
-    pub async fn cancel(&self, id: &str) -> Result<bool, Error> {
+    pub async fn cancel(&self, id: &str, client: String) -> Result<bool, Error> {
         let id = id.to_owned();
-        self.call(move |core, now| core.cancel(&id, false, now)).await?
+        self.call(move |core, now| core.cancel(&id, client, false, now))
+            .await?
     }
 
     /// As [`Queue::cancel`], for a job whose latents nobody will ask for: those that it has made are released, and
@@ -260,9 +262,10 @@ impl Queue {
     ///
     /// # Errors
     /// [`Error::JobNotFound`]; the latents of a job that is forgotten are released all the same.
-    pub async fn discard(&self, id: &str) -> Result<bool, Error> {
+    pub async fn discard(&self, id: &str, client: String) -> Result<bool, Error> {
         let id = id.to_owned();
-        self.call(move |core, now| core.cancel(&id, true, now)).await?
+        self.call(move |core, now| core.cancel(&id, client, true, now))
+            .await?
     }
 
     /// The jobs there are, oldest first, and on request those that have ended lately, the latest first.
@@ -311,17 +314,21 @@ impl Queue {
             .await?
     }
 
-    /// Takes an entry (or everything) off all cards, after the jobs that use it, which `force` cancels. Jobs that are
-    /// submitted meanwhile start after it.
+    /// Takes an entry (or everything) off all cards, after the jobs that use it, which are cancelled where a client
+    /// forces it. Jobs that are submitted meanwhile start after it.
     ///
     /// # Errors
     /// When the model cannot be opened and was not in use before, or a worker fails at it.
-    pub async fn unload(&self, entry: Option<Arc<Entry>>, force: bool) -> Result<UnloadReport, Error> {
+    pub async fn unload(
+        &self,
+        entry: Option<Arc<Entry>>,
+        forced_by: Option<String>,
+    ) -> Result<UnloadReport, Error> {
         let entry = match entry {
             Some(entry) => Some(self.entry_to_unload(entry).await?),
             None => None,
         };
-        self.ask(move |core, reply, now| core.unload(entry, force, reply, now))
+        self.ask(move |core, reply, now| core.unload(entry, forced_by, reply, now))
             .await?
     }
 
@@ -427,14 +434,14 @@ impl Queue {
             .await?
     }
 
-    /// Ends the workers of a card (empty: of all cards) and has others started; each finishes what it runs first, unless
+    /// Ends the workers of a card (empty: of all cards) for a client, and has others started; each finishes what it runs first, unless
     /// `force` has that tried again on the new one. Returns when the new ones are ready, with the ids of their cards.
     ///
     /// # Errors
     /// [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
-    pub async fn recycle(&self, card: &str, force: bool) -> Result<Vec<String>, Error> {
+    pub async fn recycle(&self, card: &str, client: String, force: bool) -> Result<Vec<String>, Error> {
         let card = card.to_owned();
-        self.ask(move |core, reply, now| core.recycle(&card, force, reply, now))
+        self.ask(move |core, reply, now| core.recycle(&card, &client, force, reply, now))
             .await?
     }
 

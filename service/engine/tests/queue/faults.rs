@@ -2,16 +2,16 @@
 
 use std::time::Duration;
 
-use engine::Error;
 use engine::job::JobEventKind;
 use engine::messages::{Answer, Command, Event, Failure, Outcome};
 use engine::queue::{Job, Queue, Settings};
+use engine::{CancelledBy, Error};
 use residency::{Accounts, Bytes};
 use tokio::time::Instant;
 
 use crate::fixture::{CARD, REDUCTIONS, entry, load, picture};
 use crate::worker::{
-    Wire, at_rest, completed, end, events, one_card, one_card_with, settle, stage_of, start,
+    Wire, at_rest, cancelled_by, completed, end, events, one_card, one_card_with, settle, stage_of, start,
 };
 
 /// In tests of cancels and deadlines.
@@ -277,7 +277,7 @@ async fn a_second_worker_death_fails_the_job_and_two_such_jobs_block_similar_one
     end(&mut other).await.unwrap();
     tokio::time::sleep(Duration::from_secs(601)).await;
     let job = queue.submit(picture("a", "me", "four")).await.unwrap();
-    queue.cancel(&job.id).await.unwrap();
+    queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
     let order = worker.order().await;
     worker.finish(order.ticket, Outcome::Cancelled);
     at_rest(&queue).await;
@@ -383,13 +383,13 @@ async fn jobs_are_cancelled_in_every_state() {
     let (queue, mut worker, [mut running, mut waiting, mut queued]) = three(None).await;
     let order = worker.order().await;
     for job in [&mut queued, &mut waiting] {
-        assert!(queue.cancel(&job.id).await.unwrap());
+        assert!(queue.cancel(&job.id, "ann".to_owned()).await.unwrap());
         let before = Instant::now();
-        assert_eq!(end(job).await, Err(Error::Cancelled));
+        assert_eq!(end(job).await, Err(cancelled_by("ann")));
         assert!(before.elapsed().as_millis() == 0, "at once");
-        assert!(!queue.cancel(&job.id).await.unwrap());
+        assert!(!queue.cancel(&job.id, "ann".to_owned()).await.unwrap());
     }
-    assert!(queue.cancel(&running.id).await.unwrap());
+    assert!(queue.cancel(&running.id, "ann".to_owned()).await.unwrap());
     let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
         panic!()
     };
@@ -405,11 +405,59 @@ async fn jobs_are_cancelled_in_every_state() {
         "no step of it has been measured"
     );
     worker.die();
-    assert_eq!(end(&mut running).await, Err(Error::Cancelled));
+    assert_eq!(end(&mut running).await, Err(cancelled_by("ann")));
     assert_eq!(
-        queue.cancel("job-none").await,
+        queue.cancel("job-none", "ann".to_owned()).await,
         Err(Error::JobNotFound("job-none".into()))
     );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_list_of_jobs_says_who_cancelled_a_job_and_how() {
+    let (queue, mut worker, [running, mut waiting, queued]) = three(None).await;
+    let order = worker.order().await;
+    queue.cancel(&waiting.id, "bob@desk".to_owned()).await.unwrap();
+    assert_eq!(end(&mut waiting).await, Err(cancelled_by("bob@desk")));
+    drop(queued);
+    settle().await;
+    let asking = queue.clone();
+    let unload =
+        tokio::spawn(async move { asking.unload(Some(entry("b")), Some("ann@box".to_owned())).await });
+    settle().await;
+    worker.finish(order.ticket, Outcome::Cancelled);
+    for _ in 0..3 {
+        settle().await;
+        if let Some(Wire::Command(Command::Unload { id, components })) = worker.try_next() {
+            worker.unload(id, &components);
+        }
+    }
+    assert_eq!(
+        unload.await.unwrap().unwrap().cancelled_jobs,
+        [running.id.clone()]
+    );
+    let told: Vec<_> = queue
+        .jobs(true)
+        .await
+        .into_iter()
+        .map(|job| (job.state, job.error))
+        .collect();
+    let by = |client: &str| Some(cancelled_by(client));
+    let left = Some(Error::Cancelled(CancelledBy::Left));
+    let unloaded = CancelledBy::Unload {
+        entry: Some("b".to_owned()),
+        client: "ann@box".to_owned(),
+    };
+    assert_eq!(
+        told,
+        [
+            ("cancelled", Some(Error::Cancelled(unloaded.clone()))),
+            ("cancelled", left),
+            ("cancelled", by("bob@desk")),
+        ]
+    );
+    assert_eq!(unloaded.to_string(), "cancelled: ann@box unloaded b by force");
+    assert_eq!(cancelled_by("bob@desk").to_string(), "cancelled by bob@desk");
     at_rest(&queue).await;
 }
 
@@ -512,7 +560,7 @@ async fn queued_jobs_are_refused_after_similar_jobs_killed_workers() {
         assert!(matches!(end(job).await, Err(Error::WorkerDied { deaths: 2, .. })));
     }
     assert!(matches!(end(&mut jobs[2]).await, Err(Error::WorkerDied { .. })));
-    let (unload, ()) = tokio::join!(queue.unload(Some(entry("a")), false), settle());
+    let (unload, ()) = tokio::join!(queue.unload(Some(entry("a")), None), settle());
     assert!(unload.is_ok(), "nothing is there");
     let forgiven = queue.submit(picture("a", "me", "four")).await.unwrap();
     drop(forgiven);

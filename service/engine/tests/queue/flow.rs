@@ -11,7 +11,8 @@ use residency::{Bytes, Policy};
 
 use crate::fixture::{REDUCTIONS, brought, decode, image_of, picture, run_of};
 use crate::worker::{
-    Wire, at_rest, completed, end, events, exclusive, one_card, one_card_with, settle, stage_of, start,
+    Wire, at_rest, cancelled_by, completed, end, events, exclusive, one_card, one_card_with, settle,
+    stage_of, start,
 };
 
 fn names(events: &[JobEventKind]) -> Vec<String> {
@@ -225,10 +226,10 @@ async fn a_discarded_job_leaves_no_latents() {
     assert_eq!(stage_of(&second), "denoise");
     settle().await;
     assert_eq!(queue.status_now().await.latents, 2);
-    assert!(queue.discard(&running.id).await.unwrap());
+    assert!(queue.discard(&running.id, "ann".to_owned()).await.unwrap());
     assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
     worker.complete(&second);
-    assert_eq!(end(&mut running).await, Err(Error::Cancelled));
+    assert_eq!(end(&mut running).await, Err(cancelled_by("ann")));
     assert_eq!(queue.status_now().await.latents, 1);
 
     // After it has ended, and not by a cancellation only.
@@ -238,14 +239,14 @@ async fn a_discarded_job_leaves_no_latents() {
     }
     end(&mut ended).await.unwrap();
     assert_eq!(queue.status_now().await.latents, 3);
-    assert!(!queue.cancel(&ended.id).await.unwrap());
+    assert!(!queue.cancel(&ended.id, "ann".to_owned()).await.unwrap());
     assert_eq!(queue.status_now().await.latents, 3);
-    assert!(!queue.discard(&ended.id).await.unwrap());
+    assert!(!queue.discard(&ended.id, "ann".to_owned()).await.unwrap());
     assert_eq!(queue.status_now().await.latents, 1, "what a client brought stays");
     assert!(queue.latent(&brought.id).await.is_ok());
 
     assert!(matches!(
-        queue.discard("job-none").await,
+        queue.discard("job-none", "ann".to_owned()).await,
         Err(Error::JobNotFound(_))
     ));
     at_rest(&queue).await;
@@ -417,9 +418,9 @@ async fn jobs_wait_for_a_card_and_run_on_the_first_available() {
     end(&mut warm).await.unwrap();
     assert!(first.is_idle().await, "even where it means to wait");
     drop(hinted);
-    queue.cancel(&beside.id).await.unwrap();
+    queue.cancel(&beside.id, "ann".to_owned()).await.unwrap();
     second.die();
-    assert_eq!(end(&mut beside).await, Err(Error::Cancelled));
+    assert_eq!(end(&mut beside).await, Err(cancelled_by("ann")));
     at_rest(&queue).await;
 }
 

@@ -8,7 +8,9 @@ use engine::messages::{Command, Failure, Order, Outcome, Progress, Work};
 use residency::Bytes;
 
 use crate::fixture::{SCRATCH_EACH, image_of, picture, run_of};
-use crate::worker::{Wire, Worker, at_rest, completed, end, events, needs, one_card, settle, stage_of};
+use crate::worker::{
+    Wire, Worker, at_rest, cancelled_by, completed, end, events, needs, one_card, settle, stage_of,
+};
 
 /// A picture that is sampled in as many rounds as slots.
 fn in_rounds(slots: u32, client: &str, prompt: &str) -> JobSpec {
@@ -267,7 +269,7 @@ async fn one_that_is_cancelled_leaves_the_others() {
         } else {
             order.sharing[0].ticket
         };
-        queue.cancel(&gone.id).await.unwrap();
+        queue.cancel(&gone.id, "ann".to_owned()).await.unwrap();
         let told = worker.next().await;
         assert!(matches!(told, Wire::Command(Command::Cancel(cancelled)) if cancelled == ticket));
         // The worker may be at the others for longer than a cancel usually takes.
@@ -279,7 +281,7 @@ async fn one_that_is_cancelled_leaves_the_others() {
         };
         worker.finish(order.sharing[0].ticket, finished(!own));
         worker.finish(order.ticket, finished(own));
-        assert_eq!(end(gone).await, Err(Error::Cancelled));
+        assert_eq!(end(gone).await, Err(cancelled_by("ann")));
         while worker.try_work().await {}
         end(stays).await.unwrap();
         at_rest(&queue).await;

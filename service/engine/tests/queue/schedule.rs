@@ -230,12 +230,13 @@ fn disturb(queue: &Queue, random: &mut StdRng, tasks: &mut JoinSet<()>) {
         random.random_bool(0.7),
         random.random_range(0..6),
     );
+    let forced_by = force.then(|| "ann".to_owned());
     let ttl = Duration::from_secs(5);
     tasks.spawn(async move {
         // The outcome is random; that they end is checked.
         match what {
-            0 => drop(queue.unload(Some(model), force).await),
-            1 => drop(queue.unload(None, force).await),
+            0 => drop(queue.unload(Some(model), forced_by).await),
+            1 => drop(queue.unload(None, forced_by).await),
             2 if unpin => drop(queue.unpin(&model.key).await),
             2 => drop(queue.pin(model).await),
             3 => drop(queue.hold(model, "x".into(), ttl).await),
@@ -312,7 +313,7 @@ async fn run(seed: u64, steps: u64) -> Vec<String> {
             }
             6 => {
                 if let Some(id) = ids.choose(random) {
-                    let _ = queue.cancel(id).await;
+                    let _ = queue.cancel(id, "ann".to_owned()).await;
                 }
             }
             7 => worker.die(),

@@ -86,7 +86,7 @@ async fn resident(queue: &Queue, worker: &mut Worker, entry: Arc<Entry>) {
 /// Unloads, with a worker that complies.
 async fn unload(queue: &Queue, worker: &mut Worker, entry: Option<Arc<Entry>>) -> UnloadReport {
     let asking = queue.clone();
-    let unload = tokio::spawn(async move { asking.unload(entry, false).await });
+    let unload = tokio::spawn(async move { asking.unload(entry, None).await });
     settle().await;
     while let Some(wire) = worker.try_next() {
         let Wire::Command(Command::Unload { id, components }) = wire else {
@@ -138,7 +138,7 @@ async fn unloading_two_models_at_once_frees_shared_components() {
     let mut running = queue.submit(load("small", "me", &[])).await.unwrap();
     let order = worker.order().await;
     let asking = queue.clone();
-    let second = tokio::spawn(async move { asking.unload(Some(entry("small")), false).await });
+    let second = tokio::spawn(async move { asking.unload(Some(entry("small")), None).await });
     settle().await;
     let report = unload(&queue, &mut worker, Some(entry("a"))).await;
     assert_eq!(

@@ -11,7 +11,9 @@ use residency::{Bytes, WaitCause};
 use tokio::time::Instant;
 
 use crate::fixture::{entry, load, picture, swap};
-use crate::worker::{Wire, Worker, at_rest, completed, end, events, one_card, settle, stage_of, start};
+use crate::worker::{
+    Wire, Worker, at_rest, cancelled_by, completed, end, events, one_card, settle, stage_of, start,
+};
 
 /// Scripted fate of an order.
 enum Fate {
@@ -51,7 +53,7 @@ async fn play(
                 Fate::Waits => worker.finish(order.ticket, Outcome::Wait(taken())),
                 Fate::Cancelled => {
                     worker.begin(&order).unwrap();
-                    queue.cancel(&id).await.unwrap();
+                    queue.cancel(&id, "ann".to_owned()).await.unwrap();
                 }
             },
             Some(Wire::Command(Command::Unload { id, components })) => worker.unload(id, &components),
@@ -261,7 +263,7 @@ const FAILURES: [Failing; 7] = [
         |_| Fate::Ends(damaged()),
         |e| matches!(e, Error::ModelDamaged(_)),
     ),
-    ("load", |_| Fate::Cancelled, |e| *e == Error::Cancelled),
+    ("load", |_| Fate::Cancelled, |e| *e == cancelled_by("ann")),
     (
         "encode_text",
         |_| Fate::Ends(not_finite()),
@@ -277,7 +279,7 @@ const FAILURES: [Failing; 7] = [
         |_| Fate::Dies,
         |e| matches!(e, Error::WorkerDied { deaths: 2, .. }),
     ),
-    ("denoise", |_| Fate::Cancelled, |e| *e == Error::Cancelled),
+    ("denoise", |_| Fate::Cancelled, |e| *e == cancelled_by("ann")),
     (
         "decode",
         |order| Fate::Ends(another_picture(order)),
@@ -357,7 +359,7 @@ async fn cancelling_a_swap_during_the_unload_restores_the_old_model() {
     let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
         panic!()
     };
-    assert!(queue.cancel(&job.id).await.unwrap());
+    assert!(queue.cancel(&job.id, "ann".to_owned()).await.unwrap());
     worker.unload(id, &components);
     let mut orders = Vec::new();
     let seen = play(&queue, &mut worker, job, |order| {
@@ -368,7 +370,7 @@ async fn cancelling_a_swap_during_the_unload_restores_the_old_model() {
     assert!(orders == ["a"] && restorings(&seen) == 1);
     assert!(matches!(
         seen.last(),
-        Some(JobEventKind::Failed(Error::Cancelled))
+        Some(JobEventKind::Failed(Error::Cancelled(_)))
     ));
     assert_eq!(on_card(&worker), whole("a"));
     at_rest(&queue).await;

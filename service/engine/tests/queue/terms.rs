@@ -225,7 +225,7 @@ async fn a_worker_is_replaced_on_request_once_it_has_finished_what_it_runs() {
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     let order = worker.order().await;
     let asking = queue.clone();
-    let recycled = tokio::spawn(async move { asking.recycle("sim:0", false).await });
+    let recycled = tokio::spawn(async move { asking.recycle("sim:0", "ann".to_owned(), false).await });
     assert!(worker.is_idle().await, "its stage goes on");
     worker.complete(&order);
     worker.recycled().await;
@@ -238,7 +238,7 @@ async fn a_worker_is_replaced_on_request_once_it_has_finished_what_it_runs() {
     worker.work(1).await;
     end(&mut job).await.unwrap();
     assert!(matches!(
-        queue.recycle("sim:9", false).await,
+        queue.recycle("sim:9", "ann".to_owned(), false).await,
         Err(Error::Invalid(_))
     ));
     at_rest(&queue).await;
@@ -276,7 +276,7 @@ async fn a_forced_replacement_does_not_count_against_the_job_that_runs() {
     for _ in 0..3 {
         worker.order().await;
         let asking = queue.clone();
-        let recycled = tokio::spawn(async move { asking.recycle("", true).await });
+        let recycled = tokio::spawn(async move { asking.recycle("", "ann".to_owned(), true).await });
         worker.recycled().await;
         worker.die();
         worker.ready();

@@ -9,7 +9,9 @@ use residency::Bytes;
 use tokio::time::Instant;
 
 use crate::fixture::{image_of, load, picture};
-use crate::worker::{Wire, Worker, at_rest, completed, end, events, needs, one_card_with, settle, stage_of};
+use crate::worker::{
+    Wire, Worker, at_rest, cancelled_by, completed, end, events, needs, one_card_with, settle, stage_of,
+};
 
 const FLOOR: u64 = 10;
 const LIMIT: u64 = 120;
@@ -276,7 +278,7 @@ async fn a_cancel_times_out_after_three_steps_or_two_seconds() {
         let (queue, mut worker) = watched().await;
         paint(&queue, &mut worker, step_ms).await;
         let (mut job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), step_ms).await;
-        queue.cancel(&job.id).await.unwrap();
+        queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
         assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
         let before = Instant::now();
         let reason = worker.recycled().await;
@@ -286,7 +288,7 @@ async fn a_cancel_times_out_after_three_steps_or_two_seconds() {
             "{reason}"
         );
         worker.die();
-        assert_eq!(end(&mut job).await, Err(engine::Error::Cancelled));
+        assert_eq!(end(&mut job).await, Err(cancelled_by("ann")));
         worker.ready();
         at_rest(&queue).await;
     }
@@ -296,7 +298,7 @@ async fn a_cancel_times_out_after_three_steps_or_two_seconds() {
 async fn a_cancel_of_unknown_steps_times_out_after_three_of_them() {
     let (queue, mut worker) = watched().await;
     let (job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a cat"), 4_000).await;
-    queue.cancel(&job.id).await.unwrap();
+    queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
     assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
     let before = Instant::now();
     worker.recycled().await;
@@ -310,11 +312,11 @@ async fn a_cancel_in_a_long_first_step_waits_for_its_end() {
     let order = until_stage(&mut worker, "denoise").await;
     worker.begin(&order).unwrap();
     tokio::time::sleep(Duration::from_millis(500)).await;
-    queue.cancel(&job.id).await.unwrap();
+    queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
     assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
     tokio::time::sleep(Duration::from_secs(LIMIT / 2)).await;
     assert!(worker.try_next().is_none(), "the worker is not recycled");
     worker.finish(order.ticket, engine::messages::Outcome::Cancelled);
-    assert_eq!(end(&mut job).await, Err(engine::Error::Cancelled));
+    assert_eq!(end(&mut job).await, Err(cancelled_by("ann")));
     at_rest(&queue).await;
 }

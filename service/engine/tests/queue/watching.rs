@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use engine::Error;
 use engine::job::JobEventKind;
 use engine::messages::{Answer, Command, Event, Progress};
 use engine::queue::{Settings, StatusReport};
@@ -10,7 +9,7 @@ use residency::Bytes;
 
 use crate::fixture::{brought, entry, load, picture, run_of};
 use crate::worker::{
-    Wire, at_rest, completed, end, events, needs, one_card, one_card_with, settle, stage_of,
+    Wire, at_rest, cancelled_by, completed, end, events, needs, one_card, one_card_with, settle, stage_of,
 };
 
 #[tokio::test(start_paused = true)]
@@ -66,10 +65,10 @@ async fn watchers_are_notified_when_a_model_is_completely_unloaded() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
     settle().await;
-    queue.cancel(&job.id).await.unwrap();
+    queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
     let order = worker.order().await;
     worker.finish(order.ticket, engine::messages::Outcome::Cancelled);
-    assert_eq!(end(&mut job).await, Err(Error::Cancelled));
+    assert_eq!(end(&mut job).await, Err(cancelled_by("ann")));
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(queue.status().borrow().users.is_empty());
     at_rest(&queue).await;

@@ -503,6 +503,12 @@ pub async fn end(job: &mut Job) -> Result<(), engine::Error> {
     }
 }
 
+/// The error of a job that a client cancelled.
+pub fn cancelled_by(client: &str) -> engine::Error {
+    let client = client.to_owned();
+    engine::Error::Cancelled(engine::CancelledBy::Call { client })
+}
+
 /// Checks that no state is left.
 pub async fn at_rest(queue: &Queue) {
     tokio::time::sleep(Duration::from_secs(1)).await;

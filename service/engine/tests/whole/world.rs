@@ -277,7 +277,7 @@ impl<'a> World<'a> {
             18 => {
                 if let Some(id) = self.jobs.choose(&mut self.random).cloned() {
                     self.tell("a job is cancelled");
-                    let _ = self.queue.cancel(&id).await; // it may have ended
+                    let _ = self.queue.cancel(&id, "ann".to_owned()).await; // it may have ended
                 }
             }
             19..24 => {
@@ -369,11 +369,12 @@ impl<'a> World<'a> {
             "drop of a hold",
         ];
         self.tell(format!("{} ({name})", names[what]));
+        let forced_by = force.then(|| "ann".to_owned());
         self.tasks.spawn(async move {
             // The outcome is random; that they end is checked.
             match what {
-                0 => drop(queue.unload(Some(entry), force).await),
-                1 => drop(queue.unload(None, force).await),
+                0 => drop(queue.unload(Some(entry), forced_by).await),
+                1 => drop(queue.unload(None, forced_by).await),
                 2 | 3 if unpin => drop(queue.unpin(&entry.key).await),
                 2 | 3 => drop(queue.pin(entry).await),
                 4 => drop(queue.hold(entry, "x".into(), ttl).await),
@@ -412,7 +413,7 @@ impl<'a> World<'a> {
             }
             let queue = self.queue.clone();
             self.tasks.spawn(async move {
-                let _ = queue.unload(None, true).await;
+                let _ = queue.unload(None, Some("ann".to_owned())).await;
                 let _ = queue.trim("").await;
             });
             self.pass_until_all_have_ended().await?;

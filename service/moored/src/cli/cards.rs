@@ -24,13 +24,13 @@ pub(super) struct Reserve {
     /// For how long: up to 24h
     #[arg(long = "for", value_name = "TIME", default_value = "10m")]
     pub(super) ttl: String,
-    /// What it is for, as `moored status` shows it
+    /// What it is for; shown by `moored status`
     #[arg(long, default_value = "")]
     pub(super) label: String,
     /// The card [default: the one with the most free memory]
     #[arg(long, conflicts_with = "renew")]
     pub(super) card: Option<String>,
-    /// The process that it is for: the reservation ends with it, if not before
+    /// The process that it is for: the reservation ends with it at the latest
     #[arg(long, value_name = "PID", conflicts_with = "renew")]
     pub(super) process: Option<u32>,
     /// Renew this reservation instead of making another
@@ -48,7 +48,7 @@ pub(super) struct Release {
 pub(super) struct Recycle {
     /// The card [default: every card]
     pub(super) card: Option<String>,
-    /// Do not wait for what runs: it is tried again on the new process
+    /// Do not wait for running jobs: they are retried on the new process
     #[arg(long)]
     pub(super) force: bool,
 }
@@ -127,6 +127,7 @@ pub(super) async fn recycle(client: &Client, options: Recycle, json: bool) -> Re
     let request = v1::RecycleRequest {
         card: options.card.unwrap_or_default(),
         force: options.force,
+        client_id: client.name.clone(),
     };
     let cards = residency.recycle(request).await?.into_inner().cards;
     match json {

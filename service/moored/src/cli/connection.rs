@@ -11,11 +11,12 @@ use tonic::codegen::http;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 use tonic_types::pb;
 
-use super::CliError;
+use super::wire::{Answers, WireError};
+use super::{CliError, interrupt};
 use crate::config::Client;
 use crate::proto::v1;
 use crate::proto::v1::generation_client::GenerationClient;
@@ -28,7 +29,7 @@ use crate::proto::v1::server_client::ServerClient;
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-pub(super) type Wire = InterceptedService<Channel, Credentials>;
+pub(super) type Wire = InterceptedService<Answers, Credentials>;
 
 /// A connection with its stubs.
 #[derive(Clone)]
@@ -94,15 +95,24 @@ impl Address {
 /// Endpoint of the last connection, for the message when it is lost.
 static CONNECTED: Mutex<String> = Mutex::new(String::new());
 
-/// The endpoint, if this status means that the connection was lost.
-pub(super) fn lost(status: &Status) -> Option<String> {
+fn endpoint() -> String {
+    CONNECTED.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// The error of a stream that ended without its last event, as when a proxy drops it.
+pub(super) fn cut() -> CliError {
+    CliError::Lost { endpoint: endpoint() }
+}
+
+/// The error, if this status means that the connection was lost, or that somebody else answered.
+pub(super) fn lost(status: &Status) -> Option<CliError> {
     let of_connection = matches!(
         status.code(),
         Code::Unknown | Code::Unavailable | Code::Internal | Code::Cancelled
     );
     // A status that the service sent has no source on this side.
     let is_lost = of_connection && status.details().is_empty() && std::error::Error::source(status).is_some();
-    is_lost.then(|| CONNECTED.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    is_lost.then(|| WireError::of(status, &endpoint()).map_or_else(cut, CliError::Wire))
 }
 
 impl Connection {
@@ -130,18 +140,18 @@ impl Connection {
                 .tls_config(tls(client.ca_file.as_deref())?)
                 .map_err(|problem| unreachable(root_cause(&problem)))?;
         }
-        let channel = endpoint.connect().await.map_err(|problem| {
-            let mut cause = root_cause(&problem);
-            if cause.contains("UnknownIssuer") || cause.contains("certificate") {
-                cause.push_str(" (client.ca_file or MOORED_CA_FILE names certificates to trust)");
-            }
-            unreachable(cause)
-        })?;
+        let connected = async {
+            endpoint.connect().await.map_err(|problem| {
+                let known = WireError::of(&problem, &address.url);
+                known.map_or_else(|| unreachable(root_cause(&problem)), CliError::Wire)
+            })
+        };
+        let channel = interrupt::or(connected).await?;
         address
             .url
             .clone_into(&mut CONNECTED.lock().unwrap_or_else(PoisonError::into_inner));
         Ok(Connection {
-            wire: InterceptedService::new(channel, Credentials { header }),
+            wire: InterceptedService::new(Answers::of(channel), Credentials { header }),
         })
     }
 
@@ -184,7 +194,8 @@ fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
 
 /// TLS with the CA certificates of a file, or the system's.
 fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
-    let config = ClientTlsConfig::new();
+    // A server that has not agreed to HTTP/2 is found by what it answers.
+    let config = ClientTlsConfig::new().assume_http2(true);
     let Some(file) = ca_file else {
         return Ok(config.with_native_roots());
     };
@@ -251,12 +262,10 @@ impl Refusal {
             v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
             v1::Reason::WorkerDied => "the service's log says how the worker ended",
-            v1::Reason::Cancelled => {
-                "somebody cancelled this job (`moored cancel`, or whoever unloaded its model by force)"
-            }
             v1::Reason::SlowReader => "write results to a faster place, or ask for fewer in one call",
             v1::Reason::DiskFull => "hub.cache, or HF_HUB_CACHE, names a folder on another disk",
             v1::Reason::Unspecified
+            | v1::Reason::Cancelled
             | v1::Reason::PullFailed
             | v1::Reason::InvalidRequest
             | v1::Reason::ModelDamaged

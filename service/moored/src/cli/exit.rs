@@ -1,6 +1,6 @@
 //! Exit codes, by which scripts tell failures apart. docs/OPERATING.md lists them.
 
-use super::CliError;
+use super::{CliError, interrupt};
 use crate::proto::v1::Reason;
 
 /// Kind of a failure, by what the caller can do about it.
@@ -25,6 +25,8 @@ pub(super) enum Exit {
     File = 8,
     /// Ctrl-C, or somebody cancelled the job: 128 + SIGINT, as shells have it.
     Cancelled = 130,
+    /// SIGTERM: 128 + its number.
+    Terminated = 143,
 }
 
 impl Exit {
@@ -40,7 +42,8 @@ impl Exit {
             },
             CliError::InsecureToken { .. } => Exit::Token,
             CliError::File { .. } | CliError::Exists(_) | CliError::Output(_) => Exit::File,
-            CliError::Interrupted(_) => Exit::Cancelled,
+            CliError::Interrupted(_) => interrupt::exit(),
+            CliError::Wire(error) => error.exit(),
             CliError::DoesNotFit(_) => Exit::DoesNotFit,
             CliError::NotNow(_) => Exit::TryAgain,
             CliError::Serve(_) | CliError::Failed(_) => Exit::Failed,

@@ -5,7 +5,6 @@ use std::io::{IsTerminal as _, Write as _};
 use futures::StreamExt as _;
 use residency::Bytes;
 use serde_json::json;
-use tokio::signal::unix::{SignalKind, signal};
 
 use super::arguments::{Generate, MediumChoice, Output, Plan, Settings};
 use super::brought::Brought;
@@ -15,7 +14,7 @@ use super::pull::WhenMissing;
 use super::request::{Wanted, medium_of, prompts_of, recipe_of, request_of};
 use super::results::Results;
 use super::show::Show;
-use super::{CliError, screen};
+use super::{CliError, connection, interrupt, screen};
 use crate::config::Client;
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
@@ -169,7 +168,7 @@ impl Order {
             }
             let attempt = async || {
                 let mut request = request.clone();
-                let handles = self.brought.bring(connection, &mut request).await?;
+                let handles = interrupt::or(self.brought.bring(connection, &mut request)).await?;
                 let generated = generate(connection, request, &mut show).await;
                 handles.release(connection).await;
                 generated
@@ -332,14 +331,18 @@ pub(super) struct Generated {
     pub(super) model: String,
 }
 
-/// Sends a request and follows it to its end. Ctrl-C drops the stream, which cancels the job.
+/// Sends a request and follows it to its end. A signal drops the stream, which cancels the job.
 pub(super) async fn generate(
     connection: &Connection,
     request: Asked,
     show: &mut Show,
 ) -> Result<Generated, CliError> {
-    // One listener, from before the job exists to its end: a Ctrl-C between two events is not lost.
-    let mut interrupted = signal(SignalKind::interrupt())?;
+    let generated = interrupt::or(follow(connection, request, show)).await;
+    show.end();
+    generated
+}
+
+async fn follow(connection: &Connection, request: Asked, show: &mut Show) -> Result<Generated, CliError> {
     let mut generation = connection.generation();
     let events = match request {
         Asked::Generate(image) => generation.generate_image(image).await,
@@ -352,29 +355,22 @@ pub(super) async fn generate(
         done: v1::Done::default(),
         model: String::new(),
     };
-    loop {
-        let event = tokio::select! {
-            event = events.next() => event,
-            _ = interrupted.recv() => {
-                show.end();
-                return Err(CliError::Interrupted("cancelled".to_owned()));
-            }
-        };
-        let Some(event) = event else { break };
-        let event = event.inspect_err(|_| show.end())?;
+    while let Some(event) = events.next().await {
+        let event = event?;
         show.event(&event)?;
         match event.event {
             Some(Kind::Artifact(chunk)) => {
-                let added = generated.results.add(chunk);
-                added.map_err(CliError::Failed).inspect_err(|_| show.end())?;
+                generated.results.add(chunk).map_err(CliError::Failed)?;
             }
             Some(Kind::Accepted(accepted)) => generated.model = accepted.model.unwrap_or_default().id,
-            Some(Kind::Done(done)) => generated.done = done,
+            Some(Kind::Done(done)) => {
+                generated.done = done;
+                return Ok(generated);
+            }
             _ => {}
         }
     }
-    show.end();
-    Ok(generated)
+    Err(connection::cut())
 }
 
 /// The times of a finished job in a line.

@@ -10,7 +10,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::CliError;
+use super::{CliError, interrupt};
 use crate::config::{Client, Config};
 use crate::serve::{self, ServeError};
 
@@ -32,20 +32,31 @@ impl LocalService {
         let (stop, stopped) = oneshot::channel();
         let served = tokio::spawn(serve::run(config, Some(ready), Some(stopped)));
         let service = LocalService { stop, served };
-        let Ok(address) = address.await else {
-            // It ended before it listened: its own error says why.
-            service.end().await?;
-            return Err(CliError::Failed(
-                "the service ended before it listened".to_owned(),
-            ));
+        let started = async {
+            let Ok(address) = address.await else {
+                return Ok(None);
+            };
+            let client = Client {
+                endpoint: format!("http://{address}"),
+                token_file,
+                ..client
+            };
+            ready_at(&client).await?;
+            Ok(Some(client))
         };
-        let client = Client {
-            endpoint: format!("http://{address}"),
-            token_file,
-            ..client
-        };
-        match ready_at(&client).await {
-            Ok(()) => Ok((service, client)),
+        match interrupt::or(started).await {
+            Ok(Some(client)) => Ok((service, client)),
+            Ok(None) => {
+                // It ended before it listened: its own error says why.
+                service.end().await?;
+                Err(CliError::Failed(
+                    "the service ended before it listened".to_owned(),
+                ))
+            }
+            Err(problem @ CliError::Interrupted(_)) => {
+                let _ = service.end().await; // it was told to stop: how it fails at that is no news
+                Err(problem)
+            }
             Err(problem) => {
                 service.end().await?;
                 Err(problem)

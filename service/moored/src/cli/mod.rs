@@ -12,6 +12,7 @@ mod doctor;
 mod exit;
 mod files;
 mod generate;
+mod interrupt;
 mod local;
 mod models;
 mod names;
@@ -27,6 +28,7 @@ mod shell;
 mod show;
 mod status;
 mod version;
+mod wire;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -35,6 +37,7 @@ use tokio::sync::oneshot;
 
 use arguments::{Arguments, Command, Verbosity};
 use exit::Exit;
+use interrupt::Second;
 
 use crate::config::{Config, DEFAULTS};
 use crate::{process, serve, telemetry};
@@ -56,6 +59,9 @@ pub(crate) enum CliError {
          `--endpoint` or MOORED_ENDPOINT; `moored run MODEL PROMPT` needs none"
     )]
     Unreachable { endpoint: String, problem: String },
+    /// Something between here and the service, or in its place, failed.
+    #[error(transparent)]
+    Wire(#[from] wire::WireError),
     /// The connection ended in the middle of a call.
     #[error(
         "the connection to {endpoint} was lost before the job ended; see whether the service still runs (`moored status`, \
@@ -93,7 +99,7 @@ pub(crate) enum CliError {
     /// The planned request cannot run now.
     #[error("{0}")]
     NotNow(String),
-    /// Ctrl-C.
+    /// Ctrl-C, or SIGTERM.
     #[error("{0}")]
     Interrupted(String),
     /// Output could not be written.
@@ -103,10 +109,8 @@ pub(crate) enum CliError {
 
 impl From<tonic::Status> for CliError {
     fn from(status: tonic::Status) -> CliError {
-        match connection::lost(&status) {
-            Some(endpoint) => CliError::Lost { endpoint },
-            None => CliError::Refused(Box::new(connection::Refusal::of(&status))),
-        }
+        connection::lost(&status)
+            .unwrap_or_else(|| CliError::Refused(Box::new(connection::Refusal::of(&status))))
     }
 }
 
@@ -153,43 +157,65 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
         .build()?;
     let ended = runtime.block_on(async move {
         let client = &config.client;
+        match &arguments.command {
+            // A service stops by itself. What is removed from the cache waits for a yes alone, in the only thread there is.
+            Command::Serve(_) | Command::Rm { .. } => {}
+            Command::Run(_) | Command::Demo(_) => interrupt::listen(Second::IsForTheService)?,
+            _ => interrupt::listen(Second::Exits)?,
+        }
         match arguments.command {
             Command::Serve(options) => {
                 telemetry::tell_age("start the service");
                 let stop = options.end_with_stdin.then(end_of_stdin);
                 Ok(serve::run(config, None, stop).await?)
             }
+            // These clear up before they end on a signal.
             Command::Run(options) => run::run(config, options, json).await,
             Command::Demo(options) => demo::run(config, options, json).await,
-            Command::Doctor => doctor::run(config, json).await,
             Command::Generate(options) => generate::run(client, options, json).await,
             Command::Film(options) => generate::film(client, options, json).await,
             Command::Play(options) => generate::run(client, options.into_generate(), json).await,
-            Command::Plan(options) => generate::plan(client, options, json).await,
-            Command::Status(options) => status::run(client, options, json).await,
-            Command::Models { available: true, .. } => models::available(&config, json).await,
-            Command::Models { adapters: true, .. } => models::list_adapters(client, json).await,
-            Command::Models { .. } => models::list(client, json).await,
-            Command::Info { model } => models::info(&config, &model, json).await,
-            Command::Pull { model, dry_run } => pull::run(config.hub, &model, dry_run, json).await,
-            Command::Rm { model, yes } => models::remove(&config, &model, yes, json),
-            Command::Load(options) => residency::load(client, options, json).await,
-            Command::Unload(options) => residency::unload(client, options, json).await,
-            Command::Pin(options) => residency::pin(client, options, json).await,
-            Command::Trim(options) => cards::trim(client, options, json).await,
-            Command::Reserve(options) => cards::reserve(client, options, json).await,
-            Command::Release(options) => cards::release(client, options, json).await,
-            Command::Recycle(options) => cards::recycle(client, options, json).await,
-            Command::Jobs { all } => residency::jobs(client, all, json).await,
-            Command::Cancel { job } => residency::cancel(client, job, json).await,
-            Command::Config { .. } | Command::Worker | Command::Completions { .. } | Command::Man { .. } => {
-                Ok(()) // done above
-            }
+            other => interrupt::or(ask(&config, other, json)).await,
         }
     });
     // A thread that waits for a file system that does not answer ends with the process.
     runtime.shutdown_timeout(LAST_THREADS);
     ended
+}
+
+/// The commands that may be dropped at any time.
+async fn ask(config: &Config, command: Command, json: bool) -> Result<(), CliError> {
+    let client = &config.client;
+    match command {
+        Command::Doctor => doctor::run(config.clone(), json).await,
+        Command::Plan(options) => generate::plan(client, options, json).await,
+        Command::Status(options) => status::run(client, options, json).await,
+        Command::Models { available: true, .. } => models::available(config, json).await,
+        Command::Models { adapters: true, .. } => models::list_adapters(client, json).await,
+        Command::Models { .. } => models::list(client, json).await,
+        Command::Info { model } => models::info(config, &model, json).await,
+        Command::Pull { model, dry_run } => pull::run(config.hub.clone(), &model, dry_run, json).await,
+        Command::Rm { model, yes } => models::remove(config, &model, yes, json),
+        Command::Load(options) => residency::load(client, options, json).await,
+        Command::Unload(options) => residency::unload(client, options, json).await,
+        Command::Pin(options) => residency::pin(client, options, json).await,
+        Command::Trim(options) => cards::trim(client, options, json).await,
+        Command::Reserve(options) => cards::reserve(client, options, json).await,
+        Command::Release(options) => cards::release(client, options, json).await,
+        Command::Recycle(options) => cards::recycle(client, options, json).await,
+        Command::Jobs { all } => residency::jobs(client, all, json).await,
+        Command::Cancel { job } => residency::cancel(client, job, json).await,
+        Command::Serve(_)
+        | Command::Run(_)
+        | Command::Demo(_)
+        | Command::Generate(_)
+        | Command::Film(_)
+        | Command::Play(_)
+        | Command::Config { .. }
+        | Command::Worker
+        | Command::Completions { .. }
+        | Command::Man { .. } => Ok(()), // done by the callers
+    }
 }
 
 /// The log filter: `info` for a service, `warn` for other commands, unless options or settings say otherwise.

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use super::arguments::Verbosity;
 use super::connection::{Connection, Refusal};
-use super::{CliError, catalogue, screen};
+use super::{CliError, catalogue, interrupt, screen};
 use crate::config;
 use crate::hub::{Base, Hub, Plan, Progress, Reference};
 use crate::proto::v1;
@@ -183,8 +183,7 @@ impl WhenMissing {
         };
         let size = decimal(plan.bytes_missing);
         screen::ask(&format!("{model} is not here: {size} to pull. Pull it? [y/N] "))?;
-        let mut answer = String::new();
-        std::io::stdin().read_line(&mut answer)?;
+        let answer = interrupt::or(screen::answer()).await?;
         Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
     }
 }

@@ -11,7 +11,7 @@ use super::connection::Connection;
 use super::names::short_key;
 use super::pull::WhenMissing;
 use super::show::{Show, freed_json, kept_json};
-use super::{CliError, screen};
+use super::{CliError, connection, screen};
 use crate::config::Client;
 use crate::proto::v1;
 
@@ -60,16 +60,16 @@ async fn bring_in(
 ) -> Result<v1::Done, CliError> {
     let mut events = connection.residency().load(request).await?.into_inner();
     let mut show = Show::new(json);
-    let mut done = v1::Done::default();
+    let mut done = None;
     while let Some(event) = events.next().await {
         let event = event.inspect_err(|_| show.end())?;
         show.event(&event)?;
         if let Some(v1::event::Event::Done(last)) = event.event {
-            done = last;
+            done = Some(last);
         }
     }
     show.end();
-    Ok(done)
+    done.ok_or_else(connection::cut)
 }
 
 pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Result<(), CliError> {
@@ -85,6 +85,7 @@ pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Resu
             model.map(|model| options.formats.of(model)).transpose()?
         },
         force: options.force,
+        client_id: client.name.clone(),
     };
     let mut residency = Connection::open(client).await?.residency();
     let done = residency.unload(request).await?.into_inner();
@@ -235,6 +236,7 @@ pub(super) async fn cancel(client: &Client, job: String, json: bool) -> Result<(
         .cancel(v1::CancelJobRequest {
             job_id: job,
             release_latents: false,
+            client_id: client.name.clone(),
         })
         .await?
         .into_inner()

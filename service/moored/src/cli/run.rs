@@ -9,7 +9,7 @@ use super::arguments::Run;
 use super::connection::Connection;
 use super::generate::{Order, model_of};
 use super::local::{self, LocalService};
-use super::{CliError, catalogue, pull, screen};
+use super::{CliError, catalogue, interrupt, pull, screen};
 use crate::config::Config;
 use crate::hub::Reference;
 use crate::models::Models;
@@ -42,7 +42,7 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
     };
     let (connection, own) = match Connection::open(&config.client).await {
         Ok(connection) => {
-            let is_there = is_listed(&connection, &options.model).await?;
+            let is_there = interrupt::or(is_listed(&connection, &options.model)).await?;
             order.set_model(&named(&options.model, is_there, tell)?);
             (connection, None)
         }
@@ -54,7 +54,7 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
             let model = named(&options.model, is_here(&models, &options.model), tell)?;
             order.set_model(&model);
             if let Some(reference) = Reference::of_entry(&model).filter(|_| !is_here(&models, &model)) {
-                pull::here(config.hub.clone(), &reference, false, json).await?;
+                interrupt::or(pull::here(config.hub.clone(), &reference, false, json)).await?;
             }
             tell(&format!(
                 "no service runs at {listen}: starting one, which ends with this command (`moored serve` keeps one running)"
@@ -71,7 +71,7 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
     let outcome = async {
         if is_open {
             order.set_formats(AUTO);
-            prepare(&connection, &order, json).await?;
+            interrupt::or(prepare(&connection, &order, json)).await?;
         }
         order.carry_out(&connection, true, json).await
     }

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::{Value, json};
+use tokio::sync::oneshot;
 
 use super::CliError;
 use super::arguments::Verbosity;
@@ -58,6 +59,18 @@ pub(super) fn ask(question: &str) -> Result<(), CliError> {
     Ok(std::io::stderr().flush()?)
 }
 
+/// Reads the answer to a question. Nothing waits for it once its future is dropped.
+pub(super) async fn answer() -> Result<String, CliError> {
+    let (sender, answer) = oneshot::channel();
+    // A thread of its own: it ends with the process, however long the line takes.
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        let read = std::io::stdin().read_line(&mut line);
+        let _ = sender.send(read.map(|_| line)); // whoever asked may have left
+    });
+    Ok(answer.await.map_err(std::io::Error::other)??)
+}
+
 /// Prints rows under a heading; in a pipe, with tabs between the columns.
 pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliError> {
     if !std::io::stdout().is_terminal() {
@@ -91,6 +104,7 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Exists(_) => "FILE_EXISTS".to_owned(),
             CliError::Usage(_) => "USAGE".to_owned(),
             CliError::Failed(_) => "FAILED".to_owned(),
+            CliError::Wire(error) => error.reason().to_owned(),
             CliError::Lost { .. } => "CONNECTION_LOST".to_owned(),
             CliError::InsecureToken { .. } => "INSECURE_TOKEN".to_owned(),
             CliError::DoesNotFit(_) => "NEVER_FITS".to_owned(),

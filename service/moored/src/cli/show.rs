@@ -352,6 +352,12 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
     object
 }
 
+impl Drop for Show {
+    fn drop(&mut self) {
+        self.end(); // a command that is interrupted leaves no bar
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

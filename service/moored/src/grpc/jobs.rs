@@ -2,6 +2,7 @@
 
 use tonic::{Request, Response, Status};
 
+use super::caller::Caller;
 use super::convert::job_out;
 use super::server::Service;
 use super::status::status_of;
@@ -24,11 +25,13 @@ impl Jobs for Service {
         &self,
         request: Request<v1::CancelJobRequest>,
     ) -> Result<Response<v1::CancelJobResponse>, Status> {
+        let caller = Caller::of(&request);
         let asked = request.into_inner();
+        let client = caller.name(asked.client_id).map_err(|e| status_of(&e))?;
         let cancelled = if asked.release_latents {
-            self.queue.discard(&asked.job_id).await
+            self.queue.discard(&asked.job_id, client).await
         } else {
-            self.queue.cancel(&asked.job_id).await
+            self.queue.cancel(&asked.job_id, client).await
         };
         let cancelled = cancelled.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::CancelJobResponse { cancelled }))

@@ -131,7 +131,9 @@ impl Residency for Service {
         &self,
         request: Request<v1::UnloadRequest>,
     ) -> Result<Response<v1::UnloadResponse>, Status> {
+        let caller = Caller::of(&request);
         let request = request.into_inner();
+        let client = caller.name(request.client_id).map_err(|e| status_of(&e))?;
         let named = request.model.as_ref().filter(|model| !model.id.is_empty());
         let entry = match named {
             Some(model) => Some(self.entry_in_use(model).await.map_err(|e| status_of(&e))?),
@@ -139,7 +141,7 @@ impl Residency for Service {
         };
         let report = self
             .queue
-            .unload(entry, request.force)
+            .unload(entry, request.force.then_some(client))
             .await
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::UnloadResponse {
@@ -336,9 +338,11 @@ impl Residency for Service {
         &self,
         request: Request<v1::RecycleRequest>,
     ) -> Result<Response<v1::RecycleResponse>, Status> {
+        let caller = Caller::of(&request);
         let request = request.into_inner();
+        let client = caller.name(request.client_id).map_err(|e| status_of(&e))?;
         let card = self.card_id(&request.card).map_err(|e| status_of(&e))?;
-        let cards = self.queue.recycle(&card, request.force).await;
+        let cards = self.queue.recycle(&card, client, request.force).await;
         let cards = cards.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::RecycleResponse { cards }))
     }

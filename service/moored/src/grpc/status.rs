@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use engine::{Error, Shortfall};
+use engine::{CancelledBy, Error, Shortfall};
 use prost::Message as _;
 use prost_types::Any;
 use tonic::{Code, Status};
@@ -28,6 +28,13 @@ pub(crate) fn status_of(error: &Error) -> Status {
     let mut details = vec![match error {
         // The id is metadata too, so that no client parses the message.
         Error::ModelNotFound { id } => info_with(reason, [("model", cut(id, LONGEST_PROBLEM_CHARACTERS))]),
+        Error::Cancelled(by) => {
+            let (how, client) = cancellation(by);
+            match client {
+                Some(client) => info_with(reason, [("how", how.to_owned()), ("by", client.to_owned())]),
+                None => info_with(reason, [("how", how.to_owned())]),
+            }
+        }
         _ => error_info(reason),
     }];
     match error {
@@ -47,7 +54,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::ModelUnsupported(_)
         | Error::NotBuilt { .. }
         | Error::Deadline { .. }
-        | Error::Cancelled
+        | Error::Cancelled(_)
         | Error::SlowReader { .. }
         | Error::WorkerDied { .. }
         | Error::NotFinite { .. }
@@ -128,6 +135,16 @@ pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
     Err(invalid(field, problem))
 }
 
+/// How a job was cancelled, in the words of errors.proto, and by which client.
+fn cancellation(by: &CancelledBy) -> (&'static str, Option<&str>) {
+    match by {
+        CancelledBy::Call { client } => ("cancel", Some(client)),
+        CancelledBy::Unload { client, .. } => ("unload", Some(client)),
+        CancelledBy::Left => ("left", None),
+        CancelledBy::Unread => ("unread", None),
+    }
+}
+
 /// The stable reason of an error.
 pub(super) fn reason_of(error: &Error) -> Reason {
     code_of(error).1
@@ -147,7 +164,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::QueueFull { .. } | Error::InputsFull { .. } => (Code::ResourceExhausted, Reason::QueueFull),
         Error::SlowReader { .. } => (Code::ResourceExhausted, Reason::SlowReader),
         Error::Deadline { .. } => (Code::DeadlineExceeded, Reason::Deadline),
-        Error::Cancelled => (Code::Cancelled, Reason::Cancelled),
+        Error::Cancelled(_) => (Code::Cancelled, Reason::Cancelled),
         Error::WorkerDied { .. } => (Code::Aborted, Reason::WorkerDied),
         Error::CardNotReady(_) => (Code::Unavailable, Reason::CardNotReady),
         Error::NotFinite { .. } => (Code::Internal, Reason::NotFinite),

@@ -73,7 +73,10 @@ impl Core {
     pub(super) fn end(&mut self, id: &JobId, result: Result<(), Error>, now: Instant) {
         self.replan = true;
         self.dirty = true;
-        if result.as_ref().is_err_and(|error| *error != Error::Cancelled) {
+        if result
+            .as_ref()
+            .is_err_and(|error| !matches!(error, Error::Cancelled(_)))
+        {
             self.tell_undecoded_latents(id, now);
         }
         let Some(mut job) = self.jobs.remove(id) else {
@@ -92,7 +95,7 @@ impl Core {
             }
             Err(error) => {
                 info.state = match error {
-                    Error::Cancelled => "cancelled",
+                    Error::Cancelled(_) => "cancelled",
                     _ => "failed",
                 };
                 info.error = Some(error.clone());

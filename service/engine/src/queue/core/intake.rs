@@ -9,7 +9,7 @@ use residency::{Bytes, ComponentId, Policy};
 use tokio::time::Instant;
 
 use super::Core;
-use crate::error::Error;
+use crate::error::{CancelledBy, Error};
 use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork};
 use crate::library::{Entry, OpenModel};
 use crate::queue::core::Effect;
@@ -366,13 +366,14 @@ impl Core {
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.listeners.remove(&listener);
         if job.listeners.is_empty() && !job.detached {
-            self.stop(id, Error::Cancelled, now);
+            self.stop(id, Error::Cancelled(CancelledBy::Left), now);
         }
     }
 
     pub(in crate::queue) fn cancel(
         &mut self,
         id: &str,
+        client: String,
         release_latents: bool,
         now: Instant,
     ) -> Result<bool, Error> {
@@ -383,7 +384,7 @@ impl Core {
         if let Some(job) = self.jobs.get_mut(id) {
             job.releases_latents |= release_latents;
             let id = job.id.clone();
-            self.stop(&id, Error::Cancelled, now);
+            self.stop(&id, Error::Cancelled(CancelledBy::Call { client }), now);
             return Ok(true);
         }
         if self.ended.knows(id) {

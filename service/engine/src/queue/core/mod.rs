@@ -36,7 +36,7 @@ use super::shares::Shares;
 use super::unloads::{PendingTrim, PendingUnload};
 use super::view::View;
 use super::{CardSignal, Settings};
-use crate::error::Error;
+use crate::error::{CancelledBy, Error};
 use crate::job::{JobId, JobSpec};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Ticket};
@@ -331,7 +331,7 @@ impl Core {
         let unread = live.filter(|job| !job.detached && job.listeners.is_empty());
         let unread: Vec<JobId> = unread.map(|job| job.id.clone()).collect();
         for id in unread {
-            self.stop(&id, Error::Cancelled, now);
+            self.stop(&id, Error::Cancelled(CancelledBy::Unread), now);
         }
     }
 

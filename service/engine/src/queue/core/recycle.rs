@@ -9,13 +9,11 @@ use crate::error::Error;
 use crate::queue::recycles::PendingRecycle;
 use crate::queue::request::Reply;
 
-/// What the log and a job's client are told.
-const REASON: &str = "it was asked for";
-
 impl Core {
     pub(in crate::queue) fn recycle(
         &mut self,
         card: &str,
+        client: &str,
         force: bool,
         reply: Reply<Result<Vec<String>, Error>>,
         now: Instant,
@@ -26,9 +24,9 @@ impl Core {
             return;
         }
         for &index in &asked {
-            self.cards[index].retire();
+            self.cards[index].retire(client);
             if force {
-                self.cards[index].recycle(REASON);
+                self.cards[index].recycle_retiring();
             }
         }
         self.recycles.push(PendingRecycle::new(asked, reply));
@@ -39,7 +37,7 @@ impl Core {
     pub(super) fn recycle_retired_workers(&mut self) {
         for card in &mut self.cards {
             if card.is_retired() {
-                card.recycle(REASON);
+                card.recycle_retiring();
             }
         }
     }

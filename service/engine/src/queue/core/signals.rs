@@ -207,7 +207,9 @@ impl Core {
                 }
                 return self.fail_if(&id, ending, now);
             }
-            Outcome::Cancelled => Err(Error::Cancelled),
+            Outcome::Cancelled => Err(Error::Internal(
+                "the worker let go of a stage that nobody had cancelled".to_owned(),
+            )),
             Outcome::Failed(failure) => Err(self.failed(&id, index, &running, failure)),
         };
         match ending.map_or(result, Err) {

@@ -4,7 +4,7 @@ use residency::Bytes;
 use tokio::time::Instant;
 
 use super::Core;
-use crate::error::Error;
+use crate::error::{CancelledBy, Error};
 use crate::library::Entry;
 use crate::messages::{Answer, Command};
 use crate::queue::cards::Errand;
@@ -34,7 +34,7 @@ impl Core {
     pub(in crate::queue) fn unload(
         &mut self,
         entry: Option<EntryToUnload>,
-        force: bool,
+        forced_by: Option<String>,
         reply: Reply<Result<UnloadReport, Error>>,
         now: Instant,
     ) {
@@ -43,13 +43,17 @@ impl Core {
         let mut pending = PendingUnload::new(self.number(), entry, reply);
         let users = self.jobs.values().filter(|job| pending.concerns(job));
         pending.waits_for = users.map(|job| job.id.clone()).collect();
-        if force {
+        if forced_by.is_some() {
             pending.report.cancelled_jobs = pending.waits_for.iter().cloned().collect();
         }
         let cancelled = pending.report.cancelled_jobs.clone();
+        let by = CancelledBy::Unload {
+            entry: pending.entry.as_ref().map(|entry| entry.key.clone()),
+            client: forced_by.unwrap_or_default(),
+        };
         self.unloads.push(pending);
         for id in cancelled {
-            self.stop(&id, Error::Cancelled, now);
+            self.stop(&id, Error::Cancelled(by.clone()), now);
         }
         self.replan = true;
     }

@@ -1,0 +1,84 @@
+"""What gRPC says of a line to a service that fails: TLS, a proxy, a server of another kind.
+
+gRPC for Python tells it in words alone, which differ from version to version: they are read here,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Cause = Literal["unreachable", "lost", "name", "certificate", "no_tls", "not_http2", "cut", "proxy"]
+
+_HTTP_STATUS = re.compile(r"http2 header with status: (\d{3})")
+
+_ADVICE = {
+    401: "a proxy in front of the service does not let this client in: it has rules of its own, "
+    "beside the service's token. Ask who runs it",
+    413: "a proxy in front of the service does not take a request as large as this: raise its "
+    "limit (nginx: client_max_body_size 0)",
+    502: "a proxy does not reach the service behind it: see whether the service runs there, and "
+    "whether the proxy speaks HTTP/2 to it (nginx: grpc_pass)",
+    503: "a proxy in front of the service takes no more calls now: try again in a while",
+    504: "the service did not answer a proxy in time: see whether the service still runs, and "
+    "raise the proxy's time limit (nginx: grpc_read_timeout)",
+}
+_ADVICE[403], _ADVICE[429] = _ADVICE[401], _ADVICE[503]
+_NO_SERVICE = (
+    "a web server, not moored: see whether that is the service's address. A proxy in front of it "
+    "has to hand gRPC on (nginx: grpc_pass)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Why no answer of the service itself arrives."""
+
+    cause: Cause
+    message: str
+    http_status: int = 0
+    """Of a proxy's answer; 0 where there was none."""
+
+
+def told(said: str, endpoint: str) -> Told | None:
+    """What gRPC's words say of the line to this endpoint; None: nothing that is known."""
+    if found := _HTTP_STATUS.search(said):
+        status = int(found[1])
+        advice = _ADVICE.get(status, _NO_SERVICE)
+        return Told("proxy", f"{endpoint} answers HTTP {status}: {advice}", status)
+    words = said.lower()
+    if "wrong_version_number" in words:
+        return Told(
+            "no_tls",
+            f"{endpoint} answers without TLS: write http:// instead of https://, or name the proxy "
+            "that has the certificate",
+        )
+    if any(one in words for one in ("certificate_verify", "peer certificate", "hostname verif")):
+        return Told(
+            "certificate",
+            f"The certificate of {endpoint} is not trusted: name the PEM file of its authority by "
+            "MOORED_CA_FILE, and the service by the name in its certificate",
+        )
+    if any(
+        one in words
+        for one in ("http1.x server", "failed parsing http/2", "no_application_protocol")
+    ):
+        return Told(
+            "not_http2",
+            f"{endpoint} does not speak HTTP/2, which moored needs: see whether that is the "
+            "service's address. A proxy in front of it has to take HTTP/2 (nginx: http2 in listen)",
+        )
+    # The second: of an answer with a page, whose status gRPC may forget over its end.
+    if any(one in words for one in ("received rst_stream", "end_stream flag received")):
+        return Told(
+            "cut",
+            f"The call to {endpoint} was ended on the way, and not by the service: a proxy in "
+            "between may have a limit of size or time (nginx: client_max_body_size, "
+            "grpc_read_timeout), or the service behind it has ended",
+        )
+    # Versions of gRPC word it differently.
+    if any(one in words for one in ("dns resolution failed", "name not found", "resolving")):
+        return Told("name", f"There is no machine by the name of {endpoint}: see how it is spelt")
+    return None
