@@ -215,8 +215,8 @@ async fn a_job_may_be_cancelled_while_its_model_is_opened_anew() {
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     let order = worker.order().await;
     worker.finish(order.ticket, replaced());
-    queue.cancel(&job.id).await.unwrap();
-    assert_eq!(end(&mut job).await, Err(Error::Cancelled));
+    queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
+    assert_eq!(end(&mut job).await, Err(cancelled_by("ann")));
     assert!(worker.is_idle().await);
     at_rest(&queue).await;
 }
