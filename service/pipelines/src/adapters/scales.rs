@@ -4,6 +4,7 @@
 //! configuration of peft's folder (`adapter_config.json`). Without one the scale is 1.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
@@ -12,6 +13,7 @@ use gpu::{Stored, TensorEntry};
 use half::{bf16, f16};
 use regex::Regex;
 use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 
 use super::AdapterError;
@@ -26,9 +28,9 @@ struct PeftConfiguration {
     r: Option<f64>,
     lora_alpha: Option<f64>,
     #[serde(default)]
-    rank_pattern: HashMap<String, f64>,
+    rank_pattern: Patterns,
     #[serde(default)]
-    alpha_pattern: HashMap<String, f64>,
+    alpha_pattern: Patterns,
     #[serde(default)]
     use_rslora: bool,
     #[serde(default)]
@@ -41,11 +43,76 @@ struct PeftConfiguration {
     modules_to_save: Option<Vec<String>>,
 }
 
+/// Numbers by pattern of a layer's name, in the order of the file: of those that match a layer, peft takes the first.
+#[derive(Debug, Default)]
+struct Patterns(Vec<(String, f64)>);
+
+impl<'de> Deserialize<'de> for Patterns {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Patterns, D::Error> {
+        struct InOrder;
+        impl<'de> Visitor<'de> for InOrder {
+            type Value = Patterns;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("numbers by pattern")
+            }
+
+            fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Patterns, M::Error> {
+                let mut patterns = Vec::new();
+                while let Some(pattern) = map.next_entry()? {
+                    patterns.push(pattern);
+                }
+                Ok(Patterns(patterns))
+            }
+        }
+        deserializer.deserialize_map(InOrder)
+    }
+}
+
+/// The configuration of one component in a file's metadata, whose keys begin with the component's name and a dot.
+struct OfComponent<'a>(&'a str);
+
+impl<'de> DeserializeSeed<'de> for OfComponent<'_> {
+    type Value = PeftConfiguration;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<PeftConfiguration, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for OfComponent<'_> {
+    type Value = PeftConfiguration;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a configuration of peft for each component")
+    }
+
+    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<PeftConfiguration, M::Error> {
+        // A JSON value keeps no order, which patterns have.
+        let (mut others, mut alphas) = (serde_json::Map::new(), None);
+        while let Some(key) = map.next_key::<String>()? {
+            match key.strip_prefix(self.0).and_then(|own| own.strip_prefix('.')) {
+                Some("alpha_pattern") => alphas = Some(map.next_value::<Patterns>()?),
+                Some(own) => {
+                    others.insert(own.to_owned(), map.next_value()?);
+                }
+                None => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        let configuration = PeftConfiguration::deserialize(Value::Object(others));
+        let mut configuration = configuration.map_err(serde::de::Error::custom)?;
+        configuration.alpha_pattern = alphas.unwrap_or_default();
+        Ok(configuration)
+    }
+}
+
 /// Alphas from a configuration.
 #[derive(Debug, Default)]
 pub(super) struct Configured {
     alpha: Option<f64>,
-    /// By pattern of a layer's name.
+    /// By pattern of a layer's name; the first that matches counts.
     patterns: Vec<(Regex, f64)>,
     by_square_root: bool,
 }
@@ -78,13 +145,10 @@ impl Configured {
             return Ok(Configured::default());
         };
         let refused = |e: serde_json::Error| AdapterError::Scale(format!("its {KEY} cannot be read: {e}"));
-        let all: serde_json::Map<String, Value> = serde_json::from_str(text).map_err(refused)?;
-        let of_component = all.into_iter().filter_map(|(key, value)| {
-            let key = key.strip_prefix(component)?.strip_prefix('.')?;
-            Some((key.to_owned(), value))
-        });
-        let configuration = Value::Object(of_component.collect());
-        Configured::of(serde_json::from_value(configuration).map_err(refused)?)
+        let mut text = serde_json::Deserializer::from_str(text);
+        let configuration = OfComponent(component).deserialize(&mut text).map_err(refused)?;
+        text.end().map_err(refused)?;
+        Configured::of(configuration)
     }
 
     fn of(configuration: PeftConfiguration) -> Result<Configured, AdapterError> {
@@ -117,7 +181,7 @@ impl Configured {
                     "its alpha_pattern {pattern:?}: {error}"
                 ))),
             };
-        let patterns = configuration.alpha_pattern.into_iter().map(pattern);
+        let patterns = configuration.alpha_pattern.0.into_iter().map(pattern);
         let _ = (configuration.r, configuration.rank_pattern); // the tensors say what the ranks are
         Ok(Configured {
             alpha: configuration.lora_alpha,
@@ -182,5 +246,65 @@ pub(super) fn read_number(path: &Path, tensor: &str, entry: &TensorEntry) -> Res
             "tensor {tensor} is stored as {:?} where a number is expected",
             entry.stored
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LAYER: &str = "transformer_blocks.0.attn.to_q";
+
+    /// Patterns that all match [`LAYER`], the first with an alpha of 8, the others with less.
+    fn overlapping() -> String {
+        let patterns = [
+            "to_q",
+            "attn.to_q",
+            "attn..*",
+            ".*to_q",
+            ".*",
+            "0.attn.to_q",
+            "to_.",
+            "t.*",
+        ];
+        let patterns = patterns.iter().zip([8, 7, 6, 5, 4, 3, 2, 1]);
+        let patterns: Vec<String> = patterns
+            .map(|(pattern, alpha)| format!("\"{pattern}\":{alpha}"))
+            .collect();
+        format!("{{{}}}", patterns.join(","))
+    }
+
+    #[test]
+    fn of_patterns_that_overlap_the_first_in_the_file_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("adapter_config.json");
+        let configuration = format!(r#"{{"peft_type":"LORA","alpha_pattern":{}}}"#, overlapping());
+        std::fs::write(&path, configuration).unwrap();
+        let of_folder = Configured::of_folder(&path).unwrap();
+        let text = format!(
+            r#"{{"text_encoder.lora_alpha":9,"transformer.r":4,"transformer.alpha_pattern":{}}}"#,
+            overlapping()
+        );
+        let metadata = HashMap::from([("lora_adapter_metadata".to_owned(), text)]);
+        let of_metadata = Configured::of_metadata(&metadata, "transformer").unwrap();
+        for configured in [of_folder, of_metadata] {
+            assert_eq!(configured.scale(LAYER, 1, None).unwrap(), 8.0);
+        }
+        let of_other = Configured::of_metadata(&metadata, "text_encoder").unwrap();
+        assert_eq!(of_other.scale(LAYER, 1, None).unwrap(), 9.0);
+    }
+
+    #[test]
+    fn metadata_that_is_no_configuration_is_refused() {
+        for text in [
+            "[]",
+            r#"{"transformer.alpha_pattern":[]}"#,
+            "{} {}",
+            r#"{"transformer.r":"x"}"#,
+        ] {
+            let metadata = HashMap::from([("lora_adapter_metadata".to_owned(), text.to_owned())]);
+            let refused = Configured::of_metadata(&metadata, "transformer");
+            assert!(refused.is_err(), "{text}");
+        }
     }
 }
