@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use gpu::{CardDescription, CardKind};
 use pipelines::{Rung, StagePlan};
 use residency::{Bytes, Component, ComponentId, StageNeed};
 
@@ -36,6 +37,16 @@ impl Need {
             headroom,
             later,
         }
+    }
+
+    /// The ways to run it on a card: what is left in the machine's memory takes the same memory as on a card that is the
+    /// machine's, where it would be in no ledger.
+    #[must_use]
+    pub(crate) fn on_card(mut self, card: &CardDescription) -> Need {
+        if let Some(plan) = self.plan.as_mut().filter(|_| card.kind == CardKind::Cpu) {
+            plan.rungs.retain(|rung| rung.from_host.is_empty());
+        }
+        self
     }
 
     /// What an order needs.
@@ -124,4 +135,51 @@ pub(crate) fn named(names: &[String], all: &[Component]) -> Vec<Component> {
         .iter()
         .filter_map(|name| all.iter().find(|component| component.name == *name));
     found.cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use pipelines::Role;
+
+    use super::*;
+
+    #[test]
+    fn a_card_that_is_the_machines_memory_leaves_nothing_in_it() {
+        let rung = |from_host: &[&str]| Rung {
+            label: String::new(),
+            scratch: Bytes::mib(1),
+            approximate: false,
+            from_host: from_host.iter().map(|&name| name.to_owned()).collect(),
+        };
+        let plan = StagePlan {
+            name: "denoise".to_owned(),
+            role: Role::Sample,
+            components: vec!["adapter".to_owned()],
+            rungs: vec![rung(&[]), rung(&["adapter"])],
+            shape: String::new(),
+            steps: 1,
+            takes: Vec::new(),
+            gives: Vec::new(),
+            per_item: true,
+            memo: None,
+            section: None,
+            shared: None,
+            reads_media: false,
+            preview: None,
+        };
+        let rungs_on = |kind: CardKind| {
+            let card = CardDescription {
+                id: String::new(),
+                kind,
+                name: String::new(),
+                total: Bytes::gib(1),
+                compute_capability: None,
+                compute_dtype: "f32".to_owned(),
+            };
+            let need = Need::of_stage(plan.clone(), &[], Vec::new(), Bytes::ZERO);
+            need.on_card(&card).rungs().len()
+        };
+        assert_eq!(rungs_on(CardKind::Cpu), 1);
+        assert_eq!(rungs_on(CardKind::Cuda), 2);
+    }
 }

@@ -111,12 +111,16 @@ pub trait Gpu {
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError>;
 
     /// Reads a component into the machine's memory, from where the card reads it when it is used: for components that the
-    /// card has no memory for. The handle frees it when it is dropped.
+    /// card has no memory for. The handle frees it when it is dropped. Calls `progress` as [`Gpu::load`] does.
     ///
     /// # Errors
     /// [`LoadError`].
-    fn read_on_host(&mut self, plan: &LoadPlan) -> Result<ComponentTensors, LoadError> {
-        read_on_host(plan)
+    fn read_on_host(
+        &mut self,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<ComponentTensors, LoadError> {
+        read_on_host(plan, progress)
     }
 
     /// Frees a component and verifies by the driver's figures that its memory was freed.

@@ -85,11 +85,20 @@ impl CpuCard {
 }
 
 /// Reads a component's tensors into system memory.
-pub(crate) fn read_on_host(plan: &LoadPlan) -> Result<ComponentTensors, LoadError> {
+pub(crate) fn read_on_host(
+    plan: &LoadPlan,
+    progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+) -> Result<ComponentTensors, LoadError> {
     match plan {
-        LoadPlan::Synthetic(_) => Ok(ComponentTensors::default()),
+        LoadPlan::Synthetic(total) => {
+            let (done, total) = (*total, *total);
+            match progress(LoadProgress { done, total }) {
+                ControlFlow::Break(()) => Err(LoadError::Cancelled),
+                ControlFlow::Continue(()) => Ok(ComponentTensors::default()),
+            }
+        }
         LoadPlan::Files(sources) => {
-            let tensors = read_tensors(sources, &mut |_| ControlFlow::Continue(()))?;
+            let tensors = read_tensors(sources, progress)?;
             Ok(ComponentTensors::of_weights(tensors))
         }
     }

@@ -12,6 +12,7 @@ mod claims;
 mod link;
 mod models;
 mod moves;
+mod on_host;
 mod stage;
 mod thread;
 
@@ -30,6 +31,7 @@ pub use thread::{CardCommands, CardThread, ThreadEnd, spawn};
 
 use models::Models;
 use moves::MoveError;
+use on_host::OnHost;
 
 /// Configuration of a card.
 #[derive(Clone, Debug)]
@@ -48,6 +50,9 @@ pub struct CardSettings {
     pub poll_while_late: Duration,
     /// Minimum interval of progress events of one load.
     pub progress_interval: Duration,
+    /// Bytes of components that are kept in the machine's memory for the next stage that reads them from there, until the card is
+    /// idle.
+    pub on_host: Bytes,
 }
 
 impl Default for CardSettings {
@@ -60,6 +65,7 @@ impl Default for CardSettings {
             poll: Duration::from_millis(250),
             poll_while_late: Duration::from_millis(25),
             progress_interval: Duration::from_millis(50),
+            on_host: Bytes::gib(2),
         }
     }
 }
@@ -119,6 +125,7 @@ pub struct Card {
     gpu: Box<dyn Gpu>,
     ledger: Ledger,
     models: Models,
+    on_host: OnHost,
     settings: CardSettings,
     clock: Box<dyn Clock>,
     faults: Box<dyn Faults>,
@@ -155,6 +162,7 @@ impl Card {
             gpu,
             ledger,
             models: Models::new(catalogue, dtype),
+            on_host: OnHost::new(settings.on_host),
             settings,
             clock,
             faults: Box::new(ProcessFaults),

@@ -268,6 +268,7 @@ impl Card {
 
     /// The janitor, run on a card that has been idle for a while.
     pub(super) fn run_janitor(&mut self, link: &mut dyn Link) -> Result<(), MoveError> {
+        self.on_host.clear();
         for each in idle_moves(&self.ledger, self.clock.now(), self.idle_policy()) {
             match each {
                 Move::Evict(component) => {

@@ -1,7 +1,6 @@
 //! Runs a stage under its lease, with retries when it runs out of memory.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -135,6 +134,7 @@ impl Card {
     ) -> Result<Result<Given, StageFailure>, Halt> {
         let stage = run.need.on_rung(rung, None);
         let mut timeline = Timeline::begin("run");
+        let on_host = self.components_on_host(run, rung, link)?;
         let largest_block = self.defragment(stage.scratch, link)?;
         let room = self.ledger.usable();
         let before = self.ledger.summary();
@@ -148,7 +148,7 @@ impl Card {
         self.gpu.begin_stage();
         timeline.part("see that scratch can be had");
         let paths = AttentionPaths::now();
-        let result = self.compute(run, rung, link);
+        let result = self.compute(run, rung, &on_host, link);
         report.attention = AttentionPaths::since(paths);
         timeline.part("compute");
         let peak = self.gpu.stage_peak();
@@ -205,15 +205,15 @@ impl Card {
         &mut self,
         run: &StageAttempt<'_>,
         rung: usize,
+        on_host: &[(String, Arc<ComponentTensors>)],
         link: &mut dyn Link,
     ) -> Result<Given, StageFailure> {
         let Some((first, _)) = run.stages.split_first() else {
             return Ok(Given::new());
         };
-        let from_host = self.read_on_host(run, rung)?;
         let gpu = &*self.gpu;
         let tensors = |name: &str| -> Result<Arc<ComponentTensors>, StageError> {
-            if let Some(tensors) = from_host.get(name) {
+            if let Some((_, tensors)) = on_host.iter().find(|(on_host, _)| on_host == name) {
                 return Ok(Arc::clone(tensors));
             }
             let component = run.need.components.iter().find(|c| c.name == name);
@@ -255,25 +255,6 @@ impl Card {
             Ok(Err(error)) => Err(StageFailure::Error(error)),
             Err(panic) => Err(StageFailure::Panic(panic_message(&*panic))),
         }
-    }
-
-    /// Reads the components that a rung leaves in the machine's memory.
-    fn read_on_host(
-        &mut self,
-        run: &StageAttempt<'_>,
-        rung: usize,
-    ) -> Result<HashMap<String, Arc<ComponentTensors>>, StageFailure> {
-        let names = run.rung(rung).map_or(&[][..], |rung| &rung.from_host);
-        let read = names.iter().map(|name| {
-            let plan = run.model.load_plan(name);
-            let plan =
-                plan.ok_or_else(|| StageError::BadInput(format!("the model has no component {name}")))?;
-            let tensors = self.gpu.read_on_host(plan);
-            let tensors = tensors.map_err(|error| StageError::BadInput(format!("{name}: {error}")))?;
-            Ok((name.clone(), Arc::new(tensors)))
-        });
-        let read: Result<HashMap<_, _>, StageError> = read.collect();
-        read.map_err(StageFailure::Error)
     }
 
     /// Converts a failure to the attempt's outcome. If the card may be at fault, runs the canary.

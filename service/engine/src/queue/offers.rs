@@ -283,7 +283,8 @@ impl View<'_> {
             let plan = open.model.plan(request).ok()?;
             for index in needed(&plan, run) {
                 let plan = plan.get(index)?.clone();
-                let mut need = Need::of_stage(plan, &open.components, Vec::new(), job.options.headroom);
+                let need = Need::of_stage(plan, &open.components, Vec::new(), job.options.headroom);
+                let mut need = need.on_card(description);
                 self.learned.improve(&mut need, open.model.family(), description);
                 stages.push(need.least());
             }

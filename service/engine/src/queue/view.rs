@@ -88,11 +88,13 @@ impl<'a> View<'a> {
     /// memory can be had at once.
     pub(super) fn need_on(&self, job: &JobRecord, index: usize, card: usize) -> Option<Need> {
         let description = &self.cards[card].description;
-        let mut need = job.need(index, &description.compute_dtype)?;
+        let need = job.need(index, &description.compute_dtype)?;
+        let mut need = need.on_card(description);
         let open = job.models.get(&description.compute_dtype)?;
         if let Some(plan) = need.plan.as_ref().filter(|plan| plan.preview.is_some()) {
             let plan = plan.clone().with_previews();
-            let mut previewed = Need::of_stage(plan, &open.components, need.later.clone(), need.headroom);
+            let previewed = Need::of_stage(plan, &open.components, need.later.clone(), need.headroom);
+            let mut previewed = previewed.on_card(description);
             self.learned
                 .improve(&mut previewed, open.model.family(), description);
             let ledger = self.ledger_for(job, card);

@@ -1,5 +1,8 @@
 //! Stages: progress, previews, and failures.
 
+use std::path::Path;
+
+use engine::card::CardSettings;
 use engine::messages::*;
 use pipelines::HostTensor;
 use residency::*;
@@ -53,6 +56,74 @@ fn a_picture_is_determined_by_prompt_and_seed() {
     assert_eq!(first, paint("a red cube", 1));
     assert_ne!(first, paint("a red cube", 2));
     assert_ne!(first, paint("a blue cube", 1));
+}
+
+/// An order for the sampling whose transformer stays in the machine's memory.
+fn from_host(bench: &mut Bench, path: &Path) -> Order {
+    let mut order = bench.stage(path, "denoise");
+    if let Work::Stage(work) = &mut order.work {
+        work.plan.rungs[0].from_host = vec!["transformer".to_owned()];
+    }
+    order
+}
+
+fn reads(bench: &Bench) -> Vec<String> {
+    let calls = bench.calls().into_iter();
+    calls.filter(|call| call.starts_with("read")).collect()
+}
+
+#[test]
+fn what_stays_in_the_machines_memory_is_read_once_until_the_card_is_idle() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("1GiB");
+    for _ in 0..3 {
+        let order = from_host(&mut bench, &path);
+        bench.completed(order);
+    }
+    assert_eq!(reads(&bench), ["read 100.0 MiB"], "for all stages");
+    assert!(bench.resident().is_empty());
+    bench.tick_after(10_000);
+    let order = from_host(&mut bench, &path);
+    bench.completed(order);
+    assert_eq!(reads(&bench).len(), 2, "an idle card keeps nothing for itself");
+}
+
+#[test]
+fn more_than_the_bound_is_not_kept_in_the_machines_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let settings = CardSettings {
+        headroom: Bytes::ZERO,
+        on_host: Bytes::mib(99),
+        ..CardSettings::default()
+    };
+    let mut bench = bench_with("1GiB", settings);
+    for _ in 0..2 {
+        let order = from_host(&mut bench, &path);
+        bench.completed(order);
+    }
+    assert_eq!(reads(&bench).len(), 2);
+}
+
+#[test]
+fn reading_into_the_machines_memory_is_cancelled() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    let mut bench = bench("1GiB");
+    let mut cancelled = 0;
+    for polls in 0..8 {
+        let order = from_host(&mut bench, &path);
+        bench.link.cancel_in.set(Some(polls));
+        let outcome = bench.run(order);
+        bench.link.cancel_in.set(None);
+        let reads = reads(&bench);
+        if reads.last().is_some_and(|call| call.ends_with("was cancelled")) {
+            assert!(matches!(outcome, Outcome::Cancelled), "{outcome:?}");
+            cancelled += 1;
+        }
+    }
+    assert_eq!(cancelled, 1, "{:?}", reads(&bench));
 }
 
 #[test]

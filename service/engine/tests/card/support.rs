@@ -80,6 +80,19 @@ impl Gpu for Probe {
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
         self.card.tensors(id)
     }
+    fn read_on_host(
+        &mut self,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<ComponentTensors, LoadError> {
+        let result = self.card.read_on_host(plan, progress);
+        let bytes = plan.bytes();
+        self.saw(match &result {
+            Ok(_) => format!("read {bytes}"),
+            Err(error) => format!("read {bytes}: {error}"),
+        });
+        result
+    }
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
         let result = self.card.unload(id);
         self.saw(format!("unload {id}"));
