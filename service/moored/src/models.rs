@@ -1,12 +1,13 @@
 //! The models that requests can name: folders are scanned, ids resolved, defaults merged.
 
 mod adapters;
+mod listing;
 
 use std::collections::HashMap;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
-use std::time::{Duration, Instant, SystemTime};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
 use engine::Error;
 use engine::library::Entry;
@@ -16,6 +17,8 @@ use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 use crate::config::Models as Settings;
 use crate::hub;
 use crate::proto::v1;
+use adapters::FoundAdapter;
+use listing::Listing;
 
 /// Id of the model that ships with the project, and is the default where nothing else is.
 pub(crate) const SHIPPED_ID: &str = "moored/demo";
@@ -34,12 +37,6 @@ const SHIPPED: [(&str, &str); 3] = [
 
 /// Endings of models in one file.
 const SINGLE_FILES: [&str; 5] = [".instant.json", ".safetensors", ".gguf", ".pth", ".pt"];
-
-/// Lifetime of a listing; a model that it lacks is looked for at once.
-const LISTING_LIFETIME: Duration = Duration::from_secs(10);
-
-/// Timeout of waiting for a scan that another thread does.
-const LOOK_LIMIT: Duration = Duration::from_secs(1);
 
 /// A model that can be named.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,44 +66,10 @@ pub(crate) struct Models {
     settings: Settings,
     /// Scanned after the folders.
     hub_cache: PathBuf,
-    listing: RwLock<Option<(Instant, Arc<Vec<Found>>)>>,
-    /// One thread scans at a time: a folder may never answer, and must not block more threads.
-    looking: Looking,
+    listing: Listing<Found>,
+    adapter_listing: Listing<FoundAdapter>,
     /// Which files of the hub cache hold a transformer alone, by the paths of their contents, which never change.
     transformers: Mutex<HashMap<PathBuf, bool>>,
-}
-
-/// Whether a scan of the folders is running.
-#[derive(Default)]
-struct Looking {
-    under_way: Mutex<bool>,
-    ended: Condvar,
-}
-
-impl Looking {
-    /// Begins a scan; `None` when another runs, after waiting for its end up to [`LOOK_LIMIT`].
-    fn begin(&self) -> Option<Turn<'_>> {
-        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
-        if *under_way {
-            let waited = self
-                .ended
-                .wait_timeout_while(under_way, LOOK_LIMIT, |under_way| *under_way);
-            drop(waited);
-            return None;
-        }
-        *under_way = true;
-        Some(Turn(self))
-    }
-}
-
-/// The permit to scan the folders; dropping it releases it.
-struct Turn<'a>(&'a Looking);
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        *self.0.under_way.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.0.ended.notify_all();
-    }
 }
 
 impl Models {
@@ -114,8 +77,8 @@ impl Models {
         Models {
             settings,
             hub_cache,
-            listing: RwLock::new(None),
-            looking: Looking::default(),
+            listing: Listing::default(),
+            adapter_listing: Listing::default(),
             transformers: Mutex::default(),
         }
     }
@@ -132,27 +95,20 @@ impl Models {
 
     /// Every model, by id; scans when the listing is too old.
     pub(crate) fn list(&self) -> Arc<Vec<Found>> {
-        match self.cached() {
-            Some((when, listing)) if when.elapsed() < LISTING_LIFETIME => listing,
-            _ => self.rescan(),
-        }
+        self.listing.current(|| self.scan())
     }
 
     /// The last listing, however old. Scans only when there is none.
     pub(crate) fn known(&self) -> Arc<Vec<Found>> {
-        self.cached()
-            .map_or_else(|| self.rescan(), |(_, listing)| listing)
-    }
-
-    fn cached(&self) -> Option<(Instant, Arc<Vec<Found>>)> {
-        self.listing.read().ok().and_then(|listing| listing.clone())
+        self.listing.known(|| self.scan())
     }
 
     /// Scans the folders, however recent the listing. While another scan is blocked by a folder, it is the last listing.
     pub(crate) fn rescan(&self) -> Arc<Vec<Found>> {
-        let Some(_turn) = self.looking.begin() else {
-            return self.cached().map(|(_, listing)| listing).unwrap_or_default();
-        };
+        self.listing.rescan(|| self.scan())
+    }
+
+    fn scan(&self) -> Vec<Found> {
         // What is configured by path comes first, then the folders in their order; the first of an id and
         // revision wins. A hub cache lists the revision of `main` first, which the stable sort keeps.
         let configured = self
@@ -173,11 +129,7 @@ impl Models {
             }
         }
         found.sort_by(|a, b| a.id.cmp(&b.id));
-        let listing = Arc::new(found);
-        if let Ok(mut cached) = self.listing.write() {
-            *cached = Some((Instant::now(), Arc::clone(&listing)));
-        }
-        listing
+        found
     }
 
     /// Whether a file of a hub cache holds a transformer alone. Each content is read once.

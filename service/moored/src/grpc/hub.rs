@@ -55,7 +55,8 @@ impl Hub for Service {
                     News::Progress(progress) => yield event(Event::Progress(progress.into())),
                     News::End(Ok(pulled)) => {
                         // The listing has the model before the client is told.
-                        let looked = tokio::task::spawn_blocking(move || drop(models.rescan())).await;
+                        let look = move || drop((models.rescan(), models.rescan_adapters()));
+                        let looked = tokio::task::spawn_blocking(look).await;
                         if let Err(panic) = looked {
                             tracing::warn!(%panic, "models could not be looked for");
                         }

@@ -2,6 +2,7 @@
 //! and what ships with the project.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use engine::Error;
 use engine::library::Entry;
@@ -58,8 +59,33 @@ impl FoundAdapter {
 }
 
 impl Models {
-    /// Every adapter, by id; of several with one id, the first that was found. Scans folders.
-    pub(crate) fn adapters(&self) -> Vec<FoundAdapter> {
+    /// Every adapter, by id; of several with one id, the first that was found. Scans folders when the listing is too old.
+    pub(crate) fn adapters(&self) -> Arc<Vec<FoundAdapter>> {
+        self.adapter_listing.current(|| self.scan_adapters())
+    }
+
+    /// Scans the folders for adapters, however recent the listing.
+    pub(crate) fn rescan_adapters(&self) -> Arc<Vec<FoundAdapter>> {
+        self.adapter_listing.rescan(|| self.scan_adapters())
+    }
+
+    /// The adapters with these among them, if they are there now: what the listing lacks, or what is gone, is looked for.
+    fn adapters_with<'a>(&self, asked: impl Iterator<Item = &'a str>) -> Arc<Vec<FoundAdapter>> {
+        let there = self.adapters();
+        let mut found = asked.map(|asked| find(&there, asked));
+        match found.all(|found| found.is_some_and(|found| found.path.exists())) {
+            true => there,
+            false => self.rescan_adapters(),
+        }
+    }
+
+    /// The name of the adapter that a request calls so, as far as it is known.
+    pub(crate) fn adapter_name(&self, asked: &str) -> Option<String> {
+        let known = self.adapter_listing.known(|| self.scan_adapters());
+        find(&known, asked).map(|found| found.id.clone())
+    }
+
+    fn scan_adapters(&self) -> Vec<FoundAdapter> {
         let mut found = Vec::new();
         for folder in &self.settings.adapters {
             scan(folder, "", DEPTH, &mut found);
@@ -103,7 +129,7 @@ impl Models {
             let problem = format!("has {} adapters; {MOST_ADAPTERS} are the most", asked.len());
             return Err(invalid("model.adapters", problem));
         }
-        let there = self.adapters();
+        let there = self.adapters_with(asked.iter().map(|asked| asked.id.as_str()));
         let mut files: Vec<AdapterFile> = Vec::new();
         for (index, asked) in asked.iter().enumerate() {
             let field = |name: &str| format!("model.adapters[{index}].{name}");
@@ -136,7 +162,7 @@ impl Models {
 
     /// The entry with these ControlNets behind its adapters, each once.
     pub(crate) fn with_control_nets(&self, entry: &Entry, ids: &[String]) -> Result<Entry, Error> {
-        let there = self.adapters();
+        let there = self.adapters_with(ids.iter().map(String::as_str));
         let mut files = entry.adapters.clone();
         for (index, id) in ids.iter().enumerate() {
             let found = find(&there, id);
@@ -358,9 +384,33 @@ mod tests {
             ".hidden.safetensors",
         ]);
         let models = models(folder.path());
-        let ids = models.adapters().into_iter().map(|adapter| adapter.id);
-        let ids: Vec<String> = ids.filter(|id| !id.starts_with(SHIPPED)).collect();
-        assert_eq!(ids, ["ink", "peft", "styles/oil", "styles/old/wax"]);
+        assert_eq!(own_ids(&models), ["ink", "peft", "styles/oil", "styles/old/wax"]);
+    }
+
+    /// Ids of the adapters that are listed, without those that ship with the project.
+    fn own_ids(models: &Models) -> Vec<String> {
+        let listed = models.adapters();
+        let ids = listed.iter().map(|adapter| adapter.id.clone());
+        ids.filter(|id| !id.starts_with(SHIPPED)).collect()
+    }
+
+    #[test]
+    fn folders_are_scanned_again_for_what_the_listing_lacks_and_for_what_is_gone() {
+        let folder = folder_with(&["ink.safetensors"]);
+        let models = models(folder.path());
+        let named = |id: &str| models.with_adapters(base(), &[adapter(id, None)], false);
+        assert!(named("ink").is_ok());
+        std::fs::write(folder.path().join("oil.safetensors"), "{}").unwrap();
+        assert!(named("ink").is_ok());
+        assert_eq!(own_ids(&models), ["ink"], "nothing was scanned for what is there");
+        assert!(named("oil").is_ok());
+        assert_eq!(own_ids(&models), ["ink", "oil"]);
+        std::fs::remove_file(folder.path().join("ink.safetensors")).unwrap();
+        assert!(matches!(named("ink"), Err(Error::Invalid(_))));
+        assert_eq!(own_ids(&models), ["oil"]);
+        // A folder that does not answer keeps nobody from what is known.
+        let _blocked = models.adapter_listing.block().unwrap();
+        assert!(named("oil").is_ok());
     }
 
     #[test]

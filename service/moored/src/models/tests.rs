@@ -205,7 +205,7 @@ fn a_scan_during_a_blocked_scan_returns_the_last_listing() {
     let models = models(folder.path());
     let lists = |listing: &[Found], id: &str| listing.iter().any(|found| found.id == id);
     assert!(lists(&models.list(), "plain"));
-    let turn = models.looking.begin().unwrap(); // a scan that is blocked
+    let turn = models.listing.block().unwrap(); // a scan that is blocked
     std::fs::create_dir(folder.path().join("more")).unwrap();
     std::fs::write(folder.path().join("more/model_index.json"), "{}").unwrap();
     assert!(!lists(&models.rescan(), "more"));
