@@ -227,7 +227,7 @@ pub struct JobReport {
     pub stages: Vec<StageReport>,
     /// Components that did not have to be loaded.
     pub resident_already: Vec<String>,
-    /// Approximations that were necessary for lack of memory.
+    /// Approximations that were necessary: for lack of memory, or of what a latent does not have.
     pub approximations: Vec<String>,
     /// Time from acceptance to the end.
     pub total: Duration,
@@ -277,6 +277,9 @@ pub struct LatentInfo {
     /// Remaining time to live.
     pub expires_in: Duration,
     pub bytes: Bytes,
+    /// Of a job with a mask: what the mask kept is in it as the autoencoder has it, and decoded it is not the picture's own
+    /// pixels, which the job's own results have.
+    pub pasted_over: bool,
 }
 
 /// A stored latent with its tensors.

@@ -31,6 +31,8 @@ struct Kept {
     keep: bool,
     /// Given up by a client: there for the jobs that lease it, for nobody else.
     given_up: bool,
+    /// See [`LatentInfo::pasted_over`].
+    pasted_over: bool,
 }
 
 impl Latents {
@@ -60,6 +62,7 @@ impl Latents {
             leases: 1,
             keep,
             given_up: false,
+            pasted_over: false,
         })
     }
 
@@ -102,8 +105,16 @@ impl Latents {
             leases: 0,
             keep: true,
             given_up: false,
+            pasted_over: false,
         });
         self.info(&id, now)
+    }
+
+    /// Its job's pictures have pixels that are not in it.
+    pub(super) fn mark_pasted_over(&mut self, id: &str) {
+        if let Some(kept) = self.kept.get_mut(id) {
+            kept.pasted_over = true;
+        }
     }
 
     /// Adds to what a job has made and leases.
@@ -145,6 +156,7 @@ impl Latents {
             decoder_id: kept.decoder_id.clone(),
             expires_in: (kept.last_used + self.ttl).saturating_duration_since(now),
             bytes: bytes_of(&kept.values),
+            pasted_over: kept.pasted_over,
         })
     }
 

@@ -322,6 +322,9 @@ impl Core {
             item: step.item,
             card,
         });
+        if !completed.approximate {
+            self.remember_values(id, step, &dtype, &completed.values);
+        }
         self.take_values(id, step, &dtype, completed.values, now)?;
         let Some(job) = self.jobs.get_mut(id) else {
             return Ok(());
@@ -333,6 +336,15 @@ impl Core {
             None => State::queued_on(index),
         };
         Ok(())
+    }
+
+    /// Keeps what a stage gave for other jobs, if it has a memo: only what is exact, since they may have the memory for that.
+    fn remember_values(&mut self, id: &JobId, step: Step, dtype: &str, values: &Values) {
+        if let StepKind::Stage(index) = step.kind
+            && let Some(key) = self.jobs.get(id).and_then(|job| job.memo_key(index, dtype))
+        {
+            self.memos.put(key, values.clone());
+        }
     }
 
     /// What a stage gave goes where later steps find it: for all items, for its own, or into the store where a client may
@@ -358,9 +370,6 @@ impl Core {
         if let Some(missing) = stage.gives.iter().find(|name| !values.contains_key(*name)) {
             let problem = format!("{} did not give {missing}", stage.name);
             return Err(Error::Internal(problem));
-        }
-        if let Some(key) = job.memo_key(index, dtype) {
-            self.memos.put(key, values.clone());
         }
         if !per_item {
             job.values.extend(values);
@@ -391,11 +400,15 @@ impl Core {
     fn keep_values(&mut self, id: &JobId, step: Step, dtype: &str, kept: Values, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let keeps = job.keeps_latents();
+        let pasted_over = job.is_pasted_over();
         match job.latents.get(&step.item) {
             Some(latent) => self.latents.extend_leased(latent, kept),
             None => {
                 let decoder = job.decoder_id(dtype);
                 let latent = self.latents.put_leased(kept, decoder, id.clone(), keeps, now);
+                if pasted_over {
+                    self.latents.mark_pasted_over(&latent);
+                }
                 job.latents.insert(step.item, latent);
             }
         }
