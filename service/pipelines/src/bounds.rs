@@ -1,7 +1,7 @@
 //! Bounds of requests for pictures and films, shared by families whose transformer has a token per 16 by 16 pixels.
 
 use crate::flow_match::first_step;
-use crate::{Audio, Image, InitImage, Medium, Request, RequestError};
+use crate::{Audio, ControlUse, Image, InitImage, Medium, Request, RequestError};
 
 /// Pixels per token along each axis.
 pub const PIXELS_PER_TOKEN: u32 = 16;
@@ -70,7 +70,7 @@ pub(crate) fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<R
     let found = (image.width, image.height);
     let problem = if found != expected {
         format!("is {found:?} pixels; {expected:?} is expected")
-    } else if image.rgb.len() as u64 != 3 * u64::from(found.0) * u64::from(found.1) {
+    } else if !image.is_whole() {
         format!("has {} bytes for {found:?} pixels of RGB", image.rgb.len())
     } else {
         return None;
@@ -130,6 +130,33 @@ pub(crate) fn decode_from_problem(audio: &Audio) -> Option<RequestError> {
     })
 }
 
+/// The fields of a request's ControlNet, by its index, that are out of bounds for a picture of this size.
+fn control_problems(index: usize, control: &ControlUse, expected: (u32, u32)) -> Vec<RequestError> {
+    let mut problems = Vec::new();
+    let mut refuse = |field: &str, problem: String| {
+        problems.push(RequestError::new(format!("controls[{index}].{field}"), problem));
+    };
+    let found = (control.image.width, control.image.height);
+    if found != expected || !control.image.is_whole() {
+        refuse("image", format!("is {found:?} pixels; {expected:?} is expected"));
+    }
+    let (start, end) = (control.start, control.end);
+    if !(0.0..=1.0).contains(&start) {
+        refuse(
+            "start",
+            format!("is {start}; a part of the steps, from 0 to 1, is expected"),
+        );
+    } else if !(start..=1.0).contains(&end) {
+        let problem = format!("is {end}; a part of the steps, from the start ({start}) to 1, is expected");
+        refuse("end", problem);
+    }
+    if !(-MAX_CONTROL_SCALE..=MAX_CONTROL_SCALE).contains(&control.scale) {
+        let (scale, most) = (control.scale, MAX_CONTROL_SCALE);
+        refuse("scale", format!("is {scale}; -{most} to {most} is expected"));
+    }
+    problems
+}
+
 /// All fields of a request for a picture that are out of bounds.
 pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
     let Medium::Image(picture) = &request.medium else {
@@ -147,7 +174,7 @@ pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
                 "mask",
                 "is given without a picture to change (init_image)".to_owned(),
             );
-        } else if found != expected || mask.grey.len() as u64 != u64::from(found.0) * u64::from(found.1) {
+        } else if found != expected || !mask.is_whole() {
             let bytes = mask.grey.len();
             refuse(
                 "mask",
@@ -155,39 +182,16 @@ pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
             );
         }
     }
-    for control in &picture.controls {
-        let (found, expected) = (
-            (control.image.width, control.image.height),
-            (picture.width, picture.height),
-        );
-        if found != expected || control.image.rgb.len() as u64 != 3 * u64::from(found.0) * u64::from(found.1)
-        {
-            refuse(
-                "controls.image",
-                format!("is {found:?} pixels; {expected:?} is expected"),
-            );
-        }
-        if !(0.0..=1.0).contains(&control.start) || !(control.start..=1.0).contains(&control.end) {
-            let problem = format!(
-                "from {} to {}; parts of the steps, from 0 to 1",
-                control.start, control.end
-            );
-            refuse("controls.start", problem);
-        }
-        if !(-MAX_CONTROL_SCALE..=MAX_CONTROL_SCALE).contains(&control.scale) {
-            let problem = format!(
-                "is {}; -{MAX_CONTROL_SCALE} to {MAX_CONTROL_SCALE} is expected",
-                control.scale
-            );
-            refuse("controls.scale", problem);
-        }
-    }
+    let controls = picture.controls.iter().enumerate();
+    let of_controls = controls
+        .flat_map(|(index, control)| control_problems(index, control, (picture.width, picture.height)));
+    of_controls.for_each(|RequestError { field, problem }| refuse(&field, problem));
     for image in &picture.references {
         let (width, height) = (image.width, image.height);
         let fits = [width, height].into_iter().all(|side| {
             (PIXELS_PER_TOKEN..=MAX_SIDE).contains(&side) && side.is_multiple_of(PIXELS_PER_TOKEN)
         });
-        if !fits || image.rgb.len() as u64 != 3 * u64::from(width) * u64::from(height) {
+        if !fits || !image.is_whole() {
             refuse(
                 "references",
                 format!("one is {width}x{height} pixels; multiples of {PIXELS_PER_TOKEN} are expected"),

@@ -18,7 +18,7 @@ use crate::media::{Piece, SampleFormat};
 use crate::out_of_memory::is_out_of_memory;
 use crate::plan::{StagePlan, ValueShape, Values};
 use crate::quantization::{Formats, Quantization};
-use crate::request::{Medium, Request, RequestError};
+use crate::request::{InitImage, Mask, Medium, Request, RequestError};
 
 /// Dtype and quantization of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -288,7 +288,8 @@ pub trait Model: Send + Sync {
     fn files_of(&self, component_name: &str) -> Vec<ModelFile>;
 
     /// The stages of a request, in order. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the
-    /// latents that a client may keep, bring back, and decode later.
+    /// latents that a client may keep, bring back, and decode later. Only sizes of pictures count: their data may be left out
+    /// ([`Request::lacks_pictures`]), but for the memos of what encodes them.
     ///
     /// # Errors
     /// All invalid fields of the request.
@@ -325,7 +326,8 @@ pub trait Model: Send + Sync {
         nearest_frames(seconds, frames_per_second)
     }
 
-    /// Smaller variants of a request that may fit where it does not, each with a label, the closest first.
+    /// Smaller variants of a request that may fit where it does not, each with a label, the closest first: to be planned, without
+    /// the data of pictures. The queue's task asks for them.
     fn smaller(&self, request: &Request) -> Vec<(String, Request)>;
 
     /// The smallest valid request, in one step: running all its stages proves that the model works.
@@ -368,8 +370,8 @@ pub(crate) fn nearest_frames(seconds: f32, frames_per_second: f32) -> u32 {
     (frames as u32).max(1)
 }
 
-/// The same request with its sides in three, two and one quarters, rounded down to a multiple of `grain` pixels: the
-/// fallbacks of most picture and video families.
+/// The same request with its sides in three, two and one quarters, rounded down to a multiple of `grain` pixels, and without
+/// the data of its pictures: the fallbacks of most picture and video families.
 pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Request)> {
     let smaller = [3, 2, 1].map(|quarters| {
         let side = |side: u32| side * quarters / 4 / grain * grain;
@@ -396,14 +398,15 @@ pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Reque
         if *width == 0 || *height == 0 {
             return None;
         }
+        let size = (*width, *height);
         if let Some(image) = init_image {
-            *image = image.resampled(*width, *height);
+            *image = InitImage::of_size(size);
         }
         if let Some(mask) = mask {
-            *mask = mask.resampled(*width, *height);
+            *mask = Mask::of_size(size);
         }
         for control in controls {
-            control.image = control.image.resampled(*width, *height);
+            control.image = InitImage::of_size(size);
         }
         Some((format!("{width}x{height}"), smaller))
     });

@@ -11,7 +11,7 @@ use crate::media::MediaFormat;
 pub struct InitImage {
     pub width: u32,
     pub height: u32,
-    /// RGB, 8 bits each, row-major.
+    /// RGB, 8 bits each, row-major; empty where only its size counts ([`Request::without_media_data`]).
     pub rgb: Bytes,
 }
 
@@ -24,7 +24,7 @@ pub struct Mask {
     pub width: u32,
     pub height: u32,
     /// A byte for each pixel, row-major: 0 stays as it is, 255 changes. Sampling takes 128 and more as changing; between,
-    /// the result is mixed with the picture that it started from.
+    /// the result is mixed with the picture that it started from. Empty where only its size counts.
     pub grey: Bytes,
 }
 
@@ -316,6 +316,22 @@ impl Request {
         request
     }
 
+    /// Whether the data of a picture is left out: such a request can be planned, and not run.
+    pub fn lacks_pictures(&self) -> bool {
+        let is_empty = |image: &InitImage| image.rgb.is_empty();
+        let start = self.medium.init_image().is_some_and(is_empty);
+        match &self.medium {
+            Medium::Image(image) => {
+                let mut controls = image.controls.iter().map(|control| &control.image);
+                start
+                    || image.references.iter().any(is_empty)
+                    || controls.any(is_empty)
+                    || image.mask.as_ref().is_some_and(|mask| mask.grey.is_empty())
+            }
+            Medium::Video(_) | Medium::Audio(_) => start,
+        }
+    }
+
     /// The request of one of several items: `item` is added to the seed.
     #[must_use]
     pub fn of_item(&self, item: u32) -> Request {
@@ -387,21 +403,23 @@ impl Image {
 }
 
 impl Mask {
-    /// Nearest-neighbour resampling: for planning a smaller request.
-    pub(crate) fn resampled(&self, width: u32, height: u32) -> Mask {
-        let from = |to: u32, to_side: u32, side: u32| {
-            (u64::from(to) * u64::from(side) / u64::from(to_side.max(1))) as usize
-        };
-        let at = |x: u32, y: u32| {
-            let place = from(y, height, self.height) * self.width as usize + from(x, width, self.width);
-            self.grey.get(place).copied().unwrap_or_default()
-        };
-        let grey = (0..height).flat_map(|y| (0..width).map(move |x| at(x, y)));
+    /// A mask of this size, without its data.
+    pub fn of_size((width, height): (u32, u32)) -> Mask {
         Mask {
             width,
             height,
-            grey: grey.collect(),
+            grey: Bytes::new(),
         }
+    }
+
+    /// Bytes of its data, all there.
+    pub fn whole_bytes(&self) -> u64 {
+        u64::from(self.width) * u64::from(self.height)
+    }
+
+    /// Whether its data is that of its size, or left out.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.grey.is_empty() || self.grey.len() as u64 == self.whole_bytes()
     }
 
     /// Mixes a generated picture with the one that it started from, RGB of this size: unmasked pixels are the start's.
@@ -417,24 +435,23 @@ impl Mask {
 }
 
 impl InitImage {
-    /// Nearest-neighbour resampling: for planning a smaller request.
-    pub(crate) fn resampled(&self, width: u32, height: u32) -> InitImage {
-        let from = |to: u32, to_side: u32, side: u32| {
-            (u64::from(to) * u64::from(side) / u64::from(to_side.max(1))) as usize
-        };
-        let row_bytes = self.width as usize * 3;
-        let pixels = (0..height).flat_map(|y| {
-            let row = from(y, height, self.height) * row_bytes;
-            (0..width).flat_map(move |x| {
-                let at = row + from(x, width, self.width) * 3;
-                (at..at + 3).map(|byte| self.rgb.get(byte).copied().unwrap_or_default())
-            })
-        });
+    /// A picture of this size, without its data.
+    pub fn of_size((width, height): (u32, u32)) -> InitImage {
         InitImage {
             width,
             height,
-            rgb: pixels.collect(),
+            rgb: Bytes::new(),
         }
+    }
+
+    /// Bytes of its data, all there.
+    pub fn whole_bytes(&self) -> u64 {
+        3 * u64::from(self.width) * u64::from(self.height)
+    }
+
+    /// Whether its data is that of its size, or left out.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.rgb.is_empty() || self.rgb.len() as u64 == self.whole_bytes()
     }
 }
 

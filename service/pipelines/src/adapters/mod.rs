@@ -176,6 +176,9 @@ pub enum AdapterError {
     /// The family takes no adapters.
     #[error("models of the family {family} take no adapters")]
     NotTaken { family: &'static str },
+    /// The family takes no ControlNets.
+    #[error("models of the family {family} take no ControlNets; FLUX.1 does")]
+    ControlNetNotTaken { family: &'static str },
     /// No tensor is of a layer of the model.
     #[error(
         "it is no adapter for {family}: none of its {tensors} tensors is of a layer of it ({first} is the first)"

@@ -87,6 +87,9 @@ fn open(
     targets: &[TargetComponent],
     dtype: DType,
 ) -> Result<(Adapter, Vec<ComponentFiles>), AdapterError> {
+    if is_control_net_folder(&file.path) {
+        return Err(AdapterError::ControlNetNotTaken { family });
+    }
     let is_folder = file.path.is_dir();
     let weights = match is_folder {
         true => {

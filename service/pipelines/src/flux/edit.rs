@@ -7,12 +7,12 @@
 use candle_core::{Device, Tensor};
 
 use super::config::{MASK_WIDTH, TransformerConfig};
-use super::control_net::OpenControlNet;
+use super::control_net::{OpenControlNet, acts_in};
 use super::model::FluxModel;
 use super::transformer::pack;
 use crate::bounds::PIXELS_PER_TOKEN;
 use crate::family::Model;
-use crate::start::CHANGES;
+use crate::start::{CHANGES, steps_run};
 use crate::{ControlUse, Image, InitImage, Mask, Request, RequestError, StageError, StagePlan, ValueShape};
 
 /// Names of the stages. That of a control picture is followed by its number.
@@ -90,24 +90,29 @@ pub(super) fn preferred_size(width: u32, height: u32) -> Result<(u32, u32), Requ
 }
 
 impl FluxModel {
-    /// The ControlNets that a request uses, in order.
-    pub(super) fn controls_of<'a>(
+    /// The ControlNets of a request that act in one of its steps, by their numbers. Others add nothing to it: they are not
+    /// needed, though their draws are made.
+    pub(super) fn controls_of<'a, 'i: 'a>(
         &'a self,
-        image: &'a Image,
-    ) -> impl Iterator<Item = (&'a ControlUse, &'a OpenControlNet)> {
+        request: &Request,
+        image: &'i Image,
+    ) -> impl Iterator<Item = (usize, &'i ControlUse, &'a OpenControlNet)> + use<'a, 'i> {
         let net = |each: &ControlUse| self.control_nets.iter().find(|net| net.name == each.name);
-        image
-            .controls
-            .iter()
-            .filter_map(move |each| Some((each, net(each)?)))
+        let steps = self.steps_of(request) as usize;
+        let acts =
+            move |each: &ControlUse| each.scale != 0.0 && (0..steps).any(|step| acts_in(each, step, steps));
+        let controls = image.controls.iter().enumerate();
+        let acting = controls.filter(move |(_, each)| acts(each));
+        acting.filter_map(move |(number, each)| Some((number, each, net(each)?)))
     }
 
     /// Problems of a request's ControlNets.
     fn control_problem(&self, image: &Image) -> Option<RequestError> {
-        for each in &image.controls {
+        for (index, each) in image.controls.iter().enumerate() {
+            let field = |name: &str| format!("controls[{index}].{name}");
             let Some(net) = self.control_nets.iter().find(|net| net.name == each.name) else {
                 let problem = format!("{} is not attached to the model", each.name);
-                return Some(RequestError::new("controls.id", problem));
+                return Some(RequestError::new(field("id"), problem));
             };
             let modes = net.config.num_mode;
             if let Some(modes) = modes
@@ -117,7 +122,7 @@ impl FluxModel {
                     "is missing or beyond those of {}, which is a union of {modes} modes",
                     each.name
                 );
-                return Some(RequestError::new("controls.mode", problem));
+                return Some(RequestError::new(field("mode"), problem));
             }
         }
         None
@@ -132,9 +137,9 @@ impl FluxModel {
     }
 
     /// The stages that encode what a request gives to edit.
-    pub(super) fn editing_stages(&self, image: &Image) -> Vec<StagePlan> {
+    pub(super) fn editing_stages(&self, request: &Request, image: &Image) -> Vec<StagePlan> {
         let autoencoder = self.autoencoder();
-        let controls = (0..image.controls.len()).map(|i| {
+        let controls = self.controls_of(request, image).map(|(i, ..)| {
             let (stage, value) = (format!("{ENCODE_CONTROL}{i}"), format!("{CONTROL}{i}"));
             autoencoder.encode_stage_named(&stage, &value, image)
         });
@@ -161,7 +166,7 @@ impl FluxModel {
     }
 
     /// Values of those stages.
-    pub(super) fn editing_values(&self, image: &Image) -> Vec<ValueShape> {
+    pub(super) fn editing_values(&self, request: &Request, image: &Image) -> Vec<ValueShape> {
         let latent = |name: &str, image: &Image| {
             let shape = self.autoencoder().latent(image).shape;
             ValueShape::new(name, shape)
@@ -169,7 +174,8 @@ impl FluxModel {
         let masked = (self.variant == Variant::Fill).then(|| latent(MASKED, image));
         let references = image.references.iter();
         let references = references.map(|r| latent(REFERENCE, &Image::of(r.width, r.height)));
-        let controls = (0..image.controls.len()).map(|i| latent(&format!("{CONTROL}{i}"), image));
+        let controls = self.controls_of(request, image);
+        let controls = controls.map(|(i, ..)| latent(&format!("{CONTROL}{i}"), image));
         masked.into_iter().chain(references).chain(controls).collect()
     }
 
@@ -177,6 +183,14 @@ impl FluxModel {
     pub(super) fn starts_from_latent(&self, request: &Request) -> bool {
         let is_whole = request.strength >= 1.0 && !request.from_values;
         crate::start::is_from_latent(request) && !(self.variant == Variant::Fill && is_whole)
+    }
+
+    /// Steps that are run.
+    pub(super) fn steps_of(&self, request: &Request) -> u32 {
+        match self.starts_from_latent(request) {
+            true => steps_run(request),
+            false => request.steps,
+        }
     }
 
     /// Tokens of reference pictures.

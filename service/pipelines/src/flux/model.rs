@@ -24,7 +24,6 @@ use crate::flow_match::SchedulerConfig;
 use crate::mmdit::is_modulator;
 use crate::plan::names;
 use crate::sampling::Denoiser;
-use crate::start::steps_run;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
@@ -181,10 +180,7 @@ impl FluxModel {
         let generated = (width / PIXELS_PER_TOKEN) as usize * (height / PIXELS_PER_TOKEN) as usize;
         let reference = self.reference_tokens(image);
         let picture = generated + reference;
-        let steps = match self.starts_from_latent(request) {
-            true => steps_run(request),
-            false => request.steps,
-        };
+        let steps = self.steps_of(request);
         let dtype = self.precision.dtype;
         let all_tokens = tokens as usize + picture;
         let denoiser = Denoiser {
@@ -199,7 +195,9 @@ impl FluxModel {
         let mut components = self
             .adapters
             .beside(&["transformer"], &request.adapters, UsedAs::Steps);
-        for (_, net) in self.controls_of(image) {
+        let mut controls = 0;
+        for (_, _, net) in self.controls_of(request, image) {
+            controls += 1;
             scratch += Bytes(net.config.scratch(tokens as usize, generated, steps, dtype));
             scratch += self.components.dequantizing(&net.component, all_tokens, |_| true);
             if !components.contains(&net.component) {
@@ -216,8 +214,8 @@ impl FluxModel {
         if request.has_curves() {
             beside.push_str(" curve");
         }
-        if !image.controls.is_empty() {
-            beside.push_str(&format!(" c{}", image.controls.len()));
+        if controls > 0 {
+            beside.push_str(&format!(" c{controls}"));
         }
         StagePlan {
             name: DENOISE.to_owned(),
@@ -235,7 +233,7 @@ impl FluxModel {
                 .encodings(request)
                 .into_iter()
                 .chain(latent)
-                .chain(self.editing_values(image))
+                .chain(self.editing_values(request, image))
                 .collect(),
             gives: names(&[LATENT]),
             per_item: true,
@@ -302,7 +300,7 @@ impl Model for FluxModel {
         if image.init_image.is_some() && !request.from_values {
             stages.push(self.autoencoder().encode_stage(image));
         }
-        stages.extend(self.editing_stages(image));
+        stages.extend(self.editing_stages(request, image));
         stages.extend([
             self.denoise_stage(request, image),
             self.autoencoder().decode_stage(image),

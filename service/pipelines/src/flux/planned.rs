@@ -39,7 +39,7 @@ impl FluxModel {
                 let generated = picture - self.reference_tokens(image);
                 let blocks = self.transformer.blocks();
                 let mut planned = blocks.planned(tokens + picture, generated, dtype);
-                for (_, net) in self.controls_of(image) {
+                for (_, _, net) in self.controls_of(request, image) {
                     let all = net.config.text_tokens(tokens) + generated;
                     planned.extend(net.config.trunk.blocks().planned(all, all, dtype));
                 }

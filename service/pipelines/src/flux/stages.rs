@@ -28,7 +28,7 @@ use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::t5::T5Encoder;
 use crate::text::tokenizers::TokenizeError;
-use crate::{HostTensor, Image, Observer, Piece, Request, StageError, StageRun, Values};
+use crate::{ControlUse, HostTensor, Image, Observer, Piece, Request, StageError, StageRun, Values};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -258,7 +258,7 @@ impl Stage<'_> {
                 double_blocks,
                 single_blocks,
             };
-            for (control, each) in controls.iter().zip(&image.controls) {
+            for (each, control) in &controls {
                 if acts_in(each, step, steps) {
                     control.compute(&seen, step, &mut go_on)?;
                     beside.active.push(control);
@@ -306,16 +306,16 @@ impl Stage<'_> {
         self.model.adapters.attach(uses, base, used_as, self.tensors)
     }
 
-    /// The request's ControlNets, with what all steps share.
-    fn prepared_controls(
+    /// The request's ControlNets that act, with what all steps share.
+    fn prepared_controls<'i>(
         &self,
         stage: &StageRun<'_>,
-        image: &Image,
+        image: &'i Image,
         prompted: &Prompted<'_>,
         times: &[f32],
-    ) -> Result<Vec<PreparedControl>, StageError> {
-        let controls = self.model.controls_of(image).enumerate();
-        let prepared = controls.map(|(number, (each, net))| {
+    ) -> Result<Vec<(&'i ControlUse, PreparedControl)>, StageError> {
+        let mut prepared = Vec::new();
+        for (number, each, net) in self.model.controls_of(self.request, image) {
             let name = format!("{CONTROL}{number}");
             let control = self.packed(stage.value(&name)?, &name)?;
             let tensors = (self.tensors)(&net.component)?;
@@ -323,9 +323,9 @@ impl Stage<'_> {
                 component: net.component.clone(),
                 missing,
             })?;
-            net.prepared(prompted, times, control, each)
-        });
-        prepared.collect()
+            prepared.push((each, net.prepared(prompted, times, control, each)?));
+        }
+        Ok(prepared)
     }
 
     /// A latent as tokens, in the dtype of the card.

@@ -14,7 +14,7 @@ use super::{
     DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT,
     LEFT, SAMPLING,
 };
-use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
+use crate::adapters::{AdapterError, AdapterFile, AdapterReport, is_control_net_folder};
 use crate::bounds::{decode_from_problem, no_references, slots_problem};
 use crate::family::{Model, ModelError, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
 use crate::files::read_json;
@@ -118,6 +118,9 @@ impl InstantModel {
 
     /// Adds the component of an adapter.
     fn attach(&mut self, file: &AdapterFile) -> Result<(), AdapterError> {
+        if is_control_net_folder(&file.path) {
+            return Err(AdapterError::ControlNetNotTaken { family: "instant" });
+        }
         let described: DescribedAdapter =
             read_json(&file.path).map_err(|error| AdapterError::File(error.to_string()))?;
         self.components.push(Component {
@@ -568,9 +571,8 @@ impl InstantModel {
         }
         if let (Some(image), Some(size)) = (request.medium.init_image(), request.medium.size()) {
             let same_size = (image.width, image.height) == size;
-            let all_there = image.rgb.len() == image.width as usize * image.height as usize * 3;
             require(
-                same_size && all_there,
+                same_size && image.is_whole(),
                 "init_image",
                 "must have the size of the picture",
             );
@@ -578,10 +580,9 @@ impl InstantModel {
         if let (Medium::Image(image), Some(size)) = (&request.medium, request.medium.size())
             && let Some(mask) = &image.mask
         {
-            let all_there = mask.grey.len() == mask.width as usize * mask.height as usize;
             let has_start = image.init_image.is_some() || request.from_values;
             require(
-                (mask.width, mask.height) == size && all_there && has_start,
+                (mask.width, mask.height) == size && mask.is_whole() && has_start,
                 "mask",
                 "must have the size of the picture, and a picture to change (init_image)",
             );

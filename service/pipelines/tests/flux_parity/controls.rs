@@ -112,6 +112,64 @@ fn a_control_net_is_a_component_of_the_stage_that_uses_it() {
 }
 
 #[test]
+fn a_control_net_that_acts_in_no_step_is_not_needed() {
+    let workshop = with("single");
+    let idle = |scale: f32, start: f32, end: f32| ControlUse {
+        scale,
+        start,
+        end,
+        ..used(black(64, 64))
+    };
+    let plan = |controls: Vec<ControlUse>| {
+        let stages = workshop.model.plan(&picture(controls)).expect("a plan");
+        let named = stages.iter().map(|stage| stage.name.clone()).collect::<Vec<_>>();
+        let denoise = stages.into_iter().find(|stage| stage.name == "denoise");
+        (named, denoise.expect("a sampling"))
+    };
+    let (_, without) = plan(Vec::new());
+    for control in [idle(0.0, 0.0, 1.0), idle(0.7, 0.0, 0.0), idle(0.7, 1.0, 1.0)] {
+        let (stages, denoise) = plan(vec![control]);
+        assert_eq!(stages, ["encode_text", "denoise", "decode"]);
+        assert_eq!(denoise, without);
+    }
+    // The others keep their numbers, on which their draws depend.
+    let (stages, denoise) = plan(vec![idle(0.0, 0.0, 1.0), idle(0.7, 0.0, 1.0)]);
+    assert_eq!(stages, ["encode_text", "encode_control_1", "denoise", "decode"]);
+    assert!(denoise.components.contains(&"controlnet:net".to_owned()));
+}
+
+#[test]
+fn a_request_is_planned_by_the_sizes_of_its_pictures() {
+    let workshop = with("single");
+    let whole = Request {
+        medium: Medium::Image(Image {
+            init_image: Some(black(64, 64)),
+            mask: Some(pipelines::Mask {
+                width: 64,
+                height: 64,
+                grey: vec![255; 64 * 64].into(),
+            }),
+            controls: vec![used(black(64, 64))],
+            ..Image::of(64, 64)
+        }),
+        ..request()
+    };
+    let sizes = whole.without_media_data();
+    assert!(sizes.lacks_pictures() && !whole.lacks_pictures());
+    let plan = workshop.model.plan(&whole).expect("a plan");
+    assert_eq!(workshop.model.plan(&sizes).expect("the same plan"), plan);
+    let smaller = workshop.model.smaller(&whole);
+    assert_eq!(smaller.len(), 3);
+    for (label, smaller) in smaller {
+        assert!(
+            smaller.lacks_pictures(),
+            "{label}: nothing is resampled to plan it"
+        );
+        assert!(workshop.model.plan(&smaller).is_ok(), "{label}");
+    }
+}
+
+#[test]
 fn several_control_nets_add_up_and_scale_zero_adds_nothing() {
     let workshop = with("single");
     let latent = |scales: &[f32]| {
@@ -142,29 +200,40 @@ fn wrong_controls_are_refused_by_their_fields() {
         name: "other".to_owned(),
         ..control()
     };
-    assert_eq!(field(&single, other), "controls.id");
-    assert_eq!(field(&single, used(black(64, 48))), "controls.image");
+    assert_eq!(field(&single, other), "controls[0].id");
+    assert_eq!(field(&single, used(black(64, 48))), "controls[0].image");
     let backwards = ControlUse {
         start: 0.8,
         end: 0.2,
         ..control()
     };
-    assert_eq!(field(&single, backwards), "controls.start");
+    assert_eq!(field(&single, backwards), "controls[0].end");
+    let early = ControlUse {
+        start: -0.5,
+        ..control()
+    };
+    assert_eq!(field(&single, early), "controls[0].start");
     let loud = ControlUse {
         scale: f32::INFINITY,
         ..control()
     };
-    assert_eq!(field(&single, loud), "controls.scale");
+    assert_eq!(field(&single, loud), "controls[0].scale");
     let union = with("union");
-    assert_eq!(field(&union, control()), "controls.mode");
+    assert_eq!(field(&union, control()), "controls[0].mode");
     let beyond = ControlUse {
         mode: Some(4),
         ..control()
     };
-    assert_eq!(field(&union, beyond), "controls.mode");
+    assert_eq!(field(&union, beyond.clone()), "controls[0].mode");
+    let sound = ControlUse {
+        mode: Some(0),
+        ..control()
+    };
+    let second = union.model.plan(&picture(vec![sound, beyond])).unwrap_err();
+    assert_eq!(second[0].field, "controls[1].mode");
     let base = folder("dev");
     let without = Workshop::open(base.path());
-    assert_eq!(field(&without, control()), "controls.id");
+    assert_eq!(field(&without, control()), "controls[0].id");
 }
 
 #[test]

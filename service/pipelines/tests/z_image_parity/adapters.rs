@@ -125,6 +125,19 @@ fn an_adapter_of_flux_is_refused() {
 }
 
 #[test]
+fn a_control_net_is_refused_as_what_it_is() {
+    let net = fixtures().join("flux-controlnet-tiny/single");
+    let refused = adapted(folder().path(), net).unwrap_err();
+    assert!(matches!(
+        refused,
+        ModelError::Adapter {
+            error: AdapterError::ControlNetNotTaken { family: "Z-Image" },
+            ..
+        }
+    ));
+}
+
+#[test]
 fn strengths_that_change_are_those_of_every_step() {
     let workshop = with("diffusers-peft.safetensors");
     let request = |points: Vec<(f32, f32)>| Request {
