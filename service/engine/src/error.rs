@@ -85,6 +85,13 @@ pub enum Error {
     /// Invalid fields of the request.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Invalid(Vec<pipelines::RequestError>),
+    /// An adapter or a ControlNet that cannot be attached to the model. The field is that of the request that names it.
+    #[error("{name}: {problem}")]
+    Adapter {
+        /// Its name in the entry.
+        name: String,
+        problem: String,
+    },
     #[error("there is no model {id}; `moored models` lists those that there are")]
     ModelNotFound {
         /// As requested.
@@ -125,6 +132,9 @@ pub enum Error {
         "init images of other jobs take {kept} of the {limit} that the queue keeps; try again in a while"
     )]
     InputsFull { kept: Bytes, limit: Bytes },
+    /// What one client, or all of them together, may have is exceeded.
+    #[error("{0}")]
+    ClientLimit(String),
     /// A listener left too much of its results unread.
     #[error(
         "{unread} of results were left unread, and {limit} are the most: read the stream as it comes; the job goes on for its other readers"

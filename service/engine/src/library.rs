@@ -652,9 +652,9 @@ fn error_of(error: ModelError) -> Error {
             field: "model.quantization.components".to_owned(),
             problem: message,
         }]),
-        ModelError::Adapter { name, error } => Error::Invalid(vec![RequestError {
-            field: format!("model.adapters[{name}]"),
+        ModelError::Adapter { name, error } => Error::Adapter {
+            name,
             problem: error.to_string(),
-        }]),
+        },
     }
 }

@@ -7,7 +7,8 @@ use std::io::Cursor;
 use engine::library::Entry;
 use image::codecs::jpeg::JpegEncoder;
 use image::codecs::webp::WebPEncoder;
-use image::{DynamicImage, ImageDecoder as _, ImageEncoder, ImageReader, Limits};
+use image::metadata::Orientation;
+use image::{DynamicImage, ImageDecoder, ImageEncoder, ImageReader, Limits};
 use pipelines::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Video};
 use serde::{Deserialize, Serialize};
 
@@ -401,12 +402,34 @@ pub(crate) fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, Pict
     Ok(pipelines::resized(&picture.into_luma8(), 1, from, size))
 }
 
+/// Width and height of a picture that a client sent, upright, by its header: its pixels are not decoded.
+pub(crate) fn size_of(data: &[u8]) -> Result<(u32, u32), PictureError> {
+    use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};
+    let (decoder, orientation) = opened(data)?;
+    let (width, height) = decoder.dimensions();
+    match orientation {
+        Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH => Ok((height, width)),
+        _ => Ok((width, height)),
+    }
+}
+
 /// Decodes a picture within limits, and turns it as its orientation says.
 fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
-    let unreadable = |problem: image::ImageError| match problem {
+    let (decoder, orientation) = opened(data)?;
+    let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
+    picture.apply_orientation(orientation);
+    Ok(picture)
+}
+
+fn unreadable(problem: image::ImageError) -> PictureError {
+    match problem {
         image::ImageError::Limits(_) => PictureError::TooLarge,
         other => PictureError::Unreadable(other.to_string()),
-    };
+    }
+}
+
+/// A picture within limits, by its header, and how it is to be turned.
+fn opened(data: &[u8]) -> Result<(impl ImageDecoder + '_, Orientation), PictureError> {
     let mut reader = ImageReader::new(Cursor::new(data))
         .with_guessed_format()
         .map_err(|problem| PictureError::Unreadable(problem.to_string()))?;
@@ -427,9 +450,7 @@ fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
         return Err(PictureError::TooLarge);
     }
     let orientation = decoder.orientation().map_err(unreadable)?;
-    let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
-    picture.apply_orientation(orientation);
-    Ok(picture)
+    Ok((decoder, orientation))
 }
 
 /// Encodes frames of RGB as an animated PNG that repeats for ever.
@@ -569,6 +590,41 @@ mod tests {
             }
         );
         assert_eq!(recipe_of(&file).unwrap(), recipe());
+    }
+
+    /// A JPEG with this orientation in its Exif.
+    fn turned(orientation: u8, width: u32, height: u32) -> Vec<u8> {
+        let mut exif = b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0".to_vec();
+        exif.extend([orientation, 0, 0, 0, 0, 0, 0]);
+        let mut file = Vec::new();
+        encode_by(
+            JpegEncoder::new(&mut file),
+            &image::RgbImage::new(width, height),
+            Some(exif),
+        )
+        .unwrap();
+        file
+    }
+
+    #[test]
+    fn the_size_of_a_picture_is_that_in_which_it_is_decoded() {
+        for orientation in 1..=8 {
+            let file = turned(orientation, 32, 16);
+            let decoded = decode(&file, None).unwrap();
+            assert_eq!(
+                size_of(&file).unwrap(),
+                (decoded.width, decoded.height),
+                "orientation {orientation}"
+            );
+            assert_eq!(decoded.width == 16, orientation > 4);
+        }
+        let file = png(32, 16, &[7; 3 * 32 * 16], None).unwrap();
+        assert_eq!(
+            size_of(&file[..60]).unwrap(),
+            (32, 16),
+            "the pixels are not looked at"
+        );
+        assert!(size_of(b"no picture").is_err());
     }
 
     #[test]

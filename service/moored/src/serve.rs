@@ -12,7 +12,7 @@ use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Time
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -138,9 +138,7 @@ pub(crate) async fn run(
         max_message: config.service.max_message,
         policy,
         workers,
-        decoding: Arc::new(Semaphore::new(
-            std::thread::available_parallelism().map_or(2, usize::from),
-        )),
+        decoding: grpc::decoding_permits(),
         encodings: limits.encodings(),
         media: limits.media(config.queue.latent_ttl),
         limits,

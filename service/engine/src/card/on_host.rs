@@ -140,7 +140,7 @@ mod tests {
     fn what_was_used_longest_ago_goes_first_and_what_exceeds_the_bound_is_not_kept() {
         let mut on_host = OnHost::new(Bytes(100));
         let tensors = Arc::new(ComponentTensors::default());
-        let mut read = |on_host: &mut OnHost, name: &str, bytes: u64| {
+        let read = |on_host: &mut OnHost, name: &str, bytes: u64| {
             on_host.make_room(Bytes(bytes));
             on_host.keep(&component(name, bytes), &tensors);
         };

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::JobEventKind;
-use engine::messages::{Command, Work};
+use engine::job::{JobEventKind, JobSpec};
+use engine::messages::{Command, Outcome, Work};
 use engine::queue::Settings;
-use pipelines::{Image, Role};
+use pipelines::{Image, InitImage, Mask, Role};
 use residency::{Bytes, Policy};
 
 use crate::fixture::{REDUCTIONS, brought, decode, image_of, picture, run_of};
@@ -86,6 +86,92 @@ async fn a_job_runs_all_stages_and_equal_prompts_are_encoded_once() {
         (0, 1),
         "a latent that nobody was told of is gone"
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_approximate_is_not_kept_for_other_jobs() {
+    let (queue, mut worker) = one_card().await;
+    for _ in 0..2 {
+        let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+        let order = worker.order().await;
+        assert_eq!(stage_of(&order), "encode_text");
+        let resident = worker.begin(&order).unwrap();
+        let Outcome::Completed(mut approximate) = completed(&order, resident) else {
+            panic!("it completes")
+        };
+        approximate.approximate = true;
+        worker.finish(order.ticket, Outcome::Completed(approximate));
+        for expected in ["denoise", "decode"] {
+            assert_eq!(worker.work(10).await.1, expected);
+        }
+        let seen = events(&mut job).await;
+        let Some(JobEventKind::Done(report)) = seen.last() else {
+            panic!()
+        };
+        assert_eq!(report.approximations, ["encode_text in whole"]);
+    }
+    at_rest(&queue).await;
+    assert_eq!(queue.status().borrow().texts, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_latent_of_a_job_with_a_mask_is_decoded_with_a_word_of_what_it_lacks() {
+    let (queue, mut worker) = one_card().await;
+    for (masked, lacks) in [(false, 0), (true, 1)] {
+        let mut spec = picture("a", "me", "a cat");
+        let image = image_of(&mut spec);
+        image.init_image = Some(InitImage {
+            width: 1024,
+            height: 1024,
+            rgb: vec![0; 3 << 20].into(),
+        });
+        image.mask = masked.then(|| Mask {
+            width: 1024,
+            height: 1024,
+            grey: vec![0; 1 << 20].into(),
+        });
+        run_of(&mut spec).keep_latent = true;
+        let mut job = queue.submit(spec).await.unwrap();
+        while worker.try_work().await {}
+        let seen = events(&mut job).await;
+        let kept = seen.iter().find_map(|kind| match kind {
+            JobEventKind::Latent { info, .. } => Some(info),
+            _ => None,
+        });
+        let kept = kept.unwrap();
+        assert_eq!(kept.pasted_over, masked);
+        let Some(JobEventKind::Done(report)) = seen.last() else {
+            panic!()
+        };
+        assert!(
+            report.approximations.is_empty(),
+            "the job's own picture has it all"
+        );
+        let later = JobSpec {
+            work: decode(&kept.id),
+            ..picture("a", "me", "")
+        };
+        let mut later = queue.submit(later).await.unwrap();
+        while worker.try_work().await {}
+        let seen = events(&mut later).await;
+        let Some(JobEventKind::Done(report)) = seen.last() else {
+            panic!("{seen:?}")
+        };
+        assert_eq!(report.approximations.len(), lacks, "{:?}", report.approximations);
+        queue.release_latent(&kept.id).await;
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_without_the_data_of_its_pictures_is_planned_and_not_run() {
+    let (queue, _worker) = one_card().await;
+    let mut spec = picture("a", "me", "a cat");
+    image_of(&mut spec).init_image = Some(InitImage::of_size((1024, 1024)));
+    assert!(queue.plan_as_asked(spec.clone(), "").await.unwrap().fits);
+    let refused = queue.submit(spec).await.err();
+    assert!(matches!(refused, Some(engine::Error::Internal(_))), "{refused:?}");
+    at_rest(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]

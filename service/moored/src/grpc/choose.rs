@@ -7,8 +7,11 @@ use engine::Error;
 use engine::job::{JobOptions, JobSpec, JobWork, Run};
 use engine::library::Entry;
 use engine::queue::PlanReport;
-use pipelines::{AdapterFile, AdapterUse, Preset, Quantization, Role, StrengthCurve, is_control_net_folder};
+use pipelines::{
+    AdapterFile, AdapterUse, Medium, Preset, Quantization, Role, StrengthCurve, is_control_net_folder,
+};
 
+use super::given_pictures::controls_of;
 use super::server::Service;
 use super::status::invalid;
 use crate::proto::v1;
@@ -50,13 +53,19 @@ pub(super) fn left_open(model: &v1::ModelRef) -> Result<Option<v1::ModelRef>, Er
 
 impl Service {
     /// The best formats of a model that fit a card beside what is pinned, reserved or held by other programs. Formats in
-    /// which the model is in use already go first, so that it is not held twice. Measured by the model's default request;
+    /// which the model is in use already go first, so that it is not held twice. Measured by the model's default request, with
+    /// these ControlNets;
     /// where nothing fits it is the smallest that may fit once memory comes free, else the model as stored, whose refusal
     /// tells what would fit.
     ///
     /// # Errors
     /// When its id names formats, the model cannot be opened, or no card becomes ready.
-    pub(super) async fn choose(&self, stored: Arc<Entry>, options: JobOptions) -> Result<Chosen, Error> {
+    pub(super) async fn choose(
+        &self,
+        stored: Arc<Entry>,
+        controls: &[v1::Control],
+        options: JobOptions,
+    ) -> Result<Chosen, Error> {
         if stored.quantization != Quantization::NONE {
             let problem = format!(
                 "says {} already, and with auto the service chooses: leave one of them out",
@@ -82,7 +91,9 @@ impl Service {
         let mut possible = None;
         for formats in in_use.into_iter().chain(others) {
             let entry = Arc::new(stored.quantized(formats));
-            let plan = self.plan_default(entry.clone(), options.clone()).await?;
+            let plan = self
+                .plan_default(entry.clone(), controls, options.clone())
+                .await?;
             if plan.fits {
                 let reason = match (is_in_use(&entry.quantization), refused) {
                     (true, _) => "it is in use in these formats".to_owned(),
@@ -101,7 +112,12 @@ impl Service {
     }
 
     /// A plan of the model's default request, with these options.
-    async fn plan_default(&self, entry: Arc<Entry>, options: JobOptions) -> Result<PlanReport, Error> {
+    async fn plan_default(
+        &self,
+        entry: Arc<Entry>,
+        controls: &[v1::Control],
+        options: JobOptions,
+    ) -> Result<PlanReport, Error> {
         let open = self.open(&entry).await?;
         let mut request = self.models.defaults(&entry.id, open.model.defaults());
         let used = |file: &AdapterFile| {
@@ -113,6 +129,9 @@ impl Service {
         };
         let is_lora = |file: &&AdapterFile| !is_control_net_folder(&file.path);
         request.adapters = entry.adapters.iter().filter(is_lora).filter_map(used).collect();
+        if let Medium::Image(image) = &mut request.medium {
+            image.controls = controls_of(controls, &entry, (image.width, image.height));
+        }
         let run = Run {
             call: AUTO,
             request,

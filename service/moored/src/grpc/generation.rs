@@ -7,21 +7,23 @@ use engine::Error;
 use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
-use pipelines::{Clip, ControlUse, Image, InitImage, Mask, MediaFormat, Medium, Model, Role};
+use pipelines::{Clip, Image, InitImage, MediaFormat, Medium, Role};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom, check_output};
 use super::caller::Caller;
 use super::choose::{Chosen, left_open};
 use super::convert::{latent_out, resolved};
+use super::given_pictures::{GivenPictures, controls_of, mask_of};
 use super::latent_upload::receive_latent;
+use super::limits::Taken;
 use super::media::Media;
 use super::server::Service;
 use super::sessions::SessionStream;
 use super::status::{invalid, short, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
 use crate::models::Models;
-use crate::pictures::{self, PictureError, Pixels, Recipe};
+use crate::pictures::Recipe;
 use crate::proto::v1;
 use crate::proto::v1::generation_server::Generation;
 
@@ -161,6 +163,8 @@ pub(super) struct Prepared {
     pub(super) spec: JobSpec,
     pub(super) model: v1::ResolvedModel,
     pub(super) output: Output,
+    /// Bytes of its pictures, which count against the client until it is dropped: the queue has the job then, and bounds it.
+    pub(super) decoded: Option<Taken>,
 }
 
 impl Service {
@@ -174,23 +178,26 @@ impl Service {
 
     /// The entry that a reference means: folders may be looked through, and formats chosen.
     pub(super) async fn entry(&self, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
-        Ok(self.chosen(model, &JobOptions::default()).await?.entry)
+        Ok(self.chosen(model, &[], &JobOptions::default()).await?.entry)
     }
 
-    /// As [`Service::entry`], with the reason for the formats where the service chose them for a job with these options.
+    /// As [`Service::entry`], with these ControlNets, and the reason for the formats where the service chose them for a job with
+    /// these options.
     pub(super) async fn chosen(
         &self,
         model: Option<v1::ModelRef>,
+        controls: &[v1::Control],
         options: &JobOptions,
     ) -> Result<Chosen, Error> {
         model.as_ref().map_or(Ok(()), check_reference)?;
         if let Some(open) = model.as_ref().map(left_open).transpose()?.flatten() {
             let stored = self.models.entry(Some(open)).await?;
-            return self.choose(stored, options.clone()).await;
+            let stored = self.with_control_nets(stored, controls).await?;
+            return self.choose(stored, controls, options.clone()).await;
         }
         let entry = self.library.canonical(self.models.entry(model).await?).await?;
         Ok(Chosen {
-            entry,
+            entry: self.with_control_nets(entry, controls).await?,
             reason: String::new(),
         })
     }
@@ -226,11 +233,18 @@ impl Service {
     pub(super) async fn prepare(&self, asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
         asked.check()?;
         let options = caller.options(asked.options.clone(), &self.cards())?;
-        let Chosen { entry, reason } = self.chosen(asked.model.clone(), &options).await?;
-        let entry = self.with_control_nets(entry, &asked).await?;
-        let open = self.open(&entry).await?;
-        let mut request = self.models.defaults(&entry.id, open.model.defaults());
         let adapters = self.models.adapters_named(asked.model.as_ref())?;
+        let resolved_for = async {
+            let chosen = self
+                .chosen(asked.model.clone(), &asked.controls, &options)
+                .await?;
+            let open = self.open(&chosen.entry).await?;
+            Ok::<_, Error>((chosen, open))
+        };
+        let (Chosen { entry, reason }, open) = resolved_for
+            .await
+            .map_err(|error| self.named_by_field(error, &adapters, &asked.controls))?;
+        let mut request = self.models.defaults(&entry.id, open.model.defaults());
         request.adapters = Models::uses_of(&entry, &adapters)?;
         if let Some(id) = &asked.init_latent {
             let values = self.queue.latent(id).await?.info.values;
@@ -238,8 +252,8 @@ impl Service {
                 request.medium = of_latent.medium;
             }
         }
-        let start = self.start_of(&asked, &request.medium).await?;
-        let references = self.references_of(&asked, &*open.model).await?;
+        let (given, start) = self.given_pictures(&asked, &request.medium, &*open.model).await?;
+        let references = Service::references_of(&given, &*open.model)?;
         if let (Medium::Image(image), [first, ..]) = (&mut request.medium, &references[..])
             && matches!(start, StartFrom::Nothing)
             && asked.init_latent.is_none()
@@ -252,12 +266,13 @@ impl Service {
         }
         asked.check_output(&request)?;
         if let Medium::Image(image) = &mut request.medium {
-            image.mask = self.mask_of(&asked, (image.width, image.height)).await?;
+            let size = (image.width, image.height);
+            image.mask = mask_of(&given, size);
             image.references = references;
-            image.controls = self
-                .controls_of(&asked, &entry, (image.width, image.height))
-                .await?;
+            image.controls = controls_of(&asked.controls, &entry, size);
         }
+        let decoded = self.decode_pictures(&mut request, given, &open.model, caller.client());
+        let decoded = decoded.await?;
         if let (Medium::Audio(audio), Some(id)) = (&mut request.medium, asked.reference_media()) {
             audio.reference = Some(self.track(REFERENCE_MEDIA, id)?);
         }
@@ -289,32 +304,12 @@ impl Service {
             entry,
             work: JobWork::Run(run),
         };
-        Ok(Prepared { spec, model, output })
-    }
-
-    /// What a request starts from, other than a latent.
-    async fn start_of(&self, asked: &Asked, defaults: &Medium) -> Result<StartFrom, Error> {
-        const MEDIA: &str = "init_media_id";
-        if let Some(clip) = &asked.source {
-            return Ok(StartFrom::Clip(clip.clone()));
-        }
-        let (field, picture) = match &asked.init_media {
-            None => ("init_image", asked.init_image.clone()),
-            Some(id) => match self.media.get(MEDIA, id)? {
-                Media::Clip(clip) => return Ok(StartFrom::Clip(clip)),
-                Media::Picture(_) if defaults.size().is_none() => {
-                    return Err(invalid(MEDIA, "is a picture, and a track starts from a track"));
-                }
-                Media::Picture(picture) => (MEDIA, picture),
-            },
-        };
-        if picture.is_empty() || defaults.size().is_none() {
-            return Ok(StartFrom::Nothing);
-        }
-        let image = self
-            .init_image(field, picture, (asked.width, asked.height))
-            .await?;
-        Ok(StartFrom::Picture(image))
+        Ok(Prepared {
+            spec,
+            model,
+            output,
+            decoded,
+        })
     }
 
     /// An uploaded track, by its id.
@@ -325,140 +320,36 @@ impl Service {
         }
     }
 
-    /// The bytes of a picture in a request.
-    fn picture_data(&self, field: &'static str, picture: &v1::PictureInput) -> Result<bytes::Bytes, Error> {
-        if picture.media_id.is_empty() {
-            return Ok(picture.data.clone());
-        }
-        match self.media.get(field, &picture.media_id)? {
-            Media::Picture(picture) => Ok(picture),
-            Media::Clip(_) => Err(invalid(field, "is no picture")),
-        }
-    }
-
-    /// The mask of a request, in the size of its picture.
-    async fn mask_of(&self, asked: &Asked, size: (u32, u32)) -> Result<Option<Mask>, Error> {
-        const MASK: &str = "mask";
-        let Some(mask) = &asked.mask else {
-            return Ok(None);
+    /// An error of opening a model, where an adapter is at fault, as that of the field that names the adapter.
+    fn named_by_field(&self, error: Error, adapters: &[v1::Adapter], controls: &[v1::Control]) -> Error {
+        let Error::Adapter { name, problem } = &error else {
+            return error;
         };
-        let data = self.picture_data(MASK, mask)?;
-        let grey = self
-            .decoded(MASK, move || pictures::decode_mask(&data, size))
-            .await?;
-        Ok(Some(Mask {
-            width: size.0,
-            height: size.1,
-            grey: grey.into(),
-        }))
+        let is_it = |id: &str| self.models.adapter_name(id).is_some_and(|known| known == *name);
+        let control = controls.iter().position(|control| is_it(&control.id));
+        let adapter = adapters.iter().position(|adapter| is_it(&adapter.id));
+        let field = match (control, adapter) {
+            (Some(index), _) => format!("controls[{index}].id"),
+            (None, Some(index)) => format!("model.adapters[{index}].id"),
+            (None, None) => return error,
+        };
+        invalid(&field, format!("{name:?} cannot be attached: {problem}"))
     }
 
     /// The entry with the ControlNets that a request names.
-    async fn with_control_nets(&self, entry: Arc<Entry>, asked: &Asked) -> Result<Arc<Entry>, Error> {
-        if asked.controls.is_empty() {
+    async fn with_control_nets(
+        &self,
+        entry: Arc<Entry>,
+        controls: &[v1::Control],
+    ) -> Result<Arc<Entry>, Error> {
+        if controls.is_empty() {
             return Ok(entry);
         }
-        let ids: Vec<String> = asked.controls.iter().map(|control| control.id.clone()).collect();
+        let ids: Vec<String> = controls.iter().map(|control| control.id.clone()).collect();
         let models = self.models.clone();
         let with = tokio::task::spawn_blocking(move || models.with_control_nets(&entry, &ids)).await;
         with.map_err(|panic| Error::Internal(panic.to_string()))?
             .map(Arc::new)
-    }
-
-    /// The ControlNets of a request, with their pictures in its size.
-    async fn controls_of(
-        &self,
-        asked: &Asked,
-        entry: &Entry,
-        size: (u32, u32),
-    ) -> Result<Vec<ControlUse>, Error> {
-        const CONTROLS: &str = "controls.image";
-        let mut controls = Vec::new();
-        for control in &asked.controls {
-            let image = control.image.clone().unwrap_or_default();
-            let data = self.picture_data(CONTROLS, &image)?;
-            let pixels = self.decode_picture(CONTROLS, data, Some(size)).await?;
-            controls.push(ControlUse {
-                name: Models::name_in(entry, &control.id),
-                image: init_image(pixels),
-                scale: control.scale.unwrap_or(1.0),
-                start: control.start.unwrap_or(0.0),
-                end: control.end.unwrap_or(1.0),
-                mode: control.mode,
-            });
-        }
-        Ok(controls)
-    }
-
-    /// The reference pictures of a request, in the sizes that the model takes.
-    async fn references_of(&self, asked: &Asked, model: &dyn Model) -> Result<Vec<InitImage>, Error> {
-        const REFERENCES: &str = "references";
-        // Before they are decoded: each may take hundreds of megabytes.
-        if let Some(problem) = model.too_many_references(asked.references.len()) {
-            return Err(Error::Invalid(vec![problem]));
-        }
-        let mut references = Vec::new();
-        for reference in &asked.references {
-            let data = self.picture_data(REFERENCES, reference)?;
-            let pixels = self.decode_picture(REFERENCES, data.clone(), None).await?;
-            let size = model.reference_size(pixels.width, pixels.height);
-            let size = size.map_err(|problem| Error::Invalid(vec![problem]))?;
-            references.push(init_image(match size {
-                Some(size) if size != (pixels.width, pixels.height) => {
-                    self.decode_picture(REFERENCES, data, Some(size)).await?
-                }
-                Some(_) | None => pixels,
-            }));
-        }
-        Ok(references)
-    }
-
-    /// A picture to start from. A side that is left open (0) is that of the picture, cut to a multiple of 16.
-    async fn init_image(
-        &self,
-        field: &'static str,
-        picture: bytes::Bytes,
-        asked: (u32, u32),
-    ) -> Result<InitImage, Error> {
-        let named = (asked.0 > 0 && asked.1 > 0).then_some(asked);
-        let pixels = self.decode_picture(field, picture.clone(), named).await?;
-        let cut = |side: u32| (side / 16 * 16).min(LONGEST_SIDE_PIXELS);
-        let or = |value: u32, default: u32| if value == 0 { default } else { value };
-        let size = (or(asked.0, cut(pixels.width)), or(asked.1, cut(pixels.height)));
-        let pixels = if (pixels.width, pixels.height) == size {
-            pixels
-        } else {
-            self.decode_picture(field, picture, Some(size)).await?
-        };
-        Ok(init_image(pixels))
-    }
-
-    /// Decodes and scales a client's picture, as many at a time as there are processors: each may take a quarter
-    /// of a GiB.
-    async fn decode_picture(
-        &self,
-        field: &'static str,
-        data: bytes::Bytes,
-        scale_to: Option<(u32, u32)>,
-    ) -> Result<Pixels, Error> {
-        self.decoded(field, move || pictures::decode(&data, scale_to))
-            .await
-    }
-
-    async fn decoded<T: Send + 'static>(
-        &self,
-        field: &'static str,
-        decode: impl FnOnce() -> Result<T, PictureError> + Send + 'static,
-    ) -> Result<T, Error> {
-        let _turn = self
-            .decoding
-            .acquire()
-            .await
-            .map_err(|closed| Error::Internal(closed.to_string()))?;
-        let decoded = tokio::task::spawn_blocking(decode).await;
-        decoded
-            .map_err(|panic| Error::Internal(panic.to_string()))?
-            .map_err(|problem| invalid(field, problem.to_string()))
     }
 
     async fn start_encode(
@@ -480,15 +371,18 @@ impl Service {
             }
             None => {}
         }
-        let pixels = self.decode_picture("image", request.image, asked).await?;
-        let (pixels_width, pixels_height) = (pixels.width, pixels.height);
-        check_sides(pixels_width, pixels_height)?;
+        let given = self.given_picture("image", request.image).await?;
+        let (width, height) = asked.unwrap_or(given.size);
+        check_sides(width, height)?;
         let image = Image {
-            init_image: Some(init_image(pixels)),
-            ..Image::of(pixels_width, pixels_height)
+            init_image: Some(InitImage::of_size((width, height))),
+            ..Image::of(width, height)
         };
         let mut image = pipelines::Request::of(Medium::Image(image), 1, 0.0, 1);
         image.seed = request.seed;
+        let given = GivenPictures::of_start(given);
+        let decoded = self.decode_pictures(&mut image, given, &open.model, caller.client());
+        let _decoded = decoded.await?;
         let run = Run {
             call: "EncodeImage",
             request: image,
@@ -603,12 +497,4 @@ fn check_sides(width: u32, height: u32) -> Result<(), Error> {
          scale it"
     );
     Err(invalid("image", problem))
-}
-
-fn init_image(pixels: Pixels) -> InitImage {
-    InitImage {
-        width: pixels.width,
-        height: pixels.height,
-        rgb: pixels.rgb.into(),
-    }
 }

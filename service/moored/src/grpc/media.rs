@@ -288,7 +288,12 @@ fn described(format: &MediaFormat) -> Format {
 }
 
 fn refused(exceeded: Exceeded) -> Status {
-    client_limit(match exceeded {
+    client_limit(words_of_excess(exceeded))
+}
+
+/// What a client is told that exceeds the bound on media.
+pub(super) fn words_of_excess(exceeded: Exceeded) -> String {
+    match exceeded {
         Exceeded::Client(bound) => format!(
             "media of this client has more than {} in all: release some, or raise limits.media_per_client",
             residency::Bytes(bound)
@@ -297,7 +302,7 @@ fn refused(exceeded: Exceeded) -> Status {
             "media of all clients has more than {} in all: try again later, or raise limits.media",
             residency::Bytes(bound)
         ),
-    })
+    }
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ mod choose;
 mod convert;
 mod encodings;
 mod generation;
+mod given_pictures;
 mod health;
 mod hub;
 mod jobs;
@@ -23,5 +24,6 @@ mod status;
 mod stream;
 
 pub(crate) use auth::Token;
+pub(crate) use given_pictures::decoding_permits;
 pub(crate) use limits::Limits;
 pub(crate) use server::{Service, policy_name, serve};

@@ -64,10 +64,10 @@ impl Residency for Service {
             let listed = some.iter().map(|model| self.model_info(model, &default, &report));
             models.extend(futures::future::join_all(listed).await);
         }
-        let adapters = adapters.into_iter().map(|adapter| v1::AdapterInfo {
+        let adapters = adapters.iter().map(|adapter| v1::AdapterInfo {
             bytes: adapter.bytes(),
             kind: adapter.kind().to_owned(),
-            id: adapter.id,
+            id: adapter.id.clone(),
         });
         Ok(Response::new(v1::ListModelsResponse {
             models,
@@ -82,7 +82,7 @@ impl Residency for Service {
         let request = request.into_inner();
         let start = async {
             let options = caller.options(request.options.clone(), &self.cards())?;
-            let Chosen { entry, reason } = self.chosen(request.model.clone(), &options).await?;
+            let Chosen { entry, reason } = self.chosen(request.model.clone(), &[], &options).await?;
             let open = self.open(&entry).await?;
             if request.components.len() > open.components.len() {
                 let problem = format!(
@@ -210,6 +210,7 @@ impl Residency for Service {
                 Planned::Audio(audio) => Asked::audio(audio),
             };
             let prepared = self.prepare(asked, &caller).await?;
+            let _decoded = prepared.decoded;
             let report = self
                 .queue
                 .plan(prepared.spec, &self.card_id(&request.card)?)

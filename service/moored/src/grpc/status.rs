@@ -39,12 +39,16 @@ pub(crate) fn status_of(error: &Error) -> Status {
     }];
     match error {
         Error::Invalid(fields) => details.push(bad_request(fields)),
+        Error::Adapter { name, problem } => {
+            let field = format!("model.adapters[{name}]");
+            details.push(bad_request(&[pipelines::RequestError::new(field, problem)]));
+        }
         Error::NeverFits(shortfall) | Error::OutOfMemory(shortfall) => details.push(memory(shortfall)),
         Error::MemoryTaken(shortfall) => {
             details.push(memory(shortfall));
             details.push(retry(RETRY_MEMORY));
         }
-        Error::QueueFull { .. } | Error::InputsFull { .. } | Error::ShuttingDown => {
+        Error::QueueFull { .. } | Error::InputsFull { .. } | Error::ClientLimit(_) | Error::ShuttingDown => {
             details.push(retry(RETRY_FULL_QUEUE))
         }
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
@@ -152,7 +156,8 @@ pub(super) fn reason_of(error: &Error) -> Reason {
 
 fn code_of(error: &Error) -> (Code, Reason) {
     match error {
-        Error::Invalid(_) => (Code::InvalidArgument, Reason::InvalidRequest),
+        Error::Invalid(_) | Error::Adapter { .. } => (Code::InvalidArgument, Reason::InvalidRequest),
+        Error::ClientLimit(_) => (Code::ResourceExhausted, Reason::ClientLimit),
         Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
         Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
         Error::ModelChanged(_) => (Code::Aborted, Reason::ModelChanged),

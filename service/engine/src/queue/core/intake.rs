@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::Core;
 use crate::error::{CancelledBy, Error};
-use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork};
+use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork, Latent};
 use crate::library::{Entry, OpenModel};
 use crate::queue::core::Effect;
 use crate::queue::latents::shapes_of;
@@ -22,6 +22,9 @@ use crate::queue::report::{JobInfo, PlanReport};
 use crate::queue::request::{OpenModels, Submission};
 use crate::queue::steps::{decodable, steps_of, steps_of_load};
 use crate::queue::swap::Swap;
+
+/// What is approximate about the decoded latent of a job with a mask.
+const NOT_PASTED: &str = "what the mask kept is as the autoencoder rebuilds it: the picture's own pixels are in the picture of the latent's job alone";
 
 impl Core {
     pub(in crate::queue) fn submit(&mut self, submission: Submission, now: Instant) -> Result<Joined, Error> {
@@ -46,6 +49,10 @@ impl Core {
             return Err(Error::QueueFull {
                 limit: self.settings.max_jobs,
             });
+        }
+        if matches!(&submission.spec.work, JobWork::Run(run) if run.request.lacks_pictures()) {
+            let problem = "a request came without the data of its pictures, and can only be planned";
+            return Err(Error::Internal(problem.to_owned()));
         }
         self.refuse_heavy(&submission.spec.work)?;
         let mut job = self.record(submission, now)?;
@@ -152,10 +159,14 @@ impl Core {
         } = submission;
         let JobSpec { options, entry, work } = spec;
         let models = self.refreshed(&entry, &models);
+        let mut report = JobReport::default();
         let brought = match &work {
             JobWork::Run(run) => match &run.start {
                 Some(start) => {
-                    let values = self.latents.get(&start.latent, now)?.values;
+                    let Latent { info, values } = self.latents.get(&start.latent, now)?;
+                    if info.pasted_over && start.role == Role::Decode {
+                        report.approximations.push(NOT_PASTED.to_owned());
+                    }
                     named_as_decoded(values, &plans)
                 }
                 None => Values::new(),
@@ -202,7 +213,7 @@ impl Core {
             overtaken: 0,
             waited: Duration::ZERO,
             releases_latents: false,
-            report: JobReport::default(),
+            report,
             steps_done: (0, 0),
             listeners: BTreeMap::new(),
             unread,

@@ -71,6 +71,11 @@ impl Limits {
         MediaStore::new(self.media.clone(), ttl)
     }
 
+    /// The bound on pictures that are decoded for requests, which is that on media: both are a client's, and wait for its jobs.
+    pub(super) fn picture_bytes(&self) -> Arc<Budget> {
+        self.media.clone()
+    }
+
     /// The bound on sound of sessions, which is that on results: both are made and not read.
     pub(super) fn sound_bytes(&self) -> Arc<Budget> {
         self.results.clone()

@@ -251,7 +251,7 @@ impl Service {
         model: &v1::ModelRef,
         options: &JobOptions,
     ) -> Result<(Arc<Entry>, (u32, u32), v1::ResolvedModel), Error> {
-        let chosen = self.chosen(Some(model.clone()), options).await?;
+        let chosen = self.chosen(Some(model.clone()), &[], options).await?;
         let open = self.open(&chosen.entry).await?;
         let format = open
             .model

@@ -1,0 +1,265 @@
+//! The pictures that come with a request. Their sizes are read first, from their headers; they are decoded once the model has
+//! taken the request by those, since each may take hundreds of megabytes.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use engine::Error;
+use engine::library::Entry;
+use pipelines::{Clip, ControlUse, InitImage, Mask, Medium, Model, Request};
+use tokio::sync::Semaphore;
+
+use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
+use super::limits::{Client, Taken};
+use super::media::{Media, words_of_excess};
+use super::server::Service;
+use super::status::invalid;
+use crate::models::Models;
+use crate::pictures::{self, PictureError};
+use crate::proto::v1;
+
+/// Most pictures that are decoded at a time: each may take half a GiB meanwhile.
+const DECODED_AT_ONCE: usize = 4;
+
+const MASK: &str = "mask";
+const REFERENCES: &str = "references";
+
+/// Permits to decode clients' pictures, for a service.
+pub(crate) fn decoding_permits() -> Arc<Semaphore> {
+    let processors = std::thread::available_parallelism().map_or(2, usize::from);
+    Arc::new(Semaphore::new(processors.min(DECODED_AT_ONCE)))
+}
+
+/// A picture of a request, encoded.
+pub(super) struct GivenPicture {
+    /// The field that it is in.
+    field: String,
+    data: Bytes,
+    /// Width and height, upright.
+    pub(super) size: (u32, u32),
+}
+
+/// The pictures of a request, each in the order of those in [`Request`].
+#[derive(Default)]
+pub(super) struct GivenPictures {
+    start: Option<GivenPicture>,
+    mask: Option<GivenPicture>,
+    references: Vec<GivenPicture>,
+    controls: Vec<GivenPicture>,
+}
+
+impl GivenPictures {
+    /// A picture to start from, and no others.
+    pub(super) fn of_start(start: GivenPicture) -> GivenPictures {
+        GivenPictures {
+            start: Some(start),
+            ..GivenPictures::default()
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.start.is_none() && self.mask.is_none() && self.references.is_empty() && self.controls.is_empty()
+    }
+}
+
+impl Service {
+    /// The pictures of a request by their sizes, and what it starts from, other than a latent: of a picture its size.
+    pub(super) async fn given_pictures(
+        &self,
+        asked: &Asked,
+        defaults: &Medium,
+        model: &dyn Model,
+    ) -> Result<(GivenPictures, StartFrom), Error> {
+        // Before their headers are read.
+        if let Some(problem) = model.too_many_references(asked.references.len()) {
+            return Err(Error::Invalid(vec![problem]));
+        }
+        let (start, from) = self.start_of(asked, defaults).await?;
+        let mut given = GivenPictures {
+            start,
+            ..GivenPictures::default()
+        };
+        if let Some(mask) = &asked.mask {
+            given.mask = Some(self.given_input(MASK, mask).await?);
+        }
+        for reference in &asked.references {
+            given
+                .references
+                .push(self.given_input(REFERENCES, reference).await?);
+        }
+        for (index, control) in asked.controls.iter().enumerate() {
+            let field = format!("controls[{index}].image");
+            let image = control.image.clone().unwrap_or_default();
+            given.controls.push(self.given_input(&field, &image).await?);
+        }
+        Ok((given, from))
+    }
+
+    /// Reads the header of a picture.
+    pub(super) async fn given_picture(&self, field: &str, data: Bytes) -> Result<GivenPicture, Error> {
+        let encoded = data.clone();
+        let size = self.decoded(field, move || pictures::size_of(&encoded)).await?;
+        Ok(GivenPicture {
+            field: field.to_owned(),
+            data,
+            size,
+        })
+    }
+
+    async fn given_input(&self, field: &str, picture: &v1::PictureInput) -> Result<GivenPicture, Error> {
+        let data = match picture.media_id.as_str() {
+            "" => picture.data.clone(),
+            id => match self.media.get(field, id)? {
+                Media::Picture(picture) => picture,
+                Media::Clip(_) => return Err(invalid(field, "is no picture")),
+            },
+        };
+        self.given_picture(field, data).await
+    }
+
+    /// What a request starts from, other than a latent.
+    async fn start_of(
+        &self,
+        asked: &Asked,
+        defaults: &Medium,
+    ) -> Result<(Option<GivenPicture>, StartFrom), Error> {
+        const MEDIA: &str = "init_media_id";
+        let from_clip = |clip: Clip| Ok((None, StartFrom::Clip(clip)));
+        if let Some(clip) = &asked.source {
+            return from_clip(clip.clone());
+        }
+        let (field, picture) = match &asked.init_media {
+            None => ("init_image", asked.init_image.clone()),
+            Some(id) => match self.media.get(MEDIA, id)? {
+                Media::Clip(clip) => return from_clip(clip),
+                Media::Picture(_) if defaults.size().is_none() => {
+                    return Err(invalid(MEDIA, "is a picture, and a track starts from a track"));
+                }
+                Media::Picture(picture) => (MEDIA, picture),
+            },
+        };
+        if picture.is_empty() || defaults.size().is_none() {
+            return Ok((None, StartFrom::Nothing));
+        }
+        let given = self.given_picture(field, picture).await?;
+        // A side that is left open (0) is that of the picture, cut to a multiple of 16.
+        let cut = |side: u32| (side / 16 * 16).min(LONGEST_SIDE_PIXELS);
+        let or = |value: u32, default: u32| if value == 0 { default } else { value };
+        let size = (
+            or(asked.width, cut(given.size.0)),
+            or(asked.height, cut(given.size.1)),
+        );
+        Ok((Some(given), StartFrom::Picture(InitImage::of_size(size))))
+    }
+
+    /// The reference pictures of a request in the sizes that the model takes.
+    pub(super) fn references_of(given: &GivenPictures, model: &dyn Model) -> Result<Vec<InitImage>, Error> {
+        let taken = given.references.iter().map(|reference| {
+            let (width, height) = reference.size;
+            let size = model.reference_size(width, height);
+            let size = size.map_err(|problem| Error::Invalid(vec![problem]))?;
+            Ok(InitImage::of_size(size.unwrap_or(reference.size)))
+        });
+        taken.collect()
+    }
+
+    /// Decodes the pictures of a request that has their sizes, if the model takes it by those. The bytes count against the client
+    /// until the result is dropped.
+    pub(super) async fn decode_pictures(
+        &self,
+        request: &mut Request,
+        given: GivenPictures,
+        model: &Arc<dyn Model>,
+        client: Client,
+    ) -> Result<Option<Taken>, Error> {
+        if given.is_empty() {
+            return Ok(None);
+        }
+        let (asked, model) = (request.clone(), model.clone());
+        let planned = tokio::task::spawn_blocking(move || model.plan(&asked)).await;
+        planned
+            .map_err(|panic| Error::Internal(panic.to_string()))?
+            .map_err(Error::Invalid)?;
+        let taken = self.limits.picture_bytes().take(client, picture_bytes(request));
+        let taken = taken.map_err(|exceeded| Error::ClientLimit(words_of_excess(exceeded)))?;
+        match &mut request.medium {
+            Medium::Image(image) => {
+                let controls = image.controls.iter_mut().map(|control| &mut control.image);
+                let pictures = image.init_image.iter_mut().zip(given.start);
+                let pictures = pictures.chain(image.references.iter_mut().zip(given.references));
+                for (picture, given) in pictures.chain(controls.zip(given.controls)) {
+                    self.decode_into(picture, given).await?;
+                }
+                if let (Some(mask), Some(given)) = (&mut image.mask, given.mask) {
+                    let size = (mask.width, mask.height);
+                    let decode = move || pictures::decode_mask(&given.data, size);
+                    mask.grey = self.decoded(&given.field, decode).await?.into();
+                }
+            }
+            Medium::Video(video) => {
+                if let (Some(picture), Some(given)) = (&mut video.init_image, given.start) {
+                    self.decode_into(picture, given).await?;
+                }
+            }
+            Medium::Audio(_) => {}
+        }
+        Ok(Some(taken))
+    }
+
+    async fn decode_into(&self, picture: &mut InitImage, given: GivenPicture) -> Result<(), Error> {
+        let size = (picture.width, picture.height);
+        let decode = move || pictures::decode(&given.data, Some(size));
+        picture.rgb = self.decoded(&given.field, decode).await?.rgb.into();
+        Ok(())
+    }
+
+    /// Decodes, or reads headers, within the permits.
+    async fn decoded<T: Send + 'static>(
+        &self,
+        field: &str,
+        decode: impl FnOnce() -> Result<T, PictureError> + Send + 'static,
+    ) -> Result<T, Error> {
+        let _turn = self
+            .decoding
+            .acquire()
+            .await
+            .map_err(|closed| Error::Internal(closed.to_string()))?;
+        let decoded = tokio::task::spawn_blocking(decode).await;
+        decoded
+            .map_err(|panic| Error::Internal(panic.to_string()))?
+            .map_err(|problem| invalid(field, problem.to_string()))
+    }
+}
+
+/// The ControlNets of a request to an entry, with pictures of this size without their data.
+pub(super) fn controls_of(controls: &[v1::Control], entry: &Entry, size: (u32, u32)) -> Vec<ControlUse> {
+    let used = |control: &v1::Control| ControlUse {
+        name: Models::name_in(entry, &control.id),
+        image: InitImage::of_size(size),
+        scale: control.scale.unwrap_or(1.0),
+        start: control.start.unwrap_or(0.0),
+        end: control.end.unwrap_or(1.0),
+        mode: control.mode,
+    };
+    controls.iter().map(used).collect()
+}
+
+/// The mask of a request in the size of its picture.
+pub(super) fn mask_of(given: &GivenPictures, size: (u32, u32)) -> Option<Mask> {
+    given.mask.as_ref().map(|_| Mask::of_size(size))
+}
+
+/// Bytes of all pictures of a request, decoded.
+fn picture_bytes(request: &Request) -> u64 {
+    let start = request.medium.init_image().map_or(0, InitImage::whole_bytes);
+    let Medium::Image(image) = &request.medium else {
+        return start;
+    };
+    let controls = image.controls.iter().map(|control| &control.image);
+    let further = image
+        .references
+        .iter()
+        .chain(controls)
+        .map(InitImage::whole_bytes);
+    start + image.mask.as_ref().map_or(0, Mask::whole_bytes) + further.sum::<u64>()
+}
