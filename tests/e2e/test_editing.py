@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -358,14 +359,15 @@ def test_control_nets_are_components_that_leave_with_their_model(client: moored.
         ([moored.Control("none", START)], "controls[0].id", "none"),
         ([control(), moored.Control("../nets", START)], "controls[1].id", "../nets"),
         ([moored.Control("", START)], "controls[0].id", "is not there"),
-        ([moored.Control(UNION, START)], "controls.mode", "union of 4"),
-        ([control(UNION, mode=UNION_MODES)], "controls.mode", "union of 4"),
-        ([control(scale=101)], "controls.scale", "100"),
-        ([control(scale=float("nan"))], "controls.scale", ""),
-        ([control(start=0.5, end=0.25)], "controls.start", "0.25"),
-        ([control(end=1.5)], "controls.start", "1.5"),
+        ([moored.Control(UNION, START)], "controls[0].mode", "union of 4"),
+        ([control(), control(UNION, mode=UNION_MODES)], "controls[1].mode", "union of 4"),
+        ([control(scale=101)], "controls[0].scale", "100"),
+        ([control(), control(scale=float("nan"))], "controls[1].scale", ""),
+        ([control(start=-0.5)], "controls[0].start", "-0.5"),
+        ([control(start=0.5, end=0.25)], "controls[0].end", "0.25"),
+        ([control(end=1.5)], "controls[0].end", "1.5"),
         ([moored.Control(SINGLE, b"")], "controls[0].image", "needs data"),
-        ([moored.Control(SINGLE, b"no picture")], "controls.image", ""),
+        ([control(), moored.Control(SINGLE, b"no picture")], "controls[1].image", ""),
         ([control()] * 5, "controls", "4"),
     ],
 )
@@ -378,10 +380,54 @@ def test_controls_are_refused_by_their_field(
     assert said in refused.value.message
 
 
-def test_a_control_net_of_another_width_is_refused(client: moored.Client) -> None:
+@pytest.mark.parametrize(
+    ("model", "said"), [("moored/demo", "joint_attention_dim"), (Z_IMAGE, "take no ControlNets")]
+)
+def test_a_control_net_that_is_of_another_model_is_refused(
+    client: moored.Client, model: str, said: str
+) -> None:
+    assert fields_of(client, model=model, controls=[control()]) == ["controls[0].id"]
     with pytest.raises(Refused) as refused:
-        generated(client, model="moored/demo", controls=[control()])
+        generated(client, model=model, controls=[control()])
     assert SINGLE in refused.value.message
+    assert said in refused.value.message
+
+
+def test_formats_are_chosen_with_the_control_nets(models: Path, tmp_path: Path) -> None:
+    nets = tmp_path / "nets"
+    shutil.copytree(FIXTURES / "flux-controlnet-tiny/single", nets / "single")
+    settings = {
+        "models.adapters": json.dumps([str(nets)]),
+        "models.settings.plain.width": "32",
+        "models.settings.plain.height": "32",
+        "cards.headroom": "0B",
+    }
+    controls = [moored.Control("single", START)]
+
+    @contextmanager
+    def planning(card: str) -> Iterator[moored.Client]:
+        arguments = (f"--set={name}={value}" for name, value in settings.items())
+        state = tmp_path / card.replace(":", "-")
+        service = Service("--models", str(models), *arguments, state=state, devices=(card,))
+        with service.client() as client:
+            yield client
+        service.kill()
+
+    def peak(client: moored.Client, model: str) -> int:
+        stages = client.plan(PROMPT, model=model, controls=controls).stages
+        return max(stage.component_bytes + stage.scratch_bytes for stage in stages)
+
+    with planning("sim:1GiB") as client:
+        full, less = (peak(client, f"plain+{formats}") for formats in ("full", "8-bit"))
+    with planning(f"sim:{(full + less) // 2}B") as client:
+        assert client.plan(PROMPT, model="plain+auto").model.key == "plain+full"
+        chosen = client.plan(PROMPT, model="plain+auto", controls=controls).model
+        assert chosen.key == "plain+8-bit&single"
+        # One that adds nothing is not loaded.
+        idle = [moored.Control("single", START, scale=0)]
+        assert (
+            client.plan(PROMPT, model="plain+auto", controls=idle).model.key == "plain+full&single"
+        )
 
 
 def test_a_lora_is_no_control_net_and_the_other_way_round(client: moored.Client) -> None:
@@ -393,12 +439,87 @@ def test_a_lora_is_no_control_net_and_the_other_way_round(client: moored.Client)
         assert name in refused.value.message
 
 
+def test_a_control_net_that_adds_nothing_is_not_loaded(client: moored.Client) -> None:
+    client.unload()
+    result = client.generate_image(
+        PROMPT, model="plain", controls=[control(scale=0), control(UNION, end=0)], **SMALL
+    )
+    assert not [stage for stage in result.done.stages if stage.name.startswith("encode_control")]
+    assert not [name for name in residents(client) if name.startswith("controlnet:")]
+
+
 def test_a_key_with_a_control_net_names_its_model(client: moored.Client) -> None:
     expected = generated(client, model="plain", controls=[control()])
     key = client.plan(PROMPT, model="plain", controls=[control()]).model.key
     assert SINGLE in key
     assert same(generated(client, model=key, controls=[control()]), expected)
     assert same(generated(client, model=key), generated(client, model="plain"))
+
+
+def test_a_latent_of_a_masked_picture_says_what_it_lacks(client: moored.Client) -> None:
+    options: dict[str, Any] = {"init_image": START, "mask": MASK, "keep_latent": True, **SMALL}
+    masked = client.generate_image(PROMPT, **options)
+    assert masked.approximations == ()
+    decoded = client.decode_latent(masked.latents[0], output="raw")
+    (said,) = decoded.approximations
+    assert "mask" in said
+    assert not same(np.array(decoded.pictures[0].array)[:, LEFT:], np.array(START)[:, LEFT:])
+
+
+# Pictures are decoded when the model has taken the request.
+
+
+def cut(picture: Image.Image) -> bytes:
+    """A picture with its header, and half of its pixels."""
+    whole = png_of(picture)
+    return whole[: len(whole) // 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"init_image": cut(START), "guidance": 5.0}, "guidance"),
+        ({"mask": cut(MASK)}, "mask"),
+        ({"references": [cut(START)]}, "references"),
+        ({"init_image": cut(START), "mask": cut(MASK), "steps": 0x7FFF}, "steps"),
+    ],
+)
+def test_a_model_refuses_a_request_before_its_pictures_are_decoded(
+    client: moored.Client, options: dict[str, Any], field: str
+) -> None:
+    assert fields_of(client, model=Z_IMAGE, **options) == [field]
+    with pytest.raises(Refused) as refused:
+        client.plan(PROMPT, model=Z_IMAGE, **(SMALL | options))
+    assert "cannot be read" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"init_image": cut(START)}, "init_image"),
+        ({"init_image": START, "mask": cut(MASK)}, "mask"),
+        ({"controls": [control(), moored.Control(SINGLE, cut(START))]}, "controls[1].image"),
+    ],
+)
+def test_a_damaged_picture_is_refused_by_its_field(
+    client: moored.Client, options: dict[str, Any], field: str
+) -> None:
+    assert fields_of(client, model="plain", **options) == [field]
+
+
+def test_decoded_pictures_count_against_their_client(simulate: Callable[..., Service]) -> None:
+    service = simulate(arguments=("--set", "limits.media_per_client=100KiB"))
+    with service.client() as client:
+        # 48 KiB, and 192 KiB.
+        for side, fits in ((128, True), (256, False), (128, True)):
+            size = {"width": side, "height": side}
+            start = Image.new("RGB", (side, side))
+            if fits:
+                client.generate_image("x", model="small", init_image=start, **size)
+                continue
+            with pytest.raises(moored.ClientLimit) as refused:
+                client.generate_image("x", model="small", init_image=start, **size)
+            assert "limits.media_per_client" in refused.value.message
 
 
 def test_another_mask_is_another_request(client: moored.Client) -> None:

@@ -87,7 +87,10 @@ class JobResult:
 
     @property
     def approximations(self) -> tuple[str, ...]:
-        """Every approximation that memory forced, in words; empty: exactly the reference."""
+        """Every approximation that memory forced, or that a decoded latent has, in words.
+
+        Empty: exactly the reference.
+        """
         return self.done.approximations
 
     @property

@@ -662,7 +662,7 @@ class Done(google.protobuf.message.Message):
 
     @property
     def approximations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Every approximation that memory forced, in words; empty: the result is the reference's."""
+        """Every approximation that memory forced, or that a decoded latent has, in words; empty: the result is the reference's."""
 
     @property
     def model(self) -> model_pb2.ResolvedModel:

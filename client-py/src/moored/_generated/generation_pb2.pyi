@@ -297,7 +297,9 @@ class GenerateImageRequest(google.protobuf.message.Message):
     omit_metadata: builtins.bool
     """Leave prompt, seed, settings and model out of the PNG."""
     keep_latent: builtins.bool
-    """Keep each picture's latent in the service; its handle comes as `latent`."""
+    """Keep each picture's latent in the service; its handle comes as `latent`. With a mask, what is decoded of it later is the
+    autoencoder's picture of what the mask keeps, and not the start's own pixels: `Done.approximations` says so.
+    """
     preview_interval_ms: builtins.int
     """Stream previews while denoising, no oftener than this; 0: none. At least 100."""
     init_latent_id: builtins.str
