@@ -101,3 +101,19 @@ def test_a_job_that_has_sampled_is_told_to_be_submitted_again(
         assert failed.value.latents, "what was sampled is there still"
         assert paint(client)
         assert_at_rest(client)
+
+
+def test_a_model_whose_files_are_gone_can_be_unpinned_and_unloaded(
+    simulate: Simulate, model: Path
+) -> None:
+    service = simulate(arguments=("--models", str(model.parent)))
+    with service.client() as client:
+        client.load("mine")
+        assert client.pin("mine") == ("mine+full",)
+        shutil.rmtree(model)
+        with pytest.raises((moored.ModelNotFound, moored.ModelDamaged, moored.ModelUnsupported)):
+            paint(client)
+        assert client.unpin("mine") == ()
+        assert client.unload("mine").freed
+        assert client.status().cards[0].residents == ()
+        assert_at_rest(client)
