@@ -386,7 +386,7 @@ pub(super) struct Sampling {
     #[arg(short, long, help_heading = "Sampling")]
     pub(super) guidance: Option<f32>,
     /// Seed; item i uses seed + i [default: random]
-    #[arg(long, help_heading = "Sampling")]
+    #[arg(long, help_heading = "Sampling", allow_negative_numbers = true)]
     pub(super) seed: Option<u64>,
     /// How many pictures, films or tracks
     #[arg(short = 'n', long, default_value_t = 1, help_heading = "Sampling")]

@@ -86,10 +86,11 @@ pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
         rows.collect(),
     )?;
     if !adapters.is_empty() {
-        let count = adapters.len();
-        screen::note(&format!(
-            "{count} adapters are there too: `moored models --adapters`"
-        ));
+        let adapters = match adapters.len() {
+            1 => "1 adapter is".to_owned(),
+            more => format!("{more} adapters are"),
+        };
+        screen::note(&format!("{adapters} there too: `moored models --adapters`"));
     }
     Ok(())
 }

@@ -29,7 +29,7 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
         },
         components: options.components,
         prove: options.prove,
-        options: None,
+        options: Some(named(client)),
     };
     let connection = Connection::open(client).await?;
     let when_missing = WhenMissing {
@@ -50,6 +50,14 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
         ("", None) => format!("{model} is resident"),
         (some, _) => format!("{some} of {model} is resident"),
     })
+}
+
+/// The options of a job under the client's name.
+fn named(client: &Client) -> v1::JobOptions {
+    v1::JobOptions {
+        client_id: client.name.clone(),
+        ..Default::default()
+    }
 }
 
 /// Loads, and shows the progress.
@@ -163,6 +171,7 @@ pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(),
         // Pinned first, so that it is not evicted once it is loaded.
         let request = v1::LoadRequest {
             model: Some(model),
+            options: Some(named(client)),
             ..Default::default()
         };
         bring_in(&connection, request, json).await?;

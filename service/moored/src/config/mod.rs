@@ -445,7 +445,7 @@ fn configuration_file(named: Option<PathBuf>) -> Result<FileRead, String> {
 /// The default client name, which tells apart users behind one tunnel.
 fn user_at_host() -> String {
     let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let user = variable("USER").or_else(|| variable("LOGNAME"));
+    let user = variable("USER").or_else(|| variable("LOGNAME")).or_else(account);
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let host = host.trim();
     match (user, host) {
@@ -453,6 +453,17 @@ fn user_at_host() -> String {
         (Some(user), host) => format!("{user}@{host}"),
         (None, host) => host.to_owned(),
     }
+}
+
+/// The name of the account that runs this: services and containers have no variable with it.
+fn account() -> Option<String> {
+    let id = rustix::process::getuid().as_raw().to_string();
+    let accounts = std::fs::read_to_string("/etc/passwd").ok()?;
+    accounts.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)? == id).then(|| name.to_owned())
+    })
 }
 
 /// Settings with short names, which the Python client reads too.

@@ -123,7 +123,7 @@ pub(super) fn card_named(field: &str, name: &str, cards: &[CardDescription]) -> 
             _ => card.id.clone(),
         });
         let there_are = names.collect::<Vec<_>>().join(", ");
-        invalid(field, format!("is {name:?}; there are {there_are}"))
+        invalid(field, format!("is {name:?}; this service has {there_are}"))
     })
 }
 
