@@ -434,7 +434,7 @@ async fn the_list_of_jobs_says_who_cancelled_a_job_and_how() {
     }
     assert_eq!(
         unload.await.unwrap().unwrap().cancelled_jobs,
-        [running.id.clone()]
+        std::slice::from_ref(&running.id)
     );
     let told: Vec<_> = queue
         .jobs(true)
