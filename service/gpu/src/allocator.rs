@@ -134,12 +134,15 @@ pub fn return_large() {
     }
 }
 
-/// From here on all threads share two heaps. The C library would give each thread its own, which keeps what that thread has freed.
-pub fn share_heaps() {
+/// From here on all threads share so many heaps. The C library would give each thread its own, which keeps what that thread has freed.
+///
+/// To be called before there are threads. With more than one, free memory at the end of those beside the first is kept whatever
+/// [`return_free`] does: up to 64 MiB each, once much was freed at a time.
+pub fn share_heaps(heaps: i32) {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: it sets a number of the C library, which takes its own lock.
     unsafe {
-        libc::mallopt(libc::M_ARENA_MAX, 2);
+        libc::mallopt(libc::M_ARENA_MAX, heaps);
     }
 }
 

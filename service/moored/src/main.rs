@@ -26,6 +26,6 @@ use std::process::ExitCode;
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 
 fn main() -> ExitCode {
-    gpu::allocator::share_heaps();
+    gpu::allocator::share_heaps(2);
     cli::run()
 }

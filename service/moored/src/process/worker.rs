@@ -22,6 +22,9 @@ const FAILURE: i32 = 1;
 /// Runs until the supervisor shuts it down, or is gone. A worker ends without destructors and exit handlers: those of its
 /// libraries would touch a card that may be lost, or run beside a thread that computes.
 pub(crate) fn run() -> ! {
+    // Weights and activations of a card in system memory come and go by hundreds of MiB: what was freed is to leave as well. Its
+    // threads compute, and allocate little besides.
+    gpu::allocator::share_heaps(1);
     let code = serve().unwrap_or_else(|problem| {
         tracing::error!(%problem, "the worker ends");
         FAILURE
