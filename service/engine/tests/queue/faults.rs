@@ -432,10 +432,8 @@ async fn the_list_of_jobs_says_who_cancelled_a_job_and_how() {
             worker.unload(id, &components);
         }
     }
-    assert_eq!(
-        unload.await.unwrap().unwrap().cancelled_jobs,
-        std::slice::from_ref(&running.id)
-    );
+    let report = unload.await.unwrap().unwrap();
+    assert_eq!(report.cancelled_jobs, std::slice::from_ref(&running.id));
     let told: Vec<_> = queue
         .jobs(true)
         .await

@@ -78,7 +78,7 @@ pub(crate) enum WireError {
     NotHttp2 { endpoint: String },
     /// A call was ended from the other side, but not by the service.
     #[error(
-        "the call was cut between here and the service at {endpoint} ({reason})\n  a proxy in between may have a time limit (nginx: \
+        "the call was cut between here and the service at {endpoint} (HTTP/2: {reason:?})\n  a proxy in between may have a time limit (nginx: \
          grpc_read_timeout), or the service behind it has ended; `moored status` shows whether it still runs"
     )]
     Cut { endpoint: String, reason: Reason },
