@@ -407,7 +407,7 @@ def test_control_nets_one_behind_the_other_are_the_clients_own(
         ("gone", {}, "gone.* is not there"),
         ("union", {}, "union of 4 modes"),
         ("union", {"mode": 4}, "union of 4 modes"),
-        ("single", {"start_percent": 0.5, "end_percent": 0.25}, "parts of the steps"),
+        ("single", {"start_percent": 0.5, "end_percent": 0.25}, "part of the steps"),
     ],
 )
 def test_a_control_net_that_cannot_be_used_is_a_sentence_on_its_node(
