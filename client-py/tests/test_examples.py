@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import wave
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from scripted import SAMPLES_PER_SECOND, WAIT_S, Service, reason, refuse
 from talks import CHUNK, Player, talk_on
 
@@ -50,6 +52,15 @@ def test_live_in_a_pipe(service: Service, address: str, tmp_path: Path) -> None:
         assert written.getnframes() == 60 * CHUNK
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Programs that are started take SIGINT, which a shell has ignored by what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_live_in_a_terminal(service: Service, address: str, tmp_path: Path) -> None:
     talk = talk_on(service, Player())
     path = tmp_path / "played.wav"

@@ -96,6 +96,7 @@ class Hub:
         self.corrupted: dict[str, int] = {}
         self.announced: dict[str, int] = {}
         self.lists_sizes = True
+        self.sends_parts = True
         self.released = threading.Event()
         self.stalled = threading.Event()
         self.left = threading.Event()
@@ -198,6 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         self.query = parse_qs(url.query)
+        if not self.hub.sends_parts:
+            del self.headers["Range"]
         said = self.headers.get("Range", "bytes=0-")
         start, _, last = said.removeprefix("bytes=").partition("-")
         self.start = int(start)

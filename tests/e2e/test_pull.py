@@ -925,6 +925,66 @@ def test_one_file_is_removed_alone(
     assert not blobs.parent.exists()
 
 
+def test_files_in_deep_folders_are_models_and_are_removed_one_by_one(
+    hub: Hub, pull: Pull, serve: Serve, home: Path, gguf_bytes: bytes
+) -> None:
+    files = {"x/y/one.gguf": gguf_bytes, "x/y/two.gguf": gguf_bytes[:-1] + b"x"}
+    hub.repositories[QUANTS] = Repository(files)
+    first, second = (f"{QUANTS}:{name}" for name in files)
+    for id in (first, second):
+        pulled(pull(id))
+    outside = home / "outside.gguf"
+    outside.write_bytes(gguf_bytes)
+    linked = next((home / "hub/models--me--mine-gguf/snapshots").iterdir()) / "linked.gguf"
+    linked.symlink_to(outside)
+    run("rm", f"{QUANTS}:linked.gguf", "--yes", env=hub.environment(home))
+    assert outside.exists()
+    assert not linked.is_symlink()
+    run("rm", first, "--yes", env=hub.environment(home))
+    with serve().client() as client:
+        ids = [model.id for model in client.list_models()]
+        assert second in ids
+        assert first not in ids
+
+
+def test_a_file_beside_a_pipeline_is_a_model_of_its_own(
+    hub: Hub, pull: Pull, serve: Serve, gguf_bytes: bytes
+) -> None:
+    hub.repositories[MODEL].files["mine-Q8_0.gguf"] = gguf_bytes
+    id = f"{MODEL}:mine-Q8_0.gguf"
+    pulled(pull())
+    pulled(pull(id))
+    with serve().client() as client:
+        ids = [model.id for model in client.list_models() if model.id.startswith("me/")]
+        assert ids == [MODEL, id]
+        named = f"{MODEL}@main:mine-Q8_0.gguf"
+        assert client.generate_image("a red circle", model=named, **QUICK).pictures[0].data
+
+
+def test_a_partial_file_outlives_the_removal_of_another(
+    hub: Hub, pull: Pull, home: Path, gguf_bytes: bytes
+) -> None:
+    files = {"a.gguf": gguf_bytes, "b.gguf": gguf_bytes[:-1] + b"x"}
+    hub.repositories[QUANTS] = Repository(files)
+    pulled(pull(f"{QUANTS}:a.gguf"))
+    hub.limit("b.gguf", 1 << 20)
+    failed(pull(f"{QUANTS}:b.gguf"))
+    run("rm", f"{QUANTS}:a.gguf", "--yes", env=hub.environment(home))
+    blobs = home / "hub/models--me--mine-gguf/blobs"
+    assert [path.stat().st_size for path in blobs.glob("*.incomplete")] == [1 << 20]
+
+
+def test_a_broken_base_and_a_hub_that_sends_no_parts_do_not_stop_a_file(
+    hub: Hub, pull: Pull, gguf_bytes: bytes
+) -> None:
+    hub.repositories["me/broken"] = Repository({"model_index.json": b"{"})
+    hub.repositories[QUANTS] = Repository({"a.gguf": gguf_bytes}, card={"base_model": "me/broken"})
+    pulled(pull(f"{QUANTS}:a.gguf"))
+    hub.sends_parts = False
+    hub.repositories["me/star"] = Repository({"star.safetensors": adapter_bytes()})
+    pulled(pull("me/star:star.safetensors"))
+
+
 def test_files_of_models_are_not_listed_as_adapters(hub: Hub, home: Path, serve: Serve) -> None:
     snapshot = home / "hub/models--me--words/snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

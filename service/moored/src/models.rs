@@ -231,10 +231,10 @@ impl Models {
         let quantization = quantization_of(model.quantization.as_ref()).ok();
         known.into_iter().find(|entry| {
             let is_named = entry.id == model.id
-                && (model.revision.is_empty() || entry.revision == model.revision)
+                && entry.revision.starts_with(&model.revision)
                 && Some(&entry.quantization) == quantization.as_ref()
                 && adapters::are_named(&entry.adapters, &model.adapters);
-            is_named || entry.key == model.id
+            is_named || is_key(&entry.key, &model.id)
         })
     }
 
@@ -308,6 +308,20 @@ impl Models {
     }
 }
 
+/// Whether a key is meant, of whose revision the first digits suffice, as tables show it: `owner/name@b28b7af6+full`.
+fn is_key(key: &str, asked: &str) -> bool {
+    let parts = |key: &'_ str| -> Option<(String, String, String)> {
+        let (name, behind) = key.split_once('@')?;
+        let (revision, formats) = behind.split_once('+')?;
+        Some((name.to_owned(), revision.to_owned(), formats.to_owned()))
+    };
+    let is_short = || {
+        let ((name, revision, formats), (of, short, with)) = (parts(key)?, parts(asked)?);
+        Some(name == of && formats == with && !short.is_empty() && revision.starts_with(&short))
+    };
+    key == asked || is_short().unwrap_or(false)
+}
+
 fn invalid(field: &str, problem: &str) -> Error {
     Error::Invalid(vec![RequestError {
         field: field.to_owned(),
@@ -356,8 +370,15 @@ fn named_by_key<'a>(
     find(listing, name, revision).map(|_| Some((name, revision, formats)))
 }
 
-/// [`find`], where the id may include the revision: `owner/name@main`.
+/// [`find`], where the id may include the revision: `owner/name@main`, of one file `owner/name@main:file` too.
 fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
+    if let Ok(file) = id.parse::<hub::Reference>()
+        && file.file.is_some()
+        && revision.is_empty()
+        && id.contains('@')
+    {
+        return find(listing, &file.listed_id(), &file.revision);
+    }
     let by_name = || {
         let (name, named) = id.rsplit_once('@')?;
         find(listing, name, named).filter(|found| found.revision.starts_with(revision))
@@ -425,10 +446,12 @@ fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
             .unwrap_or_default();
         if let Some(id) = name.strip_prefix("models--") {
             for snapshot in hub_model(&child, &id.replacen("--", "/", 1)) {
-                match is_pipeline(&snapshot.path) {
-                    true => found.push(snapshot),
-                    false => found.extend(files_in(&snapshot, holds)),
-                }
+                // A pipeline's own transformer is in a folder; what lies beside its index is another.
+                let is_pipeline = is_pipeline(&snapshot.path);
+                let files = files_in(&snapshot, holds).into_iter();
+                let is_model = |file: &Found| !is_pipeline || file.path.parent() == Some(&snapshot.path);
+                found.extend(files.filter(is_model));
+                found.extend(is_pipeline.then_some(snapshot));
             }
         } else if let Some(id) = single_file_id(&child) {
             found.push(Found::at(id, child));

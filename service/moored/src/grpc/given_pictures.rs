@@ -98,7 +98,8 @@ impl Service {
     /// Reads the header of a picture.
     pub(super) async fn given_picture(&self, field: &str, data: Bytes) -> Result<GivenPicture, Error> {
         let encoded = data.clone();
-        let size = self.decoded(field, move || pictures::size_of(&encoded)).await?;
+        // A header is small: it does not wait for pictures that are decoded.
+        let size = on_thread(field, move || pictures::size_of(&encoded)).await?;
         Ok(GivenPicture {
             field: field.to_owned(),
             data,
@@ -213,22 +214,31 @@ impl Service {
         Ok(())
     }
 
-    /// Decodes, or reads headers, within the permits.
+    /// Decodes within the permits. A request that is cancelled meanwhile keeps its permit to the end of the decoding.
     async fn decoded<T: Send + 'static>(
         &self,
         field: &str,
         decode: impl FnOnce() -> Result<T, PictureError> + Send + 'static,
     ) -> Result<T, Error> {
-        let _turn = self
-            .decoding
-            .acquire()
-            .await
-            .map_err(|closed| Error::Internal(closed.to_string()))?;
-        let decoded = tokio::task::spawn_blocking(decode).await;
-        decoded
-            .map_err(|panic| Error::Internal(panic.to_string()))?
-            .map_err(|problem| invalid(field, problem.to_string()))
+        let turn = self.decoding.clone().acquire_owned().await;
+        let turn = turn.map_err(|closed| Error::Internal(closed.to_string()))?;
+        let decode = move || {
+            let decoded = decode();
+            drop(turn);
+            decoded
+        };
+        on_thread(field, decode).await
     }
+}
+
+/// Runs what reads a picture on a thread that may block.
+async fn on_thread<T: Send + 'static>(
+    field: &str,
+    read: impl FnOnce() -> Result<T, PictureError> + Send + 'static,
+) -> Result<T, Error> {
+    let read = tokio::task::spawn_blocking(read).await;
+    read.map_err(|panic| Error::Internal(panic.to_string()))?
+        .map_err(|problem| invalid(field, problem.to_string()))
 }
 
 /// The ControlNets of a request to an entry, with pictures of this size without their data.

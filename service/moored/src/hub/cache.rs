@@ -187,7 +187,7 @@ fn contents_of(repository: &Path, file: &str) -> BTreeSet<PathBuf> {
 }
 
 /// Removes a file from all snapshots of a repository, its contents where no other file has them, and the repository with
-/// its last file.
+/// its last file. Contents elsewhere, to which another program has linked, are not ours to remove.
 fn remove_file(repository: &Path, file: &str) -> Result<(), PullError> {
     let gone = contents_of(repository, file);
     let snapshots = children(&repository.join("snapshots"));
@@ -203,29 +203,40 @@ fn remove_file(repository: &Path, file: &str) -> Result<(), PullError> {
     let left: BTreeSet<PathBuf> = files
         .filter_map(|file| std::fs::canonicalize(file).ok())
         .collect();
-    if left.is_empty() {
+    let blobs = repository.join("blobs");
+    let is_partial = |path: &PathBuf| {
+        path.extension()
+            .is_some_and(|extension| extension == "incomplete")
+    };
+    if left.is_empty() && !children(&blobs).iter().any(is_partial) {
         return std::fs::remove_dir_all(repository).map_err(|problem| failed(repository, &problem));
     }
-    for content in gone.difference(&left) {
+    let blobs = std::fs::canonicalize(&blobs).unwrap_or(blobs);
+    let unused = gone
+        .difference(&left)
+        .filter(|content| content.starts_with(&blobs));
+    for content in unused {
         std::fs::remove_file(content).map_err(|problem| failed(content, &problem))?;
     }
     Ok(())
 }
 
+/// Depth of folders in a snapshot that are looked through.
+const DEPTH: usize = 8;
+
 /// The files of a snapshot that are in the cache, as paths within it.
 pub(super) fn files_of(snapshot: &Path) -> Vec<String> {
     let mut files = Vec::new();
-    for path in children(snapshot) {
-        let inside = if path.is_dir() {
-            children(&path)
-        } else {
-            vec![path]
-        };
-        let whole = inside.iter().filter(|path| path.is_file());
-        files.extend(whole.filter_map(|path| {
-            let relative = path.strip_prefix(snapshot).ok()?;
-            relative.to_str().map(str::to_owned)
-        }));
+    let mut folders = vec![(snapshot.to_owned(), DEPTH)];
+    while let Some((folder, depth)) = folders.pop() {
+        for path in children(&folder) {
+            if path.is_dir() {
+                folders.extend(depth.checked_sub(1).map(|depth| (path, depth)));
+            } else if path.is_file() {
+                let relative = path.strip_prefix(snapshot).ok().and_then(Path::to_str);
+                files.extend(relative.map(str::to_owned));
+            }
+        }
     }
     files
 }

@@ -272,7 +272,11 @@ impl Hub {
         let (kind, base) = match (is_alone, &listing.base) {
             (false, _) => (Base::Own, None),
             (true, None) => (Base::Unknown, None),
-            (true, Some(base)) => self.base(session, base).await?,
+            // A base that cannot be run is as none: the file may be used with another.
+            (true, Some(base)) => match self.base(session, base).await {
+                Err(PullError::NotAPipeline(_)) => (Base::Unknown, None),
+                found => found?,
+            },
         };
         Ok(Parts {
             own: self.part(model, listing, wanted)?,

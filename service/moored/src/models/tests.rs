@@ -213,3 +213,20 @@ fn a_scan_during_a_blocked_scan_returns_the_last_listing() {
     drop(turn);
     assert!(lists(&models.rescan(), "more"));
 }
+
+#[test]
+fn a_key_is_meant_by_the_first_digits_of_its_revision() {
+    let key = "me/mine@b28b7af69320201d1cf206ebf28373980add1451+full";
+    for asked in [key, "me/mine@b28b7af6+full"] {
+        assert!(is_key(key, asked), "{asked}");
+    }
+    for asked in [
+        "me/mine+full",
+        "me/mine@b28b7af7+full",
+        "me/mine@b28b7af6+4-bit",
+        "me/mine@+full",
+        "you/mine@b28b7af6+full",
+    ] {
+        assert!(!is_key(key, asked), "{asked}");
+    }
+}
