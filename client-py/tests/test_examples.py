@@ -54,7 +54,7 @@ def test_live_in_a_pipe(service: Service, address: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Programs that are started take SIGINT, which a shell has ignored by what it runs in the background."""
+    """Lets programs take SIGINT, which shells have ignored by what runs in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
