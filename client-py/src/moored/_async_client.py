@@ -493,6 +493,8 @@ class AsyncClient:
             if upload.failure is not None:
                 raise upload.failure from None
             raise
+        finally:
+            upload.close()
         return mirror(MediaInfo, info)
 
     async def release_media(

@@ -474,6 +474,8 @@ class Client:
             if upload.failure is not None:
                 raise upload.failure from None
             raise
+        finally:
+            upload.close()
         return mirror(MediaInfo, info)
 
     def release_media(self, media: str | MediaInfo, *, timeout: float | None = QUICK_S) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -93,6 +94,12 @@ class Upload(Iterator[generation_pb2.MediaChunk]):
         if info is None and piece is None:
             raise StopIteration
         return generation_pb2.MediaChunk(info=info, chunk=piece or b"")
+
+    def close(self) -> None:
+        """Closes the file, unless a thread still reads it: that one closes it."""
+        if isinstance(self._pieces, Generator):
+            with contextlib.suppress(ValueError):
+                self._pieces.close()
 
 
 class AsyncUpload(AsyncIterator[generation_pb2.MediaChunk]):
