@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,17 @@ def address(service: Service) -> Iterator[str]:
 def client(address: str) -> Iterator[moored.Client]:
     with moored.Client(address) as client:
         yield client
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, and its default in programs that are started.
+
+    A shell has the signal ignored by what it runs in the background.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @dataclass

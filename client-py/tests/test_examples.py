@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ def test_live_in_a_pipe(service: Service, address: str, tmp_path: Path) -> None:
     assert said == ["a slow waltz", "a brass band"]
     with wave.open(str(path)) as written:
         assert written.getnframes() == 60 * CHUNK
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Lets programs take SIGINT, which shells have ignored by what runs in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

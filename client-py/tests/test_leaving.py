@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,14 +64,6 @@ def test_close_in_another_thread(endless: Endless, client: moored.Client) -> Non
         stream.result()
     closer.join()
     assert endless.gone.wait(WAIT_S)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own handler of Ctrl-C, which it leaves out where its parent ignores the signal."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
