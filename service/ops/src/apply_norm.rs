@@ -15,15 +15,11 @@ pub enum ChannelNorm<'a> {
     None,
     /// Per-channel scale and shift ([`crate::group_moments()`]).
     Affine(&'a Affine),
-    /// RMS norm, `x / max(
-    /// x
-    /// , eps) * sqrt(c) * weight` (diffusers' `WanRMS_norm`).
+    /// RMS norm, `x / max(length of x, eps) * sqrt(c) * weight` (diffusers' `WanRMS_norm`).
     Rms {
         /// `[c]`, in the dtype of the map.
         weight: &'a Tensor,
-        /// Lower bound of `
-        /// x
-        /// `.
+        /// Lower bound of the length of `x`.
         eps: f64,
     },
 }
@@ -193,9 +189,7 @@ fn read_on_cpu(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tenso
 struct OfPosition {
     factors: Vec<f32>,
     summands: Vec<f32>,
-    /// `Some(eps)` for RMS norm: elements are divided by `max(
-    /// x
-    /// , eps)` before the factors are applied.
+    /// `Some(eps)` for RMS norm: elements are divided by `max(length of x, eps)` before the factors are applied.
     least_length: Option<f64>,
     is_plain: bool,
     silu: bool,

@@ -158,8 +158,18 @@ impl Linear {
                 ops::linear_scratch(weight.format, rows, columns, tokens, dtype)
             }
         };
-        let rank = self.terms.iter().map(LayerTerm::rank).max().unwrap_or(0);
-        of_weight.max(ops::low_rank_scratch(tokens, SIDE_BY_SIDE * rank, dtype))
+        let &[outputs, inputs] = self.weight.dims() else {
+            return of_weight;
+        };
+        match self.terms.iter().map(LayerTerm::rank).max() {
+            Some(rank) => of_weight.max(ops::low_rank_scratch(
+                [outputs, inputs],
+                SIDE_BY_SIDE * rank,
+                tokens,
+                dtype,
+            )),
+            None => of_weight,
+        }
     }
 }
 

@@ -121,7 +121,7 @@ fn blocks(rows: u32, columns: usize) -> Result<(usize, usize, usize)> {
     Ok((units.div_ceil(THREADS), 1, 1))
 }
 
-/// [`crate::copy_rows`], or with `ids` [`crate::embed`].
+/// [`crate::copy_rows()`], or with `ids` [`crate::embed`].
 pub(crate) fn copy_rows(x: &Tensor, ids: Option<&Tensor>, out: &Tensor, columns: usize) -> Result<()> {
     if out.elem_count() == 0 {
         return Ok(());
@@ -149,7 +149,7 @@ pub(crate) fn copy_rows(x: &Tensor, ids: Option<&Tensor>, out: &Tensor, columns:
     unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments) }
 }
 
-/// [`crate::glu`], or without `up` [`crate::activate`].
+/// [`crate::glu()`], or without `up` [`crate::activate`].
 pub(crate) fn glu(gate: &Tensor, up: Option<&Tensor>, by: Nonlinearity, out: &Tensor) -> Result<()> {
     let columns = out.dim(D::Minus1)?;
     if out.elem_count() == 0 {
@@ -201,7 +201,7 @@ pub(crate) fn all_finite(x: &Tensor) -> Result<bool> {
     Ok(flag.to_vec1::<u32>()? == [0])
 }
 
-/// [`crate::relative_bias`].
+/// [`crate::relative_bias()`].
 pub(crate) fn relative_bias(table: &Tensor, buckets: &Tensor, out: &Tensor) -> Result<()> {
     let (known, heads) = table.dims2()?;
     let (queries, keys) = (out.dim(D::Minus2)?, out.dim(D::Minus1)?);

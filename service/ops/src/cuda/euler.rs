@@ -1,4 +1,4 @@
-//! [`crate::euler`] on a CUDA device.
+//! [`crate::euler()`] on a CUDA device.
 
 use candle_core::{Result, Tensor};
 use cudarc::driver::DeviceRepr;

@@ -6,11 +6,12 @@ use candle_core::{CudaDevice, DType, Result, Tensor};
 use cudarc::driver::{CudaStream, DeviceRepr};
 use gpu::{Fp8Scales, QuantizedWeight, Weight, WeightFormat, WeightPart, rows_and_columns};
 
-use super::product::{At, ProductEpilogue, ProductShape, ProductTypes};
+use super::product::{At, ProductEpilogue, ProductShape, ProductTypes, WeightOrder};
 use super::{
     ALIGNMENT, Card, THREADS, UNIT, address_of, aligned, dequantize_to_address, kernel_dtype, kernel_of,
     place_of,
 };
+use crate::linear::adapts_weight;
 use crate::place::Rows;
 use crate::{Activation, Epilogue, LayerTo, LinearLayer, LowRank, Scratch};
 
@@ -59,7 +60,17 @@ pub(crate) fn linear_into(
     let device = out.device().as_cuda_device()?;
     let card = Card::of(device)?;
     let (outputs, columns) = (layer.weight.dims()[0], layer.weight.dims()[1]);
-    let order = Order::of(layer, &card, device, out.dtype())?;
+    let order = match x {
+        Activation::Numbers(x) => Order::of(
+            layer,
+            Rows::of(x, columns)?.count(),
+            (&card, device),
+            out.dtype(),
+            scratch,
+        )?,
+        Activation::Codes(_) if layer.low_rank.is_empty() => Order::NoTerms,
+        Activation::Codes(_) => candle_core::bail!("codes of fp8 by low-rank terms"),
+    };
     if order == Order::TermsFirst {
         let Activation::Numbers(x) = x else {
             candle_core::bail!("codes of fp8 by low-rank terms");
@@ -73,7 +84,7 @@ pub(crate) fn linear_into(
         outputs,
         bias: layer.bias,
         then: match order {
-            Order::NoTerms | Order::TermsFirst => then,
+            Order::NoTerms | Order::InWeight | Order::TermsFirst => then,
             Order::TermsLast => Epilogue::None,
         },
         adds: order == Order::TermsFirst,
@@ -89,7 +100,15 @@ pub(crate) fn linear_into(
                     weight.dtype()
                 );
             }
-            product.multiply(x, columns, address_of(weight)?)?;
+            let stored = address_of(weight)?;
+            let place = match order {
+                Order::InWeight => scratch.place(0, outputs * columns * out.dtype().size_in_bytes())?,
+                _ => stored,
+            };
+            if order == Order::InWeight {
+                product.add_to_weights(&[layer], &[stored], place)?;
+            }
+            product.multiply(x, columns, place)?;
         }
         (Activation::Numbers(x), Weight::Quantized(weight)) => {
             if multiplies_fp8(device, weight, out.dtype())? {
@@ -99,6 +118,9 @@ pub(crate) fn linear_into(
                 let (rows, columns) = rows_and_columns(&weight.shape);
                 let place = scratch.place(0, rows * columns * out.dtype().size_in_bytes())?;
                 dequantize_to_address(weight, out.dtype(), place)?;
+                if order == Order::InWeight {
+                    product.add_to_weights(&[layer], &[place], place)?;
+                }
                 product.multiply(x, columns, place)?;
             }
         }
@@ -138,32 +160,50 @@ pub(crate) fn add_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, ou
     product.multiply(x, x.dim(candle_core::D::Minus1)?, address_of(weight)?)
 }
 
-/// When low-rank terms are computed. Before the layer's product, they are written, and the product reads them while it
-/// computes, which costs nothing; behind it, they would read and write all of the result once more.
+/// When low-rank terms are computed, and what they are added to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     NoTerms,
+    /// Before the layer's product, to a copy of the weight in the scratch: of many rows, this moves fewer bytes.
+    InWeight,
+    /// Before the layer's product, they are written where its result goes, and the product reads them while it computes.
     TermsFirst,
-    /// Where scales are applied behind the product, and would be to the terms.
+    /// Behind it, where scales are applied behind the product, and would be to the terms.
     TermsLast,
 }
 
 impl Order {
-    fn of(layer: &LinearLayer<'_>, card: &Card, device: &CudaDevice, dtype: DType) -> Result<Order> {
+    /// For so many rows of a dtype.
+    fn of(
+        layer: &LinearLayer<'_>,
+        tokens: usize,
+        (card, device): (&Card, &CudaDevice),
+        dtype: DType,
+        scratch: &Scratch,
+    ) -> Result<Order> {
         if layer.low_rank.is_empty() {
             return Ok(Order::NoTerms);
         }
-        let Weight::Quantized(weight) = layer.weight else {
-            return Ok(Order::TermsFirst);
+        let (outputs, inputs) = (layer.weight.dims()[0], layer.weight.dims()[1]);
+        let in_weight = adapts_weight([outputs, inputs], tokens)
+            && scratch.holds(outputs * inputs * dtype.size_in_bytes());
+        let before = match in_weight {
+            true => Order::InWeight,
+            false => Order::TermsFirst,
         };
+        let Weight::Quantized(weight) = layer.weight else {
+            return Ok(before);
+        };
+        if !multiplies_fp8(device, weight, dtype)? {
+            return Ok(before);
+        }
         let by_rows = match weight.format {
             WeightFormat::Fp8(kind) => kind == Fp8Scales::Rows,
             _ => true, // they become fp8 with a scale a row
         };
-        let in_product = by_rows && card.compute_capability == BY_ROWS;
-        Ok(match multiplies_fp8(device, weight, dtype)? && !in_product {
-            true => Order::TermsLast,
-            false => Order::TermsFirst,
+        Ok(match by_rows && card.compute_capability == BY_ROWS {
+            true => Order::TermsFirst,
+            false => Order::TermsLast,
         })
     }
 }
@@ -257,6 +297,7 @@ fn add_term(
         x_batch: if terms.len() > 1 { 0 } else { up.x_batch },
         out_row: rank,
         out_batch: up.tokens * rank,
+        added_batch: up.tokens * rank,
         weight_batch: downs,
         bias_batch: 0,
         finish: ProductEpilogue::Nothing,
@@ -269,19 +310,21 @@ fn add_term(
         bias: None,
         scales: None,
         factor: first.factor as f32,
-        adds: false,
+        added: None,
         workspace: card.workspace(device)?,
     };
     if !layer.try_to(&down, ProductEpilogue::Nothing, &places)? {
         return Ok(false);
     }
+    let out_batch = if terms.len() > 1 { results } else { up.out_batch };
     let up = ProductShape {
         batch,
         inputs: rank,
         x_row: rank,
         x_batch: up.tokens * rank,
         weight_batch: ups,
-        out_batch: if terms.len() > 1 { results } else { up.out_batch },
+        out_batch,
+        added_batch: out_batch,
         bias_batch: 0,
         ..up
     };
@@ -290,7 +333,7 @@ fn add_term(
         x: projected,
         out: at[0][2],
         factor: 1.0,
-        adds,
+        added: adds.then_some(at[0][2]),
         ..places
     };
     let finish = layer.finish();
@@ -324,6 +367,66 @@ fn distances<const KINDS: usize>(at: &[[u64; KINDS]], size: usize) -> Option<[us
     Some(distances)
 }
 
+/// Computes layers over the same rows in fp8, whose rows are quantized once for all, and whose terms are computed at once;
+/// returns `false`, and does nothing, where they are not multiplied in fp8, or have terms behind their products.
+pub(crate) fn linears_in_fp8(
+    x: &Tensor,
+    layers: &[LayerTo<'_>],
+    then: Epilogue,
+    scratch: &Scratch,
+) -> Result<bool> {
+    let Some(first) = layers.first() else {
+        return Ok(false);
+    };
+    let device = x.device().as_cuda_device()?;
+    let card = Card::of(device)?;
+    let columns = first.layer.weight.dims()[1];
+    let tokens = Rows::of(x, columns)?.count();
+    let terms = first.layer.low_rank.len();
+    let mut weights = Vec::with_capacity(layers.len());
+    for LayerTo { layer, out } in layers {
+        let Weight::Quantized(weight) = layer.weight else {
+            return Ok(false);
+        };
+        let order = Order::of(layer, tokens, (&card, device), x.dtype(), scratch)?;
+        if !multiplies_fp8(device, weight, x.dtype())?
+            || out.dtype() != x.dtype()
+            || order == Order::TermsLast
+            || layer.low_rank.len() != terms
+        {
+            return Ok(false);
+        }
+        weights.push(weight);
+    }
+    if terms > 0 {
+        let outs: Vec<&Tensor> = layers.iter().map(|to| to.out).collect();
+        let with_terms: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
+        add_terms(x, &with_terms, &outs, Epilogue::None, false, scratch)?;
+    }
+    let product = Layer {
+        device,
+        card: &card,
+        stream: &device.cuda_stream(),
+        outputs: first.layer.weight.dims()[0],
+        bias: first.layer.bias,
+        then,
+        adds: terms > 0,
+        out: first.out,
+        scratch,
+    };
+    let (codes, taken) = product.quantize(x, columns)?;
+    for (LayerTo { layer, out }, weight) in layers.iter().zip(weights) {
+        let each = Layer {
+            outputs: layer.weight.dims()[0],
+            bias: layer.bias,
+            out,
+            ..product
+        };
+        each.multiply_fp8(codes, tokens, weight, taken)?;
+    }
+    Ok(true)
+}
+
 /// Computes layers over the same rows as one batched product, if all have the same shape, and weights, biases and
 /// results have equal strides. Quantized weights get equal strides in the scratch, if it is large enough. Otherwise
 /// returns `false`; terms may have been written into the results.
@@ -340,18 +443,30 @@ pub(crate) fn linear_as_one(
     let (outputs, columns) = (first.layer.weight.dims()[0], first.layer.weight.dims()[1]);
     let dequantized = outputs * columns * x.dtype().size_in_bytes();
     let terms = first.layer.low_rank.len();
+    let rows = Rows::of(x, columns)?;
+    let in_weight = terms > 0
+        && adapts_weight([outputs, columns], rows.count())
+        && scratch.holds(layers.len() * dequantized)
+        && dequantized.is_multiple_of(APART);
     let mut at = Vec::with_capacity(layers.len());
+    let mut stored = Vec::with_capacity(layers.len());
     for (which, LayerTo { layer, out }) in layers.iter().enumerate() {
         let weight = match layer.weight {
             Weight::Full(weight) if weight.is_contiguous() && weight.dtype() == x.dtype() => {
-                address_of(weight)?
+                stored.push(address_of(weight)?);
+                match in_weight {
+                    true => scratch.place(which * dequantized, dequantized)?,
+                    false => address_of(weight)?,
+                }
             }
             Weight::Quantized(weight)
                 if scratch.holds(layers.len() * dequantized)
                     && dequantized.is_multiple_of(APART)
                     && !multiplies_fp8(device, weight, x.dtype())? =>
             {
-                scratch.place(which * dequantized, dequantized)?
+                let place = scratch.place(which * dequantized, dequantized)?;
+                stored.push(place);
+                place
             }
             Weight::Full(_) | Weight::Quantized(_) => return Ok(false),
         };
@@ -375,18 +490,18 @@ pub(crate) fn linear_as_one(
         outputs,
         bias: first.layer.bias,
         then,
-        adds: terms > 0,
+        adds: terms > 0 && !in_weight,
         out: first.out,
         scratch,
     };
-    let shape = product.shape(Rows::of(x, columns)?, columns, product.numbers()?)?;
+    let shape = product.shape(rows, columns, product.numbers()?)?;
     let finish = product.finish();
     if shape.batch != 1 || finish == ProductEpilogue::Nothing {
         return Ok(false);
     }
-    if terms > 0 {
+    let with_terms: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
+    if product.adds {
         let outs: Vec<&Tensor> = layers.iter().map(|to| to.out).collect();
-        let with_terms: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
         add_terms(x, &with_terms, &outs, Epilogue::None, false, scratch)?;
     }
     for (to, [place, ..]) in layers.iter().zip(&at) {
@@ -394,12 +509,16 @@ pub(crate) fn linear_as_one(
             dequantize_to_address(weight, x.dtype(), *place)?;
         }
     }
+    if in_weight {
+        product.add_to_weights(&with_terms, &stored, at[0][0])?;
+    }
     let shape = ProductShape {
         batch: layers.len(),
         x_batch: 0,
         weight_batch: distances[0],
         bias_batch: distances[1],
         out_batch: distances[2],
+        added_batch: distances[2],
         ..shape
     };
     let at = At {
@@ -409,7 +528,7 @@ pub(crate) fn linear_as_one(
         bias: Some(at[0][1]),
         scales: None,
         factor: 1.0,
-        adds: terms > 0,
+        added: product.adds.then_some(at[0][2]),
         workspace: card.workspace(device)?,
     };
     product.try_to(&shape, finish, &at)
@@ -502,7 +621,7 @@ impl Layer<'_> {
             bias: self.bias.map(address_of).transpose()?,
             scales: None,
             factor: 1.0,
-            adds: self.adds,
+            added: self.added()?,
             workspace: self.card.workspace(self.device)?,
         };
         let shape = self.shape(rows, columns, self.numbers()?)?;
@@ -564,7 +683,7 @@ impl Layer<'_> {
             bias: self.bias.map(address_of).transpose()?,
             scales: by_rows.then_some((weight_scales, scales)),
             factor: 1.0,
-            adds: self.adds,
+            added: self.added()?,
             workspace: self.card.workspace(self.device)?,
         };
         let shape = self.shape(rows, columns, ProductTypes::Fp8 { is_bf16, by_rows })?;
@@ -631,9 +750,93 @@ impl Layer<'_> {
             out_batch: stride(out),
             weight_batch: 0,
             bias_batch: 0,
+            added_batch: stride(out),
+            weight_order: WeightOrder::OutputsFirst,
             numbers,
             finish: ProductEpilogue::Nothing,
         })
+    }
+
+    /// What the product is added to.
+    fn added(&self) -> Result<Option<u64>> {
+        self.adds.then(|| address_of(self.out)).transpose()
+    }
+
+    /// Writes the weights of layers of one shape with their low-rank terms, of which each has as many, behind one another
+    /// to the address `to`. `from` has the addresses of the weights; they may lie there already.
+    fn add_to_weights(&self, layers: &[&LinearLayer<'_>], from: &[u64], to: u64) -> Result<()> {
+        let Some(first) = layers.first() else {
+            return Ok(());
+        };
+        let [outputs, inputs] = [0, 1].map(|axis| first.weight.dims()[axis]);
+        let bytes = (outputs * inputs * self.out.dtype().size_in_bytes()) as u64;
+        let places: Vec<u64> = (0..layers.len() as u64).map(|which| to + which * bytes).collect();
+        let mut from = from;
+        for term in 0..first.low_rank.len() {
+            let terms: Vec<&LowRank> = layers.iter().map(|layer| &layer.low_rank[term]).collect();
+            if !self.add_to_weight(&terms, from, to)? {
+                for which in 0..terms.len() {
+                    let one = which..which + 1;
+                    if !self.add_to_weight(&terms[one.clone()], &from[one], places[which])? {
+                        candle_core::bail!(
+                            "cuBLASLt has no algorithm that adds a low-rank term of {:?} and {:?} to a weight",
+                            terms[which].up.dims(),
+                            terms[which].down.dims()
+                        );
+                    }
+                }
+            }
+            from = &places;
+        }
+        Ok(())
+    }
+
+    /// Writes weights with a low-rank term each behind one another to the address `to`, as one batched product; `false` if
+    /// this cannot be done at once, or at all.
+    fn add_to_weight(&self, terms: &[&LowRank], from: &[u64], to: u64) -> Result<bool> {
+        let Some(first) = terms.first() else {
+            return Ok(true);
+        };
+        let ((rank, inputs), outputs) = (first.down.dims2()?, first.up.dims()[0]);
+        let mut at = Vec::with_capacity(terms.len());
+        for (term, from) in terms.iter().zip(from) {
+            let is_alike =
+                term.down.dims() == first.down.dims() && term.factor.to_bits() == first.factor.to_bits();
+            if !is_alike {
+                return Ok(false);
+            }
+            at.push([address_of(&term.down)?, address_of(&term.up)?, *from]);
+        }
+        let Some([downs, ups, weights]) = distances(&at, self.out.dtype().size_in_bytes()) else {
+            return Ok(false);
+        };
+        let shape = ProductShape {
+            batch: terms.len(),
+            tokens: outputs,
+            inputs: rank,
+            outputs: inputs,
+            x_row: rank,
+            x_batch: ups,
+            out_row: inputs,
+            out_batch: outputs * inputs,
+            weight_batch: downs,
+            bias_batch: 0,
+            added_batch: weights,
+            weight_order: WeightOrder::InputsFirst,
+            numbers: self.numbers()?,
+            finish: ProductEpilogue::Nothing,
+        };
+        let places = At {
+            weight: at[0][0],
+            x: at[0][1],
+            out: to,
+            bias: None,
+            scales: None,
+            factor: first.factor as f32,
+            added: Some(at[0][2]),
+            workspace: self.card.workspace(self.device)?,
+        };
+        self.try_to(&shape, ProductEpilogue::Nothing, &places)
     }
 
     fn try_to(&self, shape: &ProductShape, finish: ProductEpilogue, at: &At) -> Result<bool> {

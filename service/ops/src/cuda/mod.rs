@@ -41,7 +41,7 @@ pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
 pub(crate) use euler::euler;
 #[cfg(test)]
 pub(crate) use linear::requantized;
-pub(crate) use linear::{add_product, linear_as_one, linear_into, multiplies_fp8};
+pub(crate) use linear::{add_product, linear_as_one, linear_into, linears_in_fp8, multiplies_fp8};
 pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;
 pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
@@ -264,7 +264,7 @@ impl Number for f32 {}
 impl Number for f16 {}
 impl Number for bf16 {}
 
-/// [`crate::dequantize`] on a CUDA device, of a validated weight that is not empty.
+/// [`crate::dequantize()`] on a CUDA device, of a validated weight that is not empty.
 pub(crate) fn dequantize(weight: &QuantizedWeight, dtype: DType) -> Result<Tensor> {
     match dtype {
         DType::F32 => dequantize_to::<f32>(weight),

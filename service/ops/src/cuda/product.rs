@@ -84,7 +84,16 @@ impl ProductEpilogue {
     }
 }
 
-/// `[batch, tokens, inputs]` by `[outputs, inputs]` to `[batch, tokens, outputs]`, with strides in elements.
+/// How a weight is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum WeightOrder {
+    /// `[outputs, inputs]`, as that of a linear layer.
+    OutputsFirst,
+    /// `[inputs, outputs]`. Not for fp8.
+    InputsFirst,
+}
+
+/// `[batch, tokens, inputs]` by a weight to `[batch, tokens, outputs]`, with strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ProductShape {
     pub(super) batch: usize,
@@ -98,13 +107,24 @@ pub(super) struct ProductShape {
     /// Batch stride of the weight; 0 for a shared weight.
     pub(super) weight_batch: usize,
     pub(super) bias_batch: usize,
+    /// Batch stride of what is added. Its rows are as far apart as those of the result.
+    pub(super) added_batch: usize,
+    pub(super) weight_order: WeightOrder,
     pub(super) numbers: ProductTypes,
     pub(super) finish: ProductEpilogue,
 }
 
 impl ProductShape {
+    /// Elements of a row of the weight as it is stored.
+    fn weight_row(&self) -> usize {
+        match self.weight_order {
+            WeightOrder::OutputsFirst => self.inputs,
+            WeightOrder::InputsFirst => self.outputs,
+        }
+    }
+
     /// All dimensions and strides, in the order of the fields.
-    fn sides(&self) -> [usize; 10] {
+    fn sides(&self) -> [usize; 11] {
         let ProductShape {
             batch,
             tokens,
@@ -116,6 +136,8 @@ impl ProductShape {
             out_batch,
             weight_batch,
             bias_batch,
+            added_batch,
+            weight_order: _,
             numbers: _,
             finish: _,
         } = *self;
@@ -130,11 +152,13 @@ impl ProductShape {
             out_batch,
             weight_batch,
             bias_batch,
+            added_batch,
         ]
     }
 }
 
-/// Dtypes and epilogues, in the order by which the on-disk list numbers them.
+/// Orders of weights, dtypes and epilogues, in the order by which the on-disk list numbers them.
+const ORDERS: [WeightOrder; 2] = [WeightOrder::OutputsFirst, WeightOrder::InputsFirst];
 const KINDS: [ProductTypes; 7] = [
     ProductTypes::F32,
     ProductTypes::F16,
@@ -174,8 +198,8 @@ pub(super) struct At {
     pub(super) scales: Option<(u64, u64)>,
     /// The sum is multiplied by this.
     pub(super) factor: f32,
-    /// Whether the product is added to the result as it is, before bias and activation.
-    pub(super) adds: bool,
+    /// What the product is added to, before bias and activation: the result as it is, or numbers apart from it.
+    pub(super) added: Option<u64>,
     /// Address and bytes.
     pub(super) workspace: (u64, usize),
 }
@@ -260,7 +284,7 @@ impl Products {
                 _ => None,
             },
             factor: 1.0,
-            adds: false,
+            added: None,
             workspace,
         };
         let Some(plan) = self.plan(key, &at)? else {
@@ -334,14 +358,18 @@ impl Products {
             let all = [address, strides[0], strides[1]].map(lowest);
             all.into_iter().min().unwrap_or(1).min(MAX_ALIGNMENT) as u32
         };
+        let of_added = at.added.map_or(MAX_ALIGNMENT as u32, |added| {
+            align(added, [shape.out_row, shape.added_batch], size_of_type(result))
+        });
+        let of_out = align(at.out, [shape.out_row, shape.out_batch], size_of_type(result));
         let alignments = [
             align(
                 at.weight,
-                [shape.inputs, shape.weight_batch],
+                [shape.weight_row(), shape.weight_batch],
                 size_of_type(operands),
             ),
             align(at.x, [shape.x_row, shape.x_batch], size_of_type(operands)),
-            align(at.out, [shape.out_row, shape.out_batch], size_of_type(result)),
+            of_out.min(of_added),
         ];
         let key = (*shape, alignments);
         let is_new = !self.plans.contains_key(&key);
@@ -362,12 +390,13 @@ impl Products {
 }
 
 /// Descriptors of a product for cuBLASLt, and its algorithm. cuBLASLt is column-major: `outᵀ = W xᵀ` of matrices
-/// whose columns are our rows, with the weight transposed, the only order that fp8 supports.
+/// whose columns are our rows, with the weight of a linear layer transposed, the only order that fp8 supports.
 struct ProductPlan {
     handle: sys::cublasLtHandle_t,
     product: sys::cublasLtMatmulDesc_t,
     weight: sys::cublasLtMatrixLayout_t,
     x: sys::cublasLtMatrixLayout_t,
+    added: sys::cublasLtMatrixLayout_t,
     out: sys::cublasLtMatrixLayout_t,
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
@@ -387,6 +416,7 @@ impl ProductPlan {
             product: ptr::null_mut(),
             weight: ptr::null_mut(),
             x: ptr::null_mut(),
+            added: ptr::null_mut(),
             out: ptr::null_mut(),
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
         };
@@ -394,8 +424,9 @@ impl ProductPlan {
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType_t::CUDA_R_32F,
         )?;
-        // `CUBLAS_OP_T`, which these bindings do not define.
-        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1i32)?;
+        // `CUBLAS_OP_T` or `CUBLAS_OP_N`, which these bindings do not define.
+        let transposes = i32::from(shape.weight_order == WeightOrder::OutputsFirst);
+        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, transposes)?;
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, shape.finish.epilogue())?;
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out)?;
         if let ProductTypes::Fp8 { by_rows, .. } = shape.numbers {
@@ -415,9 +446,16 @@ impl ProductPlan {
         }
         plan.point_at(at)?;
         let (inputs, outputs) = (shape.inputs as u64, shape.outputs as u64);
-        plan.weight = result::create_matrix_layout(operands, inputs, outputs, shape.inputs as i64)?;
+        let (of_row, rows) = match shape.weight_order {
+            WeightOrder::OutputsFirst => (inputs, outputs),
+            WeightOrder::InputsFirst => (outputs, inputs),
+        };
+        plan.weight = result::create_matrix_layout(operands, of_row, rows, shape.weight_row() as i64)?;
         plan.x = result::create_matrix_layout(operands, inputs, shape.tokens as u64, shape.x_row as i64)?;
-        plan.out = result::create_matrix_layout(out, outputs, shape.tokens as u64, shape.out_row as i64)?;
+        let of_result =
+            || result::create_matrix_layout(out, outputs, shape.tokens as u64, shape.out_row as i64);
+        plan.added = of_result()?;
+        plan.out = of_result()?;
         if shape.batch > 1 {
             plan.set(
                 Attribute::CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE,
@@ -426,6 +464,7 @@ impl ProductPlan {
             for (layout, stride) in [
                 (plan.weight, shape.weight_batch),
                 (plan.x, shape.x_batch),
+                (plan.added, shape.added_batch),
                 (plan.out, shape.out_batch),
             ] {
                 let (count, stride) = (shape.batch as i32, stride as i64);
@@ -488,7 +527,7 @@ impl ProductPlan {
                 self.product,
                 self.weight,
                 self.x,
-                self.out,
+                self.added,
                 self.out,
                 preference.0,
             )
@@ -507,7 +546,7 @@ impl ProductPlan {
     /// stream is capturing.
     unsafe fn queue(&self, at: &At, stream: &CudaStream) -> Result<()> {
         self.point_at(at).map_err(failed)?;
-        let (alpha, beta) = (at.factor, f32::from(u8::from(at.adds)));
+        let (alpha, beta) = (at.factor, f32::from(u8::from(at.added.is_some())));
         // SAFETY: the plan describes the operands, as the caller promises; the workspace is as large as the algorithm
         // was chosen for; alpha and beta are read before the call returns. With beta 0 the result is not read before.
         let multiplied = unsafe {
@@ -520,8 +559,8 @@ impl ProductPlan {
                 self.weight,
                 at.x as *const c_void,
                 self.x,
-                at.out as *const c_void,
-                self.out,
+                at.added.unwrap_or(at.out) as *const c_void,
+                self.added,
                 at.out as *mut c_void,
                 self.out,
                 &raw const self.algorithm,
@@ -566,7 +605,7 @@ impl Drop for ProductPlan {
             if !self.product.is_null() {
                 let _ = result::destroy_matmul_desc(self.product);
             }
-            for layout in [self.weight, self.x, self.out] {
+            for layout in [self.weight, self.x, self.added, self.out] {
                 if !layout.is_null() {
                     let _ = result::destroy_matrix_layout(layout);
                 }
@@ -575,10 +614,11 @@ impl Drop for ProductPlan {
     }
 }
 
-/// Serializes a product for the on-disk list: strides, dtypes, epilogue, and alignments.
+/// Serializes a product for the on-disk list: sides and strides, order of the weight, dtypes, epilogue, and alignments.
 fn line_of((shape, alignments): &Key) -> String {
     let numbers = shape.sides().into_iter().map(|side| side.to_string());
     let kinds = [
+        ORDERS.iter().position(|order| *order == shape.weight_order),
         KINDS.iter().position(|kind| *kind == shape.numbers),
         FINISHES.iter().position(|one| *one == shape.finish),
     ];
@@ -610,6 +650,8 @@ fn of_line(line: &str) -> Option<Key> {
         out_batch,
         weight_batch,
         bias_batch,
+        added_batch,
+        order,
         kind,
         finish,
         alignments @ ..,
@@ -632,6 +674,8 @@ fn of_line(line: &str) -> Option<Key> {
         out_batch: *out_batch,
         weight_batch: *weight_batch,
         bias_batch: *bias_batch,
+        added_batch: *added_batch,
+        weight_order: *ORDERS.get(*order)?,
         numbers: *KINDS.get(*kind)?,
         finish: *FINISHES.get(*finish)?,
     };
@@ -672,8 +716,11 @@ mod tests {
 
     #[test]
     fn a_product_line_round_trips() {
-        for numbers in KINDS {
-            for finish in FINISHES {
+        for (numbers, finish) in KINDS
+            .into_iter()
+            .flat_map(|kind| FINISHES.map(|finish| (kind, finish)))
+        {
+            for weight_order in ORDERS {
                 let shape = ProductShape {
                     batch: 1,
                     tokens: 2,
@@ -685,6 +732,8 @@ mod tests {
                     out_batch: 8,
                     weight_batch: 9,
                     bias_batch: 10,
+                    added_batch: 11,
+                    weight_order,
                     numbers,
                     finish,
                 };
@@ -699,12 +748,13 @@ mod tests {
         for line in [
             "",
             "1 2 3",
-            "1 2 3 4 5 6 7 8 9 10 0 0 16 32",
-            "1 2 3 4 5 6 7 8 9 10 0 0 16 32 256 1",
-            "1 2 3 4 5 6 7 8 9 10 7 0 16 32 256",
-            "1 2 3 4 5 6 7 8 9 10 0 4 16 32 256",
-            "1 2 3 4 5 6 7 8 9 10 0 0 16 32 -256",
-            "1 2 3 4 5 6 7 8 9 10 0 0 16 32 4294967296",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 256 1",
+            "1 2 3 4 5 6 7 8 9 10 11 0 7 0 16 32 256",
+            "1 2 3 4 5 6 7 8 9 10 11 2 0 0 16 32 256",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 4 16 32 256",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 -256",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 4294967296",
         ] {
             assert_eq!(of_line(line), None, "{line}");
         }

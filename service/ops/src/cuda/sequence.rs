@@ -1,4 +1,4 @@
-//! [`crate::pad_sequence`], [`crate::pcm16`] and the filters of [`crate::SequenceFilter`] on a CUDA device.
+//! [`crate::pad_sequence`], [`crate::pcm16()`] and the filters of [`crate::SequenceFilter`] on a CUDA device.
 
 use candle_core::{DType, Result, Tensor};
 use cudarc::driver::DeviceRepr;
@@ -108,7 +108,7 @@ pub(crate) fn snake(x: &Tensor, snake: Option<&Snake>, before: usize, out: &Tens
     unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, grid, THREADS, &arguments) }
 }
 
-/// [`crate::pcm16`] of contiguous f32.
+/// [`crate::pcm16()`] of contiguous f32.
 pub(crate) fn pcm16(samples: &Tensor) -> Result<(Vec<u8>, bool)> {
     let device = samples.device().as_cuda_device()?;
     let numbers = samples.elem_count();

@@ -273,7 +273,8 @@ fn defined_with_terms(x: &Tensor, weight: &Tensor, bias: &Tensor, terms: &[Term]
 fn low_rank_terms_equal_a_merged_weight_in_every_format() -> Result<()> {
     let device = crate::testing::test_device();
     let scratch = Scratch::new(8 << 20, device)?;
-    for (tokens, rows, columns) in [(1, 11, 256), (9, 64, 512)] {
+    // Of the last, terms are added to the weight on a card.
+    for (tokens, rows, columns) in [(1, 11, 256), (9, 64, 512), (130, 64, 512)] {
         for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, BF16_OPERATION)] {
             let terms = [(4, 0.7, 5), (3, -1.3, 7)]
                 .map(|(rank, factor, seed)| Term::random((rank, rows, columns), factor, seed, dtype));
@@ -319,8 +320,12 @@ fn low_rank_terms_equal_a_merged_weight_in_every_format() -> Result<()> {
 fn low_rank_terms_of_layers_side_by_side_equal_each_alone() -> Result<()> {
     let device = crate::testing::test_device();
     let scratch = Scratch::new(1 << 20, device)?;
-    let (tokens, outputs, columns) = (9, 64, 32);
-    for dtype in [DType::F32, DType::BF16] {
+    let (outputs, columns) = (64, 32);
+    // Of many rows, terms are added to the weight on a card.
+    for (tokens, dtype) in [9, 40]
+        .into_iter()
+        .flat_map(|tokens| [(tokens, DType::F32), (tokens, DType::BF16)])
+    {
         let part = |shape: &[usize], seed: u64| here(&random(shape, seed)?).to_dtype(dtype);
         let (x, biases) = (part(&[1, tokens, columns], 1)?, part(&[3, outputs], 3)?);
         let weights = part(&[3, outputs, columns], 2)?;

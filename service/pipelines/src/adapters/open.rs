@@ -1,6 +1,6 @@
 //! Opens adapters by their headers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -34,6 +34,8 @@ pub(crate) struct AdapterPart {
     pub(crate) rank: usize,
     /// Numbers of the factors of the largest layer.
     pub(crate) largest_numbers: usize,
+    /// Shapes of the layers that it changes, `[outputs, inputs]`.
+    pub(crate) shapes: BTreeSet<[usize; 2]>,
 }
 
 /// An open adapter, known by its header.
@@ -169,11 +171,15 @@ fn open(
             });
         }
         let rank = terms.iter().map(|term| term.rank).max().unwrap_or_default();
-        let numbers = terms.iter().map(|term| {
-            let TargetLayer { outputs, inputs, .. } = &target.layers[term.layer];
-            term.rank * (outputs + inputs)
-        });
+        let shape_of = |term: &Term| {
+            let TargetLayer { outputs, inputs, .. } = target.layers[term.layer];
+            [outputs, inputs]
+        };
+        let numbers = terms
+            .iter()
+            .map(|term| term.rank * shape_of(term).iter().sum::<usize>());
         let largest_numbers = numbers.max().unwrap_or_default();
+        let shapes = terms.iter().map(shape_of).collect();
         let scales = terms
             .iter()
             .map(|term| (target.layers[term.layer].name.clone(), term.scale));
@@ -185,6 +191,7 @@ fn open(
             scales: Arc::new(scales.collect()),
             rank,
             largest_numbers,
+            shapes,
         });
         components.push(ComponentFiles {
             place: file.path.clone(),

@@ -105,12 +105,13 @@ impl AdapterSet {
     /// Predicted scratch of the terms of a component's layers, which are computed one after the other.
     pub(crate) fn scratch(&self, base: &str, tokens: usize, dtype: DType) -> Bytes {
         let parts = self.0.iter().flat_map(|adapter| &adapter.parts);
-        let rank = parts.filter(|part| part.base == base).map(|part| part.rank).max();
-        Bytes(ops::low_rank_scratch(
-            tokens,
-            SIDE_BY_SIDE * rank.unwrap_or(0),
-            dtype,
-        ))
+        let of_part = |part: &AdapterPart| {
+            let rank = SIDE_BY_SIDE * part.rank;
+            let of_shape = |shape: &[usize; 2]| ops::low_rank_scratch(*shape, rank, tokens, dtype);
+            part.shapes.iter().map(of_shape).max()
+        };
+        let of_parts = parts.filter(|part| part.base == base).filter_map(of_part);
+        Bytes(of_parts.max().unwrap_or_default())
     }
 
     /// The ways to sample with this scratch: all resident, or, if there are adapters, with those in the machine's memory.
