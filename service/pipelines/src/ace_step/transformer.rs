@@ -316,18 +316,18 @@ impl Transformer {
 }
 
 /// The layer over patches: the filters `[hidden_size, channels, patch]` of a convolution whose steps are as long, with their
-/// numbers in the order of frames, then channels. Reordered in host memory, where no kernel has to be loaded for it.
+/// numbers in the order of frames, then channels.
 fn patch_in(config: &TransformerConfig, tensors: &AdaptedTensors<'_>) -> Result<Linear, MissingTensor> {
-    let (width, patch) = (config.layer.hidden_size, config.patch_size);
+    let (width, channels, patch) = (config.layer.hidden_size, config.in_channels, config.patch_size);
     let name = "proj_in_conv.weight";
-    let filters = tensors.shaped(name, &[width, config.in_channels, patch])?;
+    let filters = tensors.shaped(name, &[width, channels, patch])?;
     let rows = || {
-        let rows = filters
-            .to_device(&Device::Cpu)?
-            .permute((0, 2, 1))?
-            .contiguous()?;
-        rows.reshape((width, patch * config.in_channels))?
-            .to_device(filters.device())
+        let rows = Tensor::zeros((width, patch * channels), filters.dtype(), filters.device())?;
+        for frame in 0..patch {
+            let of_frame = rows.narrow(1, frame * channels, channels)?.unsqueeze(2)?;
+            ops::copy_rows(&filters.narrow(2, frame, 1)?, &of_frame)?;
+        }
+        Ok(rows)
     };
     let bias = tensors.shaped("proj_in_conv.bias", &[width])?;
     Ok(Linear::of(rows().map_err(of_tensor(name))?, Some(bias)))
@@ -341,15 +341,15 @@ fn patch_out(config: &TransformerConfig, tensors: &AdaptedTensors<'_>) -> Result
     let filters = tensors.shaped(name, &[width, channels, patch])?;
     let bias = tensors.shaped("proj_out_conv.bias", &[channels])?;
     let both = || -> candle_core::Result<(Tensor, Tensor)> {
-        let host = &Device::Cpu;
-        let rows = filters.to_device(host)?.permute((2, 1, 0))?.contiguous()?;
-        let rows = rows.reshape((patch * channels, width))?;
-        let bias = bias.to_device(host)?;
-        let bias = Tensor::cat(&vec![bias; patch], 0)?;
-        Ok((
-            rows.to_device(filters.device())?,
-            bias.to_device(filters.device())?,
-        ))
+        let (dtype, device) = (filters.dtype(), filters.device());
+        let rows = Tensor::zeros((patch * channels, width), dtype, device)?;
+        let biases = Tensor::zeros(patch * channels, dtype, device)?;
+        for frame in 0..patch {
+            let of_frame = rows.narrow(0, frame * channels, channels)?.unsqueeze(2)?;
+            ops::copy_rows(&filters.narrow(2, frame, 1)?.transpose(0, 1)?, &of_frame)?;
+            ops::copy_rows(&bias, &biases.narrow(0, frame * channels, channels)?)?;
+        }
+        Ok((rows, biases))
     };
     let (rows, bias) = both().map_err(of_tensor(name))?;
     Ok(Linear::of(rows, Some(bias)))
