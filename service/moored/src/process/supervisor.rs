@@ -1,5 +1,6 @@
 //! One task per card: it starts the worker process, carries frames, reaps it, and starts the next.
 
+use std::os::fd::AsFd;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -29,6 +30,8 @@ const OLD_ENOUGH: Duration = Duration::from_secs(60);
 const START_LIMIT: Duration = Duration::from_secs(120);
 /// Grace period after `Shutdown` before a worker is killed.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+/// What the pipes of a worker hold: the most that Linux lets every user have.
+const PIPE_BYTES: usize = 1 << 20;
 
 /// Time to wait for the exit status of a lost worker before it is reported without one.
 const USUAL_END: Duration = Duration::from_secs(1);
@@ -262,6 +265,8 @@ impl Keeper {
         let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
             return (End::Died("the worker has no pipes".to_owned()), Some(child));
         };
+        widen(&stdin);
+        widen(&stdout);
         self.pids.set(self.card, child.id());
         let end = self.carry(stdin, stdout, &mut child).await;
         (end, Some(child))
@@ -358,6 +363,14 @@ fn start_writer(
         Ok(())
     });
     (commands, writing)
+}
+
+/// Lets a pipe hold more than the usual 64 KiB, so that the values of a stage, which are some MB, pass in a few pieces: each
+/// wakes one process and puts the other to sleep. Where the system allows no more, it stays as it is.
+fn widen(pipe: &impl AsFd) {
+    if let Err(error) = rustix::pipe::fcntl_setpipe_size(pipe, PIPE_BYTES) {
+        tracing::debug!(%error, "the pipe of a worker stays as small as it is");
+    }
 }
 
 /// Serializes a frame into memory, for a pipe that is written asynchronously.
