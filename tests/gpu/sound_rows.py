@@ -2,7 +2,7 @@
 
     python tests/gpu/sound_rows.py RUN.json ... --write-docs docs/benchmarks/sound.json
 
-Each file is one run of `sound.py`, or has figures in its form from elsewhere (`peer_rows.py`).
+Each file is one run of `sound.py` or of `session.py`, or has figures in its form from elsewhere (`peer_rows.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ ROWS = (
         for policy in ("shared", "exclusive")
         for by in ("job", "load, fp8")
     ),
+    Wanted("session: first sound after open", target=300.0),
+    Wanted("session: another version sounds after"),
+    *(
+        Wanted(f"session: segments of 10 s a second, {slots} slots", better="higher")
+        for slots in (1, 2, 4, 8)
+    ),
+    Wanted("session: gaps in two minutes beside another client's tracks", target=0.0),
+    Wanted("session: bytes left after 24 sessions", target=0.0),
     Wanted("code and context that first tracks leave"),
     Wanted("bytes left after four minutes and unloading", target=0.0),
     Wanted("bytes left after unloading, 100 mixed cycles", target=0.0),
