@@ -58,5 +58,5 @@ pub use simulated::{
 };
 pub use size::{SizeError, exact_bytes, parse_bytes};
 pub use system::{SystemMemory, SystemReader, end_process};
-pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight};
+pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight, to_device};
 pub use timeline::Timeline;

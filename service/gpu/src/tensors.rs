@@ -1,8 +1,10 @@
 //! The tensors of one component.
 
 use std::collections::HashMap;
+use std::fmt;
 
-use candle_core::Tensor;
+use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
+use half::{bf16, f16};
 
 use crate::format::WeightFormat;
 
@@ -34,10 +36,64 @@ impl Weight {
     }
 }
 
+/// Locks memory of the process for a card, until it is dropped.
+pub(crate) trait Pinning: fmt::Debug + Send + Sync {}
+
 /// The tensors of one component, by name.
 #[derive(Debug, Default)]
 pub struct ComponentTensors {
+    /// What pins their memory, if it is the machine's. Dropped before they are.
+    pinning: Option<Box<dyn Pinning>>,
     weights: HashMap<String, Weight>,
+}
+
+/// Views of one tensor with the numbers of all, in full precision and of dtype `T`; with address and bytes of its numbers.
+fn joined<T: WithDType>(
+    weights: HashMap<String, Weight>,
+) -> candle_core::Result<(HashMap<String, Weight>, *const u8, usize)> {
+    let count = |weight: &Weight| weight.dims().iter().product::<usize>();
+    let mut all: Vec<T> = Vec::with_capacity(weights.values().map(count).sum());
+    let mut places: Vec<(String, Shape, usize)> = Vec::with_capacity(weights.len());
+    for (name, weight) in weights {
+        if let Weight::Full(tensor) = weight {
+            places.push((name, tensor.shape().clone(), all.len()));
+            all.extend(tensor.flatten_all()?.to_vec1::<T>()?);
+        }
+    }
+    // The numbers stay where they are when they become a tensor.
+    let (begin, bytes) = (all.as_ptr().cast::<u8>(), size_of_val(all.as_slice()));
+    let length = all.len();
+    let all = Tensor::from_vec(all, length, &Device::Cpu)?;
+    let view = |(name, shape, first): (String, Shape, usize)| {
+        let view = all.narrow(0, first, shape.elem_count())?.reshape(shape)?;
+        Ok((name, Weight::Full(view)))
+    };
+    let views = places.into_iter().map(view).collect::<candle_core::Result<_>>()?;
+    Ok((views, begin, bytes))
+}
+
+/// A tensor on a device: its own elements alone, where it is a view of a larger one. From pinned memory the copy is queued, and
+/// the memory must stay until it is made.
+///
+/// # Errors
+/// Errors of the device.
+pub fn to_device(tensor: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
+    if tensor.device().same_device(device) {
+        return Ok(tensor.clone());
+    }
+    let copied = {
+        let (storage, layout) = tensor.storage_and_layout();
+        let (Storage::Cpu(numbers), Some((begin, end))) = (&*storage, layout.contiguous_offsets()) else {
+            return tensor.to_device(device);
+        };
+        match numbers {
+            CpuStorage::BF16(all) => Tensor::from_slice(&all[begin..end], tensor.shape(), device)?,
+            CpuStorage::F16(all) => Tensor::from_slice(&all[begin..end], tensor.shape(), device)?,
+            CpuStorage::F32(all) => Tensor::from_slice(&all[begin..end], tensor.shape(), device)?,
+            _ => return tensor.to_device(device),
+        }
+    };
+    Ok(copied)
 }
 
 /// A tensor that a component lacks, or has in another shape.
@@ -59,7 +115,42 @@ impl ComponentTensors {
 
     /// From weights by name.
     pub fn of_weights(weights: HashMap<String, Weight>) -> ComponentTensors {
-        ComponentTensors { weights }
+        ComponentTensors {
+            pinning: None,
+            weights,
+        }
+    }
+
+    /// The same with their tensors in one piece of the machine's memory, if all are in full precision and of one dtype; and
+    /// pinned, if `pin` can, which gets address and bytes of that piece.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn in_one_piece(
+        mut self,
+        pin: impl FnOnce(*const u8, usize) -> Option<Box<dyn Pinning>>,
+    ) -> candle_core::Result<ComponentTensors> {
+        let dtype = match self.weights.values().next() {
+            Some(Weight::Full(first)) => first.dtype(),
+            Some(Weight::Quantized(_)) | None => return Ok(self),
+        };
+        let is_alike = |weight: &Weight| matches!(weight, Weight::Full(tensor) if tensor.dtype() == dtype);
+        if !self.weights.values().all(is_alike) {
+            return Ok(self);
+        }
+        let (weights, begin, bytes) = match dtype {
+            DType::BF16 => joined::<bf16>(self.weights)?,
+            DType::F16 => joined::<f16>(self.weights)?,
+            DType::F32 => joined::<f32>(self.weights)?,
+            _ => return Ok(self),
+        };
+        self.weights = weights;
+        self.pinning = pin(begin, bytes);
+        Ok(self)
+    }
+
+    /// Whether their memory is pinned.
+    #[must_use]
+    pub fn is_pinned(&self) -> bool {
+        self.pinning.is_some()
     }
 
     fn missing(name: &str, problem: impl Into<String>) -> MissingTensor {
@@ -122,5 +213,55 @@ impl ComponentTensors {
     /// All names, in no particular order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.weights.keys().map(String::as_str)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Pinned;
+
+    impl Pinning for Pinned {}
+
+    fn numbers(first: f32, shape: &[usize], dtype: DType) -> candle_core::Result<Tensor> {
+        let count = shape.iter().product::<usize>() as f32;
+        Tensor::arange(first, first + count, &Device::Cpu)?
+            .reshape(shape)?
+            .to_dtype(dtype)
+    }
+
+    #[test]
+    fn tensors_in_one_piece_have_their_own_numbers() -> Result<(), Box<dyn std::error::Error>> {
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            let (one, two) = (numbers(0.0, &[2, 3], dtype)?, numbers(7.0, &[4], dtype)?);
+            let tensors = HashMap::from([("one".to_owned(), one.clone()), ("two".to_owned(), two.clone())]);
+            let mut pinned = 0;
+            let tensors = ComponentTensors::new(tensors).in_one_piece(|_, bytes| {
+                pinned = bytes;
+                Some(Box::new(Pinned))
+            })?;
+            assert_eq!(pinned, 10 * dtype.size_in_bytes());
+            assert!(tensors.is_pinned());
+            for (name, expected) in [("one", one), ("two", two)] {
+                let view = tensors.get(name)?;
+                assert_eq!(view.dims(), expected.dims());
+                let wide = |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+                assert_eq!(wide(&view)?, wide(&expected)?);
+                assert_eq!(wide(&to_device(&view, &Device::Cpu)?)?, wide(&expected)?);
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn tensors_of_several_dtypes_stay_apart() -> Result<(), Box<dyn std::error::Error>> {
+        let (one, two) = (numbers(0.0, &[2], DType::F32)?, numbers(0.0, &[2], DType::BF16)?);
+        let tensors = HashMap::from([("one".to_owned(), one), ("two".to_owned(), two)]);
+        let tensors = ComponentTensors::new(tensors).in_one_piece(|_, _| Some(Box::new(Pinned)))?;
+        assert!(!tensors.is_pinned());
+        assert!(ComponentTensors::default().in_one_piece(|_, _| None).is_ok());
+        Ok(())
     }
 }

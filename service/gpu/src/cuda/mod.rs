@@ -27,9 +27,9 @@ use crate::load::{LoadError, LoadPlan, LoadProgress, Target, TensorSource};
 use crate::nvml::NvmlCard;
 use crate::profile::MemoryProfile;
 use crate::reader;
-use crate::tensors::ComponentTensors;
+use crate::tensors::{ComponentTensors, Pinning};
 use crate::timeline::Timeline;
-use pool::{Pool, has_in_one_piece, is_allocated, is_out_of_memory};
+use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
 use staging::{Allocation, PinnedRing, Staging};
 
@@ -447,6 +447,22 @@ impl Gpu for CudaCard {
         self.check_alive()?;
         let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
         Ok(Arc::clone(&held.tensors))
+    }
+
+    fn read_on_host(
+        &mut self,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<ComponentTensors, LoadError> {
+        let read = crate::cpu::read_on_host(plan, progress)?;
+        let context = &self.context;
+        let pin = |begin: *const u8, bytes: usize| {
+            // SAFETY: the memory is that of the tensors, which are dropped after what pins it.
+            let pinned = unsafe { PinnedInPlace::new(context, begin, bytes) };
+            pinned.map(|pinned| Box::new(pinned) as Box<dyn Pinning>)
+        };
+        let tensors = read.in_one_piece(pin);
+        tensors.map_err(|error| LoadError::Unsupported(format!("tensors in the machine's memory: {error}")))
     }
 
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {

@@ -9,6 +9,7 @@ use cudarc::driver::result::{self, mem_pool};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, sys};
 use residency::Bytes;
 
+use crate::tensors::Pinning;
 use sys::CUmemPool_attribute_enum as Attribute;
 
 /// A memory pool of a card: one per component, so that its memory is freed as a whole. Never the device's current
@@ -260,6 +261,58 @@ impl Drop for PinnedBuffer {
         // SAFETY: allocated by `alone`, and freed once. The driver waits for a copy in flight.
         if let Err(error) = unsafe { result::free_host(self.bytes.as_ptr().cast()) } {
             tracing::error!(%error, "pinned memory cannot be freed");
+        }
+    }
+}
+
+/// Memory of an allocation of the process that the driver has pinned where it is.
+#[derive(Debug)]
+pub(super) struct PinnedInPlace {
+    context: Arc<CudaContext>,
+    begin: NonNull<c_void>,
+}
+
+// SAFETY: it is an address, which is never read or written through.
+unsafe impl Send for PinnedInPlace {}
+// SAFETY: as above.
+unsafe impl Sync for PinnedInPlace {}
+
+impl Pinning for PinnedInPlace {}
+
+impl PinnedInPlace {
+    /// Pins `bytes` bytes at an address; `None` if the driver refuses.
+    ///
+    /// # Safety
+    /// The memory is allocated for as long as this is.
+    pub(super) unsafe fn new(
+        context: &Arc<CudaContext>,
+        begin: *const u8,
+        bytes: usize,
+    ) -> Option<PinnedInPlace> {
+        let begin = NonNull::new(begin.cast_mut().cast::<c_void>()).filter(|_| bytes > 0)?;
+        // SAFETY: the caller's promise.
+        let register = || unsafe { sys::cuMemHostRegister_v2(begin.as_ptr(), bytes, 0) }.result();
+        match context.bind_to_thread().and_then(|()| register()) {
+            Ok(()) => Some(PinnedInPlace {
+                context: Arc::clone(context),
+                begin,
+            }),
+            Err(error) => {
+                tracing::debug!(%error, bytes, "memory of the process cannot be pinned: it is copied as it is");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for PinnedInPlace {
+    fn drop(&mut self) {
+        // Copies from it may be queued, and its memory is about to be freed.
+        let waited = self.context.synchronize();
+        // SAFETY: registered by `new`, and unregistered once.
+        let freed = waited.and_then(|()| unsafe { sys::cuMemHostUnregister(self.begin.as_ptr()) }.result());
+        if let Err(error) = freed {
+            tracing::error!(%error, "memory of the process stays pinned");
         }
     }
 }

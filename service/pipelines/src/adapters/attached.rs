@@ -56,8 +56,8 @@ impl LayerTerm {
             return Ok(None);
         }
         Ok(Some(LowRank {
-            down: self.down.to_device(device)?,
-            up: self.up.to_device(device)?,
+            down: gpu::to_device(&self.down, device)?,
+            up: gpu::to_device(&self.up, device)?,
             factor: self.scale * f64::from(strength),
         }))
     }
