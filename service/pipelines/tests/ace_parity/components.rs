@@ -95,6 +95,9 @@ fn the_transformer_equals_the_reference_at_every_time() {
 fn what_is_a_little_wrong_exceeds_the_tolerance() {
     let answers = tensors("ace-tiny/expected/transformer.safetensors");
     let right: TransformerConfig = config("transformer");
+    // A card's tolerance is nearer to what a wrong epsilon does.
+    let times = if test_device().is_cpu() { 20.0 } else { 5.0 };
+    let least = times * tolerances().component;
     let layer = |change: &dyn Fn(&mut LayerConfig)| {
         let mut wrong = right.clone();
         change(&mut wrong.layer);
@@ -148,7 +151,7 @@ fn what_is_a_little_wrong_exceeds_the_tolerance() {
             &answers["even.output"],
         );
         println!("{name}: {apart:.2e}");
-        assert!(apart > 20.0 * tolerances().component, "{name}: {apart:e}");
+        assert!(apart > least, "{name}: {apart:e}");
     }
 }
 
