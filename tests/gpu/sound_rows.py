@@ -2,7 +2,7 @@
 
     python tests/gpu/sound_rows.py RUN.json ... --write-docs docs/benchmarks/sound.json
 
-Each file is one run of `sound.py` or of `session.py`, or has figures in its form from elsewhere (`peer_rows.py`).
+Each file is a run of `sound.py` or `session.py`, or has figures in its form from elsewhere (`peer_rows.py`).
 """
 
 from __future__ import annotations
