@@ -193,9 +193,7 @@ impl Timeline {
             return;
         };
         let left = failed.as_ref().map_or(0, |take| take.there_from(from.at));
-        let weight = failed
-            .as_ref()
-            .map_or(1.0, |take| self.weight(from, take.length()));
+        let weight = failed.as_ref().map_or(1.0, |take| self.weight(from, take));
         self.sounding = self.before.take().and_then(|before| self.resumed(before));
         self.fade = self.sounding.map(|_| Fade {
             from,
@@ -236,7 +234,6 @@ impl Timeline {
         if made == 0 {
             return (None, change);
         }
-        self.made += made;
         let rendered = Rendered {
             first,
             segment: cursor.segment,
@@ -318,11 +315,13 @@ impl Timeline {
                 .segments
                 .get(&cursor.segment)
                 .and_then(|known| known.take.as_ref());
-            let (length, left) = take.map_or((0, 0), |take| (take.length(), take.there_from(cursor.at)));
+            let (weight, left) = take.map_or((1.0, 0), |take| {
+                (self.weight(cursor, take), take.there_from(cursor.at))
+            });
             self.fade = Some(Fade {
                 from: cursor,
                 given_up: None,
-                weight: self.weight(cursor, length),
+                weight,
                 length: self.settings.crossfade.min(left),
                 done: 0,
             });
@@ -383,11 +382,7 @@ impl Timeline {
         if take.there_from(cursor.at) == 0 {
             return false;
         }
-        let crossfade = self.settings.crossfade.min(take.length() / 2);
-        let fade_in = self
-            .began_at
-            .map_or(1.0, |began| raised(self.made_with(samples) - began, crossfade));
-        let weight = self.weight(cursor, take.length()) * fade_in;
+        let weight = self.weight(cursor, take);
         let under = self.fade.as_ref().and_then(|fade| {
             let known = self
                 .segments
@@ -408,6 +403,7 @@ impl Timeline {
         }
         cursor.at += 1;
         self.sounding = Some(cursor);
+        self.made += 1;
         if let Some(fade) = &mut self.fade {
             fade.done += 1;
         }
@@ -418,14 +414,18 @@ impl Timeline {
         true
     }
 
-    /// Samples made, with these.
-    fn made_with(&self, samples: &[u8]) -> u64 {
-        self.made + samples.len() as u64 / (2 * u64::from(self.settings.channels.max(1)))
+    /// The weight of the next sample of the segment that sounds.
+    fn weight(&self, cursor: Cursor, take: &Take) -> f64 {
+        let crossfade = self.settings.crossfade.min(take.length() / 2);
+        let fade_in = self
+            .began_at
+            .map_or(1.0, |began| raised(self.made - began, crossfade));
+        fade_in * self.weight_near_ends(cursor, take.length())
     }
 
     /// The weight of a sample near the ends of a segment that is repeated: it keeps its length, so its ends cannot overlap, and
     /// fade out and in instead.
-    fn weight(&self, cursor: Cursor, length: u64) -> f64 {
+    fn weight_near_ends(&self, cursor: Cursor, length: u64) -> f64 {
         let fade = (self.settings.crossfade / 2).min(length / 4);
         let to_end = length - cursor.at.min(length);
         let distance = match (self.settings.repeats, cursor.is_repeated) {

@@ -267,6 +267,24 @@ fn a_change_near_the_end_of_the_old_segment_has_no_step() {
 }
 
 #[test]
+fn a_change_before_a_segment_has_faded_in_has_no_step() {
+    // The old segment is repeated, and ends while the new one fades in: then the next may begin.
+    for place in (530..600).step_by(7) {
+        let mut timeline = Timeline::new(settings(80, true));
+        timeline.expect(1, SegmentStart::WhenOver);
+        whole(&mut timeline, 1, 900, 600);
+        let mut last = None;
+        let mut largest = largest_step(&mut timeline, place, &mut last);
+        for (segment, level) in [(2, 900), (3, -300)] {
+            timeline.expect(segment, SegmentStart::AtOnceFromStart);
+            whole(&mut timeline, segment, level, 600);
+            largest = largest.max(largest_step(&mut timeline, 600 - place, &mut last));
+        }
+        assert!(largest < 160, "at {place}: {largest}");
+    }
+}
+
+#[test]
 fn the_last_that_was_whole_goes_on_when_several_fail() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
