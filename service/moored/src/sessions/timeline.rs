@@ -64,6 +64,15 @@ struct Cursor {
     is_repeated: bool,
 }
 
+/// How the segment that sounds fades in.
+#[derive(Clone, Copy, Debug)]
+struct FadeIn {
+    /// Samples that had been made when it began.
+    began_at: u64,
+    /// What it was weighed with then: more than nothing where it was fading out and goes on.
+    from: f64,
+}
+
 /// A segment that fades out beneath the one that sounds.
 #[derive(Debug)]
 struct Fade {
@@ -75,6 +84,18 @@ struct Fade {
     /// Samples until it is silent: never more than it has.
     length: u64,
     done: u64,
+}
+
+impl Fade {
+    /// Whether it is of this segment, which has not failed.
+    fn is_of(&self, segment: u32) -> bool {
+        self.given_up.is_none() && self.from.segment == segment
+    }
+
+    /// The weight of its next sample.
+    fn weight(&self) -> f64 {
+        self.weight * (1.0 - raised(self.done, self.length))
+    }
 }
 
 /// The last segment that sounded and had come whole, with the samples that had been made when it left.
@@ -99,11 +120,12 @@ pub(crate) struct Timeline {
     /// Segments that have not sounded, that sound, and the one before while it may be needed again.
     segments: BTreeMap<u32, Segment>,
     sounding: Option<Cursor>,
-    fade: Option<Fade>,
+    /// One, or several where segments failed that were fading in.
+    fades: Vec<Fade>,
     /// What goes on if the one that sounds fails; as long as that has not come whole.
     before: Option<Before>,
-    /// Samples that had been made when the segment that sounds began; `None` where nothing had to be faded in.
-    began_at: Option<u64>,
+    /// `None` where nothing had to be faded in.
+    fade_in: Option<FadeIn>,
 }
 
 impl Timeline {
@@ -114,9 +136,9 @@ impl Timeline {
             made: 0,
             segments: BTreeMap::new(),
             sounding: None,
-            fade: None,
+            fades: Vec::new(),
             before: None,
-            began_at: None,
+            fade_in: None,
         }
     }
 
@@ -190,19 +212,38 @@ impl Timeline {
     pub(crate) fn fail(&mut self, segment: u32) {
         let failed = self.segments.remove(&segment).and_then(|known| known.take);
         let Some(from) = self.sounding.filter(|cursor| cursor.segment == segment) else {
+            // It may fade out still.
+            let fade = self.fades.iter_mut().find(|fade| fade.is_of(segment));
+            if let Some(fade) = fade {
+                fade.given_up = failed;
+            }
             return;
         };
-        let left = failed.as_ref().map_or(0, |take| take.there_from(from.at));
         let weight = failed.as_ref().map_or(1.0, |take| self.weight(from, take));
         self.sounding = self.before.take().and_then(|before| self.resumed(before));
-        self.fade = self.sounding.map(|_| Fade {
+        let Some(resumed) = self.sounding else {
+            self.fades.clear();
+            self.fade_in = None;
+            return;
+        };
+        let fading = self
+            .fades
+            .iter()
+            .position(|fade| fade.is_of(resumed.segment) && fade.from.at + fade.done == resumed.at);
+        let heard = fading.map_or(0.0, |place| self.fades.swap_remove(place).weight());
+        let alone = self.weight_near_ends(resumed, self.length(resumed.segment));
+        self.fade_in = Some(FadeIn {
+            began_at: self.made,
+            from: if heard < alone { heard / alone } else { 1.0 },
+        });
+        let left = failed.as_ref().map_or(0, |take| take.there_from(from.at));
+        self.fades.push(Fade {
             from,
             given_up: failed,
             weight,
             length: self.settings.crossfade.min(left),
             done: 0,
         });
-        self.began_at = Some(self.made);
     }
 
     /// Where a segment that sounded before would be by now.
@@ -275,7 +316,7 @@ impl Timeline {
 
     /// The segment whose turn it is to sound next.
     fn next(&self) -> Option<(u32, SegmentStart)> {
-        if self.fade.is_some() {
+        if !self.fades.is_empty() {
             return None; // one fade at a time: what is dropped within one would be heard as a click
         }
         let sounding = self.sounding.map_or(0, |cursor| cursor.segment);
@@ -318,7 +359,7 @@ impl Timeline {
             let (weight, left) = take.map_or((1.0, 0), |take| {
                 (self.weight(cursor, take), take.there_from(cursor.at))
             });
-            self.fade = Some(Fade {
+            self.fades.push(Fade {
                 from: cursor,
                 given_up: None,
                 weight,
@@ -334,7 +375,10 @@ impl Timeline {
                 }),
             };
         }
-        self.began_at = (made > 0).then_some(made);
+        self.fade_in = (made > 0).then_some(FadeIn {
+            began_at: made,
+            from: 0.0,
+        });
         self.sounding = Some(Cursor {
             segment: number,
             at,
@@ -383,19 +427,22 @@ impl Timeline {
             return false;
         }
         let weight = self.weight(cursor, take);
-        let under = self.fade.as_ref().and_then(|fade| {
-            let known = self
-                .segments
-                .get(&fade.from.segment)
-                .and_then(|known| known.take.as_ref());
-            let old = fade.given_up.as_ref().or(known)?;
-            let at = fade.from.at + fade.done;
-            (fade.done < fade.length && old.there_from(at) > 0)
-                .then(|| (old, at, fade.weight * (1.0 - raised(fade.done, fade.length))))
-        });
+        let under: Vec<_> = self
+            .fades
+            .iter()
+            .filter_map(|fade| {
+                let known = self
+                    .segments
+                    .get(&fade.from.segment)
+                    .and_then(|known| known.take.as_ref());
+                let old = fade.given_up.as_ref().or(known)?;
+                let at = fade.from.at + fade.done;
+                (fade.done < fade.length && old.there_from(at) > 0).then(|| (old, at, fade.weight()))
+            })
+            .collect();
         for channel in 0..self.settings.channels as usize {
             let mut sample = f64::from(take.sample(cursor.at, channel)) * weight;
-            if let Some((old, at, weight)) = under {
+            for &(old, at, weight) in &under {
                 sample += f64::from(old.sample(at, channel)) * weight;
             }
             let sample = sample.round().clamp(f64::from(i16::MIN), f64::from(i16::MAX)) as i16;
@@ -404,12 +451,10 @@ impl Timeline {
         cursor.at += 1;
         self.sounding = Some(cursor);
         self.made += 1;
-        if let Some(fade) = &mut self.fade {
+        for fade in &mut self.fades {
             fade.done += 1;
         }
-        if self.fade.as_ref().is_some_and(|fade| fade.done >= fade.length) {
-            self.end_fade();
-        }
+        self.end_fades();
         self.forget_before();
         true
     }
@@ -417,9 +462,9 @@ impl Timeline {
     /// The weight of the next sample of the segment that sounds.
     fn weight(&self, cursor: Cursor, take: &Take) -> f64 {
         let crossfade = self.settings.crossfade.min(take.length() / 2);
-        let fade_in = self
-            .began_at
-            .map_or(1.0, |began| raised(self.made - began, crossfade));
+        let fade_in = self.fade_in.map_or(1.0, |fade| {
+            fade.from + (1.0 - fade.from) * raised(self.made - fade.began_at, crossfade)
+        });
         fade_in * self.weight_near_ends(cursor, take.length())
     }
 
@@ -440,18 +485,22 @@ impl Timeline {
     }
 
     /// What faded out is forgotten, unless it goes on should the one that sounds fail.
-    fn end_fade(&mut self) {
-        let Some(fade) = self.fade.take() else { return };
+    fn end_fades(&mut self) {
         let before = self.before.map(|before| before.cursor.segment);
         let sounding = self.sounding.map(|cursor| cursor.segment);
-        if ![before, sounding].contains(&Some(fade.from.segment)) {
-            self.segments.remove(&fade.from.segment);
-        }
+        let segments = &mut self.segments;
+        self.fades.retain(|fade| {
+            let lasts = fade.done < fade.length;
+            if !lasts && ![before, sounding].contains(&Some(fade.from.segment)) {
+                segments.remove(&fade.from.segment);
+            }
+            lasts
+        });
     }
 
     /// What sounded before is not needed once the new one has come whole and the fade is over.
     fn forget_before(&mut self) {
-        let Some(before) = self.before.filter(|_| self.fade.is_none()) else {
+        let Some(before) = self.before.filter(|_| self.fades.is_empty()) else {
             return;
         };
         let sounding = self.sounding.map(|cursor| cursor.segment);

@@ -300,6 +300,49 @@ fn the_last_that_was_whole_goes_on_when_several_fail() {
     assert_eq!(levels(&mut timeline, 1500), [10; 1500]);
 }
 
+#[test]
+fn a_segment_that_fails_at_any_place_leaves_no_step() {
+    for place in (1..300).step_by(7) {
+        for repeats in [true, false] {
+            let mut timeline = Timeline::new(settings(80, repeats));
+            timeline.expect(1, SegmentStart::WhenOver);
+            whole(&mut timeline, 1, 900, 1500);
+            let mut last = None;
+            let mut largest = largest_step(&mut timeline, 500, &mut last);
+            timeline.expect(2, SegmentStart::AtOnceFromStart);
+            timeline.add(2, &part(-900, 600, 0, 450)).unwrap();
+            largest = largest.max(largest_step(&mut timeline, place, &mut last));
+            timeline.fail(2);
+            largest = largest.max(largest_step(&mut timeline, 300, &mut last));
+            assert!(largest < 100, "at {place}: {largest}");
+            assert_eq!(last, Some(900));
+        }
+    }
+}
+
+#[test]
+fn segments_that_fail_one_after_the_other_leave_no_step() {
+    for place in (1..120).step_by(7) {
+        let mut timeline = Timeline::new(settings(80, true));
+        timeline.expect(1, SegmentStart::WhenOver);
+        whole(&mut timeline, 1, 900, 3000);
+        let mut last = None;
+        let mut largest = largest_step(&mut timeline, 500, &mut last);
+        for (segment, samples) in [(2, 100), (3, place)] {
+            timeline.expect(segment, SegmentStart::AtOnceFromStart);
+            timeline.add(segment, &part(-900, 600, 0, 450)).unwrap();
+            largest = largest.max(largest_step(&mut timeline, samples, &mut last));
+        }
+        for segment in [2, 3] {
+            timeline.fail(segment); // the first of them may fade out still
+            largest = largest.max(largest_step(&mut timeline, 20, &mut last));
+        }
+        largest = largest.max(largest_step(&mut timeline, 300, &mut last));
+        assert!(largest < 100, "at {place}: {largest}");
+        assert_eq!(last, Some(900));
+    }
+}
+
 proptest::proptest! {
     /// Segments of one level each, that come at any time or not at all: what sounds never jumps.
     #[test]
