@@ -127,8 +127,8 @@ pub struct StagePlan {
     /// Cache key of the outputs: the same memo and components give the same values, which other jobs may reuse.
     /// `None`: the values are specific to this job.
     pub memo: Option<String>,
-    /// What previews of its state need beside it; `None` if none are wanted. Whether the stage fits does not depend on
-    /// them: without this memory it runs without previews.
+    /// What previews of its state need beside it; `None`: it sends none. Whether the stage fits does not depend on them:
+    /// without this memory it runs without previews.
     pub preview: Option<PreviewNeed>,
     /// Its place among the stages of its name, where a result is made section by section.
     pub section: Option<Section>,
@@ -170,11 +170,21 @@ pub struct PreviewNeed {
     pub scratch: Bytes,
 }
 
+impl PreviewNeed {
+    /// Previews that need no component and no memory beside the stage: they are sent wherever it runs.
+    pub const NOTHING: PreviewNeed = PreviewNeed {
+        components: Vec::new(),
+        scratch: Bytes::ZERO,
+    };
+}
+
 impl StagePlan {
-    /// The stage with the memory of its previews; the same where it sends none.
+    /// The stage with the memory of its previews; the same where they need none.
     #[must_use]
     pub fn with_previews(mut self) -> StagePlan {
-        if let Some(preview) = &self.preview {
+        if let Some(preview) = &self.preview
+            && *preview != PreviewNeed::NOTHING
+        {
             let missing = preview
                 .components
                 .iter()

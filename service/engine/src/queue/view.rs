@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use pipelines::PreviewNeed;
 use residency::{Bytes, Millis, Policy};
 use tokio::time::Instant;
 
@@ -105,7 +106,7 @@ impl<'a> View<'a> {
             }
         }
         if let Some(plan) = &mut need.plan {
-            plan.preview = None;
+            plan.preview.take_if(|previews| *previews != PreviewNeed::NOTHING);
         }
         self.learned.improve(&mut need, open.model.family(), description);
         Some(need)

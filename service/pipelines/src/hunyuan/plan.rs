@@ -12,7 +12,7 @@ use crate::mmdit::is_modulator;
 use crate::plan::{names, only_value};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
-use crate::{Request, Role, Rung, Section, StagePlan, ValueShape, Video};
+use crate::{PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -34,7 +34,7 @@ pub(super) const LATENT: &str = "latent";
 /// Name of the frames that a decode leaves for the next, `[frames, height, width, 3]` in the dtype of maps.
 pub(super) const LEFT: &str = "left";
 
-/// Number of a section with which prompts are rounded up, so that prompts of similar length share learned peaks.
+/// Counts of prompt tokens are rounded up to multiples of this, so that prompts of similar length share learned peaks.
 const TOKENS_AT_A_TIME: usize = 32;
 
 /// Name of a section's latent, by its number in order of sampling, from 0.
@@ -284,7 +284,7 @@ impl HunyuanModel {
             gives: vec![gives],
             per_item: true,
             memo: None,
-            preview: None,
+            preview: request.preview.then_some(PreviewNeed::NOTHING),
             section: section.map(of_film),
             shared: None,
             // Previews have the colours of the picture that the film begins with.

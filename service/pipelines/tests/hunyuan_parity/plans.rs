@@ -1,6 +1,6 @@
 //! Plans and refusals.
 
-use pipelines::{Medium, Request, Role, Video};
+use pipelines::{Medium, PreviewNeed, Request, Role, Video};
 
 use crate::workshop::{F32, Workshop, film_folder, request, section_folder, start};
 
@@ -56,6 +56,29 @@ fn each_section_is_sampled_and_decoded_in_stages_of_its_own() {
         .plan(&request(36 * 34 + 1, Some(start()), 2, 7))
         .expect("a plan");
     assert!(long.iter().all(|stage| stage.takes.len() <= 7));
+}
+
+/// A stage whose plan says nothing of previews gets no interval for them, and sends none.
+#[test]
+fn each_sampling_sends_previews_where_they_are_asked_for() {
+    for (folder, quiet) in [
+        (film_folder(), request(33, None, 2, 7)),
+        (section_folder(false), request(109, Some(start()), 2, 7)),
+    ] {
+        let workshop = Workshop::open(folder.path(), &F32);
+        let asked = Request {
+            preview: true,
+            ..quiet.clone()
+        };
+        for (request, of_samplings) in [(quiet, None), (asked, Some(PreviewNeed::NOTHING))] {
+            for stage in workshop.model.plan(&request).expect("a plan") {
+                let expected = of_samplings.clone().filter(|_| stage.role == Role::Sample);
+                assert_eq!(stage.preview, expected, "{}", stage.name);
+                // They cost nothing, and what is learned of a stage holds with them and without.
+                assert_eq!(stage.clone().with_previews(), stage);
+            }
+        }
+    }
 }
 
 #[test]
