@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn clips_that_cannot_be_used_are_refused() {
-        assert_eq!(problem("init_audio", &clip(8_000, 2, &[1, 2])), None);
+        assert_eq!(problem("init_media_id", &clip(8_000, 2, &[1, 2])), None);
         let long = Clip {
             format: MediaFormat::Audio {
                 samples_per_second: 8_000,
@@ -188,7 +188,7 @@ mod tests {
             (long, "10800 s"),
             (cut, "3 bytes"),
         ] {
-            let refused = problem("init_audio", &clip).expect("a refusal");
+            let refused = problem("init_media_id", &clip).expect("a refusal");
             assert!(refused.problem.contains(word), "{refused}");
         }
     }

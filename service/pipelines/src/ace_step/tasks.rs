@@ -7,6 +7,9 @@ use crate::{Audio, AudioTask, Medium, Request, RequestError};
 use super::prompts::TRACKS;
 use super::sound;
 
+/// Fields of a request: the track that a task changes or that sampling begins at, and the track whose timbre is taken.
+const SOURCE: &str = "init_media_id";
+const REFERENCE: &str = "reference_media_id";
 /// Seconds of a track.
 const MIN_SECONDS: f32 = 0.1;
 pub(super) const MAX_SECONDS: f32 = 600.0;
@@ -150,11 +153,11 @@ pub(super) fn problems(request: &Request, able: Abilities) -> Vec<RequestError> 
 
 fn clip_problems(audio: &Audio) -> impl Iterator<Item = RequestError> {
     let source = audio.init_audio.as_ref();
-    let source = source.and_then(|clip| sound::problem("init_audio", clip));
+    let source = source.and_then(|clip| sound::problem(SOURCE, clip));
     let reference = audio.reference.as_ref();
     source
         .into_iter()
-        .chain(reference.and_then(|clip| sound::problem("reference", clip)))
+        .chain(reference.and_then(|clip| sound::problem(REFERENCE, clip)))
 }
 
 /// The refusal of strengths of frames.
@@ -166,7 +169,7 @@ fn strengths_problem(request: &Request, audio: &Audio) -> Option<RequestError> {
         let name = audio.task.name();
         format!("are given with {name}; a new track that begins at a source (text2music) takes them")
     } else if !starts_from_source(request, audio) {
-        "are given without a source (init_audio) to begin at".to_owned()
+        format!("are given without a source ({SOURCE}) to begin at")
     } else if points.len() > MAX_POINTS {
         format!("have {} points; {MAX_POINTS} are the most", points.len())
     } else if let Some(point) = points.iter().find(|point| !(0.0..=1.0).contains(&point.strength)) {
@@ -206,7 +209,7 @@ fn task_problems(request: &Request, audio: &Audio, able: Abilities) -> Vec<Reque
     }
     let has_source = audio.init_audio.is_some() || request.from_values;
     if audio.task != AudioTask::TextToMusic && !has_source {
-        refuse("init_audio", format!("is missing, and {name} changes a track"));
+        refuse(SOURCE, format!("is missing, and {name} changes a track"));
     }
     if audio.task == AudioTask::Cover && !able.has_tokens {
         let problem = "is cover, and the checkpoint has no audio_tokenizer and audio_token_detokenizer";

@@ -68,7 +68,7 @@ fn requests_out_of_bounds_are_refused_with_their_field() {
         ),
         (
             with(&|r| audio(r).task = AudioTask::Cover),
-            "init_audio",
+            "init_media_id",
             "is missing, and cover",
         ),
         (extract("vocals"), "task", "take a base model"),
@@ -90,8 +90,18 @@ fn requests_out_of_bounds_are_refused_with_their_field() {
                     *channels = 8;
                 }
             }),
-            "init_audio",
+            "init_media_id",
             "8 channels",
+        ),
+        (
+            with(&|r| {
+                audio(r).reference = audio(&mut of_source(AudioTask::Cover)).init_audio.take();
+                if let Some(clip) = &mut audio(r).reference {
+                    clip.data = clip.data.slice(..3);
+                }
+            }),
+            "reference_media_id",
+            "3 bytes",
         ),
     ];
     let strengths = |task: AudioTask, points: &[(f32, f32)]| {
@@ -119,7 +129,7 @@ fn requests_out_of_bounds_are_refused_with_their_field() {
             "decode_from_seconds",
             "NaN",
         ),
-        (without_source, "strengths", "without a source"),
+        (without_source, "strengths", "without a source (init_media_id)"),
         (
             strengths(AudioTask::Cover, &[(0.0, 1.0)]),
             "strengths",
