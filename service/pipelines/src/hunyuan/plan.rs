@@ -209,12 +209,19 @@ impl HunyuanModel {
     }
 
     fn encode_image_stage(&self, video: &Video) -> StagePlan {
+        let dequantizing = self.components.dequantizing(VAE, 0, |_| true);
         let rungs = encode_ladder(&self.vae, self.sides(video), 1, self.precision.dtype);
         StagePlan {
             name: ENCODE_IMAGE.to_owned(),
             role: Role::Encode,
             components: names(&[VAE]),
-            rungs: rungs.into_iter().map(|(_, rung)| rung).collect(),
+            rungs: rungs
+                .into_iter()
+                .map(|(_, rung)| Rung {
+                    scratch: rung.scratch + dequantizing,
+                    ..rung
+                })
+                .collect(),
             shape: format!("{}x{}", video.width, video.height),
             steps: 1,
             takes: Vec::new(),

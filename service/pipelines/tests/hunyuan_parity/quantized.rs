@@ -11,7 +11,7 @@ use crate::device::tolerances;
 use crate::numbers::{distance, tensors};
 use crate::resident::on_cpu;
 use crate::spellings::{FILM, InGguf, single_file, tencents, write, write_gguf};
-use crate::workshop::{F32, Workshop, film_folder, request};
+use crate::workshop::{F32, Workshop, film_folder, request, section_folder, start};
 
 /// f32, with the transformer and the text encoder in a format.
 fn quantized(format: &str) -> Precision {
@@ -98,6 +98,40 @@ fn components_quantized_at_load_equal_their_dequantized_weights() {
         println!("{name}: {apart:.2e} from dequantized weights, {far:.2e} from full precision");
         assert!(apart < tolerances().pipeline, "{name}: {apart:e}");
         assert!(far > 1e-3, "{name}: {far:e}");
+    }
+}
+
+/// A layer of it is in full precision while it runs, to encode as to decode.
+#[test]
+fn stages_of_a_quantized_autoencoder_have_room_for_a_layer_in_full_precision() {
+    let folder = section_folder(false);
+    let scratch = |precision: &Precision, name: &str| -> Vec<u64> {
+        let model = catalogue().open(folder.path(), precision).expect("a sound model");
+        let plan = model.plan(&request(37, Some(start()), 1, 7)).expect("a plan");
+        let stage = plan.iter().find(|stage| stage.name == name).expect("a stage");
+        stage.rungs.iter().map(|rung| rung.scratch.0).collect()
+    };
+    for format in ["int8", "nf4"] {
+        let quantized = Precision {
+            quantization: Quantization::of(Preset::Full, [("vae", format)]).expect("formats"),
+            ..F32
+        };
+        let further = ["encode_image", "decode"].map(|name| {
+            let (full, quantized) = (scratch(&F32, name), scratch(&quantized, name));
+            assert_eq!(full.len(), quantized.len(), "{format} {name}");
+            let further: Vec<u64> = quantized
+                .iter()
+                .zip(&full)
+                .map(|(one, other)| one - other)
+                .collect();
+            assert!(
+                further.iter().all(|bytes| *bytes == further[0]),
+                "{format} {name}"
+            );
+            further[0]
+        });
+        assert!(further[0] > 0, "{format}");
+        assert_eq!(further[0], further[1], "{format}");
     }
 }
 
