@@ -38,18 +38,21 @@ pub struct Rung {
 }
 
 impl Rung {
-    /// The only rung of a stage that cannot be chunked.
-    pub(crate) fn whole(scratch: Bytes) -> Rung {
+    /// An exact way with all components resident.
+    pub fn new(label: impl Into<String>, scratch: Bytes) -> Rung {
         Rung {
-            label: "whole".to_owned(),
+            label: label.into(),
             scratch,
             approximate: false,
             from_host: Vec::new(),
         }
     }
-}
 
-impl Rung {
+    /// The only rung of a stage that cannot be chunked.
+    pub fn whole(scratch: Bytes) -> Rung {
+        Rung::new("whole", scratch)
+    }
+
     /// The same way with these adapters in the machine's memory, and so many bytes more for what is copied of them.
     pub(crate) fn with_from_host(&self, adapters: Vec<String>, further: Bytes) -> Rung {
         Rung {
@@ -63,6 +66,32 @@ impl Rung {
 
 /// Label of a rung that reads adapters from the machine's memory.
 const FROM_HOST: &str = "adapters from the machine's memory";
+
+/// The rungs of these ways to run a stage, the best first, each with less memory than the one before it: a way that saves
+/// less than 2% is left out.
+pub(crate) fn ladder<T: Copy>(
+    ways: impl IntoIterator<Item = T>,
+    rung_of: impl Fn(T) -> Rung,
+) -> Vec<(T, Rung)> {
+    let mut ladder: Vec<(T, Rung)> = Vec::new();
+    for way in ways {
+        let rung = rung_of(way);
+        let saves = |last: &Rung| rung.scratch.0 + last.scratch.0 / 50 < last.scratch.0;
+        if ladder.last().is_none_or(|(_, last)| saves(last)) {
+            ladder.push((way, rung));
+        }
+    }
+    ladder
+}
+
+/// The rungs of a ladder, each with so many bytes beside its own.
+pub(crate) fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
+    let rungs = ladder.into_iter().map(|(_, rung)| Rung {
+        scratch: rung.scratch + beside,
+        ..rung
+    });
+    rungs.collect()
+}
 
 /// What belongs to the rung of this number.
 ///
@@ -179,6 +208,32 @@ impl PreviewNeed {
 }
 
 impl StagePlan {
+    /// A stage of one step, which runs once per request, takes and gives nothing, and reads no media: a family says what is
+    /// different.
+    pub fn of(
+        name: &str,
+        role: Role,
+        components: impl IntoIterator<Item: Into<String>>,
+        rungs: Vec<Rung>,
+    ) -> StagePlan {
+        StagePlan {
+            name: name.to_owned(),
+            role,
+            components: components.into_iter().map(Into::into).collect(),
+            rungs,
+            shape: String::new(),
+            steps: 1,
+            takes: Vec::new(),
+            gives: Vec::new(),
+            per_item: false,
+            memo: None,
+            preview: None,
+            section: None,
+            shared: None,
+            reads_media: false,
+        }
+    }
+
     /// The stage with the memory of its previews; the same where they need none.
     #[must_use]
     pub fn with_previews(mut self) -> StagePlan {

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use device::{pool::peak_of, test_device};
 use gpu::ComponentTensors;
-use pipelines::autoencoder_kl::{Chunking, VaeConfig, VaeDecoder, VaeEncoder, encode_ladder, ladder};
+use pipelines::autoencoder_kl::{Chunking, VaeConfig, VaeDecoder, VaeEncoder, decode_ladder, encode_ladder};
 use pipelines::flux::{Prompted, Transformer, TransformerConfig, denoise_scratch};
 use pipelines::text::t5::{T5Config, T5Encoder};
 
@@ -102,7 +102,7 @@ fn every_rung_of_the_autoencoder_allocates_the_predicted_bytes() {
     let decoder = VaeDecoder::new(&config, &tensors).expect("a decoder");
     let encoder = VaeEncoder::new(&config, &tensors).expect("an encoder");
     for (h, w) in [(128, 128), (64, 96)] {
-        for (chunking, rung) in ladder(&config, h, w, DType::BF16) {
+        for (chunking, rung) in decode_ladder(&config, h, w, DType::BF16) {
             let decode = || {
                 let latent = Tensor::zeros((1, 16, h, w), DType::F32, device).expect("a latent");
                 decoder.decode(&latent, chunking, &|| false).expect("a picture");

@@ -11,8 +11,8 @@ use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use pipelines::StageError;
 use pipelines::autoencoder_kl::{
-    Chunking, VaeConfig, VaeDecoder, VaeEncoder, decode_scratch, diffusers_name_of_bfl, encode_ladder,
-    encode_scratch, from_rgb8, ladder, to_rgb8,
+    Chunking, VaeConfig, VaeDecoder, VaeEncoder, decode_ladder, decode_scratch, diffusers_name_of_bfl,
+    encode_ladder, encode_scratch, from_rgb8, to_rgb8,
 };
 
 #[path = "flux_vae/counting.rs"]
@@ -475,7 +475,7 @@ fn decode_needs_what_was_predicted() {
     for (config, h, w) in [(small_config(), 16, 12), (wide, 24, 24), (shallow, 32, 32)] {
         let decoder = VaeDecoder::new(&config, &ComponentTensors::new(made_up(&config))).expect("a decoder");
         let latent = latent(h, w);
-        for (chunking, rung) in ladder(&config, h, w, DType::F32) {
+        for (chunking, rung) in decode_ladder(&config, h, w, DType::F32) {
             drop(decode_there(&decoder, &latent, chunking)); // threads, and what they keep for products
             let (measured, picture) = peak_of(|| decode_there(&decoder, &latent, chunking));
             drop(picture);
@@ -546,7 +546,7 @@ fn bf16_decoding_and_encoding_equal_f32_within_rounding() {
 fn every_rung_is_predicted_to_need_less_than_the_one_before() {
     let _together = ALONE.read();
     for (h, w) in [(128, 128), (64, 96), (256, 256), (16, 16), (2, 2)] {
-        let rungs = ladder(&VaeConfig::flux(), h, w, DType::BF16);
+        let rungs = decode_ladder(&VaeConfig::flux(), h, w, DType::BF16);
         println!("{h}x{w}");
         for (_, rung) in &rungs {
             println!("  {} {} MiB", rung.label, rung.scratch.0 >> 20);

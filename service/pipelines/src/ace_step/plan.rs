@@ -23,7 +23,7 @@ use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
 use crate::adapters::UsedAs;
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
-use crate::plan::names;
+use crate::plan::{names, rungs_of};
 use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::TokenizeError;
@@ -177,25 +177,6 @@ impl AceStepModel {
         Ok(stages)
     }
 
-    fn stage(name: &str, role: Role, components: &[&str], rungs: Vec<Rung>) -> StagePlan {
-        StagePlan {
-            name: name.to_owned(),
-            role,
-            components: names(components),
-            rungs,
-            shape: String::new(),
-            steps: 1,
-            takes: Vec::new(),
-            gives: Vec::new(),
-            per_item: false,
-            memo: None,
-            section: None,
-            shared: None,
-            reads_media: false,
-            preview: None,
-        }
-    }
-
     /// A value of the text encoder.
     fn of_text(&self, name: &str, ids: &[u32]) -> ValueShape {
         ValueShape::new(name, vec![ids.len(), self.text.hidden_size])
@@ -220,10 +201,10 @@ impl AceStepModel {
             shape: format!("t{tokens}{}", self.components.as_multiplied(TEXT_ENCODER)),
             gives: names(&gives),
             memo: Some(prompt.memo()),
-            ..Self::stage(
+            ..StagePlan::of(
                 ENCODE_TEXT,
                 Role::Encode,
-                &[TEXT_ENCODER],
+                [TEXT_ENCODER],
                 vec![Rung::whole(scratch)],
             )
         }
@@ -236,12 +217,7 @@ impl AceStepModel {
             gives: names(&[gives]),
             memo: Some(memo_of_clip(gives, clip)),
             reads_media: true,
-            ..Self::stage(
-                name,
-                Role::Encode,
-                &[VAE],
-                ladder.into_iter().map(|(_, rung)| rung).collect(),
-            )
+            ..StagePlan::of(name, Role::Encode, [VAE], rungs_of(ladder, Bytes::ZERO))
         }
     }
 
@@ -290,10 +266,10 @@ impl AceStepModel {
             gives: names(&gives),
             per_item: has_reference,
             memo,
-            ..Self::stage(
+            ..StagePlan::of(
                 ENCODE_CONDITION,
                 Role::Encode,
-                &[CONDITION_ENCODER],
+                [CONDITION_ENCODER],
                 vec![Rung::whole(scratch)],
             )
         }
@@ -312,10 +288,10 @@ impl AceStepModel {
             takes: vec![self.moments(SOURCE, frames), self.silence(frames)],
             gives: names(&[HINT]),
             per_item: true,
-            ..Self::stage(
+            ..StagePlan::of(
                 QUANTIZE_SOURCE,
                 Role::Encode,
-                &[TOKENIZER, DETOKENIZER],
+                [TOKENIZER, DETOKENIZER],
                 vec![Rung::whole(scratch)],
             )
         })
@@ -419,13 +395,10 @@ impl AceStepModel {
         let shared = shared_pass(request, key, of_two - scratch);
         let stage = |round: &Round| {
             let (takes, gives) = self.values_of_round(round, request, audio, prompt);
+            let uses = &request.adapters;
+            let components = self.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
+            let rungs = self.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
             StagePlan {
-                components: self
-                    .adapters
-                    .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
-                rungs: self
-                    .adapters
-                    .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
                 shape: format!(
                     "{frames} frames c{}{multiplied}{}{}",
                     attended.iter().sum::<usize>(),
@@ -441,7 +414,7 @@ impl AceStepModel {
                 gives,
                 per_item: true,
                 shared: shared.clone(),
-                ..Self::stage(DENOISE, Role::Sample, &[], Vec::new())
+                ..StagePlan::of(DENOISE, Role::Sample, components, rungs)
             }
         };
         rounds.iter().map(stage).collect()
@@ -454,12 +427,7 @@ impl AceStepModel {
             shape: format!("{frames} frames"),
             takes: vec![self.latent(frames)],
             per_item: true,
-            ..Self::stage(
-                DECODE,
-                Role::Decode,
-                &[VAE],
-                ladder.into_iter().map(|(_, rung)| rung).collect(),
-            )
+            ..StagePlan::of(DECODE, Role::Decode, [VAE], rungs_of(ladder, Bytes::ZERO))
         }
     }
 }

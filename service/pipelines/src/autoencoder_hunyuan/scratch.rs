@@ -10,7 +10,8 @@ use super::config::{HunyuanVaeConfig, Resize};
 use super::conv::{Goes, Pass, Sides, StripBytes};
 use super::time::{decode_tiles, most_frames, most_latents};
 use crate::Rung;
-use crate::autoencoder_kl::Cut;
+use crate::autoencoder_kl::edges;
+use crate::plan::ladder;
 
 /// Most bytes of a strip of a map that is processed whole: engines of convolutions count elements in 32 bits, and the
 /// strips of a film at 832x480 are already longer than a card's cache.
@@ -101,25 +102,11 @@ fn rungs(
         .into_iter()
         .filter(|size| *size >= 8 && (*size < h || *size < w));
     let tiles = tiles.map(|latent_size| Chunking::Tiles { latent_size });
-    let mut rungs: Vec<(Chunking, Rung)> = Vec::new();
-    for chunking in std::iter::once(Chunking::Whole).chain(strips).chain(tiles) {
-        let scratch = scratch(chunking);
-        // A rung that saves less than 2% is skipped.
-        if rungs
-            .last()
-            .is_some_and(|(_, last)| scratch.0 + last.scratch.0 / 50 >= last.scratch.0)
-        {
-            continue;
-        }
-        let rung = Rung {
-            from_host: Vec::new(),
-            label: chunking.label(),
-            scratch,
-            approximate: chunking.is_approximate(),
-        };
-        rungs.push((chunking, rung));
-    }
-    rungs
+    let chunkings = std::iter::once(Chunking::Whole).chain(strips).chain(tiles);
+    ladder(chunkings, |chunking| Rung {
+        approximate: chunking.is_approximate(),
+        ..Rung::new(chunking.label(), scratch(chunking))
+    })
 }
 
 /// Predicted peak of activation bytes of decoding so many latents of `h` by `w`, the frames of a tile included.
@@ -184,14 +171,6 @@ pub fn encode_scratch(
         _ => encode_account(config, (h, w), count, chunking, dtype).peak,
     };
     Bytes((held + peak) as u64)
-}
-
-/// Positions of the edges of finished tiles that are kept for blending: of the row above, of this row, and of the
-/// previous tile, for a tile size and a total width in output units.
-fn edges(size: usize, width: usize) -> usize {
-    let blended = Cut::of(size, size).blended;
-    let beside = width.div_ceil((size - blended).max(1)) * size;
-    (2 * beside + size) * blended
 }
 
 /// Tracks live bytes layer by layer, and the layers that were passed.

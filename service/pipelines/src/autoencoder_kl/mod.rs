@@ -37,5 +37,5 @@ pub use names::diffusers_name_of_bfl;
 pub(crate) use norm::GroupNorm;
 pub use picture::{Rgb8, from_rgb8, to_rgb8};
 pub(crate) use role::role;
-pub use scratch::{Chunking, decode_scratch, encode_ladder, encode_scratch, ladder};
-pub(crate) use tiles::Cut;
+pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};
+pub(crate) use tiles::{Cut, edges};

@@ -4,10 +4,10 @@ use candle_core::DType;
 use ops::Planned;
 use residency::Bytes;
 
-use super::scratch::{Chunking, decode_scratch, encode_ladder, ladder};
+use super::scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder};
 use super::{COMPONENT, VaeConfig};
 use crate::checkpoint::ComponentSet;
-use crate::plan::{names, only_value};
+use crate::plan::{names, only_value, rungs_of};
 use crate::{Image, PreviewNeed, Role, Rung, StagePlan, ValueShape};
 
 /// Names of the stages.
@@ -72,33 +72,22 @@ impl Autoencoder<'_> {
             takes: vec![self.latent(image)],
             // What a mask keeps is the start's.
             reads_media: image.mask.is_some(),
-            ..self.stage(DECODE, Role::Decode, image, ladder(self.config, h, w, self.dtype))
+            ..self.stage(
+                DECODE,
+                Role::Decode,
+                image,
+                decode_ladder(self.config, h, w, self.dtype),
+            )
         }
     }
 
-    fn stage(&self, name: &str, role: Role, image: &Image, rungs: Vec<(Chunking, Rung)>) -> StagePlan {
-        let dequantizing = self.dequantizing();
+    fn stage(&self, name: &str, role: Role, image: &Image, ladder: Vec<(Chunking, Rung)>) -> StagePlan {
+        let rungs = rungs_of(ladder, self.dequantizing());
         StagePlan {
-            name: name.to_owned(),
-            role,
-            components: names(&[COMPONENT]),
-            rungs: rungs
-                .into_iter()
-                .map(|(_, rung)| Rung {
-                    scratch: rung.scratch + dequantizing,
-                    ..rung
-                })
-                .collect(),
             shape: format!("{}x{}", image.width, image.height),
-            steps: 1,
-            takes: Vec::new(),
-            gives: Vec::new(),
             per_item: true,
-            memo: None,
-            section: None,
-            shared: None,
             reads_media: true,
-            preview: None,
+            ..StagePlan::of(name, role, [COMPONENT], rungs)
         }
     }
 

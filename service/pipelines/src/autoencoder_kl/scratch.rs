@@ -7,8 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use super::config::VaeConfig;
 use super::conv::{filter_bytes, rows_of_strip};
-use super::tiles::Cut;
+use super::tiles::edges;
 use crate::Rung;
+use crate::plan::ladder;
 
 /// How much of a map is processed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -44,7 +45,7 @@ impl Chunking {
 
 /// The ladder of rungs for decoding a latent of `h` by `w`, best first, each predicted to need less memory than the
 /// one before it: whole, strips of 32 rows down to 1, tiles of diffusers' size down to an eighth of it.
-pub fn ladder(config: &VaeConfig, h: usize, w: usize, dtype: DType) -> Vec<(Chunking, Rung)> {
+pub fn decode_ladder(config: &VaeConfig, h: usize, w: usize, dtype: DType) -> Vec<(Chunking, Rung)> {
     rungs(config, h, w, |chunking| {
         decode_scratch(config, h, w, chunking, dtype)
     })
@@ -70,25 +71,11 @@ fn rungs(
         .map(|divisor| config.default_tile() / divisor);
     let tiles = sizes.filter(|size| *size >= 8 && (*size < h || *size < w));
     let tiles = tiles.map(|latent_size| Chunking::Tiles { latent_size });
-    let mut rungs: Vec<(Chunking, Rung)> = Vec::new();
-    for chunking in std::iter::once(Chunking::Whole).chain(strips).chain(tiles) {
-        let scratch = scratch(chunking);
-        // A rung that saves less than 2% is skipped.
-        if rungs
-            .last()
-            .is_some_and(|(_, last)| scratch.0 + last.scratch.0 / 50 >= last.scratch.0)
-        {
-            continue;
-        }
-        let rung = Rung {
-            from_host: Vec::new(),
-            label: chunking.label(),
-            scratch,
-            approximate: chunking.is_approximate(),
-        };
-        rungs.push((chunking, rung));
-    }
-    rungs
+    let chunkings = std::iter::once(Chunking::Whole).chain(strips).chain(tiles);
+    ladder(chunkings, |chunking| Rung {
+        approximate: chunking.is_approximate(),
+        ..Rung::new(chunking.label(), scratch(chunking))
+    })
 }
 
 /// Predicted peak of activation bytes of decoding a latent of `h` by `w`, the picture included.
@@ -111,7 +98,7 @@ pub fn decode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking
                 latent_size,
                 dtype,
             );
-            let edges = edges(size, w * factor, channels) * dtype.size_in_bytes();
+            let edges = edges(size, w * factor) * channels * dtype.size_in_bytes();
             latent + peak + picture * dtype.size_in_bytes() + edges
         }
     };
@@ -137,19 +124,11 @@ pub fn encode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking
                 dtype,
             );
             let moments = 2 * config.latent_channels;
-            let joined = moments * h * w + edges(latent_size, w, moments);
+            let joined = moments * (h * w + edges(latent_size, w));
             peak + picture + joined * dtype.size_in_bytes()
         }
     };
     Bytes((bytes + picture) as u64)
-}
-
-/// Elements of the edges of finished tiles that are kept for blending: of the row above, of this row, and of the
-/// previous tile, for a tile size and a total width in output units.
-fn edges(size: usize, width: usize, channels: usize) -> usize {
-    let blended = Cut::of(size, size).blended;
-    let beside = width.div_ceil((size - blended).max(1)) * size;
-    (2 * beside + size) * blended * channels
 }
 
 /// Tracks live bytes layer by layer, and the layers that were passed.

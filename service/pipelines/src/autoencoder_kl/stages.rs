@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 
-use super::scratch::{Chunking, encode_ladder, ladder};
+use super::scratch::{Chunking, decode_ladder, encode_ladder};
 use super::{Moments, Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
 use crate::noise::Generator;
 use crate::plan::of_rung;
@@ -97,7 +97,7 @@ impl Run<'_> {
             );
             return Err(StageError::BadInput(problem));
         };
-        let chunking = of_rung(&ladder(self.config, h, w, self.dtype), rung)?;
+        let chunking = of_rung(&decode_ladder(self.config, h, w, self.dtype), rung)?;
         let latent = from_host(latent, "the latent", DType::F32, self.device)?;
         self.rgb8(&latent, chunking)
     }

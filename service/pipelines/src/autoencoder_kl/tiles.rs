@@ -54,6 +54,14 @@ impl Cut {
     }
 }
 
+/// Positions of the edges of finished tiles that are kept for blending: of the row above, of this row, and of the
+/// previous tile, for a tile size and a total width in output units.
+pub(crate) fn edges(size: usize, width: usize) -> usize {
+    let blended = Cut::of(size, size).blended;
+    let beside = width.div_ceil((size - blended).max(1)) * size;
+    (2 * beside + size) * blended
+}
+
 /// Splits the map into tiles of `size_in`, which become tiles of `size_out`, and joins those without their overlap.
 fn in_tiles(
     map: &Tensor,

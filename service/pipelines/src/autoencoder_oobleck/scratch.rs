@@ -11,6 +11,7 @@ use super::layers::{
 use super::shapes::{DILATIONS, TAPS};
 use super::windows::{Margins, Windows, window_frames, windows_of};
 use crate::Rung;
+use crate::plan::ladder;
 
 /// Most latent frames of a window: with ACE-Step's autoencoder in bf16, 0.9 GiB.
 const MOST_FRAMES: usize = 512;
@@ -47,25 +48,9 @@ fn rungs(frames: usize, margins: Margins, scratch: impl Fn(Windows) -> Bytes) ->
         most /= 2;
     }
     of_windows.push(Windows::Of { frames: least });
-    let mut rungs: Vec<(Windows, Rung)> = Vec::new();
-    for windows in whole.into_iter().chain(of_windows) {
-        let scratch = scratch(windows);
-        // A rung that saves less than 2% is skipped.
-        if rungs
-            .last()
-            .is_some_and(|(_, last)| scratch.0 + last.scratch.0 / 50 >= last.scratch.0)
-        {
-            continue;
-        }
-        let rung = Rung {
-            from_host: Vec::new(),
-            label: windows.label(),
-            scratch,
-            approximate: false,
-        };
-        rungs.push((windows, rung));
-    }
-    rungs
+    ladder(whole.into_iter().chain(of_windows), |windows| {
+        Rung::new(windows.label(), scratch(windows))
+    })
 }
 
 /// Of the lengths from half of `most` on, the one whose windows of a track have the fewest frames in all.

@@ -136,21 +136,12 @@ impl FluxModel {
         let scratch = (self.clip.scratch(pooled, dtype) + encoder("text_encoder", pooled))
             .max(self.t5.scratch(tokens, dtype) + encoder("text_encoder_2", tokens));
         let (bases, uses) = (["text_encoder", "text_encoder_2"], &request.adapters);
+        let components = self.adapters.beside(&bases, uses, UsedAs::Text);
         Ok(StagePlan {
-            name: ENCODE_TEXT.to_owned(),
-            role: Role::Encode,
-            components: self.adapters.beside(&bases, uses, UsedAs::Text),
-            rungs: vec![Rung::whole(scratch)],
             shape: format!("t{tokens}{}", self.components.as_multiplied("text_encoder_2")),
-            steps: 1,
-            takes: Vec::new(),
             gives: names(&[POOLED, SEQUENCE]),
-            per_item: false,
             memo: Some(self.text_memo(request)?),
-            section: None,
-            shared: None,
-            reads_media: false,
-            preview: None,
+            ..StagePlan::of(ENCODE_TEXT, Role::Encode, components, vec![Rung::whole(scratch)])
         })
     }
 
@@ -217,13 +208,10 @@ impl FluxModel {
         if controls > 0 {
             beside.push_str(&format!(" c{controls}"));
         }
+        let rungs = self
+            .adapters
+            .rungs("transformer", &request.adapters, scratch, dtype);
         StagePlan {
-            name: DENOISE.to_owned(),
-            role: Role::Sample,
-            components,
-            rungs: self
-                .adapters
-                .rungs("transformer", &request.adapters, scratch, dtype),
             shape: format!(
                 "{width}x{height} t{tokens}{beside}{}",
                 self.components.as_multiplied("transformer"),
@@ -237,12 +225,10 @@ impl FluxModel {
                 .collect(),
             gives: names(&[LATENT]),
             per_item: true,
-            memo: None,
-            section: None,
-            shared: None,
             // What a mask keeps is put back after every step.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
+            ..StagePlan::of(DENOISE, Role::Sample, components, rungs)
         }
     }
 }

@@ -9,7 +9,7 @@ use super::transformer::{Tokens, denoise_scratch};
 use crate::adapters::UsedAs;
 use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
 use crate::mmdit::is_modulator;
-use crate::plan::{names, only_value};
+use crate::plan::{names, only_value, rungs_of};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
@@ -166,20 +166,15 @@ impl HunyuanModel {
             });
         }
         Ok(StagePlan {
-            name: ENCODE_TEXT.to_owned(),
-            role: Role::Encode,
-            components: names(&[LLAMA, CLIP]),
-            rungs: vec![Rung::whole(scratch)],
             shape: format!("t{tokens}{}", self.components.as_multiplied(LLAMA)),
-            steps: 1,
-            takes: Vec::new(),
             gives: names(&[POOLED, TEXT]),
-            per_item: false,
             memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
-            preview: None,
-            section: None,
-            shared: None,
-            reads_media: false,
+            ..StagePlan::of(
+                ENCODE_TEXT,
+                Role::Encode,
+                [LLAMA, CLIP],
+                vec![Rung::whole(scratch)],
+            )
         })
     }
 
@@ -191,47 +186,22 @@ impl HunyuanModel {
             hash.update(&image.width.to_le_bytes()).update(&image.rgb);
         }
         StagePlan {
-            name: ENCODE_VISION.to_owned(),
-            role: Role::Encode,
-            components: names(&[VISION]),
-            rungs: vec![Rung::whole(scratch)],
-            shape: String::new(),
-            steps: 1,
-            takes: Vec::new(),
             gives: names(&[VISION_STATES]),
-            per_item: false,
             memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
-            preview: None,
-            section: None,
-            shared: None,
             reads_media: true,
+            ..StagePlan::of(ENCODE_VISION, Role::Encode, [VISION], vec![Rung::whole(scratch)])
         }
     }
 
     fn encode_image_stage(&self, video: &Video) -> StagePlan {
-        let dequantizing = self.components.dequantizing(VAE, 0, |_| true);
-        let rungs = encode_ladder(&self.vae, self.sides(video), 1, self.precision.dtype);
+        let ladder = encode_ladder(&self.vae, self.sides(video), 1, self.precision.dtype);
+        let rungs = rungs_of(ladder, self.dequantizing_of_vae());
         StagePlan {
-            name: ENCODE_IMAGE.to_owned(),
-            role: Role::Encode,
-            components: names(&[VAE]),
-            rungs: rungs
-                .into_iter()
-                .map(|(_, rung)| Rung {
-                    scratch: rung.scratch + dequantizing,
-                    ..rung
-                })
-                .collect(),
             shape: format!("{}x{}", video.width, video.height),
-            steps: 1,
-            takes: Vec::new(),
             gives: names(&[START]),
             per_item: true,
-            memo: None,
-            preview: None,
-            section: None,
-            shared: None,
             reads_media: true,
+            ..StagePlan::of(ENCODE_IMAGE, Role::Encode, [VAE], rungs)
         }
     }
 
@@ -268,15 +238,10 @@ impl HunyuanModel {
                 latent_of_section(section)
             }
         };
+        let uses = &request.adapters;
+        let components = self.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
+        let rungs = self.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
         StagePlan {
-            name: DENOISE.to_owned(),
-            role: Role::Sample,
-            components: self
-                .adapters
-                .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
-            rungs: self
-                .adapters
-                .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
             shape: format!(
                 "{}x{} {} frames t{}{}{}",
                 video.width,
@@ -290,12 +255,11 @@ impl HunyuanModel {
             takes,
             gives: vec![gives],
             per_item: true,
-            memo: None,
             preview: request.preview.then_some(PreviewNeed::NOTHING),
             section: section.map(of_film),
-            shared: None,
             // Previews have the colours of the picture that the film begins with.
             reads_media: request.preview,
+            ..StagePlan::of(DENOISE, Role::Sample, components, rungs)
         }
     }
 
@@ -350,30 +314,21 @@ impl HunyuanModel {
                 (takes, gives, decoded.len())
             }
         };
-        let dequantizing = self.components.dequantizing(VAE, 0, |_| true);
-        let rungs = decode_ladder(&self.vae, self.sides(video), latents, self.precision.dtype);
+        let ladder = decode_ladder(&self.vae, self.sides(video), latents, self.precision.dtype);
+        let rungs = rungs_of(ladder, self.dequantizing_of_vae());
         StagePlan {
-            name: DECODE.to_owned(),
-            role: Role::Decode,
-            components: names(&[VAE]),
-            rungs: rungs
-                .into_iter()
-                .map(|(_, rung)| Rung {
-                    scratch: rung.scratch + dequantizing,
-                    ..rung
-                })
-                .collect(),
             shape: format!("{}x{} {latents} latents", video.width, video.height),
-            steps: 1,
             takes,
             gives,
             per_item: true,
-            memo: None,
-            preview: None,
             section: section.map(of_film),
-            shared: None,
-            reads_media: false,
+            ..StagePlan::of(DECODE, Role::Decode, [VAE], rungs)
         }
+    }
+
+    /// Convolutions are dequantized in any format, independent of tokens.
+    fn dequantizing_of_vae(&self) -> Bytes {
+        self.components.dequantizing(VAE, 0, |_| true)
     }
 }
 

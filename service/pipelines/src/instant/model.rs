@@ -152,12 +152,7 @@ impl InstantModel {
 
     fn rungs(&self, stage: &str, request: &Request) -> Vec<Rung> {
         let whole = self.description.scratch.of(stage);
-        let rung = |label: &str, part: u64, approximate: bool| Rung {
-            from_host: Vec::new(),
-            label: label.to_owned(),
-            scratch: Bytes(self.scaled(whole, request).0 / part),
-            approximate,
-        };
+        let rung = |label: &str, part: u64| Rung::new(label, Bytes(self.scaled(whole, request).0 / part));
         match stage {
             // Text has one size for every result.
             ENCODE_TEXT => vec![Rung::whole(whole.unwrap_or_default())],
@@ -170,8 +165,11 @@ impl InstantModel {
             }
             _ => vec![
                 Rung::whole(self.scaled(whole, request)),
-                rung("strips of 16", 2, false),
-                rung("tiles of 64", 4, true),
+                rung("strips of 16", 2),
+                Rung {
+                    approximate: true,
+                    ..rung("tiles of 64", 4)
+                },
             ],
         }
     }
@@ -292,15 +290,10 @@ impl InstantModel {
         };
         let is_text = name == ENCODE_TEXT;
         let prompt = blake3::hash(request.prompt.as_bytes()).to_hex();
+        let adapters = request.adapters.iter().filter(|_| name == DENOISE);
+        let adapters = adapters.map(|each| component_of(&each.name));
+        let components = self.named(components).into_iter().chain(adapters);
         StagePlan {
-            name: name.to_owned(),
-            role,
-            components: {
-                let adapters = request.adapters.iter().filter(|_| name == DENOISE);
-                let adapters = adapters.map(|each| component_of(&each.name));
-                self.named(components).into_iter().chain(adapters).collect()
-            },
-            rungs: self.rungs(name, request),
             shape,
             steps: if name == DENOISE {
                 self.steps_of(request)
@@ -315,14 +308,13 @@ impl InstantModel {
                 components: self.named(&["vae"]),
                 scratch: Bytes::ZERO,
             }),
-            section: None,
-            shared: None,
             reads_media: match name {
                 ENCODE_IMAGE => true,
                 // What a mask keeps is put back.
                 DECODE => matches!(&request.medium, Medium::Image(image) if image.mask.is_some()),
                 _ => false,
             },
+            ..StagePlan::of(name, role, components, self.rungs(name, request))
         }
     }
 

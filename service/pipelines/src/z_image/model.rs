@@ -141,20 +141,15 @@ impl ZImageModel {
         let scratch = self.text.scratch(tokens, is_quantized, self.precision.dtype)
             + self.components.dequantizing(TEXT_ENCODER, tokens, |_| true);
         StagePlan {
-            name: ENCODE_TEXT.to_owned(),
-            role: Role::Encode,
-            components: names(&[TEXT_ENCODER]),
-            rungs: vec![Rung::whole(scratch)],
             shape: format!("t{tokens}{}", self.components.as_multiplied(TEXT_ENCODER)),
-            steps: 1,
-            takes: Vec::new(),
             gives: names(&[CAPTION]),
-            per_item: false,
             memo: Some(memo(ids)),
-            section: None,
-            shared: None,
-            reads_media: false,
-            preview: None,
+            ..StagePlan::of(
+                ENCODE_TEXT,
+                Role::Encode,
+                [TEXT_ENCODER],
+                vec![Rung::whole(scratch)],
+            )
         }
     }
 
@@ -175,15 +170,10 @@ impl ZImageModel {
         let buffers = denoise_scratch(&self.transformer, &lengths, steps, dtype);
         let scratch = denoiser.scratch(buffers, lengths.all(), steps, request);
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
+        let uses = &request.adapters;
+        let components = self.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
+        let rungs = self.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
         StagePlan {
-            name: DENOISE.to_owned(),
-            role: Role::Sample,
-            components: self
-                .adapters
-                .beside(&[TRANSFORMER], &request.adapters, UsedAs::Steps),
-            rungs: self
-                .adapters
-                .rungs(TRANSFORMER, &request.adapters, scratch, dtype),
             shape: format!(
                 "{width}x{height} t{tokens}{}{}",
                 self.components.as_multiplied(TRANSFORMER),
@@ -193,12 +183,10 @@ impl ZImageModel {
             takes: std::iter::once(caption).chain(latent).collect(),
             gives: names(&[LATENT]),
             per_item: true,
-            memo: None,
-            section: None,
-            shared: None,
             // What a mask keeps is put back after every step.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
+            ..StagePlan::of(DENOISE, Role::Sample, components, rungs)
         }
     }
 }
