@@ -61,12 +61,9 @@ impl Family for Weights {
             bytes: plan.bytes(),
             reload_seconds: 0.0,
         };
-        Ok(Some(Arc::new(IdleModel {
-            formats: formats.clone(),
-            components: vec![component],
-            files: vec![opened],
-            plan: Some(plan),
-        })))
+        Ok(Some(Arc::new(
+            IdleModel::new(precision).with(component, plan, opened),
+        )))
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use engine::Error;
 use engine::library::{Entry, Library, OpenModel};
-use gpu::{CardDescription, CardKind};
+use gpu::{CardDescription, CardKind, LoadPlan};
 use idle_model::IdleModel;
 use pipelines::{
     Catalogue, Family, Model, ModelError, ModelFile, Precision, Preset, Quantization, provisional_identity,
@@ -35,12 +35,12 @@ impl Family for Folders {
             bytes: Bytes(1),
             reload_seconds: 0.0,
         };
-        Ok(Some(Arc::new(IdleModel {
-            formats: formats.clone(),
-            components: ["transformer", "vae"].map(component).into(),
-            files: ["transformer", "vae"].map(file).into(),
-            plan: None,
-        })))
+        let model = ["transformer", "vae"]
+            .into_iter()
+            .fold(IdleModel::new(precision), |model, name| {
+                model.with(component(name), LoadPlan::Synthetic(Bytes(1)), file(name))
+            });
+        Ok(Some(Arc::new(model)))
     }
 }
 

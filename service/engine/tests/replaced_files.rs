@@ -51,12 +51,9 @@ impl Family for FirstNumber {
             bytes: plan.bytes(),
             reload_seconds: 0.0,
         };
-        Ok(Some(Arc::new(IdleModel {
-            formats: formats.clone(),
-            components: vec![component],
-            files: vec![file],
-            plan: Some(plan),
-        })))
+        Ok(Some(Arc::new(
+            IdleModel::new(precision).with(component, plan, file),
+        )))
     }
 }
 

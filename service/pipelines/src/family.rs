@@ -16,6 +16,7 @@ use crate::host::HostTensor;
 use crate::identity::ModelFile;
 use crate::media::{Piece, SampleFormat};
 use crate::out_of_memory::is_out_of_memory;
+use crate::parts::ModelParts;
 use crate::plan::{StagePlan, ValueShape, Values};
 use crate::quantization::{Formats, Quantization};
 use crate::request::{InitImage, Mask, Medium, Request, RequestError};
@@ -228,18 +229,29 @@ impl StageRun<'_> {
 /// An open checkpoint, known by its headers alone: it holds no weights. It plans requests, and computes stages over
 /// given tensors.
 pub trait Model: Send + Sync {
+    /// What it has in common with models of all families.
+    fn parts(&self) -> &ModelParts;
+
     /// The family's name: `flux`.
-    fn family(&self) -> &'static str;
+    fn family(&self) -> &'static str {
+        self.parts().family
+    }
 
     /// The default request; its medium is the one that the model generates.
-    fn defaults(&self) -> Request;
+    fn defaults(&self) -> Request {
+        self.parts().defaults.clone()
+    }
 
     /// Its components, with exact bytes. Their identity is provisional ([`provisional_identity`](crate::provisional_identity)) until [`Model::files_of`]
     /// has been hashed; callers may substitute another identity.
-    fn components(&self) -> &[Component];
+    fn components(&self) -> &[Component] {
+        self.parts().components.all()
+    }
 
     /// Load plan of a component.
-    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan>;
+    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
+        self.parts().components.load_plan(component_name)
+    }
 
     /// The format that most of a component's quantized bytes have, made at load or stored; `None` if it is not
     /// quantized.
@@ -251,10 +263,14 @@ pub trait Model: Send + Sync {
     }
 
     /// The components with most of the bytes, which presets quantize.
-    fn large_components(&self) -> &[&str];
+    fn large_components(&self) -> &[&str] {
+        &self.parts().large
+    }
 
     /// The formats to which its components are quantized at load, as asked for when it was opened.
-    fn formats(&self) -> &Formats;
+    fn formats(&self) -> &Formats {
+        self.parts().components.formats()
+    }
 
     /// A quantization with the large components in `format` where they would otherwise have a more accurate one, those
     /// apart that are stored quantized.
@@ -281,11 +297,13 @@ pub trait Model: Send + Sync {
 
     /// What its adapters change.
     fn adapters(&self) -> Vec<AdapterReport> {
-        Vec::new()
+        self.parts().adapters.reports()
     }
 
     /// The files whose content identifies the component.
-    fn files_of(&self, component_name: &str) -> Vec<ModelFile>;
+    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
+        self.parts().components.files_of(component_name)
+    }
 
     /// The stages of a request, in order. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the
     /// latents that a client may keep, bring back, and decode later. Only sizes of pictures count: their data may be left out

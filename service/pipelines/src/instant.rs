@@ -43,7 +43,7 @@ use serde::{Deserialize, Deserializer};
 use crate::family::{Family, Model, ModelError, Precision};
 use crate::files::{damaged, read_json};
 use crate::quantization::Formats;
-use crate::request::{Audio, Image, Medium, Video};
+use crate::request::{Audio, Image, Medium, Request, Video};
 
 use model::InstantModel;
 
@@ -68,13 +68,16 @@ const SAMPLING: &str = "sampling";
 /// Name of the value that the decode of a section leaves for the next.
 const LEFT: &str = "left";
 
+/// Name of the family.
+const FAMILY: &str = "instant";
+
 /// The `instant` family.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Instant;
 
 impl Family for Instant {
     fn name(&self) -> &'static str {
-        "instant"
+        FAMILY
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
@@ -93,7 +96,7 @@ impl Family for Instant {
         let formats = precision.quantization.formats(&description.large());
         check(&formats, &description)?;
         tracing::debug!(model = description.name, file = %file.display(), "an instant model was opened");
-        Ok(Some(Arc::new(InstantModel::new(description, formats))))
+        Ok(Some(Arc::new(InstantModel::new(description, precision))))
     }
 }
 
@@ -259,6 +262,16 @@ impl Description {
     fn large(&self) -> Vec<&'static str> {
         let is_there = |name: &&'static str| self.components.iter().any(|c| c.name == **name);
         LARGE.into_iter().filter(is_there).collect()
+    }
+
+    fn defaults(&self) -> Request {
+        let described = &self.defaults;
+        Request::of(
+            self.medium_of_defaults(),
+            described.steps,
+            described.guidance,
+            described.max_sequence_length,
+        )
     }
 
     fn medium_of_defaults(&self) -> Medium {

@@ -24,6 +24,7 @@ mod media;
 mod mmdit;
 pub mod noise;
 mod out_of_memory;
+mod parts;
 mod plan;
 mod quantization;
 mod request;
@@ -57,6 +58,7 @@ pub use ops::{
     prepare, set_fp8_products,
 };
 pub use out_of_memory::is_out_of_memory;
+pub use parts::ModelParts;
 pub use plan::{PreviewNeed, Role, Rung, Section, SharedPass, StagePlan, ValueShape, Values};
 pub use quantization::{FULL, Formats, Preset, Quantization};
 pub use request::{

@@ -2,47 +2,29 @@
 
 use gpu::LoadPlan;
 use pipelines::{
-    Formats, Image, Medium, Model, ModelFile, Observer, Request, RequestError, StageError, StagePlan,
-    StageRun, ValueShape, Values,
+    Image, Medium, Model, ModelFile, ModelParts, Observer, Precision, Request, RequestError, StageError,
+    StagePlan, StageRun, ValueShape, Values,
 };
 use residency::Component;
 
-pub(crate) struct IdleModel {
-    pub(crate) components: Vec<Component>,
-    pub(crate) formats: Formats,
-    /// The file of each component.
-    pub(crate) files: Vec<ModelFile>,
-    /// Load plan of the first component.
-    pub(crate) plan: Option<LoadPlan>,
+pub(crate) struct IdleModel(ModelParts);
+
+impl IdleModel {
+    pub(crate) fn new(precision: &Precision) -> IdleModel {
+        let defaults = Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1);
+        IdleModel(ModelParts::new("idle", defaults, &["transformer"], precision))
+    }
+
+    /// With a further component, which is one file.
+    pub(crate) fn with(mut self, component: Component, plan: LoadPlan, file: ModelFile) -> IdleModel {
+        self.0.push(component, plan, vec![file]);
+        self
+    }
 }
 
 impl Model for IdleModel {
-    fn family(&self) -> &'static str {
-        "idle"
-    }
-    fn defaults(&self) -> Request {
-        Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1)
-    }
-    fn components(&self) -> &[Component] {
-        &self.components
-    }
-    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
-        let first = self.components.first()?;
-        self.plan.as_ref().filter(|_| first.name == component_name)
-    }
-    fn large_components(&self) -> &[&str] {
-        &["transformer"]
-    }
-
-    fn formats(&self) -> &Formats {
-        &self.formats
-    }
-
-    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
-        let own = self.components.iter().zip(&self.files);
-        own.filter(|(component, _)| component.name == component_name)
-            .map(|(_, file)| file.clone())
-            .collect()
+    fn parts(&self) -> &ModelParts {
+        &self.0
     }
     fn plan(&self, _request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         Ok(Vec::new())

@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use candle_core::DType;
 use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use pipelines::{
-    Family, Formats, HostTensor, HostType, Image, Medium, Model, ModelError, ModelFile, Observer, Precision,
+    Family, Formats, HostTensor, HostType, Image, Medium, Model, ModelError, ModelParts, Observer, Precision,
     Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError, StagePlan,
     StageRun, ValueShape, Values,
 };
@@ -31,10 +32,7 @@ fn quantized(mut component: Component, formats: &Formats) -> Component {
 
 /// All models share one T5; `a` has its own transformer and VAE, and so on. The transformers of `small` and `large`
 /// differ in size.
-pub struct FakeModel {
-    components: Vec<Component>,
-    formats: Formats,
-}
+pub struct FakeModel(ModelParts);
 
 /// Components that presets quantize.
 const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
@@ -51,7 +49,12 @@ fn component(id: &str, name: &str, gib: u64) -> Component {
 
 impl FakeModel {
     pub fn named(name: &str, quantization: &Quantization) -> FakeModel {
-        let formats = quantization.formats(&LARGE);
+        let precision = Precision {
+            quantization: quantization.clone(),
+            ..Precision::full(DType::F32)
+        };
+        let defaults = Request::of(Medium::Image(Image::of(1024, 1024)), 4, 0.0, 16);
+        let mut parts = ModelParts::new("fake", defaults, &LARGE, &precision);
         let transformer_gib = match name {
             "small" => 2,
             "large" => 22,
@@ -66,18 +69,19 @@ impl FakeModel {
             ),
             component(&format!("path:/{name}#vae@F32"), "vae", 1),
         ];
-        let components = components.into_iter().map(|c| quantized(c, &formats));
-        FakeModel {
-            components: components.collect(),
-            formats,
+        let formats = quantization.formats(&LARGE);
+        for component in components.into_iter().map(|c| quantized(c, &formats)) {
+            let plan = LoadPlan::Synthetic(component.bytes);
+            parts.push(component, plan, Vec::new());
         }
+        FakeModel(parts)
     }
 
     fn stage(&self, name: &str, role: Role, component: usize, rungs: Vec<Rung>, shape: String) -> StagePlan {
         StagePlan {
             name: name.into(),
             role,
-            components: vec![self.components[component].name.clone()],
+            components: vec![self.components()[component].name.clone()],
             rungs,
             shape,
             steps: 1,
@@ -121,26 +125,8 @@ fn rung(label: &str, bytes: u64) -> Rung {
 }
 
 impl Model for FakeModel {
-    fn family(&self) -> &'static str {
-        "fake"
-    }
-    fn defaults(&self) -> Request {
-        Request::of(Medium::Image(Image::of(1024, 1024)), 4, 0.0, 16)
-    }
-    fn components(&self) -> &[Component] {
-        &self.components
-    }
-    fn load_plan(&self, _component_name: &str) -> Option<&LoadPlan> {
-        None
-    }
-    fn large_components(&self) -> &[&str] {
-        &LARGE
-    }
-    fn formats(&self) -> &Formats {
-        &self.formats
-    }
-    fn files_of(&self, _component_name: &str) -> Vec<ModelFile> {
-        Vec::new()
+    fn parts(&self) -> &ModelParts {
+        &self.0
     }
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let image = request.image().map_err(|problem| vec![problem])?;

@@ -3,24 +3,19 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use gpu::LoadPlan;
-use residency::Component;
-
 use super::checkpoint::{self, FOLDERS, PIPELINES};
 use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
-use super::open::LARGE;
 use super::plan::{DENOISE, LATENT};
 use super::stages::Stage;
 use super::tasks::{self, Abilities};
-use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent};
+use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_oobleck::OobleckConfig;
-use crate::checkpoint::ComponentSet;
 use crate::family::smaller_lengths;
 use crate::plan::only_value;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{
-    Audio, Family, Formats, Medium, Model, ModelError, ModelFile, Observer, OwnLayout, Precision, Request,
+    Audio, Family, Medium, Model, ModelError, ModelParts, Observer, OwnLayout, Precision, Request,
     RequestError, SampleFormat, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
@@ -35,13 +30,16 @@ pub(super) const DETOKENIZER: &str = "audio_token_detokenizer";
 /// Display name of the family.
 pub(super) const NAME: &str = "ACE-Step";
 
+/// Name of the family.
+pub(super) const FAMILY: &str = "ace-step";
+
 /// The ACE-Step family.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AceStep;
 
 impl Family for AceStep {
     fn name(&self) -> &'static str {
-        "ace-step"
+        FAMILY
     }
 
     fn pipelines(&self) -> &'static [&'static str] {
@@ -93,10 +91,7 @@ pub struct AceStepModel {
     pub(super) tokenizer: Arc<QwenTokenizer>,
     /// Shift of the times of steps.
     pub(super) shift: f32,
-    /// The default request.
-    pub(super) defaults: Request,
-    pub(super) components: ComponentSet,
-    pub(super) adapters: AdapterSet,
+    pub(super) parts: ModelParts,
 }
 
 impl AceStepModel {
@@ -110,7 +105,7 @@ impl AceStepModel {
             &self.transformer.adapted(),
         )];
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, NAME, &targets, &mut adapted.components)?;
+        adapted.parts.adapters = AdapterSet::open(files, NAME, &targets, &mut adapted.parts.components)?;
         Ok(adapted)
     }
 
@@ -130,45 +125,17 @@ impl AceStepModel {
 }
 
 impl Model for AceStepModel {
-    fn family(&self) -> &'static str {
-        "ace-step"
-    }
-
-    fn defaults(&self) -> Request {
-        self.defaults.clone()
-    }
-
-    fn components(&self) -> &[Component] {
-        self.components.all()
-    }
-
-    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
-        self.components.load_plan(component_name)
-    }
-
-    fn large_components(&self) -> &[&str] {
-        &LARGE
-    }
-
-    fn formats(&self) -> &Formats {
-        self.components.formats()
+    fn parts(&self) -> &ModelParts {
+        &self.parts
     }
 
     fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
         Ok(Arc::new(self.adapted(files)?))
     }
 
-    fn adapters(&self) -> Vec<AdapterReport> {
-        self.adapters.reports()
-    }
-
-    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
-        self.components.files_of(component_name)
-    }
-
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = tasks::problems(request, self.able());
-        problems.extend(self.adapters.problems(&request.adapters));
+        problems.extend(self.parts.adapters.problems(&request.adapters));
         match (&request.medium, problems.is_empty()) {
             (Medium::Audio(audio), true) => self.stages(request, audio),
             _ => Err(problems),

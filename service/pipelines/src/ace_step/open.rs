@@ -9,13 +9,13 @@ use super::checkpoint::Places;
 use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
 use super::layout::SILENCE;
 use super::model::{
-    AceStepModel, CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, TokenConfigs, VAE,
+    AceStepModel, CONDITION_ENCODER, DETOKENIZER, FAMILY, TEXT_ENCODER, TOKENIZER, TRANSFORMER, TokenConfigs,
+    VAE,
 };
 use super::plan::is_supported;
 use super::prompts::MAX_TEXT_TOKENS;
 use super::quantize_rule::role_of;
 use super::tasks::{self, Abilities};
-use crate::adapters::AdapterSet;
 use crate::autoencoder_oobleck::OobleckConfig;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Requested, component_of_checkpoint, component_of_folder,
@@ -25,7 +25,7 @@ use crate::defaults::folder_defaults;
 use crate::files::{checked, damaged, read_json, unsupported};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
-use crate::{Audio, Formats, Medium, ModelError, Precision, Request};
+use crate::{Audio, Formats, Medium, ModelError, ModelParts, Precision, Request};
 
 /// Its components.
 const COMPONENTS: [&str; 6] = [
@@ -38,7 +38,7 @@ const COMPONENTS: [&str; 6] = [
 ];
 
 /// Components that presets quantize: nearly all bytes.
-pub(super) const LARGE: [&str; 3] = [TRANSFORMER, CONDITION_ENCODER, TEXT_ENCODER];
+const LARGE: [&str; 3] = [TRANSFORMER, CONDITION_ENCODER, TEXT_ENCODER];
 
 /// Name of the component in messages about unexpected tensors.
 const WHAT: &str = "an ACE-Step transformer";
@@ -155,13 +155,13 @@ impl AceStepModel {
             files.extend([(TOKENIZER, tokenizer), (DETOKENIZER, detokenizer)]);
             configs
         });
+        let components = ComponentSet::new(files, precision.dtype, formats);
+        let defaults = folder_defaults(&base, defaults(able.is_turbo), |request| {
+            tasks::problems(request, able)
+        })?;
         Ok(Some(AceStepModel {
             precision: precision.clone(),
-            components: ComponentSet::new(files, precision.dtype, formats),
-            adapters: AdapterSet::default(),
-            defaults: folder_defaults(&base, defaults(able.is_turbo), |request| {
-                tasks::problems(request, able)
-            })?,
+            parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             shift: shift_of(&base)?,
             transformer: transformer.0,
             condition: condition.0,

@@ -189,16 +189,16 @@ impl AceStepModel {
             .len()
             .max(prompt.plain_text.as_ref().map_or(0, Vec::len));
         let tokens = longest.next_multiple_of(MULTIPLE);
-        let is_quantized = self.components.is_quantized(TEXT_ENCODER);
+        let is_quantized = self.parts.components.is_quantized(TEXT_ENCODER);
         let rows = prompt.lyrics.len().next_multiple_of(MULTIPLE) + 4 * tokens;
         let scratch = self.text.scratch(tokens, is_quantized, dtype)
-            + self.components.dequantizing(TEXT_ENCODER, tokens, |_| true)
+            + self.parts.components.dequantizing(TEXT_ENCODER, tokens, |_| true)
             + Bytes((rows * self.text.hidden_size * dtype.size_in_bytes()) as u64);
         let plain = prompt.plain_text.as_ref().map(|_| PLAIN_TEXT);
         let mut gives: Vec<&str> = [LYRICS, TEXT].into_iter().chain(plain).collect();
         gives.sort_unstable();
         StagePlan {
-            shape: format!("t{tokens}{}", self.components.as_multiplied(TEXT_ENCODER)),
+            shape: format!("t{tokens}{}", self.parts.components.as_multiplied(TEXT_ENCODER)),
             gives: names(&gives),
             memo: Some(prompt.memo()),
             ..StagePlan::of(
@@ -252,6 +252,7 @@ impl AceStepModel {
             (text, lyrics, timbre),
             dtype,
         )) + self
+            .parts
             .components
             .dequantizing(CONDITION_ENCODER, lyrics.max(timbre), |_| true);
         // The sample of a reference depends on the seed.
@@ -260,7 +261,7 @@ impl AceStepModel {
         StagePlan {
             shape: format!(
                 "t{text} l{lyrics}{}",
-                self.components.as_multiplied(CONDITION_ENCODER)
+                self.parts.components.as_multiplied(CONDITION_ENCODER)
             ),
             takes,
             gives: names(&gives),
@@ -281,10 +282,13 @@ impl AceStepModel {
         let scratch = AudioTokenizer::scratch(&tokens.tokenizer, frames, dtype)
             .max(AudioDetokenizer::scratch(&tokens.detokenizer, frames, dtype));
         let dequantizing = [TOKENIZER, DETOKENIZER]
-            .map(|component| self.components.dequantizing(component, frames, |_| true));
+            .map(|component| self.parts.components.dequantizing(component, frames, |_| true));
         let scratch = Bytes(scratch) + dequantizing[0].max(dequantizing[1]);
         Some(StagePlan {
-            shape: format!("{frames} frames{}", self.components.as_multiplied(TOKENIZER)),
+            shape: format!(
+                "{frames} frames{}",
+                self.parts.components.as_multiplied(TOKENIZER)
+            ),
             takes: vec![self.moments(SOURCE, frames), self.silence(frames)],
             gives: names(&[HINT]),
             per_item: true,
@@ -363,8 +367,8 @@ impl AceStepModel {
         let steps = request.steps.saturating_sub(first_step_of(request, audio));
         let rounds = Round::all(request, steps);
         let denoiser = Denoiser {
-            components: &self.components,
-            adapters: &self.adapters,
+            components: &self.parts.components,
+            adapters: &self.parts.adapters,
             name: TRANSFORMER,
             width: self.transformer.layer.hidden_size,
             is_modulator,
@@ -387,7 +391,7 @@ impl AceStepModel {
         let each = request_scratch(&self.transformer, frames, &attended, of_round, dtype);
         let scratch = denoiser.scratch(buffers, rows(1), modulated, request);
         let of_two = denoiser.scratch(buffers + each, rows(2), modulated + of_round, request);
-        let multiplied = self.components.as_multiplied(TRANSFORMER);
+        let multiplied = self.parts.components.as_multiplied(TRANSFORMER);
         let key = format!(
             "{frames} frames {dtype:?}{multiplied} {}",
             adapters_in_key(request)
@@ -396,8 +400,8 @@ impl AceStepModel {
         let stage = |round: &Round| {
             let (takes, gives) = self.values_of_round(round, request, audio, prompt);
             let uses = &request.adapters;
-            let components = self.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
-            let rungs = self.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
+            let components = self.parts.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
+            let rungs = self.parts.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
             StagePlan {
                 shape: format!(
                     "{frames} frames c{}{multiplied}{}{}",

@@ -19,7 +19,7 @@ impl AceStepModel {
         let (rate, hop) = (self.vae.sampling_rate, self.vae.hop().max(1));
         match stage {
             ENCODE_TEXT => {
-                let is_quantized = self.components.is_quantized(TEXT_ENCODER);
+                let is_quantized = self.parts.components.is_quantized(TEXT_ENCODER);
                 let prompt = self.prompt(request, audio).ok();
                 let planned = prompt.and_then(|prompt| {
                     self.text

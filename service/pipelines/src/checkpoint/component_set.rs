@@ -14,7 +14,8 @@ const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
 #[derive(Clone, Debug)]
 pub(crate) struct ComponentSet {
     components: Vec<Component>,
-    files: Vec<ComponentFiles>,
+    /// Of each, its load plan, and the files whose content identifies it.
+    loads: Vec<(LoadPlan, Vec<ModelFile>)>,
     dtype: DType,
     formats: Formats,
 }
@@ -28,7 +29,7 @@ impl ComponentSet {
     ) -> ComponentSet {
         let mut set = ComponentSet {
             components: Vec::new(),
-            files: Vec::new(),
+            loads: Vec::new(),
             dtype,
             formats,
         };
@@ -43,13 +44,19 @@ impl ComponentSet {
         let bytes = files.plan.bytes();
         let format = self.formats.of(name);
         let loaded = format!("{name}:{}", digest_of_names(&files.plan));
-        self.components.push(Component {
+        let component = Component {
             id: provisional_identity(&files.place, &files.files, &loaded, self.dtype, format),
             name: name.to_owned(),
             bytes,
             reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,
-        });
-        self.files.push(files);
+        };
+        self.push_open(component, files.plan, files.files);
+    }
+
+    /// Adds a component that has an identity.
+    pub(crate) fn push_open(&mut self, component: Component, plan: LoadPlan, files: Vec<ModelFile>) {
+        self.components.push(component);
+        self.loads.push((plan, files));
     }
 
     /// The computation dtype.
@@ -75,15 +82,13 @@ impl ComponentSet {
 
     /// Load plan of a component.
     pub(crate) fn load_plan(&self, name: &str) -> Option<&LoadPlan> {
-        Some(&self.files[self.index(name)?].plan)
+        Some(&self.loads[self.index(name)?].0)
     }
 
     /// The files whose content identifies a component.
     pub(crate) fn files_of(&self, name: &str) -> Vec<ModelFile> {
         let index = self.index(name);
-        index
-            .map(|index| self.files[index].files.clone())
-            .unwrap_or_default()
+        index.map(|index| self.loads[index].1.clone()).unwrap_or_default()
     }
 
     fn sources(&self, name: &str) -> &[TensorSource] {

@@ -3,22 +3,19 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use gpu::LoadPlan;
-use residency::{Bytes, Component};
+use residency::Bytes;
 
 use super::adapter_targets::adapter_targets;
 use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::TransformerConfig;
 use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
-use super::open::LARGE;
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::denoise_scratch;
 use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, UsedAs, is_control_net_folder};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
-use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::is_modulator;
@@ -28,9 +25,12 @@ use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
 use crate::{
-    Family, Formats, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError,
-    Role, Rung, StageError, StagePlan, StageRun, ValueShape, Values,
+    Family, Image, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError, Role,
+    Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
+
+/// Name of the family.
+pub(super) const FAMILY: &str = "flux";
 
 /// The FLUX.1 family.
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,7 +38,7 @@ pub struct Flux;
 
 impl Family for Flux {
     fn name(&self) -> &'static str {
-        "flux"
+        FAMILY
     }
 
     fn pipelines(&self) -> &'static [&'static str] {
@@ -69,10 +69,7 @@ pub struct FluxModel {
     pub(super) scheduler: SchedulerConfig,
     pub(super) clip_tokenizer: Arc<ClipTokenizer>,
     pub(super) t5_tokenizer: Arc<T5Tokenizer>,
-    /// The default request.
-    pub(super) defaults: Request,
-    pub(super) components: ComponentSet,
-    pub(super) adapters: AdapterSet,
+    pub(super) parts: ModelParts,
     pub(super) variant: Variant,
     pub(super) control_nets: Vec<OpenControlNet>,
 }
@@ -83,13 +80,13 @@ impl FluxModel {
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
     pub fn adapted(&self, files: &[AdapterFile]) -> Result<FluxModel, ModelError> {
-        let targets = adapter_targets(&self.transformer, &self.clip, &self.t5, &self.components);
+        let targets = adapter_targets(&self.transformer, &self.clip, &self.t5, &self.parts.components);
         let mut adapted = self.clone();
         let (nets, loras): (Vec<_>, Vec<_>) = files
             .iter()
             .cloned()
             .partition(|file| is_control_net_folder(&file.path));
-        adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.components)?;
+        adapted.parts.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts.components)?;
         adapted.control_nets.clear();
         for file in nets {
             let opened = OpenControlNet::open(&file, &self.transformer, self.precision.dtype);
@@ -97,7 +94,7 @@ impl FluxModel {
                 name: file.name.clone(),
                 error,
             })?;
-            adapted.components.push(&net.component, files);
+            adapted.parts.components.push(&net.component, files);
             adapted.control_nets.push(net);
         }
         Ok(adapted)
@@ -107,7 +104,7 @@ impl FluxModel {
     pub(super) fn autoencoder(&self) -> Autoencoder<'_> {
         Autoencoder {
             config: &self.vae,
-            components: &self.components,
+            components: &self.parts.components,
             dtype: self.precision.dtype,
         }
     }
@@ -130,15 +127,18 @@ impl FluxModel {
         let dtype = self.precision.dtype;
         let pooled = self.clip_tokenizer.length();
         let encoder = |name: &str, tokens: usize| {
-            let dequantizing = self.components.dequantizing(name, tokens, |_| true);
-            dequantizing.max(self.adapters.scratch(name, tokens, dtype))
+            let dequantizing = self.parts.components.dequantizing(name, tokens, |_| true);
+            dequantizing.max(self.parts.adapters.scratch(name, tokens, dtype))
         };
         let scratch = (self.clip.scratch(pooled, dtype) + encoder("text_encoder", pooled))
             .max(self.t5.scratch(tokens, dtype) + encoder("text_encoder_2", tokens));
         let (bases, uses) = (["text_encoder", "text_encoder_2"], &request.adapters);
-        let components = self.adapters.beside(&bases, uses, UsedAs::Text);
+        let components = self.parts.adapters.beside(&bases, uses, UsedAs::Text);
         Ok(StagePlan {
-            shape: format!("t{tokens}{}", self.components.as_multiplied("text_encoder_2")),
+            shape: format!(
+                "t{tokens}{}",
+                self.parts.components.as_multiplied("text_encoder_2")
+            ),
             gives: names(&[POOLED, SEQUENCE]),
             memo: Some(self.text_memo(request)?),
             ..StagePlan::of(ENCODE_TEXT, Role::Encode, components, vec![Rung::whole(scratch)])
@@ -161,7 +161,9 @@ impl FluxModel {
             });
         }
         let encoders = ["text_encoder", "text_encoder_2"];
-        self.adapters.hash_text(&encoders, &request.adapters, &mut hash);
+        self.parts
+            .adapters
+            .hash_text(&encoders, &request.adapters, &mut hash);
         Ok(format!("flux:{}", hash.finalize().to_hex()))
     }
 
@@ -175,8 +177,8 @@ impl FluxModel {
         let dtype = self.precision.dtype;
         let all_tokens = tokens as usize + picture;
         let denoiser = Denoiser {
-            components: &self.components,
-            adapters: &self.adapters,
+            components: &self.parts.components,
+            adapters: &self.parts.adapters,
             name: "transformer",
             width: self.transformer.width(),
             is_modulator,
@@ -184,13 +186,17 @@ impl FluxModel {
         let buffers = denoise_scratch(&self.transformer, tokens as usize, picture, steps, dtype);
         let mut scratch = denoiser.scratch(buffers, all_tokens, steps, request);
         let mut components = self
+            .parts
             .adapters
             .beside(&["transformer"], &request.adapters, UsedAs::Steps);
         let mut controls = 0;
         for (_, _, net) in self.controls_of(request, image) {
             controls += 1;
             scratch += Bytes(net.config.scratch(tokens as usize, generated, steps, dtype));
-            scratch += self.components.dequantizing(&net.component, all_tokens, |_| true);
+            scratch += self
+                .parts
+                .components
+                .dequantizing(&net.component, all_tokens, |_| true);
             if !components.contains(&net.component) {
                 components.push(net.component.clone());
             }
@@ -209,12 +215,13 @@ impl FluxModel {
             beside.push_str(&format!(" c{controls}"));
         }
         let rungs = self
+            .parts
             .adapters
             .rungs("transformer", &request.adapters, scratch, dtype);
         StagePlan {
             shape: format!(
                 "{width}x{height} t{tokens}{beside}{}",
-                self.components.as_multiplied("transformer"),
+                self.parts.components.as_multiplied("transformer"),
             ),
             steps,
             takes: self
@@ -234,28 +241,8 @@ impl FluxModel {
 }
 
 impl Model for FluxModel {
-    fn family(&self) -> &'static str {
-        "flux"
-    }
-
-    fn defaults(&self) -> Request {
-        self.defaults.clone()
-    }
-
-    fn components(&self) -> &[Component] {
-        self.components.all()
-    }
-
-    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
-        self.components.load_plan(component_name)
-    }
-
-    fn large_components(&self) -> &[&str] {
-        &LARGE
-    }
-
-    fn formats(&self) -> &Formats {
-        self.components.formats()
+    fn parts(&self) -> &ModelParts {
+        &self.parts
     }
 
     fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
@@ -264,16 +251,12 @@ impl Model for FluxModel {
 
     fn adapters(&self) -> Vec<AdapterReport> {
         let nets = self.control_nets.iter().map(OpenControlNet::report);
-        self.adapters.reports().into_iter().chain(nets).collect()
-    }
-
-    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
-        self.components.files_of(component_name)
+        self.parts.adapters.reports().into_iter().chain(nets).collect()
     }
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(request);
-        problems.extend(self.adapters.problems(&request.adapters));
+        problems.extend(self.parts.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }

@@ -6,9 +6,8 @@ use super::checkpoint::{MARKS, config_of_single_file};
 use super::components::{transformer_of_folder, transformer_of_single_file};
 use super::config::TransformerConfig;
 use super::edit::Variant;
-use super::model::FluxModel;
+use super::model::{FAMILY, FluxModel};
 use super::quantize_rule::role_of;
-use crate::adapters::AdapterSet;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{PIXELS_PER_TOKEN, problems};
 use crate::checkpoint::{ComponentSet, Recognised, Requested, companion, component_of_folder};
@@ -18,13 +17,13 @@ use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
-use crate::{Image, Medium, ModelError, Precision, Request};
+use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
 
 /// Component names, in the order of [`FluxModel::components`].
 const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
 
 /// Components that presets quantize: nearly all bytes. The others are small, and lose quality out of proportion.
-pub(super) const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
+const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
 
 impl FluxModel {
     /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is not FLUX.
@@ -125,17 +124,17 @@ impl FluxModel {
             })?,
         ];
         let variant = Variant::of(&class, &file_name, &transformer);
+        let components = ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, formats);
+        let defaults = folder_defaults(base, defaults(&transformer, variant), problems)?;
         Ok(Some(FluxModel {
             precision: precision.clone(),
-            components: ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, formats),
+            parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,
             )?,
             clip_tokenizer,
             t5_tokenizer: t5_tokenizer?,
-            defaults: folder_defaults(base, defaults(&transformer, variant), problems)?,
-            adapters: AdapterSet::default(),
             control_nets: Vec::new(),
             variant,
             transformer,

@@ -303,7 +303,10 @@ impl Stage<'_> {
     /// The request's adapters for a component.
     fn attached(&self, base: &str, used_as: UsedAs) -> Result<AttachedAdapters, StageError> {
         let uses = &self.request.adapters;
-        self.model.adapters.attach(uses, base, used_as, self.tensors)
+        self.model
+            .parts
+            .adapters
+            .attach(uses, base, used_as, self.tensors)
     }
 
     /// The request's ControlNets that act, with what all steps share.

@@ -3,21 +3,16 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use gpu::LoadPlan;
-use residency::Component;
-
 use super::checkpoint::{MARKS, PARTS, PIPELINES, folders_of};
 use super::config::TransformerConfig;
 use super::layout::layout;
-use super::open::LARGE;
 use super::places::TRANSFORMERS;
 use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
 use super::stages::Stage;
-use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent};
+use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
-use crate::checkpoint::ComponentSet;
 use crate::family::{nearest_frames, smaller_sides};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
@@ -26,8 +21,8 @@ use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
 use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
 use crate::{
-    Family, Formats, InitImage, Medium, Model, ModelError, ModelFile, Observer, Precision, Request,
-    RequestError, StageError, StagePlan, StageRun, ValueShape, Values, Video,
+    Family, InitImage, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError,
+    StageError, StagePlan, StageRun, ValueShape, Values, Video,
 };
 
 /// Names of the components.
@@ -43,13 +38,16 @@ const WINDOW: usize = 9;
 /// Most frames of a film: ten minutes.
 const MAX_FRAMES: u32 = 18_000;
 
+/// Name of the family.
+pub(super) const FAMILY: &str = "hunyuan-video";
+
 /// The family of HunyuanVideo and FramePack.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Hunyuan;
 
 impl Family for Hunyuan {
     fn name(&self) -> &'static str {
-        "hunyuan-video"
+        FAMILY
     }
 
     fn pipelines(&self) -> &'static [&'static str] {
@@ -98,10 +96,7 @@ pub struct HunyuanModel {
     pub(super) scheduler: SchedulerConfig,
     pub(super) llama_tokenizer: Arc<LlamaTokenizer>,
     pub(super) clip_tokenizer: Arc<ClipTokenizer>,
-    /// The default request.
-    pub(super) defaults: Request,
-    pub(super) components: ComponentSet,
-    pub(super) adapters: AdapterSet,
+    pub(super) parts: ModelParts,
 }
 
 /// All fields of a request that are out of bounds.
@@ -189,7 +184,8 @@ impl HunyuanModel {
     pub fn adapted(&self, files: &[AdapterFile]) -> Result<HunyuanModel, ModelError> {
         let targets = [TargetComponent::denoiser(TRANSFORMER, &layout(&self.transformer))];
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.components)?;
+        adapted.parts.adapters =
+            AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts.components)?;
         Ok(adapted)
     }
 
@@ -237,45 +233,17 @@ impl HunyuanModel {
 }
 
 impl Model for HunyuanModel {
-    fn family(&self) -> &'static str {
-        "hunyuan-video"
-    }
-
-    fn defaults(&self) -> Request {
-        self.defaults.clone()
-    }
-
-    fn components(&self) -> &[Component] {
-        self.components.all()
-    }
-
-    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
-        self.components.load_plan(component_name)
-    }
-
-    fn large_components(&self) -> &[&str] {
-        &LARGE
-    }
-
-    fn formats(&self) -> &Formats {
-        self.components.formats()
+    fn parts(&self) -> &ModelParts {
+        &self.parts
     }
 
     fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
         Ok(Arc::new(self.adapted(files)?))
     }
 
-    fn adapters(&self) -> Vec<AdapterReport> {
-        self.adapters.reports()
-    }
-
-    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
-        self.components.files_of(component_name)
-    }
-
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(self.order(), request);
-        problems.extend(self.adapters.problems(&request.adapters));
+        problems.extend(self.parts.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }

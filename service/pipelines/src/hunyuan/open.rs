@@ -4,10 +4,9 @@ use std::path::Path;
 
 use super::checkpoint::config_of_single_file;
 use super::config::TransformerConfig;
-use super::model::{CLIP, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
+use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
 use super::places::{PROCESSOR, Places, TransformerPlace};
 use super::quantize_rule::role_of;
-use crate::adapters::AdapterSet;
 use crate::autoencoder_hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::bounds::PIXELS_PER_TOKEN;
 use crate::checkpoint::{Checkpoint, ComponentFiles, ComponentSet, Requested, exact_component, whole};
@@ -19,13 +18,13 @@ use crate::text::llama::LlamaConfig;
 use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
 use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
-use crate::{Medium, ModelError, Precision, Request, Video};
+use crate::{Medium, ModelError, ModelParts, Precision, Request, Video};
 
 /// Its components.
 const COMPONENTS: [&str; 5] = [TRANSFORMER, VAE, LLAMA, CLIP, VISION];
 
 /// Components that presets quantize: nearly all bytes.
-pub(super) const LARGE: [&str; 2] = [TRANSFORMER, LLAMA];
+const LARGE: [&str; 2] = [TRANSFORMER, LLAMA];
 
 /// Name of the component in messages about unexpected tensors.
 const WHAT: &str = "a HunyuanVideo transformer";
@@ -122,20 +121,20 @@ impl HunyuanModel {
             let problems = problems(order, request).into_iter();
             problems.filter(|problem| problem.field != "init_image").collect()
         };
+        let defaults = match places.has_defaults_of(framepack.is_some())? {
+            true => folder_defaults(places.folder_of_defaults(), defaults(framepack.is_some()), check)?,
+            false => defaults(framepack.is_some()),
+        };
+        let components = ComponentSet::new(files, precision.dtype, formats);
         Ok(Some(HunyuanModel {
-            adapters: AdapterSet::default(),
             precision: precision.clone(),
-            components: ComponentSet::new(files, precision.dtype, formats),
+            parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,
             )?,
             llama_tokenizer: LlamaTokenizer::shared(&base.join("tokenizer"))?,
             clip_tokenizer,
-            defaults: match places.has_defaults_of(framepack.is_some())? {
-                true => folder_defaults(places.folder_of_defaults(), defaults(framepack.is_some()), check)?,
-                false => defaults(framepack.is_some()),
-            },
             transformer,
             vae,
             llama,

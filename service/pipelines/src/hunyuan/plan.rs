@@ -111,7 +111,7 @@ impl HunyuanModel {
         let frames = u32::try_from(self.vae.frames(latents)).ok()?;
         let side = |cells: usize| u32::try_from(cells.checked_mul(self.vae.factor())?).ok();
         let (width, height) = (side(w)?, side(h)?);
-        let defaults = self.defaults.video().ok()?;
+        let defaults = self.parts.defaults.video().ok()?;
         let video = Video {
             width,
             height,
@@ -156,8 +156,8 @@ impl HunyuanModel {
         let tokens = prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
         let pooled = self.clip_tokenizer.length();
         let scratch = (self.llama.scratch(tokens, dtype)
-            + self.components.dequantizing(LLAMA, tokens, |_| true))
-        .max(self.clip.scratch(pooled, dtype) + self.components.dequantizing(CLIP, pooled, |_| true));
+            + self.parts.components.dequantizing(LLAMA, tokens, |_| true))
+        .max(self.clip.scratch(pooled, dtype) + self.parts.components.dequantizing(CLIP, pooled, |_| true));
         let mut hash = blake3::Hasher::new();
         for ids in [&prompt.ids, &clip] {
             hash.update(&(ids.len() as u64).to_le_bytes());
@@ -166,7 +166,7 @@ impl HunyuanModel {
             });
         }
         Ok(StagePlan {
-            shape: format!("t{tokens}{}", self.components.as_multiplied(LLAMA)),
+            shape: format!("t{tokens}{}", self.parts.components.as_multiplied(LLAMA)),
             gives: names(&[POOLED, TEXT]),
             memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
             ..StagePlan::of(
@@ -214,8 +214,8 @@ impl HunyuanModel {
     ) -> StagePlan {
         let dtype = self.precision.dtype;
         let denoiser = Denoiser {
-            components: &self.components,
-            adapters: &self.adapters,
+            components: &self.parts.components,
+            adapters: &self.parts.adapters,
             name: TRANSFORMER,
             width: self.transformer.width(),
             is_modulator,
@@ -239,8 +239,8 @@ impl HunyuanModel {
             }
         };
         let uses = &request.adapters;
-        let components = self.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
-        let rungs = self.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
+        let components = self.parts.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
+        let rungs = self.parts.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
         StagePlan {
             shape: format!(
                 "{}x{} {} frames t{}{}{}",
@@ -248,7 +248,7 @@ impl HunyuanModel {
                 video.height,
                 tokens.sampled,
                 tokens.text.next_multiple_of(TOKENS_AT_A_TIME),
-                self.components.as_multiplied(TRANSFORMER),
+                self.parts.components.as_multiplied(TRANSFORMER),
                 if request.has_curves() { " curve" } else { "" },
             ),
             steps: request.steps,
@@ -328,7 +328,7 @@ impl HunyuanModel {
 
     /// Convolutions are dequantized in any format, independent of tokens.
     fn dequantizing_of_vae(&self) -> Bytes {
-        self.components.dequantizing(VAE, 0, |_| true)
+        self.parts.components.dequantizing(VAE, 0, |_| true)
     }
 }
 

@@ -227,10 +227,12 @@ impl Stage<'_> {
         let pooled = from_host(self.run.value(POOLED)?, POOLED, dtype, device)?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
-        let adapters =
-            self.model
-                .adapters
-                .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapters = self.model.parts.adapters.attach(
+            &request.adapters,
+            TRANSFORMER,
+            UsedAs::Steps,
+            self.run.tensors,
+        )?;
         let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer = Transformer::new(config, &adapted).map_err(|missing| StageError::Missing {
             component: TRANSFORMER.to_owned(),

@@ -11,17 +11,18 @@ use super::colour::{
 };
 use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
 use super::{
-    DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, LATENT,
-    LEFT, SAMPLING,
+    DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, FAMILY,
+    LATENT, LEFT, SAMPLING,
 };
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport, is_control_net_folder};
 use crate::bounds::{decode_from_problem, no_references, slots_problem};
-use crate::family::{Model, ModelError, Observer, StageError, StageRun, smaller_lengths, smaller_sides};
+use crate::family::{
+    Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides,
+};
 use crate::files::read_json;
-use crate::identity::ModelFile;
 use crate::media::{MediaFormat, Piece, SampleFormat};
+use crate::parts::ModelParts;
 use crate::plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values, only_value};
-use crate::quantization::Formats;
 use crate::request::{Medium, Request, RequestError};
 use crate::rounds::{Round, adapters_in_key, check_shared, is_in_rounds, shared_pass};
 use crate::start::is_from_latent;
@@ -48,11 +49,9 @@ const RED_OF_ADAPTER: f32 = 40.0;
 #[derive(Clone)]
 pub(super) struct InstantModel {
     description: Description,
-    components: Vec<Component>,
+    parts: ModelParts,
+    /// Formats of the components, made at load or stored.
     formats: Vec<Option<WeightFormat>>,
-    made_at_load: Formats,
-    large: Vec<&'static str>,
-    plans: Vec<LoadPlan>,
     /// Names of the adapters that are attached.
     adapters: Vec<String>,
 }
@@ -80,38 +79,36 @@ fn bytes_in(described: &DescribedComponent, format: Option<WeightFormat>) -> Byt
     Bytes((u128::from(described.bytes.0) * numerator / denominator) as u64)
 }
 
+/// Adds a component that is allocated, and not read: its identity is in the model's file.
+fn push(parts: &mut ModelParts, id: String, name: String, bytes: Bytes) {
+    let component = Component {
+        id: ComponentId::new(id),
+        name,
+        bytes,
+        reload_seconds: bytes.0 as f64 / LOAD_SPEED,
+    };
+    parts.push(component, LoadPlan::Synthetic(bytes), Vec::new());
+}
+
 impl InstantModel {
-    pub(super) fn new(description: Description, made_at_load: Formats) -> InstantModel {
-        let described = description.components.iter();
-        let formats: Vec<Option<WeightFormat>> = described
-            .clone()
-            .map(|c| c.stored.or_else(|| made_at_load.of(&c.name)))
-            .collect();
-        let components: Vec<Component> = described
-            .zip(&formats)
-            .map(|(c, &format)| {
-                let bytes = bytes_in(c, format);
-                // A stored format is part of the described identity; a format made at load changes the identity.
-                let id = match format.filter(|_| c.stored.is_none()) {
-                    Some(format) => format!("instant:{}:{format}", c.identity),
-                    None => format!("instant:{}", c.identity),
-                };
-                Component {
-                    id: ComponentId::new(id),
-                    name: c.name.clone(),
-                    bytes,
-                    reload_seconds: bytes.0 as f64 / LOAD_SPEED,
-                }
-            })
-            .collect();
-        let plans = components.iter().map(|c| LoadPlan::Synthetic(c.bytes)).collect();
+    pub(super) fn new(description: Description, precision: &Precision) -> InstantModel {
+        let mut parts = ModelParts::new(FAMILY, description.defaults(), &description.large(), precision);
+        let mut formats = Vec::with_capacity(description.components.len());
+        for c in &description.components {
+            let made_at_load = parts.components.formats().of(&c.name);
+            let format = c.stored.or(made_at_load);
+            // A stored format is part of the described identity; a format made at load changes the identity.
+            let id = match format.filter(|_| c.stored.is_none()) {
+                Some(format) => format!("instant:{}:{format}", c.identity),
+                None => format!("instant:{}", c.identity),
+            };
+            push(&mut parts, id, c.name.clone(), bytes_in(c, format));
+            formats.push(format);
+        }
         InstantModel {
-            large: description.large(),
             description,
-            components,
+            parts,
             formats,
-            made_at_load,
-            plans,
             adapters: Vec::new(),
         }
     }
@@ -119,25 +116,23 @@ impl InstantModel {
     /// Adds the component of an adapter.
     fn attach(&mut self, file: &AdapterFile) -> Result<(), AdapterError> {
         if is_control_net_folder(&file.path) {
-            return Err(AdapterError::ControlNetNotTaken { family: "instant" });
+            return Err(AdapterError::ControlNetNotTaken { family: FAMILY });
         }
         let described: DescribedAdapter =
             read_json(&file.path).map_err(|error| AdapterError::File(error.to_string()))?;
-        self.components.push(Component {
-            id: ComponentId::new(format!("instant:{}", described.identity)),
-            name: component_of(&file.name),
-            bytes: described.bytes,
-            reload_seconds: described.bytes.0 as f64 / LOAD_SPEED,
-        });
+        let (id, name) = (
+            format!("instant:{}", described.identity),
+            component_of(&file.name),
+        );
+        push(&mut self.parts, id, name, described.bytes);
         self.formats.push(None);
-        self.plans.push(LoadPlan::Synthetic(described.bytes));
         self.adapters.push(file.name.clone());
         Ok(())
     }
 
     /// Those of these component names that the model has.
     fn named(&self, names: &[&str]) -> Vec<String> {
-        let own = self.components.iter().map(|c| &c.name);
+        let own = self.components().iter().map(|c| &c.name);
         own.filter(|name| names.contains(&name.as_str()))
             .cloned()
             .collect()
@@ -640,18 +635,8 @@ fn sleep_until(pretended: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), 
 }
 
 impl Model for InstantModel {
-    fn family(&self) -> &'static str {
-        "instant"
-    }
-
-    fn defaults(&self) -> Request {
-        let described = &self.description.defaults;
-        Request::of(
-            self.description.medium_of_defaults(),
-            described.steps,
-            described.guidance,
-            described.max_sequence_length,
-        )
+    fn parts(&self) -> &ModelParts {
+        &self.parts
     }
 
     fn track_format(&self) -> Option<SampleFormat> {
@@ -668,26 +653,9 @@ impl Model for InstantModel {
         }
     }
 
-    fn components(&self) -> &[Component] {
-        &self.components
-    }
-
-    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
-        let index = self.components.iter().position(|c| c.name == component_name)?;
-        self.plans.get(index)
-    }
-
     fn format_of(&self, component_name: &str) -> Option<WeightFormat> {
-        let index = self.components.iter().position(|c| c.name == component_name)?;
+        let index = self.components().iter().position(|c| c.name == component_name)?;
         *self.formats.get(index)?
-    }
-
-    fn large_components(&self) -> &[&str] {
-        &self.large
-    }
-
-    fn formats(&self) -> &Formats {
-        &self.made_at_load
     }
 
     fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
@@ -708,11 +676,6 @@ impl Model for InstantModel {
             ..AdapterReport::default()
         };
         self.adapters.iter().map(report).collect()
-    }
-
-    /// None: the identity is in the model's file.
-    fn files_of(&self, _component_name: &str) -> Vec<ModelFile> {
-        Vec::new()
     }
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {

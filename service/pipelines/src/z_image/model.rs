@@ -3,21 +3,16 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use gpu::LoadPlan;
-use residency::Component;
-
 use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
 use super::layout::layout;
-use super::open::LARGE;
 use super::positions::Lengths;
 use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
 use super::transformer::{denoise_scratch, is_modulator};
-use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, TargetComponent, UsedAs};
+use crate::adapters::{AdapterFile, AdapterSet, TargetComponent, UsedAs};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
-use crate::checkpoint::ComponentSet;
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
 use crate::plan::names;
@@ -26,8 +21,8 @@ use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
 use crate::{
-    Family, Formats, Image, Medium, Model, ModelError, ModelFile, Observer, Precision, Request, RequestError,
-    Role, Rung, StageError, StagePlan, StageRun, ValueShape, Values,
+    Family, Image, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError, Role,
+    Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
 /// Names of the components.
@@ -35,13 +30,16 @@ pub(super) const TRANSFORMER: &str = "transformer";
 pub(super) const VAE: &str = "vae";
 pub(super) const TEXT_ENCODER: &str = "text_encoder";
 
+/// Name of the family.
+pub(super) const FAMILY: &str = "z-image";
+
 /// The Z-Image family.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ZImage;
 
 impl Family for ZImage {
     fn name(&self) -> &'static str {
-        "z-image"
+        FAMILY
     }
 
     fn pipelines(&self) -> &'static [&'static str] {
@@ -86,10 +84,7 @@ pub struct ZImageModel {
     pub(super) depth: usize,
     pub(super) scheduler: SchedulerConfig,
     pub(super) tokenizer: Arc<QwenTokenizer>,
-    /// The default request.
-    pub(super) defaults: Request,
-    pub(super) components: ComponentSet,
-    pub(super) adapters: AdapterSet,
+    pub(super) parts: ModelParts,
 }
 
 impl ZImageModel {
@@ -100,7 +95,7 @@ impl ZImageModel {
     pub fn adapted(&self, files: &[AdapterFile]) -> Result<ZImageModel, ModelError> {
         let targets = [TargetComponent::denoiser(TRANSFORMER, &layout(&self.transformer))];
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.components)?;
+        adapted.parts.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.parts.components)?;
         Ok(adapted)
     }
 
@@ -108,7 +103,7 @@ impl ZImageModel {
     pub(super) fn autoencoder(&self) -> Autoencoder<'_> {
         Autoencoder {
             config: &self.vae,
-            components: &self.components,
+            components: &self.parts.components,
             dtype: self.precision.dtype,
         }
     }
@@ -137,11 +132,11 @@ impl ZImageModel {
     fn encode_text_stage(&self, ids: &[u32]) -> StagePlan {
         // Prompts of similar length share their learned peaks.
         let tokens = ids.len().next_multiple_of(MULTIPLE);
-        let is_quantized = self.components.is_quantized(TEXT_ENCODER);
+        let is_quantized = self.parts.components.is_quantized(TEXT_ENCODER);
         let scratch = self.text.scratch(tokens, is_quantized, self.precision.dtype)
-            + self.components.dequantizing(TEXT_ENCODER, tokens, |_| true);
+            + self.parts.components.dequantizing(TEXT_ENCODER, tokens, |_| true);
         StagePlan {
-            shape: format!("t{tokens}{}", self.components.as_multiplied(TEXT_ENCODER)),
+            shape: format!("t{tokens}{}", self.parts.components.as_multiplied(TEXT_ENCODER)),
             gives: names(&[CAPTION]),
             memo: Some(memo(ids)),
             ..StagePlan::of(
@@ -161,8 +156,8 @@ impl ZImageModel {
         let steps = steps_run(request);
         let dtype = self.precision.dtype;
         let denoiser = Denoiser {
-            components: &self.components,
-            adapters: &self.adapters,
+            components: &self.parts.components,
+            adapters: &self.parts.adapters,
             name: TRANSFORMER,
             width: self.transformer.dim,
             is_modulator,
@@ -171,12 +166,12 @@ impl ZImageModel {
         let scratch = denoiser.scratch(buffers, lengths.all(), steps, request);
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         let uses = &request.adapters;
-        let components = self.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
-        let rungs = self.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
+        let components = self.parts.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
+        let rungs = self.parts.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
         StagePlan {
             shape: format!(
                 "{width}x{height} t{tokens}{}{}",
-                self.components.as_multiplied(TRANSFORMER),
+                self.parts.components.as_multiplied(TRANSFORMER),
                 if request.has_curves() { " curve" } else { "" },
             ),
             steps,
@@ -201,45 +196,17 @@ fn memo(ids: &[u32]) -> String {
 }
 
 impl Model for ZImageModel {
-    fn family(&self) -> &'static str {
-        "z-image"
-    }
-
-    fn defaults(&self) -> Request {
-        self.defaults.clone()
-    }
-
-    fn components(&self) -> &[Component] {
-        self.components.all()
-    }
-
-    fn load_plan(&self, component_name: &str) -> Option<&LoadPlan> {
-        self.components.load_plan(component_name)
-    }
-
-    fn large_components(&self) -> &[&str] {
-        &LARGE
-    }
-
-    fn formats(&self) -> &Formats {
-        self.components.formats()
+    fn parts(&self) -> &ModelParts {
+        &self.parts
     }
 
     fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
         Ok(Arc::new(self.adapted(files)?))
     }
 
-    fn adapters(&self) -> Vec<AdapterReport> {
-        self.adapters.reports()
-    }
-
-    fn files_of(&self, component_name: &str) -> Vec<ModelFile> {
-        self.components.files_of(component_name)
-    }
-
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(request);
-        problems.extend(self.adapters.problems(&request.adapters));
+        problems.extend(self.parts.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }

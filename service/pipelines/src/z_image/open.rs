@@ -4,9 +4,8 @@ use std::path::Path;
 
 use super::checkpoint::{MARKS, ZImageNaming, config_of_single_file, timestep_inner};
 use super::config::TransformerConfig;
-use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
+use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
-use crate::adapters::AdapterSet;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::{
@@ -18,13 +17,13 @@ use crate::files::{checked, damaged, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
-use crate::{Image, Medium, ModelError, Precision, Request};
+use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
 
 /// Its components.
 const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
 
 /// Components that presets quantize.
-pub(super) const LARGE: [&str; 2] = [TRANSFORMER, TEXT_ENCODER];
+const LARGE: [&str; 2] = [TRANSFORMER, TEXT_ENCODER];
 
 /// Name of the component in messages about unexpected tensors.
 const WHAT: &str = "a Z-Image transformer";
@@ -95,16 +94,16 @@ impl ZImageModel {
             (VAE, vae_files),
             (TEXT_ENCODER, text_files),
         ];
+        let components = ComponentSet::new(files, precision.dtype, formats);
+        let defaults = folder_defaults(base, defaults(), problems)?;
         Ok(Some(ZImageModel {
-            adapters: AdapterSet::default(),
             precision: precision.clone(),
-            components: ComponentSet::new(files, precision.dtype, formats),
+            parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,
             )?,
             tokenizer: QwenTokenizer::shared(&base.join("tokenizer"))?,
-            defaults: folder_defaults(base, defaults(), problems)?,
             transformer,
             vae,
             text,

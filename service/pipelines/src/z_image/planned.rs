@@ -19,7 +19,7 @@ impl ZImageModel {
         let autoencoder = self.autoencoder();
         match stage {
             ENCODE_TEXT => {
-                let is_quantized = self.components.is_quantized(TEXT_ENCODER);
+                let is_quantized = self.parts.components.is_quantized(TEXT_ENCODER);
                 let planned = self.text.planned(self.text_tokens(request), is_quantized, dtype);
                 planned.into_iter().collect()
             }
