@@ -66,6 +66,21 @@ pub(crate) fn checked<T: DeserializeOwned>(
     Ok(config)
 }
 
+/// Refuses a pipeline of which the first number of one of these pairs is not the second, which another of its components
+/// takes.
+///
+/// # Errors
+/// [`ModelError::Unsupported`] for the first such pair, by its name.
+pub(crate) fn check_pairs(path: &Path, pairs: &[(&str, usize, usize)]) -> Result<(), ModelError> {
+    match pairs.iter().find(|(_, found, expected)| found != expected) {
+        Some((what, found, expected)) => Err(unsupported(
+            path,
+            format!("{what}: {found}, and the pipeline takes {expected}"),
+        )),
+        None => Ok(()),
+    }
+}
+
 /// The class in a folder's `model_index.json`: empty if it names none, `None` if there is no such file.
 pub(crate) fn pipeline_class(folder: &Path) -> Result<Option<String>, ModelError> {
     #[derive(Deserialize)]

@@ -6,12 +6,12 @@ use super::checkpoint::AuthorsPlaces;
 use super::config::{ConditionConfig, LayerConfig, TokenConfig, TransformerConfig};
 use super::layout::{SILENCE, in_original};
 use super::model::{CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, TokenConfigs, VAE};
-use super::open::{Parts, Wanted, check_silence};
+use super::open::{Parts, check_silence};
 use crate::ModelError;
 use crate::autoencoder_oobleck::{OobleckConfig, diffusers_name_of_original};
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, TensorSpec, component_of_checkpoint, component_of_folder, component_of_specs,
-    open,
+    Checkpoint, ComponentFiles, TensorSpec, Wanted, component_of_checkpoint, component_of_folder,
+    component_of_specs, open,
 };
 use crate::files::{checked, damaged, read_json, unsupported};
 use crate::text::qwen3::Qwen3Config;
@@ -20,7 +20,7 @@ use crate::text::qwen3::Qwen3Config;
 ///
 /// # Errors
 /// When one of them is damaged or not supported.
-pub(super) fn parts_of_authors(places: &AuthorsPlaces, wanted: &Wanted<'_>) -> Result<Parts, ModelError> {
+pub(super) fn parts_of_authors(places: &AuthorsPlaces, wanted: &Wanted) -> Result<Parts, ModelError> {
     let sizes = Sizes { places };
     let supported = |problem| unsupported(&places.place, problem);
     let component = |name: &'static str, shapes, prefix: &str| {
@@ -68,7 +68,7 @@ pub(super) fn parts_of_authors(places: &AuthorsPlaces, wanted: &Wanted<'_>) -> R
 fn silence(
     places: &AuthorsPlaces,
     condition: &ConditionConfig,
-    wanted: &Wanted<'_>,
+    wanted: &Wanted,
 ) -> Result<ComponentFiles, ModelError> {
     let path = &places.silence;
     let checkpoint = Checkpoint::of_file(&open(path)?, |name| Some(name.to_owned()))?;
@@ -90,7 +90,7 @@ fn silence(
 
 fn text_encoder(
     places: &AuthorsPlaces,
-    wanted: &Wanted<'_>,
+    wanted: &Wanted,
 ) -> Result<(Qwen3Config, ComponentFiles), ModelError> {
     let path = &places.text_encoder;
     if path.is_dir() {
@@ -111,7 +111,7 @@ fn text_encoder(
     Ok((config, files))
 }
 
-fn vae(places: &AuthorsPlaces, wanted: &Wanted<'_>) -> Result<(OobleckConfig, ComponentFiles), ModelError> {
+fn vae(places: &AuthorsPlaces, wanted: &Wanted) -> Result<(OobleckConfig, ComponentFiles), ModelError> {
     let path = &places.vae;
     if path.is_dir() {
         let config = checked(&path.join("config.json"), OobleckConfig::check)?;

@@ -18,14 +18,14 @@ use super::quantize_rule::role_of;
 use super::tasks::{self, Abilities};
 use crate::autoencoder_oobleck::OobleckConfig;
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentSet, Requested, component_of_checkpoint, component_of_folder,
+    Checkpoint, ComponentFiles, ComponentSet, Wanted, component_of_checkpoint, component_of_folder,
     exact_component, whole,
 };
 use crate::defaults::folder_defaults;
-use crate::files::{checked, damaged, read_json, unsupported};
+use crate::files::{check_pairs, checked, damaged, read_json, unsupported};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
-use crate::{Audio, Formats, Medium, ModelError, ModelParts, Precision, Request};
+use crate::{Audio, Medium, ModelError, ModelParts, Precision, Request};
 
 /// Its components.
 const COMPONENTS: [&str; 6] = [
@@ -75,23 +75,6 @@ pub(super) struct Parts {
     pub(super) tokens: Option<(TokenConfigs, [ComponentFiles; 2])>,
 }
 
-/// How components are asked for.
-pub(super) struct Wanted<'a> {
-    pub(super) precision: &'a Precision,
-    pub(super) formats: &'a Formats,
-}
-
-impl Wanted<'_> {
-    pub(super) fn of(&self, component: &'static str) -> Requested {
-        Requested {
-            component,
-            dtype: self.precision.dtype,
-            format: self.formats.of(component),
-            role_of: role_of(component),
-        }
-    }
-}
-
 impl AceStepModel {
     /// Opens a checkpoint by headers and configurations; `None` if it is not ACE-Step.
     ///
@@ -105,20 +88,13 @@ impl AceStepModel {
         let Some(places) = Places::of(path)? else {
             return Ok(None);
         };
-        let formats = precision.quantization.formats(&LARGE);
-        if let Some((unknown, _)) = formats.iter().find(|(name, _)| !COMPONENTS.contains(name)) {
-            return Err(ModelError::no_such_component(unknown, &COMPONENTS));
-        }
+        let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
         if !is_supported(precision.dtype) {
             return Err(unsupported(
                 path,
                 "ACE-Step overflows in f16, which gives silence or noise: bf16 and f32 are supported",
             ));
         }
-        let wanted = Wanted {
-            precision,
-            formats: &formats,
-        };
         let (parts, tokenizer, base) = match &places {
             Places::Diffusers(folder) => (
                 parts_of_folder(folder, &wanted)?,
@@ -155,7 +131,7 @@ impl AceStepModel {
             files.extend([(TOKENIZER, tokenizer), (DETOKENIZER, detokenizer)]);
             configs
         });
-        let components = ComponentSet::new(files, precision.dtype, formats);
+        let components = ComponentSet::new(files, precision.dtype, wanted.formats);
         let defaults = folder_defaults(&base, defaults(able.is_turbo), |request| {
             tasks::problems(request, able)
         })?;
@@ -190,7 +166,7 @@ fn shift_of(folder: &Path) -> Result<f32, ModelError> {
 }
 
 /// The components of a folder in diffusers' layout.
-fn parts_of_folder(base: &Path, wanted: &Wanted<'_>) -> Result<Parts, ModelError> {
+fn parts_of_folder(base: &Path, wanted: &Wanted) -> Result<Parts, ModelError> {
     let config_of = |component: &str| base.join(component).join("config.json");
     let transformer = checked(&config_of(TRANSFORMER), TransformerConfig::check)?;
     let folder = base.join(TRANSFORMER);
@@ -311,11 +287,5 @@ fn check_parts(place: &Path, parts: &Parts) -> Result<(), ModelError> {
             ),
         ]);
     }
-    match pairs.into_iter().find(|(_, found, expected)| found != expected) {
-        Some((what, found, expected)) => Err(unsupported(
-            place,
-            format!("{what}: {found}, and {expected} is expected"),
-        )),
-        None => Ok(()),
-    }
+    check_pairs(place, &pairs)
 }

@@ -12,7 +12,7 @@ use super::spec::TensorSpec;
 use super::stored::{Checkpoint, SUPPORTED, StoredAs, StoredTensor, foreign, quantized_by};
 use crate::family::format_of_plan;
 use crate::files::{damaged, unsupported};
-use crate::{ModelError, ModelFile};
+use crate::{Formats, ModelError, ModelFile, Precision};
 
 /// Names and shapes of tensors.
 pub(crate) type Shapes = Vec<(String, Vec<usize>)>;
@@ -38,6 +38,48 @@ pub(crate) struct Requested {
     pub(crate) format: Option<WeightFormat>,
     /// Which tensors are quantized.
     pub(crate) role_of: RoleOf,
+}
+
+/// How the components of a model are asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    dtype: DType,
+    /// Formats to quantize to at load.
+    pub(crate) formats: Formats,
+    role_of: fn(&str) -> RoleOf,
+}
+
+impl Wanted {
+    /// In a precision, of a model with the components `known`, of which presets quantize the `large` ones.
+    ///
+    /// # Errors
+    /// [`ModelError::Quantization`] for a format of a component that is not known.
+    pub(crate) fn new(
+        precision: &Precision,
+        known: &[&str],
+        large: &[&str],
+        role_of: fn(&str) -> RoleOf,
+    ) -> Result<Wanted, ModelError> {
+        let formats = precision.quantization.formats(large);
+        if let Some((unknown, _)) = formats.iter().find(|(name, _)| !known.contains(name)) {
+            return Err(ModelError::no_such_component(unknown, known));
+        }
+        Ok(Wanted {
+            dtype: precision.dtype,
+            formats,
+            role_of,
+        })
+    }
+
+    /// A component.
+    pub(crate) fn of(&self, component: &'static str) -> Requested {
+        Requested {
+            component,
+            dtype: self.dtype,
+            format: self.formats.of(component),
+            role_of: (self.role_of)(component),
+        }
+    }
 }
 
 /// Converts an error of a header reader.

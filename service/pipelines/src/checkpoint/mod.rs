@@ -11,8 +11,8 @@ mod stored;
 
 pub(crate) use component_set::ComponentSet;
 pub(crate) use components::{
-    ComponentFiles, Requested, Shapes, component_of_checkpoint, component_of_file, component_of_folder,
-    component_of_specs, exact_component, open, whole,
+    ComponentFiles, Requested, Shapes, Wanted, component_of_checkpoint, component_of_file,
+    component_of_folder, component_of_specs, exact_component, open, whole,
 };
 pub(crate) use recognise::{Marks, Naming, Recognised};
 pub(crate) use role::{QuantizeRole, RoleOf};

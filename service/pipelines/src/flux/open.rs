@@ -10,9 +10,9 @@ use super::model::{FAMILY, FluxModel};
 use super::quantize_rule::role_of;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{PIXELS_PER_TOKEN, problems};
-use crate::checkpoint::{ComponentSet, Recognised, Requested, companion, component_of_folder};
+use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder};
 use crate::defaults::folder_defaults;
-use crate::files::{checked, damaged, pipeline_class, read_json, unsupported};
+use crate::files::{check_pairs, checked, damaged, pipeline_class, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -34,16 +34,7 @@ impl FluxModel {
         let Some(recognised) = MARKS.recognise(path)? else {
             return Ok(None);
         };
-        let formats = precision.quantization.formats(&LARGE);
-        if let Some((unknown, _)) = formats.iter().find(|(name, _)| !COMPONENTS.contains(name)) {
-            return Err(ModelError::no_such_component(unknown, &COMPONENTS));
-        }
-        let wanted = |component: &'static str| Requested {
-            component,
-            dtype: precision.dtype,
-            format: formats.of(component),
-            role_of: role_of(component),
-        };
+        let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
         let base = match &recognised {
             Recognised::Folder(folder) => folder,
             Recognised::SingleFile { base, .. } => base,
@@ -63,7 +54,8 @@ impl FluxModel {
         let (transformer, transformer_files) = match recognised {
             Recognised::Folder(_) => {
                 let config: TransformerConfig = checked(&folder_config, TransformerConfig::check)?;
-                let files = transformer_of_folder(&base.join("transformer"), &config, wanted("transformer"))?;
+                let files =
+                    transformer_of_folder(&base.join("transformer"), &config, wanted.of("transformer"))?;
                 (config, files)
             }
             Recognised::SingleFile {
@@ -79,7 +71,7 @@ impl FluxModel {
                 let config = config_of_single_file(&path, &checkpoint, naming, &of_base)?;
                 config.check().map_err(|problem| unsupported(&path, problem))?;
                 let specs = naming.specs(&config);
-                let files = transformer_of_single_file(&path, checkpoint, &specs, wanted("transformer"))?;
+                let files = transformer_of_single_file(&path, checkpoint, &specs, wanted.of("transformer"))?;
                 (config, files)
             }
         };
@@ -113,18 +105,19 @@ impl FluxModel {
         let files = [
             transformer_files,
             match bfl_vae {
-                Some(file) => autoencoder_of_single_file(&file, vae.tensor_shapes(), wanted("vae"))?,
-                None => component_of_folder(&base.join("vae"), wanted("vae"), |_| vae.tensor_shapes())?,
+                Some(file) => autoencoder_of_single_file(&file, vae.tensor_shapes(), wanted.of("vae"))?,
+                None => component_of_folder(&base.join("vae"), wanted.of("vae"), |_| vae.tensor_shapes())?,
             },
-            component_of_folder(&base.join("text_encoder"), wanted("text_encoder"), |has| {
+            component_of_folder(&base.join("text_encoder"), wanted.of("text_encoder"), |has| {
                 clip.tensor_shapes(has)
             })?,
-            component_of_folder(&base.join("text_encoder_2"), wanted("text_encoder_2"), |has| {
+            component_of_folder(&base.join("text_encoder_2"), wanted.of("text_encoder_2"), |has| {
                 t5.tensor_shapes(has)
             })?,
         ];
         let variant = Variant::of(&class, &file_name, &transformer);
-        let components = ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, formats);
+        let components =
+            ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, wanted.formats);
         let defaults = folder_defaults(base, defaults(&transformer, variant), problems)?;
         Ok(Some(FluxModel {
             precision: precision.clone(),
@@ -173,13 +166,7 @@ fn check_widths(
         ),
         ("T5's width", t5.d_model, transformer.joint_attention_dim),
     ];
-    match pairs.into_iter().find(|(_, found, expected)| found != expected) {
-        Some((what, found, expected)) => Err(unsupported(
-            base,
-            format!("{what}: {found}, and the transformer takes {expected}"),
-        )),
-        None => Ok(()),
-    }
+    check_pairs(base, &pairs)
 }
 
 /// The default request of dev, schnell, Kontext or Fill: what their pipelines or their model cards say.

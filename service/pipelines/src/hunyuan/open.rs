@@ -9,9 +9,11 @@ use super::places::{PROCESSOR, Places, TransformerPlace};
 use super::quantize_rule::role_of;
 use crate::autoencoder_hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::bounds::PIXELS_PER_TOKEN;
-use crate::checkpoint::{Checkpoint, ComponentFiles, ComponentSet, Requested, exact_component, whole};
+use crate::checkpoint::{
+    Checkpoint, ComponentFiles, ComponentSet, Requested, Wanted, exact_component, whole,
+};
 use crate::defaults::folder_defaults;
-use crate::files::{checked, read_json, unsupported};
+use crate::files::{check_pairs, checked, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -56,18 +58,9 @@ impl HunyuanModel {
         let Some((places, transformer_place)) = Places::of(path)? else {
             return Ok(None);
         };
-        let formats = precision.quantization.formats(&LARGE);
-        if let Some((unknown, _)) = formats.iter().find(|(name, _)| !COMPONENTS.contains(name)) {
-            return Err(ModelError::no_such_component(unknown, &COMPONENTS));
-        }
-        let wanted = |component: &'static str| Requested {
-            component,
-            dtype: precision.dtype,
-            format: formats.of(component),
-            role_of: role_of(component),
-        };
+        let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
         let base = places.base.as_path();
-        let (transformer, transformer_files) = transformer(transformer_place, base, wanted(TRANSFORMER))?;
+        let (transformer, transformer_files) = transformer(transformer_place, base, wanted.of(TRANSFORMER))?;
         let (vae, vae_place) =
             places.component(base, VAE, HunyuanVaeConfig::default, HunyuanVaeConfig::check)?;
         let (llama, llama_place) =
@@ -75,9 +68,11 @@ impl HunyuanModel {
         let (clip, clip_place) = places.component(base, CLIP, ClipConfig::clip_l, ClipConfig::check)?;
         check_parts(base, &transformer, &vae, &llama, &clip)?;
         let as_named = |name: &str| Some(name.to_owned());
-        let vae_files = vae_place.files(wanted(VAE), diffusers_name_of_original, |_| vae.tensor_shapes())?;
-        let llama_files = llama_place.files(wanted(LLAMA), as_named, |has| llama.tensor_shapes(has))?;
-        let clip_files = clip_place.files(wanted(CLIP), as_named, |has| clip.tensor_shapes(has))?;
+        let vae_files = vae_place.files(wanted.of(VAE), diffusers_name_of_original, |_| {
+            vae.tensor_shapes()
+        })?;
+        let llama_files = llama_place.files(wanted.of(LLAMA), as_named, |has| llama.tensor_shapes(has))?;
+        let clip_files = clip_place.files(wanted.of(CLIP), as_named, |has| clip.tensor_shapes(has))?;
         let mut files = vec![
             (TRANSFORMER, transformer_files),
             (VAE, vae_files),
@@ -100,7 +95,8 @@ impl HunyuanModel {
                     false => ImageProcessor::of_side(vision.image_size as u32),
                 };
                 check_vision(base, &transformer, &vision, &processor)?;
-                let vision_files = place.files(wanted(VISION), as_named, |has| vision.tensor_shapes(has))?;
+                let vision_files =
+                    place.files(wanted.of(VISION), as_named, |has| vision.tensor_shapes(has))?;
                 files.push((VISION, vision_files));
                 Some(FramePack {
                     order: places.order()?,
@@ -125,7 +121,7 @@ impl HunyuanModel {
             true => folder_defaults(places.folder_of_defaults(), defaults(framepack.is_some()), check)?,
             false => defaults(framepack.is_some()),
         };
-        let components = ComponentSet::new(files, precision.dtype, formats);
+        let components = ComponentSet::new(files, precision.dtype, wanted.formats);
         Ok(Some(HunyuanModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
@@ -173,17 +169,6 @@ fn transformer(
             let files = exact_component(&path, checkpoint, &specs, wanted, WHAT)?;
             Ok((config, files))
         }
-    }
-}
-
-/// Refuses the first of these pairs of numbers that differ.
-fn check_pairs(base: &Path, pairs: &[(&str, usize, usize)]) -> Result<(), ModelError> {
-    match pairs.iter().find(|(_, found, expected)| found != expected) {
-        Some((what, found, expected)) => Err(unsupported(
-            base,
-            format!("{what}: {found}, and the pipeline takes {expected}"),
-        )),
-        None => Ok(()),
     }
 }
 

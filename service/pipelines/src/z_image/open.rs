@@ -9,11 +9,11 @@ use super::quantize_rule::role_of;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, companion, component_of_checkpoint,
-    component_of_folder, exact_component, open, whole,
+    Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, Wanted, companion,
+    component_of_checkpoint, component_of_folder, exact_component, open, whole,
 };
 use crate::defaults::folder_defaults;
-use crate::files::{checked, damaged, read_json, unsupported};
+use crate::files::{check_pairs, checked, damaged, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
@@ -43,22 +43,13 @@ impl ZImageModel {
         let Some(recognised) = MARKS.recognise(path)? else {
             return Ok(None);
         };
-        let formats = precision.quantization.formats(&LARGE);
-        if let Some((unknown, _)) = formats.iter().find(|(name, _)| !COMPONENTS.contains(name)) {
-            return Err(ModelError::no_such_component(unknown, &COMPONENTS));
-        }
-        let wanted = |component: &'static str| Requested {
-            component,
-            dtype: precision.dtype,
-            format: formats.of(component),
-            role_of: role_of(component),
-        };
+        let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
         let (base, single) = match &recognised {
             Recognised::Folder(folder) => (folder, None),
             Recognised::SingleFile { base, path, .. } => (base, Some(path.clone())),
         };
         let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
-        let (transformer, transformer_files) = transformer(recognised, base, wanted(TRANSFORMER))?;
+        let (transformer, transformer_files) = transformer(recognised, base, wanted.of(TRANSFORMER))?;
         // Companions may be single files too.
         let alone = |folder: &str, comfy: &str, stem: &str| match (&single, base.join(folder).is_dir()) {
             (Some(file), false) => companion(file, base, comfy, stem),
@@ -78,23 +69,23 @@ impl ZImageModel {
         // The encoding is the hidden states before the last layer.
         let depth = text.num_hidden_layers - 1;
         let vae_files = match &vae_file {
-            Some(file) => autoencoder_of_single_file(file, vae.tensor_shapes(), wanted(VAE))?,
-            None => component_of_folder(&base.join(VAE), wanted(VAE), |_| vae.tensor_shapes())?,
+            Some(file) => autoencoder_of_single_file(file, vae.tensor_shapes(), wanted.of(VAE))?,
+            None => component_of_folder(&base.join(VAE), wanted.of(VAE), |_| vae.tensor_shapes())?,
         };
         let shapes = |has: &dyn Fn(&str) -> bool| text.tensor_shapes(depth, has);
         let text_files = match &text_file {
             Some(file) => {
                 let checkpoint = Checkpoint::of_file(&open(file)?, |name| Some(name.to_owned()))?;
-                component_of_checkpoint(file, checkpoint, wanted(TEXT_ENCODER), shapes)?
+                component_of_checkpoint(file, checkpoint, wanted.of(TEXT_ENCODER), shapes)?
             }
-            None => component_of_folder(&base.join(TEXT_ENCODER), wanted(TEXT_ENCODER), shapes)?,
+            None => component_of_folder(&base.join(TEXT_ENCODER), wanted.of(TEXT_ENCODER), shapes)?,
         };
         let files = [
             (TRANSFORMER, transformer_files),
             (VAE, vae_files),
             (TEXT_ENCODER, text_files),
         ];
-        let components = ComponentSet::new(files, precision.dtype, formats);
+        let components = ComponentSet::new(files, precision.dtype, wanted.formats);
         let defaults = folder_defaults(base, defaults(), problems)?;
         Ok(Some(ZImageModel {
             precision: precision.clone(),
@@ -178,10 +169,7 @@ fn check_parts(
             transformer.cap_feat_dim,
         ),
     ];
-    if let Some((what, found, expected)) = pairs.into_iter().find(|(_, found, expected)| found != expected) {
-        let problem = format!("{what}: {found}, and the transformer takes {expected}");
-        return Err(unsupported(base, problem));
-    }
+    check_pairs(base, &pairs)?;
     match text.num_hidden_layers {
         0 | 1 => Err(unsupported(
             base,
