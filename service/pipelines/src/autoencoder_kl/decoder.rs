@@ -61,7 +61,7 @@ impl VaeDecoder {
     /// [`VaeDecoder::new`] with maps of this dtype, on any device: the computation of a card in a narrow dtype can be
     /// reproduced on the CPU.
     ///
-    /// Errors of [`VaeDecoder::new`].
+    /// # Errors
     /// Those of [`VaeDecoder::new`].
     pub fn in_dtype(
         config: &VaeConfig,

@@ -70,7 +70,7 @@ impl VaeConfig {
 
     /// The transformer's latents to the autoencoder's: `latents / scaling_factor + shift_factor`.
     ///
-    /// Errors of candle.
+    /// # Errors
     /// Those of candle.
     pub fn unscaled(&self, latent: &Tensor) -> Result<Tensor> {
         let (factor, summand) = self.unscaling();
@@ -79,7 +79,7 @@ impl VaeConfig {
 
     /// The autoencoder's latents to the transformer's: `(latents - shift_factor) * scaling_factor`.
     ///
-    /// Errors of candle.
+    /// # Errors
     /// Those of candle.
     pub fn scaled(&self, latent: &Tensor) -> Result<Tensor> {
         let shift = self.shift_factor.unwrap_or(0.0);

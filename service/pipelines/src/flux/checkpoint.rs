@@ -36,7 +36,7 @@ pub(super) const FOLDERS: [&str; 7] = [
     "vae",
 ];
 
-/// FluxNaming scheme of the tensors in a single file.
+/// Naming scheme of the tensors in a single file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FluxNaming {
     Bfl,
