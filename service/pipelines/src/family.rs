@@ -20,6 +20,7 @@ use crate::parts::ModelParts;
 use crate::plan::{StagePlan, ValueShape, Values};
 use crate::quantization::{Formats, Quantization};
 use crate::request::{InitImage, Mask, Medium, Request, RequestError};
+use crate::text::tokenizers::TokenizeError;
 
 /// Dtype and quantization of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +53,16 @@ pub trait Observer {
     fn deliver(&mut self, piece: Piece);
     /// Polled between steps and between slow layers: `true` makes the stage fail with [`StageError::Cancelled`].
     fn cancelled(&self) -> bool;
+    /// Ends a stage that is cancelled.
+    ///
+    /// # Errors
+    /// [`StageError::Cancelled`].
+    fn check_cancelled(&self) -> Result<(), StageError> {
+        match self.cancelled() {
+            true => Err(StageError::Cancelled),
+            false => Ok(()),
+        }
+    }
     /// As [`Observer::step`], of one of several stages in shared passes, by its place among them.
     fn step_of(&mut self, _stage: usize, n: u32, of: u32) {
         self.step(n, of);
@@ -166,6 +177,18 @@ pub enum StageError {
     /// An operation of the tensor library failed.
     #[error("tensor operation failed: {0}")]
     Tensor(#[from] candle_core::Error),
+}
+
+impl From<RequestError> for StageError {
+    fn from(error: RequestError) -> StageError {
+        StageError::BadInput(error.to_string())
+    }
+}
+
+impl From<TokenizeError> for StageError {
+    fn from(error: TokenizeError) -> StageError {
+        StageError::BadInput(error.to_string())
+    }
 }
 
 impl StageError {

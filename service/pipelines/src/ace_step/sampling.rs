@@ -320,24 +320,24 @@ impl Stage<'_> {
                 .adapters
                 .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let transformer = self.transformer(&adapters)?;
-        let mut attended = self.conditions(&transformer, &mut || self.check_cancelled())?;
+        let mut attended = self.conditions(&transformer, &mut || self.observer.check_cancelled())?;
         // Of all steps in every round: products of other rows may round otherwise.
         let steps = sampling.steps();
         let mut times = transformer.times(&sampling.sigmas[..steps], on)?;
         let buffers = transformer.step_buffers(&sampling.context)?;
         let (round, of) = (sampling.round.steps.clone(), sampling.round.of);
         for step in round.start as usize..round.end as usize {
-            self.check_cancelled()?;
+            self.observer.check_cancelled()?;
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
                 times = transformer.times(&sampling.sigmas[step..=step], on)?;
-                attended = self.conditions(&transformer, &mut || self.check_cancelled())?;
+                attended = self.conditions(&transformer, &mut || self.observer.check_cancelled())?;
                 row = 0;
             }
             let is_only = attended.all().count() == 1;
             for (attends, conditioning) in attended.all() {
-                let mut go_on = || self.check_cancelled();
+                let mut go_on = || self.observer.check_cancelled();
                 let of_step = (&times, row);
                 let velocity =
                     transformer.velocity(&sampling.seen, of_step, conditioning, &buffers, &mut go_on)?;

@@ -54,13 +54,6 @@ impl Stage<'_> {
         result.map_err(|error| error.of_stage(name))
     }
 
-    pub(super) fn check_cancelled(&self) -> Result<(), StageError> {
-        match self.observer.cancelled() {
-            true => Err(StageError::Cancelled),
-            false => Ok(()),
-        }
-    }
-
     pub(super) fn audio(&self) -> Result<&Audio, StageError> {
         match &self.run.request.medium {
             Medium::Audio(audio) => Ok(audio),
@@ -84,8 +77,7 @@ impl Stage<'_> {
 
     fn encode_text(&mut self) -> Result<Values, StageError> {
         let audio = self.audio()?;
-        let prompt = self.model.prompt(self.run.request, audio);
-        let prompt = prompt.map_err(|error| StageError::BadInput(error.to_string()))?;
+        let prompt = self.model.prompt(self.run.request, audio)?;
         let tensors = (self.run.tensors)(TEXT_ENCODER)?;
         let layers = self.model.text.num_hidden_layers;
         let encoder = Qwen3Encoder::new(&self.model.text, layers, TEXT_ENCODER, &tensors)?;
@@ -182,7 +174,8 @@ impl Stage<'_> {
             .to_device(self.run.device)?;
         let lyrics = self.value(LYRICS)?;
         let condition = |text: &Tensor| -> Result<HostTensor, StageError> {
-            let condition = encoder.condition(text, &lyrics, &timbre, &mut || self.check_cancelled())?;
+            let condition =
+                encoder.condition(text, &lyrics, &timbre, &mut || self.observer.check_cancelled())?;
             if !ops::all_finite(&condition)? {
                 return Err(StageError::NotFinite {
                     component: CONDITION_ENCODER.to_owned(),
@@ -229,7 +222,7 @@ impl Stage<'_> {
         };
         let tensors = (self.run.tensors)(TOKENIZER)?;
         let tokenizer = AudioTokenizer::new(&tokens.tokenizer, &tensors).map_err(of_component(TOKENIZER))?;
-        let mut go_on = || self.check_cancelled();
+        let mut go_on = || self.observer.check_cancelled();
         let quantized = tokenizer.tokenize(&source, &silence, &mut go_on)?.quantized;
         let tensors = (self.run.tensors)(DETOKENIZER)?;
         let detokenizer =

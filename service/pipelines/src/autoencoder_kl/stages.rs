@@ -8,7 +8,7 @@ use super::{Moments, Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
 use crate::noise::Generator;
 use crate::plan::of_rung;
 use crate::tensors::{from_host, to_host};
-use crate::{HostTensor, InitImage, StageError};
+use crate::{HostTensor, Image, InitImage, Observer, Piece, StageError};
 
 /// One run of the autoencoder for a request.
 pub(crate) struct Run<'a> {
@@ -78,9 +78,7 @@ impl Run<'_> {
     fn sample(&self, moments: &Moments, seed: u64, draws_before: usize) -> Result<HostTensor, StageError> {
         let mut generator = Generator::new(seed);
         let count = moments.mean.elem_count();
-        for _ in 0..draws_before {
-            let _of_another_stage = generator.normal(count);
-        }
+        (0..draws_before).for_each(|_| generator.skip_normal(count));
         let noise = Tensor::from_vec(generator.normal(count), moments.mean.shape(), &Device::Cpu)?;
         to_host(&self.config.scaled(&moments.sample(&noise)?)?)
     }
@@ -120,5 +118,23 @@ impl Run<'_> {
                 Ok(None)
             }
         }
+    }
+}
+
+/// Delivers a picture as a request's result, with what its mask keeps.
+pub(crate) fn deliver(picture: Rgb8, image: &Image, observer: &mut dyn Observer) {
+    let Rgb8 {
+        width,
+        height,
+        mut rgb,
+    } = picture;
+    image.keep_unmasked(&mut rgb);
+    observer.deliver(Piece::image(width as u32, height as u32, rgb));
+}
+
+/// Sends a preview, if there is one.
+pub(crate) fn send_preview(preview: Option<Rgb8>, observer: &mut dyn Observer) {
+    if let Some(Rgb8 { width, height, rgb }) = preview {
+        observer.preview(width as u32, height as u32, rgb);
     }
 }

@@ -20,15 +20,14 @@ use super::model::FluxModel;
 use super::transformer::{Prompted, Reference, Transformer, pack, unpack};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
-use crate::autoencoder_kl::stages::Run;
-use crate::autoencoder_kl::{Chunking, Rgb8, VaeDecoder};
+use crate::autoencoder_kl::stages::{Run, deliver, send_preview};
+use crate::autoencoder_kl::{Chunking, VaeDecoder};
 use crate::bounds::PIXELS_PER_TOKEN;
 use crate::start::{Start, start};
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::t5::T5Encoder;
-use crate::text::tokenizers::TokenizeError;
-use crate::{ControlUse, HostTensor, Image, Observer, Piece, Request, StageError, StageRun, Values};
+use crate::{ControlUse, HostTensor, Image, Observer, Request, StageError, StageRun, Values};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -84,34 +83,22 @@ impl Stage<'_> {
         result.map_err(|error| error.of_stage(&stage.plan.name))
     }
 
-    fn check_cancelled(&self) -> Result<(), StageError> {
-        if self.observer.cancelled() {
-            Err(StageError::Cancelled)
-        } else {
-            Ok(())
-        }
-    }
-
     fn encode_text(&mut self) -> Result<Values, StageError> {
         let Request {
             prompt,
             max_sequence_length,
             ..
         } = self.request;
-        let refused = |error: TokenizeError| StageError::BadInput(error.to_string());
         let cancelled = || self.observer.cancelled();
 
-        let ids = self.model.clip_tokenizer.encode(prompt).map_err(refused)?;
+        let ids = self.model.clip_tokenizer.encode(prompt)?;
         let component = (self.tensors)("text_encoder")?;
         let adapted = AdaptedTensors::new(&component, &self.attached("text_encoder", UsedAs::Text)?);
         let clip = ClipEncoder::with_adapters(&self.model.clip, "text_encoder", &adapted)?;
         let pooled = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
 
-        let ids = self
-            .model
-            .t5_tokenizer
-            .encode(prompt, *max_sequence_length as usize)
-            .map_err(refused)?;
+        let most = *max_sequence_length as usize;
+        let ids = self.model.t5_tokenizer.encode(prompt, most)?;
         let component = (self.tensors)("text_encoder_2")?;
         let adapted = AdaptedTensors::new(&component, &self.attached("text_encoder_2", UsedAs::Text)?);
         let t5 = T5Encoder::with_adapters(&self.model.t5, "text_encoder_2", &adapted)?;
@@ -135,27 +122,32 @@ impl Stage<'_> {
     }
 
     fn encode_image(&mut self, rung: usize) -> Result<HostTensor, StageError> {
-        let image = self.image()?;
+        let image = self.request.image()?;
         let (start, draws) = (image.init_image.as_ref(), image.controls.len());
         self.vae(|vae| vae.encode(start, (self.request.seed, draws), rung))
     }
 
     /// The latent of a control picture, whose draw is behind those of the control pictures before it.
     fn encode_control(&mut self, number: usize, rung: usize) -> Result<HostTensor, StageError> {
-        let control = self.image()?.controls.get(number).map(|control| &control.image);
+        let control = self
+            .request
+            .image()?
+            .controls
+            .get(number)
+            .map(|control| &control.image);
         self.vae(|vae| vae.encode(control, (self.request.seed, number), rung))
     }
 
     /// The latent of what the mask leaves of the start, whose draw is behind those of the start and of the noise.
     fn encode_masked(&mut self, rung: usize) -> Result<HostTensor, StageError> {
-        let image = self.image()?;
+        let image = self.request.image()?;
         let draws = image.controls.len() + 1 + usize::from(image.init_image.is_some());
         let picture = masked_picture(image)?;
         self.vae(|vae| vae.encode_masked(&picture, (self.request.seed, draws), rung))
     }
 
     fn encode_reference(&mut self, rung: usize) -> Result<HostTensor, StageError> {
-        let reference = self.image()?.references.first();
+        let reference = self.request.image()?.references.first();
         let reference = reference
             .ok_or_else(|| StageError::BadInput("there is no reference picture to encode".to_owned()))?;
         self.vae(|vae| vae.encode_mode(reference, rung))
@@ -167,7 +159,7 @@ impl Stage<'_> {
         let tokens = self.request.max_sequence_length as usize;
         let sequence = self.encoding(stage, SEQUENCE)?;
         let image_latent = stage.value_if_taken(LATENT)?;
-        let image = self.image()?.clone();
+        let image = self.request.image()?.clone();
         let Image { width, height, .. } = image;
         let rows = (height / PIXELS_PER_TOKEN) as usize;
         let columns = (width / PIXELS_PER_TOKEN) as usize;
@@ -213,7 +205,7 @@ impl Stage<'_> {
             .iter()
             .map(|sigma| sigma * 1000.0 / 1000.0)
             .collect();
-        self.check_cancelled()?;
+        self.observer.check_cancelled()?;
         let mut conditioning = transformer.condition(&prompted, &times)?;
 
         let controls = self.prepared_controls(stage, &image, &prompted, &times)?;
@@ -239,7 +231,7 @@ impl Stage<'_> {
         };
         let finite = Finite::new(self.device)?;
         for step in 0..steps {
-            self.check_cancelled()?;
+            self.observer.check_cancelled()?;
             // Strengths that change are those of what all steps share, too.
             let mut row = step;
             if !adapters.are_constant() {
@@ -251,7 +243,7 @@ impl Stage<'_> {
                 ops::copy_rows(&seen, &input.narrow(2, 0, config.out_width())?)?;
             }
             let input = input.as_ref().unwrap_or(&seen);
-            let mut go_on = || self.check_cancelled();
+            let mut go_on = || self.observer.check_cancelled();
             let (double_blocks, single_blocks) = (config.num_layers, config.num_single_layers);
             let mut beside = Controls {
                 active: Vec::new(),
@@ -292,9 +284,8 @@ impl Stage<'_> {
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
                 let clean = without_noise(&latent, velocity, next)?;
                 let clean = unpack(&clean, rows, columns)?;
-                if let Some(Rgb8 { width, height, rgb }) = self.vae(|vae| vae.preview(&clean))? {
-                    self.observer.preview(width as u32, height as u32, rgb);
-                }
+                let preview = self.vae(|vae| vae.preview(&clean))?;
+                send_preview(preview, self.observer);
             }
         }
         to_host(&unpack(&latent.to_device(&Device::Cpu)?, rows, columns)?)
@@ -345,23 +336,11 @@ impl Stage<'_> {
         from_host(stage.value(name)?, name, self.model.precision.dtype, self.device)
     }
 
-    /// The requested picture.
-    fn image(&self) -> Result<&Image, StageError> {
-        let image = self.request.image();
-        image.map_err(|error| StageError::BadInput(error.to_string()))
-    }
-
     fn decode(&mut self, stage: &StageRun<'_>) -> Result<(), StageError> {
-        self.image()?;
+        let image = self.request.image()?;
         let latent = stage.value(LATENT)?;
-        let Rgb8 {
-            width,
-            height,
-            mut rgb,
-        } = self.vae(|vae| vae.decode(latent, stage.rung))?;
-        self.image()?.keep_unmasked(&mut rgb);
-        self.observer
-            .deliver(Piece::image(width as u32, height as u32, rgb));
+        let picture = self.vae(|vae| vae.decode(latent, stage.rung))?;
+        deliver(picture, image, self.observer);
         Ok(())
     }
 

@@ -30,10 +30,9 @@ use crate::plan::of_rung;
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::llama::LlamaEncoder;
-use crate::text::tokenizers::TokenizeError;
 use crate::vision::processor::bytes_through_floats;
 use crate::vision::siglip::SiglipEncoder;
-use crate::{HostTensor, InitImage, Observer, Request, StageError, StageRun, Values, Video};
+use crate::{HostTensor, InitImage, Observer, Request, StageError, StageRun, Values};
 
 /// A stage of one request.
 pub(super) struct Stage<'a> {
@@ -63,23 +62,9 @@ impl Stage<'_> {
         result.map_err(|error| error.of_stage(name))
     }
 
-    fn check_cancelled(&self) -> Result<(), StageError> {
-        if self.observer.cancelled() {
-            Err(StageError::Cancelled)
-        } else {
-            Ok(())
-        }
-    }
-
-    /// The requested film.
-    fn video(&self) -> Result<&Video, StageError> {
-        let video = self.run.request.video();
-        video.map_err(|error| StageError::BadInput(error.to_string()))
-    }
-
     /// The sections, and the number of the one that the stage is about, from 0.
     fn section(&self) -> Result<Option<(Sections, usize)>, StageError> {
-        let sections = self.model.sections(self.video()?);
+        let sections = self.model.sections(self.run.request.video()?);
         match (sections, self.run.plan.section) {
             (Some(sections), Some(section)) if (1..=sections.count).contains(&(section.number as usize)) => {
                 Ok(Some((sections, section.number as usize - 1)))
@@ -92,16 +77,15 @@ impl Stage<'_> {
     }
 
     fn encode_text(&mut self) -> Result<Values, StageError> {
-        let refused = |error: TokenizeError| StageError::BadInput(error.to_string());
         let cancelled = || self.observer.cancelled();
         let Request { prompt, .. } = self.run.request;
 
-        let ids = self.model.clip_tokenizer.encode(prompt).map_err(refused)?;
+        let ids = self.model.clip_tokenizer.encode(prompt)?;
         let component = (self.run.tensors)(CLIP)?;
         let clip = ClipEncoder::new(&self.model.clip, CLIP, &component)?;
         let pooled = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
 
-        let ids = self.model.prompt_ids(self.run.request).map_err(refused)?;
+        let ids = self.model.prompt_ids(self.run.request)?;
         let component = (self.run.tensors)(LLAMA)?;
         let llama = LlamaEncoder::new(&self.model.llama, LLAMA, &component)?;
         let text = to_host(&llama.forward(&ids, &cancelled)?)?;
@@ -113,7 +97,7 @@ impl Stage<'_> {
 
     /// The start picture.
     fn start(&self) -> Result<&InitImage, StageError> {
-        let start = self.video()?.init_image.as_ref();
+        let start = self.run.request.video()?.init_image.as_ref();
         start.ok_or_else(|| StageError::BadInput("there is no picture to start from".to_owned()))
     }
 
@@ -154,7 +138,7 @@ impl Stage<'_> {
 
     /// Latent frames `[channels, frames, h, w]`, of the sections that the stage takes.
     fn frames(&self, frames: &[LatentFrame], sections: &Sections) -> Result<Tensor, StageError> {
-        let shape = self.model.latent_shape(self.video()?, 1);
+        let shape = self.model.latent_shape(self.run.request.video()?, 1);
         let mut read: BTreeMap<String, Tensor> = BTreeMap::new();
         let mut found = Vec::with_capacity(frames.len());
         for frame in frames {
@@ -188,7 +172,7 @@ impl Stage<'_> {
 
     /// The noise that a sampling starts from, `[channels, frames, h, w]`.
     fn noise(&self, section: Option<(Sections, usize)>) -> Result<Tensor, StageError> {
-        let video = self.video()?;
+        let video = self.run.request.video()?;
         let frames = match section {
             Some((sections, _)) => sections.window,
             None => self.model.vae.latents(video.frames as usize),
@@ -211,7 +195,7 @@ impl Stage<'_> {
         let config = &self.model.transformer;
         let dtype = self.model.precision.dtype;
         let (device, request) = (self.run.device, self.run.request);
-        let video = self.video()?.clone();
+        let video = self.run.request.video()?.clone();
         let section = self.section()?;
         let (h, w) = self.model.sides(&video);
         let sides = (h / 2, w / 2);
@@ -277,7 +261,7 @@ impl Stage<'_> {
         };
         let sigmas = self.model.scheduler.sigmas(request.steps, tokens.sampled);
         let steps = sigmas.len() - 1;
-        self.check_cancelled()?;
+        self.observer.check_cancelled()?;
         let mut conditioning = transformer.condition(&prompted, &sigmas[..steps])?;
 
         let latent = patches(&noise, FULL)?;
@@ -294,7 +278,7 @@ impl Stage<'_> {
             (_, true) => ColourMap::published(&self.model.vae),
         };
         for step in 0..steps {
-            self.check_cancelled()?;
+            self.observer.check_cancelled()?;
             // Strengths that change are those of what all steps share, too.
             let mut row = step;
             if !adapters.are_constant() {
@@ -302,7 +286,7 @@ impl Stage<'_> {
                 conditioning = transformer.condition(&prompted, &sigmas[step..=step])?;
                 row = 0;
             }
-            let mut go_on = || self.check_cancelled();
+            let mut go_on = || self.observer.check_cancelled();
             let velocity = transformer.velocity(&seen, &conditioning, row, &step_buffers, &mut go_on)?;
             let stride = f64::from(sigmas[step + 1] - sigmas[step]);
             euler(&latent, velocity, stride, &seen, &finite)?;
@@ -343,7 +327,7 @@ impl Stage<'_> {
     }
 
     fn decode(&mut self) -> Result<Values, StageError> {
-        let video = self.video()?.clone();
+        let video = self.run.request.video()?.clone();
         let section = self.section()?;
         let dtype = self.model.precision.dtype;
         let (latents, parts) = match section {
@@ -367,7 +351,7 @@ impl Stage<'_> {
             None => None,
         };
         let latents = latents.unsqueeze(0)?.contiguous()?.to_device(self.run.device)?;
-        self.check_cancelled()?;
+        self.observer.check_cancelled()?;
         let observer = std::cell::RefCell::new(&mut *self.observer);
         let mut film = Film::new(&video, parts, left);
         let cancelled = || observer.borrow().cancelled();

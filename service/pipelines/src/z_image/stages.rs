@@ -10,13 +10,12 @@ use ops::{Finite, euler};
 use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel};
 use super::transformer::{Transformer, latent_of, patches_of, times};
 use crate::adapters::{AdaptedTensors, UsedAs};
-use crate::autoencoder_kl::Rgb8;
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
-use crate::autoencoder_kl::stages::Run;
+use crate::autoencoder_kl::stages::{Run, deliver, send_preview};
 use crate::start::{Start, start};
 use crate::tensors::{from_host, to_host};
 use crate::text::qwen3::Qwen3Encoder;
-use crate::{HostTensor, Image, Observer, Piece, StageError, StageRun, Values};
+use crate::{HostTensor, Observer, StageError, StageRun, Values};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -52,19 +51,8 @@ impl Stage<'_> {
         result.map_err(|error| error.of_stage(name))
     }
 
-    fn check_cancelled(&self) -> Result<(), StageError> {
-        if self.observer.cancelled() {
-            Err(StageError::Cancelled)
-        } else {
-            Ok(())
-        }
-    }
-
     fn encode_text(&mut self) -> Result<HostTensor, StageError> {
-        let ids = self
-            .model
-            .tokens(self.run.request)
-            .map_err(|error| StageError::BadInput(error.to_string()))?;
+        let ids = self.model.tokens(self.run.request)?;
         let tensors = (self.run.tensors)(TEXT_ENCODER)?;
         let encoder = Qwen3Encoder::new(&self.model.text, self.model.depth, TEXT_ENCODER, &tensors)?;
         to_host(&encoder.forward(&ids, &|| self.observer.cancelled())?)
@@ -82,21 +70,15 @@ impl Stage<'_> {
         })
     }
 
-    /// The requested picture.
-    fn image(&self) -> Result<&Image, StageError> {
-        let image = self.run.request.image();
-        image.map_err(|error| StageError::BadInput(error.to_string()))
-    }
-
     fn encode_image(&mut self) -> Result<HostTensor, StageError> {
-        let image = self.image()?.init_image.as_ref();
+        let image = self.run.request.image()?.init_image.as_ref();
         self.vae(|vae| vae.encode(image, (self.run.request.seed, 0), self.run.rung))
     }
 
     fn denoise(&mut self) -> Result<HostTensor, StageError> {
         let dtype = self.model.precision.dtype;
         let caption = from_host(self.run.value(CAPTION)?, CAPTION, dtype, self.run.device)?;
-        let image = self.image()?;
+        let image = self.run.request.image()?;
         let lengths = self.model.lengths(image, caption.dim(0)?);
         let (rows, columns) = (lengths.rows, lengths.columns);
         let shape = self.model.autoencoder().latent(image).shape;
@@ -127,7 +109,7 @@ impl Stage<'_> {
         let times = times(&sigmas);
         let size = (rows, columns);
         let mut conditioning =
-            transformer.condition(&caption, size, &times, &mut || self.check_cancelled())?;
+            transformer.condition(&caption, size, &times, &mut || self.observer.check_cancelled())?;
 
         // Transposing a latent on the host costs nothing. Two tensors, since both are written.
         let latent = patches_of(&latent)?.contiguous()?;
@@ -137,18 +119,18 @@ impl Stage<'_> {
         let finite = Finite::new(self.run.device)?;
         let steps = sigmas.len() - 1;
         for step in 0..steps {
-            self.check_cancelled()?;
+            self.observer.check_cancelled()?;
             // Strengths that change are those of what all steps share, too.
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
                 let times = &times[step..=step];
                 conditioning =
-                    transformer.condition(&caption, size, times, &mut || self.check_cancelled())?;
+                    transformer.condition(&caption, size, times, &mut || self.observer.check_cancelled())?;
                 row = 0;
             }
             let direction = transformer.direction(&seen, &conditioning, row, &step_buffers, &mut || {
-                self.check_cancelled()
+                self.observer.check_cancelled()
             })?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
             // The velocity is the negative of the transformer's output.
@@ -169,25 +151,18 @@ impl Stage<'_> {
             if self.run.request.preview && step + 1 < steps && self.observer.wants_preview() {
                 let clean = without_noise(&latent, direction, next)?;
                 let clean = latent_of(&clean, rows, columns)?;
-                if let Some(Rgb8 { width, height, rgb }) = self.vae(|vae| vae.preview(&clean))? {
-                    self.observer.preview(width as u32, height as u32, rgb);
-                }
+                let preview = self.vae(|vae| vae.preview(&clean))?;
+                send_preview(preview, self.observer);
             }
         }
         to_host(&latent_of(&latent.to_device(&Device::Cpu)?, rows, columns)?)
     }
 
     fn decode(&mut self) -> Result<(), StageError> {
-        self.image()?;
+        let image = self.run.request.image()?;
         let latent = self.run.value(LATENT)?;
-        let Rgb8 {
-            width,
-            height,
-            mut rgb,
-        } = self.vae(|vae| vae.decode(latent, self.run.rung))?;
-        self.image()?.keep_unmasked(&mut rgb);
-        self.observer
-            .deliver(Piece::image(width as u32, height as u32, rgb));
+        let picture = self.vae(|vae| vae.decode(latent, self.run.rung))?;
+        deliver(picture, image, self.observer);
         Ok(())
     }
 }
