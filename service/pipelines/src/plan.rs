@@ -107,6 +107,14 @@ pub(crate) fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
+/// Adds the token ids of a text to the hash of a memo: which ids, and where they end.
+pub(crate) fn hash_ids(hash: &mut blake3::Hasher, ids: &[u32]) {
+    hash.update(&(ids.len() as u64).to_le_bytes());
+    ids.iter().for_each(|id| {
+        hash.update(&id.to_le_bytes());
+    });
+}
+
 /// Name and shape of a value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ValueShape {

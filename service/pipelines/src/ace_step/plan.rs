@@ -23,7 +23,7 @@ use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
 use crate::adapters::UsedAs;
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
-use crate::plan::{names, rungs_of};
+use crate::plan::{hash_ids, names, rungs_of};
 use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::TokenizeError;
@@ -75,11 +75,7 @@ impl Prompt {
     fn memo(&self) -> String {
         let mut hash = blake3::Hasher::new();
         for ids in [Some(&self.text), Some(&self.lyrics), self.plain_text.as_ref()] {
-            let ids = ids.map_or(&[][..], Vec::as_slice);
-            hash.update(&(ids.len() as u64).to_le_bytes());
-            for id in ids {
-                hash.update(&id.to_le_bytes());
-            }
+            hash_ids(&mut hash, ids.map_or(&[][..], Vec::as_slice));
         }
         format!("ace-step:text:{}", hash.finalize().to_hex())
     }

@@ -215,13 +215,7 @@ impl HunyuanVaeEncoder {
         let planes = planes
             .to_device(&Device::Cpu)?
             .reshape((1, 2 * channels, length, h, w))?;
-        Ok(Moments {
-            mean: planes.narrow(1, 0, channels)?.contiguous()?,
-            log_variance: planes
-                .narrow(1, channels, channels)?
-                .clamp(-30f32, 20f32)?
-                .contiguous()?,
-        })
+        Ok(Moments::of_planes(&planes)?)
     }
 
     /// Encodes frames `[t, h, w, c]` of one tile in time to moments `[l, h / 8, w / 8, 2 c]`.

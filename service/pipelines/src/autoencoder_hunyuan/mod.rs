@@ -15,7 +15,6 @@ mod decoder;
 mod encoder;
 mod film;
 mod planned;
-mod role;
 mod scratch;
 mod shapes;
 mod space;
@@ -25,7 +24,5 @@ pub use config::HunyuanVaeConfig;
 pub use decoder::HunyuanVaeDecoder;
 pub use encoder::HunyuanVaeEncoder;
 pub use film::{FrameDecoding, frames_to_rgb8};
-#[allow(unused_imports)] // by the families of films
-pub(crate) use role::role;
 pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};
 pub use shapes::diffusers_name_of_original;

@@ -11,6 +11,7 @@ use super::norm::GroupNorm;
 use super::scratch::Chunking;
 use super::tiles::encode_tiles;
 use crate::family::StageError;
+use crate::noise::Generator;
 
 /// One resolution: residual blocks, then downsampling.
 #[derive(Clone, Debug)]
@@ -43,6 +44,24 @@ pub struct Moments {
 }
 
 impl Moments {
+    /// From the encoder's last map in host memory, `[1, 2 channels, ..]`: means, then logarithms of variances.
+    pub(crate) fn of_planes(planes: &Tensor) -> candle_core::Result<Moments> {
+        let channels = planes.dim(1)? / 2;
+        Ok(Moments {
+            mean: planes.narrow(1, 0, channels)?.contiguous()?,
+            log_variance: planes
+                .narrow(1, channels, channels)?
+                .clamp(-30f32, 20f32)?
+                .contiguous()?,
+        })
+    }
+
+    /// The sample that a generator draws next.
+    pub(crate) fn drawn(&self, generator: &mut Generator) -> candle_core::Result<Tensor> {
+        let noise = generator.normal(self.mean.elem_count());
+        self.sample(&Tensor::from_vec(noise, self.mean.shape(), &Device::Cpu)?)
+    }
+
     /// The sample for standard-normal `noise` of the mean's shape: `mean + exp(log_variance / 2) * noise`.
     ///
     /// # Errors
@@ -196,15 +215,7 @@ impl VaeEncoder {
         };
         let (moments, is_finite) = ops::map_to_planes(&moments)?;
         finite(is_finite)?;
-        let moments = moments.to_device(&Device::Cpu)?;
-        let channels = self.config.latent_channels;
-        Ok(Moments {
-            mean: moments.narrow(1, 0, channels)?.contiguous()?,
-            log_variance: moments
-                .narrow(1, channels, channels)?
-                .clamp(-30f32, 20f32)?
-                .contiguous()?,
-        })
+        Ok(Moments::of_planes(&moments.to_device(&Device::Cpu)?)?)
     }
 
     fn encode_map(

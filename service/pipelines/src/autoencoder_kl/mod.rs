@@ -38,4 +38,5 @@ pub(crate) use norm::GroupNorm;
 pub use picture::{Rgb8, from_rgb8, to_rgb8};
 pub(crate) use role::role;
 pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};
+pub(crate) use shapes::AutoencoderLayers;
 pub(crate) use tiles::{Cut, edges};

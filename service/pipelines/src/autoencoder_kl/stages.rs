@@ -79,8 +79,7 @@ impl Run<'_> {
         let mut generator = Generator::new(seed);
         let count = moments.mean.elem_count();
         (0..draws_before).for_each(|_| generator.skip_normal(count));
-        let noise = Tensor::from_vec(generator.normal(count), moments.mean.shape(), &Device::Cpu)?;
-        to_host(&self.config.scaled(&moments.sample(&noise)?)?)
+        to_host(&self.config.scaled(&moments.drawn(&mut generator)?)?)
     }
 
     /// Decodes a latent `[1, channels, h, w]` in the transformer's scale.

@@ -23,7 +23,6 @@ pub use config::OobleckConfig;
 pub use decoder::OobleckDecoder;
 pub use encoder::OobleckEncoder;
 pub use moments::OobleckMoments;
-#[allow(unused_imports)] // by the families of sound
 pub(crate) use role::role;
 pub use samples::{pcm16_from_samples, samples_from_pcm16};
 pub use scratch::{decode_ladder, decode_scratch, encode_ladder, encode_scratch};

@@ -4,7 +4,6 @@ use crate::checkpoint::QuantizeRole;
 
 /// Nothing is quantized: a convolution's weight is stored as a direction and a length, and is small beside the models
 /// that it belongs to.
-#[allow(dead_code)] // By the families of sound.
 pub(crate) fn role(_name: &str) -> QuantizeRole {
     QuantizeRole::Full
 }

@@ -155,9 +155,6 @@ impl FluxModel {
             StagePlan {
                 per_item: false,
                 memo: Some(format!("flux-reference:{}", hash.finalize().to_hex())),
-                section: None,
-                shared: None,
-                reads_media: true,
                 ..autoencoder.encode_stage_named(ENCODE_REFERENCE, REFERENCE, &size)
             }
         };

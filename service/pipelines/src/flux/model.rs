@@ -19,7 +19,7 @@ use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::is_modulator;
-use crate::plan::names;
+use crate::plan::{hash_ids, names};
 use crate::sampling::Denoiser;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -155,10 +155,7 @@ impl FluxModel {
         let t5 = t5.map_err(refused)?;
         let mut hash = blake3::Hasher::new();
         for ids in [clip, t5] {
-            hash.update(&(ids.len() as u64).to_le_bytes());
-            ids.iter().for_each(|id| {
-                hash.update(&id.to_le_bytes());
-            });
+            hash_ids(&mut hash, &ids);
         }
         let encoders = ["text_encoder", "text_encoder_2"];
         self.parts

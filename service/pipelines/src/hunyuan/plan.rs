@@ -9,7 +9,7 @@ use super::transformer::{Tokens, denoise_scratch};
 use crate::adapters::UsedAs;
 use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
 use crate::mmdit::is_modulator;
-use crate::plan::{names, only_value, rungs_of};
+use crate::plan::{hash_ids, names, only_value, rungs_of};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
@@ -160,10 +160,7 @@ impl HunyuanModel {
         .max(self.clip.scratch(pooled, dtype) + self.parts.components.dequantizing(CLIP, pooled, |_| true));
         let mut hash = blake3::Hasher::new();
         for ids in [&prompt.ids, &clip] {
-            hash.update(&(ids.len() as u64).to_le_bytes());
-            ids.iter().for_each(|id| {
-                hash.update(&id.to_le_bytes());
-            });
+            hash_ids(&mut hash, ids);
         }
         Ok(StagePlan {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(LLAMA)),

@@ -124,10 +124,8 @@ impl Stage<'_> {
         let size = (image.width as usize, image.height as usize);
         let cancelled = || self.observer.cancelled();
         let moments = encoder.encode_rgb8(&image.rgb, 1, size, chunking, &cancelled)?;
-        let mut generator = Generator::new(self.run.request.seed);
-        let noise = generator.normal(moments.mean.elem_count());
-        let noise = Tensor::from_vec(noise, moments.mean.shape(), &Device::Cpu)?;
-        to_host(&(moments.sample(&noise)? * config.scaling_factor)?)
+        let sample = moments.drawn(&mut Generator::new(self.run.request.seed))?;
+        to_host(&(sample * config.scaling_factor)?)
     }
 
     /// A value in host memory, f32, without its first axis.
