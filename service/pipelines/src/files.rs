@@ -81,6 +81,19 @@ pub(crate) fn check_pairs(path: &Path, pairs: &[(&str, usize, usize)]) -> Result
     }
 }
 
+/// Refuses sizes of a configuration that are beyond their bounds, which are far above those of any published model: untrusted
+/// values must not overflow, nor exhaust memory.
+///
+/// # Errors
+/// What is refused, in words.
+pub(crate) fn check_sizes(bounded: &[(&[usize], usize)]) -> Result<(), String> {
+    let is_beyond = |(sizes, most): &(&[usize], usize)| sizes.iter().any(|size| size > most);
+    match bounded.iter().any(is_beyond) {
+        true => Err("sizes beyond all reason".to_owned()),
+        false => Ok(()),
+    }
+}
+
 /// The class in a folder's `model_index.json`: empty if it names none, `None` if there is no such file.
 pub(crate) fn pipeline_class(folder: &Path) -> Result<Option<String>, ModelError> {
     #[derive(Deserialize)]

@@ -2,6 +2,8 @@
 
 use serde::Deserialize;
 
+use crate::files::check_sizes;
+
 /// Width of the sinusoidal embedding of times.
 pub(super) const SINUSOIDS: usize = 256;
 
@@ -78,12 +80,13 @@ impl LayerConfig {
     }
 
     fn check(&self) -> Result<(), String> {
-        // Far above any published model; untrusted values must not overflow, nor exhaust memory.
         let widths = [self.hidden_size, self.intermediate_size, self.head_dim];
         let (heads, of_keys) = (self.num_attention_heads, self.num_key_value_heads);
-        if widths.iter().any(|width| *width > 1 << 16) || heads > 1 << 10 || self.sliding_window > 1 << 20 {
-            return Err("its sizes are beyond all reason".to_owned());
-        }
+        check_sizes(&[
+            (&widths, 1 << 16),
+            (&[heads], 1 << 10),
+            (&[self.sliding_window], 1 << 20),
+        ])?;
         if widths.contains(&0) || !self.head_dim.is_multiple_of(2) {
             return Err("layers of no width, or heads of an odd one".to_owned());
         }

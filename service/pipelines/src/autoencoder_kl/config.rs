@@ -2,6 +2,8 @@
 
 use serde::Deserialize;
 
+use crate::files::check_sizes;
+
 /// Configuration of diffusers' `AutoencoderKL`. Missing fields have diffusers' defaults.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
@@ -96,16 +98,12 @@ impl VaeConfig {
     /// # Errors
     /// What is not supported.
     pub fn check(&self) -> Result<(), String> {
-        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [self.in_channels, self.out_channels, self.latent_channels];
-        if widths
-            .iter()
-            .chain(&self.block_out_channels)
-            .any(|width| *width > 1 << 16)
-            || self.layers_per_block > 1 << 6
-        {
-            return Err("sizes beyond all reason".to_owned());
-        }
+        check_sizes(&[
+            (&widths, 1 << 16),
+            (&self.block_out_channels, 1 << 16),
+            (&[self.layers_per_block], 1 << 6),
+        ])?;
         if self.act_fn != "silu" {
             return Err(format!("the activation {:?}; only silu is known", self.act_fn));
         }

@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 
+use crate::files::check_sizes;
 use crate::mmdit::BlocksShape;
 
 /// Configuration of the transformer, diffusers' `FluxTransformer2DModel`; missing fields have that class's defaults.
@@ -93,23 +94,15 @@ impl TransformerConfig {
     /// # Errors
     /// The unsupported setting.
     pub fn check(&self) -> Result<(), String> {
-        // Far above any published model; untrusted values must not overflow, nor exhaust memory.
         let widths = [
             self.in_channels,
             self.attention_head_dim,
             self.joint_attention_dim,
+            self.pooled_projection_dim,
         ];
         let counts = [self.num_layers, self.num_single_layers, self.num_attention_heads];
         let axes = self.axes_dims_rope;
-        if widths
-            .into_iter()
-            .chain(axes)
-            .chain([self.pooled_projection_dim])
-            .any(|width| width > 1 << 16)
-            || counts.into_iter().any(|count| count > 1 << 10)
-        {
-            return Err("its sizes are beyond all reason".to_owned());
-        }
+        check_sizes(&[(&widths, 1 << 16), (&axes, 1 << 16), (&counts, 1 << 10)])?;
         let rotated: usize = axes.iter().sum();
         if self.patch_size != 1 {
             return Err(format!("patch_size is {}; 1 is supported", self.patch_size));

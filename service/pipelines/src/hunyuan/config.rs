@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 
+use crate::files::check_sizes;
 use crate::mmdit::BlocksShape;
 
 /// Configuration of the transformer: diffusers' `HunyuanVideoTransformer3DModel` and
@@ -123,7 +124,6 @@ impl TransformerConfig {
     /// # Errors
     /// The unsupported setting.
     pub fn check(&self) -> Result<(), String> {
-        // Far above any published model; untrusted values must not overflow, nor exhaust memory.
         let widths = [
             self.in_channels,
             self.attention_head_dim,
@@ -138,11 +138,7 @@ impl TransformerConfig {
             self.num_attention_heads,
         ];
         let axes = self.rope_axes_dim;
-        if widths.into_iter().chain(axes).any(|width| width > 1 << 16)
-            || counts.into_iter().any(|count| count > 1 << 10)
-        {
-            return Err("its sizes are beyond all reason".to_owned());
-        }
+        check_sizes(&[(&widths, 1 << 16), (&axes, 1 << 16), (&counts, 1 << 10)])?;
         let numbers = [
             ("mlp_ratio", self.mlp_ratio, 4.0),
             ("patch_size", self.patch_size as f64, 2.0),

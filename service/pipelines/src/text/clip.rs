@@ -13,6 +13,7 @@ use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
+use crate::files::check_sizes;
 use crate::layer_norm::LayerNorm;
 use crate::linear::{Linear, largest_scratch};
 
@@ -77,18 +78,16 @@ impl ClipConfig {
     /// # Errors
     /// What is not supported.
     pub fn check(&self) -> Result<(), String> {
-        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [
             self.hidden_size,
             self.intermediate_size,
             self.max_position_embeddings,
         ];
-        if widths.iter().any(|width| *width > 1 << 16)
-            || self.vocab_size > 1 << 24
-            || self.num_hidden_layers > 1 << 10
-        {
-            return Err("sizes beyond all reason".to_owned());
-        }
+        check_sizes(&[
+            (&widths, 1 << 16),
+            (&[self.num_hidden_layers], 1 << 10),
+            (&[self.vocab_size], 1 << 24),
+        ])?;
         activation_named(&self.hidden_act).map(|_| ())?;
         if self.num_attention_heads == 0 || !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             return Err(format!(

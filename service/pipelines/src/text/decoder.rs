@@ -16,6 +16,7 @@ use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
+use crate::files::check_sizes;
 use crate::linear::largest_scratch;
 
 /// Maximum tokens of a prompt: attention is quadratic.
@@ -130,15 +131,13 @@ impl Decoder {
     /// # Errors
     /// What is not supported.
     pub(super) fn check(&self, hidden_act: &str) -> Result<(), String> {
-        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [self.hidden_size, self.intermediate_size, self.head_dim];
         let counts = [self.layers, self.heads];
-        if widths.iter().any(|width| *width > 1 << 17)
-            || counts.iter().any(|count| *count > 1 << 10)
-            || self.vocab_size > 1 << 24
-        {
-            return Err("sizes beyond all reason".to_owned());
-        }
+        check_sizes(&[
+            (&widths, 1 << 17),
+            (&counts, 1 << 10),
+            (&[self.vocab_size], 1 << 24),
+        ])?;
         if widths.contains(&0) || counts.contains(&0) || !self.head_dim.is_multiple_of(2) {
             return Err("layers of no width, none of them, or heads of an odd one".to_owned());
         }

@@ -14,6 +14,7 @@ use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
+use crate::files::check_sizes;
 use crate::linear::{Linear, largest_scratch};
 
 /// Maximum tokens of a prompt: attention is quadratic.
@@ -77,7 +78,6 @@ impl T5Config {
     /// # Errors
     /// What is not supported.
     pub fn check(&self) -> Result<(), String> {
-        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [
             self.d_model,
             self.d_kv,
@@ -85,12 +85,11 @@ impl T5Config {
             self.relative_attention_num_buckets,
         ];
         let counts = [self.num_layers, self.num_heads];
-        if widths.iter().any(|width| *width > 1 << 16)
-            || counts.iter().any(|count| *count > 1 << 10)
-            || self.vocab_size > 1 << 24
-        {
-            return Err("sizes beyond all reason".to_owned());
-        }
+        check_sizes(&[
+            (&widths, 1 << 16),
+            (&counts, 1 << 10),
+            (&[self.vocab_size], 1 << 24),
+        ])?;
         if self.feed_forward_proj != "gated-gelu" {
             return Err(format!(
                 "{:?} feed-forward layers; only gated-gelu is known",

@@ -13,6 +13,7 @@ use serde::Deserialize;
 
 use crate::checkpoint::QuantizeRole;
 use crate::family::StageError;
+use crate::files::check_sizes;
 use crate::resident;
 use crate::text::encoding::check_finite;
 
@@ -117,16 +118,13 @@ impl SiglipConfig {
     /// # Errors
     /// What is not supported.
     pub fn check(&self) -> Result<(), String> {
-        // Far above any published model: untrusted values must not overflow, nor exhaust memory.
         let widths = [
             self.hidden_size,
             self.intermediate_size,
             self.image_size,
             self.patch_size,
         ];
-        if widths.iter().any(|width| *width > 1 << 14) || self.num_hidden_layers > 1 << 10 {
-            return Err("sizes beyond all reason".to_owned());
-        }
+        check_sizes(&[(&widths, 1 << 14), (&[self.num_hidden_layers], 1 << 10)])?;
         if widths.contains(&0) || self.patch_size > self.image_size {
             return Err(format!(
                 "{} channels in patches of {} of {} pixels",

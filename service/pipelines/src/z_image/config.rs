@@ -2,6 +2,8 @@
 
 use serde::Deserialize;
 
+use crate::files::check_sizes;
+
 /// Text and picture tokens are each padded to multiples of this.
 pub(super) const MULTIPLE: usize = 32;
 /// Maximum width of the timestep embedding that modulations use.
@@ -97,14 +99,9 @@ impl TransformerConfig {
     /// # Errors
     /// The unsupported setting.
     pub fn check(&self) -> Result<(), String> {
-        // Far above any published model; untrusted values must not overflow, nor exhaust memory.
         let widths = [self.in_channels, self.dim, self.cap_feat_dim, self.timestep_inner];
         let counts = [self.n_layers, self.n_refiner_layers, self.n_heads];
-        if widths.iter().chain(&self.axes_dims).any(|width| *width > 1 << 16)
-            || counts.iter().any(|count| *count > 1 << 10)
-        {
-            return Err("its sizes are beyond all reason".to_owned());
-        }
+        check_sizes(&[(&widths, 1 << 16), (&self.axes_dims, 1 << 16), (&counts, 1 << 10)])?;
         if self.all_patch_size != [PATCH] || self.all_f_patch_size != [1] {
             return Err(format!(
                 "patches of {:?} by {:?}; [2] by [1] are supported",
