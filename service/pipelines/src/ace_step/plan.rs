@@ -21,7 +21,6 @@ use super::sound::{samples_at, samples_of_timbre};
 use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
-use crate::adapters::UsedAs;
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
 use crate::plan::{hash_ids, names, rungs_of};
 use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
@@ -363,8 +362,7 @@ impl AceStepModel {
         let steps = request.steps.saturating_sub(first_step_of(request, audio));
         let rounds = Round::all(request, steps);
         let denoiser = Denoiser {
-            components: &self.parts.components,
-            adapters: &self.parts.adapters,
+            parts: &self.parts,
             name: TRANSFORMER,
             width: self.transformer.layer.hidden_size,
             is_modulator,
@@ -395,9 +393,6 @@ impl AceStepModel {
         let shared = shared_pass(request, key, of_two - scratch);
         let stage = |round: &Round| {
             let (takes, gives) = self.values_of_round(round, request, audio, prompt);
-            let uses = &request.adapters;
-            let components = self.parts.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
-            let rungs = self.parts.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
             StagePlan {
                 shape: format!(
                     "{frames} frames c{}{multiplied}{}{}",
@@ -412,9 +407,8 @@ impl AceStepModel {
                 steps: round.steps.end - round.steps.start,
                 takes,
                 gives,
-                per_item: true,
                 shared: shared.clone(),
-                ..StagePlan::of(DENOISE, Role::Sample, components, rungs)
+                ..denoiser.stage(DENOISE, request, scratch)
             }
         };
         rounds.iter().map(stage).collect()

@@ -174,29 +174,21 @@ impl FluxModel {
         let dtype = self.precision.dtype;
         let all_tokens = tokens as usize + picture;
         let denoiser = Denoiser {
-            components: &self.parts.components,
-            adapters: &self.parts.adapters,
+            parts: &self.parts,
             name: "transformer",
             width: self.transformer.width(),
             is_modulator,
         };
         let buffers = denoise_scratch(&self.transformer, tokens as usize, picture, steps, dtype);
         let mut scratch = denoiser.scratch(buffers, all_tokens, steps, request);
-        let mut components = self
-            .parts
-            .adapters
-            .beside(&["transformer"], &request.adapters, UsedAs::Steps);
-        let mut controls = 0;
+        let mut nets = Vec::new();
         for (_, _, net) in self.controls_of(request, image) {
-            controls += 1;
+            nets.push(&net.component);
             scratch += Bytes(net.config.scratch(tokens as usize, generated, steps, dtype));
             scratch += self
                 .parts
                 .components
                 .dequantizing(&net.component, all_tokens, |_| true);
-            if !components.contains(&net.component) {
-                components.push(net.component.clone());
-            }
         }
         let latent = self
             .starts_from_latent(request)
@@ -208,13 +200,15 @@ impl FluxModel {
         if request.has_curves() {
             beside.push_str(" curve");
         }
-        if controls > 0 {
-            beside.push_str(&format!(" c{controls}"));
+        if !nets.is_empty() {
+            beside.push_str(&format!(" c{}", nets.len()));
         }
-        let rungs = self
-            .parts
-            .adapters
-            .rungs("transformer", &request.adapters, scratch, dtype);
+        let mut stage = denoiser.stage(DENOISE, request, scratch);
+        for net in nets {
+            if !stage.components.contains(net) {
+                stage.components.push(net.clone());
+            }
+        }
         StagePlan {
             shape: format!(
                 "{width}x{height} t{tokens}{beside}{}",
@@ -228,11 +222,10 @@ impl FluxModel {
                 .chain(self.editing_values(request, image))
                 .collect(),
             gives: names(&[LATENT]),
-            per_item: true,
             // What a mask keeps is put back after every step.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
-            ..StagePlan::of(DENOISE, Role::Sample, components, rungs)
+            ..stage
         }
     }
 }

@@ -6,7 +6,6 @@ use residency::Bytes;
 use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{Tokens, denoise_scratch};
-use crate::adapters::UsedAs;
 use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
 use crate::mmdit::is_modulator;
 use crate::plan::{hash_ids, names, only_value, rungs_of};
@@ -211,8 +210,7 @@ impl HunyuanModel {
     ) -> StagePlan {
         let dtype = self.precision.dtype;
         let denoiser = Denoiser {
-            components: &self.parts.components,
-            adapters: &self.parts.adapters,
+            parts: &self.parts,
             name: TRANSFORMER,
             width: self.transformer.width(),
             is_modulator,
@@ -235,9 +233,6 @@ impl HunyuanModel {
                 latent_of_section(section)
             }
         };
-        let uses = &request.adapters;
-        let components = self.parts.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
-        let rungs = self.parts.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
         StagePlan {
             shape: format!(
                 "{}x{} {} frames t{}{}{}",
@@ -251,12 +246,11 @@ impl HunyuanModel {
             steps: request.steps,
             takes,
             gives: vec![gives],
-            per_item: true,
             preview: request.preview.then_some(PreviewNeed::NOTHING),
             section: section.map(of_film),
             // Previews have the colours of the picture that the film begins with.
             reads_media: request.preview,
-            ..StagePlan::of(DENOISE, Role::Sample, components, rungs)
+            ..denoiser.stage(DENOISE, request, scratch)
         }
     }
 

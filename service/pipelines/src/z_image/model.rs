@@ -9,7 +9,7 @@ use super::layout::layout;
 use super::positions::Lengths;
 use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
 use super::transformer::{denoise_scratch, is_modulator};
-use crate::adapters::{AdapterFile, AdapterSet, TargetComponent, UsedAs};
+use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
@@ -156,8 +156,7 @@ impl ZImageModel {
         let steps = steps_run(request);
         let dtype = self.precision.dtype;
         let denoiser = Denoiser {
-            components: &self.parts.components,
-            adapters: &self.parts.adapters,
+            parts: &self.parts,
             name: TRANSFORMER,
             width: self.transformer.dim,
             is_modulator,
@@ -165,9 +164,6 @@ impl ZImageModel {
         let buffers = denoise_scratch(&self.transformer, &lengths, steps, dtype);
         let scratch = denoiser.scratch(buffers, lengths.all(), steps, request);
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
-        let uses = &request.adapters;
-        let components = self.parts.adapters.beside(&[TRANSFORMER], uses, UsedAs::Steps);
-        let rungs = self.parts.adapters.rungs(TRANSFORMER, uses, scratch, dtype);
         StagePlan {
             shape: format!(
                 "{width}x{height} t{tokens}{}{}",
@@ -177,11 +173,10 @@ impl ZImageModel {
             steps,
             takes: std::iter::once(caption).chain(latent).collect(),
             gives: names(&[LATENT]),
-            per_item: true,
             // What a mask keeps is put back after every step.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
-            ..StagePlan::of(DENOISE, Role::Sample, components, rungs)
+            ..denoiser.stage(DENOISE, request, scratch)
         }
     }
 }
