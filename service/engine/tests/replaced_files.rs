@@ -12,14 +12,15 @@ use std::time::{Duration, Instant, SystemTime};
 use candle_core::{DType, Device};
 use engine::card::{Card, CardSettings, Flow, Link, SystemClock};
 use engine::library::{Entry, Library, OpenModel};
-use engine::messages::{Command, Event, Failure, Order, Outcome, Ticket, Work};
+use engine::messages::{Command, Event, Failure, Order, Outcome, StageWork, Ticket, Work};
 use gpu::{
     ByteRange, CardDescription, ComponentTensors, CpuCard, CpuSettings, FaultAction, Gpu, GpuError,
     LoadError, LoadPlan, LoadProgress, Stored, TensorSource, Unloaded,
 };
 use idle_model::IdleModel;
 use pipelines::{
-    Catalogue, Family, Model, ModelError, ModelFile, Precision, Quantization, provisional_identity,
+    Catalogue, Family, Model, ModelError, ModelFile, Precision, Quantization, Role, Rung, StagePlan, Values,
+    provisional_identity,
 };
 use residency::{Bytes, Component, ComponentId, DriverTruth, Policy};
 
@@ -129,6 +130,17 @@ impl Gpu for Reader {
         }
         Ok(())
     }
+    fn read_on_host(
+        &mut self,
+        plan: &LoadPlan,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<ComponentTensors, LoadError> {
+        let read = self.card.read_on_host(plan, progress)?;
+        if let Some(meanwhile) = &mut self.meanwhile {
+            meanwhile();
+        }
+        Ok(read)
+    }
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
         self.card.tensors(id)
     }
@@ -215,14 +227,54 @@ impl Bench {
 
     /// Has the worker bring in what a model names, as the library says where it is now.
     fn load(&mut self, open: &OpenModel) -> Ends {
+        self.run(Work::Load(open.components.clone()))
+    }
+
+    /// Has the worker run a stage that reads what a model names from the machine's memory.
+    fn run_from_host(&mut self, open: &OpenModel) -> Ends {
+        let names: Vec<String> = open.components.iter().map(|c| c.name.clone()).collect();
+        let rung = Rung {
+            label: "from the machine's memory".into(),
+            scratch: Bytes::ZERO,
+            approximate: false,
+            from_host: names.clone(),
+        };
+        let plan = StagePlan {
+            name: "denoise".into(),
+            role: Role::Sample,
+            components: names,
+            rungs: vec![rung],
+            shape: String::new(),
+            steps: 1,
+            takes: Vec::new(),
+            gives: Vec::new(),
+            per_item: true,
+            memo: None,
+            section: None,
+            shared: None,
+            reads_media: false,
+            preview: None,
+        };
+        self.run(Work::Stage(Box::new(StageWork {
+            plan,
+            components: open.components.clone(),
+            behind: Vec::new(),
+            later: Vec::new(),
+            request: open.model.defaults(),
+            values: Values::new(),
+            preview_interval_ms: 0,
+        })))
+    }
+
+    fn run(&mut self, work: Work) -> Ends {
         self.tickets += 1;
         let order = Order {
             ticket: Ticket(self.tickets),
-            job: "a load".into(),
+            job: "an order".into(),
             model: self
                 .library
                 .location(&entry(&self.path), &self.description.compute_dtype),
-            work: Work::Load(open.components.clone()),
+            work,
             policy: Policy::Shared,
             allow_low_memory: false,
             headroom: Bytes::ZERO,
@@ -365,4 +417,14 @@ fn a_file_that_is_replaced_while_it_is_read_is_not_kept() {
     let ends = bench.load(&first);
     assert!(refusal(&ends).contains("were replaced while they were read"));
     assert_eq!(ends.resident, []);
+}
+
+#[test]
+fn a_file_that_is_replaced_while_it_is_read_into_the_machines_memory_is_not_used() {
+    let mut bench = Bench::with(4, |path| {
+        Some(Box::new(move || replace(&path, Replaced::ByRename, 2.0, 4)))
+    });
+    let first = bench.open();
+    let ends = bench.run_from_host(&first);
+    assert!(refusal(&ends).contains("were replaced while they were read"));
 }

@@ -26,6 +26,14 @@ pub(super) enum MoveError {
     Lost(String),
 }
 
+impl MoveError {
+    pub(super) fn replaced_while_read(component: &str) -> MoveError {
+        MoveError::Replaced(format!(
+            "the files of {component} were replaced while they were read"
+        ))
+    }
+}
+
 /// Where a component is read from.
 pub(super) struct Source<'a> {
     pub(super) plan: &'a LoadPlan,
@@ -172,10 +180,7 @@ impl Card {
         self.ledger.abort_load(&component.id)?;
         self.reconcile_after_change()?;
         self.publish(link);
-        let name = &component.name;
-        Ok(MoveError::Replaced(format!(
-            "the files of {name} were replaced while they were read"
-        )))
+        Ok(MoveError::replaced_while_read(&component.name))
     }
 
     /// Evicts a component, for an order or without one, and verifies it by the driver's figures.

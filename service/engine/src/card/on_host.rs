@@ -114,8 +114,7 @@ impl Card {
         });
         let tensors = Arc::new(read?);
         if !run.model.files_of(name).iter().all(ModelFile::is_current) {
-            let problem = format!("the files of {name} were replaced while they were read: ask again");
-            return Err(MoveError::Model(problem));
+            return Err(MoveError::replaced_while_read(name));
         }
         tracing::debug!(component = name, bytes = %component.bytes, "read into the machine's memory");
         self.on_host.keep(component, &tensors);
