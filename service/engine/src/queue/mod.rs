@@ -291,16 +291,17 @@ impl Queue {
         let path = submission.spec.entry.path.clone();
         let submission = self.library.aside(&path, move || {
             let (entry, models) = (&submission.spec.entry, &submission.models);
-            match is_short {
-                true => submission.reductions = Some(open_reductions(&library, entry, models, &cards)),
-                false => submission.upgrades = open_upgrades(&library, entry, models, &cards),
-            }
+            let (reductions, upgrades) = match is_short {
+                true => (open_reductions(&library, entry, models, &cards), Vec::new()),
+                false => (Vec::new(), open_upgrades(&library, entry, models, &cards)),
+            };
+            (submission.reductions, submission.upgrades) = (Some(reductions), upgrades);
             Ok(submission)
         });
         self.report_of(submission.await?, card).await
     }
 
-    /// As [`Queue::plan`], without other formats of the model: none is opened to be offered.
+    /// As [`Queue::plan`], without what would fit instead: no other format of the model is opened, and no smaller request planned.
     ///
     /// # Errors
     /// Those of [`Queue::plan`].

@@ -1,5 +1,6 @@
 //! Plans for clients that only ask, and offers for jobs that are refused: what is short, and what would fit instead.
 
+use std::cell::LazyCell;
 use std::collections::BTreeSet;
 
 use pipelines::Request;
@@ -9,6 +10,7 @@ use residency::{
 
 use super::placing::Placement;
 use super::record::JobRecord;
+use super::reductions::Reduction;
 use super::report::{PlanReport, PlannedStage};
 use super::steps::needed;
 use super::view::View;
@@ -26,9 +28,19 @@ impl View<'_> {
             .card_to_plan_on(job, card)
             .ok_or_else(|| self.not_ready(card))?;
         let dtype = self.cards[index].description.compute_dtype.clone();
-        let stages: Vec<PlannedStage> = (0..job.steps.len())
-            .filter_map(|step| self.planned_stage(job, step, index, &dtype))
-            .collect();
+        // The same for all stages that are short, and said where the model's other formats are known.
+        let offered = LazyCell::new(|| match job.knows_reductions() {
+            true => self.fallbacks(job, &[index]),
+            false => Vec::new(),
+        });
+        let planned = (0..job.steps.len()).filter_map(|step| {
+            let mut stage = self.planned_stage(job, step, index, &dtype)?;
+            if let Some(shortfall) = &mut stage.shortfall {
+                shortfall.fallbacks.clone_from(&offered);
+            }
+            Some(stage)
+        });
+        let stages: Vec<PlannedStage> = planned.collect();
         let ahead = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, index));
         let first = ahead.take(self.next_step(job, &dtype) + 1).last();
         let (ledger, policy) = (&self.cards[index].ledger, self.policy(job, index));
@@ -43,7 +55,7 @@ impl View<'_> {
                 ("run", _) => true,
                 (_, cause) => matches!(cause, Some(WaitCause::Leases | WaitCause::LateEviction)),
             }),
-            upgrades: self.upgrades(job, index),
+            upgrades: self.in_formats(job, index, &job.upgrades),
             stages,
             predicted_move_seconds: if seconds.is_finite() { seconds } else { 0.0 },
         })
@@ -68,6 +80,7 @@ impl View<'_> {
         .or_else(|| (0..self.cards.len()).find(ready))
     }
 
+    /// A step of a plan, without what would fit instead.
     fn planned_stage(&self, job: &JobRecord, step: usize, card: usize, dtype: &str) -> Option<PlannedStage> {
         let need = self.need_on(job, step, card)?;
         let (ledger, description) = (&self.cards[card].ledger, &self.cards[card].description);
@@ -106,7 +119,6 @@ impl View<'_> {
             cause,
             shortfall: capacity.map(|capacity| Shortfall {
                 capacity,
-                fallbacks: self.fallbacks(job, &[card]),
                 ..self.cards[card].shortfall(&need, need.least().peak())
             }),
             chunking: label,
@@ -214,59 +226,52 @@ impl View<'_> {
         None
     }
 
-    /// The quantizations of a job's model that lose less than the one that was asked for, and would fit a card as well.
-    fn upgrades(&self, job: &JobRecord, card: usize) -> Vec<Fallback> {
-        let dtype = &self.cards[card].description.compute_dtype;
-        let request = job.run().map(|run| &run.request);
-        let upgrades = job.upgrades.iter().zip((1..=job.upgrades.len() as u32).rev());
-        let alternatives: Vec<Alternative<Change>> = upgrades
-            .filter_map(|(upgrade, fidelity)| {
-                let open = upgrade.models.get(dtype)?;
-                Some(Alternative {
-                    change: upgrade.change(),
-                    fidelity,
-                    stages: self.stages_with(job, open, request, card)?,
-                })
-            })
-            .collect();
-        let ledger_now = self.cards[card].ledger_now(self.now);
-        fallbacks(
-            &self.cards[card].ledger,
-            &alternatives,
-            self.policy(job, card),
-            ledger_now,
-        )
-    }
-
-    /// The quantizations of the job's model that would fit.
+    /// The quantizations of the job's model in which it is smaller, and would fit.
     fn reduced(&self, job: &JobRecord, card: usize) -> Vec<Fallback> {
-        let dtype = &self.cards[card].description.compute_dtype;
-        let request = job.run().map(|run| &run.request);
         let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
         let asked: Vec<StageNeed> = steps.map(|need| need.least()).collect();
         let whole = peak_of(&asked);
-        let fidelities = (1..=job.reductions().len() as u32).rev();
-        let reductions = job.reductions().iter().zip(fidelities);
-        let alternatives: Vec<Alternative<Change>> = reductions
-            .filter_map(|(reduction, fidelity)| {
-                let open = reduction.models.get(dtype)?;
-                Some(Alternative {
-                    change: reduction.change(),
-                    fidelity,
-                    stages: self.stages_with(job, open, request, card)?,
-                })
+        let mut smaller = self.in_formats(job, card, job.reductions());
+        smaller.retain(|fallback| fallback.peak < whole);
+        for fallback in &mut smaller {
+            fallback.saved = whole - fallback.peak;
+        }
+        smaller
+    }
+
+    /// The job's model in those of these formats that would fit a card, in their order.
+    fn in_formats(&self, job: &JobRecord, card: usize, formats: &[Reduction]) -> Vec<Fallback> {
+        let dtype = &self.cards[card].description.compute_dtype;
+        let request = job.run().map(|run| &run.request);
+        let changes = formats.iter().filter_map(|format| {
+            let open = format.models.get(dtype)?;
+            Some((format.change(), self.stages_with(job, open, request, card)?))
+        });
+        self.fitting(job, card, changes)
+    }
+
+    /// Those of these changes, the closest to what was asked for first, with which a job would fit a card.
+    fn fitting(
+        &self,
+        job: &JobRecord,
+        card: usize,
+        changes: impl Iterator<Item = (Change, Vec<StageNeed>)>,
+    ) -> Vec<Fallback> {
+        let alternatives = changes.zip((0..=u32::MAX).rev());
+        let alternatives: Vec<Alternative<Change>> = alternatives
+            .map(|((change, stages), fidelity)| Alternative {
+                change,
+                fidelity,
+                stages,
             })
             .collect();
-        let ledger_now = self.cards[card].ledger_now(self.now);
         let (ledger, policy) = (self.ledger_for(job, card), self.policy(job, card));
-        let fitting = fallbacks(&ledger, &alternatives, policy, ledger_now).into_iter();
-        let smaller = fitting.filter(|fallback| fallback.peak < whole);
-        smaller
-            .map(|fallback| Fallback {
-                saved: whole - fallback.peak,
-                ..fallback
-            })
-            .collect()
+        fallbacks(
+            &ledger,
+            &alternatives,
+            policy,
+            self.cards[card].ledger_now(self.now),
+        )
     }
 
     /// The job's stages with its model opened in another way, or for another request.
@@ -319,29 +324,13 @@ impl View<'_> {
         let Some(open) = job.models.get(dtype).filter(|_| run.start.is_none()) else {
             return Vec::new();
         };
-        let smaller = open.model.smaller(&run.request);
-        let fidelities = (1..=smaller.len() as u32).rev();
-        let alternatives: Vec<Alternative<Change>> = smaller
-            .into_iter()
-            .zip(fidelities)
-            .filter_map(|((label, request), fidelity)| {
-                Some(Alternative {
-                    stages: self.stages_with(job, open, Some(&request), card)?,
-                    change: Change {
-                        label,
-                        to: ChangedTo::Request(Box::new(request)),
-                    },
-                    fidelity,
-                })
-            })
-            .collect();
-        let ledger_now = self.cards[card].ledger_now(self.now);
-        fallbacks(
-            &self.cards[card].ledger,
-            &alternatives,
-            self.policy(job, card),
-            ledger_now,
-        )
+        let smaller = open.model.smaller(&run.request).into_iter();
+        let changes = smaller.filter_map(|(label, request)| {
+            let stages = self.stages_with(job, open, Some(&request), card)?;
+            let to = ChangedTo::Request(Box::new(request));
+            Some((Change { label, to }, stages))
+        });
+        self.fitting(job, card, changes)
     }
 
     /// Components of a load to name instead of all, as many at once as would fit, the largest first. None if there is
@@ -350,8 +339,6 @@ impl View<'_> {
         let Some(need) = self.need_on(job, job.cursor, card) else {
             return Vec::new();
         };
-        let (ledger, policy) = (&self.cards[card].ledger, self.policy(job, card));
-        let ledger_now = self.cards[card].ledger_now(self.now);
         let whole = need.with_scratch(Bytes::ZERO).peak();
         let try_them = |components: &[Component]| {
             let names: Vec<&str> = components.iter().map(|c| c.name.as_str()).collect();
@@ -362,15 +349,12 @@ impl View<'_> {
                 headroom: job.options.headroom,
                 later: Vec::new(),
             };
-            let part = Alternative {
-                change: Change {
-                    label: format!("components {}", names.join(", ")),
-                    to: ChangedTo::Components(names.iter().map(|&name| name.to_owned()).collect()),
-                },
-                fidelity: 0,
-                stages: vec![stage],
+            let change = Change {
+                label: format!("components {}", names.join(", ")),
+                to: ChangedTo::Components(names.iter().map(|&name| name.to_owned()).collect()),
             };
-            fallbacks(ledger, &[part], policy, ledger_now).pop()
+            self.fitting(job, card, std::iter::once((change, vec![stage])))
+                .pop()
         };
         let mut left = need.components.clone();
         left.sort_by_key(|component| std::cmp::Reverse(component.bytes));

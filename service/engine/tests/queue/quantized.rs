@@ -7,9 +7,10 @@ use engine::job::JobSpec;
 use engine::messages::{Answer, Command, Event, Work};
 use engine::queue::{Queue, Settings};
 use engine::{Error, Fallback, Shortfall};
+use pipelines::Image;
 use residency::{Bytes, Fits};
 
-use crate::fixture::{REDUCTIONS, load, picture, with_formats};
+use crate::fixture::{REDUCTIONS, image_of, load, picture, with_formats};
 use crate::worker::{Wire, Worker, at_rest, end, one_card, settle, start};
 
 async fn refusal(queue: &Queue, spec: JobSpec) -> Shortfall {
@@ -191,6 +192,31 @@ async fn a_plan_lists_the_same_quantizations_as_a_refusal() {
     assert_eq!(planned.fallbacks, shortfall.fallbacks);
     let fits = queue.plan(picture("a", "me", "a cat"), "").await.unwrap();
     assert!(fits.stages.iter().all(|stage| stage.shortfall.is_none()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_would_fit_instead_is_the_same_for_all_short_stages_and_is_not_looked_for_where_nobody_asks() {
+    let (queue, _worker) = one_card().await;
+    let mut spec = picture("a", "me", "a wall");
+    *image_of(&mut spec) = Image::of(8192, 8192);
+    let plan = queue.plan(spec.clone(), "").await.unwrap();
+    let short: Vec<&Shortfall> = plan
+        .stages
+        .iter()
+        .filter_map(|stage| stage.shortfall.as_ref())
+        .collect();
+    let [sampling, decoding] = short[..] else {
+        panic!("{short:?}")
+    };
+    assert_eq!(
+        told(&sampling.fallbacks).last().map(|(label, ..)| *label),
+        Some("2048x2048")
+    );
+    assert_eq!(sampling.fallbacks, decoding.fallbacks);
+    let plan = queue.plan_as_asked(spec, "").await.unwrap();
+    let mut short = plan.stages.iter().filter_map(|stage| stage.shortfall.as_ref());
+    assert!(short.all(|shortfall| shortfall.fallbacks.is_empty()));
+    assert!(!plan.fits);
 }
 
 #[tokio::test(start_paused = true)]

@@ -133,6 +133,25 @@ async fn pinned(queue: &Queue) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_swap_that_exceeds_the_card_is_offered_what_fits_when_the_old_model_has_left() {
+    let (queue, _worker, _hold) = kept_a().await;
+    let mut job = queue.submit(swap("large", "a", "me")).await.unwrap();
+    let Err(Error::NeverFits(shortfall)) = end(&mut job).await else {
+        panic!("27 GiB are more than the card")
+    };
+    let labels = shortfall
+        .fallbacks
+        .iter()
+        .map(|fallback| fallback.change.label.as_str());
+    let parts: Vec<&str> = labels.filter(|label| label.starts_with("components")).collect();
+    assert_eq!(
+        parts,
+        ["components transformer, vae", "components text_encoder_2"]
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_swap_keeps_the_old_model_until_the_new_one_is_proven_if_both_fit() {
     let (queue, mut worker, hold) = kept_a().await;
     let job = queue.submit(swap("small", "a", "me")).await.unwrap();
