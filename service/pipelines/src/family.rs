@@ -329,8 +329,8 @@ pub trait Model: Send + Sync {
     }
 
     /// The stages of a request, in order. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the
-    /// latents that a client may keep, bring back, and decode later. Only sizes of pictures count: their data may be left out
-    /// ([`Request::lacks_pictures`]), but for the memos of what encodes them.
+    /// latents that a client may keep, bring back, and decode later. Only formats and sizes of media count: their data may be left
+    /// out ([`Request::without_media_data`]), but for the memos of what encodes them.
     ///
     /// # Errors
     /// All invalid fields of the request.
@@ -368,7 +368,7 @@ pub trait Model: Send + Sync {
     }
 
     /// Smaller variants of a request that may fit where it does not, each with a label, the closest first: to be planned, without
-    /// the data of pictures. The queue's task asks for them.
+    /// the data of media. The queue's task asks for them.
     fn smaller(&self, request: &Request) -> Vec<(String, Request)>;
 
     /// The smallest valid request, in one step: running all its stages proves that the model works.

@@ -32,8 +32,15 @@ pub struct Mask {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Clip {
     pub format: MediaFormat,
-    /// All units, in the format of [`MediaFormat`].
+    /// All units, in the format of [`MediaFormat`]; empty where only the format counts ([`Request::without_media_data`]).
     pub data: Bytes,
+}
+
+impl Clip {
+    /// Whether its data is that of its format, or left out.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.data.is_empty() || self.format.bytes() == Some(self.data.len() as u64)
+    }
 }
 
 /// One result to generate. All defaults are filled in.
@@ -316,10 +323,12 @@ impl Request {
         request
     }
 
-    /// Whether the data of a picture is left out: such a request can be planned, and not run.
-    pub fn lacks_pictures(&self) -> bool {
+    /// Whether the data of a picture, film or track is left out: such a request can be planned, and not run.
+    pub fn lacks_media_data(&self) -> bool {
         let is_empty = |image: &InitImage| image.rgb.is_empty();
-        let start = self.medium.init_image().is_some_and(is_empty);
+        let lacks = |clip: &Clip| clip.data.is_empty();
+        let start =
+            self.medium.init_image().is_some_and(is_empty) || self.medium.init_clip().is_some_and(lacks);
         match &self.medium {
             Medium::Image(image) => {
                 let mut controls = image.controls.iter().map(|control| &control.image);
@@ -328,7 +337,8 @@ impl Request {
                     || controls.any(is_empty)
                     || image.mask.as_ref().is_some_and(|mask| mask.grey.is_empty())
             }
-            Medium::Video(_) | Medium::Audio(_) => start,
+            Medium::Video(_) => start,
+            Medium::Audio(audio) => start || audio.reference.as_ref().is_some_and(lacks),
         }
     }
 

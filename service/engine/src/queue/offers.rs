@@ -242,10 +242,13 @@ impl View<'_> {
     /// The job's model in those of these formats that would fit a card, in their order.
     fn in_formats(&self, job: &JobRecord, card: usize, formats: &[Reduction]) -> Vec<Fallback> {
         let dtype = &self.cards[card].description.compute_dtype;
-        let request = job.run().map(|run| &run.request);
+        let request = job.run().map(|run| run.request.without_media_data());
         let changes = formats.iter().filter_map(|format| {
             let open = format.models.get(dtype)?;
-            Some((format.change(), self.stages_with(job, open, request, card)?))
+            Some((
+                format.change(),
+                self.stages_with(job, open, request.as_ref(), card)?,
+            ))
         });
         self.fitting(job, card, changes)
     }
@@ -274,7 +277,8 @@ impl View<'_> {
         )
     }
 
-    /// The job's stages with its model opened in another way, or for another request.
+    /// The job's stages with its model opened in another way, or for another request, which comes without media: memos of what
+    /// they hold are not wanted, and hashing them would hold up the queue.
     fn stages_with(
         &self,
         job: &JobRecord,
@@ -324,7 +328,7 @@ impl View<'_> {
         let Some(open) = job.models.get(dtype).filter(|_| run.start.is_none()) else {
             return Vec::new();
         };
-        let smaller = open.model.smaller(&run.request).into_iter();
+        let smaller = open.model.smaller(&run.request.without_media_data()).into_iter();
         let changes = smaller.filter_map(|(label, request)| {
             let stages = self.stages_with(job, open, Some(&request), card)?;
             let to = ChangedTo::Request(Box::new(request));

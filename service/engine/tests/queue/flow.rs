@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use engine::Error;
 use engine::job::{JobEventKind, JobSpec};
 use engine::messages::{Command, Outcome, Work};
 use engine::queue::Settings;
+use engine::{ChangedTo, Error};
 use pipelines::{Image, InitImage, Mask, Role};
 use residency::{Bytes, Policy};
 
@@ -441,6 +441,30 @@ async fn a_job_that_exceeds_the_card_is_refused_with_fallbacks() {
     worker.finish(order.ticket, completed(&order, Vec::new()));
     worker.work(1).await;
     end(&mut risky).await.unwrap();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_would_fit_instead_is_planned_without_the_data_of_media() {
+    let (queue, _worker) = one_card().await;
+    let mut spec = picture("a", "me", "a wall");
+    *image_of(&mut spec) = Image {
+        init_image: Some(InitImage {
+            rgb: vec![0; 3 << 24].into(),
+            ..InitImage::of_size((4096, 4096))
+        }),
+        ..Image::of(4096, 4096)
+    };
+    let mut job = queue.submit(spec).await.unwrap();
+    let Err(Error::NeverFits(shortfall)) = end(&mut job).await else {
+        panic!()
+    };
+    let changes = shortfall.fallbacks.iter().map(|fallback| &fallback.change.to);
+    let smaller = changes.filter_map(|change| match change {
+        ChangedTo::Request(request) => Some(request.lacks_media_data()),
+        _ => None,
+    });
+    assert_eq!(smaller.collect::<Vec<bool>>(), [true; 3]);
     at_rest(&queue).await;
 }
 

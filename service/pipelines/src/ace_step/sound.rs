@@ -44,7 +44,7 @@ pub(super) fn problem(field: &str, clip: &Clip) -> Option<RequestError> {
         let seconds = samples / u64::from(samples_per_second);
         return refused(format!("is {seconds} s long; {MAX_SECONDS} s are the most"));
     }
-    if clip.format.bytes() != Some(clip.data.len() as u64) {
+    if !clip.is_whole() {
         return refused(format!(
             "has {} bytes for {samples} samples of {channels} channels",
             clip.data.len()
@@ -170,7 +170,14 @@ mod tests {
 
     #[test]
     fn clips_that_cannot_be_used_are_refused() {
-        assert_eq!(problem("init_media_id", &clip(8_000, 2, &[1, 2])), None);
+        let whole = clip(8_000, 2, &[1, 2]);
+        assert_eq!(problem("init_media_id", &whole), None);
+        let data = Vec::new().into();
+        assert_eq!(
+            problem("init_media_id", &Clip { data, ..whole }),
+            None,
+            "to be planned"
+        );
         let long = Clip {
             format: MediaFormat::Audio {
                 samples_per_second: 8_000,

@@ -579,9 +579,9 @@ impl InstantModel {
                 (&request.medium, clip.format),
                 (Medium::Video(_), MediaFormat::Video { .. }) | (Medium::Audio(_), MediaFormat::Audio { .. })
             );
-            let all_there = clip.format.bytes() == Some(clip.data.len() as u64) && !clip.data.is_empty();
+            let has_units = clip.format.bytes().is_some_and(|bytes| bytes > 0);
             require(
-                is_such && all_there,
+                is_such && has_units && clip.is_whole(),
                 "init_media_id",
                 "must be whole, and of the medium that is generated",
             );

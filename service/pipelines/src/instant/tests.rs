@@ -12,7 +12,7 @@ use crate::family::{Observer, StageError, StageRun, Unobserved};
 use crate::media::{MediaFormat, Piece};
 use crate::plan::{Role, StagePlan, ValueShape, Values};
 use crate::quantization::Preset;
-use crate::request::{InitImage, Request};
+use crate::request::{Clip, InitImage, Request};
 use crate::{MAX_SLOTS, Quantization};
 
 const PRECISION: Precision = Precision::full(DType::F32);
@@ -466,7 +466,7 @@ fn smaller_requests_are_valid_and_smaller() {
             assert_eq!(names(&**model, &smaller), names(&**model, &request), "{label}");
             let is_of_other_size = label.contains('x');
             let has_picture = request.medium.init_image().is_some();
-            assert_eq!(smaller.lacks_pictures(), has_picture && is_of_other_size);
+            assert_eq!(smaller.lacks_media_data(), has_picture && is_of_other_size);
             assert!(scratch(&smaller) < scratch(&request), "{label}");
             joined(&through_stages(&**model, &smaller).1);
             let rest = Request {
@@ -475,6 +475,28 @@ fn smaller_requests_are_valid_and_smaller() {
             };
             assert_eq!(rest, request, "nothing but the size differs");
         }
+    }
+}
+
+#[test]
+fn a_request_is_planned_alike_without_the_data_of_its_clip() {
+    let [_, films, tracks] = of_all_media();
+    for model in [films, tracks] {
+        let mut whole = request(&*model);
+        let (_, pieces) = through_stages(&*model, &whole);
+        let (format, data) = joined(&pieces);
+        let clip = Some(Clip {
+            format,
+            data: data.into(),
+        });
+        match &mut whole.medium {
+            Medium::Video(video) => video.init_video = clip,
+            Medium::Audio(audio) => audio.init_audio = clip,
+            Medium::Image(_) => panic!("a picture is no clip"),
+        }
+        let formats_alone = whole.without_media_data();
+        assert!(formats_alone.lacks_media_data() && !whole.lacks_media_data());
+        assert_eq!(model.plan(&formats_alone), model.plan(&whole));
     }
 }
 

@@ -155,14 +155,14 @@ fn a_request_is_planned_by_the_sizes_of_its_pictures() {
         ..request()
     };
     let sizes = whole.without_media_data();
-    assert!(sizes.lacks_pictures() && !whole.lacks_pictures());
+    assert!(sizes.lacks_media_data() && !whole.lacks_media_data());
     let plan = workshop.model.plan(&whole).expect("a plan");
     assert_eq!(workshop.model.plan(&sizes).expect("the same plan"), plan);
     let smaller = workshop.model.smaller(&whole);
     assert_eq!(smaller.len(), 3);
     for (label, smaller) in smaller {
         assert!(
-            smaller.lacks_pictures(),
+            smaller.lacks_media_data(),
             "{label}: nothing is resampled to plan it"
         );
         assert!(workshop.model.plan(&smaller).is_ok(), "{label}");

@@ -50,8 +50,8 @@ impl Core {
                 limit: self.settings.max_jobs,
             });
         }
-        if matches!(&submission.spec.work, JobWork::Run(run) if run.request.lacks_pictures()) {
-            let problem = "a request came without the data of its pictures, and can only be planned";
+        if matches!(&submission.spec.work, JobWork::Run(run) if run.request.lacks_media_data()) {
+            let problem = "a request came without the data of its media, and can only be planned";
             return Err(Error::Internal(problem.to_owned()));
         }
         self.refuse_heavy(&submission.spec.work)?;
