@@ -46,6 +46,7 @@ pub(super) struct InFlight {
     /// How fast it goes on, by what the worker said.
     pub(super) pace: Pace,
     pub(super) expected_ms: f64,
+    /// When the last of its jobs was cancelled.
     pub(super) cancelled: Option<Instant>,
 }
 
@@ -379,18 +380,14 @@ impl Card {
 
     /// Asks the worker to let go of what runs for a job. Of several that share passes one is left out, and the worker goes on
     /// with the others.
-    pub(super) fn cancel(&mut self, job: &JobId, now: Instant) {
-        let running = self.in_flight.as_mut();
-        let Some(in_flight) = running.filter(|in_flight| in_flight.cancelled.is_none()) else {
-            return;
-        };
-        let Some(ticket) = in_flight.ticket_of(job) else {
-            return;
-        };
-        if in_flight.sharing.is_empty() {
-            in_flight.cancelled = Some(now);
+    pub(super) fn cancel(&mut self, job: &JobId) {
+        let running = self
+            .in_flight
+            .as_ref()
+            .filter(|running| running.cancelled.is_none());
+        if let Some(ticket) = running.and_then(|running| running.ticket_of(job)) {
+            self.send(Command::Cancel(ticket));
         }
-        self.send(Command::Cancel(ticket));
     }
 
     pub(super) fn errand(&mut self, id: u64, errand: Errand, command: Command, now: Instant) {

@@ -6,6 +6,7 @@ use engine::Error;
 use engine::job::{JobEventKind, JobSpec};
 use engine::messages::{Command, Failure, Order, Outcome, Progress, Work};
 use residency::Bytes;
+use tokio::time::Instant;
 
 use crate::fixture::{SCRATCH_EACH, image_of, picture, run_of};
 use crate::worker::{
@@ -286,6 +287,50 @@ async fn one_that_is_cancelled_leaves_the_others() {
         end(stays).await.unwrap();
         at_rest(&queue).await;
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_keeps_a_pass_whose_jobs_are_all_cancelled_is_taken_for_hung_as_after_a_cancel() {
+    let (queue, mut worker, mut first, mut second, order) = two().await;
+    for n in 1..=2 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        worker.progress(order.ticket, Progress::Step { n, of: 4 });
+    }
+    for job in [&first, &second] {
+        queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
+        assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
+    }
+    let before = Instant::now();
+    let reason = worker.recycled().await;
+    assert_eq!(before.elapsed().as_secs(), 2, "{reason}");
+    worker.die();
+    for job in [&mut first, &mut second] {
+        assert_eq!(end(job).await, Err(cancelled_by("ann")));
+    }
+    worker.ready();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cancel_of_what_is_left_of_a_pass_is_answered_in_the_time_of_a_cancel() {
+    let (queue, mut worker, mut first, mut second, order) = two().await;
+    for n in 1..=2 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        worker.progress(order.ticket, Progress::Step { n, of: 4 });
+    }
+    queue.cancel(&first.id, "ann".to_owned()).await.unwrap();
+    assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
+    assert!(worker.is_idle().await);
+    let before = Instant::now();
+    worker.finish(order.sharing[0].ticket, completed(&order, Vec::new()));
+    let reason = worker.recycled().await;
+    assert_eq!(before.elapsed().as_secs(), 2, "{reason}");
+    worker.die();
+    assert_eq!(end(&mut first).await, Err(cancelled_by("ann")));
+    worker.ready();
+    while worker.try_work().await {}
+    end(&mut second).await.unwrap();
+    at_rest(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]

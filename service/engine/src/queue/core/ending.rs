@@ -24,10 +24,23 @@ impl Core {
             return self.fail(id, why, now);
         };
         ending.get_or_insert(why);
-        if let Some(card) = job.last_card.and_then(|index| self.cards.get_mut(index)) {
-            card.cancel(id, now);
+        if let Some(index) = job.last_card {
+            self.cards[index].cancel(id);
+            self.end_unneeded_order(index, now);
         }
         self.dirty = true;
+    }
+
+    /// A worker whose order no job needs any more has to let go of it in the time that a cancel takes.
+    pub(super) fn end_unneeded_order(&mut self, index: usize, now: Instant) {
+        let is_ending = |id: &JobId| self.jobs.get(id).is_some_and(JobRecord::is_ending);
+        let running = self.cards[index].in_flight.as_mut();
+        if let Some(running) = running
+            && running.job.as_ref().is_some_and(is_ending)
+            && running.sharing.values().all(is_ending)
+        {
+            running.cancelled.get_or_insert(now);
+        }
     }
 
     /// A job cannot go on. A swap that has begun is undone before it ends.

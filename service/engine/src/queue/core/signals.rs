@@ -172,6 +172,8 @@ impl Core {
         };
         self.replan = true;
         card.restart_errand_clock(now);
+        self.end_unneeded_order(index, now);
+        let card = &self.cards[index];
         if let Outcome::Completed(completed) = &outcome
             && is_whole
         {
