@@ -31,6 +31,11 @@ impl PendingRecycle {
         self.waiting.is_empty()
     }
 
+    /// Whether whoever asked still waits.
+    pub(super) fn is_asked_for(&self) -> bool {
+        !self.reply.is_closed()
+    }
+
     pub(super) fn reply(self) {
         let _ = self.reply.send(Ok(self.done)); // whoever asked may have left
     }

@@ -245,6 +245,17 @@ async fn a_worker_is_replaced_on_request_once_it_has_finished_what_it_runs() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_replacement_is_forgotten_when_whoever_asked_has_left_and_no_worker_comes() {
+    let (queue, mut worker) = one_card().await;
+    let asking = queue.clone();
+    let recycled = tokio::spawn(async move { asking.recycle("", "ann".to_owned(), true).await });
+    worker.recycled().await;
+    worker.die();
+    recycled.abort();
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_status_tells_why_no_worker_serves_a_card() {
     let (queue, mut worker) = one_card().await;
     let problem = async || {
