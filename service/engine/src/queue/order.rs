@@ -71,17 +71,21 @@ impl View<'_> {
         let Some(dtype) = dtype.or_else(|| job.models.keys().next()) else {
             return (STAGE_MS, false);
         };
-        let need = job.need(index, dtype);
-        let Some(need) = need.filter(|_| !self.is_cached(job, index, dtype)) else {
+        let Some(&step) = job.steps.get(index).filter(|step| !step.is_unload()) else {
             return (0.0, true);
         };
+        if self.is_cached(job, index, dtype) {
+            return (0.0, true);
+        }
         let learned_as = |shape: String| {
-            let key = (job.entry.key.clone(), need.name.clone(), shape);
+            let key = (job.entry.key.clone(), job.name_of(step), shape);
             self.learned.stage_ms(&key, card)
         };
-        let previewed = need.plan.clone().filter(|plan| plan.preview.is_some());
-        let previewed = previewed.and_then(|plan| learned_as(plan.with_previews().shape));
-        let learned = previewed.or_else(|| learned_as(need.shape()));
+        let stage = job.stage(step);
+        let previewed = stage.filter(|stage| stage.preview.is_some()).cloned();
+        let previewed = previewed.and_then(|stage| learned_as(stage.with_previews().shape));
+        let shape = || stage.map(|stage| stage.shape.clone()).unwrap_or_default();
+        let learned = previewed.or_else(|| learned_as(shape()));
         (learned.unwrap_or(STAGE_MS), learned.is_some())
     }
 

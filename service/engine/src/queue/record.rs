@@ -13,7 +13,7 @@ use super::memos::Memos;
 use super::reductions::{Reduction, Reductions};
 use super::replay::Replay;
 use super::request::OpenModels;
-use super::steps::{Model, Step, StepKind, decodable};
+use super::steps::{Model, Step, StepKind, Steps, decodable};
 use super::swap::Swap;
 use crate::error::{Error, Shortfall};
 use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
@@ -117,7 +117,7 @@ pub(super) struct JobRecord {
     pub(super) plans: BTreeMap<String, Vec<StagePlan>>,
     pub(super) accepted: Instant,
 
-    pub(super) steps: Vec<Step>,
+    pub(super) steps: Steps,
     pub(super) cursor: usize,
     /// What stages gave that run once for all items.
     pub(super) values: Values,
@@ -273,26 +273,16 @@ impl JobRecord {
         Some(Need::of_stage(
             plan,
             all,
-            self.needed_behind(index, dtype),
+            self.needed_behind(index, dtype, all),
             self.options.headroom,
         ))
     }
 
     /// Components that the stages behind the step at `index` need.
-    fn needed_behind(&self, index: usize, dtype: &str) -> Vec<ComponentId> {
-        let plan = self.plan(dtype);
-        let behind = self
-            .steps
-            .iter()
-            .skip(index + 1)
-            .filter_map(|step| match step.kind {
-                StepKind::Stage(stage) => plan.get(stage),
-                StepKind::Load(_) | StepKind::Unload(_) => None,
-            });
-        let mut names: Vec<String> = behind.flat_map(|stage| stage.components.clone()).collect();
-        names.sort_unstable();
-        names.dedup();
-        self.components(&names, dtype).into_iter().map(|c| c.id).collect()
+    fn needed_behind(&self, index: usize, dtype: &str, all: &[Component]) -> Vec<ComponentId> {
+        let names = self.steps.needed_behind(index, dtype);
+        let components = names.filter_map(|name| all.iter().find(|component| component.name == *name));
+        components.map(|component| component.id.clone()).collect()
     }
 
     fn load_need(&self, dtype: &str) -> Option<Need> {

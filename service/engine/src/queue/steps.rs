@@ -1,6 +1,7 @@
 //! Which stages of a plan a job runs, and in which order. Pure: over a plan and what is asked of it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Deref;
 
 use pipelines::{Role, StagePlan, ValueShape};
 use residency::Policy;
@@ -42,6 +43,61 @@ impl Step {
 
     pub(super) fn is_unload(&self) -> bool {
         matches!(self.kind, StepKind::Unload(_))
+    }
+}
+
+/// The steps of a job, in order.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Steps {
+    steps: Vec<Step>,
+    /// By compute dtype, the last step that needs each component, by name.
+    last_needs: BTreeMap<String, BTreeMap<String, usize>>,
+}
+
+impl Deref for Steps {
+    type Target = [Step];
+
+    fn deref(&self) -> &[Step] {
+        &self.steps
+    }
+}
+
+impl Steps {
+    /// These steps, whose stages are of these plans, by compute dtype.
+    pub(super) fn new(steps: Vec<Step>, plans: &BTreeMap<String, Vec<StagePlan>>) -> Steps {
+        let last_needs = plans.iter().map(|(dtype, plan)| {
+            let stages = steps
+                .iter()
+                .enumerate()
+                .filter_map(|(index, step)| match step.kind {
+                    StepKind::Stage(stage) => Some((index, plan.get(stage)?)),
+                    StepKind::Load(_) | StepKind::Unload(_) => None,
+                });
+            let needs =
+                stages.flat_map(|(index, stage)| stage.components.iter().map(move |name| (name, index)));
+            let last: BTreeMap<&String, usize> = needs.collect();
+            let last = last.into_iter().map(|(name, index)| (name.clone(), index));
+            (dtype.clone(), last.collect())
+        });
+        Steps {
+            last_needs: last_needs.collect(),
+            steps,
+        }
+    }
+
+    /// Names of the components that steps behind the one at `index` need on cards of a dtype, in the order of names.
+    pub(super) fn needed_behind(&self, index: usize, dtype: &str) -> impl Iterator<Item = &String> {
+        let last_needs = self.last_needs.get(dtype).into_iter().flatten();
+        last_needs.filter_map(move |(name, last)| (*last > index).then_some(name))
+    }
+
+    /// Puts an unload before the step at `index`.
+    pub(super) fn unload_before(&mut self, index: usize, model: Model) {
+        self.steps.insert(index, Step::of(StepKind::Unload(model)));
+        let behind = self.last_needs.values_mut().flat_map(BTreeMap::values_mut);
+        for last in behind.filter(|last| **last >= index) {
+            *last += 1;
+        }
     }
 }
 
@@ -275,6 +331,49 @@ mod tests {
             names(&plan, &run(Some(Role::Decode), Role::Decode, 1)),
             ["decode1", "decode2"]
         );
+    }
+
+    /// As it was before the last needs were kept: all that any later stage names.
+    fn needed_behind_by_looking(steps: &[Step], plan: &[StagePlan], index: usize) -> Vec<String> {
+        let behind = steps.iter().skip(index + 1).filter_map(|step| match step.kind {
+            StepKind::Stage(stage) => plan.get(stage),
+            StepKind::Load(_) | StepKind::Unload(_) => None,
+        });
+        let mut names: Vec<String> = behind.flat_map(|stage| stage.components.clone()).collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    #[test]
+    fn what_is_needed_behind_a_step_is_what_later_stages_name() {
+        let mut plan = plan(false);
+        for (stage, names) in plan.iter_mut().zip(["te", "va", "tr lo", "va", "va so"]) {
+            stage.components = names.split(' ').map(str::to_owned).collect();
+        }
+        let plans = BTreeMap::from([("f32".to_owned(), plan.clone())]);
+        let run = run(None, Role::Decode, 3);
+        for policy in [Policy::Shared, Policy::Exclusive] {
+            let mut steps = Steps::new(steps_of_load(&plan, Some(&run), true, policy), &plans);
+            for unload_before in [None, Some(0), Some(2), Some(steps.len() + 1)] {
+                if let Some(index) = unload_before {
+                    steps.unload_before(index, Model::Replaced);
+                    assert!(steps[index].is_unload());
+                }
+                for index in 0..steps.len() {
+                    let needed: Vec<&String> = steps.needed_behind(index, "f32").collect();
+                    assert_eq!(
+                        needed,
+                        Vec::from_iter(&needed_behind_by_looking(&steps, &plan, index))
+                    );
+                }
+            }
+            assert_eq!(
+                steps.needed_behind(0, "bf16").count(),
+                0,
+                "it was not opened for that"
+            );
+        }
     }
 
     #[test]

@@ -147,14 +147,13 @@ impl<'a> View<'a> {
         if job.begun || !self.learned.knows_deaths() {
             return None;
         }
-        let dtypes = job.plans.keys();
-        let needs =
-            dtypes.flat_map(|dtype| (0..job.steps.len()).filter_map(move |index| job.need(index, dtype)));
-        needs.into_iter().find_map(|need| {
-            let deaths = self.learned.refuses(&job.entry.key, &need.shape())?;
+        let mut steps = job.steps.iter().filter(|step| !step.is_unload());
+        steps.find_map(|&step| {
+            let shape = job.stage(step).map_or("", |stage| stage.shape.as_str());
+            let deaths = self.learned.refuses(&job.entry.key, shape)?;
             Some(Error::WorkerDied {
                 card: "every card that tried".to_owned(),
-                stage: need.name.to_string(),
+                stage: job.name_of(step).to_string(),
                 deaths,
             })
         })

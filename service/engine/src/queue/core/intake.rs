@@ -20,7 +20,7 @@ use crate::queue::reductions::Reductions;
 use crate::queue::replay::Replay;
 use crate::queue::report::{JobInfo, PlanReport};
 use crate::queue::request::{OpenModels, Submission};
-use crate::queue::steps::{decodable, steps_of, steps_of_load};
+use crate::queue::steps::{Steps, decodable, steps_of, steps_of_load};
 use crate::queue::swap::Swap;
 
 /// What is approximate about the decoded latent of a job with a mask.
@@ -186,7 +186,7 @@ impl Core {
             id: format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into(),
             arrival,
             detached: options.detach,
-            steps: Vec::new(),
+            steps: Steps::default(),
             options,
             entry,
             work,
@@ -223,10 +223,11 @@ impl Core {
         let largest = (0..self.cards.len()).max_by_key(|&card| self.cards[card].ledger.capacity());
         let policy = largest.map_or_else(Policy::default, |card| self.view(now).policy(&job, card));
         let plan = job.plans.values().next().map_or(&[][..], Vec::as_slice);
-        job.steps = match &job.work {
+        let steps = match &job.work {
             JobWork::Run(run) => steps_of(plan, run, policy),
             JobWork::Load { .. } => steps_of_load(plan, job.proof.as_ref(), job.swap.is_some(), policy),
         };
+        job.steps = Steps::new(steps, &job.plans);
         Ok(job)
     }
 

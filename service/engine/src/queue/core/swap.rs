@@ -9,7 +9,7 @@ use crate::messages::{Answer, Command};
 use crate::queue::cards::Errand;
 use crate::queue::record::State;
 use crate::queue::report::{Freed, Kept};
-use crate::queue::steps::{Model, Step, StepKind, undo_of_swap};
+use crate::queue::steps::{Model, Steps, undo_of_swap};
 use crate::queue::swap::{Unloading, ids};
 
 impl Core {
@@ -38,8 +38,7 @@ impl Core {
             begun.told = Some(generation);
             if there {
                 tracing::info!(job = %id, card = %card_id, "both do not fit: the old model leaves first");
-                let unload = Step::of(StepKind::Unload(Model::Replaced));
-                job.steps.insert(job.cursor, unload);
+                job.steps.unload_before(job.cursor, Model::Replaced);
             }
         }
         self.tell_claims(index, false, now);
@@ -151,7 +150,7 @@ impl Core {
         swap.failed = Some(error.clone());
         let (new, old) = (job.entry.key.clone(), swap.old.key.clone());
         let keeps = swap.card();
-        job.steps = undo_of_swap();
+        job.steps = Steps::new(undo_of_swap(), &job.plans);
         job.go_to(0);
         job.enter(
             State::Queued {
