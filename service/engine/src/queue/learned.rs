@@ -8,7 +8,6 @@ use pipelines::StagePlan;
 use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
 use tokio::time::Instant;
 
-use super::watchdog::PaceKey;
 use crate::job::{JobId, StageName};
 use crate::messages::Completed;
 use crate::need::Need;
@@ -22,6 +21,37 @@ const REMEMBERED: usize = 4096;
 
 /// A stage of a model at a shape: (entry key, stage, shape).
 pub(super) type StageKey = (String, StageName, String);
+
+/// A stage of a model at a shape and a rung, on a card (by index): what a pace is learned of.
+pub(super) type PaceKey = (StageKey, usize);
+
+/// What is known of the pace of an order.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct KnownPace {
+    /// The longest time between two steps of the stage.
+    pub(super) between_steps: Option<Duration>,
+    /// How long the stage takes as a whole, if this worker has run it already.
+    pub(super) whole: Option<Duration>,
+    /// Of loads on the card.
+    pub(super) bytes_per_second: Option<f64>,
+}
+
+/// What was measured of a stage that ran to its end.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Took {
+    /// The longest time between two of its steps.
+    BetweenSteps(Duration),
+    /// All of it, where it has no steps.
+    Whole(Duration),
+}
+
+/// What a worker was too slow at.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum TooSlow {
+    /// A load of so many bytes.
+    Load(Bytes),
+    Stage(PaceKey),
+}
 
 #[derive(Default)]
 pub(super) struct Learned {
@@ -112,7 +142,7 @@ impl Learned {
         }
     }
 
-    pub(super) fn loads_completed(&mut self, loads: &[(ComponentId, f64)]) {
+    fn loads_completed(&mut self, loads: &[(ComponentId, f64)]) {
         for (id, seconds) in loads {
             if self.load_seconds.len() >= REMEMBERED && !self.load_seconds.contains_key(id) {
                 self.load_seconds.clear();
@@ -129,8 +159,35 @@ impl Learned {
         here.or_else(|| by_card.values().copied().min_by(f64::total_cmp))
     }
 
+    /// What is known of the pace of a stage (none: of loads alone) in the worker of a card, by index and generation.
+    pub(super) fn pace(&self, (card, generation): (usize, u64), key: Option<&PaceKey>) -> KnownPace {
+        let whole = key.and_then(|key| self.wholes.get(key));
+        KnownPace {
+            between_steps: key.and_then(|key| self.between_steps.get(key)).copied(),
+            whole: whole.filter(|(_, of)| *of == generation).map(|(run, _)| *run),
+            bytes_per_second: self.load_speed.get(&card).copied(),
+        }
+    }
+
+    /// An order for these components ran to its end in the worker of a card, by index and generation.
+    pub(super) fn order_completed(
+        &mut self,
+        (card, generation): (usize, u64),
+        components: &[Component],
+        load_seconds: &[(ComponentId, f64)],
+        stage: Option<(PaceKey, Took)>,
+    ) {
+        self.loads_completed(load_seconds);
+        self.load_speed(card, components, load_seconds);
+        match stage {
+            Some((key, Took::BetweenSteps(longest))) => self.stepped(key, longest),
+            Some((key, Took::Whole(run))) => self.ran(key, run, generation),
+            None => {}
+        }
+    }
+
     /// Components came in on a card, with the seconds that each took. A slow load counts at once, fast ones bit by bit.
-    pub(super) fn load_speed(&mut self, card: usize, components: &[Component], loads: &[(ComponentId, f64)]) {
+    fn load_speed(&mut self, card: usize, components: &[Component], loads: &[(ComponentId, f64)]) {
         let bytes_of = |id: &ComponentId| components.iter().find(|c| c.id == *id).map(|c| c.bytes);
         for (bytes, seconds) in loads.iter().filter_map(|(id, s)| Some((bytes_of(id)?, *s))) {
             if bytes > Bytes::ZERO && seconds > 0.0 {
@@ -145,12 +202,8 @@ impl Learned {
         }
     }
 
-    pub(super) fn bytes_per_second(&self, card: usize) -> Option<f64> {
-        self.load_speed.get(&card).copied()
-    }
-
     /// A stage ran to its end with so much between two of its steps. What takes longer counts at once.
-    pub(super) fn stepped(&mut self, key: PaceKey, longest: Duration) {
+    fn stepped(&mut self, key: PaceKey, longest: Duration) {
         if self.between_steps.len() >= REMEMBERED && !self.between_steps.contains_key(&key) {
             self.between_steps.clear();
         }
@@ -158,12 +211,8 @@ impl Learned {
         *known = slower_at_once(*known, longest);
     }
 
-    pub(super) fn between_steps(&self, key: &PaceKey) -> Option<Duration> {
-        self.between_steps.get(key).copied()
-    }
-
     /// A stage ran to its end in a worker of this generation.
-    pub(super) fn ran(&mut self, key: PaceKey, run: Duration, generation: u64) {
+    fn ran(&mut self, key: PaceKey, run: Duration, generation: u64) {
         if self.wholes.len() >= REMEMBERED && !self.wholes.contains_key(&key) {
             self.wholes.clear();
         }
@@ -171,26 +220,20 @@ impl Learned {
         *known = (slower_at_once(known.0, run), generation);
     }
 
-    /// How long a stage takes, if a worker of this generation has run it already.
-    pub(super) fn whole(&self, key: &PaceKey, generation: u64) -> Option<Duration> {
-        let (run, of) = self.wholes.get(key)?;
-        (*of == generation).then_some(*run)
-    }
-
-    /// A worker was ended by what was learned of a stage: the next may take this long, should that have been wrong.
-    pub(super) fn may_take(&mut self, key: &PaceKey, usual: Duration) {
-        if let Some(known) = self.between_steps.get_mut(key) {
-            *known = usual.max(*known);
-        }
-        if let Some((known, _)) = self.wholes.get_mut(key) {
-            *known = usual.max(*known);
-        }
-    }
-
-    /// The same of a load.
-    pub(super) fn loads_may_take(&mut self, card: usize, bytes: Bytes, usual: Duration) {
-        if let Some(known) = self.load_speed.get_mut(&card) {
-            *known = known.min(bytes.0 as f64 / usual.as_secs_f64().max(1e-3));
+    /// A worker was ended by what was learned of this: the next may take so long, should that have been wrong.
+    pub(super) fn may_take(&mut self, card: usize, what: &TooSlow, usual: Duration) {
+        match what {
+            TooSlow::Load(bytes) => {
+                if let Some(known) = self.load_speed.get_mut(&card) {
+                    *known = known.min(bytes.0 as f64 / usual.as_secs_f64().max(1e-3));
+                }
+            }
+            TooSlow::Stage(key) => {
+                let whole = self.wholes.get_mut(key).map(|(whole, _)| whole);
+                for known in self.between_steps.get_mut(key).into_iter().chain(whole) {
+                    *known = usual.max(*known);
+                }
+            }
         }
     }
 

@@ -4,9 +4,9 @@
 //! carries the effects out. Each turn ends with a look at which job can start where, on the ledgers that workers publish; a
 //! worker plans again and may answer that memory is short after all.
 //!
-//! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `shares`, `swap`,
-//! `unloads`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`, `passes`,
-//! `placing`, `status`, `steps`, `swaps`). Only `core` sees two owners.
+//! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `replay`, `shares`,
+//! `swap`, `unloads`, `watchdog`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`,
+//! `passes`, `placing`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
 //!
 //! # The words
 //! *Queued* is behind our own jobs: it is bounded by the deadline and spends no patience. *Waiting* is for memory
@@ -459,7 +459,7 @@ impl Queue {
     /// [`Error::LatentNotFound`].
     pub async fn latent(&self, id: &str) -> Result<Latent, Error> {
         let id = id.to_owned();
-        self.call(move |core, now| core.latents.get(&id, now)).await?
+        self.call(move |core, now| core.latent(&id, now)).await?
     }
 
     /// Takes a client's latent into the store. One tensor alone may go without a name.
@@ -468,20 +468,14 @@ impl Queue {
     /// [`Error::Invalid`] when nothing is named that decodes it; [`Error::LatentMismatch`] when the bytes are not those of
     /// tensors of these shapes, or exceed the store; [`Error::MemoryTaken`] while jobs need what is in it.
     pub async fn put_latent(&self, values: Values, decoder_id: String) -> Result<LatentInfo, Error> {
-        self.call(move |core, now| {
-            core.touch();
-            core.latents.put(values, decoder_id, now)
-        })
-        .await?
+        self.call(move |core, now| core.put_latent(values, decoder_id, now))
+            .await?
     }
 
     /// Gives a latent up. A job that needs it keeps it until it has ended. False: there was none, or it had expired.
     pub async fn release_latent(&self, id: &str) -> bool {
         let id = id.to_owned();
-        let released = self.call(move |core, _| {
-            core.touch();
-            core.latents.give_up(&id)
-        });
+        let released = self.call(move |core, _| core.release_latent(&id));
         released.await.unwrap_or(false)
     }
 

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::Settings;
 use super::cards::{Card, Health, InFlight};
-use super::learned::{Learned, StageKey};
+use super::learned::{KnownPace, PaceKey, StageKey, TooSlow, Took};
 use crate::messages::{Completed, Progress};
 use crate::need::Need;
 
@@ -25,9 +25,6 @@ const CANCEL_STEPS: u32 = 3;
 const CANCEL_FLOOR: Duration = Duration::from_secs(2);
 /// A limit that has ended a worker was perhaps too strict: the next is so many times as long.
 const LENIENT: u32 = 4;
-
-/// A stage of a model at a shape and a rung, on a card (by index): what a pace is learned of.
-pub(super) type PaceKey = (StageKey, usize);
 
 /// What an order does, as far as its worker has told.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -107,16 +104,32 @@ impl Pace {
         }
     }
 
-    /// What a stage that ran to its end teaches: the longest silence after its first step. Its last one counts, as the
-    /// card may be behind what was reported; it alone says nothing of a step.
-    pub(super) fn between_steps(&self, now: Instant) -> Option<Duration> {
-        let end = now.duration_since(self.last_step?);
-        self.longest.map(|longest| longest.max(end))
+    /// What a stage that ran to its end on a card teaches: the longest silence after its first step. Its last one counts, as
+    /// the card may be behind what was reported; it alone says nothing of a step.
+    pub(super) fn taught(&self, card: usize, completed: &Completed, now: Instant) -> Option<(PaceKey, Took)> {
+        let key = self.key_in(&completed.chunking, card)?;
+        let end = self.last_step.map(|last| now.duration_since(last));
+        let between = self.longest.zip(end).map(|(longest, end)| longest.max(end));
+        let took = match between {
+            Some(between) => Took::BetweenSteps(between),
+            None if self.has_steps() => return None,
+            None => Took::Whole(Duration::from_millis(completed.run_ms)),
+        };
+        Some((key, took))
     }
 
-    pub(super) fn key(&self, chunking: &str, card: usize) -> Option<PaceKey> {
+    /// What its stage's pace is learned of on a card, at the rung that it runs on.
+    pub(super) fn key(&self, card: usize) -> Option<PaceKey> {
+        self.key_in(&self.chunking, card)
+    }
+
+    fn key_in(&self, chunking: &str, card: usize) -> Option<PaceKey> {
         let ((model_key, stage, shape), _) = self.stage.clone()?;
         Some(((model_key, stage, format!("{shape} {chunking}")), card))
+    }
+
+    fn has_steps(&self) -> bool {
+        self.stage.as_ref().is_some_and(|(_, steps)| *steps > 1)
     }
 
     fn step(&self) -> Option<Duration> {
@@ -124,24 +137,22 @@ impl Pace {
     }
 
     /// The usual time of what it does now, with words for it; none: not known.
-    fn usual(&self, learned: &Learned, card: usize, generation: u64) -> Option<(&'static str, Duration)> {
+    fn usual(&self, known: &KnownPace) -> Option<(&'static str, Duration)> {
         match self.doing {
             Doing::Preparing => None,
             Doing::Loading(bytes) => {
-                let seconds = bytes.0 as f64 / learned.bytes_per_second(card)?;
+                let seconds = bytes.0 as f64 / known.bytes_per_second?;
                 let usual = Duration::try_from_secs_f64(seconds).ok()?;
                 Some(("that this component takes to load", usual))
             }
             Doing::Stage => {
-                let (_, steps) = self.stage.as_ref()?;
-                let key = self.key(&self.chunking, card)?;
-                let whole = learned.whole(&key, generation).filter(|_| *steps <= 1)?;
+                let whole = known.whole.filter(|_| !self.has_steps())?;
                 Some(("that this stage takes", whole))
             }
-            Doing::Steps => Some((
-                "between two steps",
-                self.learned?.max(self.longest.unwrap_or_default()),
-            )),
+            Doing::Steps => {
+                let between = known.between_steps?.max(self.longest.unwrap_or_default());
+                Some(("between two steps", between))
+            }
         }
     }
 }
@@ -153,29 +164,55 @@ impl InFlight {
         self.pace.heard(progress, now);
     }
 
+    /// Says anew how long the worker may be silent, by what is known of this pace.
+    pub(super) fn allow_silence(&mut self, known: &KnownPace, settings: &Settings) {
+        let (floor, longest) = (settings.stall_floor, settings.stall_limit);
+        let pace = &mut self.pace;
+        pace.learned = known.between_steps;
+        let usual = pace.usual(known);
+        let limit = usual.map_or(longest, |(_, usual)| (usual * PATIENT).max(floor).min(longest));
+        pace.allowance = Some(Allowance { limit, usual });
+    }
+
+    /// What the worker is too slow at, and how long it may take from now on: an order that ends its worker by a limit that was
+    /// learned does not have it held against the next attempt.
+    pub(super) fn too_slow(
+        &self,
+        card: usize,
+        settings: &Settings,
+        now: Instant,
+    ) -> Option<(TooSlow, Duration)> {
+        if self.usual().is_none() || self.is_cancel_overdue(settings, now) {
+            return None;
+        }
+        let what = match self.pace.doing {
+            Doing::Loading(bytes) => TooSlow::Load(bytes),
+            Doing::Preparing | Doing::Stage | Doing::Steps => TooSlow::Stage(self.pace.key(card)?),
+        };
+        Some((what, self.silence(settings) * LENIENT / PATIENT))
+    }
+
     /// How long a cancel may go unanswered.
     fn grace(&self, settings: &Settings) -> Duration {
         let steps = self.pace.step().map(|step| step * CANCEL_STEPS);
         steps.map_or(settings.cancel_limit, |steps| steps.max(CANCEL_FLOOR))
     }
+
+    fn usual(&self) -> Option<(&'static str, Duration)> {
+        self.pace.allowance.as_ref().and_then(|allowance| allowance.usual)
+    }
+
+    fn silence(&self, settings: &Settings) -> Duration {
+        let allowance = self.pace.allowance.as_ref();
+        allowance.map_or(settings.stall_limit, |allowance| allowance.limit)
+    }
+
+    fn is_cancel_overdue(&self, settings: &Settings, now: Instant) -> bool {
+        self.cancelled.is_some_and(|at| at + self.grace(settings) <= now)
+    }
 }
 
 impl Card {
-    /// Says anew how long the worker may be silent, after it has said something.
-    pub(super) fn allow_silence(&mut self, index: usize, learned: &Learned, settings: &Settings) {
-        let (floor, longest) = (settings.stall_floor, settings.stall_limit);
-        let generation = self.generation;
-        let Some(pace) = self.in_flight.as_mut().map(|running| &mut running.pace) else {
-            return;
-        };
-        pace.learned = pace
-            .key(&pace.chunking, index)
-            .and_then(|key| learned.between_steps(&key));
-        let usual = pace.usual(learned, index, generation);
-        let limit = usual.map_or(longest, |(_, usual)| (usual * PATIENT).max(floor).min(longest));
-        pace.allowance = Some(Allowance { limit, usual });
-    }
-
     /// When the worker is taken for hung.
     pub(super) fn hung_at(&self, settings: &Settings) -> Option<Instant> {
         if self.is_recycled() || self.health != Health::Ready {
@@ -220,62 +257,5 @@ impl Card {
             }
         };
         (limit, format!("it said nothing of {stage} for {limit:?} ({why})"))
-    }
-}
-
-impl InFlight {
-    fn usual(&self) -> Option<(&'static str, Duration)> {
-        self.pace.allowance.as_ref().and_then(|allowance| allowance.usual)
-    }
-
-    fn silence(&self, settings: &Settings) -> Duration {
-        let allowance = self.pace.allowance.as_ref();
-        allowance.map_or(settings.stall_limit, |allowance| allowance.limit)
-    }
-
-    fn is_cancel_overdue(&self, settings: &Settings, now: Instant) -> bool {
-        self.cancelled.is_some_and(|at| at + self.grace(settings) <= now)
-    }
-}
-
-impl Learned {
-    /// What an order that ran to its end teaches of the next.
-    pub(super) fn order_completed(
-        &mut self,
-        card: (usize, u64),
-        running: &InFlight,
-        completed: &Completed,
-        now: Instant,
-    ) {
-        let (index, generation) = card;
-        self.loads_completed(&completed.load_seconds);
-        self.load_speed(index, &running.need.components, &completed.load_seconds);
-        let Some(key) = running.pace.key(&completed.chunking, index) else {
-            return;
-        };
-        if let Some(between) = running.pace.between_steps(now) {
-            self.stepped(key, between);
-        } else if running.need.plan.as_ref().is_some_and(|plan| plan.steps <= 1) {
-            self.ran(key, Duration::from_millis(completed.run_ms), generation);
-        }
-    }
-
-    /// An order ended its worker by a limit that was learned: the limit is not held against the next attempt.
-    pub(super) fn was_too_strict(
-        &mut self,
-        index: usize,
-        running: &InFlight,
-        settings: &Settings,
-        now: Instant,
-    ) {
-        if running.usual().is_none() || running.is_cancel_overdue(settings, now) {
-            return;
-        }
-        let lenient = running.silence(settings) * LENIENT / PATIENT;
-        if let Doing::Loading(bytes) = running.pace.doing {
-            self.loads_may_take(index, bytes, lenient);
-        } else if let Some(key) = running.pace.key(&running.pace.chunking, index) {
-            self.may_take(&key, lenient);
-        }
     }
 }

@@ -7,6 +7,7 @@ mod claims;
 mod dispatch;
 mod ending;
 mod intake;
+mod latents;
 mod recycle;
 mod signals;
 mod swap;
@@ -100,7 +101,7 @@ pub(super) struct Core {
     ended: Ended,
     shares: Shares,
     learned: Learned,
-    pub(super) latents: Latents,
+    latents: Latents,
     memos: Memos,
     claims: Claims,
     unloads: Vec<PendingUnload>,
@@ -271,11 +272,6 @@ impl Core {
         ]
     }
 
-    /// The status is to be taken anew.
-    pub(super) fn touch(&mut self) {
-        self.dirty = true;
-    }
-
     /// A number that was never used before.
     fn number(&mut self) -> u64 {
         self.next_number += 1;
@@ -341,8 +337,11 @@ impl Core {
                 continue;
             }
             let (limit, reason) = card.exceeded_limit(&self.settings, now);
-            if let Some(running) = &card.in_flight {
-                self.learned.was_too_strict(index, running, &self.settings, now);
+            let running = card.in_flight.as_ref();
+            if let Some((what, usual)) =
+                running.and_then(|running| running.too_slow(index, &self.settings, now))
+            {
+                self.learned.may_take(index, &what, usual);
             }
             tracing::warn!(card = %card.description.id, ?limit, reason, "a worker is taken for hung");
             card.recycle(&reason);

@@ -99,7 +99,9 @@ impl Core {
             return;
         };
         running.hear(&progress, now);
-        card.allow_silence(index, &self.learned, &self.settings);
+        let worker = (index, card.generation);
+        let known = self.learned.pace(worker, running.pace.key(index).as_ref());
+        running.allow_silence(&known, &self.settings);
         let Some(job) = id.and_then(|id| self.jobs.get_mut(&id)) else {
             return;
         };
@@ -177,8 +179,12 @@ impl Core {
         if let Outcome::Completed(completed) = &outcome
             && is_whole
         {
-            let card = (index, card.generation);
-            self.learned.order_completed(card, &running, completed, now);
+            let (worker, taught) = (
+                (index, card.generation),
+                running.pace.taught(index, completed, now),
+            );
+            self.learned
+                .order_completed(worker, &running.need.components, &completed.load_seconds, taught);
         }
         let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
             if !matches!(outcome, Outcome::Completed(_)) {

@@ -1,0 +1,31 @@
+//! Latents that clients ask for, bring, and give up.
+
+use pipelines::Values;
+use tokio::time::Instant;
+
+use super::Core;
+use crate::error::Error;
+use crate::job::{Latent, LatentInfo};
+
+impl Core {
+    /// A latent with its numbers; that is a use.
+    pub(in crate::queue) fn latent(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
+        self.latents.get(id, now)
+    }
+
+    pub(in crate::queue) fn put_latent(
+        &mut self,
+        values: Values,
+        decoder_id: String,
+        now: Instant,
+    ) -> Result<LatentInfo, Error> {
+        self.dirty = true;
+        self.latents.put(values, decoder_id, now)
+    }
+
+    /// False: there was none, or it had expired.
+    pub(in crate::queue) fn release_latent(&mut self, id: &str) -> bool {
+        self.dirty = true;
+        self.latents.give_up(id)
+    }
+}
