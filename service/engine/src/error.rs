@@ -172,7 +172,10 @@ pub enum Error {
     },
     #[error("there is no latent {0}, or it has expired")]
     LatentNotFound(String),
-    /// The latent is of another autoencoder or another shape.
+    /// A client brings a latent and does not say what decodes it.
+    #[error("it is not said which decoder the latent is of")]
+    LatentWithoutDecoder,
+    /// The latent is of another decoder or another shape.
     #[error("{0}")]
     LatentMismatch(String),
     #[error("there is no job {0}")]

@@ -277,9 +277,8 @@ pub struct LatentInfo {
     /// Remaining time to live.
     pub expires_in: Duration,
     pub bytes: Bytes,
-    /// Of a job with a mask: what the mask kept is in it as the autoencoder has it, and decoded it is not the picture's own
-    /// pixels, which the job's own results have.
-    pub pasted_over: bool,
+    /// What is approximate about what it is decoded to, beside its job's own result; `None`: nothing.
+    pub approximation: Option<&'static str>,
 }
 
 /// A stored latent with its tensors.

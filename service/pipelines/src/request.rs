@@ -28,6 +28,9 @@ pub struct Mask {
     pub grey: Bytes,
 }
 
+/// What is approximate about the decoded latent of a request with a mask.
+const NOT_PASTED: &str = "what the mask kept is as the autoencoder rebuilds it: the picture's own pixels are in the picture of the latent's job alone";
+
 /// A film or a track provided by the client, whole.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Clip {
@@ -339,6 +342,15 @@ impl Request {
             }
             Medium::Video(_) => start,
             Medium::Audio(audio) => start || audio.reference.as_ref().is_some_and(lacks),
+        }
+    }
+
+    /// What is approximate about the result where it is decoded of the request's latent later; `None`: nothing. With a mask its
+    /// own result has pixels of the start, which no latent has.
+    pub fn approximation_of_latent(&self) -> Option<&'static str> {
+        match &self.medium {
+            Medium::Image(image) if image.mask.is_some() && image.init_image.is_some() => Some(NOT_PASTED),
+            Medium::Image(_) | Medium::Video(_) | Medium::Audio(_) => None,
         }
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use pipelines::{HostTensor, HostType, RequestError, ValueShape, Values};
+use pipelines::{HostTensor, HostType, ValueShape, Values};
 use residency::Bytes;
 use tokio::time::Instant;
 
@@ -31,8 +31,8 @@ struct Kept {
     keep: bool,
     /// Given up by a client: there for the jobs that lease it, for nobody else.
     given_up: bool,
-    /// See [`LatentInfo::pasted_over`].
-    pasted_over: bool,
+    /// See [`LatentInfo::approximation`].
+    approximation: Option<&'static str>,
 }
 
 impl Latents {
@@ -62,7 +62,7 @@ impl Latents {
             leases: 1,
             keep,
             given_up: false,
-            pasted_over: false,
+            approximation: None,
         })
     }
 
@@ -74,10 +74,7 @@ impl Latents {
         now: Instant,
     ) -> Result<LatentInfo, Error> {
         if decoder_id.trim().is_empty() {
-            return Err(Error::Invalid(vec![RequestError {
-                field: "info.vae_id".into(),
-                problem: "is empty; it says whose VAE the latent is of".into(),
-            }]));
+            return Err(Error::LatentWithoutDecoder);
         }
         check_numbers(&values)?;
         let wanted = bytes_of(&values);
@@ -105,15 +102,15 @@ impl Latents {
             leases: 0,
             keep: true,
             given_up: false,
-            pasted_over: false,
+            approximation: None,
         });
         self.info(&id, now)
     }
 
-    /// Its job's pictures have pixels that are not in it.
-    pub(super) fn mark_pasted_over(&mut self, id: &str) {
+    /// What it is decoded to is not all that its job's own result is.
+    pub(super) fn mark_approximate(&mut self, id: &str, approximation: Option<&'static str>) {
         if let Some(kept) = self.kept.get_mut(id) {
-            kept.pasted_over = true;
+            kept.approximation = approximation;
         }
     }
 
@@ -156,7 +153,7 @@ impl Latents {
             decoder_id: kept.decoder_id.clone(),
             expires_in: (kept.last_used + self.ttl).saturating_duration_since(now),
             bytes: bytes_of(&kept.values),
-            pasted_over: kept.pasted_over,
+            approximation: kept.approximation,
         })
     }
 

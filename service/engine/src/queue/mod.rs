@@ -465,7 +465,7 @@ impl Queue {
     /// Takes a client's latent into the store. One tensor alone may go without a name.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when nothing is named that decodes it; [`Error::LatentMismatch`] when the bytes are not those of
+    /// [`Error::LatentWithoutDecoder`] when nothing is named that decodes it; [`Error::LatentMismatch`] when the bytes are not those of
     /// tensors of these shapes, or exceed the store; [`Error::MemoryTaken`] while jobs need what is in it.
     pub async fn put_latent(&self, values: Values, decoder_id: String) -> Result<LatentInfo, Error> {
         self.call(move |core, now| core.put_latent(values, decoder_id, now))

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{Covered, MediaFormat, Medium, Piece, Role, SharedPass, StagePlan, ValueShape, Values};
+use pipelines::{Covered, MediaFormat, Piece, Role, SharedPass, StagePlan, ValueShape, Values};
 use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
@@ -187,12 +187,6 @@ impl JobRecord {
             JobWork::Run(run) => run.keep_latent || run.until < Role::Decode,
             JobWork::Load { .. } => false,
         }
-    }
-
-    /// Whether its decodes put pixels of the request's picture over what they decode: a mask keeps them.
-    pub(super) fn is_pasted_over(&self) -> bool {
-        let medium = self.run().map(|run| &run.request.medium);
-        matches!(medium, Some(Medium::Image(image)) if image.mask.is_some() && image.init_image.is_some())
     }
 
     /// The stages that it runs: its own, or those of its proof.

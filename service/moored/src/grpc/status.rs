@@ -24,6 +24,12 @@ const RETRY_CARD: Duration = Duration::from_secs(1);
 
 /// The gRPC status of an error.
 pub(crate) fn status_of(error: &Error) -> Status {
+    if matches!(error, Error::LatentWithoutDecoder) {
+        return status_of(&invalid(
+            "info.vae_id",
+            "is empty; it says whose VAE the latent is of",
+        ));
+    }
     let (code, reason) = code_of(error);
     let mut details = vec![match error {
         // The id is metadata too, so that no client parses the message.
@@ -63,6 +69,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::WorkerDied { .. }
         | Error::NotFinite { .. }
         | Error::LatentNotFound(_)
+        | Error::LatentWithoutDecoder
         | Error::LatentMismatch(_)
         | Error::JobNotFound(_)
         | Error::InUse(_)
@@ -156,7 +163,9 @@ pub(super) fn reason_of(error: &Error) -> Reason {
 
 fn code_of(error: &Error) -> (Code, Reason) {
     match error {
-        Error::Invalid(_) | Error::Adapter { .. } => (Code::InvalidArgument, Reason::InvalidRequest),
+        Error::Invalid(_) | Error::Adapter { .. } | Error::LatentWithoutDecoder => {
+            (Code::InvalidArgument, Reason::InvalidRequest)
+        }
         Error::ClientLimit(_) => (Code::ResourceExhausted, Reason::ClientLimit),
         Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
         Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
@@ -292,6 +301,14 @@ mod tests {
                 "type.googleapis.com/google.rpc.BadRequest"
             ]
         );
+    }
+
+    #[test]
+    fn the_status_of_a_latent_without_a_decoder_names_the_field() {
+        let status = status_of(&Error::LatentWithoutDecoder);
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().starts_with("info.vae_id: is empty"), "{status}");
+        assert_eq!(details(&status).len(), 2);
     }
 
     #[test]

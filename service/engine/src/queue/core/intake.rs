@@ -23,9 +23,6 @@ use crate::queue::request::{OpenModels, Submission};
 use crate::queue::steps::{Steps, decodable, steps_of, steps_of_load};
 use crate::queue::swap::Swap;
 
-/// What is approximate about the decoded latent of a job with a mask.
-const NOT_PASTED: &str = "what the mask kept is as the autoencoder rebuilds it: the picture's own pixels are in the picture of the latent's job alone";
-
 impl Core {
     pub(in crate::queue) fn submit(&mut self, submission: Submission, now: Instant) -> Result<Joined, Error> {
         if self.drain.is_some() {
@@ -164,8 +161,10 @@ impl Core {
             JobWork::Run(run) => match &run.start {
                 Some(start) => {
                     let Latent { info, values } = self.latents.get(&start.latent, now)?;
-                    if info.pasted_over && start.role == Role::Decode {
-                        report.approximations.push(NOT_PASTED.to_owned());
+                    if start.role == Role::Decode {
+                        report
+                            .approximations
+                            .extend(info.approximation.map(str::to_owned));
                     }
                     named_as_decoded(values, &plans)
                 }
@@ -288,7 +287,7 @@ impl Core {
         if !same_decoder {
             let key = &job.entry.key;
             return Err(Error::LatentMismatch(format!(
-                "latent {id} belongs to VAE {}, not to that of {key}",
+                "latent {id} is of decoder {}, and {key} decodes by another",
                 info.decoder_id
             )));
         }

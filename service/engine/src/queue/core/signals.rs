@@ -408,15 +408,13 @@ impl Core {
     fn keep_values(&mut self, id: &JobId, step: Step, dtype: &str, kept: Values, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let keeps = job.keeps_latents();
-        let pasted_over = job.is_pasted_over();
+        let approximation = job.run().and_then(|run| run.request.approximation_of_latent());
         match job.latents.get(&step.item) {
             Some(latent) => self.latents.extend_leased(latent, kept),
             None => {
                 let decoder = job.decoder_id(dtype);
                 let latent = self.latents.put_leased(kept, decoder, id.clone(), keeps, now);
-                if pasted_over {
-                    self.latents.mark_pasted_over(&latent);
-                }
+                self.latents.mark_approximate(&latent, approximation);
                 job.latents.insert(step.item, latent);
             }
         }
