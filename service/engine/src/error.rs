@@ -5,6 +5,8 @@ use std::fmt;
 use pipelines::{Quantization, Request};
 use residency::{Bytes, Holder};
 
+use crate::job::JobState;
+
 /// What would fit instead of a request that does not.
 pub type Fallback = residency::Fallback<Change>;
 
@@ -141,10 +143,10 @@ pub enum Error {
     )]
     SlowReader { unread: Bytes, limit: Bytes },
     /// The job's deadline passed.
-    #[error("the deadline passed while the job was {state}")]
+    #[error("the deadline passed while the job was {}", .state.as_str())]
     Deadline {
-        /// State at that time: `queued`, `waiting`, `running`.
-        state: String,
+        /// State at that time.
+        state: JobState,
     },
     #[error("{0}")]
     Cancelled(CancelledBy),

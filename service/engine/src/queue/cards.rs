@@ -9,7 +9,7 @@ use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis};
 use tokio::time::Instant;
 
 use super::claims::Reserver;
-use super::report::Reserved;
+use super::report::{CardState, Reserved};
 use super::request::Reply;
 use super::watchdog::Pace;
 use crate::admission::not_resident_yet;
@@ -452,12 +452,12 @@ impl Card {
         }
     }
 
-    pub(super) fn state_name(&self) -> &'static str {
+    pub(super) fn state(&self) -> CardState {
         match self.health {
-            Health::Starting => "starting",
-            Health::Restarting { .. } => "restarting",
-            Health::Ready if self.in_flight.is_some() => "busy",
-            Health::Ready => "ready",
+            Health::Starting => CardState::Starting,
+            Health::Restarting { .. } => CardState::Restarting,
+            Health::Ready if self.in_flight.is_some() => CardState::Busy,
+            Health::Ready => CardState::Ready,
         }
     }
 

@@ -59,8 +59,8 @@ pub use claims::Reserver;
 pub use listener::Job;
 use reductions::{open_reductions, open_upgrades};
 pub use report::{
-    CardStatus, Freed, JobInfo, Kept, PlanReport, PlannedStage, ReservationStatus, Reserved, StatusReport,
-    UnloadReport,
+    CardState, CardStatus, Freed, JobInfo, Kept, PlanReport, PlannedStage, ReservationStatus, Reserved,
+    StageVerdict, StatusReport, UnloadReport,
 };
 use request::{OpenModels, Reply, Submission};
 use shell::Shell;

@@ -11,7 +11,7 @@ use residency::{
 use super::placing::Placement;
 use super::record::JobRecord;
 use super::reductions::Reduction;
-use super::report::{PlanReport, PlannedStage};
+use super::report::{PlanReport, PlannedStage, StageVerdict};
 use super::steps::needed;
 use super::view::View;
 use crate::admission::{Admission, choose_rung};
@@ -50,10 +50,12 @@ impl View<'_> {
         });
         Ok(PlanReport {
             card: self.cards[index].description.id.clone(),
-            runs_now: stages.iter().all(|stage| stage.verdict == "run"),
-            fits: stages.iter().all(|stage| match (stage.verdict, stage.cause) {
-                ("run", _) => true,
-                (_, cause) => matches!(cause, Some(WaitCause::Leases | WaitCause::LateEviction)),
+            runs_now: stages.iter().all(|stage| stage.verdict == StageVerdict::Run),
+            fits: stages.iter().all(|stage| match stage.verdict {
+                StageVerdict::Run | StageVerdict::Wait(WaitCause::Leases | WaitCause::LateEviction) => true,
+                StageVerdict::Wait(WaitCause::Foreign | WaitCause::Reservation) | StageVerdict::Never => {
+                    false
+                }
             }),
             upgrades: self.in_formats(job, index, &job.upgrades),
             stages,
@@ -88,15 +90,14 @@ impl View<'_> {
         let admission = choose_rung(ledger, &need, self.policy(job, card), ledger_now);
         let cached = self.is_cached(job, step, dtype);
         let last = need.rungs().len().saturating_sub(1);
-        let cause = match admission {
-            Admission::Wait { cause, .. } if !cached => Some(cause),
-            _ => None,
-        };
         let (rung, verdict, moves, capacity): (usize, _, Vec<Move>, _) = match admission {
-            _ if cached => (0, "run", Vec::new(), None),
-            Admission::Run { rung, moves } => (rung, "run", moves, None),
-            Admission::Wait { rung, .. } => (rung, "wait", Vec::new(), Some(ledger.total())),
-            Admission::Never { capacity, .. } => (last, "never", Vec::new(), Some(capacity)),
+            _ if cached => (0, StageVerdict::Run, Vec::new(), None),
+            Admission::Run { rung, moves } => (rung, StageVerdict::Run, moves, None),
+            Admission::Wait { rung, cause, .. } => {
+                let total = ledger.total();
+                (rung, StageVerdict::Wait(cause), Vec::new(), Some(total))
+            }
+            Admission::Never { capacity, .. } => (last, StageVerdict::Never, Vec::new(), Some(capacity)),
         };
         let chosen = need.rungs().get(rung);
         let scratch = chosen.map_or(Bytes::ZERO, |rung| rung.scratch);
@@ -116,7 +117,6 @@ impl View<'_> {
             scratch_learned: self.learned.knows_scratch(&need, &label, family, description),
             moves,
             verdict,
-            cause,
             shortfall: capacity.map(|capacity| Shortfall {
                 capacity,
                 ..self.cards[card].shortfall(&need, need.least().peak())

@@ -16,7 +16,7 @@ use super::request::OpenModels;
 use super::steps::{Model, Step, StepKind, Steps, decodable};
 use super::swap::Swap;
 use crate::error::{Error, Shortfall};
-use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
+use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobState, JobWork, Run, StageName};
 use crate::library::Entry;
 use crate::messages::Shortage;
 use crate::need::{Need, named};
@@ -60,12 +60,12 @@ impl State {
         }
     }
 
-    /// As lists name it.
-    pub(super) fn name(&self) -> &'static str {
+    /// As lists show it.
+    pub(super) fn listed(&self) -> JobState {
         match self {
-            State::Queued { .. } | State::Reopening | State::OutOfMemory(_) => "queued",
-            State::Waiting { .. } => "waiting",
-            State::Running { .. } => "running",
+            State::Queued { .. } | State::Reopening | State::OutOfMemory(_) => JobState::Queued,
+            State::Waiting { .. } => JobState::Waiting,
+            State::Running { .. } => JobState::Running,
         }
     }
 }

@@ -9,7 +9,7 @@ use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, WaitCause};
 
 use super::claims::Reserver;
 use crate::error::{Error, Fallback, Shortfall};
-use crate::job::{JobId, Priority, StageName};
+use crate::job::{JobId, JobState, Priority, StageName};
 use crate::messages::KeptBecause;
 
 /// A job as lists show it.
@@ -21,8 +21,8 @@ pub struct JobInfo {
     pub client: String,
     /// Its share.
     pub priority: Priority,
-    /// `queued`, `waiting`, `running`, `done`, `failed`, `cancelled`.
-    pub state: &'static str,
+    /// Where it is on its way, or how it ended.
+    pub state: JobState,
     /// The call: `GenerateImage`, `EncodeImage`, `DecodeLatent`, `Load`.
     pub kind: &'static str,
     /// Key of its entry.
@@ -61,6 +61,28 @@ pub struct PlanReport {
     pub upgrades: Vec<Fallback>,
 }
 
+/// Whether a stage of a plan would run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StageVerdict {
+    /// Now, after its moves.
+    Run,
+    /// Once what is named lets go of memory.
+    Wait(WaitCause),
+    /// Never on this card.
+    Never,
+}
+
+impl StageVerdict {
+    /// Its name in the public API.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            StageVerdict::Run => "run",
+            StageVerdict::Wait(_) => "wait",
+            StageVerdict::Never => "never",
+        }
+    }
+}
+
 /// One stage of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlannedStage {
@@ -78,11 +100,9 @@ pub struct PlannedStage {
     pub scratch_learned: bool,
     /// What would be moved.
     pub moves: Vec<Move>,
-    /// `run`, `wait`, `never`.
-    pub verdict: &'static str,
-    /// What it would wait for; `None` unless the verdict is `wait`.
-    pub cause: Option<WaitCause>,
-    /// Set unless the verdict is `run`.
+    /// Whether it would run.
+    pub verdict: StageVerdict,
+    /// Set unless it would run.
     pub shortfall: Option<Shortfall>,
     /// Label of the rung.
     pub chunking: String,
@@ -161,6 +181,35 @@ pub struct StatusReport {
     pub users: Arc<BTreeMap<ComponentId, Vec<String>>>,
 }
 
+/// What the worker of a card is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CardState {
+    Starting,
+    /// It has nothing to do.
+    Ready,
+    /// It has an order.
+    Busy,
+    /// It was lost, and another is started.
+    Restarting,
+}
+
+impl CardState {
+    /// Its name in the public API.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            CardState::Starting => "starting",
+            CardState::Ready => "ready",
+            CardState::Busy => "busy",
+            CardState::Restarting => "restarting",
+        }
+    }
+
+    /// Whether a worker is there that takes orders.
+    pub fn is_ready(self) -> bool {
+        matches!(self, CardState::Ready | CardState::Busy)
+    }
+}
+
 /// A card and its worker.
 #[derive(Clone, Debug)]
 pub struct CardStatus {
@@ -169,8 +218,8 @@ pub struct CardStatus {
     /// What computes attention on it: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`; empty
     /// while no worker is ready.
     pub attention: String,
-    /// `starting`, `ready`, `busy`, `restarting`.
-    pub state: &'static str,
+    /// What its worker is doing.
+    pub state: CardState,
     /// Which worker process it is on; 0 before the first is ready.
     pub generation: u64,
     /// Workers that were lost.

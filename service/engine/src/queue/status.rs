@@ -14,7 +14,7 @@ impl View<'_> {
         let cards = self.cards.iter().enumerate().map(|(index, card)| CardStatus {
             description: card.description.clone(),
             attention: card.attention.clone(),
-            state: card.state_name(),
+            state: card.state(),
             generation: card.generation,
             restarts: card.restarts,
             problem: card.problem.clone(),
@@ -62,7 +62,7 @@ impl View<'_> {
             id: job.id.clone(),
             client: job.options.client.clone(),
             priority: job.options.priority,
-            state: job.state.name(),
+            state: job.state.listed(),
             kind: job.kind_name(),
             model_key: job.entry.key.clone(),
             card: card.map(|card| card.description.id.clone()).unwrap_or_default(),

@@ -181,7 +181,7 @@ impl<'a> View<'a> {
         let states = self
             .cards
             .iter()
-            .map(|c| format!("{} is {}", c.description.id, c.state_name()));
+            .map(|c| format!("{} is {}", c.description.id, c.state().as_str()));
         Error::CardNotReady(states.collect::<Vec<_>>().join(", "))
     }
 

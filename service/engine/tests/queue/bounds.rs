@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobSpec};
+use engine::job::{JobEventKind, JobSpec, JobState};
 use engine::queue::{Job, Queue, Settings};
 use pipelines::InitImage;
 use residency::Bytes;
@@ -38,13 +38,13 @@ async fn the_latest_deadline_of_joined_clients_counts() {
         ([10, 2], 5_000, Ok(())),
         ([2, 0], 5_000, Ok(())),
         ([0, 2], 5_000, Ok(())),
-        ([2, 4], 5_000, Err("running")),
+        ([2, 4], 5_000, Err(JobState::Running)),
     ] {
         let (queue, mut worker) = one_card().await;
         let mut first = queue.submit(keyed(deadlines[0], false)).await.unwrap();
         let mut second = queue.submit(keyed(deadlines[1], false)).await.unwrap();
         worker.work(work_ms).await;
-        let expected = ends.map_err(|state: &str| Error::Deadline { state: state.into() });
+        let expected = ends.map_err(|state| Error::Deadline { state });
         assert_eq!(end(&mut first).await, expected, "{deadlines:?}");
         assert_eq!(end(&mut second).await, expected, "{deadlines:?}");
     }
@@ -91,7 +91,7 @@ async fn a_listener_that_does_not_read_is_closed_and_its_job_cancelled() {
         "{seen:?}"
     );
     let ended = queue.jobs(true).await;
-    assert_eq!((ended.len(), ended[0].state), (1, "cancelled"));
+    assert_eq!((ended.len(), ended[0].state), (1, JobState::Cancelled));
     at_rest(&queue).await;
 }
 
@@ -125,7 +125,7 @@ async fn a_detached_job_continues_without_slow_listeners() {
         worker.work(1).await;
     }
     assert!(matches!(end(&mut job).await, Err(Error::SlowReader { .. })));
-    assert_eq!(queue.jobs(true).await[0].state, "done");
+    assert_eq!(queue.jobs(true).await[0].state, JobState::Done);
     at_rest(&queue).await;
 }
 

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use engine::job::JobEventKind;
+use engine::job::{JobEventKind, JobState};
 use engine::messages::{Answer, Command, Event, Failure, Outcome};
-use engine::queue::{Job, Queue, Settings};
+use engine::queue::{CardState, Job, Queue, Settings};
 use engine::{CancelledBy, Error};
 use residency::{Accounts, Bytes};
 use tokio::time::Instant;
@@ -57,7 +57,7 @@ async fn a_worker_that_is_ready_says_what_it_and_others_hold_with_the_same_word(
     worker.ready(); // and no snapshot follows
     settle().await;
     let status = queue.status_now().await;
-    assert_eq!(status.cards[0].state, "ready");
+    assert_eq!(status.cards[0].state, CardState::Ready);
     let found = accounts(&queue).await;
     assert_eq!(
         (found.context, found.foreign, found.free),
@@ -81,7 +81,7 @@ async fn what_a_worker_takes_by_being_started_is_booked_until_it_says_what_it_to
     worker.die();
     settle().await;
     let status = queue.status_now().await;
-    assert_eq!(status.cards[0].state, "restarting");
+    assert_eq!(status.cards[0].state, CardState::Restarting);
     let found = accounts(&queue).await;
     assert_eq!((found.context, found.components), (Bytes::gib(3), Bytes::ZERO));
     assert_eq!(found.free, CARD - Bytes::gib(3));
@@ -374,7 +374,7 @@ async fn three(deadline: Option<Duration>) -> (engine::queue::Queue, crate::work
     let queued = queue.submit(with(load("b", "q", &["vae"]))).await.unwrap();
     settle().await;
     let states: Vec<_> = queue.jobs(false).await.iter().map(|job| job.state).collect();
-    assert_eq!(states, ["running", "waiting", "queued"]);
+    assert_eq!(states, [JobState::Running, JobState::Waiting, JobState::Queued]);
     (queue, worker, [running, waiting, queued])
 }
 
@@ -449,9 +449,9 @@ async fn the_list_of_jobs_says_who_cancelled_a_job_and_how() {
     assert_eq!(
         told,
         [
-            ("cancelled", Some(Error::Cancelled(unloaded.clone()))),
-            ("cancelled", left),
-            ("cancelled", by("bob@desk")),
+            (JobState::Cancelled, Some(Error::Cancelled(unloaded.clone()))),
+            (JobState::Cancelled, left),
+            (JobState::Cancelled, by("bob@desk")),
         ]
     );
     assert_eq!(unloaded.to_string(), "cancelled: ann@box unloaded b by force");
@@ -467,8 +467,9 @@ async fn deadlines_end_jobs_in_every_state() {
         panic!()
     };
     worker.finish(order.ticket, Outcome::Cancelled);
-    for (mut job, state) in jobs.into_iter().zip(["running", "waiting", "queued"]) {
-        assert_eq!(end(&mut job).await, Err(Error::Deadline { state: state.into() }));
+    let states = [JobState::Running, JobState::Waiting, JobState::Queued];
+    for (mut job, state) in jobs.into_iter().zip(states) {
+        assert_eq!(end(&mut job).await, Err(Error::Deadline { state }));
     }
     at_rest(&queue).await;
 }
@@ -537,7 +538,10 @@ async fn a_new_worker_gets_the_claims_and_reloads_pinned_components_first() {
     let status = queue.status();
     tokio::time::sleep(Duration::from_secs(1)).await;
     let card = status.borrow().cards[0].clone();
-    assert_eq!((card.state, card.generation, card.restarts), ("ready", 2, 1));
+    assert_eq!(
+        (card.state, card.generation, card.restarts),
+        (CardState::Ready, 2, 1)
+    );
     assert_eq!(card.attention, "own kernels: for a test");
     worker.say(Event::Finished {
         ticket: order.ticket,
@@ -637,7 +641,7 @@ async fn the_outcome_of_a_stale_attempt_is_ignored() {
     worker.ready();
     let second = worker.order().await;
     worker.finish(first.ticket, completed(&first, Vec::new()));
-    assert!(worker.is_idle().await && queue.jobs(false).await[0].state == "running");
+    assert!(worker.is_idle().await && queue.jobs(false).await[0].state == JobState::Running);
     worker.complete(&second);
     end(&mut job).await.unwrap();
     at_rest(&queue).await;

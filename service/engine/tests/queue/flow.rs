@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use engine::job::{JobEventKind, JobSpec};
 use engine::messages::{Command, Outcome, Work};
-use engine::queue::Settings;
+use engine::queue::{Settings, StageVerdict};
 use engine::{ChangedTo, Error};
 use pipelines::{Image, InitImage, Mask, Role};
-use residency::{Bytes, Policy};
+use residency::{Bytes, Policy, WaitCause};
 
 use crate::fixture::{REDUCTIONS, brought, decode, image_of, picture, run_of};
 use crate::worker::{
@@ -550,7 +550,7 @@ async fn a_plan_is_a_dry_run() {
     worker.set_foreign(Bytes::gib(20));
     crate::worker::settle().await;
     let plan = queue.plan(picture("a", "me", "a cat"), "sim:0").await.unwrap();
-    assert_eq!(plan.stages[1].verdict, "wait");
+    assert_eq!(plan.stages[1].verdict, StageVerdict::Wait(WaitCause::Foreign));
     assert!(plan.stages[1].shortfall.is_some() && !plan.runs_now && worker.is_idle().await);
     at_rest(&queue).await;
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobSpec};
+use engine::job::{JobEventKind, JobSpec, JobState};
 use engine::messages::{Command, Failure, Order, Outcome, Progress, Work};
 use residency::Bytes;
 use tokio::time::Instant;
@@ -374,7 +374,7 @@ async fn a_client_that_always_has_a_round_to_run_does_not_keep_others_waiting() 
             .jobs(true)
             .await
             .iter()
-            .filter(|job| job.state == "done")
+            .filter(|job| job.state == JobState::Done)
             .count();
         while session.len() < 8 + ended {
             session.push(queue.submit(in_rounds(3, "session", "one")).await.unwrap());

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use engine::job::{JobEvent, JobEventKind};
+use engine::job::{JobEvent, JobEventKind, JobState};
 use engine::library::Entry;
 use engine::messages::{Answer, Command, Outcome, Shortage, Work};
 use engine::queue::{Job, Queue, Settings};
@@ -162,7 +162,7 @@ async fn a_waiting_job_starts_as_soon_as_it_fits() {
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     worker.work(1).await;
     tokio::time::sleep(Duration::from_millis(1210)).await;
-    assert_eq!(queue.jobs(false).await[0].state, "waiting");
+    assert_eq!(queue.jobs(false).await[0].state, JobState::Waiting);
     assert!(worker.try_next().is_none());
     worker.set_foreign(Bytes::gib(2));
     settle().await;
@@ -392,7 +392,7 @@ async fn a_job_behind_a_hold_is_queued_and_spends_no_patience() {
     assert!(worker.is_idle().await);
     let mut job = queue.submit(load("b", "other", &["transformer"])).await.unwrap();
     tokio::time::sleep(Duration::from_secs(60)).await;
-    assert_eq!(queue.jobs(false).await[0].state, "queued");
+    assert_eq!(queue.jobs(false).await[0].state, JobState::Queued);
     for _ in 0..6 {
         let mut small = queue.submit(load("a", "me", &["vae"])).await.unwrap();
         worker.work(1).await;
@@ -521,7 +521,7 @@ async fn patience_is_not_spent_while_own_jobs_block() {
     let lease = worker.ledger.lease(&need, worker.now()).unwrap();
     worker.set_foreign(Bytes::gib(12));
     tokio::time::sleep(Duration::from_secs(60)).await;
-    assert_eq!(queue.jobs(false).await[0].state, "queued");
+    assert_eq!(queue.jobs(false).await[0].state, JobState::Queued);
     worker.ledger.release(lease, worker.now()).unwrap();
     worker.set_foreign(Bytes::gib(14));
     worker.deliver(&order);

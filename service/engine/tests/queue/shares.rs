@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, Priority};
+use engine::job::{JobEventKind, JobState, Priority};
 use engine::messages::{Command, Progress};
 use engine::queue::{Job, Queue, Settings};
 use residency::Bytes;
@@ -200,7 +200,7 @@ async fn a_job_is_cancelled_with_its_last_listener_unless_detached() {
     assert_eq!(ticket, order.ticket);
     worker.finish(ticket, engine::messages::Outcome::Cancelled);
     at_rest(&queue).await;
-    assert_eq!(queue.jobs(true).await[0].state, "cancelled");
+    assert_eq!(queue.jobs(true).await[0].state, JobState::Cancelled);
 
     spec.options.idempotency_key = "other".into();
     spec.options.detach = true;
@@ -209,7 +209,7 @@ async fn a_job_is_cancelled_with_its_last_listener_unless_detached() {
         worker.work(10).await;
     }
     at_rest(&queue).await;
-    assert_eq!(queue.jobs(true).await[0].state, "done");
+    assert_eq!(queue.jobs(true).await[0].state, JobState::Done);
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobReport, JobWork};
+use engine::job::{JobEventKind, JobReport, JobState, JobWork};
 use engine::messages::{Command, Failure, Order, Outcome, Shortage};
 use engine::queue::{Job, Queue, Settings};
 use residency::{Bytes, WaitCause};
@@ -445,7 +445,10 @@ async fn jobs_of_the_old_model_queue_during_a_swap_without_spending_patience() {
         .into_iter()
         .map(|job| (job.kind, job.state))
         .collect();
-    assert_eq!(states, [("Load", "waiting"), ("GenerateImage", "queued")]);
+    assert_eq!(
+        states,
+        [("Load", JobState::Waiting), ("GenerateImage", JobState::Queued)]
+    );
     worker.set_foreign(Bytes::ZERO);
     let mut orders = Vec::new();
     let whose = |order: &Order| match order.job == *waiting.id {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use engine::library::Library;
-use engine::queue::{CardSlot, Queue, Settings};
+use engine::queue::{CardSlot, CardState, Queue, Settings};
 use gpu::{SimulatedCard, SimulatedSettings};
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -471,7 +471,7 @@ impl<'a> World<'a> {
                 .ledger
                 .as_ref()
                 .is_some_and(|ledger| **ledger == *card.ledger);
-            if card.state != "ready" || card.generation != slot.generation || !same {
+            if card.state != CardState::Ready || card.generation != slot.generation || !same {
                 let what = format!("the queue's card is {card:#?}");
                 return Err((Invariant::TheQueueRests, what));
             }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use engine::Error;
 use engine::job::{JobOptions, JobSpec, JobWork, Run};
 use engine::library::Entry;
-use engine::queue::PlanReport;
+use engine::queue::{PlanReport, StageVerdict};
 use pipelines::{
     AdapterFile, AdapterUse, Medium, Preset, Quantization, Role, StrengthCurve, is_control_net_folder,
 };
@@ -103,7 +103,11 @@ impl Service {
                 return Ok(Chosen::new(entry, &reason));
             }
             refused.get_or_insert_with(|| reason_against(&entry.quantization, &plan));
-            if plan.stages.iter().all(|stage| stage.verdict != "never") {
+            if plan
+                .stages
+                .iter()
+                .all(|stage| stage.verdict != StageVerdict::Never)
+            {
                 possible = Some(entry);
             }
         }
@@ -150,12 +154,7 @@ impl Service {
     /// Returns when some card is ready: a plan needs its memory. At the start of a service that takes a moment.
     async fn wait_for_card(&self) -> Result<(), Error> {
         let mut reports = self.queue.status();
-        let is_ready = reports.wait_for(|report| {
-            report
-                .cards
-                .iter()
-                .any(|card| matches!(card.state, "ready" | "busy"))
-        });
+        let is_ready = reports.wait_for(|report| report.cards.iter().any(|card| card.state.is_ready()));
         match tokio::time::timeout(READY_LIMIT, is_ready).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(_)) => Err(Error::ShuttingDown),

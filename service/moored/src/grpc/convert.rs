@@ -205,7 +205,7 @@ pub(super) fn job_out(job: &JobInfo) -> v1::JobInfo {
         id: job.id.to_string(),
         client_id: job.client.clone(),
         priority: priority_out(job.priority),
-        state: job.state.to_owned(),
+        state: job.state.as_str().to_owned(),
         kind: job.kind.to_owned(),
         model_key: job.model_key.clone(),
         card: job.card.clone(),

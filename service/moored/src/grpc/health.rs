@@ -53,7 +53,7 @@ async fn tell_all(
 ) {
     let mut any = false;
     for card in &report.cards {
-        let serves = !down && matches!(card.state, "ready" | "busy");
+        let serves = !down && card.state.is_ready();
         any |= serves;
         let name = format!("moored.card.{}", card.description.id);
         tell(reporter, told, name, serves).await;
@@ -77,7 +77,7 @@ async fn tell(reporter: &HealthReporter, told: &mut BTreeMap<String, bool>, serv
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::queue::CardStatus;
+    use engine::queue::{CardState, CardStatus};
     use gpu::{CardDescription, CardKind};
     use residency::{Bytes, Ledger, Millis};
     use tonic_health::pb::HealthCheckRequest;
@@ -107,7 +107,7 @@ mod tests {
                 problem: String::new(),
                 description,
                 attention: String::new(),
-                state: "ready",
+                state: CardState::Ready,
                 generation: 1,
                 restarts: 0,
                 ledger: Arc::new(Ledger::new(total, Bytes::ZERO)),

@@ -515,7 +515,7 @@ fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
         name: card.description.name.clone(),
         kind: kind_out(card.description.kind),
         attention: card.attention.clone(),
-        state: card.state.to_owned(),
+        state: card.state.as_str().to_owned(),
         memory: Some(memory_out(&card.ledger.summary())),
         residents: card
             .ledger
@@ -590,7 +590,7 @@ fn planned_out(stage: &PlannedStage) -> v1::PlannedStage {
         scratch_bytes: stage.scratch.0,
         scratch_learned: stage.scratch_learned,
         moves: stage.moves.iter().map(move_out).collect(),
-        verdict: stage.verdict.to_owned(),
+        verdict: stage.verdict.as_str().to_owned(),
         shortfall: stage.shortfall.as_ref().map(shortfall_out),
         chunking: stage.chunking.clone(),
         approximate: stage.approximate,

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::Core;
 use crate::error::Error;
-use crate::job::{JobEventKind, JobId};
+use crate::job::{JobEventKind, JobId, JobState};
 use crate::queue::record::{JobRecord, State};
 use crate::queue::steps::{Model, StepKind};
 
@@ -101,15 +101,15 @@ impl Core {
         log_end(&job, &info.card, &result);
         match result {
             Ok(()) => {
-                info.state = "done";
+                info.state = JobState::Done;
                 let mut report = std::mem::take(&mut job.report);
                 report.seed = job.seed();
                 job.emit(now, JobEventKind::Done(Arc::new(report)));
             }
             Err(error) => {
                 info.state = match error {
-                    Error::Cancelled(_) => "cancelled",
-                    _ => "failed",
+                    Error::Cancelled(_) => JobState::Cancelled,
+                    _ => JobState::Failed,
                 };
                 info.error = Some(error.clone());
                 job.emit(now, JobEventKind::Failed(error));

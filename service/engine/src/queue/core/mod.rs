@@ -38,7 +38,7 @@ use super::unloads::{PendingTrim, PendingUnload};
 use super::view::View;
 use super::{CardSignal, Settings};
 use crate::error::{CancelledBy, Error};
-use crate::job::{JobId, JobSpec};
+use crate::job::{JobId, JobSpec, JobState};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Ticket};
 
@@ -314,9 +314,8 @@ impl Core {
     fn stop_late_jobs(&mut self, now: Instant) {
         let live = self.jobs.values().filter(|job| !job.is_ending());
         let late = live.filter(|job| job.deadline().is_some_and(|at| at <= now));
-        let late: Vec<(JobId, &str)> = late.map(|job| (job.id.clone(), job.state.name())).collect();
+        let late: Vec<(JobId, JobState)> = late.map(|job| (job.id.clone(), job.state.listed())).collect();
         for (id, state) in late {
-            let state = state.to_owned();
             self.stop(&id, Error::Deadline { state }, now);
         }
     }
