@@ -17,6 +17,7 @@ mod proto;
 mod serve;
 mod sessions;
 mod telemetry;
+mod threads;
 mod tracks;
 
 use std::process::ExitCode;

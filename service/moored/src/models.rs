@@ -17,6 +17,7 @@ use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 use crate::config::Models as Settings;
 use crate::hub;
 use crate::proto::v1;
+use crate::threads::on_thread;
 use adapters::FoundAdapter;
 use listing::Listing;
 
@@ -163,8 +164,7 @@ impl Models {
     /// As [`Models::resolve`], on a blocking thread, since folders may be scanned.
     pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         let models = self.clone();
-        let resolved = tokio::task::spawn_blocking(move || models.resolve(model.as_ref())).await;
-        resolved.map_err(|panic| Error::Internal(panic.to_string()))?
+        on_thread(move || models.resolve(model.as_ref())).await?
     }
 
     /// Resolves a reference to the entry that it means.

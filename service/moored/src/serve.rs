@@ -138,7 +138,7 @@ pub(crate) async fn run(
         max_message: config.service.max_message,
         policy,
         workers,
-        decoding: grpc::decoding_permits(),
+        decoding: grpc::Decoding::new(),
         encodings: limits.encodings(),
         media: limits.media(config.queue.latent_ttl),
         limits,

@@ -26,6 +26,7 @@ use crate::models::Models;
 use crate::pictures::Recipe;
 use crate::proto::v1;
 use crate::proto::v1::generation_server::Generation;
+use crate::threads::on_thread;
 
 #[tonic::async_trait]
 impl Generation for Service {
@@ -145,7 +146,7 @@ impl Generation for Service {
         request: Request<Streaming<v1::MediaChunk>>,
     ) -> Result<Response<v1::MediaInfo>, Status> {
         let client = Caller::of(&request).client();
-        let info = self.media.receive(request.into_inner(), client).await?;
+        let info = self.media.receive(request.into_inner(), client, &self.decoding).await?;
         Ok(Response::new(info))
     }
 
@@ -347,9 +348,8 @@ impl Service {
         }
         let ids: Vec<String> = controls.iter().map(|control| control.id.clone()).collect();
         let models = self.models.clone();
-        let with = tokio::task::spawn_blocking(move || models.with_control_nets(&entry, &ids)).await;
-        with.map_err(|panic| Error::Internal(panic.to_string()))?
-            .map(Arc::new)
+        let with = on_thread(move || models.with_control_nets(&entry, &ids)).await?;
+        with.map(Arc::new)
     }
 
     async fn start_encode(

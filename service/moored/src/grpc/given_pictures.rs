@@ -7,7 +7,6 @@ use bytes::Bytes;
 use engine::Error;
 use engine::library::Entry;
 use pipelines::{Clip, ControlUse, InitImage, Mask, Medium, Model, Request};
-use tokio::sync::Semaphore;
 
 use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
 use super::limits::{Client, Taken};
@@ -17,18 +16,10 @@ use super::status::invalid;
 use crate::models::Models;
 use crate::pictures::{self, PictureError};
 use crate::proto::v1;
-
-/// Most pictures that are decoded at a time: each may take half a GiB meanwhile.
-const DECODED_AT_ONCE: usize = 4;
+use crate::threads::on_thread;
 
 const MASK: &str = "mask";
 const REFERENCES: &str = "references";
-
-/// Permits to decode clients' pictures, for a service.
-pub(crate) fn decoding_permits() -> Arc<Semaphore> {
-    let processors = std::thread::available_parallelism().map_or(2, usize::from);
-    Arc::new(Semaphore::new(processors.min(DECODED_AT_ONCE)))
-}
 
 /// A picture of a request, encoded.
 pub(super) struct GivenPicture {
@@ -99,7 +90,8 @@ impl Service {
     pub(super) async fn given_picture(&self, field: &str, data: Bytes) -> Result<GivenPicture, Error> {
         let encoded = data.clone();
         // A header is small: it does not wait for pictures that are decoded.
-        let size = on_thread(field, move || pictures::size_of(&encoded)).await?;
+        let size = on_thread(move || pictures::size_of(&encoded)).await?;
+        let size = size.map_err(|problem| invalid(field, problem.to_string()))?;
         Ok(GivenPicture {
             field: field.to_owned(),
             data,
@@ -177,10 +169,8 @@ impl Service {
             return Ok(None);
         }
         let (asked, model) = (request.clone(), model.clone());
-        let planned = tokio::task::spawn_blocking(move || model.plan(&asked)).await;
-        planned
-            .map_err(|panic| Error::Internal(panic.to_string()))?
-            .map_err(Error::Invalid)?;
+        let planned = on_thread(move || model.plan(&asked)).await?;
+        planned.map_err(Error::Invalid)?;
         let taken = self.limits.picture_bytes().take(client, picture_bytes(request));
         let taken = taken.map_err(|exceeded| Error::ClientLimit(words_of_excess(exceeded)))?;
         match &mut request.medium {
@@ -214,31 +204,15 @@ impl Service {
         Ok(())
     }
 
-    /// Decodes within the permits. A request that is cancelled meanwhile keeps its permit to the end of the decoding.
+    /// Decodes the picture of a field when it is its turn.
     async fn decoded<T: Send + 'static>(
         &self,
         field: &str,
         decode: impl FnOnce() -> Result<T, PictureError> + Send + 'static,
     ) -> Result<T, Error> {
-        let turn = self.decoding.clone().acquire_owned().await;
-        let turn = turn.map_err(|closed| Error::Internal(closed.to_string()))?;
-        let decode = move || {
-            let decoded = decode();
-            drop(turn);
-            decoded
-        };
-        on_thread(field, decode).await
+        let decoded = self.decoding.run(decode).await?;
+        decoded.map_err(|problem| invalid(field, problem.to_string()))
     }
-}
-
-/// Runs what reads a picture on a thread that may block.
-async fn on_thread<T: Send + 'static>(
-    field: &str,
-    read: impl FnOnce() -> Result<T, PictureError> + Send + 'static,
-) -> Result<T, Error> {
-    let read = tokio::task::spawn_blocking(read).await;
-    read.map_err(|panic| Error::Internal(panic.to_string()))?
-        .map_err(|problem| invalid(field, problem.to_string()))
 }
 
 /// The ControlNets of a request to an entry, with pictures of this size without their data.

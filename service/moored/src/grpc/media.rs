@@ -12,6 +12,7 @@ use pipelines::{Clip, MediaFormat};
 use tokio::time::Instant;
 use tonic::{Status, Streaming};
 
+use super::decoding::Decoding;
 use super::limits::{Budget, Client, Exceeded, Taken};
 use super::status::{client_limit, invalid, short, status_of};
 use super::stream::{format_out, raw_media_type};
@@ -19,6 +20,7 @@ use crate::pictures;
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format as OfArtifact;
 use crate::proto::v1::media_info::Format;
+use crate::threads::on_thread;
 use crate::tracks::{self, TrackError, TrackFormat};
 
 /// Media of a client, as requests use it.
@@ -59,6 +61,7 @@ impl MediaStore {
         self: &Arc<MediaStore>,
         mut chunks: Streaming<v1::MediaChunk>,
         client: Client,
+        decoding: &Decoding,
     ) -> Result<v1::MediaInfo, Status> {
         let mut taken = self.bound.nothing(client);
         let mut info: Option<v1::MediaInfo> = None;
@@ -74,17 +77,7 @@ impl MediaStore {
         data.shrink_to_fit(); // what is held is what is counted
         let data = Bytes::from(data);
         let info = info.ok_or_else(|| status_of(&invalid("info", "is missing on the first chunk")))?;
-        let work = tokio::task::spawn_blocking(move || {
-            let media = read(&info, data, &mut taken)?;
-            Ok::<_, Refusal>((media, taken))
-        });
-        let read = work.await;
-        let (media, taken) = read
-            .map_err(|panic| status_of(&Error::Internal(panic.to_string())))?
-            .map_err(|refusal| match refusal {
-                Refusal::Invalid(problem) => status_of(&problem),
-                Refusal::NoRoom(exceeded) => refused(exceeded),
-            })?;
+        let (media, taken) = read_on_thread(info, data, taken, decoding).await?;
         Ok(self.put(media, taken))
     }
 
@@ -187,6 +180,29 @@ impl From<TrackError> for Refusal {
     fn from(problem: TrackError) -> Refusal {
         Refusal::Invalid(invalid("chunk", problem.to_string()))
     }
+}
+
+/// As [`read`], on a thread that may block; a picture is decoded when it is its turn.
+async fn read_on_thread(
+    info: v1::MediaInfo,
+    data: Bytes,
+    mut taken: Taken,
+    decoding: &Decoding,
+) -> Result<(Media, Taken), Status> {
+    let is_picture = info.media_type.starts_with("image/");
+    let work = move || {
+        let media = read(&info, data, &mut taken)?;
+        Ok::<_, Refusal>((media, taken))
+    };
+    let read = match is_picture {
+        true => decoding.run(work).await,
+        false => on_thread(work).await,
+    };
+    read.map_err(|panic| status_of(&panic))?
+        .map_err(|refusal| match refusal {
+            Refusal::Invalid(problem) => status_of(&problem),
+            Refusal::NoRoom(exceeded) => refused(exceeded),
+        })
 }
 
 /// Media as its description says. `taken` has the bytes that came; what they are decoded to is taken beside them as it is
@@ -412,6 +428,29 @@ mod tests {
         file.add(0, &vec![0; 32_000].into()).unwrap();
         let file = file.finish().unwrap();
         file.read(&mut Default::default(), usize::MAX / 2).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_picture_waits_for_its_turn_to_be_decoded_and_a_track_does_not() {
+        let decoding = Decoding::new();
+        let picture = Bytes::from(pictures::png(1, 1, &[1, 2, 3], None).unwrap());
+        let reading = |media_type: &str, data: Bytes| {
+            let info = v1::MediaInfo {
+                media_type: media_type.to_owned(),
+                ..Default::default()
+            };
+            let taken = Budget::new(u64::MAX, u64::MAX).nothing(None);
+            read_on_thread(info, data, taken, &decoding)
+        };
+        let turns = decoding.all_turns();
+        let mut waiting = Box::pin(reading("image/png", picture.clone()));
+        // The clock stands while a thread works: this time is over only where none does.
+        let early = tokio::time::timeout(Duration::from_secs(1), &mut waiting).await;
+        assert!(early.is_err(), "it is decoded before its turn");
+        reading("audio/flac", silence()).await.unwrap();
+        drop(turns);
+        let (media, _) = waiting.await.unwrap();
+        assert_eq!(media, Media::Picture(picture));
     }
 
     #[test]

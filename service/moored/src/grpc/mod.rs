@@ -6,6 +6,7 @@ mod auth;
 mod caller;
 mod choose;
 mod convert;
+mod decoding;
 mod encodings;
 mod generation;
 mod given_pictures;
@@ -24,6 +25,6 @@ mod status;
 mod stream;
 
 pub(crate) use auth::Token;
-pub(crate) use given_pictures::decoding_permits;
+pub(crate) use decoding::Decoding;
 pub(crate) use limits::Limits;
 pub(crate) use server::{Service, policy_name, serve};

@@ -8,13 +8,14 @@ use engine::queue::Queue;
 use gpu::CardDescription;
 use residency::{Bytes, Policy};
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tonic::service::Routes;
 use tonic::transport::Server as Transport;
 use tonic::{Request, Response, Status};
 
 use super::auth::Token;
 use super::caller::Caller;
+use super::decoding::Decoding;
 use super::encodings::Encodings;
 use super::health;
 use super::limits::{Limited, Limits};
@@ -73,8 +74,7 @@ pub(crate) struct Service {
     pub(crate) policy: Option<Policy>,
     pub(crate) host: Arc<Host>,
     pub(crate) workers: WorkerPids,
-    /// Permits to decode clients' pictures.
-    pub(crate) decoding: Arc<Semaphore>,
+    pub(crate) decoding: Decoding,
     /// Bounds on what clients have open.
     pub(crate) limits: Arc<Limits>,
     pub(crate) encodings: Arc<Encodings>,
