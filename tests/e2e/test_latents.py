@@ -97,6 +97,28 @@ def test_a_latent_of_several_messages_is_uploaded_unchanged(painting_client: moo
     assert np.array_equal(painting_client.get_latent(brought).array, numbers)
 
 
+def test_a_latent_of_many_tensors_is_uploaded_unchanged(painting_client: moored.Client) -> None:
+    vae_id = kept(painting_client).latents[0].vae_id
+    # As of a long film in sections, each a tensor; more than a picture of 4096 x 4096 has. Never decoded.
+    numbers = np.zeros((1, 16, 1, 60, 104), dtype="<f4")
+    sections = {f"latent.{number}": numbers + number for number in range(70)}
+    brought = painting_client.put_latent(sections, vae_id=vae_id)
+    read = painting_client.get_latent(brought)
+    assert read.arrays.keys() == sections.keys()
+    for name, section in sections.items():
+        assert np.array_equal(read.arrays[name], section)
+
+
+def test_a_latent_has_as_many_bytes_as_the_store_at_the_most(simulate: Simulate) -> None:
+    one = LATENT_OF_SMALL_BYTES
+    with simulate(arguments=("--set", f"queue.latents={one}B")).client() as client:
+        latent = client.generate_image("", model="small", latent_only=True).latents[0]
+        numbers = client.get_latent(latent).array
+        assert client.put_latent(numbers, vae_id=latent.vae_id).bytes == one
+        with pytest.raises(moored.InvalidRequest, match=r"queue\.latents"):
+            client.put_latent(np.concatenate([numbers, numbers]), vae_id=latent.vae_id)
+
+
 def test_a_changed_latent_decodes_to_another_picture(painting_client: moored.Client) -> None:
     result = kept(painting_client)
     read = painting_client.get_latent(result.latents[0])

@@ -357,6 +357,7 @@ def test_the_latent_of_a_track(simulate: Simulate) -> None:
         decoded = client.decode_audio(latent, model="track")
         assert (decoded.array == whole.array).all()
         assert decoded.sample_rate == SAMPLE_RATE
+        assert decoded.tracks[0].media_type == whole.tracks[0].media_type == "audio/wav"
         near = client.generate_audio(
             "a drum", model="track", seed=8, init_latent=latent, strength=0.004
         )

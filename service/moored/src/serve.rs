@@ -141,6 +141,7 @@ pub(crate) async fn run(
         decoding: grpc::Decoding::new(),
         encodings: limits.encodings(),
         media: limits.media(config.queue.latent_ttl),
+        latents: config.queue.latents,
         limits,
         stopping: stopping_seen,
     };

@@ -124,7 +124,7 @@ impl Generation for Service {
         &self,
         request: Request<Streaming<v1::LatentChunk>>,
     ) -> Result<Response<v1::LatentInfo>, Status> {
-        let (values, decoder_id) = receive_latent(request.into_inner()).await?;
+        let (values, decoder_id) = receive_latent(request.into_inner(), self.latents).await?;
         let info = self
             .queue
             .put_latent(values, decoder_id)
@@ -146,7 +146,10 @@ impl Generation for Service {
         request: Request<Streaming<v1::MediaChunk>>,
     ) -> Result<Response<v1::MediaInfo>, Status> {
         let client = Caller::of(&request).client();
-        let info = self.media.receive(request.into_inner(), client, &self.decoding).await?;
+        let info = self
+            .media
+            .receive(request.into_inner(), client, &self.decoding)
+            .await?;
         Ok(Response::new(info))
     }
 
@@ -430,7 +433,8 @@ impl Service {
             Medium::Video(_) if request.film_output == v1::FilmFormat::Mp4 as i32 => Encoding::Mp4,
             Medium::Video(_) => Encoding::Raw,
             _ if request.output == v1::OutputFormat::RawRgb as i32 => Encoding::Raw,
-            _ => Encoding::Png,
+            Medium::Image(_) => Encoding::Png,
+            Medium::Audio(_) => Encoding::Wav,
         };
         check_output("film_output", encoding, &of_latent)?;
         let run = Run {

@@ -3,21 +3,20 @@
 use engine::Error;
 use futures::StreamExt as _;
 use pipelines::{HostTensor, HostType, Values};
+use residency::Bytes;
 use tonic::{Status, Streaming};
 
 use super::status::{invalid, short, status_of};
 use crate::proto::v1;
 
-/// Largest latent that a client may upload: 4096 x 4096 pixels in f32, sixteen channels.
-const LARGEST_LATENT_BYTES: usize = 16 * 512 * 512 * 4;
-
-/// Most tensors of a latent, and dimensions of each: a decoder takes a few.
-const MOST_TENSORS: usize = 64;
+/// Most tensors of a latent, and dimensions of each. The longest film has 500 sections, each a tensor.
+const MOST_TENSORS: usize = 512;
 const MOST_DIMENSIONS: usize = 8;
 
-/// Reads all chunks: the values, and the identity of what decodes them.
+/// Reads all chunks, of so many bytes at the most: the values, and the identity of what decodes them.
 pub(super) async fn receive_latent(
     mut chunks: Streaming<v1::LatentChunk>,
+    most: Bytes,
 ) -> Result<(Values, String), Status> {
     let mut info: Option<v1::LatentInfo> = None;
     let mut data = Vec::new();
@@ -29,8 +28,8 @@ pub(super) async fn receive_latent(
             check(&first).map_err(|problem| status_of(&problem))?;
             info = Some(first);
         }
-        if data.len() + chunk.chunk.len() > LARGEST_LATENT_BYTES {
-            let problem = format!("is larger than {} MiB", LARGEST_LATENT_BYTES >> 20);
+        if (data.len() + chunk.chunk.len()) as u64 > most.0 {
+            let problem = format!("is larger than {most}, which all latents may take: raise queue.latents");
             return Err(status_of(&invalid("chunk", problem)));
         }
         data.extend_from_slice(&chunk.chunk);
@@ -131,7 +130,7 @@ mod tests {
                 ..good.clone()
             },
             v1::LatentInfo {
-                tensors: vec![tensor("a", 1); 100],
+                tensors: vec![tensor("a", 1); MOST_TENSORS + 1],
                 ..good.clone()
             },
         ];
@@ -143,7 +142,17 @@ mod tests {
                 info.vae_id.len()
             );
         }
-        let tensors = vec![tensor("video", 5), tensor("sound", 3)];
-        assert!(check(&v1::LatentInfo { tensors, ..good }).is_ok());
+        for tensors in [
+            vec![tensor("video", 5), tensor("sound", 3)],
+            vec![tensor("section", 5); 500],
+        ] {
+            assert!(
+                check(&v1::LatentInfo {
+                    tensors,
+                    ..good.clone()
+                })
+                .is_ok()
+            );
+        }
     }
 }

@@ -75,6 +75,8 @@ pub(crate) struct Service {
     pub(crate) host: Arc<Host>,
     pub(crate) workers: WorkerPids,
     pub(crate) decoding: Decoding,
+    /// What all latents may take, as set.
+    pub(crate) latents: Bytes,
     /// Bounds on what clients have open.
     pub(crate) limits: Arc<Limits>,
     pub(crate) encodings: Arc<Encodings>,
