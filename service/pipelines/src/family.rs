@@ -19,7 +19,7 @@ use crate::out_of_memory::is_out_of_memory;
 use crate::parts::ModelParts;
 use crate::plan::{StagePlan, ValueShape, Values};
 use crate::quantization::{Formats, Quantization};
-use crate::request::{InitImage, Mask, Medium, Request, RequestError};
+use crate::request::{Medium, PictureSlot, Request, RequestError};
 use crate::text::tokenizers::TokenizeError;
 
 /// Dtype and quantization of a model.
@@ -417,39 +417,26 @@ pub(crate) fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Reque
     let smaller = [3, 2, 1].map(|quarters| {
         let side = |side: u32| side * quarters / 4 / grain * grain;
         let mut smaller = request.clone();
-        let (mut no_mask, mut no_controls) = (None, Vec::new());
-        let (width, height, init_image, mask, controls) = match &mut smaller.medium {
-            Medium::Image(image) => (
-                &mut image.width,
-                &mut image.height,
-                &mut image.init_image,
-                &mut image.mask,
-                &mut image.controls,
-            ),
-            Medium::Video(video) => (
-                &mut video.width,
-                &mut video.height,
-                &mut video.init_image,
-                &mut no_mask,
-                &mut no_controls,
-            ),
+        let (width, height) = match &mut smaller.medium {
+            Medium::Image(image) => (&mut image.width, &mut image.height),
+            Medium::Video(video) => (&mut video.width, &mut video.height),
             Medium::Audio(_) => return None,
         };
         (*width, *height) = (side(*width), side(*height));
-        if *width == 0 || *height == 0 {
+        let size = (*width, *height);
+        if size.0 == 0 || size.1 == 0 {
             return None;
         }
-        let size = (*width, *height);
-        if let Some(image) = init_image {
-            *image = InitImage::of_size(size);
+        for picture in smaller.medium.pictures_mut() {
+            picture.data.clear();
+            match picture.slot {
+                PictureSlot::Start | PictureSlot::Mask | PictureSlot::Control(_) => {
+                    (*picture.width, *picture.height) = size;
+                }
+                PictureSlot::Reference(_) => {} // of a size of its own
+            }
         }
-        if let Some(mask) = mask {
-            *mask = Mask::of_size(size);
-        }
-        for control in controls {
-            control.image = InitImage::of_size(size);
-        }
-        Some((format!("{width}x{height}"), smaller))
+        Some((format!("{}x{}", size.0, size.1), smaller))
     });
     smaller.into_iter().flatten().collect()
 }

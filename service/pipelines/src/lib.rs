@@ -62,8 +62,8 @@ pub use parts::ModelParts;
 pub use plan::{PreviewNeed, Role, Rung, Section, SharedPass, StagePlan, ValueShape, Values};
 pub use quantization::{FULL, Formats, Preset, Quantization};
 pub use request::{
-    Audio, AudioTask, Clip, ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, StrengthPoint,
-    Video,
+    Audio, AudioTask, Clip, ControlUse, Image, InitImage, Mask, Medium, Picture, PictureMut, PictureSlot,
+    Request, RequestError, StrengthPoint, Video,
 };
 pub use resize::resized;
 

@@ -1,10 +1,14 @@
 //! Requests, independent of any protocol.
 
+mod pictures;
+
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::adapters::AdapterUse;
 use crate::media::MediaFormat;
+
+pub use pictures::{Picture, PictureMut, PictureSlot};
 
 /// A picture provided by the client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -296,53 +300,29 @@ impl Request {
     #[must_use]
     pub fn without_media_data(&self) -> Request {
         let mut request = self.clone();
-        let empty = |clip: &mut Option<Clip>| {
-            if let Some(clip) = clip {
-                clip.data = Bytes::new();
-            }
+        for picture in request.medium.pictures_mut() {
+            picture.data.clear();
+        }
+        let clips = match &mut request.medium {
+            Medium::Image(_) => [None, None],
+            Medium::Video(video) => [video.init_video.as_mut(), None],
+            Medium::Audio(audio) => [audio.init_audio.as_mut(), audio.reference.as_mut()],
         };
-        match &mut request.medium {
-            Medium::Image(image) => {
-                let pictures = image.init_image.iter_mut().chain(&mut image.references);
-                let controls = image.controls.iter_mut().map(|control| &mut control.image);
-                for picture in pictures.chain(controls) {
-                    picture.rgb = Bytes::new();
-                }
-                if let Some(mask) = &mut image.mask {
-                    mask.grey = Bytes::new();
-                }
-            }
-            Medium::Video(video) => {
-                if let Some(picture) = &mut video.init_image {
-                    picture.rgb = Bytes::new();
-                }
-                empty(&mut video.init_video);
-            }
-            Medium::Audio(audio) => {
-                empty(&mut audio.init_audio);
-                empty(&mut audio.reference);
-            }
+        for clip in clips.into_iter().flatten() {
+            clip.data.clear();
         }
         request
     }
 
     /// Whether the data of a picture, film or track is left out: such a request can be planned, and not run.
     pub fn lacks_media_data(&self) -> bool {
-        let is_empty = |image: &InitImage| image.rgb.is_empty();
-        let lacks = |clip: &Clip| clip.data.is_empty();
-        let start =
-            self.medium.init_image().is_some_and(is_empty) || self.medium.init_clip().is_some_and(lacks);
-        match &self.medium {
-            Medium::Image(image) => {
-                let mut controls = image.controls.iter().map(|control| &control.image);
-                start
-                    || image.references.iter().any(is_empty)
-                    || controls.any(is_empty)
-                    || image.mask.as_ref().is_some_and(|mask| mask.grey.is_empty())
-            }
-            Medium::Video(_) => start,
-            Medium::Audio(audio) => start || audio.reference.as_ref().is_some_and(lacks),
-        }
+        let reference = match &self.medium {
+            Medium::Audio(audio) => audio.reference.as_ref(),
+            Medium::Image(_) | Medium::Video(_) => None,
+        };
+        let mut clips = self.medium.init_clip().into_iter().chain(reference);
+        let pictures = self.medium.pictures();
+        pictures.iter().any(|picture| picture.data.is_empty()) || clips.any(|clip| clip.data.is_empty())
     }
 
     /// What is approximate about the result where it is decoded of the request's latent later; `None`: nothing. With a mask its
@@ -385,21 +365,14 @@ impl Request {
 
     /// Bytes of the pictures, films and tracks that it contains.
     pub fn input_bytes(&self) -> u64 {
-        let image = self.medium.init_image().map(|image| &image.rgb);
-        let clip = self.medium.init_clip().map(|clip| &clip.data);
-        let (mask, references, controls) = match &self.medium {
-            Medium::Image(image) => (image.mask.as_ref(), &image.references[..], &image.controls[..]),
-            Medium::Video(_) | Medium::Audio(_) => (None, &[][..], &[][..]),
-        };
-        let further = mask.map(|mask| &mask.grey).into_iter();
-        let further = further.chain(references.iter().map(|image| &image.rgb));
-        let further = further.chain(controls.iter().map(|control| &control.image.rgb));
+        let pictures = self.medium.pictures();
         let reference = match &self.medium {
             Medium::Audio(audio) => audio.reference.as_ref(),
             Medium::Image(_) | Medium::Video(_) => None,
         };
-        let further = further.chain(reference.map(|clip| &clip.data));
-        let all = image.into_iter().chain(clip).chain(further);
+        let clips = self.medium.init_clip().into_iter().chain(reference);
+        let clips = clips.map(|clip| &clip.data);
+        let all = pictures.iter().map(|picture| picture.data).chain(clips);
         all.map(|data| data.len() as u64).sum()
     }
 }
@@ -413,9 +386,7 @@ impl Image {
             ..Image::default()
         }
     }
-}
 
-impl Image {
     /// Puts the start's pixels back where the mask keeps them. Nothing without a mask, or where the start is a latent.
     pub(crate) fn keep_unmasked(&self, generated: &mut [u8]) {
         if let (Some(mask), Some(start)) = (&self.mask, &self.init_image) {
@@ -435,7 +406,7 @@ impl Mask {
     }
 
     /// Bytes of its data, all there.
-    pub fn whole_bytes(&self) -> u64 {
+    fn whole_bytes(&self) -> u64 {
         u64::from(self.width) * u64::from(self.height)
     }
 
@@ -467,7 +438,7 @@ impl InitImage {
     }
 
     /// Bytes of its data, all there.
-    pub fn whole_bytes(&self) -> u64 {
+    fn whole_bytes(&self) -> u64 {
         3 * u64::from(self.width) * u64::from(self.height)
     }
 

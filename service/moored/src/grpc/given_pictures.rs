@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use engine::Error;
 use engine::library::Entry;
-use pipelines::{Clip, ControlUse, InitImage, Mask, Medium, Model, Request};
+use pipelines::{Clip, ControlUse, InitImage, Mask, Medium, Model, Picture, PictureSlot, Request};
 
 use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
 use super::limits::{Client, Taken};
@@ -14,7 +14,7 @@ use super::media::{Media, words_of_excess};
 use super::server::Service;
 use super::status::invalid;
 use crate::models::Models;
-use crate::pictures::{self, PictureError};
+use crate::pictures;
 use crate::proto::v1;
 use crate::threads::on_thread;
 
@@ -30,26 +30,20 @@ pub(super) struct GivenPicture {
     pub(super) size: (u32, u32),
 }
 
-/// The pictures of a request, each in the order of those in [`Request`].
+/// The pictures of a request, by where it has them.
 #[derive(Default)]
-pub(super) struct GivenPictures {
-    start: Option<GivenPicture>,
-    mask: Option<GivenPicture>,
-    references: Vec<GivenPicture>,
-    controls: Vec<GivenPicture>,
-}
+pub(super) struct GivenPictures(Vec<(PictureSlot, GivenPicture)>);
 
 impl GivenPictures {
     /// A picture to start from, and no others.
     pub(super) fn of_start(start: GivenPicture) -> GivenPictures {
-        GivenPictures {
-            start: Some(start),
-            ..GivenPictures::default()
-        }
+        GivenPictures(vec![(PictureSlot::Start, start)])
     }
 
-    fn is_empty(&self) -> bool {
-        self.start.is_none() && self.mask.is_none() && self.references.is_empty() && self.controls.is_empty()
+    /// The picture of a slot, taken out.
+    fn take(&mut self, slot: PictureSlot) -> Option<GivenPicture> {
+        let index = self.0.iter().position(|(of, _)| *of == slot)?;
+        Some(self.0.swap_remove(index).1)
     }
 }
 
@@ -66,24 +60,23 @@ impl Service {
             return Err(Error::Invalid(vec![problem]));
         }
         let (start, from) = self.start_of(asked, defaults).await?;
-        let mut given = GivenPictures {
-            start,
-            ..GivenPictures::default()
-        };
+        let mut given = Vec::from_iter(start.map(|start| (PictureSlot::Start, start)));
         if let Some(mask) = &asked.mask {
-            given.mask = Some(self.given_input(MASK, mask).await?);
+            given.push((PictureSlot::Mask, self.given_input(MASK, mask).await?));
         }
-        for reference in &asked.references {
-            given
-                .references
-                .push(self.given_input(REFERENCES, reference).await?);
+        for (index, reference) in asked.references.iter().enumerate() {
+            let reference = self.given_input(REFERENCES, reference).await?;
+            given.push((PictureSlot::Reference(index), reference));
         }
         for (index, control) in asked.controls.iter().enumerate() {
             let field = format!("controls[{index}].image");
             let image = control.image.clone().unwrap_or_default();
-            given.controls.push(self.given_input(&field, &image).await?);
+            given.push((
+                PictureSlot::Control(index),
+                self.given_input(&field, &image).await?,
+            ));
         }
-        Ok((given, from))
+        Ok((GivenPictures(given), from))
     }
 
     /// Reads the header of a picture.
@@ -147,7 +140,9 @@ impl Service {
 
     /// The reference pictures of a request in the sizes that the model takes.
     pub(super) fn references_of(given: &GivenPictures, model: &dyn Model) -> Result<Vec<InitImage>, Error> {
-        let taken = given.references.iter().map(|reference| {
+        let is_reference = |slot: &PictureSlot| matches!(slot, PictureSlot::Reference(_));
+        let references = given.0.iter().filter(|(slot, _)| is_reference(slot));
+        let taken = references.map(|(_, reference)| {
             let (width, height) = reference.size;
             let size = model.reference_size(width, height);
             let size = size.map_err(|problem| Error::Invalid(vec![problem]))?;
@@ -161,57 +156,44 @@ impl Service {
     pub(super) async fn decode_pictures(
         &self,
         request: &mut Request,
-        given: GivenPictures,
+        mut given: GivenPictures,
         model: &Arc<dyn Model>,
         client: Client,
     ) -> Result<Option<Taken>, Error> {
-        if given.is_empty() {
+        if given.0.is_empty() {
             return Ok(None);
         }
         let (asked, model) = (request.clone(), model.clone());
         let planned = on_thread(move || model.plan(&asked)).await?;
         planned.map_err(Error::Invalid)?;
-        let taken = self.limits.picture_bytes().take(client, picture_bytes(request));
+        let bytes = request.medium.pictures().iter().map(Picture::whole_bytes).sum();
+        let taken = self.limits.picture_bytes().take(client, bytes);
         let taken = taken.map_err(|exceeded| Error::ClientLimit(words_of_excess(exceeded)))?;
-        match &mut request.medium {
-            Medium::Image(image) => {
-                let controls = image.controls.iter_mut().map(|control| &mut control.image);
-                let pictures = image.init_image.iter_mut().zip(given.start);
-                let pictures = pictures.chain(image.references.iter_mut().zip(given.references));
-                for (picture, given) in pictures.chain(controls.zip(given.controls)) {
-                    self.decode_into(picture, given).await?;
-                }
-                if let (Some(mask), Some(given)) = (&mut image.mask, given.mask) {
-                    let size = (mask.width, mask.height);
-                    let decode = move || pictures::decode_mask(&given.data, size);
-                    mask.grey = self.decoded(&given.field, decode).await?.into();
-                }
+        for picture in request.medium.pictures_mut() {
+            if let Some(given) = given.take(picture.slot) {
+                let size = (*picture.width, *picture.height);
+                *picture.data = self.decoded(given, picture.slot, size).await?.into();
             }
-            Medium::Video(video) => {
-                if let (Some(picture), Some(given)) = (&mut video.init_image, given.start) {
-                    self.decode_into(picture, given).await?;
-                }
-            }
-            Medium::Audio(_) => {}
         }
         Ok(Some(taken))
     }
 
-    async fn decode_into(&self, picture: &mut InitImage, given: GivenPicture) -> Result<(), Error> {
-        let size = (picture.width, picture.height);
-        let decode = move || pictures::decode(&given.data, Some(size));
-        picture.rgb = self.decoded(&given.field, decode).await?.rgb.into();
-        Ok(())
-    }
-
-    /// Decodes the picture of a field when it is its turn.
-    async fn decoded<T: Send + 'static>(
+    /// The data of a picture in this size, decoded when it is its turn.
+    async fn decoded(
         &self,
-        field: &str,
-        decode: impl FnOnce() -> Result<T, PictureError> + Send + 'static,
-    ) -> Result<T, Error> {
+        given: GivenPicture,
+        slot: PictureSlot,
+        size: (u32, u32),
+    ) -> Result<Vec<u8>, Error> {
+        let GivenPicture { field, data, .. } = given;
+        let decode = move || match slot {
+            PictureSlot::Mask => pictures::decode_mask(&data, size),
+            PictureSlot::Start | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
+                pictures::decode(&data, Some(size)).map(|pixels| pixels.rgb)
+            }
+        };
         let decoded = self.decoding.run(decode).await?;
-        decoded.map_err(|problem| invalid(field, problem.to_string()))
+        decoded.map_err(|problem| invalid(&field, problem.to_string()))
     }
 }
 
@@ -230,20 +212,8 @@ pub(super) fn controls_of(controls: &[v1::Control], entry: &Entry, size: (u32, u
 
 /// The mask of a request in the size of its picture.
 pub(super) fn mask_of(given: &GivenPictures, size: (u32, u32)) -> Option<Mask> {
-    given.mask.as_ref().map(|_| Mask::of_size(size))
-}
-
-/// Bytes of all pictures of a request, decoded.
-fn picture_bytes(request: &Request) -> u64 {
-    let start = request.medium.init_image().map_or(0, InitImage::whole_bytes);
-    let Medium::Image(image) = &request.medium else {
-        return start;
-    };
-    let controls = image.controls.iter().map(|control| &control.image);
-    let further = image
-        .references
-        .iter()
-        .chain(controls)
-        .map(InitImage::whole_bytes);
-    start + image.mask.as_ref().map_or(0, Mask::whole_bytes) + further.sum::<u64>()
+    let mut slots = given.0.iter().map(|(slot, _)| *slot);
+    slots
+        .any(|slot| slot == PictureSlot::Mask)
+        .then(|| Mask::of_size(size))
 }
