@@ -731,6 +731,29 @@ def test_in_a_terminal_generate_asks(
     assert bool(hub.fetched(VAE)) is (expected == 0)
 
 
+@pytest.mark.parametrize(
+    ("answer", "expected", "is_removed"), [("y\n", 0, True), ("\n", 0, False), (None, 130, False)]
+)
+def test_in_a_terminal_rm_asks_and_ctrl_c_is_no(
+    hub: Hub, home: Path, pull: Pull, answer: str | None, expected: int, is_removed: bool
+) -> None:
+    pulled(pull())
+    env = hub.environment(home, TERM="xterm")
+    mine, theirs = pty.openpty()
+    command = [str(BINARY), "rm", MODEL]
+    with subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = read_until(mine, "[y/N]")
+        if answer is None:
+            process.send_signal(signal.SIGINT)
+        else:
+            os.write(mine, answer.encode())
+        shown += read_until(mine, None)
+        assert process.wait(WAIT_S) == expected, shown
+    os.close(mine)
+    assert cache_of(home).exists() is not is_removed
+
+
 def read_until(terminal: int, wanted: str | None) -> str:
     """The output of a terminal up to a word; without one, until its program has ended."""
     shown, until = "", time.monotonic() + WAIT_S

@@ -158,8 +158,7 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
     let ended = runtime.block_on(async move {
         let client = &config.client;
         match &arguments.command {
-            // A service stops by itself. What is removed from the cache waits for a yes alone, in the only thread there is.
-            Command::Serve(_) | Command::Rm { .. } => {}
+            Command::Serve(_) => {} // it stops by itself
             Command::Run(_) | Command::Demo(_) => interrupt::listen(Second::IsForTheService)?,
             _ => interrupt::listen(Second::Exits)?,
         }
@@ -195,7 +194,7 @@ async fn ask(config: &Config, command: Command, json: bool) -> Result<(), CliErr
         Command::Models { .. } => models::list(client, json).await,
         Command::Info { model } => models::info(config, &model, json).await,
         Command::Pull { model, dry_run } => pull::run(config.hub.clone(), &model, dry_run, json).await,
-        Command::Rm { model, yes } => models::remove(config, &model, yes, json),
+        Command::Rm { model, yes } => models::remove(config, &model, yes, json).await,
         Command::Load(options) => residency::load(client, options, json).await,
         Command::Unload(options) => residency::unload(client, options, json).await,
         Command::Pin(options) => residency::pin(client, options, json).await,

@@ -1,7 +1,6 @@
 //! `moored models`, `info` and `rm`: list, describe and remove models.
 
 use std::collections::BTreeMap;
-use std::io::IsTerminal as _;
 
 use gpu::{CardKind, DeviceChoice};
 use pipelines::FULL;
@@ -10,7 +9,7 @@ use serde_json::json;
 
 use super::catalogue::{self, PRESETS};
 use super::connection::Connection;
-use super::names::{short_key, short_revision};
+use super::names::short_revision;
 use super::pull::decimal;
 use super::{CliError, screen};
 use crate::config::{Client, Config};
@@ -127,8 +126,7 @@ fn in_memory(model: &v1::ModelInfo, status: &v1::Status) -> Vec<String> {
             if id != model.id && revision != Some(&model.revision) {
                 continue;
             }
-            let key = short_key(&format!("+{form}"));
-            let form = forms.entry(key.trim_start_matches('+').to_owned()).or_default();
+            let form = forms.entry(form.to_owned()).or_default();
             form.0.push(name.clone());
             form.1 |= resident.pinned;
         }
@@ -390,7 +388,7 @@ fn facts_of(model: &v1::ModelInfo) -> Vec<(&'static str, String)> {
 }
 
 /// Removes a model from the hub cache of this machine, all of its revisions.
-pub(super) fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Result<(), CliError> {
+pub(super) async fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Result<(), CliError> {
     let reference = catalogue::reference(name)?;
     let cache = &config.hub.cache;
     let Some(bytes) = hub::size_in_cache(cache, &reference) else {
@@ -401,7 +399,7 @@ pub(super) fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Resu
         )));
     };
     if !yes {
-        if json || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+        if !screen::can_ask(json) {
             return Err(CliError::Usage(format!(
                 "{} in {} would be removed: --yes does it without asking",
                 decimal(bytes),
@@ -409,15 +407,12 @@ pub(super) fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Resu
             )));
         }
         let question = format!(
-            "Remove {} ({}) from {}? [y/N] ",
+            "Remove {} ({}) from {}?",
             reference.listed_id(),
             decimal(bytes),
             cache.display()
         );
-        screen::ask(&question)?;
-        let mut answer = String::new();
-        std::io::stdin().read_line(&mut answer)?;
-        if !["y", "yes"].contains(&answer.trim().to_lowercase().as_str()) {
+        if !screen::confirm(&question).await? {
             return screen::text("nothing was removed");
         }
     }

@@ -12,7 +12,8 @@ use tokio::sync::watch;
 
 use super::arguments::Verbosity;
 use super::connection::{Connection, Refusal};
-use super::{CliError, catalogue, interrupt, screen};
+use super::names::short_revision;
+use super::{CliError, catalogue, screen};
 use crate::config;
 use crate::hub::{Base, Hub, Plan, Progress, Reference};
 use crate::proto::v1;
@@ -171,7 +172,7 @@ impl WhenMissing {
         if self.pull {
             return Ok(true);
         }
-        if self.json || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+        if !screen::can_ask(self.json) {
             return Ok(false);
         }
         let plan = match connection.hub().plan_pull(request(model)).await {
@@ -182,9 +183,7 @@ impl WhenMissing {
             }
         };
         let size = decimal(plan.bytes_missing);
-        screen::ask(&format!("{model} is not here: {size} to pull. Pull it? [y/N] "))?;
-        let answer = interrupt::or(screen::answer()).await?;
-        Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
+        screen::confirm(&format!("{model} is not here: {size} to pull. Pull it?")).await
     }
 }
 
@@ -242,7 +241,7 @@ fn tell(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(),
         }
         return screen::json(&said);
     }
-    let short = pulled.revision.get(..8).unwrap_or(&pulled.revision);
+    let short = short_revision(&pulled.revision);
     let (model, total) = (format!("{} at {short}", pulled.id), decimal(pulled.bytes_total));
     screen::note(&match pulled.bytes_fetched {
         0 => format!("{model} was here already, {total}"),

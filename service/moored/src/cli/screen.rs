@@ -8,8 +8,8 @@ use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use super::CliError;
 use super::arguments::Verbosity;
+use super::{CliError, interrupt};
 
 /// Prints lines on standard output.
 pub(super) fn text(text: &str) -> Result<(), CliError> {
@@ -53,14 +53,21 @@ pub(super) fn detail(text: &str) {
     }
 }
 
-/// Prints a question on standard error, without a line break.
-pub(super) fn ask(question: &str) -> Result<(), CliError> {
-    eprint!("{question}");
-    Ok(std::io::stderr().flush()?)
+/// Whether a person is there to be asked: not where JSON is printed, nor in a pipe.
+pub(super) fn can_ask(json: bool) -> bool {
+    !json && std::io::stdin().is_terminal() && std::io::stderr().is_terminal()
+}
+
+/// Asks a question on standard error; true for a yes. A signal ends the wait with an error.
+pub(super) async fn confirm(question: &str) -> Result<bool, CliError> {
+    eprint!("{question} [y/N] ");
+    std::io::stderr().flush()?;
+    let answer = interrupt::or(answer()).await?;
+    Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
 }
 
 /// Reads the answer to a question. Nothing waits for it once its future is dropped.
-pub(super) async fn answer() -> Result<String, CliError> {
+async fn answer() -> Result<String, CliError> {
     let (sender, answer) = oneshot::channel();
     // A thread of its own: it ends with the process, however long the line takes.
     std::thread::spawn(move || {
