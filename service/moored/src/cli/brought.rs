@@ -71,10 +71,8 @@ impl Brought {
 impl TrackData {
     fn read(path: &Path) -> Result<TrackData, CliError> {
         let data = Bytes::from(read(path)?);
-        let media_type = tracks::media_type(&data).ok_or_else(|| CliError::File {
-            path: path.display().to_string(),
-            problem: "is neither WAV nor FLAC: convert it to one of them".to_owned(),
-        })?;
+        let media_type = tracks::media_type(&data)
+            .ok_or_else(|| CliError::file(path, "is neither WAV nor FLAC: convert it to one of them"))?;
         Ok(TrackData { media_type, data })
     }
 

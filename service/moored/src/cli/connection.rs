@@ -182,14 +182,10 @@ impl Connection {
 
 /// The `authorization` header with the token of a file.
 fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
-    let failed = |problem: String| CliError::File {
-        path: file.display().to_string(),
-        problem,
-    };
-    let token = std::fs::read_to_string(file).map_err(|problem| failed(problem.to_string()))?;
+    let token = std::fs::read_to_string(file).map_err(|problem| CliError::file(file, problem))?;
     format!("Bearer {}", token.trim())
         .parse()
-        .map_err(|_| failed("holds no token".to_owned()))
+        .map_err(|_| CliError::file(file, "holds no token"))
 }
 
 /// TLS with the CA certificates of a file, or the system's.
@@ -199,10 +195,7 @@ fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
     let Some(file) = ca_file else {
         return Ok(config.with_native_roots());
     };
-    let pem = std::fs::read(file).map_err(|problem| CliError::File {
-        path: file.display().to_string(),
-        problem: problem.to_string(),
-    })?;
+    let pem = std::fs::read(file).map_err(|problem| CliError::file(file, problem))?;
     Ok(config.ca_certificate(Certificate::from_pem(pem)))
 }
 

@@ -223,8 +223,5 @@ fn write_sheet(pictures: &[RgbImage], path: &Path) -> Result<(), CliError> {
         );
         imageops::replace(&mut sheet, picture, x.into(), y.into());
     }
-    sheet.save(path).map_err(|e| CliError::File {
-        path: path.display().to_string(),
-        problem: e.to_string(),
-    })
+    sheet.save(path).map_err(|problem| CliError::file(path, problem))
 }

@@ -216,16 +216,10 @@ fn slug(model: &str) -> String {
 pub(super) fn write(path: &Path, contents: &[u8], force: bool) -> Result<(), CliError> {
     let failed = |problem: std::io::Error| match problem.kind() {
         ErrorKind::AlreadyExists => CliError::Exists(path.display().to_string()),
-        _ => CliError::File {
-            path: path.display().to_string(),
-            problem: problem.to_string(),
-        },
+        _ => CliError::file(path, problem),
     };
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        std::fs::create_dir_all(folder).map_err(|problem| CliError::File {
-            path: folder.display().to_string(),
-            problem: problem.to_string(),
-        })?;
+        std::fs::create_dir_all(folder).map_err(|problem| CliError::file(folder, problem))?;
     }
     // A device or a pipe holds nothing that could be lost.
     let is_free = force || path.metadata().is_ok_and(|found| !found.is_file());

@@ -133,11 +133,7 @@ impl Order {
     }
 
     fn models(&mut self) -> impl Iterator<Item = &mut v1::ModelRef> {
-        self.requests.iter_mut().filter_map(|request| match request {
-            Asked::Generate(image) => image.model.as_mut(),
-            Asked::Video(video) => video.model.as_mut(),
-            Asked::Audio(audio) => audio.model.as_mut(),
-        })
+        self.requests.iter_mut().filter_map(Asked::model_mut)
     }
 
     /// Sends the requests one after the other, and writes the results.
@@ -163,7 +159,7 @@ impl Order {
                     "{} of {}: {}",
                     index + 1,
                     self.requests.len(),
-                    prompt_of(request)
+                    request.prompt()
                 ));
             }
             let attempt = async || {
@@ -173,7 +169,7 @@ impl Order {
                 handles.release(connection).await;
                 generated
             };
-            let generated = when_missing.retry(connection, model_of(request), attempt).await?;
+            let generated = when_missing.retry(connection, request.model(), attempt).await?;
             self.write(&generated, index * self.count, json)?;
         }
         Ok(())
@@ -210,22 +206,6 @@ impl Order {
             }
         }
         Ok(())
-    }
-}
-
-fn prompt_of(request: &Asked) -> &str {
-    match request {
-        Asked::Generate(image) => &image.prompt,
-        Asked::Video(video) => &video.prompt,
-        Asked::Audio(audio) => &audio.prompt,
-    }
-}
-
-pub(super) fn model_of(request: &Asked) -> Option<&v1::ModelRef> {
-    match request {
-        Asked::Generate(image) => image.model.as_ref(),
-        Asked::Video(video) => video.model.as_ref(),
-        Asked::Audio(audio) => audio.model.as_ref(),
     }
 }
 

@@ -30,6 +30,7 @@ mod status;
 mod version;
 mod wire;
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -105,6 +106,16 @@ pub(crate) enum CliError {
     /// Output could not be written.
     #[error("output failed: {0}")]
     Output(#[from] std::io::Error),
+}
+
+impl CliError {
+    /// A file that cannot be read or written.
+    fn file(path: &Path, problem: impl ToString) -> CliError {
+        CliError::File {
+            path: path.display().to_string(),
+            problem: problem.to_string(),
+        }
+    }
 }
 
 impl From<tonic::Status> for CliError {

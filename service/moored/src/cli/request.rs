@@ -80,6 +80,40 @@ pub(super) fn medium_of(options: &Settings, out: Option<&str>, recipe: Option<&R
     }
 }
 
+impl Asked {
+    pub(super) fn prompt(&self) -> &str {
+        match self {
+            Asked::Generate(image) => &image.prompt,
+            Asked::Video(video) => &video.prompt,
+            Asked::Audio(audio) => &audio.prompt,
+        }
+    }
+
+    pub(super) fn model(&self) -> Option<&v1::ModelRef> {
+        match self {
+            Asked::Generate(image) => image.model.as_ref(),
+            Asked::Video(video) => video.model.as_ref(),
+            Asked::Audio(audio) => audio.model.as_ref(),
+        }
+    }
+
+    pub(super) fn model_mut(&mut self) -> Option<&mut v1::ModelRef> {
+        match self {
+            Asked::Generate(image) => image.model.as_mut(),
+            Asked::Video(video) => video.model.as_mut(),
+            Asked::Audio(audio) => audio.model.as_mut(),
+        }
+    }
+
+    pub(super) fn options(&self) -> Option<&v1::JobOptions> {
+        match self {
+            Asked::Generate(image) => image.options.as_ref(),
+            Asked::Video(video) => video.options.as_ref(),
+            Asked::Audio(audio) => audio.options.as_ref(),
+        }
+    }
+}
+
 /// A request from options, over the recipe of `--from`.
 pub(super) fn request_of(
     asked: &Wanted<'_>,
@@ -87,116 +121,147 @@ pub(super) fn request_of(
     options: &Settings,
     omit_metadata: bool,
 ) -> Result<Asked, CliError> {
-    let medium = asked.medium;
-    check_options(options, medium)?;
+    check_options(options, asked.medium)?;
+    match asked.medium {
+        MediumChoice::Image => picture_of(asked, prompt, options, omit_metadata),
+        MediumChoice::Video => film_of(asked, prompt, options, omit_metadata),
+        MediumChoice::Audio => track_of(asked, prompt, options, omit_metadata),
+    }
+}
+
+fn picture_of(
+    asked: &Wanted<'_>,
+    prompt: String,
+    options: &Settings,
+    omit_metadata: bool,
+) -> Result<Asked, CliError> {
     let recipe = asked.recipe.clone().unwrap_or_default();
-    let zero = |value: u32| (value > 0).then_some(value);
-    if medium == MediumChoice::Audio {
-        return track_of(asked, prompt, options, omit_metadata);
-    }
-    let init_image = options.init.as_deref().map(read).transpose()?.unwrap_or_default();
-    if init_image.is_empty() && recipe.strength.is_some() {
-        return Err(CliError::Usage(
-            "that picture was made from another: name it with --init to repeat it".to_owned(),
-        ));
-    }
-    let input = |path: &Path| -> Result<v1::PictureInput, CliError> {
-        Ok(v1::PictureInput {
-            data: read(path)?.into(),
-            ..Default::default()
-        })
-    };
-    let mask = options.mask.as_deref().map(input).transpose()?;
-    let references = options.reference.iter().map(|path| input(path));
-    let references = references.collect::<Result<Vec<_>, _>>()?;
-    let controls = options.control.iter().map(|(name, path)| {
-        Ok(v1::Control {
-            id: name.clone(),
-            image: Some(input(path)?),
-            scale: options.control_scale,
-            start: options.control_steps.map(|(start, _)| start),
-            end: options.control_steps.map(|(_, end)| end),
-            mode: options.control_mode,
-        })
-    });
-    let controls = controls.collect::<Result<Vec<_>, CliError>>()?;
-    let given = [
-        ("mask", mask.is_some()),
-        ("reference", !references.is_empty()),
-        ("control", !controls.is_empty()),
-    ];
-    let is_missing = |name: &&String| {
-        given
-            .iter()
-            .any(|(given, is_given)| *given == **name && !is_given)
-    };
-    if let Some(missing) = recipe.pictures.iter().find(is_missing) {
-        return Err(CliError::Usage(format!(
-            "that picture was made with another: name it with --{missing} to repeat it"
-        )));
-    }
-    let Common {
-        model,
-        job,
-        steps,
-        guidance,
-        seed,
-        max_sequence_length,
-        strength,
-    } = Common::of(asked, options, &recipe)?;
-    let (width, height) = (
-        options.width.or(zero(recipe.width)).unwrap_or(0),
-        options.height.or(zero(recipe.height)).unwrap_or(0),
-    );
-    let (model, count) = (Some(model), options.sampling.count);
-    Ok(match medium {
-        MediumChoice::Image => Asked::Generate(v1::GenerateImageRequest {
-            model,
-            prompt,
-            width,
-            height,
-            steps,
-            guidance,
-            seed,
-            max_sequence_length,
-            count,
-            init_image: init_image.into(),
+    let pictures = Pictures::read(options, &recipe)?;
+    let common = Common::of(asked, options, &recipe)?;
+    let (width, height) = sides(options, &recipe);
+    Ok(Asked::Generate(v1::GenerateImageRequest {
+        model: Some(common.model),
+        prompt,
+        width,
+        height,
+        steps: common.steps,
+        guidance: common.guidance,
+        seed: common.seed,
+        max_sequence_length: common.max_sequence_length,
+        count: options.sampling.count,
+        init_image: pictures.init_image.into(),
+        mask: pictures.mask,
+        references: pictures.references,
+        controls: pictures.controls,
+        strength: common.strength,
+        output: v1::OutputFormat::Png.into(),
+        omit_metadata,
+        options: Some(common.job),
+        ..Default::default()
+    }))
+}
+
+fn film_of(
+    asked: &Wanted<'_>,
+    prompt: String,
+    options: &Settings,
+    omit_metadata: bool,
+) -> Result<Asked, CliError> {
+    let recipe = asked.recipe.clone().unwrap_or_default();
+    let pictures = Pictures::read(options, &recipe)?;
+    let common = Common::of(asked, options, &recipe)?;
+    let (width, height) = sides(options, &recipe);
+    Ok(Asked::Video(v1::GenerateVideoRequest {
+        model: Some(common.model),
+        prompt,
+        width,
+        height,
+        // A length that is named stands over the recipe's frames.
+        frames: match options.seconds {
+            Some(_) => options.frames.unwrap_or(0),
+            None => options.frames.or(recipe.frames).unwrap_or(0),
+        },
+        seconds: options.seconds.unwrap_or(0.0),
+        frames_at_a_time: options.frames_at_a_time.unwrap_or(0),
+        frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
+        steps: common.steps,
+        guidance: common.guidance,
+        seed: common.seed,
+        max_sequence_length: common.max_sequence_length,
+        count: options.sampling.count,
+        init_image: pictures.init_image.into(),
+        strength: common.strength,
+        omit_metadata,
+        output: asked.film.into(),
+        options: Some(common.job),
+        ..Default::default()
+    }))
+}
+
+/// The sides of a picture or film; 0 where they are left open.
+fn sides(options: &Settings, recipe: &Recipe) -> (u32, u32) {
+    (
+        options.width.unwrap_or(recipe.width),
+        options.height.unwrap_or(recipe.height),
+    )
+}
+
+/// The pictures that come with a request.
+struct Pictures {
+    /// Empty for none.
+    init_image: Vec<u8>,
+    mask: Option<v1::PictureInput>,
+    references: Vec<v1::PictureInput>,
+    controls: Vec<v1::Control>,
+}
+
+impl Pictures {
+    /// Reads those that the options name; an error where the recipe was made with one that they do not name.
+    fn read(options: &Settings, recipe: &Recipe) -> Result<Pictures, CliError> {
+        let init_image = options.init.as_deref().map(read).transpose()?.unwrap_or_default();
+        if init_image.is_empty() && recipe.strength.is_some() {
+            return Err(CliError::Usage(
+                "that picture was made from another: name it with --init to repeat it".to_owned(),
+            ));
+        }
+        let input = |path: &Path| -> Result<v1::PictureInput, CliError> {
+            Ok(v1::PictureInput {
+                data: read(path)?.into(),
+                ..Default::default()
+            })
+        };
+        let mask = options.mask.as_deref().map(input).transpose()?;
+        let references = options.reference.iter().map(|path| input(path));
+        let references = references.collect::<Result<Vec<_>, _>>()?;
+        let controls = options.control.iter().map(|(name, path)| {
+            Ok(v1::Control {
+                id: name.clone(),
+                image: Some(input(path)?),
+                scale: options.control_scale,
+                start: options.control_steps.map(|(start, _)| start),
+                end: options.control_steps.map(|(_, end)| end),
+                mode: options.control_mode,
+            })
+        });
+        let controls = controls.collect::<Result<Vec<_>, CliError>>()?;
+        let is_given = |name: &str| match name {
+            "mask" => mask.is_some(),
+            "reference" => !references.is_empty(),
+            "control" => !controls.is_empty(),
+            _ => true,
+        };
+        if let Some(missing) = recipe.pictures.iter().find(|name| !is_given(name)) {
+            return Err(CliError::Usage(format!(
+                "that picture was made with another: name it with --{missing} to repeat it"
+            )));
+        }
+        Ok(Pictures {
+            init_image,
             mask,
             references,
             controls,
-            strength,
-            output: v1::OutputFormat::Png.into(),
-            omit_metadata,
-            options: Some(job),
-            ..Default::default()
-        }),
-        MediumChoice::Video => Asked::Video(v1::GenerateVideoRequest {
-            model,
-            prompt,
-            width,
-            height,
-            // A length that is named stands over the recipe's frames.
-            frames: match options.seconds {
-                Some(_) => options.frames.unwrap_or(0),
-                None => options.frames.or(recipe.frames).unwrap_or(0),
-            },
-            seconds: options.seconds.unwrap_or(0.0),
-            frames_at_a_time: options.frames_at_a_time.unwrap_or(0),
-            frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
-            steps,
-            guidance,
-            seed,
-            max_sequence_length,
-            count,
-            init_image: init_image.into(),
-            strength,
-            omit_metadata,
-            output: asked.film.into(),
-            options: Some(job),
-            ..Default::default()
-        }),
-        MediumChoice::Audio => track_of(asked, prompt, options, omit_metadata)?,
-    })
+        })
+    }
 }
 
 /// What requests of all media have.
@@ -364,7 +429,7 @@ pub(super) fn prompts_of(
             .map(str::to_owned)
             .collect();
         if prompts.is_empty() {
-            return Err(failed(file, "holds no prompt: write one a line".to_owned()));
+            return Err(CliError::file(file, "holds no prompt: write one a line"));
         }
         return Ok(prompts);
     }
@@ -383,26 +448,13 @@ pub(super) fn prompts_of(
 
 fn text(path: &Path) -> Result<String, CliError> {
     let text = String::from_utf8(read(path)?);
-    text.map_err(|problem| failed(path, problem.utf8_error().to_string()))
-}
-
-fn failed(path: &Path, problem: String) -> CliError {
-    CliError::File {
-        path: path.display().to_string(),
-        problem,
-    }
+    text.map_err(|problem| CliError::file(path, problem.utf8_error()))
 }
 
 pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
-    pictures::recipe_of(&read(path)?).map_err(|problem| CliError::File {
-        path: path.display().to_string(),
-        problem,
-    })
+    pictures::recipe_of(&read(path)?).map_err(|problem| CliError::file(path, problem))
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    std::fs::read(path).map_err(|problem| CliError::File {
-        path: path.display().to_string(),
-        problem: problem.to_string(),
-    })
+    std::fs::read(path).map_err(|problem| CliError::file(path, problem))
 }

@@ -7,14 +7,13 @@ use std::time::Duration;
 
 use super::arguments::Run;
 use super::connection::Connection;
-use super::generate::{Order, model_of};
+use super::generate::Order;
 use super::local::{self, LocalService};
 use super::{CliError, catalogue, interrupt, pull, screen};
 use crate::config::Config;
 use crate::hub::Reference;
 use crate::models::Models;
 use crate::proto::v1;
-use crate::proto::v1::plan_request::Request as Asked;
 
 /// The preset that leaves the formats to the service.
 const AUTO: &str = "auto";
@@ -114,15 +113,6 @@ fn is_here(models: &Models, name: &str) -> bool {
 }
 
 /// The card that a request is to run on; empty: any.
-fn card_of(request: &Asked) -> String {
-    let options = match request {
-        Asked::Generate(image) => image.options.as_ref(),
-        Asked::Video(video) => video.options.as_ref(),
-        Asked::Audio(audio) => audio.options.as_ref(),
-    };
-    options.map(|options| options.card.clone()).unwrap_or_default()
-}
-
 /// Has the service pull the model where it is missing, and tells which formats it chooses. A request that is wrong is
 /// reported when it is sent.
 async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(), CliError> {
@@ -131,13 +121,16 @@ async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(
     };
     let request = v1::PlanRequest {
         request: Some(first.clone()),
-        card: card_of(first),
+        card: first
+            .options()
+            .map(|options| options.card.clone())
+            .unwrap_or_default(),
     };
     let plan = match connection.residency().plan(request.clone()).await {
         Ok(plan) => plan.into_inner(),
         Err(status) => match CliError::from(status) {
             CliError::Refused(refused) if refused.reason == v1::Reason::ModelNotFound.as_str_name() => {
-                let Some(reference) = model_of(first).and_then(|model| Reference::of_entry(&model.id)) else {
+                let Some(reference) = first.model().and_then(|model| Reference::of_entry(&model.id)) else {
                     return Ok(());
                 };
                 pull::by_service(connection, &reference, json).await?;

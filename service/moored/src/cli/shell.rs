@@ -21,10 +21,7 @@ pub(super) fn manual(folder: Option<&Path>) -> Result<(), CliError> {
         clap_mangen::Man::new(whole_command()).render(&mut page)?;
         return screen::bytes(&page);
     };
-    let failed = |problem: std::io::Error| CliError::File {
-        path: folder.display().to_string(),
-        problem: problem.to_string(),
-    };
+    let failed = |problem: std::io::Error| CliError::file(folder, problem);
     std::fs::create_dir_all(folder).map_err(failed)?;
     clap_mangen::generate_to(whole_command(), folder).map_err(failed)
 }
