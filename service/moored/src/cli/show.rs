@@ -15,6 +15,8 @@ use crate::proto::v1::event::Event as Kind;
 pub(super) struct Show {
     form: Form,
     bar: Option<Shown>,
+    /// Name of the stage that runs.
+    stage: String,
     last_line: String,
     last_loaded: String,
 }
@@ -63,12 +65,7 @@ impl Show {
             (false, true) => Form::Bars,
             (false, false) => Form::Lines,
         };
-        Show {
-            form,
-            bar: None,
-            last_line: String::new(),
-            last_loaded: String::new(),
-        }
+        Show::of(form)
     }
 
     /// Bars on a terminal, and nothing elsewhere: for commands that have a line of their own for each job.
@@ -81,9 +78,14 @@ impl Show {
 
     /// Shows nothing.
     pub(super) fn silent() -> Show {
+        Show::of(Form::Silent)
+    }
+
+    fn of(form: Form) -> Show {
         Show {
-            form: Form::Silent,
+            form,
             bar: None,
+            stage: String::new(),
             last_line: String::new(),
             last_loaded: String::new(),
         }
@@ -114,6 +116,9 @@ impl Show {
     }
 
     fn draw(&mut self, kind: &Kind) {
+        if let Kind::Stage(stage) = kind {
+            self.stage.clone_from(&stage.name);
+        }
         match kind {
             Kind::Loading(loading) => {
                 let name = loading
@@ -135,10 +140,7 @@ impl Show {
                 bar.set_position(steps.done);
             }
             Kind::Step(step) => {
-                let title = match step.item {
-                    0 => "denoise".to_owned(),
-                    more => format!("denoise, picture {}", more + 1),
-                };
+                let title = numbered(&self.stage, step.item);
                 let bar = self.bar(&title, step.of.into(), STEPS);
                 bar.set_position(step.n.into());
             }
@@ -149,10 +151,7 @@ impl Show {
                 }
             }
             Kind::Stage(stage) if !stage.cached => {
-                let title = match stage.item {
-                    0 => stage.name.clone(),
-                    more => format!("{}, picture {}", stage.name, more + 1),
-                };
+                let title = numbered(&stage.name, stage.item);
                 self.bar(&title, 0, SPINNER).tick();
             }
             Kind::Done(_) => self.end(),
@@ -216,6 +215,14 @@ impl Show {
             screen::note(&line);
             self.last_line = line;
         }
+    }
+}
+
+/// A stage of one of several results: `denoise, number 2`; that of the first has no number.
+fn numbered(stage: &str, item: u32) -> String {
+    match item {
+        0 => stage.to_owned(),
+        more => format!("{stage}, number {}", more + 1),
     }
 }
 
@@ -414,15 +421,18 @@ mod tests {
         let mut show = Show::silent();
         show.form = Form::Bars;
         show.draw(&Kind::Stage(v1::StageStarted {
-            name: "denoise".to_owned(),
+            name: "sample".to_owned(),
+            item: 1,
             ..Default::default()
         }));
         show.draw(&Kind::Step(v1::Step {
             n: 3,
             of: 100,
+            item: 1,
             ..Default::default()
         }));
         let shown = show.bar.as_ref().unwrap();
+        assert_eq!(shown.title, "sample, number 2");
         assert_eq!(
             (shown.template, shown.bar.length(), shown.bar.position()),
             (STEPS, Some(100), 3)
