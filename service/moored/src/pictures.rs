@@ -4,6 +4,7 @@ mod exif;
 
 use std::io::Cursor;
 
+use bytes::Bytes;
 use engine::library::Entry;
 use image::codecs::jpeg::JpegEncoder;
 use image::codecs::webp::WebPEncoder;
@@ -550,9 +551,9 @@ pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
 }
 
 /// A preview as JPEG, scaled down to what a preview needs.
-pub(crate) fn preview_jpeg(width: u32, height: u32, rgb: &[u8]) -> Result<Vec<u8>, String> {
-    let buffer =
-        image::RgbImage::from_raw(width, height, rgb.to_vec()).ok_or("the preview has too few pixels")?;
+pub(crate) fn preview_jpeg(width: u32, height: u32, rgb: Bytes) -> Result<Vec<u8>, String> {
+    let rgb = Vec::from(rgb); // not copied where nobody else has it
+    let buffer = image::RgbImage::from_raw(width, height, rgb).ok_or("the preview has too few pixels")?;
     let mut picture = DynamicImage::ImageRgb8(buffer);
     if width.max(height) > PREVIEW_SIDE_PIXELS {
         picture = picture.thumbnail(PREVIEW_SIDE_PIXELS, PREVIEW_SIDE_PIXELS);
@@ -780,7 +781,7 @@ mod tests {
 
     #[test]
     fn a_preview_is_scaled_to_512_pixels() {
-        let file = preview_jpeg(1024, 512, &vec![9; 1024 * 512 * 3]).unwrap();
+        let file = preview_jpeg(1024, 512, vec![9; 1024 * 512 * 3].into()).unwrap();
         let small = decode(&file, None).unwrap();
         assert_eq!((small.width, small.height), (512, 256));
     }

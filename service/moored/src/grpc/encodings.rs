@@ -3,16 +3,16 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use engine::Error;
 use pipelines::Piece;
 use tokio::sync::OnceCell;
 use tonic::Status;
 
 use super::limits::{Budget, Client, Exceeded, Taken};
 use super::shared_files::SharedFile;
-use super::status::{client_limit, status_of};
+use super::status::{client_limit, internal, status_of};
 use super::stream::{Output, Part, artifact};
 use crate::proto::v1::event::Event as Kind;
+use crate::threads::on_thread;
 
 /// The encoded results that a stream still sends.
 pub(crate) struct Encodings {
@@ -67,7 +67,7 @@ impl Encodings {
         let encoded = self.find_or_begin(index, seed, piece, output);
         let (shared, bound) = (encoded.clone(), self.bound.clone());
         let encode = || async move {
-            let work = tokio::task::spawn_blocking(move || {
+            let chunks = on_thread(move || {
                 artifact(
                     shared.index,
                     shared.seed,
@@ -76,7 +76,7 @@ impl Encodings {
                     Part::WHOLE,
                 )
             });
-            let chunks = work.await.map_err(internal)?.map_err(internal)?;
+            let chunks = chunks.await.map_err(|e| status_of(&e))?.map_err(internal)?;
             let taken = bound.take(client, bytes_of(&chunks)).map_err(refused)?;
             Ok::<_, Status>((chunks, taken))
         };
@@ -109,10 +109,6 @@ impl Encodings {
             encoded
         })
     }
-}
-
-pub(super) fn internal(why: impl ToString) -> Status {
-    status_of(&Error::Internal(why.to_string()))
 }
 
 fn bytes_of(chunks: &[Kind]) -> u64 {

@@ -6,12 +6,14 @@ use gpu::Timeline;
 use pipelines::{MediaFormat, Piece};
 use tonic::Status;
 
-use super::encodings::{Encodings, internal, refused};
+use super::encodings::{Encodings, refused};
 use super::limits::{Client, Taken};
+use super::status::{internal, status_of};
 use super::stream::Output;
 use crate::encoded::EncodedFile;
 use crate::films::{FilmFile, FilmFormat};
 use crate::pictures::Recipe;
+use crate::threads::on_thread;
 use crate::tracks::{TrackFile, TrackFormat};
 
 /// Which result of which job, and how it is sent.
@@ -126,7 +128,7 @@ impl SharedFile {
     pub(super) async fn add(&self, piece: Piece) -> Result<(), Status> {
         let mut state = self.state.clone().lock_owned().await;
         let recipe = self.of.output.recipe_of(self.of.seed);
-        let work = tokio::task::spawn_blocking(move || {
+        let added = on_thread(move || {
             let timeline = Timeline::begin("encode a file");
             let State {
                 unfinished,
@@ -145,7 +147,7 @@ impl SharedFile {
             timeline.end();
             Ok(())
         });
-        work.await.map_err(internal)?
+        added.await.map_err(|e| status_of(&e))?
     }
 
     /// The whole file, once every piece was added.

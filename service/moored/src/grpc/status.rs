@@ -123,6 +123,11 @@ pub(crate) fn client_limit(problem: impl AsRef<str>) -> Status {
     with_details(Code::ResourceExhausted, problem.as_ref(), details)
 }
 
+/// The status of a fault of the service's own.
+pub(crate) fn internal(why: impl ToString) -> Status {
+    status_of(&Error::Internal(why.to_string()))
+}
+
 /// The error of one wrong field.
 pub(crate) fn invalid(field: &str, problem: impl Into<String>) -> Error {
     Error::Invalid(vec![pipelines::RequestError {

@@ -16,12 +16,13 @@ use super::convert::{Converted, convert, event};
 use super::encodings::Encodings;
 use super::limits::Client;
 use super::shared_files::{FileOf, SharedFile};
-use super::status::status_of;
+use super::status::{internal, status_of};
 use crate::encoded::{EncodedFile, FilePosition};
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
 use crate::proto::v1::event::Event as Kind;
+use crate::threads::on_thread;
 use crate::tracks::{TrackFormat, wav_header};
 
 /// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
@@ -122,10 +123,6 @@ impl Part {
     };
 }
 
-fn internal(why: impl ToString) -> Status {
-    status_of(&engine::Error::Internal(why.to_string()))
-}
-
 impl Results {
     fn new(job: String, output: Output, encoder: Encoder) -> Results {
         Results {
@@ -145,9 +142,8 @@ impl Results {
                 height,
                 rgb,
             } => {
-                let encoded =
-                    tokio::task::spawn_blocking(move || pictures::preview_jpeg(width, height, &rgb));
-                let jpeg = encoded.await.map_err(internal)?.map_err(internal)?.into();
+                let encoded = on_thread(move || pictures::preview_jpeg(width, height, rgb)).await;
+                let jpeg = encoded.map_err(|e| status_of(&e))?.map_err(internal)?.into();
                 Ok(Box::new(std::iter::once(Kind::Preview(v1::Preview {
                     jpeg,
                     step,

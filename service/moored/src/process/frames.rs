@@ -62,15 +62,27 @@ impl<In: DeserializeOwned> Decoder for Frames<In> {
 /// Writes one frame. Blobs go to `pipe` as they are, each in one piece. Nothing is written of a message that is too
 /// large.
 pub(crate) fn write(message: &impl Serialize, pipe: &mut impl io::Write) -> Result<(), FrameError> {
-    let bytes = postcard::serialize_with_flavor(message, Size::default())?;
-    let length = u32::try_from(bytes)
-        .map_err(|_| FrameError::TooLarge(bytes))?
-        .to_be_bytes();
-    checked(length)?;
-    pipe.write_all(&length)?;
+    pipe.write_all(&length_of(message)?)?;
     // The message serializes, as its size was computed, so this is an error of the pipe, which postcard does not report.
     postcard::to_io(message, pipe).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
     Ok(())
+}
+
+/// As [`write()`], into memory of its size: for a pipe that is written asynchronously.
+pub(crate) fn in_memory(message: &impl Serialize) -> Result<Vec<u8>, FrameError> {
+    let length = length_of(message)?;
+    let mut frame = Vec::with_capacity(LENGTH_BYTES + checked(length)?);
+    frame.extend_from_slice(&length);
+    Ok(postcard::to_io(message, frame)?)
+}
+
+/// The length of a message, as its frame begins.
+fn length_of(message: &impl Serialize) -> Result<[u8; LENGTH_BYTES], FrameError> {
+    let bytes = postcard::serialize_with_flavor(message, Size::default())?;
+    let length = u32::try_from(bytes).map_err(|_| FrameError::TooLarge(bytes))?;
+    let length = length.to_be_bytes();
+    checked(length)?;
+    Ok(length)
 }
 
 /// Reads one frame from a blocking pipe; `None` when the other end has closed it between frames.

@@ -10,7 +10,6 @@ use engine::messages::{Command, Event};
 use engine::queue::{CardPort, CardSignal, CardSlot, Signal};
 use futures::StreamExt as _;
 use gpu::{CardDescription, Timeline};
-use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::{mpsc, watch};
@@ -356,9 +355,9 @@ fn start_writer(
 ) {
     let (commands, mut received) = mpsc::unbounded_channel::<Box<Command>>();
     let writing = tokio::spawn(async move {
-        stdin.write_all(&frame(&configuration)?).await?;
+        stdin.write_all(&frames::in_memory(&configuration)?).await?;
         while let Some(command) = received.recv().await {
-            stdin.write_all(&frame(&command)?).await?;
+            stdin.write_all(&frames::in_memory(&command)?).await?;
         }
         Ok(())
     });
@@ -371,13 +370,6 @@ fn widen(pipe: &impl AsFd) {
     if let Err(error) = rustix::pipe::fcntl_setpipe_size(pipe, PIPE_BYTES) {
         tracing::debug!(%error, "the pipe of a worker stays as small as it is");
     }
-}
-
-/// Serializes a frame into memory, for a pipe that is written asynchronously.
-fn frame(message: &impl Serialize) -> Result<Vec<u8>, FrameError> {
-    let mut frame = Vec::new();
-    frames::write(message, &mut frame)?;
-    Ok(frame)
 }
 
 /// Starts this binary as a worker. It has a process group of its own, so that a Ctrl-C in the terminal
