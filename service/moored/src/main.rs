@@ -2,6 +2,7 @@
 
 mod cli;
 mod config;
+mod durations;
 mod encoded;
 mod films;
 mod grpc;

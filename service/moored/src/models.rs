@@ -252,7 +252,7 @@ impl Models {
         };
         if asked.is_some_and(|asked| !asked.preset.is_empty() || !asked.components.is_empty()) {
             let problem = format!("says {formats} already: ask for formats there, or by model.quantization");
-            return Err(invalid("model.id", &problem));
+            return Err(invalid("model.id", problem));
         }
         let (named, presets): (Vec<&str>, Vec<&str>) =
             formats.split(',').partition(|each| each.contains('='));
@@ -261,7 +261,7 @@ impl Models {
             [""] | [_, _, ..] => {
                 let problem =
                     format!("ends in {formats:?}: write one preset, or formats such as transformer=nf4");
-                return Err(invalid("model.id", &problem));
+                return Err(invalid("model.id", problem));
             }
             [preset] => *preset,
         };
@@ -270,7 +270,7 @@ impl Models {
             if components[..index].iter().any(|(before, _)| before == name) {
                 return Err(invalid(
                     "model.id",
-                    &format!("names {name} twice: write each component once"),
+                    format!("names {name} twice: write each component once"),
                 ));
             }
         }
@@ -322,11 +322,9 @@ fn is_key(key: &str, asked: &str) -> bool {
     key == asked || is_short().unwrap_or(false)
 }
 
-fn invalid(field: &str, problem: &str) -> Error {
-    Error::Invalid(vec![RequestError {
-        field: field.to_owned(),
-        problem: problem.to_owned(),
-    }])
+/// The error of one wrong field.
+fn invalid(field: &str, problem: impl Into<String>) -> Error {
+    Error::Invalid(vec![RequestError::new(field, problem)])
 }
 
 fn quantization_of(asked: Option<&v1::Quantization>) -> Result<Quantization, Error> {
@@ -342,14 +340,14 @@ fn quantization_of(asked: Option<&v1::Quantization>) -> Result<Quantization, Err
         };
         invalid(
             "model.quantization.preset",
-            &format!("{:?} is none of {known}{instead}", asked.preset),
+            format!("{:?} is none of {known}{instead}", asked.preset),
         )
     })?;
     let formats = asked.components.iter();
     let formats = formats.map(|(component, format)| (component.as_str(), format.as_str()));
     Quantization::of(preset, formats).map_err(|(component, error)| {
         let problem = format!("for {component}: {error}, nor {FULL}");
-        invalid("model.quantization.components", &problem)
+        invalid("model.quantization.components", problem)
     })
 }
 

@@ -17,6 +17,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::config::{Cards, Config};
+use crate::durations::millis;
 use crate::grpc::{self, Limits, Service, Token};
 use crate::host::{self, Host};
 use crate::hub::{Hub, Pulls};
@@ -343,7 +344,6 @@ fn start_queue(
     slots: Vec<CardSlot>,
     received: mpsc::UnboundedReceiver<CardSignal>,
 ) -> Queue {
-    let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
     let settings = Settings {
         max_jobs: config.queue.max_jobs,
         overtaking_bound: config.queue.overtaking_bound,

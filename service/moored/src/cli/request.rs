@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
+use crate::durations::millis;
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
@@ -306,9 +307,7 @@ fn job_of(job: &JobSettings, client: &str) -> v1::JobOptions {
             PriorityChoice::High => v1::Priority::High,
         }
         .into(),
-        patience_ms: job
-            .patience
-            .map(|p| u64::try_from(p.as_millis()).unwrap_or(u64::MAX)),
+        patience_ms: job.patience.map(|patience| millis(patience.into())),
         allow_low_memory: job.allow_low_memory,
         card: job.card.clone().unwrap_or_default(),
         headroom_bytes: job.headroom.map(|headroom| headroom.0),

@@ -11,6 +11,7 @@ use pipelines::{AdapterReport, FULL, Medium, Request, ValueShape};
 use residency::{Component, Fits, Holder, MemorySummary};
 
 use super::residency::{freed_out, kept_out};
+use crate::durations::millis;
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
 
@@ -134,10 +135,6 @@ pub(super) fn defaults_out(defaults: &Request) -> v1::ModelDefaults {
 fn shape_out(value: &ValueShape) -> Vec<u32> {
     let sides = value.shape.iter();
     sides.map(|&n| u32::try_from(n).unwrap_or(u32::MAX)).collect()
-}
-
-pub(super) fn millis(duration: std::time::Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The format that each component is held in: `full`, `nf4`, `Q4_K`.

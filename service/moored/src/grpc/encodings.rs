@@ -120,17 +120,7 @@ fn bytes_of(chunks: &[Kind]) -> u64 {
 }
 
 pub(super) fn refused(exceeded: Exceeded) -> Status {
-    client_limit(match exceeded {
-        Exceeded::Client(bound) => format!(
-            "unread results of this client take more than {} in all: read them as they come, or raise \
-             limits.results_per_client",
-            residency::Bytes(bound)
-        ),
-        Exceeded::All(bound) => format!(
-            "unread results take more than {} in all: try again, or raise limits.results",
-            residency::Bytes(bound)
-        ),
-    })
+    client_limit(exceeded.words("unread results", "read them as they come", "limits.results"))
 }
 
 #[cfg(test)]

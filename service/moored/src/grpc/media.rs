@@ -16,6 +16,7 @@ use super::decoding::Decoding;
 use super::limits::{Budget, Client, Exceeded, Taken};
 use super::status::{client_limit, invalid, short, status_of};
 use super::stream::{format_out, raw_media_type};
+use crate::durations::millis;
 use crate::pictures;
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format as OfArtifact;
@@ -135,7 +136,7 @@ impl MediaStore {
             media_type: media_type.to_owned(),
             format,
             bytes: bytes as u64,
-            expires_in_ms: u64::try_from(self.ttl.as_millis()).unwrap_or(u64::MAX),
+            expires_in_ms: millis(self.ttl),
         }
     }
 
@@ -309,16 +310,7 @@ fn refused(exceeded: Exceeded) -> Status {
 
 /// What a client is told that exceeds the bound on media.
 pub(super) fn words_of_excess(exceeded: Exceeded) -> String {
-    match exceeded {
-        Exceeded::Client(bound) => format!(
-            "media of this client has more than {} in all: release some, or raise limits.media_per_client",
-            residency::Bytes(bound)
-        ),
-        Exceeded::All(bound) => format!(
-            "media of all clients has more than {} in all: try again later, or raise limits.media",
-            residency::Bytes(bound)
-        ),
-    }
+    exceeded.words("media", "release some", "limits.media")
 }
 
 #[cfg(test)]

@@ -20,11 +20,12 @@ use super::asked::Asked;
 use super::caller::{Caller, card_named};
 use super::choose::Chosen;
 use super::convert::{
-    component_out, defaults_out, fallback_out, formats_out, holder_out, job_out, memory_out, millis, resolved,
+    component_out, defaults_out, fallback_out, formats_out, holder_out, job_out, memory_out, resolved,
 };
 use super::server::{Service, policy_name};
 use super::status::{invalid, short, shortfall_out, status_of, words_of};
 use super::stream::{Encoding, EventStream, Output, events_of};
+use crate::durations::millis;
 use crate::models::Found;
 use crate::process::other::OtherProcess;
 use crate::proto::v1;

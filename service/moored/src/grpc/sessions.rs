@@ -26,6 +26,7 @@ use super::convert::{Converted, convert};
 use super::limits::{Budget, Client, Exceeded, Taken};
 use super::server::Service;
 use super::status::{client_limit, invalid, status_of};
+use crate::durations::millis;
 use crate::proto::v1;
 use crate::proto::v1::stream_audio_request::Message as Asked;
 use crate::proto::v1::stream_audio_response::Message as Told;
@@ -195,7 +196,7 @@ impl Session {
             samples: self.timeline.made(),
             segments: self.segments,
             gaps: self.gaps,
-            gap_ms: u64::try_from(self.gap.as_millis()).unwrap_or(u64::MAX),
+            gap_ms: millis(self.gap),
         })
     }
 
@@ -527,17 +528,11 @@ fn gone_or(status: Status) -> Result<Option<Ending>, Status> {
 }
 
 fn too_much(exceeded: Exceeded) -> Status {
-    client_limit(match exceeded {
-        Exceeded::Client(bound) => format!(
-            "the sound of this client's sessions and its unread results take more than {} in all: ask for shorter segments, \
-             or raise limits.results_per_client",
-            residency::Bytes(bound)
-        ),
-        Exceeded::All(bound) => format!(
-            "sound and unread results take more than {} in all: try again, or raise limits.results",
-            residency::Bytes(bound)
-        ),
-    })
+    client_limit(exceeded.words(
+        "sound of sessions and unread results",
+        "ask for shorter segments",
+        "limits.results",
+    ))
 }
 
 fn response(told: Told) -> v1::StreamAudioResponse {

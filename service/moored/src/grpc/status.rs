@@ -130,10 +130,7 @@ pub(crate) fn internal(why: impl ToString) -> Status {
 
 /// The error of one wrong field.
 pub(crate) fn invalid(field: &str, problem: impl Into<String>) -> Error {
-    Error::Invalid(vec![pipelines::RequestError {
-        field: field.to_owned(),
-        problem: problem.into(),
-    }])
+    Error::Invalid(vec![pipelines::RequestError::new(field, problem)])
 }
 
 /// Most characters of a client's name, a key, a label: they are kept, repeated and sent to workers.

@@ -6,11 +6,9 @@ use std::sync::Arc;
 
 use engine::Error;
 use engine::library::Entry;
-use pipelines::{
-    AdapterFile, AdapterUse, RequestError, StrengthCurve, is_adapter_folder, is_control_net_folder,
-};
+use pipelines::{AdapterFile, AdapterUse, StrengthCurve, is_adapter_folder, is_control_net_folder};
 
-use super::{Models, children, hub_model, is_pipeline, shipped_folder};
+use super::{Models, children, hub_model, invalid, is_pipeline, shipped_folder};
 use crate::hub;
 use crate::proto::v1;
 
@@ -270,10 +268,6 @@ fn not_found(id: &str, there: &[FoundAdapter]) -> String {
     }
 }
 
-fn invalid(field: &str, problem: String) -> Error {
-    Error::Invalid(vec![RequestError::new(field, problem)])
-}
-
 /// Adapters in a folder and the folders in it: files, and folders of peft. Ids are paths without the ending.
 fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>) {
     for child in children(folder) {
@@ -339,6 +333,7 @@ fn of_hub(repository: &Path, id: &str, holds_transformer: &dyn Fn(&Path) -> bool
 mod tests {
     use super::*;
     use crate::config::Models as Settings;
+    use crate::models::tests::folder_with;
 
     fn models(folder: &Path) -> Models {
         let settings = Settings {
@@ -346,16 +341,6 @@ mod tests {
             ..Settings::default()
         };
         Models::new(settings, folder.join("no-hub-cache"))
-    }
-
-    fn folder_with(files: &[&str]) -> tempfile::TempDir {
-        let folder = tempfile::tempdir().unwrap();
-        for file in files {
-            let path = folder.path().join(file);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, "{}").unwrap();
-        }
-        folder
     }
 
     fn adapter(id: &str, strength: Option<f32>) -> v1::Adapter {

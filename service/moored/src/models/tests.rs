@@ -1,6 +1,7 @@
 use super::*;
 
-fn folder_with(files: &[&str]) -> tempfile::TempDir {
+/// A folder with these files, each an empty object of JSON.
+pub(super) fn folder_with(files: &[&str]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in files {
         let path = folder.path().join(file);

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use residency::Bytes;
+
 /// A client, by its address: a name can be changed at will. `None`: a transport without addresses.
 pub(crate) type Client = Option<IpAddr>;
 
@@ -29,6 +31,26 @@ pub(crate) enum Exceeded {
     Client(u64),
     /// The bound of all clients together.
     All(u64),
+}
+
+impl Exceeded {
+    /// The refusal of bytes, for people: what is bounded, what the client can do, and the setting of the bound.
+    pub(crate) fn words(self, bounded: &str, remedy: &str, setting: &str) -> String {
+        match self {
+            Exceeded::Client(bound) => {
+                let bound = Bytes(bound);
+                format!(
+                    "{bounded} of this client take more than {bound} in all: {remedy}, or raise {setting}_per_client"
+                )
+            }
+            Exceeded::All(bound) => {
+                let bound = Bytes(bound);
+                format!(
+                    "{bounded} of all clients take more than {bound} in all: try again later, or raise {setting}"
+                )
+            }
+        }
+    }
 }
 
 impl Budget {

@@ -68,17 +68,11 @@ impl Upload {
 }
 
 fn refused(exceeded: Exceeded) -> Status {
-    client_limit(match exceeded {
-        Exceeded::Client(bound) => format!(
-            "requests of this client that are under way take more than {} in all: send them one after another, or raise \
-             limits.uploads_per_client",
-            residency::Bytes(bound)
-        ),
-        Exceeded::All(bound) => format!(
-            "requests that are under way take more than {} in all: try again, or raise limits.uploads",
-            residency::Bytes(bound)
-        ),
-    })
+    client_limit(exceeded.words(
+        "requests under way",
+        "send them one after another",
+        "limits.uploads",
+    ))
 }
 
 impl http_body::Body for Upload {
