@@ -50,6 +50,12 @@ pub(crate) fn too_many_references(count: usize, most: usize) -> Option<RequestEr
     (count > most).then(|| RequestError::new("references", problem))
 }
 
+/// Sides within bounds that are next to these, rounded down.
+pub(crate) fn size_near(width: u32, height: u32) -> (u32, u32) {
+    let side = |side: u32| (side / PIXELS_PER_TOKEN * PIXELS_PER_TOKEN).clamp(PIXELS_PER_TOKEN, MAX_SIDE);
+    (side(width), side(height))
+}
+
 /// Width and height that are out of bounds.
 pub(crate) fn side_problems(width: u32, height: u32) -> Vec<RequestError> {
     let is_wrong =

@@ -9,7 +9,7 @@ use gpu::{CheckpointFile, ComponentTensors, LoadPlan, Target, TensorSource, Weig
 use residency::{Bytes, Component};
 
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
-use crate::bounds::too_many_references;
+use crate::bounds::{self, too_many_references};
 use crate::checkpoint::is_single_file;
 use crate::files::{pipeline_class, transformer_class};
 use crate::host::HostTensor;
@@ -360,6 +360,11 @@ pub trait Model: Send + Sync {
     /// When the picture is too small or too narrow.
     fn reference_size(&self, _width: u32, _height: u32) -> Result<Option<(u32, u32)>, RequestError> {
         Ok(None)
+    }
+
+    /// The size of pictures and films that it makes next to this one: no larger, but where that is too small.
+    fn size_near(&self, width: u32, height: u32) -> (u32, u32) {
+        bounds::size_near(width, height)
     }
 
     /// Frames of a film of about this length, of the lengths that the model makes; at least one.

@@ -1,9 +1,10 @@
 //! A request to generate, whatever its medium: the same checks and defaults for all three calls.
 
+mod checks;
 mod track;
 
 use engine::Error;
-use pipelines::{Clip, InitImage, MediaFormat, Medium, Request, RequestError};
+use pipelines::{Clip, InitImage, MediaFormat, Medium, Request};
 
 use track::{AskedTrack, seconds_of};
 
@@ -11,21 +12,6 @@ use super::status::invalid;
 use super::stream::Encoding;
 use crate::films::FilmFormat;
 use crate::proto::v1;
-
-/// Longest prompt, and longest lyrics, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
-const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
-/// Longest side of what is generated or encoded, in pixels; a model may take less.
-pub(super) const LONGEST_SIDE_PIXELS: u32 = 4096;
-/// Items of one request.
-const MOST_ITEMS: u32 = 64;
-/// ControlNets of one request.
-const MOST_CONTROLS: usize = 4;
-/// Reference pictures of one request.
-const MOST_REFERENCES: usize = 8;
-/// Longest film that is asked for by its seconds; a model may take less.
-const LONGEST_FILM_SECONDS: f32 = 3600.0;
-/// Least time between previews.
-const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
 
 /// The decoded start of a request.
 #[derive(Debug, Default)]
@@ -86,65 +72,63 @@ enum OfMedium {
     Audio(AskedTrack),
 }
 
+/// A request with the fields that those of all media have under the same names, and these.
+macro_rules! asked {
+    ($request:ident, $($field:ident: $value:expr),* $(,)?) => {
+        Asked {
+            model: $request.model,
+            prompt: $request.prompt,
+            steps: $request.steps,
+            guidance: $request.guidance,
+            seed: $request.seed,
+            max_sequence_length: $request.max_sequence_length,
+            strength: $request.strength,
+            count: $request.count,
+            init_latent: given($request.init_latent_id),
+            init_media: given($request.init_media_id),
+            keep_latent: $request.keep_latent,
+            latent_only: $request.latent_only,
+            omit_metadata: $request.omit_metadata,
+            options: $request.options,
+            $($field: $value,)*
+            ..Asked::default()
+        }
+    };
+}
+
+/// An id that is left open is empty.
+fn given(id: String) -> Option<String> {
+    Some(id).filter(|id| !id.is_empty())
+}
+
 impl Asked {
     pub(super) fn image(request: v1::GenerateImageRequest) -> Asked {
         let raw = request.output == v1::OutputFormat::RawRgb as i32;
-        Asked {
+        asked! {
+            request,
             call: "GenerateImage",
-            model: request.model,
-            prompt: request.prompt,
             width: request.width,
             height: request.height,
-            steps: request.steps,
-            guidance: request.guidance,
-            seed: request.seed,
-            max_sequence_length: request.max_sequence_length,
-            strength: request.strength,
+            init_image: request.init_image,
             mask: request.mask,
             references: request.references,
             controls: request.controls,
-            count: request.count,
-            init_image: request.init_image,
-            init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
-            init_media: Some(request.init_media_id).filter(|id| !id.is_empty()),
-            source: None,
-            keep_latent: request.keep_latent,
-            latent_only: request.latent_only,
             preview_interval_ms: request.preview_interval_ms,
-            omit_metadata: request.omit_metadata,
             encoding: if raw { Encoding::Raw } else { Encoding::Png },
-            options: request.options,
             of_medium: OfMedium::Image,
         }
     }
 
     pub(super) fn video(request: v1::GenerateVideoRequest) -> Asked {
         let is_file = request.output == v1::FilmFormat::Mp4 as i32;
-        Asked {
+        asked! {
+            request,
             call: "GenerateVideo",
-            model: request.model,
-            prompt: request.prompt,
             width: request.width,
             height: request.height,
-            steps: request.steps,
-            guidance: request.guidance,
-            seed: request.seed,
-            max_sequence_length: request.max_sequence_length,
-            strength: request.strength,
-            count: request.count,
             init_image: request.init_image,
-            init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
-            init_media: Some(request.init_media_id).filter(|id| !id.is_empty()),
-            source: None,
-            keep_latent: request.keep_latent,
-            latent_only: request.latent_only,
             preview_interval_ms: request.preview_interval_ms,
-            omit_metadata: request.omit_metadata,
             encoding: if is_file { Encoding::Mp4 } else { Encoding::Raw },
-            options: request.options,
-            mask: None,
-            references: Vec::new(),
-            controls: Vec::new(),
             of_medium: OfMedium::Video {
                 frames: request.frames,
                 frames_per_second: request.frames_per_second,
@@ -156,131 +140,16 @@ impl Asked {
 
     pub(super) fn audio(mut request: v1::GenerateAudioRequest) -> Asked {
         let of_medium = OfMedium::Audio(AskedTrack::take_of(&mut request));
-        Asked {
-            call: "GenerateAudio",
-            model: request.model,
-            prompt: request.prompt,
-            steps: request.steps,
-            guidance: request.guidance,
-            seed: request.seed,
-            max_sequence_length: request.max_sequence_length,
-            strength: request.strength,
-            count: request.count,
-            init_latent: Some(request.init_latent_id).filter(|id| !id.is_empty()),
-            init_media: Some(request.init_media_id).filter(|id| !id.is_empty()),
-            keep_latent: request.keep_latent,
-            latent_only: request.latent_only,
-            omit_metadata: request.omit_metadata,
-            encoding: match v1::AudioFormat::try_from(request.output) {
-                Ok(v1::AudioFormat::RawS16le) => Encoding::Raw,
-                Ok(v1::AudioFormat::Flac) => Encoding::Flac,
-                Ok(v1::AudioFormat::Unspecified | v1::AudioFormat::Wav) | Err(_) => Encoding::Wav,
-            },
-            options: request.options,
-            of_medium,
-            ..Asked::default()
-        }
-    }
-
-    /// Checks what does not depend on the model, and reports all wrong fields at once.
-    pub(super) fn check(&self) -> Result<(), Error> {
-        let mut problems = Vec::new();
-        let mut problem = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
-        let lyrics = match &self.of_medium {
-            OfMedium::Audio(track) => track.lyrics.as_str(),
-            OfMedium::Image | OfMedium::Video { .. } => "",
+        let encoding = match v1::AudioFormat::try_from(request.output) {
+            Ok(v1::AudioFormat::RawS16le) => Encoding::Raw,
+            Ok(v1::AudioFormat::Flac) => Encoding::Flac,
+            Ok(v1::AudioFormat::Unspecified | v1::AudioFormat::Wav) | Err(_) => Encoding::Wav,
         };
-        for (field, text) in [("prompt", self.prompt.as_str()), ("lyrics", lyrics)] {
-            let characters = text.chars().count();
-            if characters > LONGEST_PROMPT_CHARACTERS {
-                problem(
-                    field,
-                    format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most"),
-                );
-            }
-        }
-        for (field, value) in [("width", self.width), ("height", self.height)] {
-            if !value.is_multiple_of(16) {
-                let below = (value / 16 * 16).max(16);
-                let above = below.saturating_add(16);
-                problem(
-                    field,
-                    format!("{value} is no multiple of 16; {below} and {above} are"),
-                );
-            } else if value > LONGEST_SIDE_PIXELS {
-                problem(field, format!("{value} is more than {LONGEST_SIDE_PIXELS}"));
-            }
-        }
-        if self.count > MOST_ITEMS {
-            problem("count", format!("{} is more than {MOST_ITEMS}", self.count));
-        }
-        if (1..LEAST_PREVIEW_INTERVAL_MS).contains(&self.preview_interval_ms) {
-            problem(
-                "preview_interval_ms",
-                format!("is less than {LEAST_PREVIEW_INTERVAL_MS}; 0 leaves previews off"),
-            );
-        }
-        if let Some(strength) = self.strength
-            && !(strength > 0.0 && strength <= 1.0)
-        {
-            problem("strength", format!("{strength} is not over 0 and up to 1"));
-        }
-        if let OfMedium::Video { frames, seconds, .. } = self.of_medium {
-            if !(0.0..=LONGEST_FILM_SECONDS).contains(&seconds) {
-                problem(
-                    "seconds",
-                    format!("{seconds} is not from 0 to {LONGEST_FILM_SECONDS}"),
-                );
-            } else if seconds > 0.0 && frames > 0 {
-                problem("seconds", "excludes frames: leave one out".to_owned());
-            }
-        }
-        if self.references.len() > MOST_REFERENCES {
-            let count = self.references.len();
-            problem(
-                "references",
-                format!("are {count}; {MOST_REFERENCES} are the most"),
-            );
-        }
-        if self.controls.len() > MOST_CONTROLS {
-            let count = self.controls.len();
-            problem("controls", format!("are {count}; {MOST_CONTROLS} are the most"));
-        }
-        for (index, control) in self.controls.iter().enumerate() {
-            let image = control.image.clone().unwrap_or_default();
-            if image.data.is_empty() == image.media_id.is_empty() {
-                problem(
-                    &format!("controls[{index}].image"),
-                    "needs data or a media_id, and not both".to_owned(),
-                );
-            }
-        }
-        for (field, picture) in self
-            .mask
-            .iter()
-            .map(|mask| ("mask", mask))
-            .chain(self.references.iter().map(|reference| ("references", reference)))
-        {
-            if picture.data.is_empty() == picture.media_id.is_empty() {
-                problem(field, "needs data or a media_id, and not both".to_owned());
-            }
-        }
-        let starts = [
-            ("init_image", !self.init_image.is_empty()),
-            ("init_media_id", self.init_media.is_some()),
-            ("init_latent_id", self.init_latent.is_some()),
-        ];
-        let mut starts = starts.iter().filter(|(_, is_given)| *is_given);
-        if let (Some((first, _)), Some((second, _))) = (starts.next(), starts.next()) {
-            problem(second, format!("excludes {first}: leave one out"));
-        }
-        if let OfMedium::Audio(track) = &self.of_medium {
-            track.check(self.init_media.is_some() || self.source.is_some(), &mut problems);
-        }
-        if problems.is_empty() {
-            Ok(())
-        } else {
-            Err(Error::Invalid(problems))
+        asked! {
+            request,
+            call: "GenerateAudio",
+            encoding: encoding,
+            of_medium: of_medium,
         }
     }
 
@@ -305,14 +174,8 @@ impl Asked {
         }
     }
 
-    /// The request, with `defaults` for what is left open. Sides, frames and seconds that are left open are those of what
-    /// it starts from.
-    ///
-    /// # Errors
-    /// When the model generates another medium, or does not start from this one.
-    pub(super) fn request(&self, defaults: Request, start: StartFrom) -> Result<Request, Error> {
-        let named = |value: u32, default: u32| if value == 0 { default } else { value };
-        let set = |value: f32, default: f32| if value == 0.0 { default } else { value };
+    /// Writes what is asked for over the defaults of a medium.
+    fn fill(&self, medium: &mut Medium, start: StartFrom) -> Result<(), Error> {
         let (init_image, clip) = match start {
             StartFrom::Nothing => (None, None),
             StartFrom::Picture(image) => (Some(image), None),
@@ -321,20 +184,14 @@ impl Asked {
         let of_image = init_image.as_ref().map(|image| (image.width, image.height));
         let sides =
             |width, height| of_image.unwrap_or((named(self.width, width), named(self.height, height)));
-        let mut medium = defaults.medium;
-        if let Some(clip) = &clip {
-            start_size(&mut medium, &clip.format);
-        }
         let wrong_start = |wanted: &str| {
-            Error::Invalid(vec![RequestError::new(
-                "init_media_id",
-                format!("{} needs {wanted}, and that is none", self.call),
-            )])
+            let problem = format!("{} needs {wanted}, and that is none", self.call);
+            Err(invalid("init_media_id", problem))
         };
-        match (&mut medium, &self.of_medium) {
+        match (medium, &self.of_medium) {
             (Medium::Image(image), OfMedium::Image) => {
                 if clip.is_some() {
-                    return Err(wrong_start("a picture"));
+                    return wrong_start("a picture");
                 }
                 (image.width, image.height) = sides(image.width, image.height);
                 image.init_image = init_image;
@@ -348,22 +205,22 @@ impl Asked {
                     ..
                 },
             ) => {
+                let is_film = |clip: &Clip| matches!(clip.format, MediaFormat::Video { .. });
+                if !clip.as_ref().is_none_or(is_film) {
+                    return wrong_start("a picture or a film");
+                }
                 video.frames_at_a_time = frames_at_a_time;
                 (video.width, video.height) = sides(video.width, video.height);
-                video.frames_per_second = set(frames_per_second, video.frames_per_second);
+                if frames_per_second != 0.0 {
+                    video.frames_per_second = frames_per_second;
+                }
                 video.frames = named(frames, video.frames);
                 video.init_image = init_image;
-                if clip
-                    .as_ref()
-                    .is_some_and(|clip| !matches!(clip.format, MediaFormat::Video { .. }))
-                {
-                    return Err(wrong_start("a picture or a film"));
-                }
                 video.init_video = clip;
             }
             (Medium::Audio(audio), OfMedium::Audio(track)) => {
                 if init_image.is_some() {
-                    return Err(wrong_start("a track"));
+                    return wrong_start("a track");
                 }
                 track.fill(audio, clip)?;
             }
@@ -373,9 +230,28 @@ impl Asked {
                     made.name(),
                     self.call
                 );
-                return Err(Error::Invalid(vec![RequestError::new("model", problem)]));
+                return Err(invalid("model", problem));
             }
         }
+        Ok(())
+    }
+
+    /// The request, with `defaults` for what is left open. Sides, frames and seconds that are left open are those of what
+    /// it starts from, in the size near it that the model makes.
+    ///
+    /// # Errors
+    /// When the model generates another medium, or does not start from this one.
+    pub(super) fn request(
+        &self,
+        defaults: Request,
+        start: StartFrom,
+        size_near: impl Fn(u32, u32) -> (u32, u32),
+    ) -> Result<Request, Error> {
+        let mut medium = defaults.medium;
+        if let StartFrom::Clip(clip) = &start {
+            start_size(&mut medium, &clip.format, size_near);
+        }
+        self.fill(&mut medium, start)?;
         Ok(Request {
             prompt: self.prompt.clone(),
             steps: named(self.steps, defaults.steps),
@@ -390,6 +266,11 @@ impl Asked {
             medium,
         })
     }
+}
+
+/// A value that is named, else the default.
+pub(super) fn named(value: u32, default: u32) -> u32 {
+    if value == 0 { default } else { value }
 }
 
 /// Checks that what a request makes can be sent so: an MP4 cannot hold every size and rate.
@@ -407,8 +288,8 @@ pub(super) fn check_output(field: &str, encoding: Encoding, request: &Request) -
         .map_err(|problem| invalid(field, problem.to_string()))
 }
 
-/// Gives a request the size of the film, or the length of the track, that it starts from; sides become multiples of 16.
-fn start_size(medium: &mut Medium, format: &MediaFormat) {
+/// Gives a request the size of the film, or the length of the track, that it starts from.
+fn start_size(medium: &mut Medium, format: &MediaFormat, size_near: impl Fn(u32, u32) -> (u32, u32)) {
     match (medium, *format) {
         (
             Medium::Video(video),
@@ -419,8 +300,7 @@ fn start_size(medium: &mut Medium, format: &MediaFormat) {
                 frames_per_second,
             },
         ) => {
-            let side = |side: u32| (side / 16 * 16).clamp(16, LONGEST_SIDE_PIXELS);
-            (video.width, video.height) = (side(width), side(height));
+            (video.width, video.height) = size_near(width, height);
             (video.frames, video.frames_per_second) = (frames, frames_per_second);
         }
         (Medium::Audio(audio), track @ MediaFormat::Audio { .. }) => audio.seconds = seconds_of(&track),
@@ -476,6 +356,11 @@ mod tests {
         assert_eq!(fields, expected);
     }
 
+    /// The size near one for a model whose sides are multiples of 16.
+    fn of_16(width: u32, height: u32) -> (u32, u32) {
+        (width / 16 * 16, height / 16 * 16)
+    }
+
     #[test]
     fn a_request_has_one_start_and_takes_its_size() {
         let request = v1::GenerateVideoRequest {
@@ -503,7 +388,9 @@ mod tests {
             frames: 5,
             ..Default::default()
         });
-        let resolved = asked.request(defaults(), StartFrom::Clip(film(9))).unwrap();
+        let resolved = asked
+            .request(defaults(), StartFrom::Clip(film(9)), of_16)
+            .unwrap();
         let Medium::Video(video) = resolved.medium else {
             panic!("it is for a film")
         };
@@ -518,7 +405,7 @@ mod tests {
         let asked = Asked::image(v1::GenerateImageRequest::default());
         let defaults = Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1);
         let refused = asked
-            .request(defaults, StartFrom::Clip(film(9)))
+            .request(defaults, StartFrom::Clip(film(9)), of_16)
             .unwrap_err()
             .to_string();
         assert!(refused.contains("GenerateImage needs a picture"), "{refused}");
@@ -552,7 +439,7 @@ mod tests {
             ..Audio::default()
         });
         let resolved = asked
-            .request(Request::of(track, 8, 2.0, 16), StartFrom::Nothing)
+            .request(Request::of(track, 8, 2.0, 16), StartFrom::Nothing, of_16)
             .unwrap();
         assert_eq!(
             (resolved.steps, resolved.guidance, resolved.strength),
@@ -562,7 +449,10 @@ mod tests {
             matches!(&resolved.medium, Medium::Audio(audio) if audio.seconds == 3.5 && audio.lyrics.is_empty())
         );
         let image = Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1);
-        let refused = asked.request(image, StartFrom::Nothing).unwrap_err().to_string();
+        let refused = asked
+            .request(image, StartFrom::Nothing, of_16)
+            .unwrap_err()
+            .to_string();
         assert!(
             refused.contains("generates image") && refused.contains("GenerateAudio"),
             "{refused}"

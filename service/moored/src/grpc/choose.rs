@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobOptions, JobSpec, JobWork, Run};
+use engine::job::{JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{PlanReport, StageVerdict};
 use pipelines::{
-    AdapterFile, AdapterUse, Medium, Preset, Quantization, Role, StrengthCurve, is_control_net_folder,
+    AdapterFile, AdapterUse, Medium, Preset, Quantization, StrengthCurve, is_control_net_folder,
 };
 
+use super::generation::whole_run;
 use super::given_pictures::controls_of;
 use super::server::Service;
 use super::status::invalid;
@@ -136,15 +137,7 @@ impl Service {
         if let Medium::Image(image) = &mut request.medium {
             image.controls = controls_of(controls, &entry, (image.width, image.height));
         }
-        let run = Run {
-            call: AUTO,
-            request,
-            count: 1,
-            start: None,
-            until: Role::Decode,
-            keep_latent: false,
-            preview_interval_ms: 0,
-        };
+        let run = whole_run(AUTO, request);
         let (card, work) = (options.card_hint.clone(), JobWork::Run(run));
         self.queue
             .plan_as_asked(JobSpec { options, entry, work }, &card)

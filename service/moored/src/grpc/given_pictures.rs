@@ -8,7 +8,7 @@ use engine::Error;
 use engine::library::Entry;
 use pipelines::{Clip, ControlUse, InitImage, Mask, Medium, Model, Picture, PictureSlot, Request};
 
-use super::asked::{Asked, LONGEST_SIDE_PIXELS, StartFrom};
+use super::asked::{Asked, StartFrom, named};
 use super::limits::{Client, Taken};
 use super::media::{Media, words_of_excess};
 use super::server::Service;
@@ -59,7 +59,7 @@ impl Service {
         if let Some(problem) = model.too_many_references(asked.references.len()) {
             return Err(Error::Invalid(vec![problem]));
         }
-        let (start, from) = self.start_of(asked, defaults).await?;
+        let (start, from) = self.start_of(asked, defaults, model).await?;
         let mut given = Vec::from_iter(start.map(|start| (PictureSlot::Start, start)));
         if let Some(mask) = &asked.mask {
             given.push((PictureSlot::Mask, self.given_input(MASK, mask).await?));
@@ -108,6 +108,7 @@ impl Service {
         &self,
         asked: &Asked,
         defaults: &Medium,
+        model: &dyn Model,
     ) -> Result<(Option<GivenPicture>, StartFrom), Error> {
         const MEDIA: &str = "init_media_id";
         let from_clip = |clip: Clip| Ok((None, StartFrom::Clip(clip)));
@@ -128,13 +129,9 @@ impl Service {
             return Ok((None, StartFrom::Nothing));
         }
         let given = self.given_picture(field, picture).await?;
-        // A side that is left open (0) is that of the picture, cut to a multiple of 16.
-        let cut = |side: u32| (side / 16 * 16).min(LONGEST_SIDE_PIXELS);
-        let or = |value: u32, default: u32| if value == 0 { default } else { value };
-        let size = (
-            or(asked.width, cut(given.size.0)),
-            or(asked.height, cut(given.size.1)),
-        );
+        // A side that is left open is that of the picture, as the model makes it.
+        let near = model.size_near(given.size.0, given.size.1);
+        let size = (named(asked.width, near.0), named(asked.height, near.1));
         Ok((Some(given), StartFrom::Picture(InitImage::of_size(size))))
     }
 

@@ -117,6 +117,17 @@ impl MediaStore {
         Ok(kept.media.clone())
     }
 
+    /// A track by its id; that is a use.
+    ///
+    /// # Errors
+    /// As [`MediaStore::get`], and where it is none.
+    pub(super) fn track(&self, field: &str, id: &str) -> Result<Clip, Error> {
+        match self.get(field, id)? {
+            Media::Clip(clip) if matches!(clip.format, MediaFormat::Audio { .. }) => Ok(clip),
+            Media::Clip(_) | Media::Picture(_) => Err(invalid(field, "is no track")),
+        }
+    }
+
     /// Removes media before it expires; false when there was none. Jobs that use it keep it.
     pub(super) fn release(&self, id: &str) -> bool {
         self.lock().remove(id).is_some()

@@ -8,6 +8,7 @@ mod choose;
 mod convert;
 mod decoding;
 mod encodings;
+mod entries;
 mod generation;
 mod given_pictures;
 mod health;

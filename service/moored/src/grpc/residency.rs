@@ -24,7 +24,7 @@ use super::convert::{
 };
 use super::server::{Service, policy_name};
 use super::status::{invalid, short, shortfall_out, status_of, words_of};
-use super::stream::{Encoding, EventStream, Output, events_of};
+use super::stream::{Encoding, EventStream, Output};
 use crate::durations::millis;
 use crate::models::Found;
 use crate::process::other::OtherProcess;
@@ -120,9 +120,9 @@ impl Residency for Service {
                 prove: request.prove || replace.is_some(),
                 replace,
             };
-            let job = self.queue.submit(JobSpec { options, entry, work }).await?;
+            let spec = JobSpec { options, entry, work };
             let output = Output::without_recipe(Encoding::Raw);
-            Ok(events_of(job, model, output, self.encoder(&caller)))
+            self.start(spec, model, output, &caller).await
         };
         start.await.map(Response::new).map_err(|e: Error| status_of(&e))
     }

@@ -133,6 +133,14 @@ pub(crate) fn invalid(field: &str, problem: impl Into<String>) -> Error {
     Error::Invalid(vec![pipelines::RequestError::new(field, problem)])
 }
 
+/// An error with all wrong fields, where there are any.
+pub(crate) fn all_valid(problems: Vec<pipelines::RequestError>) -> Result<(), Error> {
+    match problems.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Invalid(problems)),
+    }
+}
+
 /// Most characters of a client's name, a key, a label: they are kept, repeated and sent to workers.
 const LONGEST_NAME_CHARACTERS: usize = 256;
 

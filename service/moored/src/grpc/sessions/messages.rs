@@ -6,7 +6,7 @@ use engine::Error;
 use tonic::Status;
 
 use crate::grpc::convert::event;
-use crate::grpc::status::{invalid, reason_of, status_of};
+use crate::grpc::status::{all_valid, invalid, reason_of, status_of};
 use crate::proto::v1;
 use crate::proto::v1::stream_audio_response::Message as Told;
 use crate::sessions::{Gap, Rendered, SegmentStart, Settings};
@@ -102,10 +102,7 @@ pub(super) fn check_open(open: &v1::OpenAudioSession) -> Result<(), Error> {
             problems.push(pipelines::RequestError::new("options.detach", problem));
         }
     }
-    match problems.is_empty() {
-        true => Ok(()),
-        false => Err(Error::Invalid(problems)),
-    }
+    all_valid(problems)
 }
 
 /// Silence of the client after which a session ends.
@@ -157,10 +154,7 @@ pub(super) fn check_segment(track: &v1::GenerateAudioRequest) -> Result<(), Erro
         .filter(|(_, is_named)| *is_named)
         .map(|(field, _)| pipelines::RequestError::new(field, "is the session's: leave it out of a segment"))
         .collect();
-    match problems.is_empty() {
-        true => Ok(()),
-        false => Err(Error::Invalid(problems)),
-    }
+    all_valid(problems)
 }
 
 pub(super) fn start_in(start: i32) -> SegmentStart {

@@ -8,7 +8,7 @@ use engine::Error;
 use engine::job::{JobEvent, JobEventKind, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{Job, Queue};
-use pipelines::{Clip, MediaFormat, Medium};
+use pipelines::{Clip, Medium};
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
@@ -18,7 +18,6 @@ use crate::grpc::asked::Asked;
 use crate::grpc::caller::Caller;
 use crate::grpc::convert::resolved;
 use crate::grpc::limits::{Client, Taken};
-use crate::grpc::media::Media;
 use crate::grpc::server::Service;
 use crate::grpc::status::invalid;
 use crate::proto::v1;
@@ -269,10 +268,7 @@ impl Service {
         if id.is_empty() {
             return Ok(None);
         }
-        let clip = match self.media.get(SOURCE, id)? {
-            Media::Clip(clip) if matches!(clip.format, MediaFormat::Audio { .. }) => clip,
-            Media::Clip(_) | Media::Picture(_) => return Err(invalid(SOURCE, "is no track")),
-        };
+        let clip = self.media.track(SOURCE, id)?;
         let taken = self.limits.sound_bytes().take(client, clip.data.len() as u64);
         let taken = taken.map_err(|_| {
             invalid(SOURCE, "takes more memory than this client has left: close a session, or raise limits.results_per_client")

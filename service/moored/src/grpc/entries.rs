@@ -1,0 +1,123 @@
+//! Which model a request means, with its formats, adapters and ControlNets; and models opened.
+
+use std::sync::Arc;
+
+use engine::Error;
+use engine::job::JobOptions;
+use engine::library::{Entry, OpenModel};
+
+use super::choose::{Chosen, left_open};
+use super::server::Service;
+use super::status::{invalid, short};
+use crate::proto::v1;
+use crate::threads::on_thread;
+
+/// Most components that formats can be named for.
+const MOST_FORMATS: usize = 64;
+
+impl Service {
+    /// Opens a model away from the async threads: headers are read.
+    pub(super) async fn open(&self, entry: &Arc<Entry>) -> Result<OpenModel, Error> {
+        let (library, card, entry) = (self.library.clone(), self.first_card(), entry.clone());
+        let path = entry.path.clone();
+        let opened = self.library.aside(&path, move || library.open(&entry, &card));
+        opened.await
+    }
+
+    /// The entry that a reference means: folders may be looked through, and formats chosen.
+    pub(super) async fn entry(&self, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+        Ok(self.chosen(model, &[], &JobOptions::default()).await?.entry)
+    }
+
+    /// As [`Service::entry`], with these ControlNets, and the reason for the formats where the service chose them for a job with
+    /// these options.
+    pub(super) async fn chosen(
+        &self,
+        model: Option<v1::ModelRef>,
+        controls: &[v1::Control],
+        options: &JobOptions,
+    ) -> Result<Chosen, Error> {
+        model.as_ref().map_or(Ok(()), check_reference)?;
+        if let Some(open) = model.as_ref().map(left_open).transpose()?.flatten() {
+            let stored = self.models.entry(Some(open)).await?;
+            let stored = self.with_control_nets(stored, controls).await?;
+            return self.choose(stored, controls, options.clone()).await;
+        }
+        let entry = self.library.canonical(self.models.entry(model).await?).await?;
+        Ok(Chosen {
+            entry: self.with_control_nets(entry, controls).await?,
+            reason: String::new(),
+        })
+    }
+
+    /// As [`Service::entry`], for what ends a use: where the files are gone, the entry as it was used.
+    pub(super) async fn entry_in_use(&self, model: &v1::ModelRef) -> Result<Arc<Entry>, Error> {
+        let gone = match self.entry(Some(model.clone())).await {
+            Err(gone @ Error::ModelNotFound { .. }) => gone,
+            Err(gone @ Error::Invalid(_)) if model.id.contains('&') || !model.adapters.is_empty() => gone,
+            resolved => return resolved,
+        };
+        let known = self.queue.known_entries().await;
+        let found = match left_open(model)? {
+            Some(open) => known.into_iter().find(|entry| entry.id == open.id),
+            None => self.models.find_known(model, known),
+        };
+        found.ok_or(gone)
+    }
+
+    /// An error of opening a model, where an adapter is at fault, as that of the field that names the adapter.
+    pub(super) fn named_by_field(
+        &self,
+        error: Error,
+        adapters: &[v1::Adapter],
+        controls: &[v1::Control],
+    ) -> Error {
+        let Error::Adapter { name, problem } = &error else {
+            return error;
+        };
+        let is_it = |id: &str| self.models.adapter_name(id).is_some_and(|known| known == *name);
+        let control = controls.iter().position(|control| is_it(&control.id));
+        let adapter = adapters.iter().position(|adapter| is_it(&adapter.id));
+        let field = match (control, adapter) {
+            (Some(index), _) => format!("controls[{index}].id"),
+            (None, Some(index)) => format!("model.adapters[{index}].id"),
+            (None, None) => return error,
+        };
+        invalid(&field, format!("{name:?} cannot be attached: {problem}"))
+    }
+
+    /// The entry with the ControlNets that a request names.
+    async fn with_control_nets(
+        &self,
+        entry: Arc<Entry>,
+        controls: &[v1::Control],
+    ) -> Result<Arc<Entry>, Error> {
+        if controls.is_empty() {
+            return Ok(entry);
+        }
+        let ids: Vec<String> = controls.iter().map(|control| control.id.clone()).collect();
+        let models = self.models.clone();
+        let with = on_thread(move || models.with_control_nets(&entry, &ids)).await?;
+        with.map(Arc::new)
+    }
+}
+
+/// The formats of a model are kept with its jobs, holds and pins; an id and a revision are those of a model that is here.
+fn check_reference(model: &v1::ModelRef) -> Result<(), Error> {
+    let Some(quantization) = &model.quantization else {
+        return Ok(());
+    };
+    short("model.quantization.preset", &quantization.preset)?;
+    if quantization.components.len() > MOST_FORMATS {
+        let problem = format!(
+            "names {} components; {MOST_FORMATS} are the most",
+            quantization.components.len()
+        );
+        return Err(invalid("model.quantization.components", problem));
+    }
+    let mut words = quantization
+        .components
+        .iter()
+        .flat_map(|(name, format)| [name, format]);
+    words.try_for_each(|word| short("model.quantization.components", word))
+}
