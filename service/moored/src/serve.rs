@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -90,10 +90,7 @@ pub(crate) async fn run(
     let mut timeline = Timeline::begin("start the service");
     memory::give_back();
     let token = Token::read(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
-    std::fs::create_dir_all(&config.service.state).map_err(|problem| ServeError::State {
-        folder: config.service.state.clone(),
-        problem,
-    })?;
+    make_state_folder(&config.service.state)?;
     timeline.part("token and folders");
     let early = EarlyWorker::start();
     let cards = find_cards(&config.cards).await?;
@@ -101,14 +98,7 @@ pub(crate) async fn run(
     let descriptions: Vec<CardDescription> = cards.iter().map(|(_, card)| card.clone()).collect();
     let _locks = Locks::take(&config.service.state, &descriptions).await?;
     let policy = config.cards.policy_on(&descriptions);
-    let address = config.service.listen;
-    let listener = TcpListener::bind(address)
-        .await
-        .map_err(|problem| ServeError::Listen { address, problem })?;
-    let address = listener
-        .local_addr()
-        .map_err(|problem| ServeError::Listen { address, problem })?;
-
+    let (listener, address) = listen(config.service.listen).await?;
     timeline.part("lock the cards, listen");
     pipelines::set_fp8_products(config.cards.fp8_products);
     let library = Arc::new(open_library(&config)?);
@@ -162,8 +152,34 @@ pub(crate) async fn run(
         () = end_of(reports) => Err(ServeError::QueueEnded),
     };
     ended?; // workers end with the queue, and connections with the process
+    close(keepers.tasks, library, serving).await?;
+    tracing::info!("stopped");
+    Ok(())
+}
+
+fn make_state_folder(folder: &Path) -> Result<(), ServeError> {
+    std::fs::create_dir_all(folder).map_err(|problem| ServeError::State {
+        folder: folder.to_owned(),
+        problem,
+    })
+}
+
+/// A listener, and the address that it has: port 0 is any that is free.
+async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
+    let failed = |problem| ServeError::Listen { address, problem };
+    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    Ok((listener, address))
+}
+
+/// Ends what runs beside the queue, which has ended.
+async fn close(
+    keepers: Vec<JoinHandle<()>>,
+    library: Arc<Library>,
+    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+) -> Result<(), ServeError> {
     // The cards are free when this process has ended.
-    futures::future::join_all(keepers.tasks).await;
+    futures::future::join_all(keepers).await;
     let stop_keeping = tokio::task::spawn_blocking(move || library.stop_keeping()); // its panic has been told of
     if tokio::time::timeout(COPY_LIMIT, stop_keeping).await.is_err() {
         tracing::warn!("a copy that is being written is given up: its files do not answer");
@@ -172,7 +188,6 @@ pub(crate) async fn run(
     if let Ok(Ok(served)) = tokio::time::timeout(Duration::from_secs(2), serving).await {
         served?;
     }
-    tracing::info!("stopped");
     Ok(())
 }
 

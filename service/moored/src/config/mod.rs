@@ -3,6 +3,7 @@
 
 mod hub;
 mod reader;
+mod sections;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -181,27 +182,6 @@ pub(crate) struct Limits {
     pub(crate) reservations_per_client: usize,
 }
 
-impl Limits {
-    fn read(r: &mut Reader) -> Limits {
-        Limits {
-            connections: r.at_least("limits.connections", 1),
-            handshake: r.some_time("limits.handshake"),
-            calls: r.at_least("limits.calls", 1),
-            calls_per_client: r.at_least("limits.calls_per_client", 1),
-            uploads: r.size("limits.uploads"),
-            uploads_per_client: r.size("limits.uploads_per_client"),
-            upload_idle: r.some_time("limits.upload_idle"),
-            results: r.size("limits.results"),
-            results_per_client: r.size("limits.results_per_client"),
-            unread: r.some_time("limits.unread"),
-            media: r.size("limits.media"),
-            media_per_client: r.size("limits.media_per_client"),
-            holds_per_client: r.at_least("limits.holds_per_client", 1),
-            reservations_per_client: r.at_least("limits.reservations_per_client", 1),
-        }
-    }
-}
-
 /// `[quantization]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Quantization {
@@ -267,79 +247,32 @@ impl Config {
     /// Reads the settings; `mistakes` were made in the layers themselves.
     fn extract(figment: Figment, mistakes: Vec<String>) -> Result<Config, Mistakes> {
         let mut r = Reader::new(figment, mistakes);
-        let service = Service {
-            listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
-            token_file: r.optional_path("service.token_file"),
-            max_message: r.size("service.max_message"),
-            drain: r.duration("service.drain"),
-            state: r.optional_path("service.state").unwrap_or_else(state_folder),
+        let mut config = Config {
+            service: Service::read(&mut r),
+            models: Models::read(&mut r),
+            hub: Hub::read(&mut r),
+            cards: Cards::read(&mut r),
+            queue: Queue::read(&mut r),
+            limits: Limits::read(&mut r),
+            quantization: Quantization::read(&mut r),
+            client: Client::read(&mut r),
+            log: Log::read(&mut r),
+            sources: Vec::new(),
+            file: FileRead::NoneAt(None),
         };
-        let models = Models {
-            folders: r.paths("models.folders"),
-            adapters: r.paths("models.adapters"),
-            default: r.optional_text("models.default"),
-            paths: r.table("models.paths"),
-            preload: r.words("models.preload"),
-            pinned: r.words("models.pinned"),
-            settings: r.table("models.settings"),
-        };
-        let hub = Hub::read(&mut r);
-        let cards = Cards {
-            devices: r.parsed_list("cards.devices"),
-            profile: r.choice("cards.profile", &profiles()),
-            policy: r.choice(
-                "cards.policy",
-                &[
-                    ("", None),
-                    ("shared", Some(Policy::Shared)),
-                    ("exclusive", Some(Policy::Exclusive)),
-                ],
-            ),
-            headroom: r.size("cards.headroom"),
-            slack_limit: r.optional_size("cards.slack_limit"),
-            release_threshold: r.optional_size("cards.release_threshold"),
-            staging: r.optional_size("cards.staging"),
-            staging_chunk: r.optional_size("cards.staging_chunk"),
-            fp8_products: r.choice(
-                "cards.fp8_products",
-                &[
-                    ("auto", Fp8Products::Auto),
-                    ("never", Fp8Products::Never),
-                    ("always", Fp8Products::Always),
-                ],
-            ),
-        };
-        let queue = Queue {
-            max_jobs: r.at_least("queue.max_jobs", 1),
-            overtaking_bound: r.at_least("queue.overtaking_bound", 0),
-            patience_after_eviction: r.duration("queue.patience_after_eviction"),
-            patience_foreign: r.duration("queue.patience_foreign"),
-            text_cache: r.size("queue.text_cache"),
-            latents: r.size("queue.latents"),
-            latent_ttl: r.duration("queue.latent_ttl"),
-            keep_alive: r.optional_duration("queue.keep_alive"),
-            unload_when_idle: r.optional_duration("queue.unload_when_idle"),
-            stall_limit: r.duration("queue.stall_limit"),
-            stall_floor: r.duration("queue.stall_floor"),
-            cancel_limit: r.duration("queue.cancel_limit"),
-        };
-        let limits = Limits::read(&mut r);
-        let quantization = Quantization {
-            keep_folder: r.optional_path("quantization.keep_folder"),
-            keep_limit: r.size("quantization.keep_limit"),
-        };
-        let client = Client {
-            endpoint: r.text("client.endpoint"),
-            token_file: r.optional_path("client.token_file"),
-            ca_file: r.optional_path("client.ca_file"),
-            insecure_token: r.switch("client.insecure_token"),
-            name: r.optional_text("client.name").unwrap_or_else(user_at_host),
-        };
-        let log = Log {
-            filter: r.optional_text("log.filter"),
-            json: r.choice("log.format", &[("text", false), ("json", true)]),
-        };
-        if !service.listen.ip().is_loopback() && service.token_file.is_none() {
+        config.check(&mut r);
+        config.sources = r.finish(&[
+            ("service.state", config.service.state.display().to_string()),
+            ("hub.cache", config.hub.cache.display().to_string()),
+            ("hub.endpoint", config.hub.endpoint.clone()),
+            ("client.name", config.client.name.clone()),
+        ])?;
+        Ok(config)
+    }
+
+    /// Finds settings that do not go together.
+    fn check(&self, r: &mut Reader) {
+        if !self.service.listen.ip().is_loopback() && self.service.token_file.is_none() {
             r.mistake(
                 "service.listen",
                 "reaches beyond this machine, which needs a token: set service.token_file to a file with one \
@@ -347,10 +280,10 @@ impl Config {
             );
         }
         for (name, bytes) in [
-            ("limits.uploads", limits.uploads),
-            ("limits.uploads_per_client", limits.uploads_per_client),
+            ("limits.uploads", self.limits.uploads),
+            ("limits.uploads_per_client", self.limits.uploads_per_client),
         ] {
-            if bytes < service.max_message {
+            if bytes < self.service.max_message {
                 r.mistake(
                     name,
                     "is less than service.max_message, which no message could have then",
@@ -358,10 +291,10 @@ impl Config {
             }
         }
         for card in [ProfileName::Inference, ProfileName::Constrained] {
-            let profile = MemoryProfile::of(cards.profile.unwrap_or(card), Bytes::gib(24));
-            let staging = cards.staging.unwrap_or(profile.staging_bytes);
-            let chunk = cards.staging_chunk.unwrap_or(profile.staging_chunk);
-            let is_set = cards.staging.is_some() || cards.staging_chunk.is_some();
+            let profile = MemoryProfile::of(self.cards.profile.unwrap_or(card), Bytes::gib(24));
+            let staging = self.cards.staging.unwrap_or(profile.staging_bytes);
+            let chunk = self.cards.staging_chunk.unwrap_or(profile.staging_chunk);
+            let is_set = self.cards.staging.is_some() || self.cards.staging_chunk.is_some();
             if is_set && (chunk.0 < 1 << 16 || staging < chunk || !staging.0.is_multiple_of(chunk.0)) {
                 r.mistake(
                     "cards.staging",
@@ -370,10 +303,10 @@ impl Config {
                 break;
             }
         }
-        if cards.devices.is_empty() && !r.is_wrong("cards.devices") {
+        if self.cards.devices.is_empty() && !r.is_wrong("cards.devices") {
             r.mistake("cards.devices", "names no card; \"auto\" always works");
         }
-        for name in names_of_several(&cards.devices) {
+        for name in names_of_several(&self.cards.devices) {
             r.mistake(
                 "cards.devices",
                 format!(
@@ -381,32 +314,7 @@ impl Config {
                 ),
             );
         }
-        let sources = r.finish(&[
-            ("service.state", service.state.display().to_string()),
-            ("hub.cache", hub.cache.display().to_string()),
-            ("hub.endpoint", hub.endpoint.clone()),
-            ("client.name", client.name.clone()),
-        ])?;
-        Ok(Config {
-            service,
-            models,
-            hub,
-            cards,
-            queue,
-            limits,
-            quantization,
-            client,
-            log,
-            sources,
-            file: FileRead::NoneAt(None),
-        })
     }
-}
-
-/// The values of `cards.profile`.
-fn profiles() -> Vec<(&'static str, Option<ProfileName>)> {
-    let named = ProfileName::ALL.map(|name| (name.as_str(), Some(name)));
-    std::iter::once(("auto", None)).chain(named).collect()
 }
 
 /// Cards that are named more than once. An NVIDIA card may have several names, which only the driver knows: these are
