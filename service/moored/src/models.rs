@@ -14,7 +14,7 @@ use engine::library::Entry;
 use gpu::WeightFormat;
 use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 
-use crate::config::Models as Settings;
+use crate::config::ModelSettings;
 use crate::hub;
 use crate::proto::v1;
 use crate::threads::on_thread;
@@ -64,7 +64,7 @@ impl Found {
 
 /// Finds models by id.
 pub(crate) struct Models {
-    settings: Settings,
+    settings: ModelSettings,
     /// Scanned after the folders.
     hub_cache: PathBuf,
     listing: Listing<Found>,
@@ -74,7 +74,7 @@ pub(crate) struct Models {
 }
 
 impl Models {
-    pub(crate) fn new(settings: Settings, hub_cache: PathBuf) -> Models {
+    pub(crate) fn new(settings: ModelSettings, hub_cache: PathBuf) -> Models {
         Models {
             settings,
             hub_cache,

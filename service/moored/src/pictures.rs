@@ -299,26 +299,26 @@ fn quoted(value: String) -> String {
     }
 }
 
-/// Encodings of a picture besides PNG.
+/// Formats of picture files besides PNG.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Encoding {
+pub(crate) enum PictureFormat {
     Jpeg,
     /// Lossless.
     WebP,
 }
 
-/// Converts a PNG of ours to another encoding, with its recipe.
+/// Converts a PNG of ours to another format, with its recipe.
 ///
 /// # Errors
 /// In words, where the file is no PNG, or its recipe is too long for a JPEG.
-pub(crate) fn encode_as(encoding: Encoding, file: &[u8]) -> Result<Vec<u8>, String> {
+pub(crate) fn encode_as(format: PictureFormat, file: &[u8]) -> Result<Vec<u8>, String> {
     let picture = image::load_from_memory_with_format(file, image::ImageFormat::Png)
         .map_err(|problem| problem.to_string())?
         .into_rgb8();
     let exif = recipe_of(file).ok().map(|recipe| exif_of(&recipe)).transpose()?;
     let mut out = Vec::new();
-    let written = match encoding {
-        Encoding::Jpeg => {
+    let written = match format {
+        PictureFormat::Jpeg => {
             // The encoder writes 16 bits of any length: the file would be damaged.
             let length = exif.as_ref().map_or(0, Vec::len);
             if length > exif::JPEG_LIMIT_BYTES {
@@ -327,7 +327,7 @@ pub(crate) fn encode_as(encoding: Encoding, file: &[u8]) -> Result<Vec<u8>, Stri
             let encoder = JpegEncoder::new_with_quality(&mut out, JPEG_QUALITY);
             encode_by(encoder, &picture, exif)
         }
-        Encoding::WebP => encode_by(WebPEncoder::new_lossless(&mut out), &picture, exif),
+        PictureFormat::WebP => encode_by(WebPEncoder::new_lossless(&mut out), &picture, exif),
     };
     written.map(|()| out)
 }
@@ -638,14 +638,14 @@ mod tests {
     fn the_recipe_survives_in_every_format() {
         let rgb: Vec<u8> = (0..32 * 16 * 3).map(|i| (i % 251) as u8).collect();
         let file = png(32, 16, &rgb, Some(&recipe())).unwrap();
-        let webp = encode_as(Encoding::WebP, &file).unwrap();
+        let webp = encode_as(PictureFormat::WebP, &file).unwrap();
         assert_eq!(decode(&webp, None).unwrap().rgb, rgb, "without loss");
-        let jpeg = encode_as(Encoding::Jpeg, &file).unwrap();
+        let jpeg = encode_as(PictureFormat::Jpeg, &file).unwrap();
         for (file, format) in [(webp, image::ImageFormat::WebP), (jpeg, image::ImageFormat::Jpeg)] {
             assert_eq!(image::guess_format(&file).unwrap(), format);
             assert_eq!(recipe_of(&file).unwrap(), recipe());
             let none = png(32, 16, &rgb, None).unwrap();
-            let bare = encode_as(Encoding::Jpeg, &none).unwrap();
+            let bare = encode_as(PictureFormat::Jpeg, &none).unwrap();
             assert!(recipe_of(&bare).unwrap_err().contains("no moored settings"));
         }
     }
@@ -709,7 +709,7 @@ mod tests {
         for case in cases {
             let expected = bytes(&case.exif);
             let file = png(1, 1, &[1, 2, 3], Some(&case.recipe)).unwrap();
-            for encoding in [Encoding::Jpeg, Encoding::WebP] {
+            for encoding in [PictureFormat::Jpeg, PictureFormat::WebP] {
                 let file = encode_as(encoding, &file).unwrap();
                 assert!(
                     file.windows(expected.len()).any(|found| found == expected),
@@ -749,8 +749,12 @@ mod tests {
             ..recipe()
         };
         let file = png(1, 1, &[1, 2, 3], Some(&long)).unwrap();
-        assert!(encode_as(Encoding::Jpeg, &file).unwrap_err().contains("too long"));
-        let webp = encode_as(Encoding::WebP, &file).unwrap();
+        assert!(
+            encode_as(PictureFormat::Jpeg, &file)
+                .unwrap_err()
+                .contains("too long")
+        );
+        let webp = encode_as(PictureFormat::WebP, &file).unwrap();
         assert_eq!(recipe_of(&webp).unwrap(), long);
     }
 

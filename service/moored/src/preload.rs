@@ -16,7 +16,12 @@ const CLIENT: &str = "moored (configuration)";
 
 /// Loads the models, pinned ones first, one after the other. A model that cannot be loaded is logged and skipped:
 /// the service is of use without it.
-pub(crate) async fn run(settings: config::Models, models: Arc<Models>, library: Arc<Library>, queue: Queue) {
+pub(crate) async fn run(
+    settings: config::ModelSettings,
+    models: Arc<Models>,
+    library: Arc<Library>,
+    queue: Queue,
+) {
     let pinned = settings.pinned.iter().map(|name| ("models.pinned", name));
     let preloaded = settings.preload.iter().map(|name| ("models.preload", name));
     for (setting, name) in pinned.chain(preloaded) {

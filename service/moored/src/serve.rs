@@ -16,7 +16,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::config::{Cards, Config};
+use crate::config::{CardSettings, Config};
 use crate::durations::millis;
 use crate::grpc::{self, Limits, Service, Token};
 use crate::host::{self, Host};
@@ -274,7 +274,7 @@ fn open_library(config: &Config) -> Result<Library, ServeError> {
 }
 
 /// The configured cards, by names that do not change: an NVIDIA card by its UUID.
-async fn find_cards(cards: &Cards) -> Result<Vec<(DeviceSpec, CardDescription)>, ServeError> {
+async fn find_cards(cards: &CardSettings) -> Result<Vec<(DeviceSpec, CardDescription)>, ServeError> {
     let choices = cards.devices.clone();
     let look = move || {
         let discovered = DeviceChoice::resolve(&choices)?;

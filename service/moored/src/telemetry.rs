@@ -6,7 +6,7 @@ use std::time::Duration;
 use gpu::Timeline;
 use tracing_subscriber::EnvFilter;
 
-use crate::config::Log;
+use crate::config::LogSettings;
 
 /// The default filter.
 pub(crate) const DEFAULT_FILTER: &str = "info";
@@ -23,7 +23,7 @@ const LIBRARIES: [&str; 8] = [
 ];
 
 /// Starts logging in a supervisor or a command.
-pub(crate) fn start(log: &Log) {
+pub(crate) fn start(log: &LogSettings) {
     let filter = log.filter.as_deref().unwrap_or(DEFAULT_FILTER);
     let filter = EnvFilter::try_new(directives(filter)).unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER));
     let builder = tracing_subscriber::fmt()
@@ -48,7 +48,7 @@ fn directives(filter: &str) -> String {
 pub(crate) fn start_worker(filter: &str) {
     let json = filter.starts_with("json:");
     let filter = Some(filter.trim_start_matches("json:").to_owned());
-    start(&Log { filter, json });
+    start(&LogSettings { filter, json });
 }
 
 /// Logs the age of this process. That includes the time in which the system loaded its libraries, which the process itself

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::connection::Connection;
 use super::show::freed_json;
 use super::{CliError, screen};
-use crate::config::Client;
+use crate::config::ClientSettings;
 use crate::proto::v1;
 
 #[derive(Debug, Args)]
@@ -53,7 +53,7 @@ pub(super) struct Recycle {
     pub(super) force: bool,
 }
 
-pub(super) async fn trim(client: &Client, options: Trim, json: bool) -> Result<(), CliError> {
+pub(super) async fn trim(client: &ClientSettings, options: Trim, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
     let card = options.card.unwrap_or_default();
     let freed = residency.trim(v1::TrimRequest { card }).await?.into_inner();
@@ -63,7 +63,7 @@ pub(super) async fn trim(client: &Client, options: Trim, json: bool) -> Result<(
     }
 }
 
-pub(super) async fn reserve(client: &Client, options: Reserve, json: bool) -> Result<(), CliError> {
+pub(super) async fn reserve(client: &ClientSettings, options: Reserve, json: bool) -> Result<(), CliError> {
     let bytes = match &options.bytes {
         Some(text) => gpu::parse_bytes(text).map_err(|problem| CliError::Usage(problem.to_string()))?,
         None => Bytes::ZERO,
@@ -103,7 +103,7 @@ pub(super) async fn reserve(client: &Client, options: Reserve, json: bool) -> Re
     ))
 }
 
-pub(super) async fn release(client: &Client, options: Release, json: bool) -> Result<(), CliError> {
+pub(super) async fn release(client: &ClientSettings, options: Release, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
     let reservation_id = options.id.clone();
     let request = v1::ReleaseReservationRequest { reservation_id };
@@ -122,7 +122,7 @@ pub(super) async fn release(client: &Client, options: Release, json: bool) -> Re
     }
 }
 
-pub(super) async fn recycle(client: &Client, options: Recycle, json: bool) -> Result<(), CliError> {
+pub(super) async fn recycle(client: &ClientSettings, options: Recycle, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
     let request = v1::RecycleRequest {
         card: options.card.unwrap_or_default(),

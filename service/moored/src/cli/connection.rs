@@ -17,7 +17,7 @@ use tonic_types::pb;
 
 use super::wire::{Answers, WireError};
 use super::{CliError, interrupt};
-use crate::config::Client;
+use crate::config::ClientSettings;
 use crate::proto::v1;
 use crate::proto::v1::generation_client::GenerationClient;
 use crate::proto::v1::hub_client::HubClient;
@@ -117,7 +117,7 @@ pub(super) fn lost(status: &Status) -> Option<CliError> {
 
 impl Connection {
     /// Connects at once, so that an unreachable service is an error here.
-    pub(super) async fn open(client: &Client) -> Result<Connection, CliError> {
+    pub(super) async fn open(client: &ClientSettings) -> Result<Connection, CliError> {
         let address = Address::of(&client.endpoint).map_err(CliError::Usage)?;
         let header = client.token_file.as_deref().map(header_of).transpose()?;
         if header.is_some() && !address.encrypted && !address.is_here && !client.insecure_token {

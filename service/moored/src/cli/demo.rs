@@ -15,7 +15,7 @@ use super::local::LocalService;
 use super::picture::{Canvas, picture};
 use super::show::Show;
 use super::{CliError, screen};
-use crate::config::{Client, Config};
+use crate::config::{ClientSettings, Config};
 use crate::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Asked;
@@ -83,7 +83,7 @@ fn check_free(options: &Demo) -> Result<(), CliError> {
     }
 }
 
-async fn generate_all(client: &Client, options: &Demo, as_json: bool) -> Result<(), CliError> {
+async fn generate_all(client: &ClientSettings, options: &Demo, as_json: bool) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
     let mut sheet = Vec::new();
     let mut start = Vec::new();

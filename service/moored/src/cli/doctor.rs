@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::connection::Connection;
 use super::{CliError, screen};
-use crate::config::{Cards, Config};
+use crate::config::{CardSettings, Config};
 use crate::grpc::policy_name;
 use crate::models::Models;
 use crate::proto::v1;
@@ -103,7 +103,7 @@ fn libraries() -> Finding {
 }
 
 /// Describes a card, and how its memory is managed.
-fn card(cards: &Cards, device: &DeviceSpec) -> Finding {
+fn card(cards: &CardSettings, device: &DeviceSpec) -> Finding {
     let description = match device.describe() {
         Ok(description) => description,
         Err(error) => {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::CliError;
 use super::arguments::MediumChoice;
 use super::results::Arrived;
-use crate::pictures::{self, Encoding};
+use crate::pictures::{self, PictureFormat};
 use crate::proto::v1;
 
 /// Destination of the results of a command.
@@ -139,10 +139,10 @@ impl Target {
 }
 
 /// The encoding of a picture's ending; `None`: PNG, which the service sends.
-fn encoding_of(path: &Path) -> Option<Encoding> {
+fn encoding_of(path: &Path) -> Option<PictureFormat> {
     match ending_of(path).as_str() {
-        "jpg" | "jpeg" => Some(Encoding::Jpeg),
-        "webp" => Some(Encoding::WebP),
+        "jpg" | "jpeg" => Some(PictureFormat::Jpeg),
+        "webp" => Some(PictureFormat::WebP),
         _ => None,
     }
 }

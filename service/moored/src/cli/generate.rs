@@ -15,13 +15,13 @@ use super::request::{Wanted, medium_of, prompts_of, recipe_of, request_of};
 use super::results::Results;
 use super::show::Show;
 use super::{CliError, connection, interrupt, screen};
-use crate::config::Client;
+use crate::config::ClientSettings;
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
 use crate::proto::v1::plan_request::Request as Asked;
 
 /// Generates a film, and writes it.
-pub(super) async fn film(client: &Client, mut options: Generate, json: bool) -> Result<(), CliError> {
+pub(super) async fn film(client: &ClientSettings, mut options: Generate, json: bool) -> Result<(), CliError> {
     match options.settings.medium {
         None | Some(MediumChoice::Video) => options.settings.medium = Some(MediumChoice::Video),
         Some(_) => {
@@ -34,7 +34,7 @@ pub(super) async fn film(client: &Client, mut options: Generate, json: bool) -> 
 }
 
 /// Generates, and writes the results.
-pub(super) async fn run(client: &Client, options: Generate, json: bool) -> Result<(), CliError> {
+pub(super) async fn run(client: &ClientSettings, options: Generate, json: bool) -> Result<(), CliError> {
     let order = Order::of(
         options.model.as_deref(),
         options.prompt.as_deref(),
@@ -64,7 +64,7 @@ impl Order {
         prompts: Option<&std::path::Path>,
         settings: &Settings,
         output: &Output,
-        client: &Client,
+        client: &ClientSettings,
     ) -> Result<Order, CliError> {
         let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
         let medium = medium_of(settings, output.out.as_deref(), recipe.as_ref());
@@ -210,7 +210,7 @@ impl Order {
 }
 
 /// Prints a plan. Fails, with codes of their own, where it can never run or not now.
-pub(super) async fn plan(client: &Client, options: Plan, json: bool) -> Result<(), CliError> {
+pub(super) async fn plan(client: &ClientSettings, options: Plan, json: bool) -> Result<(), CliError> {
     let settings = &options.settings;
     let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
     let mut prompts = prompts_of(options.prompt.as_deref(), None, recipe.as_ref())?;

@@ -11,7 +11,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use super::{CliError, interrupt};
-use crate::config::{Client, Config};
+use crate::config::{ClientSettings, Config};
 use crate::serve::{self, ServeError};
 
 /// Timeout of a worker's start.
@@ -25,7 +25,7 @@ pub(super) struct LocalService {
 
 impl LocalService {
     /// Starts a service, waits until a card is ready, and returns the settings of a client of it.
-    pub(super) async fn start(config: Config) -> Result<(LocalService, Client), CliError> {
+    pub(super) async fn start(config: Config) -> Result<(LocalService, ClientSettings), CliError> {
         let client = config.client.clone();
         let token_file = config.service.token_file.clone();
         let (ready, address) = oneshot::channel();
@@ -36,7 +36,7 @@ impl LocalService {
             let Ok(address) = address.await else {
                 return Ok(None);
             };
-            let client = Client {
+            let client = ClientSettings {
                 endpoint: format!("http://{address}"),
                 token_file,
                 ..client
@@ -86,7 +86,7 @@ pub(super) fn address_of(endpoint: &str) -> Option<SocketAddr> {
 }
 
 /// Waits for `SERVING` by grpc.health.v1: the service answers before its worker is ready.
-async fn ready_at(client: &Client) -> Result<(), CliError> {
+async fn ready_at(client: &ClientSettings) -> Result<(), CliError> {
     let unreachable = |problem: String| CliError::Unreachable {
         endpoint: client.endpoint.clone(),
         problem,

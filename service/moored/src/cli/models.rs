@@ -12,12 +12,12 @@ use super::connection::Connection;
 use super::names::short_revision;
 use super::pull::decimal;
 use super::{CliError, screen};
-use crate::config::{Client, Config};
+use crate::config::{ClientSettings, Config};
 use crate::hub::{self, Reference};
 use crate::models::Models;
 use crate::proto::v1;
 
-pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
+pub(super) async fn list(client: &ClientSettings, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
     let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
     let v1::ListModelsResponse {
@@ -95,7 +95,7 @@ pub(super) async fn list(client: &Client, json: bool) -> Result<(), CliError> {
 }
 
 /// Lists the adapters of the service.
-pub(super) async fn list_adapters(client: &Client, json: bool) -> Result<(), CliError> {
+pub(super) async fn list_adapters(client: &ClientSettings, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
     let listed = residency.list_models(v1::ListModelsRequest {}).await?;
     let adapters = listed.into_inner().adapters;

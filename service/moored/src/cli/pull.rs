@@ -15,7 +15,7 @@ use super::connection::{Connection, Refusal};
 use super::names::short_revision;
 use super::{CliError, catalogue, screen};
 use crate::config;
-use crate::hub::{Base, Hub, Plan, Progress, Reference};
+use crate::hub::{Base, Hub, Progress, PullPlan, Reference};
 use crate::proto::v1;
 use crate::proto::v1::pull_event::Event;
 
@@ -25,13 +25,18 @@ const JSON_INTERVAL: Duration = Duration::from_millis(200);
 const BYTES: &str = "{msg:32!} {bar:30} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} {eta}";
 
 /// `moored pull`.
-pub(super) async fn run(hub: config::Hub, model: &str, dry_run: bool, json: bool) -> Result<(), CliError> {
+pub(super) async fn run(
+    hub: config::HubSettings,
+    model: &str,
+    dry_run: bool,
+    json: bool,
+) -> Result<(), CliError> {
     here(hub, &catalogue::reference(model)?, dry_run, json).await
 }
 
 /// Pulls into the hub cache of this machine, without a service, and prints the plan first.
 pub(super) async fn here(
-    settings: config::Hub,
+    settings: config::HubSettings,
     model: &Reference,
     dry_run: bool,
     json: bool,
@@ -74,7 +79,7 @@ pub(super) async fn here(
 /// Prints what a pull would download.
 fn tell_plan(
     model: &Reference,
-    plan: &Plan,
+    plan: &PullPlan,
     cache: &Path,
     dry_run: bool,
     json: bool,

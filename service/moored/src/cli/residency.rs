@@ -12,10 +12,10 @@ use super::names::short_key;
 use super::pull::WhenMissing;
 use super::show::{Show, freed_json, kept_json};
 use super::{CliError, connection, screen};
-use crate::config::Client;
+use crate::config::ClientSettings;
 use crate::proto::v1;
 
-pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(), CliError> {
+pub(super) async fn load(client: &ClientSettings, options: Load, json: bool) -> Result<(), CliError> {
     let (old, components, prove) = (
         options.replace.clone(),
         options.components.join(", "),
@@ -53,7 +53,7 @@ pub(super) async fn load(client: &Client, options: Load, json: bool) -> Result<(
 }
 
 /// The options of a job under the client's name.
-fn named(client: &Client) -> v1::JobOptions {
+fn named(client: &ClientSettings) -> v1::JobOptions {
     v1::JobOptions {
         client_id: client.name.clone(),
         ..Default::default()
@@ -80,7 +80,7 @@ async fn bring_in(
     done.ok_or_else(connection::cut)
 }
 
-pub(super) async fn unload(client: &Client, options: Unload, json: bool) -> Result<(), CliError> {
+pub(super) async fn unload(client: &ClientSettings, options: Unload, json: bool) -> Result<(), CliError> {
     if options.model.is_none() && !options.all {
         return Err(CliError::Usage(
             "name the model to unload, or --all for every model".to_owned(),
@@ -159,7 +159,7 @@ fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), 
     Ok(())
 }
 
-pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(), CliError> {
+pub(super) async fn pin(client: &ClientSettings, options: Pin, json: bool) -> Result<(), CliError> {
     let model = options.formats.of(&options.model)?;
     let connection = Connection::open(client).await?;
     let request = v1::PinRequest {
@@ -188,7 +188,7 @@ pub(super) async fn pin(client: &Client, options: Pin, json: bool) -> Result<(),
     })
 }
 
-pub(super) async fn jobs(client: &Client, all: bool, json: bool) -> Result<(), CliError> {
+pub(super) async fn jobs(client: &ClientSettings, all: bool, json: bool) -> Result<(), CliError> {
     let mut jobs = Connection::open(client).await?.jobs();
     let listed = jobs
         .list(v1::ListJobsRequest { include_ended: all })
@@ -239,7 +239,7 @@ pub(super) fn job_json(job: &v1::JobInfo) -> serde_json::Value {
     })
 }
 
-pub(super) async fn cancel(client: &Client, job: String, json: bool) -> Result<(), CliError> {
+pub(super) async fn cancel(client: &ClientSettings, job: String, json: bool) -> Result<(), CliError> {
     let mut jobs = Connection::open(client).await?.jobs();
     let cancelled = jobs
         .cancel(v1::CancelJobRequest {

@@ -10,7 +10,7 @@ use super::connection::Connection;
 use super::picture::{Canvas, picture};
 use super::residency::job_json;
 use super::{CliError, screen};
-use crate::config::Client;
+use crate::config::ClientSettings;
 use crate::proto::v1;
 
 /// Escape sequences: the cursor goes to the top, and each line and the screen are erased behind what is drawn, which does
@@ -19,7 +19,7 @@ const TOP: &str = "\x1b[H";
 const END_OF_LINE: &str = "\x1b[K";
 const END_OF_SCREEN: &str = "\x1b[J";
 
-pub(super) async fn run(client: &Client, options: Status, json: bool) -> Result<(), CliError> {
+pub(super) async fn run(client: &ClientSettings, options: Status, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
     if !options.watch {
         let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();

@@ -220,7 +220,7 @@ mod tests {
     use super::*;
     use crate::cli::CliError;
     use crate::cli::connection::Connection;
-    use crate::config::Client;
+    use crate::config::ClientSettings;
     use crate::proto::v1;
 
     /// A server that does this with its one connection.
@@ -249,7 +249,7 @@ mod tests {
 
     /// The error of a command there.
     async fn told(url: String) -> CliError {
-        let client = Client {
+        let client = ClientSettings {
             endpoint: url,
             token_file: None,
             ca_file: None,

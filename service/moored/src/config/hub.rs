@@ -10,34 +10,34 @@ const ENDPOINT: &str = "https://huggingface.co";
 
 /// `[hub]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Hub {
+pub(crate) struct HubSettings {
     /// Base URL, without a trailing slash.
     pub(crate) endpoint: String,
     pub(crate) cache: PathBuf,
     /// Whether clients may have the service pull models.
     pub(crate) pull: bool,
-    pub(crate) token: Token,
+    pub(crate) token: HubToken,
     /// Whether downloads are forbidden.
     pub(crate) offline: bool,
 }
 
 /// Source of the hub's token. Read for each pull, so that a login needs no restart, and never displayed.
 #[derive(Clone)]
-pub(crate) struct Token {
+pub(crate) struct HubToken {
     given: Option<String>,
     file: Option<PathBuf>,
 }
 
-impl fmt::Debug for Token {
+impl fmt::Debug for HubToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Token")
+        f.debug_struct("HubToken")
             .field("given", &self.given.is_some())
             .field("file", &self.file)
             .finish()
     }
 }
 
-impl Token {
+impl HubToken {
     /// The token, if there is one.
     pub(crate) fn read(&self) -> Option<String> {
         let from_file = || std::fs::read_to_string(self.file.as_ref()?).ok();
@@ -46,9 +46,9 @@ impl Token {
     }
 }
 
-impl Hub {
-    pub(super) fn read(r: &mut Reader) -> Hub {
-        Hub::of(
+impl HubSettings {
+    pub(super) fn read(r: &mut Reader) -> HubSettings {
+        HubSettings::of(
             r.optional_text("hub.endpoint"),
             r.optional_path("hub.cache"),
             r.flag("hub.pull"),
@@ -61,7 +61,7 @@ impl Hub {
         cache: Option<PathBuf>,
         pull: bool,
         variable: impl Fn(&str) -> Option<String>,
-    ) -> Hub {
+    ) -> HubSettings {
         let variable = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         let user = variable("HOME").map(PathBuf::from);
         // As the other programs read them, since a shell does not where a variable is set by a file.
@@ -89,14 +89,14 @@ impl Hub {
             .or_else(|| variable("HF_ENDPOINT"))
             .unwrap_or_else(|| ENDPOINT.to_owned());
         let implicit = !is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN");
-        Hub {
+        HubSettings {
             endpoint: endpoint.trim().trim_end_matches('/').to_owned(),
             cache: cache
                 .or_else(|| path("HF_HUB_CACHE"))
                 .or_else(|| path("HUGGINGFACE_HUB_CACHE")) // its former name
                 .unwrap_or_else(|| home.join("hub")),
             pull,
-            token: Token {
+            token: HubToken {
                 given: variable("HF_TOKEN")
                     .or_else(|| variable("HUGGING_FACE_HUB_TOKEN"))
                     .filter(|_| implicit),
@@ -111,8 +111,8 @@ impl Hub {
 mod tests {
     use super::*;
 
-    fn hub(variables: &[(&str, &str)]) -> Hub {
-        Hub::of(None, None, true, |name| {
+    fn hub(variables: &[(&str, &str)]) -> HubSettings {
+        HubSettings::of(None, None, true, |name| {
             let found = variables.iter().find(|(known, _)| *known == name);
             found.map(|(_, value)| (*value).to_owned())
         })
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(cache(&variables), PathBuf::from("/hf/hub"));
         variables.push(("HF_HUB_CACHE", "/models"));
         assert_eq!(cache(&variables), PathBuf::from("/models"));
-        let set = Hub::of(None, Some("/set".into()), true, |_| Some("/models".to_owned()));
+        let set = HubSettings::of(None, Some("/set".into()), true, |_| Some("/models".to_owned()));
         assert_eq!(set.cache, PathBuf::from("/set"));
     }
 

@@ -17,7 +17,7 @@ use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
 use serde::Deserialize;
 
-pub(crate) use hub::Hub;
+pub(crate) use hub::HubSettings;
 pub(crate) use reader::Mistakes;
 use reader::{EMBEDDED, ENVIRONMENT, Named, Reader};
 
@@ -27,15 +27,15 @@ pub(crate) const DEFAULTS: &str = include_str!("default.toml");
 /// The resolved configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
-    pub(crate) service: Service,
-    pub(crate) models: Models,
-    pub(crate) hub: Hub,
-    pub(crate) cards: Cards,
-    pub(crate) queue: Queue,
-    pub(crate) limits: Limits,
-    pub(crate) quantization: Quantization,
-    pub(crate) client: Client,
-    pub(crate) log: Log,
+    pub(crate) service: ServiceSettings,
+    pub(crate) models: ModelSettings,
+    pub(crate) hub: HubSettings,
+    pub(crate) cards: CardSettings,
+    pub(crate) queue: QueueSettings,
+    pub(crate) limits: LimitSettings,
+    pub(crate) quantization: QuantizationSettings,
+    pub(crate) client: ClientSettings,
+    pub(crate) log: LogSettings,
     /// Every setting with its value and where it comes from, for `moored config`.
     pub(crate) sources: Vec<Setting>,
     /// The configuration file.
@@ -62,7 +62,7 @@ pub(crate) struct Setting {
 
 /// `[service]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Service {
+pub(crate) struct ServiceSettings {
     pub(crate) listen: SocketAddr,
     pub(crate) token_file: Option<PathBuf>,
     pub(crate) max_message: Bytes,
@@ -72,7 +72,7 @@ pub(crate) struct Service {
 
 /// `[models]`.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Models {
+pub(crate) struct ModelSettings {
     pub(crate) folders: Vec<PathBuf>,
     /// Folders of adapters.
     pub(crate) adapters: Vec<PathBuf>,
@@ -82,13 +82,13 @@ pub(crate) struct Models {
     pub(crate) preload: Vec<String>,
     /// Loaded and pinned when the service starts.
     pub(crate) pinned: Vec<String>,
-    pub(crate) settings: BTreeMap<String, ModelSettings>,
+    pub(crate) settings: BTreeMap<String, SettingsOfModel>,
 }
 
 /// `[models.settings."id"]`: defaults for requests for this model.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct ModelSettings {
+pub(crate) struct SettingsOfModel {
     pub(crate) steps: Option<u32>,
     pub(crate) guidance: Option<f32>,
     pub(crate) max_sequence_length: Option<u32>,
@@ -101,7 +101,7 @@ pub(crate) struct ModelSettings {
 
 /// `[cards]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Cards {
+pub(crate) struct CardSettings {
     pub(crate) devices: Vec<DeviceChoice>,
     /// `None`: the default of the card.
     pub(crate) profile: Option<ProfileName>,
@@ -116,7 +116,7 @@ pub(crate) struct Cards {
     pub(crate) fp8_products: Fp8Products,
 }
 
-impl Cards {
+impl CardSettings {
     /// The profile of one card: as configured, or its default.
     pub(crate) fn profile_of(&self, card: &CardDescription) -> ProfileName {
         self.profile
@@ -148,7 +148,7 @@ impl Cards {
 
 /// `[queue]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Queue {
+pub(crate) struct QueueSettings {
     pub(crate) max_jobs: usize,
     pub(crate) overtaking_bound: u32,
     pub(crate) patience_after_eviction: Duration,
@@ -165,7 +165,7 @@ pub(crate) struct Queue {
 
 /// `[limits]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct LimitSettings {
     pub(crate) connections: u64,
     pub(crate) handshake: Duration,
     pub(crate) calls: u64,
@@ -184,7 +184,7 @@ pub(crate) struct Limits {
 
 /// `[quantization]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Quantization {
+pub(crate) struct QuantizationSettings {
     /// `None`: no kept copies.
     pub(crate) keep_folder: Option<PathBuf>,
     pub(crate) keep_limit: Bytes,
@@ -192,7 +192,7 @@ pub(crate) struct Quantization {
 
 /// `[client]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Client {
+pub(crate) struct ClientSettings {
     pub(crate) endpoint: String,
     pub(crate) token_file: Option<PathBuf>,
     /// CA certificates for `https://`; `None`: the system's.
@@ -205,7 +205,7 @@ pub(crate) struct Client {
 
 /// `[log]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Log {
+pub(crate) struct LogSettings {
     /// `None`: the default of the command.
     pub(crate) filter: Option<String>,
     pub(crate) json: bool,
@@ -248,15 +248,15 @@ impl Config {
     fn extract(figment: Figment, mistakes: Vec<String>) -> Result<Config, Mistakes> {
         let mut r = Reader::new(figment, mistakes);
         let mut config = Config {
-            service: Service::read(&mut r),
-            models: Models::read(&mut r),
-            hub: Hub::read(&mut r),
-            cards: Cards::read(&mut r),
-            queue: Queue::read(&mut r),
-            limits: Limits::read(&mut r),
-            quantization: Quantization::read(&mut r),
-            client: Client::read(&mut r),
-            log: Log::read(&mut r),
+            service: ServiceSettings::read(&mut r),
+            models: ModelSettings::read(&mut r),
+            hub: HubSettings::read(&mut r),
+            cards: CardSettings::read(&mut r),
+            queue: QueueSettings::read(&mut r),
+            limits: LimitSettings::read(&mut r),
+            quantization: QuantizationSettings::read(&mut r),
+            client: ClientSettings::read(&mut r),
+            log: LogSettings::read(&mut r),
             sources: Vec::new(),
             file: FileRead::NoneAt(None),
         };

@@ -5,11 +5,14 @@ use pipelines::Fp8Products;
 use residency::Policy;
 
 use super::reader::Reader;
-use super::{Cards, Client, Limits, Log, Models, Quantization, Queue, Service, state_folder, user_at_host};
+use super::{
+    CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
+    QueueSettings, ServiceSettings, state_folder, user_at_host,
+};
 
-impl Service {
-    pub(super) fn read(r: &mut Reader) -> Service {
-        Service {
+impl ServiceSettings {
+    pub(super) fn read(r: &mut Reader) -> ServiceSettings {
+        ServiceSettings {
             listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
             token_file: r.optional_path("service.token_file"),
             max_message: r.size("service.max_message"),
@@ -19,9 +22,9 @@ impl Service {
     }
 }
 
-impl Models {
-    pub(super) fn read(r: &mut Reader) -> Models {
-        Models {
+impl ModelSettings {
+    pub(super) fn read(r: &mut Reader) -> ModelSettings {
+        ModelSettings {
             folders: r.paths("models.folders"),
             adapters: r.paths("models.adapters"),
             default: r.optional_text("models.default"),
@@ -33,9 +36,9 @@ impl Models {
     }
 }
 
-impl Cards {
-    pub(super) fn read(r: &mut Reader) -> Cards {
-        Cards {
+impl CardSettings {
+    pub(super) fn read(r: &mut Reader) -> CardSettings {
+        CardSettings {
             devices: r.parsed_list("cards.devices"),
             profile: r.choice("cards.profile", &profiles()),
             policy: r.choice(
@@ -63,9 +66,9 @@ impl Cards {
     }
 }
 
-impl Queue {
-    pub(super) fn read(r: &mut Reader) -> Queue {
-        Queue {
+impl QueueSettings {
+    pub(super) fn read(r: &mut Reader) -> QueueSettings {
+        QueueSettings {
             max_jobs: r.at_least("queue.max_jobs", 1),
             overtaking_bound: r.at_least("queue.overtaking_bound", 0),
             patience_after_eviction: r.duration("queue.patience_after_eviction"),
@@ -82,9 +85,9 @@ impl Queue {
     }
 }
 
-impl Limits {
-    pub(super) fn read(r: &mut Reader) -> Limits {
-        Limits {
+impl LimitSettings {
+    pub(super) fn read(r: &mut Reader) -> LimitSettings {
+        LimitSettings {
             connections: r.at_least("limits.connections", 1),
             handshake: r.some_time("limits.handshake"),
             calls: r.at_least("limits.calls", 1),
@@ -103,18 +106,18 @@ impl Limits {
     }
 }
 
-impl Quantization {
-    pub(super) fn read(r: &mut Reader) -> Quantization {
-        Quantization {
+impl QuantizationSettings {
+    pub(super) fn read(r: &mut Reader) -> QuantizationSettings {
+        QuantizationSettings {
             keep_folder: r.optional_path("quantization.keep_folder"),
             keep_limit: r.size("quantization.keep_limit"),
         }
     }
 }
 
-impl Client {
-    pub(super) fn read(r: &mut Reader) -> Client {
-        Client {
+impl ClientSettings {
+    pub(super) fn read(r: &mut Reader) -> ClientSettings {
+        ClientSettings {
             endpoint: r.text("client.endpoint"),
             token_file: r.optional_path("client.token_file"),
             ca_file: r.optional_path("client.ca_file"),
@@ -124,9 +127,9 @@ impl Client {
     }
 }
 
-impl Log {
-    pub(super) fn read(r: &mut Reader) -> Log {
-        Log {
+impl LogSettings {
+    pub(super) fn read(r: &mut Reader) -> LogSettings {
+        LogSettings {
             filter: r.optional_text("log.filter"),
             json: r.choice("log.format", &[("text", false), ("json", true)]),
         }

@@ -21,7 +21,7 @@ use super::health;
 use super::limits::{Limited, Limits};
 use super::media::MediaStore;
 use super::residency::kind_out;
-use super::stream::Encoder;
+use super::stream::ResultEncoder;
 use crate::host::Host;
 use crate::hub::Pulls;
 use crate::models::Models;
@@ -103,8 +103,8 @@ impl Service {
     }
 
     /// The encoder of results for a caller.
-    pub(super) fn encoder(&self, caller: &Caller) -> Encoder {
-        Encoder {
+    pub(super) fn encoder(&self, caller: &Caller) -> ResultEncoder {
+        ResultEncoder {
             encodings: self.encodings.clone(),
             client: caller.client(),
         }

@@ -59,7 +59,7 @@ pub(super) struct Output {
 }
 
 /// Encodes results for one client.
-pub(super) struct Encoder {
+pub(super) struct ResultEncoder {
     pub(super) encodings: Arc<Encodings>,
     pub(super) client: Client,
 }
@@ -69,7 +69,7 @@ pub(super) fn events_of(
     mut job: Job,
     model: v1::ResolvedModel,
     output: Output,
-    encoder: Encoder,
+    encoder: ResultEncoder,
 ) -> EventStream {
     let mut results = Results::new(job.id.to_string(), output, encoder);
     Box::pin(async_stream::try_stream! {
@@ -92,7 +92,7 @@ pub(super) fn events_of(
 struct Results {
     job: String,
     output: Output,
-    encoder: Encoder,
+    encoder: ResultEncoder,
     /// What has come of each, by item and track.
     come: HashMap<(u32, String), Come>,
 }
@@ -124,7 +124,7 @@ impl Part {
 }
 
 impl Results {
-    fn new(job: String, output: Output, encoder: Encoder) -> Results {
+    fn new(job: String, output: Output, encoder: ResultEncoder) -> Results {
         Results {
             job,
             output,
@@ -494,7 +494,7 @@ mod tests {
     }
 
     fn results(encoding: Encoding, encodings: &Arc<Encodings>) -> Results {
-        let encoder = Encoder {
+        let encoder = ResultEncoder {
             encodings: encodings.clone(),
             client: None,
         };

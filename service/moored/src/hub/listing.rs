@@ -38,7 +38,7 @@ pub(super) struct RepoFile {
 
 /// A revision on the hub.
 #[derive(Clone, Debug)]
-pub(super) struct Listing {
+pub(super) struct RepositoryListing {
     pub(super) commit: String,
     pub(super) files: Vec<RepoFile>,
     /// The repository that its page names as the one that it was made from.
@@ -53,7 +53,7 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) fn open(settings: &config::Hub) -> Result<Session, PullError> {
+    pub(super) fn open(settings: &config::HubSettings) -> Result<Session, PullError> {
         let token = settings.token.read();
         let anonymous = token.is_none();
         // hf-hub looks for a token beside its cache, and logs that. This folder has none: the configuration finds the token,
@@ -97,7 +97,7 @@ impl Session {
     }
 
     /// The files of a revision with their sizes and checksums.
-    pub(super) async fn list(&self, model: &Reference) -> Result<Listing, PullError> {
+    pub(super) async fn list(&self, model: &Reference) -> Result<RepositoryListing, PullError> {
         let repo = self.api.repo(repo(&model.id, &model.revision));
         let ask = || repo.info_request().query(&[("blobs", "true")]);
         let answer = self.answer(model, ask).await?;
@@ -111,7 +111,7 @@ impl Session {
             return Err(self.unclear("with a list of files without sizes and checksums".to_owned()));
         }
         let files = told.siblings.into_iter().filter_map(RepoFile::of);
-        Ok(Listing {
+        Ok(RepositoryListing {
             base: base_of(&told.card_data),
             commit: told.sha,
             files: files.collect(),

@@ -29,7 +29,7 @@ pub(crate) use reference::Reference;
 
 use cache::{ModelCache, files_of};
 use error::shown;
-use listing::{Listing, RepoFile, Session};
+use listing::{RepoFile, RepositoryListing, Session};
 use meter::Meter;
 use selection::INDEX;
 use transfer::Transfer;
@@ -43,7 +43,7 @@ const MOST_FILES: usize = 4096;
 
 /// What a pull would download.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Plan {
+pub(crate) struct PullPlan {
     /// Commit hash of the snapshot.
     pub(crate) revision: String,
     pub(crate) bytes_total: u64,
@@ -79,7 +79,7 @@ pub(crate) struct Pulled {
 /// A hub, and the cache that its models are pulled into.
 #[derive(Clone, Debug)]
 pub(crate) struct Hub {
-    settings: config::Hub,
+    settings: config::HubSettings,
 }
 
 /// A repository of which files are pulled, and those files.
@@ -162,7 +162,7 @@ fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
 }
 
 impl Hub {
-    pub(crate) fn new(settings: config::Hub) -> Hub {
+    pub(crate) fn new(settings: config::HubSettings) -> Hub {
         Hub { settings }
     }
 
@@ -172,11 +172,11 @@ impl Hub {
     }
 
     /// Plans a pull, and downloads nothing.
-    pub(crate) async fn plan(&self, model: &Reference) -> Result<Plan, PullError> {
+    pub(crate) async fn plan(&self, model: &Reference) -> Result<PullPlan, PullError> {
         let cache = ModelCache::new(&self.settings.cache, model);
         if self.settings.offline {
             let here = self.whole_in_cache(model, &cache)?;
-            return Ok(Plan {
+            return Ok(PullPlan {
                 revision: here.revision,
                 bytes_total: here.bytes_total,
                 bytes_missing: 0,
@@ -186,7 +186,7 @@ impl Hub {
         }
         let Parts { own, base, kind } = self.parts(&Session::open(&self.settings)?, model).await?;
         let all = || std::iter::once(&own).chain(&base);
-        Ok(Plan {
+        Ok(PullPlan {
             bytes_total: sum(all().map(|part| part.contents.bytes())),
             bytes_missing: sum(all().map(|part| part.contents.bytes_missing(&part.cache))),
             files_total: all().map(|part| part.contents.files()).sum(),
@@ -337,7 +337,12 @@ impl Hub {
     }
 
     /// These files of a repository, each content once.
-    fn part(&self, model: &Reference, listing: Listing, wanted: Vec<String>) -> Result<Part, PullError> {
+    fn part(
+        &self,
+        model: &Reference,
+        listing: RepositoryListing,
+        wanted: Vec<String>,
+    ) -> Result<Part, PullError> {
         let wanted: HashSet<String> = wanted.into_iter().collect();
         if wanted.len() > MOST_FILES {
             return Err(PullError::NotAPipeline(format!(

@@ -332,13 +332,13 @@ fn of_hub(repository: &Path, id: &str, holds_transformer: &dyn Fn(&Path) -> bool
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Models as Settings;
+    use crate::config::ModelSettings;
     use crate::models::tests::folder_with;
 
     fn models(folder: &Path) -> Models {
-        let settings = Settings {
+        let settings = ModelSettings {
             adapters: vec![folder.to_owned()],
-            ..Settings::default()
+            ..ModelSettings::default()
         };
         Models::new(settings, folder.join("no-hub-cache"))
     }

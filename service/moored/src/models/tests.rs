@@ -12,9 +12,9 @@ pub(super) fn folder_with(files: &[&str]) -> tempfile::TempDir {
 }
 
 fn models(folder: &Path) -> Models {
-    let settings = Settings {
+    let settings = ModelSettings {
         folders: vec![folder.to_owned()],
-        ..Settings::default()
+        ..ModelSettings::default()
     };
     Models::new(settings, folder.join("no-hub-cache"))
 }

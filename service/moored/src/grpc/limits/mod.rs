@@ -45,7 +45,7 @@ pub(crate) struct Limits {
 const SPARE_CALLS: u64 = 64;
 
 impl Limits {
-    pub(crate) fn new(settings: &config::Limits) -> Arc<Limits> {
+    pub(crate) fn new(settings: &config::LimitSettings) -> Arc<Limits> {
         Arc::new(Limits {
             connections: Budget::new(settings.connections, settings.connections),
             handshake: settings.handshake,
