@@ -192,7 +192,7 @@ async def _statuses(target: connection.Target) -> AsyncGenerator[moored.Status |
             async for status in stream:
                 newest.append(status)
                 loop.call_soon_threadsafe(news.set)
-        raise moored.ConnectionFailed(f"The service at {target.endpoint} has ended")
+        raise moored.ConnectionFailed(f"The service at {target.endpoint} has ended", cause="lost")
 
     watching = asyncio.ensure_future(connection.run(watch, target))
     watching.add_done_callback(lambda _: news.set())
@@ -330,9 +330,7 @@ def _silence(endpoint: str) -> str:
 
 def _sentence(error: Exception, endpoint: str) -> str:
     """What happened and what to do, for somebody who looks at ComfyUI."""
-    if isinstance(error, moored.ConnectionFailed) and any(
-        said in str(error) for said in ("moored serve", "was lost", "has ended")
-    ):
+    if isinstance(error, moored.ConnectionFailed) and error.cause in ("unreachable", "lost"):
         return (
             f"No moored service answers at {endpoint}: start it with `moored serve`, "
             "or set its address in Settings > moored."

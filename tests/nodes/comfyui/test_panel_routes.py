@@ -17,6 +17,7 @@ import moored
 import pytest
 from behaviour import until
 from browser import DEADLINE_S, LONG, PanelPage, instant_model
+from conftest import ROOT
 from lora_files import instant_adapter
 
 from service import INSTANT_MODELS, Service
@@ -275,6 +276,19 @@ def test_a_service_that_is_silent_holds_nothing_else_up(panel: PanelPage) -> Non
         code, said = answered[0]
         assert code == 504
         assert said["error"].startswith(f"The service at {address} does not answer")
+
+
+def test_a_call_that_is_ended_on_the_way_is_told_as_that(
+    panel: PanelPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "client-py" / "tests"))
+    import foreign
+
+    with foreign.answering(foreign.cut) as address:
+        panel.settings(endpoint=address)
+        code, said = panel.ask("/moored/models")
+    assert code == 503
+    assert said["error"].startswith(f"The call to {address} was ended on the way")
 
 
 def test_a_job_is_shown_with_its_client_and_cancelled(panel: PanelPage, start: Start) -> None:
