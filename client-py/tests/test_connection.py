@@ -164,12 +164,14 @@ def test_nothing_there(nowhere: str, kind: str) -> None:
             f"No moored service answers at {nowhere}: start one with `moored serve`, or name its "
             "address by MOORED_ENDPOINT"
         )
+        assert (caught.value.cause, caught.value.endpoint) == ("unreachable", nowhere)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_nothing_comes(nowhere: str, kind: str) -> None:
-    with pytest.raises(moored.ConnectionFailed, match=r"within 0\.2 s"):
+    with pytest.raises(moored.ConnectionFailed, match=r"within 0\.2 s") as caught:
         Ask(kind, nowhere, {})("wait_until_ready", 0.2)
+    assert caught.value.endpoint == nowhere
 
 
 def test_a_lost_connection() -> None:
@@ -193,6 +195,7 @@ def test_a_lost_connection() -> None:
         assert caught.value.job_id == "job-1"
         if isinstance(caught.value, moored.ConnectionFailed):
             assert "was lost before the job ended: see whether" in str(caught.value)
+            assert (caught.value.cause, caught.value.endpoint) == ("lost", address)
 
 
 def test_a_machine_that_is_not_there_is_named() -> None:

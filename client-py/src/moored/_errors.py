@@ -274,12 +274,20 @@ class ConnectionFailed(MooredError):
     """`unreachable`; `lost` before the job ended; `name`: no such machine; `certificate`, `no_tls`,
     `not_http2`: what is there does not speak as it should; `proxy`: something in front of the
     service answered; `cut`: something in between ended the call."""
+    endpoint: str
+    """The address that was tried, as `Client.endpoint` has it."""
 
     def __init__(
-        self, message: str, *, cause: _wire.Cause = "unreachable", reason: str = ""
+        self,
+        message: str,
+        *,
+        cause: _wire.Cause = "unreachable",
+        endpoint: str = "",
+        reason: str = "",
     ) -> None:
         super().__init__(message, reason=reason)
         self.cause = cause
+        self.endpoint = endpoint
 
 
 # A test holds this against errors.proto.
@@ -343,7 +351,8 @@ def unreachable(endpoint: str, within: str = "") -> ConnectionFailed:
     """The error for a service that does not answer."""
     return ConnectionFailed(
         f"No moored service answers at {endpoint}{within}: start one with `moored serve`, or "
-        "name its address by MOORED_ENDPOINT"
+        "name its address by MOORED_ENDPOINT",
+        endpoint=endpoint,
     )
 
 
@@ -366,18 +375,19 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
                 return detailed
     kind = _BY_CODE.get(code, MooredError)
     if told := _wire.told(text, endpoint):
-        refused = _BY_HTTP_STATUS.get(told.http_status)
-        return (
-            refused(told.message) if refused else ConnectionFailed(told.message, cause=told.cause)
-        )
+        if refused := _BY_HTTP_STATUS.get(told.http_status):
+            return refused(told.message)
+        return ConnectionFailed(told.message, cause=told.cause, endpoint=endpoint)
     if code is grpc.StatusCode.CANCELLED and text == _TIMEOUT_OF_THE_SERVICE:
         kind = Deadline
-    if kind is ConnectionFailed:
+    if kind is ConnectionFailed and begun:
         lost = (
             f"The connection to {endpoint} was lost before the job ended: see whether the service "
             "still runs"
         )
-        return ConnectionFailed(lost, cause="lost") if begun else unreachable(endpoint)
+        return ConnectionFailed(lost, cause="lost", endpoint=endpoint)
+    if kind is ConnectionFailed:
+        return unreachable(endpoint)
     if kind is Deadline:
         return Deadline(f"The timeout passed before {endpoint} had finished")
     return kind(text or f"{endpoint} answered {code.name}")

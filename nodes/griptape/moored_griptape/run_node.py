@@ -189,10 +189,9 @@ def in_a_sentence(error: Exception) -> str:
     more: list[str] = []
     match error:
         case moored.ConnectionFailed(job_id="", cause="unreachable"):
-            where = text.partition(" answers at ")[2].partition(": ")[0]
             return (
-                f"No moored service answers at {where}: start it there with `moored serve`, or set "
-                "its address in the settings, under moored, as endpoint."
+                f"No moored service answers at {error.endpoint}: start it there with `moored "
+                "serve`, or set its address in the settings, under moored, as endpoint."
             )
         case moored.ConnectionFailed(cause="lost"):
             more = ["see whether `moored serve` still runs there, and run again"]

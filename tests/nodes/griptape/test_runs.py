@@ -518,6 +518,19 @@ def test_a_service_that_is_down_is_told_with_its_address(nowhere: Headless) -> N
         )
 
 
+def test_a_service_that_did_not_come_is_told_with_its_address_alone(engine: Headless) -> None:
+    from moored_griptape.run_node import in_a_sentence
+
+    with (
+        moored.Client("127.0.0.1:9") as client,
+        pytest.raises(moored.ConnectionFailed, match=r"within 0\.1 s") as caught,
+    ):
+        client.wait_until_ready(0.1)
+    assert in_a_sentence(caught.value).startswith(
+        "No moored service answers at 127.0.0.1:9: start it there"
+    )
+
+
 def test_a_job_that_ends_from_outside_is_told_and_the_next_one_runs(
     nowhere: Headless, tmp_path: Path
 ) -> None:
