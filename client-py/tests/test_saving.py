@@ -216,6 +216,35 @@ def test_a_prompt_too_long_for_a_jpeg_is_said(
     assert moored.read_recipe(tmp_path / "cube.png") == recipe
 
 
+def test_a_prompt_too_long_for_a_jpeg_is_said_whatever_words_pillow_has_for_it(
+    service: Service,
+    client: moored.Client,
+    png: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*rest: Any, **options: Any) -> None:
+        raise ValueError("EXIF does not fit")
+
+    result = made(service, client, png, recipe=json.dumps(RECIPE | {"prompt": "very " * 20_000}))
+    monkeypatch.setattr(Image.Image, "save", refuse)
+    with pytest.raises(ValueError, match=r"too long .* save a \.png"):
+        result.save(tmp_path / "cube.jpg")
+
+
+def test_the_longest_prompt_that_a_jpeg_takes_is_kept(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+) -> None:
+    # A letter is three bytes: one in the recipe, two in the settings as UTF-16.
+    with_one = len(moored._saving.exif_of({"recipe": json.dumps(RECIPE | {"prompt": "v"})}))
+    longest = RECIPE | {"prompt": "v" * ((0xFFFF - 2 - len(b"Exif\0\0") - with_one) // 3 + 1)}
+    made(service, client, png, recipe=json.dumps(longest)).save(tmp_path / "cube.jpg")
+    assert moored.read_recipe(tmp_path / "cube.jpg") == longest
+    longer = longest | {"prompt": longest["prompt"] + "v"}
+    with pytest.raises(ValueError, match=r"too long .* save a \.png"):
+        made(service, client, png, recipe=json.dumps(longer)).save(tmp_path / "longer.jpg")
+
+
 @pytest.mark.parametrize("name", ["cube.bmp", "cube", "cube.gif"])
 def test_other_formats_are_refused_with_those_that_there_are(
     service: Service, client: moored.Client, png: bytes, tmp_path: Path, name: str

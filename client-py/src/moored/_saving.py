@@ -38,6 +38,8 @@ _OURS = b"moored\0"
 _WAV_BYTES = 2**32 - 64
 # How well pictures are kept, of 100, in formats that lose something.
 _QUALITY = 95
+# Of a JPEG's EXIF: 16 bits tell a segment's length, themselves included.
+_JPEG_EXIF_BYTES = 0xFFFF - 2
 
 
 def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: bool) -> None:
@@ -161,14 +163,9 @@ def picture_file(image: Any, ending: str, metadata: Mapping[str, str]) -> bytes:
     name = "WEBP" if ending == ".webp" else "JPEG"
     if exif and name == "JPEG":
         exif = b"Exif\0\0" + exif
-    try:
-        image.convert("RGB").save(file, format=name, quality=_QUALITY, exif=exif)
-    except ValueError as error:
-        if "too long" not in str(error):
-            raise
-        raise ValueError(
-            f"The prompt is too long for the metadata of a {name}: save a .png"
-        ) from None
+    if name == "JPEG" and len(exif) > _JPEG_EXIF_BYTES:
+        raise ValueError("The prompt is too long for the metadata of a JPEG: save a .png")
+    image.convert("RGB").save(file, format=name, quality=_QUALITY, exif=exif)
     return file.getvalue()
 
 
