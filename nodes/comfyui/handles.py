@@ -93,8 +93,6 @@ class KeptLatent:
     recipe: Painting | Encoding | Bringing
     id: str = ""
     """Its name in the service; empty: it has to be made."""
-    shape: tuple[int, ...] = ()
-    """[1, channels, height / 8, width / 8]."""
     family: str = ""
     """Family of the model that made it: it says how ComfyUI scales such latents."""
 

@@ -165,9 +165,8 @@ class LatentFromComfyUI(io.ComfyNode):
             family = await latents.family_of(display, target, recipe)
             with claims.latents_of(target) as handle:
                 for array in tensors.arrays_of(samples, family):
-                    latent = KeptLatent(
-                        recipe, Bringing(array.tobytes(), array.shape), "", array.shape, family
-                    )
+                    brought = Bringing(array.tobytes(), array.shape)
+                    latent = KeptLatent(recipe, brought, family=family)
                     await latents.make(display, target, latent)
                     handle.latents.append(latent)
         return io.NodeOutput(handle)

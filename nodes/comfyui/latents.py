@@ -62,7 +62,7 @@ async def make(display: Display, target: Target, latent: KeptLatent) -> None:
             latent.id = await _bring(display, target, latent.model, recipe)
             return
     (kept,) = result.latents
-    latent.id, latent.shape, latent.family = kept.id, kept.shape, result.model.family
+    latent.id, latent.family = kept.id, result.model.family
 
 
 async def _encode(

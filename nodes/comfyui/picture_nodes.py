@@ -140,7 +140,7 @@ class ImageToImage(io.ComfyNode):
                 size = {"width": width or across, "height": height or down}
                 starts = [(png, size) for png in tensors.pngs_of(image)]
             elif latent is not None:
-                starts = [(one, _size_of(one)) for one in latent.latents]
+                starts = [(one, {}) for one in latent.latents]
             if mask is not None:
                 masks = tensors.masks_of(mask)
                 starts = [
@@ -196,12 +196,6 @@ class EditImage(io.ComfyNode):
             return await _generated(cls.hidden.unique_id, model, prompt, edits, **painting)
 
 
-def _size_of(latent: KeptLatent) -> dict[str, Any]:
-    # A latent has its size: the service scales pictures only.
-    height, width = (tensors.LATENT_SCALE * side for side in latent.shape[-2:])
-    return {"width": width, "height": height}
-
-
 async def _generated(
     node: str | None,
     model: ModelHandle,
@@ -245,7 +239,7 @@ async def _generated(
             for n, kept in enumerate(result.latents):
                 one = Painting(prompt, tuple((fixed | {"seed": seed_of(first, n)}).items()), start)
                 family = result.model.family
-                handle.latents.append(KeptLatent(recipe, one, kept.id, kept.shape, family))
+                handle.latents.append(KeptLatent(recipe, one, kept.id, family))
         image = ExecutionBlocker(NO_IMAGE) if latent_only else tensors.image_of(pictures)
         if pictures and preview_every_s:
             display.finish(pictures[-1].image)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SIDE_MULTIPLE = 16
-LATENT_SCALE = 8
 MAX_CHANNELS = 2
 # That of broadcasting: 30000/1001 frames a second.
 MAX_RATE_DENOMINATOR = 1001

@@ -43,9 +43,7 @@ def test_handles_survive_a_pickle(pack: ModuleType, monkeypatch: pytest.MonkeyPa
     ink = moored.Adapter("ink", 0.5, text_strength=0.0)
     more = {"formats": (("transformer", "int8"),), "adapters": (ink,)}
     model = recipe(pack, quantization="4-bit", **more)
-    start = handles.KeptLatent(
-        model, handles.Encoding(b"png", 64, 64, 3), "latent-1", (1, 16, 8, 8)
-    )
+    start = handles.KeptLatent(model, handles.Encoding(b"png", 64, 64, 3), "latent-1")
     painting = handles.Painting("a cube", (("steps", 2), ("seed", 7)), start)
     latents = handles.LatentHandle([handles.KeptLatent(model, painting, "latent-2")])
     brought = handles.KeptLatent(model, handles.Bringing(b"\0" * 16, (1, 1, 2, 2)))
@@ -422,6 +420,28 @@ def test_steps_of_a_film_are_told_by_section(pack: ModuleType, prompt_server: An
         ("progress", (4, 4)),
         ("text", "Step 4/4"),
     ]
+
+
+def test_the_size_of_a_latent_is_left_to_the_service(
+    pack: ModuleType, prompt_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many pixels a number of a latent stands for is known to its model alone."""
+    handles, asked = pack.handles, []
+
+    async def paint(*about: Any, **options: Any) -> moored.ImageResult:
+        asked.append(dict(about[-1].options) | options)
+        return moored.ImageResult(done=None)
+
+    monkeypatch.setattr(pack.latents, "paint", paint)
+    model = handles.ModelHandle(recipe(pack))
+    kept = handles.KeptLatent(model.recipe, handles.Painting("a cube", ()), "latent-1")
+    latent = handles.LatentHandle([kept])
+    sampling = {"steps": 2, "guidance": 1.0, "seed": 7, "latent_only": True}
+    job = {"priority": "normal", "patience_s": -1.0, "allow_low_memory": False}
+    node = pack.picture_nodes.ImageToImage
+    asyncio.run(node.execute(model, "x", 0.6, 0, 0, 1, latent=latent, **sampling, **job))
+    assert len(asked) == 1
+    assert not {"width", "height"} & asked[0].keys()
 
 
 # Claims, with a client that writes down what it is asked.
