@@ -55,6 +55,7 @@ def test_several_pictures_out_of_order_and_interleaved(service: Service, ask: As
 
 def test_raw_pixels(service: Service, ask: Ask, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
+    np = pytest.importorskip("numpy")
     data = bytes([1, 2, 3] * 6)
     chunks = pieces(data, size=5, media_type="image/x-raw-rgb", width="3", height="2")
     service.on("GenerateImage", [accepted(), *chunks, done()])
@@ -62,6 +63,10 @@ def test_raw_pixels(service: Service, ask: Ask, tmp_path: Path) -> None:
     assert service.requests["GenerateImage"].output == generation_pb2.RAW_RGB
     assert result.image.size == (3, 2)
     assert result.image.getpixel((2, 1)) == (1, 2, 3)
+    picture = result.pictures[0]
+    assert picture.array.tolist() == [[[1, 2, 3]] * 3] * 2
+    assert np.shares_memory(picture.array, np.frombuffer(picture.data, dtype=np.uint8))
+    assert not picture.array.flags.writeable
     result.save(tmp_path / "raw.png")
     assert moored.read_recipe(tmp_path / "raw.png") == {}
     assert (tmp_path / "raw.png").read_bytes()[1:4] == b"PNG"
@@ -80,6 +85,24 @@ def test_a_picture_that_lacks_bytes_is_an_error(service: Service, ask: Ask) -> N
     with pytest.raises(moored.InternalError, match="150 of 250 bytes") as caught:
         ask("generate_image", "x")
     assert caught.value.reason == ""
+
+
+@pytest.mark.parametrize("is_length_known", [True, False])
+def test_pieces_of_a_picture_come_in_any_order_and_leave_no_gap(
+    service: Service, ask: Ask, is_length_known: bool
+) -> None:
+    data = random.Random(1).randbytes(250)
+    first, middle, last = pieces(data, size=100)
+    for place, piece in enumerate((first, middle, last)):
+        piece.artifact.offset = 100 * place
+    if not is_length_known:
+        first.artifact.total_bytes = 0
+        service.on("GenerateImage", [accepted(), first, last, done()])
+        with pytest.raises(moored.InternalError, match="bytes missing from 100 on"):
+            ask("generate_image", "x")
+    middle.artifact.last, last.artifact.last = True, False
+    service.on("GenerateImage", [accepted(), first, last, middle, done()])
+    assert ask("generate_image", "x").pictures[0].data == data
 
 
 def test_a_stream_without_an_end_is_an_error(service: Service, ask: Ask) -> None:

@@ -35,8 +35,9 @@ def image_of(pictures: Sequence[moored.Picture]) -> Any:
     """An IMAGE: float [B, H, W, C], 0 to 1."""
     import torch
 
-    pixels = np.stack([picture.array for picture in pictures]).astype(np.float32)
-    return torch.from_numpy(pixels / np.float32(255))
+    pixels = np.stack([picture.array for picture in pictures], dtype=np.float32)
+    pixels /= np.float32(255)
+    return torch.from_numpy(pixels)
 
 
 def frames_of(film: moored.Film) -> Any:
@@ -61,7 +62,7 @@ def audio_of(tracks: Sequence[moored.Track]) -> Any:
     """An AUDIO: `waveform`, float [B, C, T], -1 to 1, and `sample_rate`."""
     import torch
 
-    samples = np.stack([track.array.T for track in tracks]).astype(np.float32)
+    samples = np.stack([track.array.T for track in tracks], dtype=np.float32)
     samples /= np.float32(1 << 15)
     return {"waveform": torch.from_numpy(samples), "sample_rate": tracks[0].sample_rate}
 

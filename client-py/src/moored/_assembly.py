@@ -1,6 +1,6 @@
 """Pieces of results, put together as they arrive, in any order.
 
-A film and a track are kept once: in place.
+A film and a track are kept once, in place; a picture's chunks are joined once, at its end.
 """
 
 from __future__ import annotations
@@ -97,16 +97,19 @@ class PictureAssembly(Assembly):
 
     def __init__(self, first: Artifact) -> None:
         super().__init__(first)
-        self._data = bytearray()
+        # By the place where each begins; none of them is a part of another.
+        self._chunks: dict[int, bytes] = {}
 
     def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
-        if start > len(self._data):
-            self._data += bytes(start - len(self._data))
-        self._data[start : start + len(chunk)] = chunk
+        if chunk:
+            self._chunks[start] = chunk
 
     def _finish(self) -> Picture:
-        first, data = self.first, bytes(self._data)
-        self._data.clear()
+        first, there = self.first, self._there.prefix
+        if there != self.arrived:
+            raise self._wrong(f"ended with bytes missing from {there} on")
+        data = b"".join(self._chunks[start] for start in sorted(self._chunks))
+        self._chunks.clear()
         return Picture(first.index, first.media_type, data, first.metadata, first.track)
 
 

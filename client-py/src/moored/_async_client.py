@@ -424,19 +424,19 @@ class AsyncClient:
         """
         request = generation_pb2.GetLatentRequest(latent_id=requests.latent_id(latent))
         call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
-        info, data = None, bytearray()
+        info, chunks = None, list[bytes]()
         try:
             async for chunk in call:
                 if info is None:
                     info = mirror(LatentInfo, chunk.info)
-                data += chunk.chunk
+                chunks.append(chunk.chunk)
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint, begun=info is not None) from error
         finally:
             call.cancel()
         if info is None:
             raise InternalError("The service sent a latent without a word of what it is")
-        return Latent(info, bytes(data))
+        return Latent(info, b"".join(chunks))
 
     async def put_latent(
         self,

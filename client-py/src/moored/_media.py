@@ -67,20 +67,27 @@ class Picture:
     @cached_property
     def image(self) -> Image.Image:
         """A PIL image, decoded once. Needs `moored[images]`."""
+        image: Image.Image
         if self.media_type == RAW_RGB:
-            return self._raw()
-        image: Image.Image = pillow().open(io.BytesIO(self.data))
-        image.load()
+            image = pillow().frombytes("RGB", self._size, self.data)
+        else:
+            image = pillow().open(io.BytesIO(self.data))
+            image.load()
         return image
 
-    def _raw(self) -> Image.Image:
-        size = (int(self.metadata["width"]), int(self.metadata["height"]))
-        image: Image.Image = pillow().frombytes("RGB", size, self.data)
-        return image
+    @property
+    def _size(self) -> tuple[int, int]:
+        return int(self.metadata["width"]), int(self.metadata["height"])
 
     @cached_property
     def array(self) -> NDArray[Any]:
-        """A numpy array, uint8, [height, width, 3]. Needs `moored[images]`."""
+        """A numpy array, uint8, [height, width, 3]; raw RGB is not copied.
+
+        It cannot be written. Needs `moored[images]`.
+        """
+        if self.media_type == RAW_RGB:
+            width, height = self._size
+            return pixels_of(self.data, height, width)
         array: NDArray[Any] = numpy().asarray(self.image.convert("RGB"))
         return array
 
@@ -143,9 +150,7 @@ class Frame:
 
         Needs `moored[images]`.
         """
-        np = numpy()
-        array: NDArray[Any] = np.frombuffer(self.data, dtype=np.uint8)
-        return array.reshape(self.height, self.width, 3)
+        return pixels_of(self.data, self.height, self.width)
 
     @property
     def image(self) -> Image.Image:
@@ -188,9 +193,7 @@ class Film:
 
         Needs `moored[images]`.
         """
-        np = numpy()
-        array: NDArray[Any] = np.frombuffer(self._raw(), dtype=np.uint8)
-        return array.reshape(self.frame_count, self.height, self.width, 3)
+        return pixels_of(self._raw(), self.frame_count, self.height, self.width)
 
     @property
     def frames(self) -> list[Image.Image]:
@@ -296,8 +299,7 @@ class Samples:
 
         Needs `moored[images]`.
         """
-        array: NDArray[Any] = numpy().frombuffer(self.data, dtype="<i2")
-        return array.reshape(-1, self.channels)
+        return samples_of(self.data, self.channels)
 
 
 @dataclass(frozen=True)
@@ -335,8 +337,7 @@ class Track:
 
         Needs `moored[images]`.
         """
-        array: NDArray[Any] = numpy().frombuffer(self._samples(), dtype="<i2")
-        return array.reshape(self.sample_count, self.channels)
+        return samples_of(self._samples(), self.channels)
 
     @property
     def seed(self) -> int | None:
@@ -394,6 +395,18 @@ class Track:
             raise ValueError(f"The samples of {self.media_type} are not known to this version")
         size = self.sample_count * self.channels * SAMPLE_BYTES
         return self.data[start : start + size]
+
+
+def pixels_of(data: bytes | memoryview, *shape: int) -> NDArray[Any]:
+    """RGB of this shape as an array, uint8, [*shape, 3], without a copy."""
+    array: NDArray[Any] = numpy().frombuffer(data, dtype="u1")
+    return array.reshape(*shape, 3)
+
+
+def samples_of(data: bytes | memoryview, channels: int) -> NDArray[Any]:
+    """16-bit little-endian samples, interleaved, as [samples, channels], without a copy."""
+    array: NDArray[Any] = numpy().frombuffer(data, dtype="<i2")
+    return array.reshape(-1, channels)
 
 
 def samples_start(media_type: str, data: memoryview) -> int | None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ._errors import MooredError, error_of_segment
 from ._events import Done, Event, event_of
-from ._extras import numpy
 from ._generated import generation_pb2
-from ._media import SAMPLE_BYTES
+from ._media import SAMPLE_BYTES, samples_of
 from ._mirror import mirror, mirrors
 from ._records import ResolvedModel
 
@@ -50,8 +49,7 @@ class SoundChunk:
 
         Needs `moored[images]`.
         """
-        array: NDArray[Any] = numpy().frombuffer(self.samples, dtype="<i2")
-        return array.reshape(-1, self.channels)
+        return samples_of(self.samples, self.channels)
 
 
 @mirrors(generation_pb2.AudioSessionOpened)
