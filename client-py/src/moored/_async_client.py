@@ -7,7 +7,6 @@ import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import grpc
@@ -41,6 +40,7 @@ from ._records import (
 from ._requests import (
     AudioOptions,
     FilmOutput,
+    GenerateOptions,
     ImageInput,
     ImageOptions,
     JobOptions,
@@ -152,11 +152,7 @@ class AsyncClient:
         same order. The first job that fails ends it: its error has the results before it in
         `results`. `timeout` is for each job.
         """
-        if isinstance(prompt, (list, tuple)):
-            return await self._each(
-                self.stream_image, requests.prompts_of(prompt, options), timeout, options
-            )
-        return await self.stream_image(prompt, timeout=timeout, **options).result()
+        return await self._one_or_each(self.stream_image, prompt, timeout, options)
 
     @spelled(ImageOptions)
     def stream_image(
@@ -194,11 +190,7 @@ class AsyncClient:
         same order. The first job that fails ends it: its error has the results before it in
         `results`. `timeout` is for each job.
         """
-        if isinstance(prompt, (list, tuple)):
-            return await self._each(
-                self.stream_video, requests.prompts_of(prompt, options), timeout, options
-            )
-        return await self.stream_video(prompt, timeout=timeout, **options).result()
+        return await self._one_or_each(self.stream_video, prompt, timeout, options)
 
     @spelled(VideoOptions)
     def stream_video(
@@ -239,11 +231,7 @@ class AsyncClient:
         same order. The first job that fails ends it: its error has the results before it in
         `results`. `timeout` is for each job.
         """
-        if isinstance(prompt, (list, tuple)):
-            return await self._each(
-                self.stream_audio, requests.prompts_of(prompt, options), timeout, options
-            )
-        return await self.stream_audio(prompt, timeout=timeout, **options).result()
+        return await self._one_or_each(self.stream_audio, prompt, timeout, options)
 
     @spelled(AudioOptions)
     def stream_audio(
@@ -841,12 +829,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:
@@ -881,17 +864,20 @@ class AsyncClient:
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from error
 
-    async def _each(
+    async def _one_or_each(
         self,
         stream: Callable[..., AsyncEventStream[R]],
-        prompts: list[str],
+        prompt: str | list[str] | tuple[str, ...],
         timeout: float | None,
-        options: Mapping[str, Any],
-    ) -> list[R]:
+        options: GenerateOptions,
+    ) -> R | list[R]:
+        """The result of a prompt, or those of a list's prompts, one job after another."""
+        if not isinstance(prompt, (list, tuple)):
+            return await stream(prompt, timeout=timeout, **options).result()
         results: list[R] = []
-        for prompt in prompts:
+        for one in requests.prompts_of(prompt, options):
             try:
-                results.append(await stream(prompt, timeout=timeout, **options).result())
+                results.append(await stream(one, timeout=timeout, **options).result())
             except MooredError as error:
                 error.results = tuple(results)
                 raise

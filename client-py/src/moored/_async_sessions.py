@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import _conversation
@@ -160,12 +159,7 @@ class AsyncAudioSession(BaseSession):
     async def __aenter__(self) -> AsyncAudioSession:
         return await self.open()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None or self._said.error_told:
             self._drop()
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import grpc
@@ -37,6 +36,7 @@ from ._records import (
 from ._requests import (
     AudioOptions,
     FilmOutput,
+    GenerateOptions,
     ImageInput,
     ImageOptions,
     JobOptions,
@@ -141,11 +141,7 @@ class Client:
         same order. The first job that fails ends it: its error has the results before it in
         `results`. `timeout` is for each job.
         """
-        if isinstance(prompt, (list, tuple)):
-            return self._each(
-                self.stream_image, requests.prompts_of(prompt, options), timeout, options
-            )
-        return self.stream_image(prompt, timeout=timeout, **options).result()
+        return self._one_or_each(self.stream_image, prompt, timeout, options)
 
     @spelled(ImageOptions)
     def stream_image(
@@ -183,11 +179,7 @@ class Client:
         same order. The first job that fails ends it: its error has the results before it in
         `results`. `timeout` is for each job.
         """
-        if isinstance(prompt, (list, tuple)):
-            return self._each(
-                self.stream_video, requests.prompts_of(prompt, options), timeout, options
-            )
-        return self.stream_video(prompt, timeout=timeout, **options).result()
+        return self._one_or_each(self.stream_video, prompt, timeout, options)
 
     @spelled(VideoOptions)
     def stream_video(
@@ -228,11 +220,7 @@ class Client:
         same order. The first job that fails ends it: its error has the results before it in
         `results`. `timeout` is for each job.
         """
-        if isinstance(prompt, (list, tuple)):
-            return self._each(
-                self.stream_audio, requests.prompts_of(prompt, options), timeout, options
-            )
-        return self.stream_audio(prompt, timeout=timeout, **options).result()
+        return self._one_or_each(self.stream_audio, prompt, timeout, options)
 
     @spelled(AudioOptions)
     def stream_audio(
@@ -807,12 +795,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -830,17 +813,20 @@ class Client:
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from error
 
-    def _each(
+    def _one_or_each(
         self,
         stream: Callable[..., EventStream[R]],
-        prompts: list[str],
+        prompt: str | list[str] | tuple[str, ...],
         timeout: float | None,
-        options: Mapping[str, Any],
-    ) -> list[R]:
+        options: GenerateOptions,
+    ) -> R | list[R]:
+        """The result of a prompt, or those of a list's prompts, one job after another."""
+        if not isinstance(prompt, (list, tuple)):
+            return stream(prompt, timeout=timeout, **options).result()
         results: list[R] = []
-        for prompt in prompts:
+        for one in requests.prompts_of(prompt, options):
             try:
-                results.append(stream(prompt, timeout=timeout, **options).result())
+                results.append(stream(one, timeout=timeout, **options).result())
             except MooredError as error:
                 error.results = tuple(results)
                 raise

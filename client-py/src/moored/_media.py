@@ -49,8 +49,25 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _RAW_ENDINGS = (".rgb", ".raw")
 
 
+class _Made:
+    """What the service made; its metadata say how."""
+
+    metadata: Mapping[str, str]
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that it was made with; None where the service did not tell."""
+        said = self.metadata.get("seed")
+        return int(said) if said is not None else None
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """What it was made with; empty where the service was asked to leave that out."""
+        return recipe_in(self.metadata)
+
+
 @dataclass(frozen=True)
-class Picture:
+class Picture(_Made):
     """A picture as it came: `data` is a PNG, or raw RGB, as `media_type` says."""
 
     index: int
@@ -90,16 +107,6 @@ class Picture:
             return pixels_of(self.data, height, width)
         array: NDArray[Any] = numpy().asarray(self.image.convert("RGB"))
         return array
-
-    @property
-    def seed(self) -> int | None:
-        """The seed that it was made with; None where the service did not tell."""
-        return _seed(self.metadata)
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """What it was made with; empty where the service was asked to leave that out."""
-        return recipe_in(self.metadata)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes it to a file, with the recipe in it: `.png`, `.jpg` or `.webp`.
@@ -160,7 +167,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Film:
+class Film(_Made):
     """A film as it came: `data` is an MP4 file, or its raw frames, as `media_type` says."""
 
     index: int
@@ -207,16 +214,6 @@ class Film:
         size = self.width * self.height * 3
         data = self._raw()[number * size : (number + 1) * size]
         return Frame(self.index, number, self.width, self.height, data, self.track)
-
-    @property
-    def seed(self) -> int | None:
-        """The seed that it was made with; None where the service did not tell."""
-        return _seed(self.metadata)
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """What it was made with; empty where the service was asked to leave that out."""
-        return recipe_in(self.metadata)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes it to a file, in the format of its ending.
@@ -303,7 +300,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Track:
+class Track(_Made):
     """A track as it came: `data` is a WAV or FLAC file, or its samples, as `media_type` says."""
 
     index: int
@@ -338,16 +335,6 @@ class Track:
         Needs `moored[images]`.
         """
         return samples_of(self._samples(), self.channels)
-
-    @property
-    def seed(self) -> int | None:
-        """The seed that it was made with; None where the service did not tell."""
-        return _seed(self.metadata)
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """What it was made with; empty where the service was asked to leave that out."""
-        return recipe_in(self.metadata)
 
     @property
     def flac(self) -> bytes:
@@ -423,8 +410,3 @@ def samples_start(media_type: str, data: memoryview) -> int | None:
         size = int.from_bytes(data[at + 4 : at + 8], "little")
         at += 8 + size + size % 2
     return None
-
-
-def _seed(metadata: Mapping[str, str]) -> int | None:
-    said = metadata.get("seed")
-    return int(said) if said is not None else None

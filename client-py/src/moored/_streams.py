@@ -13,7 +13,6 @@ import contextvars
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -207,12 +206,7 @@ class Stream(_Reading[T]):
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -278,12 +272,7 @@ class AsyncStream(_Reading[T]):
     async def __aenter__(self: AsyncSelf) -> AsyncSelf:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def __del__(self) -> None:
