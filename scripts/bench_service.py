@@ -28,7 +28,8 @@ from typing import Any
 import grpc
 import moored
 
-ROOT = Path(__file__).resolve().parents[1]
+from service import INSTANT_MODELS, ROOT, Service
+
 ROWS_FILE = ROOT / "docs/benchmarks/service.json"
 # Written by tests/gpu/run, and the last by scripts/soak.
 CARD_ROWS_FILES = (
@@ -42,10 +43,8 @@ CARD_ROWS_FILES = (
 # Where a figure is to be read against another program's, the table shows what it is of that.
 WITH_RATIOS = ("speed.json", "film.json", "sound.json")
 DOCUMENT = ROOT / "docs/BENCHMARKS.md"
-INSTANT_MODELS = ROOT / "tests/models/instant"
 PROMPTS = ROOT / "service/moored/src/cli/demo_prompts.txt"
 END = "<!-- end -->"
-START_TIMEOUT_S = 60
 CLIENTS = 64
 MIB = 2**20
 
@@ -118,44 +117,14 @@ def machine() -> str:
 
 
 @contextmanager
-def service(binary: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A service on a free port: its address and process."""
-    environment = {
-        name: text for name, text in os.environ.items() if not name.startswith("MOORED_")
-    }
-    command = [str(binary), "serve", "--listen", "127.0.0.1:0", "--end-with-stdin"]
+def serving(binary: Path, *arguments: str, device: str) -> Iterator[Service]:
+    """A service of an empty state on this device."""
     with tempfile.TemporaryDirectory() as state:
-        process = subprocess.Popen(
-            [*command, "--state", state, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        service = Service(*arguments, state=Path(state), devices=(device,), binary=binary)
         try:
-            yield address_of(process), process
+            yield service
         finally:
-            if process.stdin:
-                process.stdin.close()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def address_of(process: subprocess.Popen[str]) -> str:
-    """Where it listens, from its log, which is read to its end in the background."""
-    assert process.stderr is not None
-    said = ""
-    for line in process.stderr:
-        said += line
-        found = re.search(r"moored is listening address=(\S+)", line)
-        if found:
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return found[1]
-    raise SystemExit(f"the service did not start:\n{said}")
+            service.stop()
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -280,22 +249,21 @@ def resident_mib(process: subprocess.Popen[str]) -> float:
 
 def measure_service(rows: Rows, binary: Path, scale: Scale) -> None:
     """Everything that a simulated card is enough for."""
-    arguments = ("--device", "sim:24GiB", "--models", str(INSTANT_MODELS))
-    with service(binary, *arguments) as (address, process):
-        with moored.Client(address) as client:
-            client.wait_until_ready(START_TIMEOUT_S)
-        at_rest = resident_mib(process)
+    arguments = ("--models", str(INSTANT_MODELS))
+    with serving(binary, *arguments, device="sim:24GiB") as service:
+        service.client().close()
+        at_rest = resident_mib(service.process)
         rows.add("supervisor at rest, before the first call, RSS", at_rest, "MiB", "lower")
-        measure_overhead(rows, address, scale)
-        measure_shares(rows, address, scale)
-        rows.add("supervisor after all of the above, RSS", resident_mib(process), "MiB", "lower")
+        measure_overhead(rows, service.address, scale)
+        measure_shares(rows, service.address, scale)
+        after = resident_mib(service.process)
+        rows.add("supervisor after all of the above, RSS", after, "MiB", "lower")
 
 
 def measure_demo(rows: Rows, binary: Path, scale: Scale) -> None:
     """The shipped model on the CPU, at its default settings."""
     prompts = [line for line in PROMPTS.read_text(encoding="utf-8").splitlines() if line]
-    with service(binary, "--device", "cpu") as (address, _), moored.Client(address) as client:
-        client.wait_until_ready(START_TIMEOUT_S)
+    with serving(binary, device="cpu") as service, service.client() as client:
         began = time.perf_counter()
         client.generate_image("a warm-up", seed=0)
         rows.add("demo, first picture, loading included", time.perf_counter() - began, "s", "lower")

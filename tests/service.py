@@ -1,4 +1,4 @@
-"""What tests against the real binary share: it is started as a user would start it.
+"""What everything that runs the real binary shares: it is started as a user would start it.
 
 Services listen on a free port of loopback, keep their state in a folder of their own, and end when the
 test process does (`--end-with-stdin`), however that happens.
@@ -57,6 +57,11 @@ class ReservedPort:
 class Service:
     """A running `moored serve`."""
 
+    START_S = float(START_TIMEOUT_S)
+    """Seconds until it must listen."""
+    STOP_S = 30.0
+    """Seconds in which it must end."""
+
     def __init__(
         self,
         *arguments: str,
@@ -67,6 +72,7 @@ class Service:
         folder: Path | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
+        """Starts it and waits until it listens; of no devices, on those that it finds."""
         # For as long as this is there: whoever follows at the same address must find it free.
         self._port = ReservedPort() if listen is None else None
         at = self._port.address if self._port else str(listen)
@@ -89,7 +95,7 @@ class Service:
         )
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
-        if not self._listening.wait(START_TIMEOUT_S) or not self.address:
+        if not self._listening.wait(self.START_S) or not self.address:
             self.kill()
             raise AssertionError("the service did not start:\n" + "".join(self.log))
 
@@ -97,13 +103,17 @@ class Service:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             with self._logged:
-                self.log.append(line)
+                self._heed(line)
                 self._logged.notify_all()
-            found = re.search(r"moored is listening address=(\S+)", line)
-            if found:
-                self.address = found[1]
+            if self.address:
                 self._listening.set()
         self._listening.set()
+
+    def _heed(self, line: str) -> None:
+        """Takes a line of the log; the one that says so has the address."""
+        self.log.append(line)
+        if found := re.search(r"moored is listening address=(\S+)", line):
+            self.address = found[1]
 
     def wait_for_log(self, so: Callable[[], bool]) -> None:
         """Waits until the log is so: what has been written of it may not have been read yet."""
@@ -121,11 +131,11 @@ class Service:
         return run(*arguments, "--endpoint", f"http://{self.address}", **options)
 
     def stop(self) -> int:
-        """Closes its standard input, which drains it; the exit code."""
+        """Closes its standard input, which drains it; the exit code. One that does not end is an error."""
         if self.process.stdin and not self.process.stdin.closed:
             self.process.stdin.close()
         try:
-            return self.process.wait(30)
+            return self.process.wait(self.STOP_S)
         finally:
             self.kill()
 

@@ -6,10 +6,8 @@ import inspect
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +18,9 @@ from typing import Any
 import moored
 from figures import Recorder
 
-ROOT = Path(__file__).resolve().parents[2]
+from service import INSTANT_MODELS, ROOT, START_TIMEOUT_S, Service, clean_environment
+
 BESIDE = Path(__file__).with_name("beside.py")
-START_TIMEOUT_S = 60.0
 SIMULATED_WORLD = "world.txt"
 
 
@@ -192,52 +190,6 @@ class Companion:
             self._process.wait()
 
 
-class Service:
-    """A running `moored serve`."""
-
-    def __init__(self, command: list[str], variables: dict[str, str] | None = None) -> None:
-        """Starts it, with these environment variables besides, and waits until it listens."""
-        self.log: list[str] = []
-        self.address = ""
-        self._listening = threading.Event()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MOORED_")}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment | (variables or {}),
-            cwd=ROOT,
-        )
-        self._reader = threading.Thread(target=self._read_log, daemon=True)
-        self._reader.start()
-        if not self._listening.wait(START_TIMEOUT_S) or not self.address:
-            self.stop()
-            raise RuntimeError("the service did not start:\n" + "".join(self.log))
-
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            found = re.search(r"moored is listening address=(\S+)", line)
-            if found:
-                self.address = found[1]
-                self._listening.set()
-        self._listening.set()
-
-    def stop(self) -> None:
-        """Closes its standard input, which drains it; ends it if that is not enough."""
-        if self.process.stdin and not self.process.stdin.closed:
-            self.process.stdin.close()
-        try:
-            self.process.wait(15)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
-        self._reader.join(10)
-
-
 @dataclass
 class Running:
     """A service with a client of it, and what is known of its card."""
@@ -358,26 +310,35 @@ class Bench:
         name = setting.rpartition(".")[2]
         return re.search(rf"^{name}\s*=", text, re.MULTILINE) is not None
 
-    def serving(
-        self, *devices: str, settings: tuple[str, ...] = (), state: Path | None = None
-    ) -> list[str]:
-        """The command line of a service on these devices, by default on the card."""
-        command = [str(self.binary), "serve", "--listen", "127.0.0.1:0", "--end-with-stdin"]
-        command += ["--state", str(state or self.work / "state"), "--models", str(self.models)]
+    def start(
+        self,
+        *devices: str,
+        settings: tuple[str, ...] = (),
+        state: Path | None = None,
+        variables: dict[str, str] | None = None,
+    ) -> Service:
+        """A service on these devices, by default on the card, with these environment variables besides."""
+        self.world.write_text("")
+        arguments = ["--models", str(self.models)]
         if self.simulated:
-            command += ["--models", str(ROOT / "tests/models/instant")]
-        for device in devices or (self.spec(),):
-            command += ["--device", device]
+            arguments += ["--models", str(INSTANT_MODELS)]
         for setting in (*self.scale.settings, *settings):
-            command += ["--set", setting]
-        return command
+            arguments += ["--set", setting]
+        service = Service(
+            *arguments,
+            state=state or self.work / "state",
+            devices=devices or (self.spec(),),
+            binary=self.binary,
+            folder=ROOT,
+            environment=clean_environment() | (variables or {}),
+        )
+        self.services.append(service)
+        return service
 
     @contextmanager
     def serve(self, *devices: str, settings: tuple[str, ...] = ()) -> Iterator[Running]:
         """A service on these devices, by default on the card, once its card is ready."""
-        self.world.write_text("")
-        service = Service(self.serving(*devices, settings=settings))
-        self.services.append(service)
+        service = self.start(*devices, settings=settings)
         witness: Companion | None = None
         try:
             with moored.Client(service.address) as client:

@@ -9,9 +9,7 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "client-py/src"))
+sys.path[:0] = [str(ROOT / "client-py/src"), str(ROOT / "tests")]
 
+import moored  # noqa: E402
 import torch  # noqa: E402
+
+import service  # noqa: E402
 
 FIXTURES = ROOT / "service/pipelines/fixtures"
 SHARD_BYTES = 2 << 30
@@ -197,38 +198,17 @@ class Service:
     """A running service of the models in a folder, with a client of it."""
 
     def __init__(self, binary: Path, work: Path, models: Sequence[str], *settings: str) -> None:
-        import moored
-
         folder = work / "models"
         folder.mkdir(exist_ok=True)
         for name in models:
             if (work / name).is_dir() and not (folder / name).exists():
                 (folder / name).symlink_to(work / name)
-        words = [str(binary), "serve", "--listen", "127.0.0.1:0", "--end-with-stdin"]
-        words += ["--state", str(work / "state"), "--models", str(folder)]
+        words = ["--models", str(folder)]
         for setting in settings:
             words += ["--set", setting]
-        self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.log: list[str] = []
-        address = ""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            found = re.search(r"moored is listening address=(\S+)", line)
-            if found:
-                address = found[1]
-                break
-        if not address:
-            raise RuntimeError("the service did not start:\n" + "".join(self.log))
-        threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
-        self.client = moored.Client(address)
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(30)
+        served = service.Service(*words, state=work / "state", devices=(), binary=binary)
+        self.process, self.log, self.stop = served.process, served.log, served.stop
+        self.client = moored.Client(served.address)
 
 
 def run_ms(result: Any, name: str) -> list[tuple[float, Any]]:
@@ -258,19 +238,19 @@ def settled(used: Callable[[], int]) -> int:
     return last
 
 
-def bytes_of(service: Service) -> int:
+def bytes_of(served: Service) -> int:
     """What the service's processes hold of the card by the driver; of all programs where it does not tell."""
     import pynvml
 
     pynvml.nvmlInit()
     card = pynvml.nvmlDeviceGetHandleByIndex(0)
-    parents = {service.process.pid}
+    parents = {served.process.pid}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             number, parent = status.parent.name, status.read_text().rpartition(")")[2].split()[1]
         except OSError:
             continue
-        if int(parent) == service.process.pid:
+        if int(parent) == served.process.pid:
             parents.add(int(number))
     every = pynvml.nvmlDeviceGetComputeRunningProcesses(card)
     found = [one.usedGpuMemory for one in every if one.pid in parents and one.usedGpuMemory]

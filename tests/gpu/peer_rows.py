@@ -83,7 +83,7 @@ def row_of(wanted: Wanted, one: Figure, other: Figure | None) -> dict[str, objec
 
 def main(wanted: Sequence[Wanted], name: str) -> int:
     """Writes the rows and the table of a file of docs/benchmarks; 1 when a target is missed."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "client-py/src")]
+    sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "tests", "client-py/src")]
     from bench_service import table_of, write_table
 
     parser = argparse.ArgumentParser(description=f"Rows of docs/benchmarks/{name}.")

@@ -20,7 +20,7 @@ import checkpoints
 import loading
 import moored
 import numpy as np
-from bench import ROOT, START_TIMEOUT_S, Bench, NeedsCard, Running, Service, gigabytes
+from bench import ROOT, START_TIMEOUT_S, Bench, NeedsCard, Running, gigabytes
 from figures import MIB
 from formats import FULL, PART, in_format
 from others import DEMO, PROMPTS
@@ -231,13 +231,11 @@ def first(bench: Bench) -> None:
 
 
 def _first_picture(bench: Bench, state: Path, caches: Path) -> tuple[float, moored.Done]:
-    bench.world.write_text("")
     side = bench.scale.picture
     variables = {"CUDA_CACHE_PATH": str(caches)}
     options = _options(FULL, side, side) | {"latent_only": False}
     began = time.perf_counter()
-    service = Service(bench.serving(state=state), variables)
-    bench.services.append(service)
+    service = bench.start(state=state, variables=variables)
     try:
         with moored.Client(service.address) as client:
             client.wait_until_ready(START_TIMEOUT_S)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/gpu"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/gpu", "tests", "scripts")]
 
 import figures  # noqa: E402
 import measure  # noqa: E402

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-START_S = 90.0
-STOP_S = 45.0
+from service import Service
+
 # The last lines, for whoever looks into a fault.
 KEPT_LINES = 400
 KEPT_WARNINGS = 2000
-
-FOREIGN = ("MOORED_", "HF_", "HUGGING")
 
 STALL_S = 12
 """A worker that is stopped is found soon; one on a busy machine is not taken for hung."""
@@ -34,67 +30,48 @@ SETTINGS = (
 )
 
 
-class Served:
-    """A running `moored serve` that ends when this process does."""
+class Served(Service):
+    """A running `moored serve` whose log is read for what it says of jobs."""
+
+    # A real card's driver takes its time with both.
+    START_S = 90.0
+    STOP_S = 45.0
 
     def __init__(self, binary: Path, device: str, models: Sequence[Path], work: Path) -> None:
-        """Starts it and waits until it listens. Raises a RuntimeError with its log if it does not."""
-        command = [str(binary), "serve", "--listen", "127.0.0.1:0", "--end-with-stdin"]
-        command += ["--state", str(work / "state"), "--device", device]
-        for folder in models:
-            command += ["--models", str(folder)]
-        stall_s = STALL_ON_CARD_S if device.startswith("cuda") else STALL_S
-        limits = (f"queue.stall_limit={stall_s}s", f"queue.cancel_limit={stall_s}s")
-        for setting in (*SETTINGS, *limits):
-            command += ["--set", setting]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
-        environment |= {"HF_HUB_CACHE": str(work / "no-hub"), "HF_HUB_OFFLINE": "1"}
-        self.address = ""
+        """Starts it and waits until it listens."""
         self.accepted: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.states: dict[str, str] = {}
         self.panics: list[str] = []
         self.errors: list[str] = []
         self.warnings: deque[str] = deque(maxlen=KEPT_WARNINGS)
-        self.last: deque[str] = deque(maxlen=KEPT_LINES)
-        self._listening = threading.Event()
-        self._log = (work / "service.log").open("w", encoding="utf-8")
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self._reader = threading.Thread(target=self._read_log, daemon=True)
-        self._reader.start()
-        if not self._listening.wait(START_S) or not self.address:
-            self.stop()
-            raise RuntimeError("the service did not start:\n" + "".join(self.last))
+        self._log_file = (work / "service.log").open("w", encoding="utf-8")
+        stall_s = STALL_ON_CARD_S if device.startswith("cuda") else STALL_S
+        limits = (f"queue.stall_limit={stall_s}s", f"queue.cancel_limit={stall_s}s")
+        arguments = [word for folder in models for word in ("--models", str(folder))]
+        arguments += [word for setting in (*SETTINGS, *limits) for word in ("--set", setting)]
+        super().__init__(*arguments, state=work / "state", devices=(device,), binary=binary)
 
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.last.append(line)
-            self._log.write(line)
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                if "panicked" in line:
-                    self.panics.append(line.strip())
-                continue
-            self._heed(entry, line)
-        self._listening.set()
+    def _heed(self, line: str) -> None:
+        """See Service. Of the log of hours the last lines are kept here, and all of them in the file."""
+        self.log.append(line)
+        del self.log[:-KEPT_LINES]
+        self._log_file.write(line)
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            if "panicked" in line:
+                self.panics.append(line.strip())
+        else:
+            self._heed_entry(entry, line)
 
-    def _heed(self, entry: dict[str, object], line: str) -> None:
+    def _heed_entry(self, entry: dict[str, object], line: str) -> None:
         fields = entry.get("fields")
         if not isinstance(fields, dict):
             return
         message, job = fields.get("message"), fields.get("job")
         if message == "moored is listening":
             self.address = str(fields["address"])
-            self._listening.set()
         elif message == "accepted" and job:
             self.accepted[str(job)] += 1
         elif message in ("done", "ended") and job and "total" in fields:
@@ -106,14 +83,8 @@ class Served:
             self.warnings.append(line.strip())
 
     def stop(self) -> int:
-        """Closes its standard input, which drains it; its exit code, negative where it had to be ended."""
-        if self.process.stdin and not self.process.stdin.closed:
-            self.process.stdin.close()
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
-        self._reader.join(10)
-        self._log.flush()
-        return self.process.returncode
+        """Drains it; its exit code, negative where it had to be ended."""
+        with suppress(subprocess.TimeoutExpired):
+            super().stop()
+        self._log_file.flush()
+        return int(self.process.returncode)
