@@ -10,6 +10,8 @@ import pytest
 
 from service import BINARY, INSTANT_MODELS, Service
 
+pytest.register_assert_rewrite("faults", "waiting")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _binary_is_there() -> None:

@@ -28,6 +28,7 @@ import pytest
 from moored._errors import error_of
 from moored._generated import events_pb2, generation_pb2, model_pb2, residency_pb2
 from PIL import Image
+from waiting import until
 
 from service import ROOT, Service, clean_environment
 
@@ -80,24 +81,16 @@ def house(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def at_rest(client: moored.Client) -> moored.Status:
-    """The status once no job is left, or the last status after the deadline."""
-    until = time.monotonic() + 60
-    while True:
-        status = client.status()
-        idle = not status.jobs and all(card.state == "ready" for card in status.cards)
-        if idle or time.monotonic() > until:
-            return status
-        time.sleep(0.02)
+    """The status once no job is left and every card is ready."""
+    return until(
+        client,
+        lambda status: not status.jobs and all(card.state == "ready" for card in status.cards),
+    )
 
 
-def scratch_at_rest(client: moored.Client) -> int:
-    """Bytes of scratch in the accounts, once ended jobs have released theirs."""
-    until = time.monotonic() + 30
-    while True:
-        scratch = at_rest(client).cards[0].memory.scratch
-        if not scratch or time.monotonic() > until:
-            return scratch
-        time.sleep(0.05)
+def wait_for_no_scratch(client: moored.Client) -> None:
+    """Waits until ended jobs have released theirs, by the accounts."""
+    until(client, lambda status: not status.jobs and not status.cards[0].memory.scratch)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +127,7 @@ def client(house: Service, rest: moored.Status) -> Iterator[moored.Client]:
 def test_at_rest_no_scratch_is_booked(house: Service, rest: moored.Status) -> None:
     with house.client() as client:
         client.unload()
-        assert scratch_at_rest(client) == 0
+        wait_for_no_scratch(client)
 
 
 # Requests.
@@ -770,7 +763,7 @@ def test_a_client_that_vanishes_in_mid_stream_ends_its_job_alone(
             assert ended[job] in ("cancelled", "done")
             assert how == signal.SIGSTOP or ended[job] == "cancelled"
             assert client.generate_image("x", model="small").pictures
-            assert scratch_at_rest(client) == 0
+            wait_for_no_scratch(client)
             (card,) = client.status().cards
             assert card.worker_restarts == 0
             assert not any(resident.leases for resident in card.residents)

@@ -14,9 +14,10 @@ import av
 import moored
 import numpy as np
 import pytest
+from faults import assert_at_rest, ended
 from numpy.typing import NDArray
-from test_faults import assert_at_rest, ended, until
 from test_media import FRAMES, RATE, SIDE, slow_decoders
+from waiting import until
 
 from service import Service
 

@@ -11,10 +11,11 @@ from typing import Any
 import moored
 import numpy as np
 import pytest
+from faults import assert_at_rest, kill_worker, retries
 from numpy.typing import NDArray
 from PIL import Image
-from test_faults import assert_at_rest, kill_worker, retries, until
 from test_media import RATE, SIDE, assert_film
+from waiting import until
 
 from service import INSTANT_MODELS, ROOT, Service
 

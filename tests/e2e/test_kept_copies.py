@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import moored
 import pytest
+from waiting import wait_until
 
 from service import Service
 
@@ -37,14 +37,6 @@ def keep(tmp_path: Path, folder: Path) -> Keep:
     return start
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Waits until the condition holds."""
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def copies(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.kept.safetensors"))
 
@@ -60,8 +52,13 @@ def load(client: moored.Client, service: Service) -> dict[str, str]:
     before = len(loads(service))
     client.unload(timeout=DEADLINE_S)
     client.load(FOUR_BITS, timeout=DEADLINE_S)
-    until(lambda: len(loads(service)) == before + 4)
+    service.wait_for_log(lambda: len(loads(service)) == before + 4)
     return {name: source for name, source in loads(service)[before:] if name in QUANTIZED}
+
+
+def load_until(client: moored.Client, service: Service, sources: dict[str, str]) -> None:
+    """Loads again and again until each is read from its source: copies are made meanwhile."""
+    wait_until(lambda: load(client, service) == sources, f"it is read from {sources}", DEADLINE_S)
 
 
 def paint(client: moored.Client) -> bytes:
@@ -79,10 +76,10 @@ def test_the_next_load_reads_the_copies_and_gives_the_same_picture(
     first = keep(0)
     with first.client() as client:
         assert load(client, first) == FROM_CHECKPOINT
-        until(lambda: len(copies(folder)) == 2)
+        wait_until(lambda: len(copies(folder)) == 2, "both are kept")
         assert {path.name.split("-nf4-")[0] for path in copies(folder)} == QUANTIZED
         picture = paint(client)
-        until(lambda: load(client, first) == FROM_COPIES)
+        load_until(client, first, FROM_COPIES)
     assert first.stop() == 0
     second = keep(1)
     with second.client() as client:
@@ -97,7 +94,7 @@ def test_damaged_or_removed_copies_are_made_again(keep: Keep, folder: Path) -> N
     with service.client() as client:
 
         def made() -> bytes:
-            until(lambda: load(client, service) == FROM_COPIES)
+            load_until(client, service, FROM_COPIES)
             return paint(client)  # nothing is loaded meanwhile, so that nothing more is asked for
 
         load(client, service)
@@ -127,7 +124,7 @@ def test_a_folder_that_cannot_be_written_fails_nothing(keep: Keep, folder: Path)
             assert load(client, service) == FROM_CHECKPOINT
         paint(client)
         said = "no copy of a quantized component is kept"
-        until(lambda: sum(said in line for line in service.log) == len(QUANTIZED))
+        service.wait_for_log(lambda: sum(said in line for line in service.log) == len(QUANTIZED))
     assert service.stop() == 0
     assert folder.read_text() == "no folder any more"
 
@@ -137,7 +134,7 @@ def test_a_limit_below_a_copy_keeps_the_others(keep: Keep, folder: Path) -> None
     with service.client() as client:
         load(client, service)
         mixed = {"transformer": "checkpoint", "text_encoder_2": "kept copy"}
-        until(lambda: load(client, service) == mixed)
+        load_until(client, service, mixed)
     assert service.stop() == 0
     assert len(list(folder.iterdir())) == 1
 
@@ -148,7 +145,7 @@ def test_two_services_share_a_folder(keep: Keep, folder: Path) -> None:
     for client, service in zip(clients, services, strict=True):
         load(client, service)
     for client, service in zip(clients, services, strict=True):
-        until(lambda client=client, service=service: load(client, service) == FROM_COPIES)  # type: ignore[misc]
+        load_until(client, service, FROM_COPIES)
         client.close()
         assert service.stop() == 0
     assert len(list(folder.iterdir())) == 2
@@ -159,10 +156,11 @@ def test_the_next_service_removes_what_a_killed_one_left(keep: Keep, folder: Pat
         service = keep(number)
         with service.client() as client:
             client.load(FOUR_BITS, timeout=DEADLINE_S)
-            until(lambda number=number: number > 0 or any(folder.iterdir()))  # type: ignore[misc]
+            if number == 0:
+                wait_until(lambda: any(folder.iterdir()), "a copy is begun")
             service.kill()
     last = keep(9)
     with last.client() as client:
-        until(lambda: load(client, last) == FROM_COPIES)
+        load_until(client, last, FROM_COPIES)
     assert last.stop() == 0
     assert len(copies(folder)) == len(list(folder.iterdir())) == 2

@@ -21,8 +21,10 @@ from pathlib import Path
 
 import moored
 import pytest
+from faults import assert_at_rest, retries
 from PIL import Image
-from test_faults import accounts_sum, assert_at_rest, retries, until
+from processes import children_of
+from waiting import accounts_sum, until, wait_until
 
 from service import INSTANT_MODELS, Service, slower_model
 
@@ -46,22 +48,6 @@ Moment = Callable[["Scene"], None]
 # Processes.
 
 
-def children(pid: int) -> dict[int, str]:
-    """Child processes of a process, with their states; `Z` is a zombie."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except OSError:
-            continue
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if int(parent) == pid:
-            found[int(entry.name)] = state
-    return found
-
-
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
@@ -72,13 +58,6 @@ def unread_bytes(pid: int) -> int:
     with open(f"/proc/{pid}/fd/0", "rb", buffering=0) as pipe:
         fcntl.ioctl(pipe, termios.FIONREAD, waiting)
     return waiting[0]
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {WITHIN_S:g} s: {what}"
-        time.sleep(0.005)
 
 
 # A service, a job on it, and a worker that ends.
@@ -115,7 +94,7 @@ class Services:
 
     @staticmethod
     def stop(service: Service) -> None:
-        workers = children(service.process.pid)
+        workers = children_of(service.process.pid)
         assert service.stop() == 0
         wait_until(lambda: all(map(is_gone, workers)), "workers end with their service")
 
@@ -162,7 +141,7 @@ class Scene:
         assert pid > 0
         os.kill(pid, how)
         if how == signal.SIGSTOP:
-            wait_until(lambda: children(self.service.process.pid)[pid] == "T", "it stops")
+            wait_until(lambda: children_of(self.service.process.pid)[pid] == "T", "it stops")
         return pid
 
     def hold(self) -> int:
@@ -527,7 +506,7 @@ def assert_recovered(
 
     status = until(scene.client, is_back, WITHIN_S)
     pids = {card.worker_pid for card in status.cards}
-    alive = children(scene.service.process.pid)
+    alive = children_of(scene.service.process.pid)
     assert set(alive) == pids, "the workers are the only processes: the dead are reaped"
     assert "Z" not in alive.values()
 
@@ -730,7 +709,7 @@ def kill_next_worker(scene: Scene, known: set[int]) -> None:
     found: set[int] = set()
 
     def is_there() -> bool:
-        found.update(set(children(scene.service.process.pid)) - known)
+        found.update(set(children_of(scene.service.process.pid)) - known)
         return bool(found)
 
     wait_until(is_there, "another worker is started")
@@ -742,7 +721,7 @@ def test_workers_that_end_while_they_start(services: Services, waits: bool) -> N
     with scene_of(services, "sim:24GiB,context=1GiB") as scene, ThreadPoolExecutor() as threads:
         pin(scene.client)
         before = scene.client.status()
-        known = set(children(scene.service.process.pid))
+        known = set(children_of(scene.service.process.pid))
         scene.kill()
         behind = in_background(threads, scene) if waits else None
         kill_next_worker(scene, known)
@@ -961,7 +940,7 @@ def test_a_worker_that_ends_while_the_service_drains(services: Services) -> None
 
 def end_supervisor(service: Service) -> None:
     """Kills the supervisor by SIGKILL."""
-    workers = children(service.process.pid)
+    workers = children_of(service.process.pid)
     assert workers
     service.process.send_signal(signal.SIGKILL)
     service.process.wait(WITHIN_S)

@@ -14,6 +14,7 @@ import pytest
 from moored._generated import generation_pb2, model_pb2
 from numpy.typing import NDArray
 from PIL import Image
+from waiting import until
 
 from service import INSTANT_MODELS, Service
 
@@ -25,12 +26,9 @@ LATENT_OF_SMALL_BYTES = 1024
 Simulate = Callable[..., Service]
 
 
-def latents_of(client: moored.Client, expected: int) -> int:
-    """The number of kept latents, once it is as expected: a status is up to 0.1 s old."""
-    until = time.monotonic() + 10
-    while (found := client.status().latents) != expected and time.monotonic() < until:
-        time.sleep(0.02)
-    return found
+def wait_for_latents(client: moored.Client, expected: int) -> None:
+    """Waits until so many are kept: a status is up to 0.1 s old."""
+    until(client, lambda status: status.latents == expected)
 
 
 def kept(client: moored.Client, **options: Any) -> moored.ImageResult:
@@ -287,15 +285,15 @@ def test_a_latent_expires_and_use_renews_it(simulate: Simulate) -> None:
         latent = client.generate_image("", model="small", latent_only=True).latents[0]
         assert latent.expires_in_ms <= 3000
         # Status is no use of a latent: it does not renew it.
-        assert latents_of(client, 1) == 1
-        assert latents_of(client, 0) == 0
+        wait_for_latents(client, 1)
+        wait_for_latents(client, 0)
         assert client.status().latent_bytes == 0
         with pytest.raises(moored.LatentNotFound, match=latent.id):
             client.get_latent(latent)
 
         renewed = client.generate_image("", model="small", latent_only=True).latents[0]
-        until = time.monotonic() + 5
-        while time.monotonic() < until:
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
             client.get_latent(renewed)
             time.sleep(0.02)
         assert client.decode_latent(renewed, model="small").pictures
@@ -307,7 +305,7 @@ def test_a_released_latent_is_gone_once_no_job_needs_it(simulate: Simulate) -> N
         (latent,) = result.latents
         assert client.release_latent(latent) is True
         assert client.release_latent(latent.id) is False
-        assert latents_of(client, 0) == 0
+        wait_for_latents(client, 0)
         with pytest.raises(moored.LatentNotFound):
             client.get_latent(latent)
         with pytest.raises(moored.LatentNotFound):
@@ -322,7 +320,7 @@ def test_a_released_latent_is_gone_once_no_job_needs_it(simulate: Simulate) -> N
             assert isinstance(next(stream), moored.Accepted)
             client.release_latent(other)
             assert len(stream.result().pictures) == 1
-        assert latents_of(client, 0) == 0
+        wait_for_latents(client, 0)
         assert client.release_latent(NO_SUCH_LATENT) is False
 
 
@@ -334,7 +332,7 @@ def test_only_what_is_asked_for_is_kept(simulate: Simulate) -> None:
         # The one that counts comes last: a status that tells of it tells of all before.
         kept_one = client.generate_image("", model="small", keep_latent=True)
         assert len(kept_one.latents) == 1
-        assert latents_of(client, 1) == 1
+        wait_for_latents(client, 1)
 
 
 def test_the_store_is_bounded(simulate: Simulate) -> None:
@@ -346,7 +344,7 @@ def test_the_store_is_bounded(simulate: Simulate) -> None:
             for seed in range(5)
         ]
         assert {latent.bytes for latent in latents} == {one}
-        assert latents_of(client, 3) == 3
+        wait_for_latents(client, 3)
         assert client.status().latent_bytes == 3 * one
         with pytest.raises(moored.LatentNotFound):
             client.get_latent(latents[0])

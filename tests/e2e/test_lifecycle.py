@@ -50,12 +50,8 @@ def worker_pid(client: moored.Client) -> int:
 
 
 def wait_for_log(service: Service, words: str) -> None:
-    """Waits for a line of the log; the reader thread of the harness appends them."""
-    until = time.monotonic() + DEADLINE_S
-    while not any(words in line for line in service.log):
-        assert time.monotonic() < until, f"{words!r} is not in the log:\n{''.join(service.log)}"
-        assert service.process.poll() is None, "".join(service.log)
-        time.sleep(0.01)
+    """Waits for a line of the log."""
+    service.wait_for_log(lambda: any(words in line for line in service.log))
 
 
 def refused(

@@ -14,9 +14,10 @@ from typing import Any
 import moored
 import numpy as np
 import pytest
+from faults import assert_at_rest, ended, kill_worker, retries
 from numpy.typing import NDArray
 from PIL import Image
-from test_faults import assert_at_rest, ended, kill_worker, retries, until
+from waiting import until
 
 from service import INSTANT_MODELS, Service
 

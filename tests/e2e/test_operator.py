@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import moored
 import pytest
-from test_faults import until
+from waiting import until
 
 from service import Service
 

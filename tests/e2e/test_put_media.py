@@ -13,10 +13,10 @@ from typing import Any
 import moored
 import numpy as np
 import pytest
+from faults import assert_at_rest
 from moored._generated import events_pb2, generation_pb2
 from numpy.typing import NDArray
 from PIL import Image
-from test_faults import assert_at_rest
 from test_media import CHANNELS, RATE, SAMPLE_RATE
 
 from service import Service

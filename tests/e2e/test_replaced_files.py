@@ -11,7 +11,7 @@ from typing import Any
 
 import moored
 import pytest
-from test_faults import assert_at_rest, retries
+from faults import assert_at_rest, retries
 
 from service import ROOT, Service
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import moored
 import pytest
+import waiting
+from waiting import DEADLINE_S, accounts_sum
 
 from service import Service, as_told
 
@@ -20,7 +22,6 @@ Simulate = Callable[..., Service]
 MIB = 1 << 20
 GIB = 1 << 30
 HEADROOM = 256 * MIB
-DEADLINE_S = 60.0
 
 TRANSFORMER = 23_836_229_632
 SHARED = {"text_encoder": 246_415_360, "text_encoder_2": 9_555_673_088, "vae": 170_917_888}
@@ -31,28 +32,12 @@ COMPONENTS = {"transformer", *SHARED}
 def until(
     client: moored.Client, holds: Callable[[moored.CardStatus], bool], within: float = DEADLINE_S
 ) -> moored.CardStatus:
-    """The first status whose first card fulfils the condition. Until then its accounts add up."""
-    last = None
-    with client.watch_status(interval_s=0.02, timeout=within) as watch:
-        try:
-            for tick in watch:
-                last = client.status().cards[0]
-                for card in (tick.cards[0], last):
-                    assert accounts_sum(card.memory) == card.memory.total, card
-                if holds(last):
-                    return last
-        except moored.Deadline:
-            pass
-    raise AssertionError(f"not within {within:g} s; the card is {last}")
+    """The first card, once it fulfils the condition. Until then its accounts add up."""
+    return waiting.until(client, lambda status: holds(status.cards[0]), within).cards[0]
 
 
 def resident(card: moored.CardStatus) -> set[str]:
     return {one.component.id for one in card.residents if one.state == "resident"}
-
-
-def accounts_sum(memory: moored.MemoryAccounts) -> int:
-    ours = memory.components + memory.scratch + memory.slack + memory.workspaces + memory.context
-    return ours + memory.foreign + memory.unexplained + memory.free
 
 
 def assert_at_rest(client: moored.Client) -> None:

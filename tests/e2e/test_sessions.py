@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -18,12 +19,13 @@ import grpc
 import moored
 import numpy as np
 import pytest
+from faults import assert_at_rest, kill_worker, running
 from moored._generated import generation_pb2 as pb
 from moored._generated import generation_pb2_grpc, model_pb2
 from numpy.typing import NDArray
-from test_faults import assert_at_rest, kill_worker, running, until
 from test_media import slow_decoders
 from test_put_media import wav
+from waiting import DEADLINE_S, until
 
 from service import INSTANT_MODELS, Service
 
@@ -475,9 +477,11 @@ def test_a_client_that_stops_reading_holds_nothing_for_ever(simulate: Simulate) 
         segment(prompt="x", seconds=10.0),
     ]
 
+    over = threading.Event()
+
     def slow() -> Iterator[pb.StreamAudioRequest]:
         yield from messages
-        time.sleep(20)
+        over.wait(DEADLINE_S)
 
     with grpc.insecure_channel(service.address) as channel, service.client() as client:
         stub = generation_pb2_grpc.GenerationStub(channel)
@@ -486,4 +490,5 @@ def test_a_client_that_stops_reading_holds_nothing_for_ever(simulate: Simulate) 
         until(client, lambda status: any(one.held for one in status.cards[0].residents))
         until(client, lambda status: not any(one.held for one in status.cards[0].residents))
         call.cancel()
+        over.set()
         assert_at_rest(client)

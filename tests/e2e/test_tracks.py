@@ -13,10 +13,11 @@ import av
 import moored
 import numpy as np
 import pytest
+from faults import assert_at_rest, ended, kill_worker, retries
 from numpy.typing import NDArray
-from test_faults import assert_at_rest, ended, kill_worker, retries, until
 from test_media import CHANNELS, SAMPLE_RATE, SAMPLES, SECONDS, slow_decoders
 from test_put_media import NEARLY_NONE, chunk, put_raw, refused_fields, wav
+from waiting import until
 
 from service import Service
 

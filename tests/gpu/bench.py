@@ -17,6 +17,7 @@ from typing import Any
 
 import moored
 from figures import Recorder
+from processes import Companion
 
 from service import INSTANT_MODELS, ROOT, START_TIMEOUT_S, Service, clean_environment
 
@@ -151,45 +152,6 @@ SMALL = Scale(
 )
 
 
-class Companion:
-    """A process beside the service that answers a line with a line."""
-
-    def __init__(self, python: str, *arguments: str) -> None:
-        """Starts it and reads its first answer."""
-        self._process = subprocess.Popen(
-            [python, str(BESIDE), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.first = self._answer()
-
-    def ask(self, command: str) -> dict[str, Any]:
-        """Its answer to a command."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait(10)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> None:
-        """Closes its input, and ends it if that is not enough."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 @dataclass
 class Running:
     """A service with a client of it, and what is known of its card."""
@@ -285,9 +247,13 @@ class Bench:
 
     def witness(self) -> Companion:
         """A process that reads the card's memory; the figures are of its card."""
-        witness = Companion(sys.executable, "witness", "--index", str(self.index))
+        witness = self.companion(sys.executable, "witness")
         self.record.device(f"{witness.first['name']}, {self.cores} cores")
         return witness
+
+    def companion(self, python: str, program: str) -> Companion:
+        """A program of beside.py that goes on beside the service."""
+        return Companion([python, str(BESIDE), program, "--index", str(self.index)])
 
     @property
     def cores(self) -> int:
@@ -397,7 +363,7 @@ class CardHog(Hog):
 
     def __init__(self, bench: Bench) -> None:
         """Starts it, holding nothing but its context."""
-        self._process = Companion(bench.torch_python, "hog", "--index", str(bench.index))
+        self._process = bench.companion(bench.torch_python, "hog")
 
     def hold(self, leave_bytes: int) -> int:
         """See Hog."""

@@ -61,22 +61,6 @@ def process_sample(pid: int) -> ProcessSample:
     )
 
 
-def children_of(pid: int) -> dict[int, str]:
-    """The processes that this one has started, with their states; `Z` is a zombie."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except OSError:
-            continue
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if int(parent) == pid:
-            found[int(entry.name)] = state
-    return found
-
-
 def accounts_of(memory: moored.MemoryAccounts) -> dict[str, int]:
     """The accounts of a card by their names."""
     return {name: int(getattr(memory, name)) for name in ("total", *OURS, *OTHERS)}

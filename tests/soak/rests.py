@@ -8,8 +8,9 @@ from contextlib import suppress
 import moored
 from checks import account_faults
 from clients import CALL_S, World
-from measures import CardSample, ProcessSample, Rest, accounts_of, children_of, process_sample
+from measures import CardSample, ProcessSample, Rest, accounts_of, process_sample
 from models import TINY
+from processes import children_of
 from second_program import SecondProgram
 
 COME_OUT_S = CALL_S + 30.0

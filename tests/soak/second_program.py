@@ -6,18 +6,15 @@ allocates through the driver (`on_card.py`); system memory is other programs' an
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from measures import bytes_of
+from processes import Companion
 
 NAME, PID = "soak-hog", 4321
 REST_SHARE = 0.02
 """Of a card, what it holds at rests: always the same, so that states are equal, and not nothing."""
-ANSWER_S = 60.0
 
 
 class SecondProgram:
@@ -94,46 +91,22 @@ class OnCard(SecondProgram):
     def __init__(self, device: str) -> None:
         """Starts it. Raises a RuntimeError where there is no such card."""
         script = Path(__file__).with_name("on_card.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), "--index", str(card_index(device))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.total = int(self._answer()["total"])
-
-    def _ask(self, line: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the second program ended with {self._process.wait(10)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        index = str(card_index(device))
+        self._process = Companion([sys.executable, str(script), "--index", index])
+        self.total = int(self._process.first["total"])
 
     def hold(self, size: int) -> None:
         """See SecondProgram."""
-        self._ask(f"hold {size}")
+        self._process.ask(f"hold {size}")
 
     def figures(self) -> dict[str, int]:
         """See SecondProgram."""
-        answer = self._ask("figures")
+        answer = self._process.ask("figures")
         return {"total": int(answer["total"]), "free": int(answer["free"])}
 
     def end(self) -> None:
         """See SecondProgram."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.end()
 
 
 def card_index(device: str) -> int:

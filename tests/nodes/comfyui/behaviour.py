@@ -21,6 +21,7 @@ from lora_files import LAYERS, RANK, instant_adapter, random_lora, write_safeten
 from PIL import Image
 from prompts import RED, SIZE, Graph, Prompt
 from runs import Run
+from waiting import until
 
 from service import INSTANT_MODELS, ROOT, Service, slower_model
 
@@ -54,20 +55,6 @@ def same(pictures: list[Any], expected: list[Any]) -> None:
     assert len(pictures) == len(expected)
     for picture, other in zip(pictures, expected, strict=True):
         assert np.array_equal(picture, other)
-
-
-def until(client: moored.Client, holds: Callable[[moored.Status], bool]) -> moored.Status:
-    """The first status that is so."""
-    last = None
-    with client.watch_status(interval_s=0.02, timeout=DEADLINE_S) as watch:
-        try:
-            for _ in watch:
-                last = client.status()
-                if holds(last):
-                    return last
-        except moored.Deadline:
-            pass
-    raise AssertionError(f"not within {DEADLINE_S:g} s; the status is {last}")
 
 
 @contextmanager

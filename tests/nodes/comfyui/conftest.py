@@ -19,7 +19,7 @@ PACK = ROOT / "nodes" / "comfyui"
 HUB_MODEL = "me/mine"
 CLIENT = ROOT / "client-py" / "src"
 
-pytest.register_assert_rewrite("behaviour", "runs", "real")
+pytest.register_assert_rewrite("behaviour", "runs", "real", "waiting")
 sys.path.insert(0, str(HERE))
 # The stand-in's modules have the names of ComfyUI's; what the pack imports is found there.
 sys.path.insert(1, str(HERE / "standin"))

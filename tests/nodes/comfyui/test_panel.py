@@ -12,10 +12,10 @@ from typing import Any
 
 import moored
 import pytest
-from behaviour import until
 from browser import DEADLINE_S, LONG, PanelPage, chromium, instant_model, opened
 from lora_files import instant_adapter
 from playwright.sync_api import Browser, Page, expect
+from waiting import until
 
 from service import Service
 

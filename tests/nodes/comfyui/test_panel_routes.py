@@ -15,10 +15,10 @@ from typing import Any
 
 import moored
 import pytest
-from behaviour import until
 from browser import DEADLINE_S, LONG, PanelPage, instant_model
 from conftest import ROOT
 from lora_files import instant_adapter
+from waiting import until
 
 from service import INSTANT_MODELS, Service
 
