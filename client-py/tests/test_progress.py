@@ -119,3 +119,35 @@ def test_a_notebook_is_kept_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [moored.Queued(0), moored.Step(1, 2, 0), moored.Step(2, 2, 0)]
     assert [*moored.progress(events)] == events
     assert shown == ["Queued, next", "Queued, next\nStep 1/2", "Queued, next\nStep 2/2"]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [((0, 0), "Step 7/20"), ((1, 1), "Step 7/20"), ((2, 4), "Section 2/4, step 7/20")],
+)
+def test_a_section_is_told_where_there_are_several(section: tuple[int, int], words: str) -> None:
+    assert moored.describe(moored.Step(7, 20, 0, *section)) == words
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "304 layers of transformer, rank 16"),
+        (
+            {"layers": {"transformer": 1, "text_encoder": 12}, "rank": 4},
+            "12 layers of text_encoder, 1 layer of transformer, rank 4",
+        ),
+        ({"layers": {}, "rank": 0}, ""),
+        (
+            {"ignored": ("a",), "ignored_count": 1},
+            "304 layers of transformer, rank 16; 1 tensor ignored (a)",
+        ),
+        (
+            {"ignored": ("a", "b", "c", "d"), "ignored_count": 900},
+            "304 layers of transformer, rank 16; 900 tensors ignored (a, b, c, ...)",
+        ),
+    ],
+)
+def test_what_an_adapter_changes_is_told_in_a_line(more: dict[str, Any], said: str) -> None:
+    settings = {"layers": {"transformer": 304}, "rank": 16} | more
+    assert moored.describe(moored.AttachedAdapter("ink", **settings)) == said

@@ -16,7 +16,7 @@ from . import claims, connection
 from .connection import Target
 from .handles import ModelRecipe
 from .node_text import show_on
-from .phases import phase, section_of
+from .phases import phase
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,11 +56,11 @@ class Display:
             case moored.Done() if self._choice:
                 said = f"{said}\n{self._choice}"  # the last text stays on the node
             case moored.Step():
-                section, sections = section_of(event)
-                of_item = sections * event.of
-                before = (self.pictures_before + event.item) * of_item + (section - 1) * event.of
+                of_item = max(event.parts, 1) * event.of
+                before = (self.pictures_before + event.item) * of_item
+                before += max(event.part - 1, 0) * event.of
                 self._steps = (before + event.n, self._pictures * of_item)
-                of_section = f" in section {section} of {sections}" if sections > 1 else ""
+                of_section = f" in section {event.part} of {event.parts}" if event.parts > 1 else ""
                 self._place = f"{of_section} at step {event.n} of {event.of}"
                 self._bar.update_absolute(*self._steps)
             case moored.Preview():

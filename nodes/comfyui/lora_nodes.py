@@ -13,7 +13,6 @@ from . import claims, connection
 from .failures import Failure, told
 from .follow import Deliver, Display, attend
 from .handles import ModelHandle
-from .phases import adapter_text
 from .plans import plan_of
 from .schema import CATEGORY, ModelType
 
@@ -119,7 +118,7 @@ def _report(adapter: moored.Adapter, resolved: moored.ResolvedModel) -> str:
     """What the newest adapter changes; where the service chose a quantization, which and why."""
     # Adapters that change nothing are left out by the service.
     changes = bool(adapter.strength or adapter.text_strength)
-    said = adapter_text(resolved.adapters[-1]) if changes else "Strength 0: left out"
+    said = moored.describe(resolved.adapters[-1]) if changes else "Strength 0: left out"
     return "\n".join(each for each in (said, resolved.choice) if each)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import moored
 
 HOLDERS_AT_MOST = 2
-IGNORED_AT_MOST = 3
 
 
 def phase(event: Any) -> str:
@@ -23,21 +22,10 @@ def phase(event: Any) -> str:
             return _waiting(event)
         case moored.Accepted():
             return event.model.choice
-        case moored.Step():
-            section, sections = section_of(event)
-            of_section = f"Section {section}/{sections}, step" if sections > 1 else "Step"
-            return f"{of_section} {event.n}/{event.of}"
         case moored.Preview() | moored.Artifact() | moored.LatentKept():
             return ""
         case _:
             return moored.describe(event)
-
-
-def section_of(step: moored.Step) -> tuple[int, int]:
-    """Which section of a film a step is of, from 1, and how many there are: 1 of 1 where there are none."""
-    # Older clients know of no sections.
-    section, sections = getattr(step, "part", None), getattr(step, "parts", None)
-    return (section, sections) if section and sections else (1, 1)
 
 
 def ordinal(number: int) -> str:
@@ -66,23 +54,6 @@ def status_text(status: moored.Status) -> str:
     running = [job for job in status.jobs if job.state == "running"]
     lines.append(f"{len(running)} running, {len(waiting)} waiting, {status.latents} latents kept")
     return "\n".join(lines)
-
-
-def adapter_text(attached: moored.AttachedAdapter) -> str:
-    """What a LoRA changes: `304 layers of transformer, rank 16; 2 tensors ignored (a, b)`."""
-    layers = [
-        f"{count} layer{'s' if count != 1 else ''} of {component}"
-        for component, count in sorted(attached.layers.items())
-    ]
-    ranks = [f"rank {attached.rank}"] if attached.rank else []
-    text = ", ".join([*layers, *ranks])
-    if not attached.ignored_count:
-        return text
-    named = list(attached.ignored[:IGNORED_AT_MOST])
-    if attached.ignored_count > len(named):
-        named.append("...")
-    plural = "s" if attached.ignored_count != 1 else ""
-    return f"{text}; {attached.ignored_count} tensor{plural} ignored ({', '.join(named)})"
 
 
 def kept_lines(unloaded: moored.Unloaded) -> list[str]:

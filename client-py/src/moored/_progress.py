@@ -21,7 +21,7 @@ from ._events import (
     Step,
     Waiting,
 )
-from ._records import PullProgress, ResolvedModel
+from ._records import AttachedAdapter, PullProgress, ResolvedModel
 from ._session_events import (
     AudioSessionClosed,
     ModelReplaced,
@@ -38,6 +38,8 @@ from ._streams import AsyncEventStream, EventStream
 
 R = TypeVar("R")
 
+# Tensors that an adapter has for no layer, by name.
+_IGNORED_AT_MOST = 3
 _STAGES = {
     "encode_text": "Encoding the text",
     "encode_image": "Encoding the picture",
@@ -48,8 +50,11 @@ _STAGES = {
 }
 
 
-def describe(event: Event | PullProgress | SessionEvent) -> str:
-    """An event in a few words, for people: `Step 7/20`, `Loading transformer 6.1/11.9 GB`."""
+def describe(event: Event | PullProgress | SessionEvent | AttachedAdapter) -> str:
+    """An event in a few words, for people: `Step 7/20`, `Loading transformer 6.1/11.9 GB`.
+
+    And what an adapter changes: `304 layers of transformer, rank 16; 2 tensors ignored (a, b)`.
+    """
     # Longer than most functions here: one case an event, and mypy sees that none is missing.
     match event:
         case Accepted():
@@ -73,12 +78,12 @@ def describe(event: Event | PullProgress | SessionEvent) -> str:
             words = _STAGES.get(event.name, event.name)
             if event.cached:
                 return f"{words}, already done"
-            words += f", section {event.part}/{event.parts}" if event.parts else ""
+            words += f", section {event.part}/{event.parts}" if event.parts > 1 else ""
             return words + (f", {event.chunking}" if event.chunking not in ("", "whole") else "")
-        case Step(parts=0):
-            return f"Step {event.n}/{event.of}"
-        case Step():
+        case Step() if event.parts > 1:
             return f"Section {event.part}/{event.parts}, step {event.n}/{event.of}"
+        case Step():
+            return f"Step {event.n}/{event.of}"
         case Preview():
             return f"Preview at step {event.step}"
         case Artifact():
@@ -92,6 +97,8 @@ def describe(event: Event | PullProgress | SessionEvent) -> str:
         case Done():
             exact = "".join(f", approximated: {one}" for one in event.approximations)
             return f"Done in {_time(event.total_ms)}{exact}"
+        case AttachedAdapter():
+            return _changes(event)
         case SoundChunk():
             return f"{event.seconds:.2f} s of segment {event.segment}"
         case SoundGap():
@@ -136,6 +143,21 @@ def _whole(piece: Artifact) -> str:
     if piece.audio is not None or piece.media_type.startswith("audio/"):
         return f"{piece.track} of track" if piece.track else "track"
     return "picture"
+
+
+def _changes(adapter: AttachedAdapter) -> str:
+    layers = [
+        f"{count} layer{'s' if count != 1 else ''} of {component}"
+        for component, count in sorted(adapter.layers.items())
+    ]
+    ranks = [f"rank {adapter.rank}"] if adapter.rank else []
+    words = [", ".join([*layers, *ranks])]
+    if adapter.ignored_count:
+        named = list(adapter.ignored[:_IGNORED_AT_MOST])
+        named += ["..."] if adapter.ignored_count > len(named) else []
+        plural = "s" if adapter.ignored_count != 1 else ""
+        words.append(f"{adapter.ignored_count} tensor{plural} ignored ({', '.join(named)})")
+    return "; ".join(filter(None, words))
 
 
 def _waiting(event: Waiting) -> str:

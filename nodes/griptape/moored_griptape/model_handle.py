@@ -15,7 +15,6 @@ HANDLE_TYPE = "MooredModel"
 DEFAULT_MODEL = "default"
 STOP, PULL = "stop with an error", "pull"
 LONGEST_KEEP_ALIVE_S = 3600.0
-IGNORED_AT_MOST = 3
 
 # By the mode that the node offers: the service's preset, and formats of single components.
 _FP8 = {"transformer": "fp8", "text_encoder_2": "fp8"}
@@ -163,19 +162,7 @@ def lora_json(lora: moored.Adapter) -> dict[str, Any]:
 
 def lora_words(lora: moored.AttachedAdapter) -> str:
     """What a LoRA changes: `styles/ink: 304 layers of transformer, rank 16; 2 tensors ignored (a, b)`."""
-    layers = [
-        f"{count} layer{'s' if count != 1 else ''} of {component}"
-        for component, count in sorted(lora.layers.items())
-    ]
-    ranks = [f"rank {lora.rank}"] if lora.rank else []
-    words = f"{lora.id}: {', '.join([*layers, *ranks]) or 'attached'}"
-    if not lora.ignored_count:
-        return words
-    named = list(lora.ignored[:IGNORED_AT_MOST])
-    if lora.ignored_count > len(named):
-        named.append("...")
-    plural = "s" if lora.ignored_count != 1 else ""
-    return f"{words}; {lora.ignored_count} tensor{plural} ignored ({', '.join(named)})"
+    return f"{lora.id}: {moored.describe(lora) or 'attached'}"
 
 
 def _model_name(value: object) -> str:

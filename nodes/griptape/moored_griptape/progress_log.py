@@ -77,7 +77,7 @@ class ProgressLog:
         """Shows an event of a job: the latest drives the status, each tick of a wait is logged."""
         if isinstance(event, (moored.Preview, moored.Artifact, moored.LatentKept)):
             return
-        text = _words(event)
+        text = moored.describe(event)
         self.status(text)
         phase = _phase(event)
         if phase is not None and (phase != self._phase or isinstance(event, moored.Waiting)):
@@ -87,8 +87,8 @@ class ProgressLog:
             self._phase = phase
         match event:
             case moored.Step():
-                section, sections = _section(event)
-                self.bar((section - 1) * event.of + event.n, sections * event.of)
+                before = max(event.part - 1, 0) * event.of
+                self.bar(before + event.n, max(event.parts, 1) * event.of)
             case moored.Loading():
                 self.bar(event.bytes_done, event.bytes_total)
             case moored.Waiting() | moored.Queued():
@@ -130,22 +130,6 @@ class ProgressLog:
         self._node.publish_update_to_parameter(name, value)
 
 
-def _words(event: moored.Event) -> str:
-    """An event in a few words: `Step 7/20`, and of a film `Section 2/4, step 7/20`."""
-    if isinstance(event, moored.Step):
-        section, sections = _section(event)
-        if sections > 1:
-            return f"Section {section}/{sections}, step {event.n}/{event.of}"
-    return moored.describe(event)
-
-
-def _section(event: moored.Step | moored.StageStarted) -> tuple[int, int]:
-    """Which section of a film it is of, from 1, and how many there are: 1 of 1 where there are none."""
-    # Older clients know of no sections.
-    section, sections = getattr(event, "part", None), getattr(event, "parts", None)
-    return (section, sections) if section and sections else (1, 1)
-
-
 def _phase(event: moored.Event) -> object:
     """What shares a line of the log with it; None: the status is enough."""
     match event:
@@ -154,10 +138,10 @@ def _phase(event: moored.Event) -> object:
         case moored.Evicting():
             return ("evict", event.component.id)
         case moored.Step():
-            return ("steps", event.item, *_section(event)) if event.n == event.of else None
+            return ("steps", event.item, event.part) if event.n == event.of else None
         case moored.Queued():
             return ("queue", event.position)
         case moored.StageStarted():
-            return (event.name, event.item, event.cached, *_section(event))
+            return (event.name, event.item, event.cached, event.part)
         case _:
             return type(event)

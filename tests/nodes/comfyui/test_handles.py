@@ -6,7 +6,6 @@ import asyncio
 import gc
 import pickle
 import traceback
-from dataclasses import dataclass
 from fractions import Fraction
 from types import ModuleType
 from typing import Any
@@ -77,32 +76,6 @@ def test_formats_are_read(pack: ModuleType, text: str, formats: Any) -> None:
 def test_formats_that_are_none_are_refused(pack: ModuleType, text: str) -> None:
     with pytest.raises(moored.InvalidRequest, match="component=format"):
         pack.handles.formats_of(text)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({}, "304 layers of transformer, rank 16"),
-        ({"layers": {"transformer": 1, "text_encoder": 12}, "rank": 4}, None),
-        ({"layers": {}, "rank": 0}, ""),
-        (
-            {"ignored": ("a",), "ignored_count": 1},
-            "304 layers of transformer, rank 16; 1 tensor ignored (a)",
-        ),
-        (
-            {"ignored": ("a", "b", "c", "d"), "ignored_count": 900},
-            "304 layers of transformer, rank 16; 900 tensors ignored (a, b, c, ...)",
-        ),
-    ],
-)
-def test_what_a_lora_changes_is_told_in_a_line(
-    pack: ModuleType, more: dict[str, Any], said: str | None
-) -> None:
-    settings = {"layers": {"transformer": 304}, "rank": 16} | more
-    told = pack.phases.adapter_text(moored.AttachedAdapter("ink", **settings))
-    if said is None:
-        said = "12 layers of text_encoder, 1 layer of transformer, rank 4"
-    assert told == said
 
 
 def test_seeds_go_round(pack: ModuleType) -> None:
@@ -394,23 +367,15 @@ def test_texts_go_to_whoever_queued_the_prompt(pack: ModuleType, prompt_server: 
     ]
 
 
-@dataclass(frozen=True)
-class SectionStep(moored.Step):
-    """A step of a section of a film."""
-
-    part: int | None = None
-    parts: int | None = None
-
-
 def test_steps_of_a_film_are_told_by_section(pack: ModuleType, prompt_server: Any) -> None:
     told: list[Any] = []
     prompt_server.client_id = "ann"
     prompt_server.send = lambda *message: told.append(message[1::2])
     display = pack.follow.Display("5")
     for section in (1, 3):
-        display.show(SectionStep(2, 4, 0, section, 3))
+        display.show(moored.Step(2, 4, 0, section, 3))
     display.interrupted()
-    display.show(SectionStep(4, 4, 0, 1, 1))
+    display.show(moored.Step(4, 4, 0, 1, 1))
     assert told == [
         ("progress", (2, 12)),
         ("text", "Section 1/3, step 2/4"),

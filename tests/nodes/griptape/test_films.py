@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,23 +197,15 @@ def test_a_film_that_cannot_be_is_told_in_a_sentence(
     assert said in fails(nowhere, node)
 
 
-@dataclass(frozen=True)
-class SectionStep(moored.Step):
-    """A step of a section of a film."""
-
-    part: int | None = None
-    parts: int | None = None
-
-
 def test_progress_is_told_by_section(nowhere: Headless) -> None:
     node = nowhere.do(nowhere.node("GenerateVideo"))
     log = node._shown
     log.begin()
     for n in (1, 2):
-        log.event(SectionStep(n, 2, 0, 2, 4))
+        log.event(moored.Step(n, 2, 0, 2, 4))
     assert outputs(node)["status"] == "Section 2/4, step 2/2"
     assert outputs(node)["progress"] == 0.5
-    log.event(SectionStep(2, 2, 0, 3, 4))
+    log.event(moored.Step(2, 2, 0, 3, 4))
     assert outputs(node)["progress"] == 0.75
     lines = [line.split(" s  ")[1] for line in outputs(node)["logs"].splitlines()]
     assert lines == ["Section 2/4, step 2/2", "Section 3/4, step 2/2"]
