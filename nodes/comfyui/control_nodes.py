@@ -9,9 +9,9 @@ import moored
 from comfy_api.latest import io
 
 from . import claims, connection, tensors
-from .failures import Failure, told
+from .failures import told
 from .follow import Deliver, Display, attend
-from .handles import ModelHandle
+from .handles import ModelHandle, chosen_name
 from .schema import CATEGORY, ModelType
 
 STRENGTH_AT_MOST = 10.0
@@ -93,12 +93,7 @@ class ApplyControlNet(io.ComfyNode):
     ) -> io.NodeOutput:
         """Sees that the ControlNet fits the model; nothing is loaded yet."""
         with told(cls.hidden.unique_id):
-            name = other_control_net.strip() or (control_net or "").strip()
-            if not name:
-                raise Failure(
-                    "No ControlNet is chosen: choose one in Apply ControlNet, after a refresh if its list "
-                    "is empty."
-                )
+            name = chosen_name(other_control_net, control_net, "ControlNet", "Apply ControlNet")
             picture = tensors.first_png_of(image)
             of_union = None if mode == NO_MODE else mode
             control = moored.Control(name, picture, strength, start_percent, end_percent, of_union)

@@ -18,10 +18,12 @@ from .schema import (
     film_inputs,
     job_options,
     model_input,
+    prompt_input,
     sampling_options,
     size_inputs,
 )
 
+WHAT_IT_SHOWS = "What the film shows."
 NO_FRAMES = (
     "The node before gives its film as video alone: switch its give_frames on, or link the video to Get "
     "Video Components."
@@ -29,12 +31,6 @@ NO_FRAMES = (
 NO_CONTROLS = "ControlNets are for pictures: link the model as it is before Apply ControlNet."
 ONE_LENGTH = "The length is named twice: set either seconds or frames to 0."
 NO_RATE = "This model has no rate of its own: set fps beside seconds."
-
-
-def _prompt_input() -> io.Input:
-    return io.String.Input(
-        "prompt", multiline=True, dynamic_prompts=True, tooltip="What the film shows."
-    )
 
 
 def _outputs() -> list[io.Output]:
@@ -58,7 +54,7 @@ class TextToVideo(io.ComfyNode):
             search_aliases=["txt2vid", "t2v", "film", "hunyuan"],
             inputs=[
                 model_input(),
-                _prompt_input(),
+                prompt_input(WHAT_IT_SHOWS),
                 *size_inputs("the model's default"),
                 *film_inputs(),
             ],
@@ -87,7 +83,7 @@ class ImageToVideo(io.ComfyNode):
             search_aliases=["img2vid", "i2v", "film", "animate", "framepack"],
             inputs=[
                 model_input(),
-                _prompt_input(),
+                prompt_input(WHAT_IT_SHOWS),
                 io.Image.Input(
                     "image", tooltip="The first frame. Of a batch, the first picture is taken."
                 ),

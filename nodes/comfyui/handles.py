@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import moored
 
 from .connection import Server
+from .failures import Failure
 
 Residency = Literal["auto", "hold", "pin", "evict after"]
 RESIDENCIES: tuple[Residency, ...] = get_args(Residency)
@@ -102,6 +103,16 @@ class LatentHandle:
     """A MOORED_LATENT: a batch of latents."""
 
     latents: list[KeptLatent]
+
+
+def chosen_name(other: str, listed: str | None, kind: str, node: str) -> str:
+    """The name that was typed, else the one of the list; for a message, of what kind and in which node."""
+    name = other.strip() or (listed or "").strip()
+    if not name:
+        raise Failure(
+            f"No {kind} is chosen: choose one in {node}, after a refresh if its list is empty."
+        )
+    return name
 
 
 def formats_of(text: str) -> tuple[tuple[str, str], ...]:

@@ -12,7 +12,7 @@ from comfy_api.latest import io
 from . import claims, connection
 from .failures import Failure, told
 from .follow import Deliver, Display, attend
-from .handles import ModelHandle
+from .handles import ModelHandle, chosen_name
 from .plans import plan_of
 from .schema import CATEGORY, ModelType
 
@@ -86,11 +86,7 @@ class LoadLoRA(io.ComfyNode):
     ) -> io.NodeOutput:
         """Sees that the LoRA fits the model, and shows what it changes; nothing is loaded yet."""
         with told(cls.hidden.unique_id):
-            name = other_lora.strip() or (lora or "").strip()
-            if not name:
-                raise Failure(
-                    "No LoRA is chosen: choose one in Load LoRA, after a refresh if its list is empty."
-                )
+            name = chosen_name(other_lora, lora, "LoRA", "Load LoRA")
             of_text = _strength_of(text_strength)
             adapter = moored.Adapter(
                 name, strength, text_strength=of_text, ignore_unknown=ignore_unknown

@@ -17,6 +17,7 @@ from .handles import (
     ModelHandle,
     ModelRecipe,
     Residency,
+    chosen_name,
     formats_of,
 )
 from .plans import plan_of
@@ -149,11 +150,7 @@ class LoadModel(io.ComfyNode):
     ) -> io.NodeOutput:
         """Sees that the service has the model; nothing is loaded yet."""
         with told(cls.hidden.unique_id):
-            name = other_model.strip() or (model or "").strip()
-            if not name:
-                raise Failure(
-                    "No model is chosen: choose one in Load Model, after a refresh if its list is empty."
-                )
+            name = chosen_name(other_model, model, "model", "Load Model")
             of_components = formats_of(formats)
             if of_components and quantization == AUTO:
                 raise Failure(

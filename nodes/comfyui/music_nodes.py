@@ -17,23 +17,16 @@ from .schema import (
     model_input,
     music_inputs,
     music_start_inputs,
+    prompt_input,
     sampling_options,
     seconds_input,
 )
 
+WHAT_IS_HEARD = "What is heard: style, instruments, mood."
 MAX_SECONDS = 3600.0
 EMPTY_WINDOW = (
     "Nothing lies between start_seconds and end_seconds: set end_seconds behind the start, or to 0."
 )
-
-
-def _prompt_input() -> io.Input:
-    return io.String.Input(
-        "prompt",
-        multiline=True,
-        dynamic_prompts=True,
-        tooltip="What is heard: style, instruments, mood.",
-    )
 
 
 def _source_input(tooltip: str) -> io.Input:
@@ -58,7 +51,7 @@ class TextToMusic(io.ComfyNode):
             search_aliases=["txt2audio", "text to audio", "music", "song", "sound", "ace step"],
             inputs=[
                 model_input(),
-                _prompt_input(),
+                prompt_input(WHAT_IS_HEARD),
                 *music_start_inputs(),
                 seconds_input("seconds", MAX_SECONDS, "How long. 0: the model's default."),
                 *music_inputs(),
@@ -91,7 +84,7 @@ class RepaintMusic(io.ComfyNode):
             search_aliases=["inpaint audio", "audio inpainting", "edit music", "ace step"],
             inputs=[
                 model_input(),
-                _prompt_input(),
+                prompt_input(WHAT_IS_HEARD),
                 _source_input("The track."),
                 *music_start_inputs(),
                 seconds_input("start_seconds", MAX_SECONDS, "Where the part begins."),
@@ -136,7 +129,7 @@ class CoverMusic(io.ComfyNode):
             search_aliases=["audio to audio", "music style", "remix", "ace step"],
             inputs=[
                 model_input(),
-                _prompt_input(),
+                prompt_input(WHAT_IS_HEARD),
                 _source_input("The track whose melody and rhythm are taken."),
                 *music_start_inputs(),
                 *music_inputs(),

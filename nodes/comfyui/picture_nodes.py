@@ -19,6 +19,7 @@ from .schema import (
     latent_input,
     model_input,
     picture_inputs,
+    prompt_input,
     sampling_options,
     seed_of,
     size_inputs,
@@ -30,10 +31,6 @@ NO_IMAGE = (
 )
 
 Start = bytes | KeptLatent | None
-
-
-def _prompt_input(tooltip: str = "What the picture shows.") -> io.Input:
-    return io.String.Input("prompt", multiline=True, dynamic_prompts=True, tooltip=tooltip)
 
 
 def _outputs() -> list[io.Output]:
@@ -57,7 +54,7 @@ class TextToImage(io.ComfyNode):
             search_aliases=["txt2img", "generate", "sampler"],
             inputs=[
                 model_input(),
-                _prompt_input(),
+                prompt_input("What the picture shows."),
                 *size_inputs("the model's default"),
                 *picture_inputs(),
             ],
@@ -89,7 +86,7 @@ class ImageToImage(io.ComfyNode):
             search_aliases=["img2img", "inpaint", "variation"],
             inputs=[
                 model_input(),
-                _prompt_input(),
+                prompt_input("What the picture shows."),
                 io.Image.Input(
                     "image", optional=True, tooltip="What to start from: a picture, or a batch."
                 ),
@@ -166,7 +163,7 @@ class EditImage(io.ComfyNode):
             search_aliases=["kontext", "edit", "reference", "instruct"],
             inputs=[
                 model_input(),
-                _prompt_input("What is to change, as in: make it snow."),
+                prompt_input("What is to change, as in: make it snow."),
                 io.Image.Input(
                     "image", tooltip="What the prompt is about. Of a batch each picture is edited."
                 ),

@@ -29,6 +29,11 @@ def model_input() -> io.Input:
     return ModelType.Input("model", tooltip="From Load Model.")
 
 
+def prompt_input(tooltip: str) -> io.Input:
+    """What is to come, in words."""
+    return io.String.Input("prompt", multiline=True, dynamic_prompts=True, tooltip=tooltip)
+
+
 def latent_input(optional: bool = False) -> io.Input:
     """A latent of the service."""
     return LatentType.Input("latent", optional=optional, tooltip="A latent that is in the service.")
