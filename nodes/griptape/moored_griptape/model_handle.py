@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import moored
 
-from moored_griptape.numbers import listed, number
+from moored_griptape.numbers import json_object, listed, number
 
 HANDLE_TYPE = "MooredModel"
 DEFAULT_MODEL = "default"
@@ -45,20 +44,9 @@ class ModelHandle:
         """From a node's input: the object or its JSON; a bare name is a model; nothing, the default."""
         if value is None or value == "":
             return cls()
-        if isinstance(value, str):
-            text = value.strip()
-            if not text.startswith("{"):
-                return cls(model=_model_name(text))
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"The model is no JSON object ({error}): connect a Diffusion Model node"
-                ) from error
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"The model is a {type(value).__name__}, not a handle: connect a Diffusion Model node"
-            )
+        if isinstance(value, str) and not value.strip().startswith("{"):
+            return cls(model=_model_name(value))
+        value = json_object(value, "The model", "Diffusion Model")
         unknown = sorted(str(name) for name in value if name not in cls.__dataclass_fields__)
         if unknown:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Numbers and lists from hand-written JSON and from fields of the editor."""
+"""Numbers, lists and objects from hand-written JSON and from fields of the editor."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ def number(value: Any, name: str) -> float:
 def number_or_none(value: Any, name: str) -> float | None:
     """The same; a field that is empty gives none."""
     return None if value is None or value == "" else number(value, name)
+
+
+def json_object(value: object, name: str, node: str) -> Mapping[str, Any]:
+    """An object, or the one of a JSON text.
+
+    `name` and `node` are for messages: what it is, and the node that makes one.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{name} is no JSON object ({error}): connect a {node} node"
+            ) from error
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is a {type(value).__name__}, no object: connect a {node} node")
+    return value
 
 
 def listed(value: object, name: str, parts: str) -> Sequence[Any]:

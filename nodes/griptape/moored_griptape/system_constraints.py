@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any, Self
 import moored
 
 from moored_griptape.model_handle import AS_STORED, AUTO, ModelHandle
-from moored_griptape.numbers import number_or_none
+from moored_griptape.numbers import json_object, number_or_none
 from moored_griptape.sizes import GB, in_words
 
 ANY_DEVICE = "any"
@@ -51,17 +50,7 @@ class SystemConstraints:
         """From a node's input: the dict or its JSON; nothing: no limits but the service's own."""
         if value is None or value in ("", {}):
             return cls()
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"system_constraints is no JSON object ({error}): connect a GPU Configuration node"
-                ) from error
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"system_constraints is a {type(value).__name__}: connect a GPU Configuration node"
-            )
+        value = json_object(value, "system_constraints", "GPU Configuration")
         unknown = sorted(str(name) for name in value if name not in cls.__dataclass_fields__)
         if unknown:
             raise ValueError(f"system_constraints has no {', '.join(unknown)}: remove it")
