@@ -169,7 +169,7 @@ def lean_call(channel: grpc.Channel, client_id: str, model: str = "small") -> Ca
 
 
 def measure_overhead(rows: Rows, address: str, scale: Scale) -> None:
-    """What a picture costs when painting it costs nothing."""
+    """What a picture costs when computing it costs nothing."""
     with grpc.insecure_channel(address) as channel:
         times = milliseconds_of(lean_call(channel, "bench"), scale)
     what = "GenerateImage without the painting, lean gRPC client"

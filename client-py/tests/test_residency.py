@@ -184,14 +184,14 @@ def test_a_reservation(service: Service, ask: Ask, client: moored.Client, addres
     )
     service.on("Reserve", made)
     service.on("ReleaseReservation", residency_pb2.ReleaseReservationResponse(released=False))
-    room = ask("reserve", 500, ttl_s=10, label="training", card="cuda:0")
-    assert (room.id, room.bytes, room.card) == ("r1", 500, "cuda:0")
-    assert room.evicted[0].freed_bytes == 99
+    reserved = ask("reserve", 500, ttl_s=10, label="training", card="cuda:0")
+    assert (reserved.id, reserved.bytes, reserved.card) == ("r1", 500, "cuda:0")
+    assert reserved.evicted[0].freed_bytes == 99
     request = service.requests["Reserve"]
     assert (request.bytes, request.ttl.seconds, request.label) == (500, 10, "training")
-    with client.reserve(500) as room:
-        assert room.released is None
-    assert room.release() is False
+    with client.reserve(500) as reserved:
+        assert reserved.released is None
+    assert reserved.release() is False
     assert service.requests.pop("ReleaseReservation").reservation_id == "r1"
 
     async def main() -> None:

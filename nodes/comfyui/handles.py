@@ -54,12 +54,12 @@ class ModelHandle:
 
     recipe: ModelRecipe
     controls: tuple[moored.Control, ...] = ()
-    """ControlNets of whatever is painted with it, and what they read."""
+    """ControlNets of whatever is generated with it, and what they read."""
 
 
 @dataclass(frozen=True)
-class Painting:
-    """How one picture is painted: the options of `generate_image`, with a seed and a count of one."""
+class Generation:
+    """How one picture is generated: the options of `generate_image`, with a seed and a count of one."""
 
     prompt: str
     options: tuple[tuple[str, Any], ...]
@@ -91,7 +91,7 @@ class KeptLatent:
     """One latent of a service: where it is, and how it is made again when it is gone."""
 
     model: ModelRecipe
-    recipe: Painting | Encoding | Bringing
+    recipe: Generation | Encoding | Bringing
     id: str = ""
     """Its name in the service; empty: it has to be made."""
     family: str = ""

@@ -14,7 +14,7 @@ from . import claims
 from .connection import Target
 from .failures import Failure
 from .follow import Deliver, Display, attend, follow
-from .handles import Bringing, Encoding, KeptLatent, ModelRecipe, Painting
+from .handles import Bringing, Encoding, Generation, KeptLatent, ModelRecipe
 from .plans import plan_of
 
 T = TypeVar("T")
@@ -52,8 +52,8 @@ async def make(display: Display, target: Target, latent: KeptLatent) -> None:
     """Makes a latent by its recipe."""
     recipe = latent.recipe
     match recipe:
-        case Painting():
-            result: moored.JobResult = await paint(
+        case Generation():
+            result: moored.JobResult = await generate(
                 display, target, latent.model, recipe, latent_only=True
             )
         case Encoding():
@@ -83,12 +83,12 @@ async def _encode(
     )
 
 
-async def paint(
-    display: Display, target: Target, model: ModelRecipe, painting: Painting, **more: Any
+async def generate(
+    display: Display, target: Target, model: ModelRecipe, generation: Generation, **more: Any
 ) -> moored.ImageResult:
-    """Paints one picture or several, from what the recipe starts with."""
-    options = dict(painting.options) | more
-    start = painting.start
+    """Generates one picture or several, from what the recipe starts with."""
+    options = dict(generation.options) | more
+    start = generation.start
 
     async def job(init_latent: str | None = None) -> moored.ImageResult:
         return await follow(
@@ -96,7 +96,7 @@ async def paint(
             target,
             model,
             lambda client: client.stream_image(
-                painting.prompt,
+                generation.prompt,
                 model=model.ref,
                 init_image=start if isinstance(start, bytes) else None,
                 init_latent=init_latent,

@@ -11,7 +11,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from . import claims, connection, latents, tensors
 from .failures import Failure, told
 from .follow import Display
-from .handles import KeptLatent, LatentHandle, ModelHandle, Painting
+from .handles import Generation, KeptLatent, LatentHandle, ModelHandle
 from .schema import (
     CATEGORY,
     LatentType,
@@ -64,12 +64,12 @@ class TextToImage(io.ComfyNode):
 
     @classmethod
     async def execute(
-        cls, model: ModelHandle, prompt: str, width: int, height: int, **painting: Any
+        cls, model: ModelHandle, prompt: str, width: int, height: int, **sampling: Any
     ) -> io.NodeOutput:
         """Generates."""
         with told(cls.hidden.unique_id):
             size = {"width": width or None, "height": height or None}
-            return await _generated(cls.hidden.unique_id, model, prompt, [(None, size)], **painting)
+            return await _generated(cls.hidden.unique_id, model, prompt, [(None, size)], **sampling)
 
 
 class ImageToImage(io.ComfyNode):
@@ -123,7 +123,7 @@ class ImageToImage(io.ComfyNode):
         image: Any = None,
         latent: LatentHandle | None = None,
         mask: Any = None,
-        **painting: Any,
+        **sampling: Any,
     ) -> io.NodeOutput:
         """Generates."""
         with told(cls.hidden.unique_id):
@@ -145,8 +145,8 @@ class ImageToImage(io.ComfyNode):
                     for n, (start, size) in enumerate(starts)
                 ]
             node = cls.hidden.unique_id
-            painting |= {"strength": strength, "count": count}
-            return await _generated(node, model, prompt, starts, **painting)
+            sampling |= {"strength": strength, "count": count}
+            return await _generated(node, model, prompt, starts, **sampling)
 
 
 class EditImage(io.ComfyNode):
@@ -182,7 +182,7 @@ class EditImage(io.ComfyNode):
         image: Any,
         width: int,
         height: int,
-        **painting: Any,
+        **sampling: Any,
     ) -> io.NodeOutput:
         """Generates."""
         with told(cls.hidden.unique_id):
@@ -190,7 +190,7 @@ class EditImage(io.ComfyNode):
             edits: list[tuple[Start, dict[str, Any]]] = [
                 (None, size | {"references": (png,)}) for png in tensors.pngs_of(image)
             ]
-            return await _generated(cls.hidden.unique_id, model, prompt, edits, **painting)
+            return await _generated(cls.hidden.unique_id, model, prompt, edits, **sampling)
 
 
 async def _generated(
@@ -230,11 +230,15 @@ async def _generated(
             display.pictures_before = index * count
             first = seed_of(seed, index * count)
             fixed = options | size
-            painting = Painting(prompt, tuple((fixed | {"seed": first}).items()), start)
-            result = await latents.paint(display, target, recipe, painting, count=count, **shown)
+            generation = Generation(prompt, tuple((fixed | {"seed": first}).items()), start)
+            result = await latents.generate(
+                display, target, recipe, generation, count=count, **shown
+            )
             pictures += result.pictures
             for n, kept in enumerate(result.latents):
-                one = Painting(prompt, tuple((fixed | {"seed": seed_of(first, n)}).items()), start)
+                one = Generation(
+                    prompt, tuple((fixed | {"seed": seed_of(first, n)}).items()), start
+                )
                 family = result.model.family
                 handle.latents.append(KeptLatent(recipe, one, kept.id, family))
         image = ExecutionBlocker(NO_IMAGE) if latent_only else tensors.image_of(pictures)

@@ -19,17 +19,17 @@ def _binary_is_there() -> None:
 
 
 @pytest.fixture(scope="session")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def demo_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the shipped model on the CPU, for all tests of its pictures."""
-    service = Service(state=tmp_path_factory.mktemp("painter"))
+    service = Service(state=tmp_path_factory.mktemp("demo"))
     yield service
     assert service.stop() == 0
 
 
 @pytest.fixture(scope="session")
-def painting_client(painter: Service) -> Iterator[moored.Client]:
-    """A client of `painter`."""
-    with painter.client() as client:
+def demo_client(demo_service: Service) -> Iterator[moored.Client]:
+    """A client of `demo_service`."""
+    with demo_service.client() as client:
         yield client
 
 

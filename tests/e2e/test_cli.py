@@ -274,17 +274,17 @@ def test_progress_in_a_pipe_is_plain_lines(simulate: Simulate, tmp_path: Path) -
 
 def test_ctrl_c_cancels_the_job(service: Service, client: moored.Client) -> None:
     command = ["generate", PROMPT, "-m", "slow", "-s", "200", "--json", "-o", "never.png"]
-    painting = subprocess.Popen(
+    generating = subprocess.Popen(
         [str(BINARY), *command, "--endpoint", f"http://{service.address}"],
         stdout=subprocess.PIPE,
         text=True,
         env=clean_environment(),
     )
-    assert painting.stdout is not None
-    with painting, painting.stdout:
-        job = next(e["job_id"] for e in map(json.loads, painting.stdout) if e["event"] == "step")
-        painting.send_signal(signal.SIGINT)
-        assert painting.wait(DEADLINE_S) == 130, "as shells have it"
+    assert generating.stdout is not None
+    with generating, generating.stdout:
+        job = next(e["job_id"] for e in map(json.loads, generating.stdout) if e["event"] == "step")
+        generating.send_signal(signal.SIGINT)
+        assert generating.wait(DEADLINE_S) == 130, "as shells have it"
     with client.watch_status(timeout=DEADLINE_S) as watch:
         next(status for status in watch if status.jobs == ())
     (state,) = [one.state for one in client.jobs(include_ended=True) if one.id == job]

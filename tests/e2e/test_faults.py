@@ -56,7 +56,7 @@ def test_a_job_that_kills_two_workers_is_given_up(simulate: Simulate) -> None:
         assert retries(events) == [("WORKER_DIED", "denoise")]
         until(client, lambda status: status.cards[0].worker_restarts == 2)
         assert ended(client, failed.value.job_id).state == "failed"
-        # The third worker lives, and paints.
+        # The third worker lives, and generates.
         assert client.generate_image("another", model="small", width=128).pictures
         assert_at_rest(client)
 

@@ -116,8 +116,8 @@ def test_the_service_and_its_card_are_checked(simulate: Simulate) -> None:
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_the_cpu_is_a_card_too(painter: Service) -> None:
-    with channel_to(painter) as channel:
+def test_the_cpu_is_a_card_too(demo_service: Service) -> None:
+    with channel_to(demo_service) as channel:
         assert check(channel, "") == SERVING
         assert check(channel, "moored.card.cpu") == SERVING
 

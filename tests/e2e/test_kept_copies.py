@@ -61,7 +61,7 @@ def load_until(client: moored.Client, service: Service, sources: dict[str, str])
     wait_until(lambda: load(client, service) == sources, f"it is read from {sources}", DEADLINE_S)
 
 
-def paint(client: moored.Client) -> bytes:
+def generate(client: moored.Client) -> bytes:
     picture = client.generate_image("a red cube", model=FOUR_BITS, seed=1, timeout=DEADLINE_S)
     return picture.images[0].tobytes()
 
@@ -78,13 +78,13 @@ def test_the_next_load_reads_the_copies_and_gives_the_same_picture(
         assert load(client, first) == FROM_CHECKPOINT
         wait_until(lambda: len(copies(folder)) == 2, "both are kept")
         assert {path.name.split("-nf4-")[0] for path in copies(folder)} == QUANTIZED
-        picture = paint(client)
+        picture = generate(client)
         load_until(client, first, FROM_COPIES)
     assert first.stop() == 0
     second = keep(1)
     with second.client() as client:
         assert load(client, second) == FROM_COPIES
-        assert paint(client) == picture
+        assert generate(client) == picture
     assert second.stop() == 0
     assert len(list(folder.iterdir())) == 2
 
@@ -95,7 +95,9 @@ def test_damaged_or_removed_copies_are_made_again(keep: Keep, folder: Path) -> N
 
         def made() -> bytes:
             load_until(client, service, FROM_COPIES)
-            return paint(client)  # nothing is loaded meanwhile, so that nothing more is asked for
+            return generate(
+                client
+            )  # nothing is loaded meanwhile, so that nothing more is asked for
 
         load(client, service)
         picture = made()
@@ -122,7 +124,7 @@ def test_a_folder_that_cannot_be_written_fails_nothing(keep: Keep, folder: Path)
         folder.write_text("no folder any more")
         for _ in range(2):
             assert load(client, service) == FROM_CHECKPOINT
-        paint(client)
+        generate(client)
         said = "no copy of a quantized component is kept"
         service.wait_for_log(lambda: sum(said in line for line in service.log) == len(QUANTIZED))
     assert service.stop() == 0

@@ -229,7 +229,7 @@ def at_once(scene: Scene) -> None:
 Job = Callable[[moored.Client], moored.EventStream[object]]
 
 
-def paint(model: str, **options: object) -> Job:
+def generate(model: str, **options: object) -> Job:
     return lambda client: client.stream_image("a kill", model=model, **options)  # type: ignore[arg-type]
 
 
@@ -239,7 +239,7 @@ def load(model: str) -> Job:
 
 def repaint(client: moored.Client) -> moored.EventStream[object]:
     """Generates a picture from a picture, which is encoded."""
-    return paint("small", init_image=picture())(client)
+    return generate("small", init_image=picture())(client)
 
 
 def replace(old: str, new: str) -> Job:
@@ -303,18 +303,18 @@ POINTS = [
     Point(
         "encoder for encode_text",
         UNHURRIED,
-        paint("flux-full"),
+        generate("flux-full"),
         amid_the_load_of("text_encoder_2"),
         "encode_text",
     ),
     Point(
         "transformer for denoise",
         BIG,
-        paint("flux-full"),
+        generate("flux-full"),
         amid_the_load_of("transformer"),
         "denoise",
     ),
-    Point("vae for decode", CARD + ",hang-at=load:8", paint("small"), loading("vae"), "decode"),
+    Point("vae for decode", CARD + ",hang-at=load:8", generate("small"), loading("vae"), "decode"),
     Point(
         "vae for encode_image", CARD + ",hang-at=load:7", repaint, loading("vae"), "encode_image"
     ),
@@ -322,22 +322,22 @@ POINTS = [
     Point(
         "encode_text",
         CARD + ",hang-at=encode_text:1",
-        paint("small"),
+        generate("small"),
         leased("encode_text"),
         "encode_text",
     ),
     Point(
         "before the first step",
         CARD + ",hang-at=denoise:1",
-        paint("small"),
+        generate("small"),
         leased("denoise"),
         "denoise",
     ),
-    Point("first step", CARD, paint("slow"), at_step(1), "denoise"),
-    Point("middle step", CARD, paint("slow", steps=40), at_step(20), "denoise"),
-    Point("last step", CARD, paint(SLOWER, steps=2), at_step(1), "denoise"),
-    Point("preview", CARD, paint("slow", preview_interval_s=0.1), at(moored.Preview), "denoise"),
-    Point("decode", CARD + ",hang-at=decode:1", paint("small"), leased("decode"), "decode"),
+    Point("first step", CARD, generate("slow"), at_step(1), "denoise"),
+    Point("middle step", CARD, generate("slow", steps=40), at_step(20), "denoise"),
+    Point("last step", CARD, generate(SLOWER, steps=2), at_step(1), "denoise"),
+    Point("preview", CARD, generate("slow", preview_interval_s=0.1), at(moored.Preview), "denoise"),
+    Point("decode", CARD + ",hang-at=decode:1", generate("small"), leased("decode"), "decode"),
     Point(
         "encode_image",
         CARD + ",hang-at=encode_image:1",
@@ -348,27 +348,32 @@ POINTS = [
     Point(
         "denoise of the second picture",
         CARD,
-        paint("slow", count=2),
+        generate("slow", count=2),
         at_step(2, item=1),
         "denoise",
     ),
     Point(
         "decode of the second picture",
         CARD + ",hang-at=decode:2",
-        paint("small", count=2),
+        generate("small", count=2),
         at(moored.StageStarted, name="decode", item=1),
         "decode",
     ),
     # Signals of another kind.
-    Point("abort", CARD, paint("slow", steps=30), at_step(5), "denoise", signal.SIGABRT),
+    Point("abort", CARD, generate("slow", steps=30), at_step(5), "denoise", signal.SIGABRT),
     Point(
-        "illegal instruction", CARD, paint("slow", steps=30), at_step(5), "denoise", signal.SIGILL
+        "illegal instruction",
+        CARD,
+        generate("slow", steps=30),
+        at_step(5),
+        "denoise",
+        signal.SIGILL,
     ),
-    Point("terminated", CARD, paint("slow", steps=30), at_step(5), "denoise", signal.SIGTERM),
+    Point("terminated", CARD, generate("slow", steps=30), at_step(5), "denoise", signal.SIGTERM),
     Point(
         "frozen while denoising",
         CARD,
-        paint("slow", steps=30),
+        generate("slow", steps=30),
         at_step(5),
         "denoise",
         signal.SIGSTOP,
@@ -384,7 +389,13 @@ POINTS = [
         IMPATIENT,
     ),
     Point(
-        "frozen while idle", CARD, paint("small"), at_once, "encode_text", signal.SIGSTOP, IMPATIENT
+        "frozen while idle",
+        CARD,
+        generate("small"),
+        at_once,
+        "encode_text",
+        signal.SIGSTOP,
+        IMPATIENT,
     ),
     # While a component leaves for another.
     Point(
@@ -424,13 +435,18 @@ POINTS = [
     Point(
         "card lost in encode_text",
         CARD + ",lose-at=encode_text:1",
-        paint("small"),
+        generate("small"),
         at_once,
         "encode_text",
         None,
     ),
     Point(
-        "card lost in decode", CARD + ",lose-at=decode:1", paint("small"), at_once, "decode", None
+        "card lost in decode",
+        CARD + ",lose-at=decode:1",
+        generate("small"),
+        at_once,
+        "decode",
+        None,
     ),
     Point(
         "hang in a load", CARD + ",hang-at=load:6", load("small"), at_once, "load", None, IMPATIENT
@@ -438,7 +454,7 @@ POINTS = [
     Point(
         "hang in encode_text",
         CARD + ",hang-at=encode_text:1",
-        paint("small"),
+        generate("small"),
         at_once,
         "encode_text",
         None,
@@ -447,7 +463,7 @@ POINTS = [
     Point(
         "hang in decode",
         CARD + ",hang-at=decode:1",
-        paint("small"),
+        generate("small"),
         at_once,
         "decode",
         None,
@@ -457,7 +473,7 @@ POINTS = [
     Point(
         "crash, and again",
         CARD + ",die-at=encode_text:1,die-generations=2",
-        paint("small"),
+        generate("small"),
         at_once,
         "encode_text",
         None,
@@ -466,7 +482,7 @@ POINTS = [
     Point(
         "hang, and again",
         CARD + ",hang-at=decode:1,die-generations=2",
-        paint("small"),
+        generate("small"),
         at_once,
         "decode",
         None,
@@ -951,9 +967,9 @@ def end_supervisor(service: Service) -> None:
     ("card", "job", "where"),
     [
         ("sim:24GiB", None, at_once),
-        ("sim:24GiB", paint("slow", steps=200), at_step(2)),
+        ("sim:24GiB", generate("slow", steps=200), at_step(2)),
         ("sim:40GiB,speed=4GiB/s", load("flux-full"), amid_the_load_of("transformer")),
-        ("sim:24GiB,hang-at=decode:1", paint("small"), leased("decode")),
+        ("sim:24GiB,hang-at=decode:1", generate("small"), leased("decode")),
     ],
     ids=["idle", "denoising", "loading", "hung"],
 )

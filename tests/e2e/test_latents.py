@@ -39,69 +39,69 @@ def kept(client: moored.Client, **options: Any) -> moored.ImageResult:
 # On the shipped model.
 
 
-def test_a_kept_latent_decodes_to_its_picture(painting_client: moored.Client) -> None:
-    result = kept(painting_client)
+def test_a_kept_latent_decodes_to_its_picture(demo_client: moored.Client) -> None:
+    result = kept(demo_client)
     (latent,) = result.latents
     assert latent.shape == (1, 16, 8, 8)
     assert latent.dtype == "f32"
     assert latent.bytes == 16 * 8 * 8 * 4
     assert latent.expires_in_ms > 0
-    decoded = painting_client.decode_latent(latent)
+    decoded = demo_client.decode_latent(latent)
     assert np.array_equal(decoded.pictures[0].array, result.pictures[0].array)
-    raw = painting_client.decode_latent(latent.id, output="raw")
+    raw = demo_client.decode_latent(latent.id, output="raw")
     assert raw.pictures[0].data == result.image.convert("RGB").tobytes()
 
 
-def test_every_picture_of_several_has_its_own(painting_client: moored.Client) -> None:
-    result = kept(painting_client, count=2)
+def test_every_picture_of_several_has_its_own(demo_client: moored.Client) -> None:
+    result = kept(demo_client, count=2)
     assert len({latent.id for latent in result.latents}) == 2
     for latent, picture in zip(result.latents, result.pictures, strict=True):
-        decoded = painting_client.decode_latent(latent)
+        decoded = demo_client.decode_latent(latent)
         assert np.array_equal(decoded.pictures[0].array, picture.array)
 
 
-def test_a_latent_alone_comes_without_a_picture(painting_client: moored.Client) -> None:
-    stream = painting_client.stream_image(PROMPT, seed=1, latent_only=True, **QUICK)
+def test_a_latent_alone_comes_without_a_picture(demo_client: moored.Client) -> None:
+    stream = demo_client.stream_image(PROMPT, seed=1, latent_only=True, **QUICK)
     stages = [event.name for event in stream if isinstance(event, moored.StageStarted)]
     result = stream.result()
     assert stages == ["encode_text", "denoise"]
     assert result.pictures == ()
     (latent,) = result.latents
-    decoded = painting_client.decode_latent(latent)
-    assert np.array_equal(decoded.pictures[0].array, kept(painting_client).pictures[0].array)
+    decoded = demo_client.decode_latent(latent)
+    assert np.array_equal(decoded.pictures[0].array, kept(demo_client).pictures[0].array)
 
 
-def test_a_latent_is_downloaded_and_uploaded_unchanged(painting_client: moored.Client) -> None:
-    result = kept(painting_client)
-    read = painting_client.get_latent(result.latents[0])
+def test_a_latent_is_downloaded_and_uploaded_unchanged(demo_client: moored.Client) -> None:
+    result = kept(demo_client)
+    read = demo_client.get_latent(result.latents[0])
     assert read.info.id == result.latents[0].id
     assert read.array.shape == read.info.shape
     assert np.isfinite(read.array).all()
-    brought = painting_client.put_latent(read)
+    brought = demo_client.put_latent(read)
     assert brought.id != read.info.id
     assert (brought.shape, brought.vae_id) == (read.info.shape, read.info.vae_id)
-    assert painting_client.get_latent(brought).data == read.data
-    from_array = painting_client.put_latent(read.array, vae_id=read.info.vae_id)
-    assert painting_client.get_latent(from_array).data == read.data
-    decoded = painting_client.decode_latent(brought)
+    assert demo_client.get_latent(brought).data == read.data
+    from_array = demo_client.put_latent(read.array, vae_id=read.info.vae_id)
+    assert demo_client.get_latent(from_array).data == read.data
+    decoded = demo_client.decode_latent(brought)
     assert np.array_equal(decoded.pictures[0].array, result.pictures[0].array)
 
 
-def test_a_latent_of_several_messages_is_uploaded_unchanged(painting_client: moored.Client) -> None:
-    vae_id = kept(painting_client).latents[0].vae_id
+def test_a_latent_of_several_messages_is_uploaded_unchanged(demo_client: moored.Client) -> None:
+    vae_id = kept(demo_client).latents[0].vae_id
     # 2.25 MiB: three chunks each way. Never decoded.
     numbers = np.random.default_rng(1).standard_normal((1, 16, 192, 192)).astype("<f4")
-    brought = painting_client.put_latent(numbers, vae_id=vae_id)
-    assert np.array_equal(painting_client.get_latent(brought).array, numbers)
+    brought = demo_client.put_latent(numbers, vae_id=vae_id)
+    assert np.array_equal(demo_client.get_latent(brought).array, numbers)
 
 
-def test_a_latent_of_many_tensors_is_uploaded_unchanged(painting_client: moored.Client) -> None:
-    vae_id = kept(painting_client).latents[0].vae_id
+def test_a_latent_of_many_tensors_is_uploaded_unchanged(demo_client: moored.Client) -> None:
+    vae_id = kept(demo_client).latents[0].vae_id
     # As of a long film in sections, each a tensor; more than a picture of 4096 x 4096 has. Never decoded.
     numbers = np.zeros((1, 16, 1, 60, 104), dtype="<f4")
     sections = {f"latent.{number}": numbers + number for number in range(70)}
-    brought = painting_client.put_latent(sections, vae_id=vae_id)
-    read = painting_client.get_latent(brought)
+    brought = demo_client.put_latent(sections, vae_id=vae_id)
+    read = demo_client.get_latent(brought)
     assert read.arrays.keys() == sections.keys()
     for name, section in sections.items():
         assert np.array_equal(read.arrays[name], section)
@@ -117,48 +117,48 @@ def test_a_latent_has_as_many_bytes_as_the_store_at_the_most(simulate: Simulate)
             client.put_latent(np.concatenate([numbers, numbers]), vae_id=latent.vae_id)
 
 
-def test_a_changed_latent_decodes_to_another_picture(painting_client: moored.Client) -> None:
-    result = kept(painting_client)
-    read = painting_client.get_latent(result.latents[0])
-    mirrored = painting_client.put_latent(read.array[..., ::-1], vae_id=read.info.vae_id)
-    decoded = painting_client.decode_latent(mirrored)
+def test_a_changed_latent_decodes_to_another_picture(demo_client: moored.Client) -> None:
+    result = kept(demo_client)
+    read = demo_client.get_latent(result.latents[0])
+    mirrored = demo_client.put_latent(read.array[..., ::-1], vae_id=read.info.vae_id)
+    decoded = demo_client.decode_latent(mirrored)
     assert not np.array_equal(decoded.pictures[0].array, result.pictures[0].array)
 
 
 def test_an_encoded_picture_can_be_the_start_of_a_generation(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
     start = Image.new("RGB", (64, 64), (220, 30, 40))
-    encoded = painting_client.encode_image(start, seed=3)
+    encoded = demo_client.encode_image(start, seed=3)
     assert encoded.latent.shape == (1, 16, 8, 8)
     assert "encode_image" in encoded.timings
-    again = painting_client.encode_image(start, seed=3)
-    other = painting_client.encode_image(start, seed=4)
-    data = [painting_client.get_latent(one.latent).data for one in (encoded, again, other)]
+    again = demo_client.encode_image(start, seed=3)
+    other = demo_client.encode_image(start, seed=4)
+    data = [demo_client.get_latent(one.latent).data for one in (encoded, again, other)]
     assert data[0] == data[1] != data[2]
-    painted = painting_client.stream_image(
+    stream = demo_client.stream_image(
         PROMPT, seed=1, init_latent=encoded.latent, strength=0.5, **QUICK
     )
-    stages = [event.name for event in painted if isinstance(event, moored.StageStarted)]
+    stages = [event.name for event in stream if isinstance(event, moored.StageStarted)]
     assert stages == ["encode_text", "denoise", "decode"]
-    from_noise = painting_client.generate_image(PROMPT, seed=1, **QUICK)
-    assert painted.result().pictures[0].data != from_noise.pictures[0].data
+    from_noise = demo_client.generate_image(PROMPT, seed=1, **QUICK)
+    assert stream.result().pictures[0].data != from_noise.pictures[0].data
 
 
-def test_a_picture_survives_its_encoding(painting_client: moored.Client) -> None:
+def test_a_picture_survives_its_encoding(demo_client: moored.Client) -> None:
     start = Image.new("RGB", (64, 64), (220, 30, 40))
-    encoded = painting_client.encode_image(start)
-    decoded = painting_client.decode_latent(encoded.latent)
+    encoded = demo_client.encode_image(start)
+    decoded = demo_client.decode_latent(encoded.latent)
     difference = decoded.pictures[0].array.astype(float) - np.asarray(start, dtype=float)
     assert np.abs(difference).mean() < 20
 
 
-def test_an_encoding_is_scaled_when_asked(painting_client: moored.Client) -> None:
+def test_an_encoding_is_scaled_when_asked(demo_client: moored.Client) -> None:
     start = Image.new("RGB", (50, 70), (220, 30, 40))
     with pytest.raises(moored.InvalidRequest, match="50x70") as refused:
-        painting_client.encode_image(start)
+        demo_client.encode_image(start)
     assert [violation.field for violation in refused.value.violations] == ["image"]
-    scaled = painting_client.encode_image(start, width=96, height=64)
+    scaled = demo_client.encode_image(start, width=96, height=64)
     assert scaled.latent.shape == (1, 16, 8, 12)
 
 
@@ -171,22 +171,22 @@ def bring_and_decode(client: moored.Client, numbers: NDArray[Any], vae_id: str) 
 
 
 @pytest.mark.parametrize("handle", [NO_SUCH_LATENT, ""])
-def test_an_unknown_handle_is_not_found(painting_client: moored.Client, handle: str) -> None:
+def test_an_unknown_handle_is_not_found(demo_client: moored.Client, handle: str) -> None:
     with pytest.raises(moored.LatentNotFound):
-        painting_client.get_latent(handle)
+        demo_client.get_latent(handle)
     with pytest.raises(moored.LatentNotFound):
-        painting_client.decode_latent(handle)
+        demo_client.decode_latent(handle)
 
 
-def test_an_unknown_start_is_not_found(painting_client: moored.Client) -> None:
+def test_an_unknown_start_is_not_found(demo_client: moored.Client) -> None:
     with pytest.raises(moored.LatentNotFound, match=NO_SUCH_LATENT):
-        painting_client.generate_image(PROMPT, init_latent=NO_SUCH_LATENT, **QUICK)
+        demo_client.generate_image(PROMPT, init_latent=NO_SUCH_LATENT, **QUICK)
 
 
-def test_a_latent_of_another_vae_is_refused(painting_client: moored.Client) -> None:
+def test_a_latent_of_another_vae_is_refused(demo_client: moored.Client) -> None:
     numbers = np.zeros((1, 16, 8, 8), dtype="<f4")
     with pytest.raises(moored.LatentMismatch, match="the VAE of somebody else"):
-        bring_and_decode(painting_client, numbers, "the VAE of somebody else")
+        bring_and_decode(demo_client, numbers, "the VAE of somebody else")
 
 
 @pytest.mark.parametrize(
@@ -195,20 +195,20 @@ def test_a_latent_of_another_vae_is_refused(painting_client: moored.Client) -> N
     ids=str,
 )
 def test_a_latent_of_another_shape_is_refused(
-    painting_client: moored.Client, shape: tuple[int, ...]
+    demo_client: moored.Client, shape: tuple[int, ...]
 ) -> None:
-    vae_id = kept(painting_client).latents[0].vae_id
+    vae_id = kept(demo_client).latents[0].vae_id
     numbers = np.zeros(shape, dtype="<f4")
     with pytest.raises((moored.LatentMismatch, moored.InvalidRequest)):
-        bring_and_decode(painting_client, numbers, vae_id)
+        bring_and_decode(demo_client, numbers, vae_id)
     # The card did not mind.
-    assert kept(painting_client).pictures
+    assert kept(demo_client).pictures
 
 
-def test_a_start_latent_of_another_size_is_refused(painting_client: moored.Client) -> None:
-    latent = kept(painting_client).latents[0]
+def test_a_start_latent_of_another_size_is_refused(demo_client: moored.Client) -> None:
+    latent = kept(demo_client).latents[0]
     with pytest.raises((moored.LatentMismatch, moored.InvalidRequest)) as refused:
-        painting_client.generate_image(
+        demo_client.generate_image(
             PROMPT, init_latent=latent, width=128, height=64, steps=2, strength=0.5
         )
     assert "[1, 16, 8, 8]" in refused.value.message
@@ -247,33 +247,31 @@ def chunk(data: bytes, **info: Any) -> generation_pb2.LatentChunk:
     ],
 )
 def test_a_latent_that_is_not_what_it_says_is_refused(
-    painting_client: moored.Client, sent: list[generation_pb2.LatentChunk], field: str
+    demo_client: moored.Client, sent: list[generation_pb2.LatentChunk], field: str
 ) -> None:
-    vae_id = kept(painting_client).latents[0].vae_id
+    vae_id = kept(demo_client).latents[0].vae_id
     for message in sent:
         if message.info.vae_id:
             message.info.vae_id = vae_id
     with pytest.raises((moored.InvalidRequest, moored.LatentMismatch)) as refused:
-        put_raw(painting_client, *sent)
+        put_raw(demo_client, *sent)
     if field:
         assert field in [violation.field for violation in refused.value.violations]
 
 
-def test_a_latent_without_a_vae_is_refused(painting_client: moored.Client) -> None:
+def test_a_latent_without_a_vae_is_refused(demo_client: moored.Client) -> None:
     sent = chunk(b"\0" * 4096, shape=[1, 16, 8, 8], dtype="f32", vae_id="")
     with pytest.raises((moored.InvalidRequest, moored.LatentMismatch)):
-        painting_client.decode_latent(put_raw(painting_client, sent).id)
+        demo_client.decode_latent(put_raw(demo_client, sent).id)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_latent_that_is_not_finite_is_refused(
-    painting_client: moored.Client, number: float
-) -> None:
-    vae_id = kept(painting_client).latents[0].vae_id
+def test_a_latent_that_is_not_finite_is_refused(demo_client: moored.Client, number: float) -> None:
+    vae_id = kept(demo_client).latents[0].vae_id
     numbers = np.full((1, 16, 8, 8), number, dtype="<f4")
     with pytest.raises((moored.NotFinite, moored.InvalidRequest)):
-        bring_and_decode(painting_client, numbers, vae_id)
-    assert kept(painting_client).pictures
+        bring_and_decode(demo_client, numbers, vae_id)
+    assert kept(demo_client).pictures
 
 
 # On simulated cards.

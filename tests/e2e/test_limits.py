@@ -309,11 +309,11 @@ def test_freed_memory_is_returned_to_the_system(simulate: Simulate) -> None:
         client.generate_image("first", model="small", width=64, height=64)
         before = resident(service)
 
-        def paint(seed: int) -> None:
+        def generate(seed: int) -> None:
             client.generate_image("one of many", model="small", width=2048, height=2048, seed=seed)
 
         with ThreadPoolExecutor(24) as several:
-            list(several.map(paint, range(60)))
+            list(several.map(generate, range(60)))
         until = time.monotonic() + 30
         while grew(service, before) > 24 and time.monotonic() < until:
             time.sleep(0.2)

@@ -141,7 +141,7 @@ def test_a_job_keeps_memory_free_and_is_refused_where_it_cannot(simulate: Simula
             client.generate_image("a cat", model="flux-full", headroom_bytes=30 * GIB)
         kinds = [one for one in refused.value.fallbacks if one.quantization is not None]
         assert kinds and kinds[0].quantization is not None
-        assert kinds[0].quantization.preset == "4-bit", "what 10 GiB have room for"
+        assert kinds[0].quantization.preset == "4-bit", "what fits 10 GiB"
 
 
 def test_a_plan_says_what_would_lose_less(simulate: Simulate) -> None:

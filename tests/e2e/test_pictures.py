@@ -64,11 +64,11 @@ class HeldOut:
 
 
 @pytest.fixture(scope="module")
-def held_out(painting_client: moored.Client) -> HeldOut:
+def held_out(demo_client: moored.Client) -> HeldOut:
     lines = (DEMO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = spread([json.loads(line) for line in lines], PICTURES)
     images = [
-        painting_client.generate_image(prompt["prompt"], seed=seed).image
+        demo_client.generate_image(prompt["prompt"], seed=seed).image
         for seed, prompt in enumerate(prompts)
     ]
     return HeldOut([prompt["scene"] for prompt in prompts], images)
@@ -97,39 +97,39 @@ def test_pictures_do_not_show_other_prompts(held_out: HeldOut) -> None:
     assert sum(right) <= MOST_RIGHT_SHUFFLED
 
 
-def test_the_same_seed_gives_the_same_picture(painting_client: moored.Client) -> None:
+def test_the_same_seed_gives_the_same_picture(demo_client: moored.Client) -> None:
     first, again, other = (
-        painting_client.generate_image(PROMPT, seed=seed, **QUICK).pictures[0] for seed in (7, 7, 8)
+        demo_client.generate_image(PROMPT, seed=seed, **QUICK).pictures[0] for seed in (7, 7, 8)
     )
     assert first.data == again.data
     assert first.array.tobytes() != other.array.tobytes()
 
 
 def test_the_result_has_the_random_seed_that_repeats_it(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
-    random = painting_client.generate_image(PROMPT, **QUICK)
+    random = demo_client.generate_image(PROMPT, **QUICK)
     assert random.pictures[0].seed == random.seed
-    repeated = painting_client.generate_image(PROMPT, seed=random.seed, **QUICK)
+    repeated = demo_client.generate_image(PROMPT, seed=random.seed, **QUICK)
     assert repeated.pictures[0].data == random.pictures[0].data
 
 
 def test_several_pictures_have_consecutive_seeds(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
-    several = painting_client.generate_image(PROMPT, seed=40, count=3, **QUICK)
+    several = demo_client.generate_image(PROMPT, seed=40, count=3, **QUICK)
     assert several.seed == 40
     assert [picture.seed for picture in several.pictures] == [40, 41, 42]
     assert [picture.index for picture in several.pictures] == [0, 1, 2]
     for picture in several.pictures:
-        single = painting_client.generate_image(PROMPT, seed=picture.seed, **QUICK)
+        single = demo_client.generate_image(PROMPT, seed=picture.seed, **QUICK)
         assert single.pictures[0].data == picture.data
     assert len({picture.data for picture in several.pictures}) == 3
 
 
-def test_raw_pixels_equal_those_of_the_png(painting_client: moored.Client) -> None:
-    png = painting_client.generate_image(PROMPT, seed=3, output="png", **QUICK).pictures[0]
-    raw = painting_client.generate_image(PROMPT, seed=3, output="raw", **QUICK).pictures[0]
+def test_raw_pixels_equal_those_of_the_png(demo_client: moored.Client) -> None:
+    png = demo_client.generate_image(PROMPT, seed=3, output="png", **QUICK).pictures[0]
+    raw = demo_client.generate_image(PROMPT, seed=3, output="raw", **QUICK).pictures[0]
     assert (png.media_type, raw.media_type) == ("image/png", "image/x-raw-rgb")
     assert len(raw.data) == 64 * 64 * 3
     assert raw.data == png.image.convert("RGB").tobytes()
@@ -137,10 +137,10 @@ def test_raw_pixels_equal_those_of_the_png(painting_client: moored.Client) -> No
 
 
 def test_a_png_has_its_recipe(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
     prompt = 'ein roter Ring, "größer" als 🟥'
-    result = painting_client.generate_image(
+    result = demo_client.generate_image(
         prompt, seed=2**40, guidance=2.5, max_sequence_length=40, **QUICK
     )
     recipe = json.loads(Image.open(io.BytesIO(result.pictures[0].data)).info["moored"])
@@ -154,16 +154,16 @@ def test_a_png_has_its_recipe(
         "max_sequence_length": 40,
         "model": MODEL,
         "model_key": result.model.key,
-        "version": painting_client.server_info().version,
+        "version": demo_client.server_info().version,
     }
 
 
 def test_a_png_without_metadata_has_none_and_the_same_pixels(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
     prompt = "a secret prompt"
-    with_it = painting_client.generate_image(prompt, seed=5, **QUICK).pictures[0]
-    without = painting_client.generate_image(prompt, seed=5, omit_metadata=True, **QUICK)
+    with_it = demo_client.generate_image(prompt, seed=5, **QUICK).pictures[0]
+    without = demo_client.generate_image(prompt, seed=5, omit_metadata=True, **QUICK)
     assert prompt.encode() in with_it.data
     assert prompt.encode() not in without.pictures[0].data
     assert MODEL.encode() not in without.pictures[0].data
@@ -178,11 +178,11 @@ def distance(one: Image.Image, other: Image.Image) -> float:
 
 
 def test_image_to_image_stays_closer_the_weaker_it_is(
-    painting_client: moored.Client, held_out: HeldOut
+    demo_client: moored.Client, held_out: HeldOut
 ) -> None:
     start = held_out.images[0]
     weak, strong, full = (
-        painting_client.generate_image(PROMPT, seed=11, init_image=start, strength=strength)
+        demo_client.generate_image(PROMPT, seed=11, init_image=start, strength=strength)
         for strength in (0.2, 0.6, 1.0)
     )
     assert weak.image.size == start.size
@@ -195,21 +195,21 @@ def test_image_to_image_stays_closer_the_weaker_it_is(
 
 
 def test_each_of_several_pictures_from_a_picture_depends_on_its_seed_alone(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
     gradient = np.linspace(0, 255, 64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)
     asked = {"init_image": Image.fromarray(gradient), "strength": 0.5, **QUICK}
-    both = painting_client.generate_image(PROMPT, seed=11, count=2, **asked)
+    both = demo_client.generate_image(PROMPT, seed=11, count=2, **asked)
     for picture, seed in zip(both.pictures, (11, 12), strict=True):
-        alone = painting_client.generate_image(PROMPT, seed=seed, **asked)
+        alone = demo_client.generate_image(PROMPT, seed=seed, **asked)
         assert np.array_equal(picture.array, alone.pictures[0].array), f"seed {seed}"
 
 
 def test_image_to_image_runs_only_the_last_part_of_the_steps(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
     start = Image.new("RGB", (64, 64), (200, 40, 40))
-    stream = painting_client.stream_image(
+    stream = demo_client.stream_image(
         PROMPT, seed=1, width=64, height=64, steps=8, init_image=start, strength=0.5
     )
     steps = [event for event in stream if isinstance(event, moored.Step)]
@@ -227,38 +227,36 @@ def test_image_to_image_runs_only_the_last_part_of_the_steps(
     ],
 )
 def test_image_to_image_respects_the_size(
-    painting_client: moored.Client, asked: dict[str, Any], given: tuple[int, int]
+    demo_client: moored.Client, asked: dict[str, Any], given: tuple[int, int]
 ) -> None:
     start = Image.new("RGB", (100, 60), (40, 90, 200))
-    result = painting_client.generate_image(
+    result = demo_client.generate_image(
         PROMPT, seed=1, steps=2, init_image=start, strength=0.5, **asked
     )
     assert result.image.size == given
 
 
-def test_jpeg_and_webp_can_be_started_from(painting_client: moored.Client) -> None:
+def test_jpeg_and_webp_can_be_started_from(demo_client: moored.Client) -> None:
     start = Image.new("RGB", (64, 64), (40, 90, 200))
     for format_name in ("JPEG", "WEBP"):
         encoded = io.BytesIO()
         start.save(encoded, format=format_name)
-        result = painting_client.generate_image(
+        result = demo_client.generate_image(
             PROMPT, seed=1, init_image=encoded.getvalue(), strength=0.3, **QUICK
         )
         assert result.image.size == (64, 64)
 
 
-def test_sizes_need_not_be_square(painting_client: moored.Client) -> None:
-    result = painting_client.generate_image(PROMPT, seed=1, steps=2, width=160, height=48)
+def test_sizes_need_not_be_square(demo_client: moored.Client) -> None:
+    result = demo_client.generate_image(PROMPT, seed=1, steps=2, width=160, height=48)
     assert result.image.size == (160, 48)
     assert (result.metadata["width"], result.metadata["height"]) == ("160", "48")
 
 
 def test_previews_are_small_and_sent_at_the_interval(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
-    stream = painting_client.stream_image(
-        PROMPT, seed=1, width=1056, height=64, preview_interval_s=0.5
-    )
+    stream = demo_client.stream_image(PROMPT, seed=1, width=1056, height=64, preview_interval_s=0.5)
     previews = [event for event in stream if isinstance(event, moored.Preview)]
     assert stream.result().image.size == (1056, 64)
     assert previews
@@ -270,20 +268,20 @@ def test_previews_are_small_and_sent_at_the_interval(
     assert [preview.step for preview in previews] == sorted({p.step for p in previews})
 
 
-def test_a_long_interval_gives_few_previews(painting_client: moored.Client) -> None:
-    stream = painting_client.stream_image(
+def test_a_long_interval_gives_few_previews(demo_client: moored.Client) -> None:
+    stream = demo_client.stream_image(
         PROMPT, seed=1, width=64, height=64, steps=8, preview_interval_s=3600
     )
     assert sum(isinstance(event, moored.Preview) for event in stream) <= 1
 
 
-def test_no_previews_without_an_interval(painting_client: moored.Client) -> None:
-    stream = painting_client.stream_image(PROMPT, seed=1, **QUICK)
+def test_no_previews_without_an_interval(demo_client: moored.Client) -> None:
+    stream = demo_client.stream_image(PROMPT, seed=1, **QUICK)
     assert not [event for event in stream if isinstance(event, moored.Preview)]
 
 
 def test_a_repeated_prompt_is_not_encoded_again(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
     prompt = "a prompt of this test alone: a small green star on a black background"
 
@@ -294,8 +292,8 @@ def test_a_repeated_prompt_is_not_encoded_again(
         assert {stage.of for stage in stages} == {3}
         return stages[0]
 
-    assert not encoding(painting_client.stream_image(prompt, seed=1, **QUICK)).cached
-    again = painting_client.stream_image(prompt, seed=2, **QUICK)  # calls begin at once
+    assert not encoding(demo_client.stream_image(prompt, seed=1, **QUICK)).cached
+    again = demo_client.stream_image(prompt, seed=2, **QUICK)  # calls begin at once
     assert encoding(again).cached
     reports = {stage.name: stage for stage in again.result().stages}
     assert reports["encode_text"].cached
@@ -304,12 +302,14 @@ def test_a_repeated_prompt_is_not_encoded_again(
     assert {"transformer", "vae"} <= set(again.result().resident_already)
 
 
-def test_the_command_line_says_what_computed_attention(painter: Service, tmp_path: Path) -> None:
+def test_the_command_line_says_what_computed_attention(
+    demo_service: Service, tmp_path: Path
+) -> None:
     given = ["generate", PROMPT, "-W", "64", "-H", "64", "-s", "1", "-o", str(tmp_path / "a.png")]
-    plain = painter.run(*given, "--verbose")
+    plain = demo_service.run(*given, "--verbose")
     assert plain.returncode == 0, plain.stderr
     assert "attention: cpu loops" in plain.stderr.splitlines()
-    told = painter.run(*given, "--force", "--json")
+    told = demo_service.run(*given, "--force", "--json")
     done = next(
         line for line in map(json.loads, told.stdout.splitlines()) if line["event"] == "done"
     )
@@ -318,15 +318,15 @@ def test_the_command_line_says_what_computed_attention(painter: Service, tmp_pat
     assert by_stage == {"encode_text": "", "denoise": "cpu loops", "decode": "cpu loops"}
 
 
-def test_done_has_times_and_peaks_of_every_stage(painting_client: moored.Client) -> None:
+def test_done_has_times_and_peaks_of_every_stage(demo_client: moored.Client) -> None:
     prompt = "a prompt of this test alone: a large blue square on a white background"
-    stream = painting_client.stream_image(prompt, seed=1, steps=4)
+    stream = demo_client.stream_image(prompt, seed=1, steps=4)
     events = list(stream)
     result = stream.result()
     assert isinstance(events[0], moored.Accepted)
     assert events[-1] == result.done
     assert [stage.name for stage in result.stages] == ["encode_text", "denoise", "decode"]
-    (memory,) = (card.memory for card in painting_client.status().cards)
+    (memory,) = (card.memory for card in demo_client.status().cards)
     at_rest = memory.components + memory.workspaces + memory.context
     for stage in result.stages:
         assert stage.card == "cpu"

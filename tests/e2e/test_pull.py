@@ -131,7 +131,7 @@ def same_picture(ours: moored.ImageResult, theirs: moored.ImageResult) -> bool:
 
 
 def test_a_pulled_model_generates_without_a_restart(
-    hub: Hub, serve: Serve, pull: Pull, painting_client: moored.Client
+    hub: Hub, serve: Serve, pull: Pull, demo_client: moored.Client
 ) -> None:
     with serve().client() as client:
         with pytest.raises(moored.ModelNotFound, match=r"`moored pull me/mine`$") as missing:
@@ -141,7 +141,7 @@ def test_a_pulled_model_generates_without_a_restart(
         pulled(pull())
         ours = client.generate_image("a red cube", model=MODEL, **QUICK)
         assert ours.model.revision == hub.repositories[MODEL].revisions["main"]
-        assert same_picture(ours, painting_client.generate_image("a red cube", **QUICK))
+        assert same_picture(ours, demo_client.generate_image("a red cube", **QUICK))
 
 
 def test_the_cache_has_the_layout_of_other_programs(

@@ -207,14 +207,14 @@ def test_every_quantization_that_a_refusal_names_runs(
             assert named or gibibytes < 9
             return named
 
-        paint = {"prompt": "a cube", "timeout": DEADLINE_S}
-        for fallback in refusal(lambda: client.generate_image(model="flux-full", **paint)):
+        request = {"prompt": "a cube", "timeout": DEADLINE_S}
+        for fallback in refusal(lambda: client.generate_image(model="flux-full", **request)):
             as_it_was()
             told = as_told(fallback.label, "flux-full")
             plan = client.plan("a cube", **told)
             moves = [move for stage in plan.stages for move in stage.moves]
             assert fallback.fits_now == (not any(move.startswith("evict") for move in moves))
-            assert len(client.generate_image(**paint, **told).pictures) == 1
+            assert len(client.generate_image(**request, **told).pictures) == 1
         for fallback in refusal(lambda: client.load("flux-full", timeout=DEADLINE_S)):
             as_it_was()
             there = set(residents(client))
@@ -267,11 +267,11 @@ def test_entries_are_named_by_their_keys_too(simulate: Simulate) -> None:
 
 def test_a_key_that_was_used_for_another_format_is_refused(simulate: Simulate) -> None:
     with simulate().client() as client:
-        paint = {"prompt": "a cube", "idempotency_key": "mine", "timeout": DEADLINE_S}
-        first = client.generate_image(model=small("4-bit"), **paint)
-        assert client.generate_image(model=FOUR_BITS, **paint).job_id == first.job_id
+        request = {"prompt": "a cube", "idempotency_key": "mine", "timeout": DEADLINE_S}
+        first = client.generate_image(model=small("4-bit"), **request)
+        assert client.generate_image(model=FOUR_BITS, **request).job_id == first.job_id
         with pytest.raises(moored.KeyReused):
-            client.generate_image(model=small("8-bit"), **paint)
+            client.generate_image(model=small("8-bit"), **request)
 
 
 def test_what_does_not_fit_in_8_bits_is_offered_in_4(simulate: Simulate) -> None:

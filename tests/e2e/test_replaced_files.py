@@ -42,7 +42,7 @@ def replace(file: Path) -> None:
     os.replace(beside, file)
 
 
-def paint(client: moored.Client) -> bytes:
+def generate(client: moored.Client) -> bytes:
     return client.generate_image("a boat", model="mine", **QUICK).images[0].tobytes()
 
 
@@ -51,7 +51,7 @@ def test_a_job_that_waits_begins_again_with_the_files_that_are_there_now(
 ) -> None:
     service = simulate(arguments=("--models", str(model.parent)))
     with service.client() as client:
-        before = paint(client)
+        before = generate(client)
         client.unload()
         with client.stream_image("first", model="slow", steps=200) as first:
             next(event for event in first if isinstance(event, moored.Step))
@@ -64,7 +64,7 @@ def test_a_job_that_waits_begins_again_with_the_files_that_are_there_now(
             assert [reason for reason, _ in retries(events)] == ["MODEL_CHANGED"]
             after = stream.result().images[0].tobytes()
         assert after != before
-        assert after == paint(client)
+        assert after == generate(client)
         assert_at_rest(client)
 
 
@@ -73,7 +73,7 @@ def test_a_job_goes_on_with_what_is_resident_of_the_model_that_it_began_with(
 ) -> None:
     service = simulate(arguments=("--models", str(model.parent)))
     with service.client() as client:
-        before = paint(client)
+        before = generate(client)
         with client.stream_image("first", model="slow", steps=200) as first:
             next(event for event in first if isinstance(event, moored.Step))
             with client.stream_image("a boat", model="mine", **QUICK) as stream:
@@ -83,7 +83,7 @@ def test_a_job_goes_on_with_what_is_resident_of_the_model_that_it_began_with(
                 events += stream
             assert retries(events) == []
             assert stream.result().images[0].tobytes() == before
-        assert paint(client) != before, "asked for after the files were replaced"
+        assert generate(client) != before, "asked for after the files were replaced"
         assert_at_rest(client)
 
 
@@ -99,7 +99,7 @@ def test_a_job_that_has_sampled_is_told_to_be_submitted_again(
                 if isinstance(event, moored.Step) and event.n == 1:
                     replace(model / VAE)
         assert failed.value.latents, "what was sampled is there still"
-        assert paint(client)
+        assert generate(client)
         assert_at_rest(client)
 
 
@@ -112,7 +112,7 @@ def test_a_model_whose_files_are_gone_can_be_unpinned_and_unloaded(
         assert client.pin("mine") == ("mine+full",)
         shutil.rmtree(model)
         with pytest.raises((moored.ModelNotFound, moored.ModelDamaged, moored.ModelUnsupported)):
-            paint(client)
+            generate(client)
         assert client.unpin("mine") == ()
         assert client.unload("mine").freed
         assert client.status().cards[0].residents == ()

@@ -233,12 +233,14 @@ def test_a_pin_keeps_a_model_until_it_is_taken_off(simulate: Simulate) -> None:
             COMPONENTS, "pinned"
         )
         with pytest.raises(moored.MemoryShortage) as refused:
-            client.generate_image("no room", model="flux-other", patience_s=0.2, timeout=DEADLINE_S)
+            client.generate_image(
+                "no memory", model="flux-other", patience_s=0.2, timeout=DEADLINE_S
+            )
         assert refused.value.needed_bytes > refused.value.free_bytes
         assert "instant:flux-full-transformer" in resident(client.status().cards[0])
 
         assert client.unpin("flux-full") == ()
-        client.generate_image("room", model="flux-other")
+        client.generate_image("memory", model="flux-other")
         assert_at_rest(client)
 
 
@@ -813,13 +815,13 @@ def test_a_swap_on_the_command_line(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_the_shipped_model_passes_its_proof(painting_client: moored.Client) -> None:
-    result = painting_client.load("moored/demo", prove=True)
+def test_the_shipped_model_passes_its_proof(demo_client: moored.Client) -> None:
+    result = demo_client.load("moored/demo", prove=True)
     stages = ["load", "encode_text", "denoise", "decode"]
     assert [stage.name for stage in result.stages] == stages
     with pytest.raises(moored.InvalidRequest, match="components"):
-        painting_client.load("moored/demo", components=["vae"], prove=True)
+        demo_client.load("moored/demo", components=["vae"], prove=True)
     with pytest.raises(moored.InvalidRequest, match="replace"):
-        painting_client.load("moored/demo", replace="moored/demo")
+        demo_client.load("moored/demo", replace="moored/demo")
     with pytest.raises(moored.InvalidRequest, match=r"replace\.id"):
-        painting_client.load("moored/demo", replace="")
+        demo_client.load("moored/demo", replace="")

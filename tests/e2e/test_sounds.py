@@ -42,11 +42,11 @@ def heard(sound: moored.AudioResult, melody: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def held_out(painting_client: moored.Client) -> HeldOut:
+def held_out(demo_client: moored.Client) -> HeldOut:
     lines = (DEMO / "sound/heldout.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines][:SOUNDS]
     sounds = [
-        painting_client.generate_audio(row["prompt"], model=MODEL, seed=seed)
+        demo_client.generate_audio(row["prompt"], model=MODEL, seed=seed)
         for seed, row in enumerate(rows)
     ]
     return HeldOut([melodies.Melody.from_json(row["melody"]) for row in rows], sounds)
@@ -71,9 +71,9 @@ def test_sounds_do_not_play_other_prompts(held_out: HeldOut) -> None:
     assert sum(verdict.melody_right for verdict in verdicts) == 0
 
 
-def test_the_same_seed_gives_the_same_sound(painting_client: moored.Client) -> None:
+def test_the_same_seed_gives_the_same_sound(demo_client: moored.Client) -> None:
     first, again, other = (
-        painting_client.generate_audio(PROMPT, model=MODEL, seed=seed).array for seed in (7, 7, 8)
+        demo_client.generate_audio(PROMPT, model=MODEL, seed=seed).array for seed in (7, 7, 8)
     )
     assert (first == again).all()
     assert (first != other).any()
@@ -92,10 +92,10 @@ def melody_of(first: str, last: str, wave: str) -> Any:
     return melodies.Melody(phrases, wave)
 
 
-def test_a_repaint_plays_a_part_anew(painting_client: moored.Client) -> None:
-    source = played(painting_client, melody_of("high", "middle", "square"))
+def test_a_repaint_plays_a_part_anew(demo_client: moored.Client) -> None:
+    source = played(demo_client, melody_of("high", "middle", "square"))
     last = melody_of("high", "low", "square").notes()[-1].start / 25
-    made = painting_client.generate_audio(
+    made = demo_client.generate_audio(
         PROMPT, model=MODEL, seed=3, task="repaint", init_media=source, window=(last - 0.1, None)
     )
     verdict = heard(made, melody_of("high", "low", "square"))
@@ -103,15 +103,15 @@ def test_a_repaint_plays_a_part_anew(painting_client: moored.Client) -> None:
 
 
 def test_a_cover_is_the_sources_melody_in_another_waveform(
-    painting_client: moored.Client,
+    demo_client: moored.Client,
 ) -> None:
     source = melody_of("middle", "low", "sine")
-    made = painting_client.generate_audio(
+    made = demo_client.generate_audio(
         "sawtooth wave",
         model=MODEL,
         seed=3,
         task="cover",
-        init_media=played(painting_client, source),
+        init_media=played(demo_client, source),
     )
     verdict = heard(made, melody_of("middle", "low", "sawtooth"))
     assert verdict.right, verdict

@@ -597,9 +597,9 @@ def test_a_picture_from_a_scale_that_is_not_finite_is_refused(
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "nf4", "nf4-double"])
 def test_pictures_of_formats_made_at_load_show_their_prompts(
-    painting_client: moored.Client, name: str
+    demo_client: moored.Client, name: str
 ) -> None:
     formats = {"transformer": name, "text_encoder_2": name}
-    wrong = mistakes(painting_client, moored.ModelRef("moored/demo", formats=formats), formats, 12)
+    wrong = mistakes(demo_client, moored.ModelRef("moored/demo", formats=formats), formats, 12)
     assert len(wrong) <= 1, wrong
-    painting_client.unload(moored.ModelRef("moored/demo", formats=formats))
+    demo_client.unload(moored.ModelRef("moored/demo", formats=formats))

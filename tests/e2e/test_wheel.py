@@ -18,7 +18,7 @@ from PIL import Image
 from service import ROOT, START_TIMEOUT_S, Service, clean_environment
 
 SIDE = 64
-PAINT = """
+GENERATE = """
 import sys
 import moored
 with moored.Client(sys.argv[1]) as client:
@@ -94,8 +94,8 @@ def installed(environment: Path, tmp_path: Path) -> Iterator[Service]:
 def test_the_installed_service_generates_for_the_installed_client(
     environment: Path, installed: Service, tmp_path: Path
 ) -> None:
-    paint = (environment / "bin/python", "-c", PAINT, installed.address, START_TIMEOUT_S)
-    client = command(*paint, cwd=tmp_path, timeout=120)
+    generate = (environment / "bin/python", "-c", GENERATE, installed.address, START_TIMEOUT_S)
+    client = command(*generate, cwd=tmp_path, timeout=120)
     assert Path(client.strip()).is_relative_to(environment)
     with Image.open(tmp_path / "cube.png") as picture:
         assert picture.size == (SIDE, SIDE)  # by the model that the wheel brought

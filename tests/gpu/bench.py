@@ -1,4 +1,4 @@
-"""What every part has: a service, a witness of the card's memory, a hog, and where figures go."""
+"""What every part has: a service, a witness of the card's memory, its other holder, where figures go."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Scale:
     cpu_steps: int
     """Steps of the jobs on the CPU card beside a worker that ends."""
     tight_bytes: int
-    """What the hog leaves for a decode."""
+    """What the other program leaves for a decode."""
     hopeless_bytes: int
     """What it leaves where a decode cannot be done."""
     job_bytes: int
-    """What the hog leaves for a job whose components are resident."""
+    """What the other program leaves for a job whose components are resident."""
     waiting_bytes: int
-    """What the hog leaves where a job must wait."""
+    """What the other program leaves where a job must wait."""
     format_rounds: int
     """Loads of the transformer in each format."""
     format_steps: int
@@ -323,13 +323,13 @@ class Bench:
             service.stop()
 
     @contextmanager
-    def hog(self, running: Running) -> Iterator[Hog]:
+    def holder(self, running: Running) -> Iterator[MemoryHolder]:
         """Another program on the card."""
-        hog = SimulatedHog(self.world, running) if self.simulated else CardHog(self)
+        holder = SimulatedHolder(self.world, running) if self.simulated else CardHolder(self)
         try:
-            yield hog
+            yield holder
         finally:
-            hog.end()
+            holder.end()
 
 
 def _used_by(witness: Companion | None, client: moored.Client, card: str) -> Callable[[], int]:
@@ -343,7 +343,7 @@ def _used_by(witness: Companion | None, client: moored.Client, card: str) -> Cal
     return by_status
 
 
-class Hog:
+class MemoryHolder:
     """Another program that takes the card's memory."""
 
     def hold(self, leave_bytes: int) -> int:
@@ -358,27 +358,27 @@ class Hog:
         """Ends it."""
 
 
-class CardHog(Hog):
+class CardHolder(MemoryHolder):
     """PyTorch in a process of its own."""
 
     def __init__(self, bench: Bench) -> None:
         """Starts it, holding nothing but its context."""
-        self._process = bench.companion(bench.torch_python, "hog")
+        self._process = bench.companion(bench.torch_python, "holder")
 
     def hold(self, leave_bytes: int) -> int:
-        """See Hog."""
+        """See MemoryHolder."""
         return int(self._process.ask(f"hold {leave_bytes}")["held"])
 
     def free(self) -> float:
-        """See Hog."""
+        """See MemoryHolder."""
         return float(self._process.ask("free")["at"])
 
     def end(self) -> None:
-        """See Hog."""
+        """See MemoryHolder."""
         self._process.end()
 
 
-class SimulatedHog(Hog):
+class SimulatedHolder(MemoryHolder):
     """A line in the file that a simulated card reads."""
 
     def __init__(self, world: Path, running: Running) -> None:
@@ -386,18 +386,18 @@ class SimulatedHog(Hog):
         self._world, self._running = world, running
 
     def hold(self, leave_bytes: int) -> int:
-        """See Hog."""
+        """See MemoryHolder."""
         held = self._running.status().memory.free - leave_bytes
-        self._write(f"hog {held}B\n")
+        self._write(f"holder {held}B\n")
         return held
 
     def free(self) -> float:
-        """See Hog."""
+        """See MemoryHolder."""
         self._write("")
         return time.monotonic()
 
     def end(self) -> None:
-        """See Hog."""
+        """See MemoryHolder."""
         self._write("")
 
     def _write(self, text: str) -> None:

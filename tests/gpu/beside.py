@@ -1,6 +1,6 @@
-"""Programs that run beside the service: the witness of its memory, the hog, the link, and the peers.
+"""Programs that run beside the service: the witness and the holder of memory, the link, and the peers.
 
-Each is a process of its own, started by `beside.py NAME ...`. The witness and the hog take a line of standard
+Each is a process of its own, started by `beside.py NAME ...`. Witness and holder take a line of standard
 input as a command, answer with a line of JSON, and end with their input; the others print one line of JSON.
 Times are of the monotonic clock, which all processes of a machine share.
 """
@@ -79,7 +79,7 @@ def witness(index: int) -> None:
         say(used=used(), at=time.monotonic())
 
 
-def hog(index: int) -> None:
+def holder(index: int) -> None:
     """`hold BYTES` takes memory of the card until so much is free; `free` gives all of it back."""
     import torch
 
@@ -300,7 +300,7 @@ def _steps(
 def main() -> None:
     """Runs one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("program", choices=["witness", "hog", "link", "peers", "quantized"])
+    parser.add_argument("program", choices=["witness", "holder", "link", "peers", "quantized"])
     parser.add_argument("--index", type=int, default=0, help="number of the card")
     parser.add_argument(
         "--folder", type=Path, help="a transformer's folder, for peers and quantized"
@@ -325,7 +325,7 @@ def main() -> None:
             arguments.side,
         )
     else:
-        {"witness": witness, "hog": hog, "link": link}[arguments.program](arguments.index)
+        {"witness": witness, "holder": holder, "link": link}[arguments.program](arguments.index)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ class CpuJobs:
     failed: int = 0
 
     def run(self) -> None:
-        """Paints until it is told to stop; the last one is finished."""
+        """Generates until it is told to stop; the last one is finished."""
         while not self.stop.is_set():
             began = time.monotonic()
             try:
@@ -221,7 +221,7 @@ def _recovery(
         client, card = running.client, running.card
         client.wait_until_ready(card=CPU_CARD)
         job = _Job(client, card, bench.scale.job_picture)
-        job.paint("the first denoising", 1)
+        job.generate("the first denoising", 1)
         watch, jobs = Watch(client), CpuJobs(client, bench.scale.cpu_steps)
         beside = threads.submit(jobs.run)
         time.sleep(0.2)
@@ -233,7 +233,7 @@ def _recovery(
                 seen.append((time.monotonic(), event))
                 if not queued and isinstance(event, moored.StageStarted):
                     queued = [
-                        threads.submit(job.paint, f"queued {number}", 1)
+                        threads.submit(job.generate, f"queued {number}", 1)
                         for number in range(QUEUED_JOBS)
                     ]
                 if kill and not struck_at and isinstance(event, moored.Step) and event.n == 2:
@@ -307,7 +307,7 @@ class _Job:
             timeout=JOB_TIMEOUT_S,
         )
 
-    def paint(self, prompt: str, steps: int) -> None:
+    def generate(self, prompt: str, steps: int) -> None:
         if not self.stream(prompt, steps).result().pictures:
             raise moored.MooredError("a job ended without a picture")
 

@@ -1,10 +1,10 @@
-"""Measures films on a card, beside diffusers in the same run: steps, decodes, and whole films behind a hog.
+"""Measures films on a card, beside diffusers in the same run: steps, decodes, films on a full card.
 
     python tests/gpu/film.py --binary moored --work FOLDER --out film.json
 
 It makes FramePack and HunyuanVideo in full size from random numbers (28 GB, which both transformers share;
 LLaMA has one layer of those that are computed, unless `--llama` says how many), and needs torch, diffusers,
-transformers, and what the Python client needs. `--parts` chooses among make, peers, steps, unload and hog,
+transformers, and what the Python client needs. `--parts` chooses among make, peers, steps, unload and held,
 `--only` figures by a pattern of their names. One line of JSON for each figure, and all of them in the file,
 of which `film_rows.py` makes the rows of docs/benchmarks/film.json.
 """
@@ -357,7 +357,7 @@ BEHIND = (
 )
 
 
-def hog(binary: Path, work: Path) -> None:
+def held(binary: Path, work: Path) -> None:
     """Films behind a program that leaves so much of the card."""
     for left_gib, policies, formats in BEHIND:
         free = torch.cuda.mem_get_info()[0]
@@ -371,7 +371,7 @@ def hog(binary: Path, work: Path) -> None:
                     guarded(what, partial(_behind, service, f"framepack+{name}", what))
             finally:
                 service.stop()
-                log = work / f"hog-{left_gib:g}-{policy}-{formats[0]}.log"
+                log = work / f"held-{left_gib:g}-{policy}-{formats[0]}.log"
                 log.write_text("".join(service.log))
         del held
         torch.cuda.empty_cache()
@@ -397,8 +397,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--llama", type=int, default=3)
-    parser.add_argument("--parts", default="make,peers,steps,unload,hog")
-    parser.add_argument("--only", default="", help="a pattern of names: of peers, steps and hog")
+    parser.add_argument("--parts", default="make,peers,steps,unload,held")
+    parser.add_argument("--only", default="", help="a pattern of names: of peers, steps and held")
     settings = parser.parse_args()
     ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
     settings.work.mkdir(parents=True, exist_ok=True)
@@ -409,7 +409,7 @@ def main() -> None:
         "peers": partial(peers, 16),
         "steps": partial(steps, binary, work),
         "unload": partial(unload, binary, work),
-        "hog": partial(hog, binary, work),
+        "held": partial(held, binary, work),
     }
     run_parts(parts, settings.parts.split(","))
 

@@ -85,7 +85,7 @@ def formats(bench: Bench) -> None:
         size = component_bytes(running.client, checkpoints.MODELS[0], PART)
         # What a first job brings for good, the libraries above all, is there before bytes are compared; so is
         # the encoded prompt.
-        _paint(bench, running, FULL, bench.scale.job_picture, 1)
+        _generate(bench, running, FULL, bench.scale.job_picture, 1)
         running.client.unload(timeout=60)
         running.client.trim()
         failed = []
@@ -126,7 +126,9 @@ def _one_format(bench: Bench, running: Running, name: str, input_bytes: int) -> 
     add(f"{key}.left", f"{what}: bytes left by NVML, most", left, "MiB", target=0.0)
     base = running.settled()
     side = bench.scale.picture
-    step_ms, scratch, predicted = _paint(bench, running, name, side, bench.scale.format_steps + 1)
+    step_ms, scratch, predicted = _generate(
+        bench, running, name, side, bench.scale.format_steps + 1
+    )
     add(f"{key}.step", f"{what}: a step at {side}x{side}, mean", step_ms, "ms")
     add(f"{key}.scratch", f"{what}: scratch of it", gigabytes(scratch), "GB")
     running.client.unload(timeout=60)
@@ -139,7 +141,7 @@ def _one_format(bench: Bench, running: Running, name: str, input_bytes: int) -> 
     )
 
 
-def _paint(
+def _generate(
     bench: Bench, running: Running, name: str, side: int, steps: int
 ) -> tuple[float, int, int]:
     """Milliseconds of a step after the first, and scratch bytes of the denoising: taken, predicted."""
@@ -229,7 +231,7 @@ def _link_target(bench: Bench) -> float | None:
 
 
 def _roomy_folder(bench: Bench) -> Path:
-    """The work folder, or shared memory where its disk has no room for the largest copy."""
+    """The work folder, or shared memory where its disk is too small for the largest copy."""
     roomy = bench.small or shutil.disk_usage(bench.work).free >= COPY_SPARE_BYTES
     return (
         bench.work if roomy or not checkpoints.SHARED_MEMORY.is_dir() else checkpoints.SHARED_MEMORY
@@ -271,7 +273,7 @@ def mixed(bench: Bench) -> None:
                 break
             name, part = mixture(number)
             if is_picture(number):
-                _paint(bench, running, FORMATS[pictures % len(FORMATS)], scale.job_picture, 1)
+                _generate(bench, running, FORMATS[pictures % len(FORMATS)], scale.job_picture, 1)
                 running.client.unload(timeout=60)
                 pictures += 1
             else:
@@ -306,7 +308,7 @@ def mixture(number: int) -> tuple[str, str]:
 
 
 def is_picture(number: int) -> bool:
-    """Whether a cycle paints. In the warm-up every format does, so that what it brings for good is there."""
+    """Whether a cycle generates. In the warm-up every format does: what it brings for good is there then."""
     if number < WARM_UP_CYCLES:
         return number % (WARM_UP_CYCLES // len(FORMATS)) == WARM_UP_CYCLES // len(FORMATS) - 1
     return number % PICTURE_EVERY == PICTURE_EVERY // 2

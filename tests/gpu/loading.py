@@ -265,9 +265,15 @@ def _drift_cycle(client: moored.Client, kind: str, seed: int) -> None:
     if kind in parts:
         client.load(model, components=parts[kind], timeout=120)
     else:
-        painter = model if kind == "large picture" else "moored/demo"
+        demo_service = model if kind == "large picture" else "moored/demo"
         client.generate_image(
-            f"drift {seed}", model=painter, width=64, height=64, steps=1, seed=seed, timeout=120
+            f"drift {seed}",
+            model=demo_service,
+            width=64,
+            height=64,
+            steps=1,
+            seed=seed,
+            timeout=120,
         )
     client.unload(timeout=60)
 

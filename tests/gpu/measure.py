@@ -38,7 +38,7 @@ PARTS = (
 # Sets of parts, by the name of the file of figures that they make in docs/benchmarks.
 SUITES = {
     "card": (
-        "make link load unload swap cancel poison kill hang decode oom hog repeat pictures peers drift"
+        "make link load unload swap cancel poison kill hang decode oom held repeat pictures peers drift"
     ).split(),
     "quantization": "make link formats kept mixed bitsandbytes".split(),
     "speed": ["make", "link", *speed.PARTS],

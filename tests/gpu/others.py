@@ -20,15 +20,16 @@ GAP = 4
 
 def pictures(bench: Bench) -> None:
     """The shipped model on the CPU and on the card: in f32, where they are the same, and as cards compute."""
-    cpu = _paint(bench, "cpu")
-    exact = _paint(bench, bench.spec("dtype=f32"))
-    usual = _paint(bench, bench.spec())
-    for key, what, painted, target in (
+    cpu = _generate(bench, "cpu")
+    exact = _generate(bench, bench.spec("dtype=f32"))
+    usual = _generate(bench, bench.spec())
+    for key, what, pictures, target in (
         ("f32", "the card's in f32", exact, 2.0),
         ("usual", "the card's as it computes", usual, None),
     ):
         apart = [
-            np.abs(one.astype(int) - two.astype(int)) for one, two in zip(cpu, painted, strict=True)
+            np.abs(one.astype(int) - two.astype(int))
+            for one, two in zip(cpu, pictures, strict=True)
         ]
         most, mean = max(int(one.max()) for one in apart), float(np.mean(apart))
         name = f"{PICTURES} demo pictures, the CPU's against {what}"
@@ -42,7 +43,7 @@ def pictures(bench: Bench) -> None:
     )
 
 
-def _paint(bench: Bench, device: str) -> list[np.ndarray]:
+def _generate(bench: Bench, device: str) -> list[np.ndarray]:
     prompts = [line for line in PROMPTS.read_text(encoding="utf-8").splitlines() if line]
     with bench.serve(device) as running:
         bench.record.note(

@@ -1,4 +1,4 @@
-"""A card that others fill: a decode that must make room, a job that waits, a job never refused."""
+"""A card that others fill: a decode that must free memory, a job that waits, a job never refused."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterable
 
 import checkpoints
 import moored
-from bench import Bench, Hog, Running
+from bench import Bench, MemoryHolder, Running
 from figures import MIB, percentile
 
-HOG_SECONDS = 4.0
+HELD_SECONDS = 4.0
 TICK_SECONDS = 0.5
 
 
 def decode(bench: Bench) -> None:
-    """After a denoise a hog fills the card; the latent is decoded all the same."""
+    """After a denoise another program fills the card; the latent is decoded all the same."""
     model, side = checkpoints.MODELS[0], bench.scale.picture
-    with bench.serve() as running, bench.hog(running) as hog:
+    with bench.serve() as running, bench.holder(running) as holder:
         latent = running.client.generate_image(
-            "beside a hog",
+            "beside another program",
             model=model,
             width=side,
             height=side,
@@ -30,25 +30,25 @@ def decode(bench: Bench) -> None:
             timeout=240,
         ).latents[0]
         running.client.trim()
-        _decode_beside(bench, running, hog, latent, pinned=False)
+        _decode_beside(bench, running, holder, latent, pinned=False)
         # Again where nothing may leave: then only smaller strips help.
         running.client.load(model, timeout=120)
         running.client.pin(model)
         running.client.trim()
-        _decode_beside(bench, running, hog, latent, pinned=True)
+        _decode_beside(bench, running, holder, latent, pinned=True)
         running.client.unpin(model)
 
 
 def _decode_beside(
-    bench: Bench, running: Running, hog: Hog, latent: moored.LatentInfo, pinned: bool
+    bench: Bench, running: Running, holder: MemoryHolder, latent: moored.LatentInfo, pinned: bool
 ) -> None:
     model, scale = checkpoints.MODELS[0], bench.scale
-    held = hog.hold(scale.tight_bytes)
+    held = holder.hold(scale.tight_bytes)
     free, resident = running.status().memory.free, running.status().residents
     names = ", ".join(sorted(one.component.name for one in resident)) or "nothing"
     key = "decode.pinned" if pinned else "decode"
     bench.record.note(
-        f"{key}: the hog holds {held / 2**30:.1f} GiB, {free / MIB:.0f} MiB are free; resident: {names}"
+        f"{key}: the holder has {held / 2**30:.1f} GiB, {free / MIB:.0f} MiB are free; resident: {names}"
     )
     events: list[moored.Event] = []
     began = time.monotonic()
@@ -60,10 +60,10 @@ def _decode_beside(
         bench.record.note(f"{key}: {type(error).__name__}: {error}")
         done = False
     seconds = time.monotonic() - began
-    hog.free()
+    holder.free()
     how = "all pinned" if pinned else "transformer resident"
     size = f"{scale.picture}x{scale.picture}"
-    what = f"decode {size} beside a hog that leaves {scale.tight_bytes // MIB} MiB, {how}"
+    what = f"decode {size} beside a program that leaves {scale.tight_bytes // MIB} MiB, {how}"
     bench.record.add(key, what, float(done), "of 1 done", "higher", 1.0)
     bench.record.note(f"{key}: {seconds:.2f} s; {_what_happened(events)}")
 
@@ -87,7 +87,7 @@ def _what_happened(events: Iterable[moored.Event]) -> str:
 def oom(bench: Bench) -> None:
     """A decode that risks what is not there: it alone pays for it, and its latent is still good."""
     model, side = checkpoints.MODELS[0], bench.scale.picture
-    with bench.serve() as running, bench.hog(running) as hog:
+    with bench.serve() as running, bench.holder(running) as holder:
         client = running.client
         latent = client.generate_image(
             "out of memory",
@@ -102,7 +102,7 @@ def oom(bench: Bench) -> None:
         client.pin(model)
         client.trim()
         worker = running.status().worker_pid
-        hog.hold(bench.scale.hopeless_bytes)
+        holder.hold(bench.scale.hopeless_bytes)
         events: list[moored.Event] = []
         ended = "done"
         try:
@@ -113,7 +113,7 @@ def oom(bench: Bench) -> None:
         except moored.MooredError as error:
             ended = type(error).__name__
             bench.record.note(f"oom: {error}")
-        hog.free()
+        holder.free()
         again = client.decode_latent(latent, model=model, output="raw", timeout=60)
         client.unpin(model)
         same = running.status().worker_pid == worker
@@ -125,7 +125,7 @@ def oom(bench: Bench) -> None:
     add("oom.worker", f"{what}: the worker lives", float(same), "of 1", "higher", 1.0)
     add(
         "oom.again",
-        f"{what}: decodes once there is room",
+        f"{what}: decodes once there is memory",
         float(bool(again.pictures)),
         "of 1",
         "higher",
@@ -134,15 +134,15 @@ def oom(bench: Bench) -> None:
     bench.record.note(f"oom: {ended}; {_what_happened(events)}")
 
 
-def hog(bench: Bench) -> None:
-    """A job that finds the card taken, until the hog goes after four seconds."""
+def held(bench: Bench) -> None:
+    """A job that finds the card taken, until the other program goes after four seconds."""
     model, side = checkpoints.MODELS[0], bench.scale.job_picture
-    with bench.serve() as running, bench.hog(running) as other:
+    with bench.serve() as running, bench.holder(running) as other:
         other.hold(bench.scale.waiting_bytes)
         freed: list[float] = []
 
         def free_later() -> None:
-            time.sleep(HOG_SECONDS)
+            time.sleep(HELD_SECONDS)
             freed.append(other.free())
 
         seen: list[tuple[float, moored.Event]] = []
@@ -155,28 +155,28 @@ def hog(bench: Bench) -> None:
         goes.join()
     waits = [(at, event) for at, event in seen if isinstance(event, moored.Waiting)]
     moves = (moored.Loading, moored.StageStarted)
-    # What it could do before the hog's memory was there does not count.
+    # What it could do before the other program's memory was there does not count.
     last_wait = max((at for at, _ in waits), default=0.0)
     went_on = next(at for at, e in seen if isinstance(e, moves) and at > last_wait)
     add = bench.record.add
-    what = "job beside a hog that frees after 4 s"
-    add("hog.proceeds", f"{what}: proceeds after", max(0.0, went_on - freed[0]), "s", target=0.5)
-    ticks = HOG_SECONDS / TICK_SECONDS - 2
-    add("hog.ticks", f"{what}: ticks of its wait", len(waits), "events", "higher", ticks)
+    what = "job beside a program that frees after 4 s"
+    add("held.proceeds", f"{what}: proceeds after", max(0.0, went_on - freed[0]), "s", target=0.5)
+    ticks = HELD_SECONDS / TICK_SECONDS - 2
+    add("held.ticks", f"{what}: ticks of its wait", len(waits), "events", "higher", ticks)
     done = sum(isinstance(event, moored.Done) for _, event in seen)
-    add("hog.done", f"{what}: finished", done, "of 1", "higher", 1.0)
+    add("held.done", f"{what}: finished", done, "of 1", "higher", 1.0)
     causes = sorted({event.cause for _, event in waits})
     holders = sorted({holder.name for _, event in waits for holder in event.holders})
-    bench.record.note(f"hog: waited for {', '.join(causes)}; holders told: {', '.join(holders)}")
+    bench.record.note(f"held: waited for {', '.join(causes)}; holders told: {', '.join(holders)}")
 
 
 def repeat(bench: Bench) -> None:
-    """The same small job again and again, in a card that a hog keeps as full as it was at the first."""
+    """The same small job again and again, on a card that is kept as full as it was at the first."""
     scale = bench.scale
     times: list[float] = []
     refused: dict[str, int] = {}
     waits = 0
-    with bench.serve() as running, bench.hog(running) as other:
+    with bench.serve() as running, bench.holder(running) as other:
         for seed in range(2):
             _small_job(bench, running.client, seed)
         other.hold(scale.job_bytes)
@@ -202,7 +202,7 @@ def repeat(bench: Bench) -> None:
 
 
 def _small_job(bench: Bench, client: moored.Client, seed: int) -> bool:
-    """Paints one picture; whether it had to wait for memory."""
+    """Generates one picture; whether it had to wait for memory."""
     with client.stream_image(
         "again",
         model=checkpoints.MODELS[0],
@@ -219,4 +219,4 @@ def _small_job(bench: Bench, client: moored.Client, seed: int) -> bool:
     return waited
 
 
-PARTS = {"decode": decode, "oom": oom, "hog": hog, "repeat": repeat}
+PARTS = {"decode": decode, "oom": oom, "held": held, "repeat": repeat}

@@ -4,7 +4,7 @@
 
 It makes ACE-Step 1.5 (turbo, 2B) in full size from random numbers, with a second transformer for swaps
 (9 GB), and needs torch, diffusers, transformers, and what the Python client needs. `--parts` chooses among
-make, peers, steps, idle and hog, `--only` figures by a pattern of their names. One line of JSON for each
+make, peers, steps, idle and held, `--only` figures by a pattern of their names. One line of JSON for each
 figure, and all of them in the file, of which `sound_rows.py` makes the rows of docs/benchmarks/sound.json.
 """
 
@@ -389,7 +389,7 @@ def idle(binary: Path, work: Path) -> None:
         (work / "idle.log").write_text("".join(service.log))
 
 
-def hog(binary: Path, work: Path) -> None:
+def held(binary: Path, work: Path) -> None:
     """A swap, and four minutes encoded and decoded, behind a program that leaves 5.9 GiB of the card."""
     left_gib = 5.9
     for policy in ("shared", "exclusive"):
@@ -400,13 +400,13 @@ def hog(binary: Path, work: Path) -> None:
             free_memory()
             free = torch.cuda.mem_get_info()[0]
             held = torch.empty(int(free - left_gib * 2**30), dtype=torch.uint8, device="cuda")
-            print(f"free beside the hog: {torch.cuda.mem_get_info()[0] / 2**30:.2f} GiB")
+            print(f"free beside the other program: {torch.cuda.mem_get_info()[0] / 2**30:.2f} GiB")
             for by, quantized in (("job", ""), ("load, fp8", "+fp8")):
                 what = f"swap by a {by}, {FOUR_MINUTES} s repainted, {left_gib} GiB left, {policy}"
                 guarded(what, partial(_behind, service, quantized, what))
         finally:
             service.stop()
-            (work / f"hog-{policy}.log").write_text("".join(service.log))
+            (work / f"held-{policy}.log").write_text("".join(service.log))
         del held
         free_memory()
 
@@ -438,8 +438,8 @@ def main() -> None:
     parser.add_argument("--binary", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="make,peers,steps,idle,hog")
-    parser.add_argument("--only", default="", help="a pattern of names: of peers, steps and hog")
+    parser.add_argument("--parts", default="make,peers,steps,idle,held")
+    parser.add_argument("--only", default="", help="a pattern of names: of peers, steps and held")
     settings = parser.parse_args()
     ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
     settings.work.mkdir(parents=True, exist_ok=True)
@@ -450,7 +450,7 @@ def main() -> None:
         "peers": peers,
         "steps": partial(steps, binary, work),
         "idle": partial(idle, binary, work),
-        "hog": partial(hog, binary, work),
+        "held": partial(held, binary, work),
     }
     run_parts(parts, settings.parts.split(","))
 

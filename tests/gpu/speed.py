@@ -116,7 +116,7 @@ def sizes(bench: Bench) -> None:
 
 
 def batch(bench: Bench) -> None:
-    """A step of four pictures of one request, however many the service paints at a time."""
+    """A step of four pictures of one request, however many the service generates at a time."""
     side, fewer = bench.scale.picture, 1
     more = fewer + bench.scale.speed_steps
     key = _shape(side, side, BATCH)

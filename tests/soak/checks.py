@@ -40,8 +40,8 @@ class Flatness:
 
     def is_flat(self, within: float = WITHIN, slack: float = 0.0) -> bool:
         """Whether neither the end nor any moment is further above the beginning than a share, or `slack`."""
-        room = max(within * self.first, slack)
-        return self.last - self.first <= room and self.most - self.first <= room
+        allowed = max(within * self.first, slack)
+        return self.last - self.first <= allowed and self.most - self.first <= allowed
 
 
 def flatness(series: Sequence[float]) -> Flatness | None:

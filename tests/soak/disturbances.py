@@ -87,7 +87,7 @@ class Pressure(threading.Thread):
                     self._program.rest()
                 finally:
                     gate.leave(self.name)
-                # Room between two demands, so that what is large comes to its turn.
+                # A pause between two demands, so that what is large comes to its turn.
                 gate.wait_closed(chance.uniform(0.5, 3.0))
         except Exception as error:  # a second program that is gone is the soak's fault, and is told
             self.failed = f"{type(error).__name__}: {error}"

@@ -342,7 +342,7 @@ def hold(v: Visitor) -> None:
 
 
 def reserve(v: Visitor) -> None:
-    """Keeps room free for somebody else for a while."""
+    """Keeps memory free for somebody else for a while."""
     size = int(v.world.card_bytes * v.chance.uniform(0.05, 0.3))
     with suppress(moored.NeverFits):
         with v.client.reserve(size, ttl_s=2.0, label="soak", timeout=CALL_S):

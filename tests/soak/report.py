@@ -125,10 +125,10 @@ def _add_process(
         counts = judged(what)
         assert counts is not None
         reasons = ["at its rests: " + ", ".join(str(getattr(one, what)) for _, one in points)]
-        room = float(round(max(COUNT_SLACK, 0.05 * counts.first)))
+        allowed = float(round(max(COUNT_SLACK, 0.05 * counts.first)))
         report.add(f"{said}, {what}, first third", counts.first, what)
         grown = max(counts.last, counts.most) - counts.first
-        report.add(f"{said}, {what}, the most above it", grown, what, room, reasons=reasons)
+        report.add(f"{said}, {what}, the most above it", grown, what, allowed, reasons=reasons)
 
 
 def add_ledger(report: Report, rests: list[Rest]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from measures import bytes_of
 from processes import Companion
 
-NAME, PID = "soak-hog", 4321
+NAME, PID = "soak-holder", 4321
 REST_SHARE = 0.02
 """Of a card, what it holds at rests: always the same, so that states are equal, and not nothing."""
 
@@ -28,7 +28,7 @@ class SecondProgram:
         return ""
 
     def hold(self, size: int) -> None:
-        """Takes or gives back until it has so many bytes, as far as there is room."""
+        """Takes or gives back until it has so many bytes, as far as there is memory."""
 
     def rest(self) -> None:
         """Holds what it holds at rests."""

@@ -730,7 +730,7 @@ class AsyncClient:
         process_id: int = 0,
         timeout: float | None = None,
     ) -> AsyncReservedMemory:
-        """Makes room for another program on a card: idle components leave, the bytes stay free.
+        """Frees memory for another program on a card: idle components leave, the bytes stay free.
 
         For `ttl_s` seconds: at most a day; default: ten minutes. Usable by `async with await`.
         With the `process_id` of a process of the service's machine it ends when that process does.

@@ -705,7 +705,7 @@ class Client:
         process_id: int = 0,
         timeout: float | None = None,
     ) -> ReservedMemory:
-        """Makes room for another program on a card: idle components leave, the bytes stay free.
+        """Frees memory for another program on a card: idle components leave, the bytes stay free.
 
         For `ttl_s` seconds: at most a day; default: ten minutes. Usable by `with`. With the
         `process_id` of a process of the service's machine it ends when that process does.

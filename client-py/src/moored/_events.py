@@ -87,7 +87,7 @@ class Waiting(BaseEvent):
 @mirrors(events_pb2.Evicting)
 @dataclass(frozen=True, slots=True)
 class Evicting(BaseEvent):
-    """A component leaves to make room."""
+    """A component leaves to free memory."""
 
     component: Component
     card: str

@@ -33,7 +33,7 @@ _EXIF_IFD, _MAKER_NOTE, _USER_COMMENT = 0x8769, 0x927C, 0x9286
 _LONG, _UNDEFINED = 4, 7
 # What our note begins with.
 _OURS = b"moored\0"
-# What the head of a WAV can say of its samples, with room for the head itself.
+# What the head of a WAV can say of its samples, the head itself left out.
 _WAV_BYTES = 2**32 - 64
 # How well pictures are kept, of 100, in formats that lose something.
 _QUALITY = 95

@@ -45,9 +45,9 @@ class ComfyUI(Protocol):
     def upload(self, name: str, image: Image.Image) -> str: ...
 
 
-def shown(graph: Graph, painter: str, slot: int = 0) -> str:
+def shown(graph: Graph, node: str, slot: int = 0) -> str:
     """Adds a node that shows a node's pictures."""
-    return graph.preview([painter, slot])
+    return graph.preview([node, slot])
 
 
 def same(pictures: list[Any], expected: list[Any]) -> None:
@@ -59,7 +59,7 @@ def same(pictures: list[Any], expected: list[Any]) -> None:
 
 @contextmanager
 def busy(client: moored.Client) -> Iterator[None]:
-    """A card that paints for somebody else."""
+    """A card that generates for somebody else."""
     with client.stream_image("other", model="slow", **LONG, client_id="other") as stream:
         next(event for event in stream if isinstance(event, moored.Step))
         yield
@@ -75,9 +75,9 @@ def scene(seed: int) -> Image.Image:
 
 
 def test_a_picture_is_the_clients_own(
-    comfyui: ComfyUI, painter: Service, client: moored.Client
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
-    graph = Graph(painter.address)
+    graph = Graph(demo_service.address)
     show = shown(graph, graph.text_to_image())
     run = comfyui.queue(graph.prompt).succeeded()
     same(
@@ -87,9 +87,9 @@ def test_a_picture_is_the_clients_own(
 
 
 def test_several_pictures_come_as_a_batch(
-    comfyui: ComfyUI, painter: Service, client: moored.Client
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
-    graph = Graph(painter.address)
+    graph = Graph(demo_service.address)
     show = shown(graph, graph.text_to_image(count=3, seed=2**64 - 2))
     run = comfyui.queue(graph.prompt).succeeded()
     seeds = [2**64 - 2, 2**64 - 1, 0]
@@ -98,9 +98,9 @@ def test_several_pictures_come_as_a_batch(
 
 
 def test_a_batch_of_pictures_is_repainted_each_so_often(
-    comfyui: ComfyUI, painter: Service, client: moored.Client
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
-    graph = Graph(painter.address)
+    graph = Graph(demo_service.address)
     loaded = [graph.add("LoadImage", image=comfyui.upload(f"{n}.png", scene(n))) for n in (1, 2)]
     batch = graph.add("ImageBatch", image1=[loaded[0], 0], image2=[loaded[1], 0])
     show = shown(graph, graph.image_to_image(image=[batch, 0], count=2, seed=5, **HALF))
@@ -112,8 +112,8 @@ def test_a_batch_of_pictures_is_repainted_each_so_often(
     same(run.pictures(show), [one.pictures[0].array for one in expected])
 
 
-def test_a_picture_of_any_size_is_taken(comfyui: ComfyUI, painter: Service) -> None:
-    graph = Graph(painter.address)
+def test_a_picture_of_any_size_is_taken(comfyui: ComfyUI, demo_service: Service) -> None:
+    graph = Graph(demo_service.address)
     odd = comfyui.upload("odd.png", scene(1).resize((75, 50)))
     loaded = graph.add("LoadImage", image=odd)
     repainted = shown(graph, graph.image_to_image(image=[loaded, 0]))
@@ -124,13 +124,13 @@ def test_a_picture_of_any_size_is_taken(comfyui: ComfyUI, painter: Service) -> N
 
 
 def test_a_latent_is_decoded_and_repainted(
-    comfyui: ComfyUI, painter: Service, client: moored.Client
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
-    graph = Graph(painter.address)
-    painted = graph.text_to_image(count=2)
-    at_once = shown(graph, painted)
-    later = shown(graph, graph.decode([painted, 1]))
-    again = shown(graph, graph.image_to_image(latent=[painted, 1], seed=3, **HALF))
+    graph = Graph(demo_service.address)
+    generated = graph.text_to_image(count=2)
+    at_once = shown(graph, generated)
+    later = shown(graph, graph.decode([generated, 1]))
+    again = shown(graph, graph.image_to_image(latent=[generated, 1], seed=3, **HALF))
     run = comfyui.queue(graph.prompt).succeeded()
     same(run.pictures(later), run.pictures(at_once))
     expected = []
@@ -142,9 +142,9 @@ def test_a_latent_is_decoded_and_repainted(
 
 
 def test_an_encoded_picture_comes_back(
-    comfyui: ComfyUI, painter: Service, client: moored.Client
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
-    graph = Graph(painter.address)
+    graph = Graph(demo_service.address)
     loaded = graph.add("LoadImage", image=comfyui.upload("encoded.png", scene(3)))
     show = shown(graph, graph.decode([graph.encode([loaded, 0], seed=4), 0]))
     run = comfyui.queue(graph.prompt).succeeded()
@@ -152,11 +152,11 @@ def test_an_encoded_picture_comes_back(
     same(run.pictures(show), [client.decode_latent(latent).pictures[0].array])
 
 
-def test_a_latent_goes_to_comfyui_and_back(comfyui: ComfyUI, painter: Service) -> None:
-    graph = Graph(painter.address)
-    painted = graph.text_to_image(count=2)
-    before = shown(graph, painted)
-    samples = graph.add("MooredLatentToComfyUI", latent=[painted, 1])
+def test_a_latent_goes_to_comfyui_and_back(comfyui: ComfyUI, demo_service: Service) -> None:
+    graph = Graph(demo_service.address)
+    generated = graph.text_to_image(count=2)
+    before = shown(graph, generated)
+    samples = graph.add("MooredLatentToComfyUI", latent=[generated, 1])
     link = {"model": [graph.model, 0], "samples": [samples, 0]}
     after = shown(graph, graph.decode([graph.add("MooredLatentFromComfyUI", **link), 0]))
     run = comfyui.queue(graph.prompt).succeeded()
@@ -165,17 +165,17 @@ def test_a_latent_goes_to_comfyui_and_back(comfyui: ComfyUI, painter: Service) -
         assert np.abs(one.astype(int) - other.astype(int)).max() <= 1
 
 
-def test_a_latent_alone_is_painted_and_says_where_it_belongs(
-    comfyui: ComfyUI, painter: Service, client: moored.Client
+def test_a_latent_alone_is_generated_and_says_where_it_belongs(
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
-    graph = Graph(painter.address)
-    painted = graph.text_to_image(latent_only=True, seed=11)
-    decoded = shown(graph, graph.decode([painted, 1]))
+    graph = Graph(demo_service.address)
+    generated = graph.text_to_image(latent_only=True, seed=11)
+    decoded = shown(graph, graph.decode([generated, 1]))
     run = comfyui.queue(graph.prompt).succeeded()
     expected = client.generate_image(RED, seed=11, steps=2, **SIZE).pictures[0].array
     same(run.pictures(decoded), [expected])
-    assert not [text for text in run.texts(painted) if text.startswith("Decoding")]
-    shown(graph, painted)
+    assert not [text for text in run.texts(generated) if text.startswith("Decoding")]
+    shown(graph, generated)
     assert "VAE Decode" in comfyui.queue(graph.prompt).done().error
 
 
@@ -311,9 +311,9 @@ def masked(seed: int) -> Image.Image:
 
 
 def test_a_mask_keeps_what_it_does_not_cover(
-    comfyui: ComfyUI, painter: Service, client: moored.Client
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
-    graph = Graph(painter.address)
+    graph = Graph(demo_service.address)
     loaded = graph.add("LoadImage", image=comfyui.upload("start.png", scene(1)))
     cover = graph.add("LoadImage", image=comfyui.upload("masked.png", masked(1)))
     inputs: dict[str, Any] = {"image": [loaded, 0], "mask": [cover, 1], "count": 2, **HALF}
@@ -330,15 +330,15 @@ def test_a_mask_keeps_what_it_does_not_cover(
         assert np.array_equal(picture[:, 32:], np.asarray(scene(1))[:, 32:])
 
 
-def test_a_mask_goes_with_a_latent(comfyui: ComfyUI, painter: Service) -> None:
-    graph = Graph(painter.address)
+def test_a_mask_goes_with_a_latent(comfyui: ComfyUI, demo_service: Service) -> None:
+    graph = Graph(demo_service.address)
     loaded = graph.add("LoadImage", image=comfyui.upload("masked.png", masked(1)))
     encoded = graph.encode([loaded, 0])
     inputs = {"latent": [encoded, 0], "mask": [loaded, 1], **HALF}
-    painted = graph.image_to_image(**inputs)
-    show = shown(graph, graph.decode([painted, 1]))
+    generated = graph.image_to_image(**inputs)
+    show = shown(graph, graph.decode([generated, 1]))
     before = comfyui.queue(graph.prompt).succeeded().pictures(show)
-    free = Graph(painter.address)
+    free = Graph(demo_service.address)
     again = free.add("LoadImage", image=comfyui.upload("masked.png", masked(1)))
     other = shown(free, free.image_to_image(latent=[free.encode([again, 0]), 0], **HALF))
     without = comfyui.queue(free.prompt).succeeded().pictures(other)
@@ -575,9 +575,9 @@ def test_an_interrupt_ends_a_film_that_is_decoded(
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_a_model_of_another_medium_is_told(
-    comfyui: ComfyUI, painter: Service, seconds: float
+    comfyui: ComfyUI, demo_service: Service, seconds: float
 ) -> None:
-    graph = Graph(painter.address)
+    graph = Graph(demo_service.address)
     shown(graph, graph.film_parts(graph.text_to_video(seconds=seconds)))
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
@@ -588,25 +588,25 @@ def test_a_model_of_another_medium_is_told(
 # What is shown.
 
 
-def test_steps_previews_and_phases_are_shown(comfyui: ComfyUI, painter: Service) -> None:
-    graph = Graph(painter.address)
-    painted = graph.text_to_image(steps=20, count=2, width=128, height=128, preview_every_s=0.1)
-    shown(graph, painted)
+def test_steps_previews_and_phases_are_shown(comfyui: ComfyUI, demo_service: Service) -> None:
+    graph = Graph(demo_service.address)
+    generated = graph.text_to_image(steps=20, count=2, width=128, height=128, preview_every_s=0.1)
+    shown(graph, generated)
     run = comfyui.queue(graph.prompt).succeeded()
-    texts = run.texts(painted)
+    texts = run.texts(generated)
     assert "Encoding the text" in texts[0] or texts[0].startswith(("Loading", "Queued"))
     # Of the steps of a picture only the last is told for certain, however slowly the rest is read.
     assert "Step 20/20" in texts
     assert any(re.fullmatch(r"Step 1?\d/20", text) for text in texts)
     assert texts[-1].startswith("Done in")
-    bar = [one.what for one in run.messages if one.kind == "progress" and one.node == painted]
+    bar = [one.what for one in run.messages if one.kind == "progress" and one.node == generated]
     assert bar[-1] == (40, 40)
     assert [value for value, _ in bar] == sorted(value for value, _ in bar)
     previews = [one.what for one in run.messages if one.kind == "preview"]
     assert previews
     assert max(max(size) for size in previews) <= 512
     assert previews[-1] == (128, 128), "the finished picture, at its own size"
-    last = [one.kind for one in run.messages if one.node == painted and one.kind != "text"][-1]
+    last = [one.kind for one in run.messages if one.node == generated and one.kind != "text"][-1]
     assert last == "preview"
 
 
@@ -615,12 +615,12 @@ def test_quantization_auto_says_on_the_nodes_what_was_chosen_and_why(
 ) -> None:
     service = serve("sim:20GiB")
     graph = Graph(service.address, model="flux-full", quantization="auto")
-    painted = graph.text_to_image()
-    shown(graph, painted)
+    generated = graph.text_to_image()
+    shown(graph, generated)
     run = comfyui.queue(graph.prompt).succeeded()
     (chosen,) = run.texts(graph.model)
     assert re.match(r"8-bit: full needs [\d.]+ GiB in its denoise stage, and sim:0 has ", chosen)
-    texts = run.texts(painted)
+    texts = run.texts(generated)
     assert texts[0] == chosen, "as soon as it is known"
     assert re.fullmatch(r"Done in .*\n" + re.escape(chosen), texts[-1]), "and in the end"
     with service.client() as client:
@@ -634,18 +634,20 @@ def test_a_quantization_of_a_saved_workflow_is_what_it_names(
 ) -> None:
     service = serve("sim:40GiB")
     graph = Graph(service.address, model="flux-full", quantization=quantization)
-    painted = graph.text_to_image()
-    shown(graph, painted)
+    generated = graph.text_to_image()
+    shown(graph, generated)
     run = comfyui.queue(graph.prompt).succeeded()
     assert not run.texts(graph.model)
-    assert "\n" not in run.texts(painted)[-1], "nothing was chosen"
+    assert "\n" not in run.texts(generated)[-1], "nothing was chosen"
     with service.client() as client:
         (job,) = client.jobs(include_ended=True)
         assert job.model_key == f"flux-full+{quantization}"
 
 
-def test_formats_are_not_taken_with_quantization_auto(comfyui: ComfyUI, painter: Service) -> None:
-    graph = Graph(painter.address, quantization="auto", formats="transformer=int8")
+def test_formats_are_not_taken_with_quantization_auto(
+    comfyui: ComfyUI, demo_service: Service
+) -> None:
+    graph = Graph(demo_service.address, quantization="auto", formats="transformer=int8")
     shown(graph, graph.text_to_image())
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
@@ -715,16 +717,16 @@ def test_an_interrupt_ends_a_job_within_a_step(
     service = serve("sim:24GiB", more_models=slower_model(tmp_path, steps_ms=3000))
     with service.client() as client:
         graph = Graph(service.address, model="slower")
-        painted = graph.text_to_image(**LONG)
-        show = shown(graph, painted)
+        generated = graph.text_to_image(**LONG)
+        show = shown(graph, generated)
         run = comfyui.queue(graph.prompt)
         run.text("Step ")
         (before,) = client.jobs()
         (job,) = interrupted(comfyui, client, run)
         assert job.step - before.step <= 1
-        assert re.fullmatch(r"Interrupted at step \d+ of 200", run.texts(painted)[-1])
+        assert re.fullmatch(r"Interrupted at step \d+ of 200", run.texts(generated)[-1])
         # The next prompt knows nothing of it.
-        graph.prompt[painted]["inputs"] |= {"steps": 1, "count": 1}
+        graph.prompt[generated]["inputs"] |= {"steps": 1, "count": 1}
         assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
 
 
@@ -767,8 +769,8 @@ def test_an_interrupt_ends_two_jobs_of_one_prompt(comfyui: ComfyUI, serve: Serve
     with service.client() as client:
         client.wait_until_ready(card="sim:1")
         graph = Graph(service.address, model="slow")
-        painted = [graph.text_to_image(**LONG, seed=seed) for seed in (1, 2)]
-        for one in painted:
+        generated = [graph.text_to_image(**LONG, seed=seed) for seed in (1, 2)]
+        for one in generated:
             shown(graph, one)
         run = comfyui.queue(graph.prompt)
         until(client, lambda status: len(status.jobs) == 2)
@@ -799,8 +801,8 @@ def test_without_a_service_the_prompt_says_how_to_start_it(
 def test_a_service_that_dies_in_a_job_is_told(comfyui: ComfyUI, serve: Serve) -> None:
     service = serve("sim:24GiB")
     graph = Graph(service.address, model="slow")
-    painted = graph.text_to_image(**LONG)
-    show = shown(graph, painted)
+    generated = graph.text_to_image(**LONG)
+    show = shown(graph, generated)
     run = comfyui.queue(graph.prompt)
     run.text("Step ")
     service.kill()
@@ -809,14 +811,14 @@ def test_a_service_that_dies_in_a_job_is_told(comfyui: ComfyUI, serve: Serve) ->
         "still runs, and queue the prompt again."
     )
     serve("sim:24GiB", listen=service.address)
-    graph.prompt[painted]["inputs"] |= {"steps": 3, "count": 1}
+    graph.prompt[generated]["inputs"] |= {"steps": 3, "count": 1}
     assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
 
 
 def test_a_model_that_is_not_there_is_told_with_a_remedy(
-    comfyui: ComfyUI, painter: Service
+    comfyui: ComfyUI, demo_service: Service
 ) -> None:
-    graph = Graph(painter.address, model="nobody/nothing")
+    graph = Graph(demo_service.address, model="nobody/nothing")
     shown(graph, graph.text_to_image())
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
@@ -835,26 +837,26 @@ def test_what_never_fits_is_told_with_what_would(comfyui: ComfyUI, serve: Serve)
     assert "Traceback" not in run.error
 
 
-def test_image_to_image_starts_from_one_thing(comfyui: ComfyUI, painter: Service) -> None:
-    graph = Graph(painter.address)
+def test_image_to_image_starts_from_one_thing(comfyui: ComfyUI, demo_service: Service) -> None:
+    graph = Graph(demo_service.address)
     shown(graph, graph.image_to_image())
     run = comfyui.queue(graph.prompt).done()
     assert "link one of the two" in run.error
     assert run.texts()[-1] == run.error.strip()
 
 
-def test_load_model_needs_a_name(comfyui: ComfyUI, painter: Service) -> None:
+def test_load_model_needs_a_name(comfyui: ComfyUI, demo_service: Service) -> None:
     """With the service down the list is empty, and a new node has nothing chosen."""
-    graph = Graph(painter.address, model="")
+    graph = Graph(demo_service.address, model="")
     shown(graph, graph.text_to_image())
     assert "No model is chosen" in comfyui.queue(graph.prompt).done().error
 
 
-def test_a_format_that_is_none_is_told(comfyui: ComfyUI, painter: Service) -> None:
-    graph = Graph(painter.address, formats="transformer:int8")
+def test_a_format_that_is_none_is_told(comfyui: ComfyUI, demo_service: Service) -> None:
+    graph = Graph(demo_service.address, formats="transformer:int8")
     shown(graph, graph.text_to_image())
     assert "component=format" in comfyui.queue(graph.prompt).done().error
-    graph = Graph(painter.address, formats="transformer=int9")
+    graph = Graph(demo_service.address, formats="transformer=int9")
     shown(graph, graph.text_to_image())
     assert '"int9" is none of' in comfyui.queue(graph.prompt).done().error
 
@@ -863,7 +865,7 @@ def test_a_format_that_is_none_is_told(comfyui: ComfyUI, painter: Service) -> No
 
 
 def test_a_missing_model_is_pulled_when_told_to(
-    comfyui: ComfyUI, puller: Service, painter: Service, client: moored.Client
+    comfyui: ComfyUI, puller: Service, demo_service: Service, client: moored.Client
 ) -> None:
     graph = Graph(puller.address, model="", other_model=HUB_MODEL)
     show = shown(graph, graph.text_to_image())
@@ -893,20 +895,20 @@ def test_an_interrupt_ends_a_pull(comfyui: ComfyUI, hub: Any, puller: Service) -
 # Several prompts.
 
 
-def test_two_prompts_in_a_row(comfyui: ComfyUI, painter: Service) -> None:
-    graph = Graph(painter.address)
-    painted = graph.text_to_image(seed=21)
-    show = shown(graph, painted)
+def test_two_prompts_in_a_row(comfyui: ComfyUI, demo_service: Service) -> None:
+    graph = Graph(demo_service.address)
+    generated = graph.text_to_image(seed=21)
+    show = shown(graph, generated)
     first = comfyui.queue(graph.prompt).succeeded().pictures(show)
-    graph.prompt[painted]["inputs"]["seed"] = 22
+    graph.prompt[generated]["inputs"]["seed"] = 22
     second = comfyui.queue(graph.prompt).succeeded().pictures(show)
     assert not np.array_equal(first[0], second[0])
 
 
-def test_two_people_at_once(comfyui: ComfyUI, painter: Service) -> None:
+def test_two_people_at_once(comfyui: ComfyUI, demo_service: Service) -> None:
     runs = []
     for client_id, seed in (("ann", 31), ("bob", 32)):
-        graph = Graph(painter.address)
+        graph = Graph(demo_service.address)
         show = shown(graph, graph.text_to_image(seed=seed, steps=6))
         runs.append(comfyui.queue(graph.prompt, client_id))
     ann, bob = (run.succeeded() for run in runs)
@@ -942,10 +944,10 @@ def test_an_interrupt_leaves_no_latents(comfyui: ComfyUI, serve: Serve) -> None:
         graph = Graph(service.address, model="slow")
         loaded = graph.add("LoadImage", image=comfyui.upload("again.png", scene(1)))
         batch = graph.add("ImageBatch", image1=[loaded, 0], image2=[loaded, 0])
-        # Most of what the second job paints is still to come when its first latent is there.
+        # Most of what the second job generates is still to come when its first latent is there.
         options = {"image": [batch, 0], "steps": 8, "strength": 1.0, "count": 8}
-        painted = graph.image_to_image(**options, latent_only=True)
-        shown(graph, graph.decode([painted, 1]))
+        generated = graph.image_to_image(**options, latent_only=True)
+        shown(graph, graph.decode([generated, 1]))
         run = comfyui.queue(graph.prompt)
         run.until(lambda message: message.kind == "progress" and message.what[0] > 9 * 8)
         assert client.status().latents > 8
@@ -960,7 +962,7 @@ def test_a_latent_outlives_its_service(comfyui: ComfyUI, serve: Serve) -> None:
     graph = Graph(address)
     loaded = graph.add("LoadImage", image=comfyui.upload("kept.png", scene(5)))
     sources = {
-        "painted": [graph.text_to_image(count=2, latent_only=True), 1],
+        "generated": [graph.text_to_image(count=2, latent_only=True), 1],
         "encoded": [graph.encode([loaded, 0]), 0],
     }
     start = graph.text_to_image(latent_only=True, seed=3)
@@ -983,7 +985,7 @@ def test_a_latent_outlives_its_service(comfyui: ComfyUI, serve: Serve) -> None:
         same(after.pictures(show), before.pictures(show))
         told = after.texts(decoders[name])
         made = [text for text in told if text.startswith("Making the latent again: Step")]
-        assert bool(made) == (name in ("painted", "repainted")), (name, told)
+        assert bool(made) == (name in ("generated", "repainted")), (name, told)
         assert told[-1].startswith("Done in")
 
 
@@ -1001,15 +1003,15 @@ def test_pin_preload_and_unload_pass_on_what_they_get(comfyui: ComfyUI, serve: S
         graph = Graph(service.address, model="small")
         preload = graph.add("MooredPreload", model=[graph.model, 0], prove=True)
         pin = graph.add("MooredPin", model=[preload, 0], pinned=True)
-        painted = graph.text_to_image(model=pin)
-        show = shown(graph, painted)
+        generated = graph.text_to_image(model=pin)
+        show = shown(graph, generated)
         run = comfyui.queue(graph.prompt).succeeded()
         assert len(run.pictures(show)) == 1
         until(client, lambda status: all(one.pinned for one in status.cards[0].residents))
         assert len(residents(client)) == 4
 
         graph.prompt[pin]["inputs"]["pinned"] = False
-        unload = graph.add("MooredUnload", model=[pin, 0], after=[painted, 0], force=False)
+        unload = graph.add("MooredUnload", model=[pin, 0], after=[generated, 0], force=False)
         passed = shown(graph, unload, slot=1)
         run = comfyui.queue(graph.prompt).succeeded()
         same(run.pictures(passed), run.pictures(show))

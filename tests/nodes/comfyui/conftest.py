@@ -53,9 +53,9 @@ def pack() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with the shipped model on the CPU, for all tests that paint."""
-    service = Service(state=tmp_path_factory.mktemp("painter"))
+def demo_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with the shipped model on the CPU, for all tests that generate."""
+    service = Service(state=tmp_path_factory.mktemp("demo"))
     with service.client():
         pass
     yield service
@@ -63,9 +63,9 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 @pytest.fixture
-def client(painter: Service) -> Iterator[moored.Client]:
-    """A client of `painter`, to see what a node did."""
-    with painter.client() as client:
+def client(demo_service: Service) -> Iterator[moored.Client]:
+    """A client of `demo_service`, to see what a node did."""
+    with demo_service.client() as client:
         yield client
 
 

@@ -167,8 +167,8 @@ def test_broken_settings_are_none(
     assert connection.target().endpoint == "localhost:50051"
 
 
-def test_one_client_serves_every_loop(connection: Any, painter: Service) -> None:
-    target = connection.Target(painter.address)
+def test_one_client_serves_every_loop(connection: Any, demo_service: Service) -> None:
+    target = connection.Target(demo_service.address)
     seen: list[tuple[moored.AsyncClient, int]] = []
 
     async def work(client: moored.AsyncClient) -> str:
@@ -181,7 +181,7 @@ def test_one_client_serves_every_loop(connection: Any, painter: Service) -> None
     assert seen[0][1] != threading.get_ident()
 
 
-def test_cancelling_whoever_awaits_cancels_the_work(connection: Any, painter: Service) -> None:
+def test_cancelling_whoever_awaits_cancels_the_work(connection: Any, demo_service: Service) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     async def work(client: moored.AsyncClient) -> None:
@@ -193,7 +193,7 @@ def test_cancelling_whoever_awaits_cancels_the_work(connection: Any, painter: Se
             raise
 
     async def prompt() -> None:
-        task = asyncio.ensure_future(connection.run(work, connection.Target(painter.address)))
+        task = asyncio.ensure_future(connection.run(work, connection.Target(demo_service.address)))
         assert await asyncio.to_thread(begun.wait, DEADLINE_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

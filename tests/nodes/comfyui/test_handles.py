@@ -43,8 +43,8 @@ def test_handles_survive_a_pickle(pack: ModuleType, monkeypatch: pytest.MonkeyPa
     more = {"formats": (("transformer", "int8"),), "adapters": (ink,)}
     model = recipe(pack, quantization="4-bit", **more)
     start = handles.KeptLatent(model, handles.Encoding(b"png", 64, 64, 3), "latent-1")
-    painting = handles.Painting("a cube", (("steps", 2), ("seed", 7)), start)
-    latents = handles.LatentHandle([handles.KeptLatent(model, painting, "latent-2")])
+    generation = handles.Generation("a cube", (("steps", 2), ("seed", 7)), start)
+    latents = handles.LatentHandle([handles.KeptLatent(model, generation, "latent-2")])
     brought = handles.KeptLatent(model, handles.Bringing(b"\0" * 16, (1, 1, 2, 2)))
     edges = moored.Control("edges", b"png", 0.5)
     handle = handles.ModelHandle(model, (edges,))
@@ -297,9 +297,11 @@ def test_what_would_fit_is_told(pack: ModuleType) -> None:
 # The interrupt button, and several of one node: ComfyUI gathers them all before it looks at any.
 
 
-def test_all_that_run_are_interrupted(pack: ModuleType, prompt_server: Any, painter: Any) -> None:
+def test_all_that_run_are_interrupted(
+    pack: ModuleType, prompt_server: Any, demo_service: Any
+) -> None:
     follow, connection = pack.follow, pack.connection
-    target = connection.Target(painter.address)
+    target = connection.Target(demo_service.address)
 
     async def work(client: moored.AsyncClient, deliver: Any) -> None:
         for n in range(1, 10_000):
@@ -393,13 +395,13 @@ def test_the_size_of_a_latent_is_left_to_the_service(
     """How many pixels a number of a latent stands for is known to its model alone."""
     handles, asked = pack.handles, []
 
-    async def paint(*about: Any, **options: Any) -> moored.ImageResult:
+    async def generate(*about: Any, **options: Any) -> moored.ImageResult:
         asked.append(dict(about[-1].options) | options)
         return moored.ImageResult(done=None)
 
-    monkeypatch.setattr(pack.latents, "paint", paint)
+    monkeypatch.setattr(pack.latents, "generate", generate)
     model = handles.ModelHandle(recipe(pack))
-    kept = handles.KeptLatent(model.recipe, handles.Painting("a cube", ()), "latent-1")
+    kept = handles.KeptLatent(model.recipe, handles.Generation("a cube", ()), "latent-1")
     latent = handles.LatentHandle([kept])
     sampling = {"steps": 2, "guidance": 1.0, "seed": 7, "latent_only": True}
     job = {"priority": "normal", "patience_s": -1.0, "allow_low_memory": False}
@@ -472,8 +474,8 @@ def test_the_last_handle_gives_the_hold_up(pack: ModuleType, notes: Notes) -> No
 
 def test_a_latent_handle_that_goes_releases_what_it_has(pack: ModuleType, notes: Notes) -> None:
     handles = pack.handles
-    painting = handles.Painting("a cube", ())
-    latents = [handles.KeptLatent(recipe(pack), painting, name) for name in ("a", "", "b")]
+    generation = handles.Generation("a cube", ())
+    latents = [handles.KeptLatent(recipe(pack), generation, name) for name in ("a", "", "b")]
     with pack.claims.latents_of(pack.connection.Target("box:1")) as handle:
         handle.latents.extend(latents)
     settled(pack)
@@ -491,7 +493,7 @@ def test_a_latent_handle_that_is_not_finished_releases_what_it_has(
     pack: ModuleType, notes: Notes
 ) -> None:
     handles = pack.handles
-    latent = handles.KeptLatent(recipe(pack), handles.Painting("a cube", ()), "a")
+    latent = handles.KeptLatent(recipe(pack), handles.Generation("a cube", ()), "a")
     with (
         pytest.raises(model_management.InterruptProcessingException) as interrupted,
         pack.claims.latents_of(pack.connection.Target("box:1")) as handle,
@@ -580,7 +582,7 @@ def test_nodes_that_miss_the_same_latent_make_it_once(
     pack: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     latents, handles = pack.latents, pack.handles
-    latent = handles.KeptLatent(recipe(pack), handles.Painting("a cube", ()), "lost")
+    latent = handles.KeptLatent(recipe(pack), handles.Generation("a cube", ()), "lost")
     made: list[str] = []
 
     async def make(display: Any, target: Any, latent: Any) -> None:

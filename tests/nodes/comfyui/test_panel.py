@@ -61,7 +61,7 @@ def start(tmp_path: Path, panel: PanelPage) -> Iterator[Start]:
 
 
 @contextmanager
-def painting(service: Service) -> Iterator[moored.EventStream[moored.ImageResult]]:
+def generating(service: Service) -> Iterator[moored.EventStream[moored.ImageResult]]:
     """A job of another program, which is running when this is entered."""
     with moored.Client(service.address, client_id="another program") as client:
         with client.stream_image("a cube", model=MODEL, **LONG) as stream:
@@ -94,7 +94,7 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
         expect(page.get_by_title("Attention: cpu loops")).to_be_visible()
         expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
         bar = page.locator(".moored-bar")
-        with painting(service):
+        with generating(service):
             job = page.locator("[data-job]")
             expect(job).to_contain_text(KEY)
             expect(job).to_contain_text("running")
@@ -143,7 +143,7 @@ def test_unload_asks_first_where_jobs_use_it(
 ) -> None:
     service = start()
     with service.client() as client, opened(browser, panel) as page:
-        with painting(service) as stream:
+        with generating(service) as stream:
             unload = button(page, f"Unload {KEY}")
             unload.focus()
             page.keyboard.press("Enter")
@@ -189,7 +189,7 @@ def test_cancel_ends_what_runs_and_what_waits(
     with (
         service.client(client_id="a second one") as client,
         opened(browser, panel) as page,
-        painting(service) as running,
+        generating(service) as running,
         client.stream_image("behind", model=MODEL, **LONG, priority="low") as queued,
     ):
         next(event for event in queued if isinstance(event, moored.Queued))
@@ -285,7 +285,7 @@ def test_a_focused_button_stays_the_same_while_figures_change(
         unload = button(page, f"Unload {KEY}")
         unload.focus()
         unload.evaluate("it => { window.focused = it; }")
-        with painting(service):
+        with generating(service):
             expect(entry(page)).to_contain_text("in use")
         client.load(HOSTILE)
         expect(entry(page, f"{HOSTILE}+full")).to_be_visible()
@@ -380,7 +380,7 @@ GRAPH = """() => {
     app.graph = graph;
     for (const node of graph.nodes) app.extensions[0].nodeCreated(node);
     app.extensions[0].afterConfigureGraph();
-    window.painter = graph.nodes[1];
+    window.demo_service = graph.nodes[1];
 }"""
 
 
@@ -390,17 +390,17 @@ def test_a_node_shows_the_values_of_its_model_and_folds_what_is_for_experts(
     start()
     with opened(browser, panel) as page:
         page.evaluate(GRAPH % MODEL)
-        page.wait_for_function("painter.widgets[1].label === 'steps (0: 20)'")
-        labels = page.evaluate("painter.widgets.map((each) => each.label ?? each.name)")
+        page.wait_for_function("demo_service.widgets[1].label === 'steps (0: 20)'")
+        labels = page.evaluate("demo_service.widgets.map((each) => each.label ?? each.name)")
         assert labels == ["width (0: 64)", "steps (0: 20)", "seed", "priority"]
-        assert page.evaluate("painter.widgets.map((each) => each.advanced === true)") == [
+        assert page.evaluate("demo_service.widgets.map((each) => each.advanced === true)") == [
             *[False] * 3,
             True,
         ]
-        assert page.evaluate("painter.size") == [300, 150], "no gap where they were"
+        assert page.evaluate("demo_service.size") == [300, 150], "no gap where they were"
         # Without its model it says nothing.
-        page.evaluate("painter.inputs[0].link = null; painter.onConnectionsChange()")
-        page.wait_for_function("painter.widgets[1].label === 'steps'")
+        page.evaluate("demo_service.inputs[0].link = null; demo_service.onConnectionsChange()")
+        page.wait_for_function("demo_service.widgets[1].label === 'steps'")
 
 
 def test_long_names_break_behind_their_signs(
@@ -478,11 +478,9 @@ def test_a_list_of_adapters_is_the_services_and_keeps_what_was_saved(
         ]
 
 
-def test_the_demo_model_is_seen_painting(
-    browser: Browser, panel: PanelPage, tmp_path: Path
-) -> None:
+def test_the_demo_model_is_seen_at_work(browser: Browser, panel: PanelPage, tmp_path: Path) -> None:
     """The shipped model on the CPU: real steps, real bytes."""
-    service = Service(state=tmp_path / "painter")
+    service = Service(state=tmp_path / "demo_service")
     panel.settings(endpoint=service.address)
     try:
         with service.client() as client, opened(browser, panel) as page:
@@ -493,16 +491,16 @@ def test_the_demo_model_is_seen_painting(
                 if (doing?.textContent) saw(doing.textContent);
             }).observe(document.querySelector(".moored-panel"), {subtree: true, childList: true,
                 characterData: true})""")
-            painted = threading.Event()
+            generated = threading.Event()
 
-            def paint() -> None:
+            def generate() -> None:
                 client.generate_image("a red cube", steps=40, count=3, timeout=DEADLINE_S * 3)
-                painted.set()
+                generated.set()
 
-            threading.Thread(target=paint, daemon=True).start()
+            threading.Thread(target=generate, daemon=True).start()
             expect(page.locator("[data-job]")).to_contain_text("moored/demo")
             expect(page.locator("[data-job]")).to_have_count(0, timeout=DEADLINE_S * 3000)
-            assert painted.wait(DEADLINE_S)
+            assert generated.wait(DEADLINE_S)
             assert any(re.fullmatch(r"denoising, step \d+ of 40", each) for each in seen), seen
             residents = client.status().cards[0].residents
             size = sum(part.component.bytes for part in residents)

@@ -28,12 +28,16 @@ LOAD = """async (workflow) => {
 
 
 @pytest.fixture(scope="module")
-def comfyui(tmp_path_factory: pytest.TempPathFactory, painter: Service) -> Iterator[RealComfyUI]:
+def comfyui(
+    tmp_path_factory: pytest.TempPathFactory, demo_service: Service
+) -> Iterator[RealComfyUI]:
     """A ComfyUI of its own, whose settings name the service."""
     comfyui = started(PACK, CLIENT, tmp_path_factory.mktemp("comfyui") / "base")
     if comfyui is None:
         pytest.skip("COMFYUI_DIR and COMFYUI_PYTHON are not set")
-    comfyui.post("/settings", {"moored.endpoint": painter.address, "Comfy.TutorialCompleted": True})
+    comfyui.post(
+        "/settings", {"moored.endpoint": demo_service.address, "Comfy.TutorialCompleted": True}
+    )
     with Image.open(ROOT / "docs/demo.png") as picture:
         comfyui.upload("example.png", picture)
     yield comfyui

@@ -51,18 +51,18 @@ def nowhere(engine: Headless) -> Headless:
 
 
 @pytest.fixture(scope="session")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def demo_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the shipped model on the CPU."""
-    service = Service(state=tmp_path_factory.mktemp("painter"))
+    service = Service(state=tmp_path_factory.mktemp("demo"))
     service.client().close()
     yield service
     assert service.stop() == 0
 
 
 @pytest.fixture
-def painting(nowhere: Headless, painter: Service) -> Headless:
-    """The engine with a fresh workflow, speaking to `painter`."""
-    nowhere.do(nowhere.settings(endpoint=painter.address))
+def connected(nowhere: Headless, demo_service: Service) -> Headless:
+    """The engine with a fresh workflow, speaking to `demo_service`."""
+    nowhere.do(nowhere.settings(endpoint=demo_service.address))
     return nowhere
 
 

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/GRIPTAPE.md: what the template workflows paint, and what a node shows.
+"""Makes the pictures of docs/GRIPTAPE.md: what the template workflows generate, and what a node shows.
 
 MOORED_BINARY=... python tests/nodes/griptape/make_pictures.py
 """
@@ -24,7 +24,7 @@ SIDE = 256
 PAPER, INK, FAINT, BLUE = "#ffffff", "#1c2733", "#66717d", "#1f77c9"
 
 
-async def paint(engine: Headless, workflow: Path) -> dict[str, Any]:
+async def generate(engine: Headless, workflow: Path) -> dict[str, Any]:
     """Runs a template; its nodes by name."""
     await engine.clear()
     nodes = await engine.load(workflow)
@@ -83,10 +83,10 @@ def main() -> None:
     engine.do(engine.start(manifest))
     DOCS.mkdir(exist_ok=True)
 
-    service = Service(state=home / "painter")
+    service = Service(state=home / "demo_service")
     service.client().close()
     engine.do(engine.settings(endpoint=service.address))
-    nodes = engine.do(paint(engine, manifest.parent / "workflows/moored_edit_image.py"))
+    nodes = engine.do(generate(engine, manifest.parent / "workflows/moored_edit_image.py"))
     both = Image.new("RGB", (2 * SIDE + 8, SIDE), PAPER)
     both.paste(picture(nodes["Generate Image"]), (0, 0))
     both.paste(picture(nodes["Edit Image"]), (SIDE + 8, 0))

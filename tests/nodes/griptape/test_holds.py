@@ -28,8 +28,8 @@ def handle(engine: Headless, **values: Any) -> dict[str, Any]:
     return given
 
 
-def paint(engine: Headless, model: object) -> dict[str, Any]:
-    """Paints with a model; what the node shows."""
+def generate(engine: Headless, model: object) -> dict[str, Any]:
+    """Generates with a model; what the node shows."""
     node = engine.do(engine.node("GenerateImage", prompt="x", model=model))
     result = engine.do(engine.run())
     assert result.succeeded(), result.result_details
@@ -42,13 +42,13 @@ def test_a_model_stays_in_for_as_long_as_it_is_kept_alive(
     simulate: Simulate, nowhere: Headless
 ) -> None:
     client = simulate()
-    paint(nowhere, handle(nowhere, model="small", keep_alive_s=600))
+    generate(nowhere, handle(nowhere, model="small", keep_alive_s=600))
     assert held(client)
     assert client.unload("small").kept, "it cannot be unloaded by others"
     kept = handle(nowhere, model="small", keep_alive_s=2)
-    paint(nowhere, kept)
+    generate(nowhere, kept)
     until = time.monotonic() + 2
-    paint(nowhere, kept)
+    generate(nowhere, kept)
     while held(client):
         assert time.monotonic() < until + 30, "it is given up by itself"
         time.sleep(0.05)
@@ -58,16 +58,16 @@ def test_a_model_stays_in_for_as_long_as_it_is_kept_alive(
 
 def test_zero_gives_an_earlier_hold_up(simulate: Simulate, nowhere: Headless) -> None:
     client = simulate()
-    paint(nowhere, handle(nowhere, model="small", keep_alive_s=600))
+    generate(nowhere, handle(nowhere, model="small", keep_alive_s=600))
     assert held(client)
-    paint(nowhere, handle(nowhere, model="small"))
+    generate(nowhere, handle(nowhere, model="small"))
     assert not held(client)
 
 
 def test_unload_gives_own_holds_up_first(simulate: Simulate, nowhere: Headless) -> None:
     client = simulate()
     for all_models in (True, False):
-        paint(nowhere, handle(nowhere, model="small", keep_alive_s=600))
+        generate(nowhere, handle(nowhere, model="small", keep_alive_s=600))
         assert held(client)
         values = {} if all_models else {"model": "small"}
         node = nowhere.do(nowhere.node("UnloadModels", all_models=all_models, **values))
@@ -82,13 +82,13 @@ def test_a_handle_is_json_and_outlives_the_engine(
 ) -> None:
     client = simulate()
     kept = handle(nowhere, model="small", keep_alive_s=600, quantization_mode="None")
-    paint(nowhere, kept)
+    generate(nowhere, kept)
     text = json.dumps(kept)
     assert len(text) < 200
 
     with restarted(nowhere, manifest) as engine:
         engine.do(engine.fresh_flow())
-        shown = paint(engine, text)
+        shown = generate(engine, text)
     assert "Generated with small" in shown["result_details"]
     assert "Loading" not in shown["logs"], "it had stayed in"
     assert held(client)

@@ -49,9 +49,9 @@ def workflow(engine: Headless, **values: Any) -> tuple[Any, Any]:
     """Diffusion Model with these values, and Generate Image behind it."""
     values = {"quantization_mode": "None"} | values
     model = engine.do(engine.node("DiffusionModel", **values))
-    painter = engine.do(engine.node("GenerateImage", prompt=PROMPT, **QUICK))
-    engine.do(engine.connect(model, "model_handle", painter, "model"))
-    return model, painter
+    demo_service = engine.do(engine.node("GenerateImage", prompt=PROMPT, **QUICK))
+    engine.do(engine.connect(model, "model_handle", demo_service, "model"))
+    return model, demo_service
 
 
 def pixels(node: Any) -> bytes:
@@ -82,27 +82,27 @@ def pixels(node: Any) -> bytes:
 def test_a_picture_with_loras_is_the_clients_own(
     engine_with: Headless, adapting: Service, values: dict[str, Any], adapters: list[Any]
 ) -> None:
-    model, painter = workflow(engine_with, **values)
+    model, demo_service = workflow(engine_with, **values)
     result = engine_with.do(engine_with.run())
     assert result.succeeded(), result.result_details
     with adapting.client() as client:
         own = client.generate_image(PROMPT, adapters=adapters, **QUICK)
         base = client.generate_image(PROMPT, **QUICK)
-    assert pixels(painter) == own.image.convert("RGB").tobytes()
-    assert pixels(painter) != base.image.convert("RGB").tobytes()
+    assert pixels(demo_service) == own.image.convert("RGB").tobytes()
+    assert pixels(demo_service) != base.image.convert("RGB").tobytes()
     report = model.parameter_output_values["lora_report"].splitlines()
     assert report == [f"{told.id}: {CHANGED}" for told in own.model.adapters]
     for line in report:
-        assert f"LoRA {line}" in painter.parameter_output_values["logs"]
+        assert f"LoRA {line}" in demo_service.parameter_output_values["logs"]
 
 
 def test_a_lora_of_strength_0_is_left_out(engine_with: Headless, adapting: Service) -> None:
-    model, painter = workflow(engine_with, lora="styles/ink", lora_strength=0)
+    model, demo_service = workflow(engine_with, lora="styles/ink", lora_strength=0)
     assert engine_with.do(engine_with.run()).succeeded()
     assert model.parameter_output_values["lora_report"] == "1 of strength 0 left out"
     with adapting.client() as client:
         base = client.generate_image(PROMPT, **QUICK)
-    assert pixels(painter) == base.image.convert("RGB").tobytes()
+    assert pixels(demo_service) == base.image.convert("RGB").tobytes()
 
 
 def test_what_was_ignored_of_a_lora_is_shown(engine_with: Headless) -> None:
@@ -129,11 +129,11 @@ def test_what_was_ignored_of_a_lora_is_shown(engine_with: Headless) -> None:
 def test_a_lora_that_cannot_be_used_is_told_before_the_run(
     engine_with: Headless, values: dict[str, Any], said: str
 ) -> None:
-    _, painter = workflow(engine_with, **values)
+    _, demo_service = workflow(engine_with, **values)
     result = engine_with.do(engine_with.run())
     assert result.failed()
     assert said in str(result.result_details)
-    assert "image" not in painter.parameter_output_values
+    assert "image" not in demo_service.parameter_output_values
 
 
 def test_a_handle_without_loras_asks_nobody(nowhere: Headless) -> None:

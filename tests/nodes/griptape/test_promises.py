@@ -125,7 +125,9 @@ def stall_of_its_own(engine: Headless, prepare: Callable[[], list[Any]]) -> floa
     return min(longest)
 
 
-def test_the_loop_is_not_held_up_by_a_painting_node(simulate: Simulate, nowhere: Headless) -> None:
+def test_the_loop_is_not_held_up_by_a_node_that_generates(
+    simulate: Simulate, nowhere: Headless
+) -> None:
     """With loads, steps, previews every half second, and a large picture that becomes a file."""
     client = simulate("sim:40GiB,speed=40GiB/s")
 
@@ -137,16 +139,16 @@ def test_the_loop_is_not_held_up_by_a_painting_node(simulate: Simulate, nowhere:
     assert stall_of_its_own(nowhere, prepare) < LONGEST_STALL_S
 
 
-def test_the_loop_is_not_held_up_by_an_edit(painting: Headless) -> None:
+def test_the_loop_is_not_held_up_by_an_edit(connected: Headless) -> None:
     def prepare() -> list[Any]:
-        first = painting.do(painting.node("GenerateImage", prompt="a red circle on blue"))
-        edit = painting.do(painting.node("EditImage", prompt="a green circle on blue"))
-        limits = painting.do(painting.node("GPUConfiguration"))
-        painting.do(painting.connect(first, "image", edit, "input_image"))
-        painting.do(painting.connect(limits, "system_constraints", edit, "system_constraints"))
+        first = connected.do(connected.node("GenerateImage", prompt="a red circle on blue"))
+        edit = connected.do(connected.node("EditImage", prompt="a green circle on blue"))
+        limits = connected.do(connected.node("GPUConfiguration"))
+        connected.do(connected.connect(first, "image", edit, "input_image"))
+        connected.do(connected.connect(limits, "system_constraints", edit, "system_constraints"))
         return [first, edit]
 
-    assert stall_of_its_own(painting, prepare) < LONGEST_STALL_S
+    assert stall_of_its_own(connected, prepare) < LONGEST_STALL_S
 
 
 def test_the_loop_is_not_held_up_by_what_loads_asks_and_unloads(
@@ -277,7 +279,7 @@ def test_two_nodes_at_once_share_one_model(
     ]
 
     async def both() -> list[Any]:
-        # The service sees both before there is room for either.
+        # The service sees both before there is memory for either.
         runs = [
             asyncio.create_task(nowhere.ask(ExecuteNodeRequest(node_name=node.name)))
             for node in nodes

@@ -35,7 +35,7 @@ def pulling(nowhere: Headless, hub: Hub, tmp_path: Path) -> Iterator[Headless]:
     service.kill()
 
 
-def painter(engine: Headless, model: str, **values: Any) -> Any:
+def demo_service(engine: Headless, model: str, **values: Any) -> Any:
     """Generate Image behind Diffusion Model."""
     return generating(engine, "GenerateImage", model, **values)
 
@@ -49,7 +49,7 @@ def generating(engine: Headless, kind: str, model: str, **values: Any) -> Any:
 
 
 def test_a_missing_model_is_pulled_where_that_is_asked_for(pulling: Headless, hub: Hub) -> None:
-    node = painter(pulling, MODEL, if_missing="pull")
+    node = demo_service(pulling, MODEL, if_missing="pull")
     result = pulling.do(pulling.run())
     assert result.succeeded(), result.result_details
     shown = dict(node.parameter_output_values)
@@ -68,7 +68,7 @@ def test_a_film_asks_for_the_values_of_its_model_once_that_was_pulled(pulling: H
 
 
 def test_a_missing_model_is_not_pulled_unasked(pulling: Headless, hub: Hub) -> None:
-    node = painter(pulling, MODEL)
+    node = demo_service(pulling, MODEL)
     assert pulling.do(pulling.run()).failed()
     said = node.parameter_output_values["result_details"]
     assert "`moored pull me/mine`" in said
@@ -77,7 +77,7 @@ def test_a_missing_model_is_not_pulled_unasked(pulling: Headless, hub: Hub) -> N
 
 
 def test_a_pull_that_fails_is_told_in_a_sentence(pulling: Headless) -> None:
-    node = painter(pulling, "nobody/nothing", if_missing="pull")
+    node = demo_service(pulling, "nobody/nothing", if_missing="pull")
     assert pulling.do(pulling.run()).failed()
     said = node.parameter_output_values["result_details"]
     assert "nobody/nothing" in said
@@ -86,7 +86,7 @@ def test_a_pull_that_fails_is_told_in_a_sentence(pulling: Headless) -> None:
 
 def test_a_cancel_ends_the_pull(pulling: Headless, hub: Hub) -> None:
     hub.stall(TRANSFORMER, 1 << 20)
-    node = painter(pulling, MODEL, if_missing="pull")
+    node = demo_service(pulling, MODEL, if_missing="pull")
 
     async def cancel_in_the_middle() -> None:
         run = asyncio.create_task(pulling.run())

@@ -58,10 +58,12 @@ def succeeds(engine: Headless) -> None:
     assert result.succeeded(), result.result_details
 
 
-def test_a_prompt_becomes_a_picture_by_url(painting: Headless, painter: Service) -> None:
-    node = painting.do(painting.node("GenerateImage", prompt="a red cube on a blue plane", seed=7))
-    succeeds(painting)
-    with painter.client() as client:
+def test_a_prompt_becomes_a_picture_by_url(connected: Headless, demo_service: Service) -> None:
+    node = connected.do(
+        connected.node("GenerateImage", prompt="a red cube on a blue plane", seed=7)
+    )
+    succeeds(connected)
+    with demo_service.client() as client:
         same = client.generate_image("a red cube on a blue plane", seed=7).image
     assert picture(node).convert("RGB").tobytes() == same.convert("RGB").tobytes()
     shown = outputs(node)
@@ -75,7 +77,7 @@ def test_a_prompt_becomes_a_picture_by_url(painting: Headless, painter: Service)
         assert words in shown["logs"]
 
 
-def test_previews_show_while_it_is_painted(simulate: Simulate, nowhere: Headless) -> None:
+def test_previews_show_while_it_is_generated(simulate: Simulate, nowhere: Headless) -> None:
     simulate()
     values = {"prompt": "slow", "model": "slow", "steps": 20}
     with_them = nowhere.do(nowhere.node("GenerateImage", **values))
@@ -87,16 +89,16 @@ def test_previews_show_while_it_is_painted(simulate: Simulate, nowhere: Headless
     assert "preview" not in outputs(without)
 
 
-def test_an_edit_starts_from_a_picture(painting: Headless, painter: Service) -> None:
-    first = painting.do(painting.node("GenerateImage", prompt="a red cube on a blue plane"))
-    edit = painting.do(
-        painting.node("EditImage", prompt="a green cube on a blue plane", strength=0.7, seed=3)
+def test_an_edit_starts_from_a_picture(connected: Headless, demo_service: Service) -> None:
+    first = connected.do(connected.node("GenerateImage", prompt="a red cube on a blue plane"))
+    edit = connected.do(
+        connected.node("EditImage", prompt="a green cube on a blue plane", strength=0.7, seed=3)
     )
-    painting.do(painting.connect(first, "image", edit, "input_image"))
-    succeeds(painting)
+    connected.do(connected.connect(first, "image", edit, "input_image"))
+    succeeds(connected)
     data = io.BytesIO()
     picture(first).save(data, "PNG")
-    with painter.client() as client:
+    with demo_service.client() as client:
         same = client.generate_image(
             "a green cube on a blue plane", init_image=data.getvalue(), strength=0.7, seed=3
         ).image
@@ -275,13 +277,13 @@ def test_a_budget_bears_on_tracks_and_on_loads_of_any_model(
     ],
 )
 def test_quantization_modes_are_the_services_formats(
-    painting: Headless, painter: Service, mode: str, key: str
+    connected: Headless, demo_service: Service, mode: str, key: str
 ) -> None:
-    model = painting.do(painting.node("DiffusionModel", quantization_mode=mode))
-    node = painting.do(painting.node("GenerateImage", prompt="a red cube", steps=1))
-    painting.do(painting.connect(model, "model_handle", node, "model"))
-    succeeds(painting)
-    with painter.client() as client:
+    model = connected.do(connected.node("DiffusionModel", quantization_mode=mode))
+    node = connected.do(connected.node("GenerateImage", prompt="a red cube", steps=1))
+    connected.do(connected.connect(model, "model_handle", node, "model"))
+    succeeds(connected)
+    with demo_service.client() as client:
         keys = {
             entry
             for card in client.status().cards
@@ -342,14 +344,14 @@ def test_what_would_fit_is_told_in_the_modes_of_the_nodes(
     assert in_a_sentence(error) == f"too large; what would fit: {words}."
 
 
-def test_what_runs_twice_in_a_workflow_asks_twice(painting: Headless) -> None:
-    status = painting.do(painting.node("GPUStatus"))
-    succeeds(painting)
+def test_what_runs_twice_in_a_workflow_asks_twice(connected: Headless) -> None:
+    status = connected.do(connected.node("GPUStatus"))
+    succeeds(connected)
     first = outputs(status)["cards"]["cards"][0]
     assert first["id"] == "cpu"
     assert "cpu" in outputs(status)["report"]
     status.parameter_output_values["report"] = "old"
-    succeeds(painting)
+    succeeds(connected)
     assert outputs(status)["report"] != "old"
 
 
@@ -467,11 +469,11 @@ def test_a_budget_refuses_with_what_would_fit(simulate: Simulate, nowhere: Headl
     assert "it runs all the same, by allow_low_memory" in outputs(node)["logs"]
 
 
-def test_main_memory_bounds_a_card_that_is_the_cpu(painting: Headless) -> None:
-    limits = painting.do(painting.node("GPUConfiguration", cpu_memory_gb=0.001))
-    node = painting.do(painting.node("GenerateImage", prompt="a red cube"))
-    painting.do(painting.connect(limits, "system_constraints", node, "system_constraints"))
-    said = fails(painting, node)
+def test_main_memory_bounds_a_card_that_is_the_cpu(connected: Headless) -> None:
+    limits = connected.do(connected.node("GPUConfiguration", cpu_memory_gb=0.001))
+    node = connected.do(connected.node("GenerateImage", prompt="a red cube"))
+    connected.do(connected.connect(limits, "system_constraints", node, "system_constraints"))
+    said = fails(connected, node)
     assert "cpu_memory_gb allows 1.0 MB" in said
 
 
@@ -627,24 +629,24 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
     ],
 )
 def test_wrong_inputs_are_told_in_a_sentence(
-    painting: Headless, values: dict[str, Any], said: str
+    connected: Headless, values: dict[str, Any], said: str
 ) -> None:
-    node = painting.do(painting.node("GenerateImage", **values))
-    assert said in fails(painting, node)
+    node = connected.do(connected.node("GenerateImage", **values))
+    assert said in fails(connected, node)
     assert "image" not in outputs(node)
 
 
-def test_an_edit_without_a_picture_says_so(painting: Headless, tmp_path: Path) -> None:
-    node = painting.do(painting.node("EditImage", prompt="x"))
-    assert fails(painting, node).startswith("There is no picture to start from")
+def test_an_edit_without_a_picture_says_so(connected: Headless, tmp_path: Path) -> None:
+    node = connected.do(connected.node("EditImage", prompt="x"))
+    assert fails(connected, node).startswith("There is no picture to start from")
     (tmp_path / "notes.png").write_text("no picture")
-    painting.do(painting.set(node, input_image=str(tmp_path / "notes.png")))
-    assert fails(painting, node).startswith("The input_image is no picture")
-    painting.do(painting.set(node, input_image=str(tmp_path / "gone.png")))
-    assert "gone.png" in fails(painting, node)
+    connected.do(connected.set(node, input_image=str(tmp_path / "notes.png")))
+    assert fails(connected, node).startswith("The input_image is no picture")
+    connected.do(connected.set(node, input_image=str(tmp_path / "gone.png")))
+    assert "gone.png" in fails(connected, node)
     Image.new("1", (15_000, 15_000)).save(tmp_path / "vast.png")
-    painting.do(painting.set(node, input_image=str(tmp_path / "vast.png")))
-    assert fails(painting, node).startswith("The input_image is too large")
+    connected.do(connected.set(node, input_image=str(tmp_path / "vast.png")))
+    assert fails(connected, node).startswith("The input_image is too large")
 
 
 # Choices.

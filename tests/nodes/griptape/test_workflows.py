@@ -38,21 +38,21 @@ def picture(shown: dict[str, str]) -> Image.Image:
     return Image.open(shown["image"]).convert("RGB")
 
 
-def test_text_to_image(engine: Headless, manifest: Path, painter: Service) -> None:
-    ran = run(manifest, "workflows/moored_text_to_image.py", painter)
+def test_text_to_image(engine: Headless, manifest: Path, demo_service: Service) -> None:
+    ran = run(manifest, "workflows/moored_text_to_image.py", demo_service)
     assert Path(ran["moored"]).is_relative_to(manifest.parent), "from the library's own packages"
     shown = ran["nodes"]["Generate Image"]
-    with painter.client() as client:
+    with demo_service.client() as client:
         same = client.generate_image(PROMPT, seed=42).image.convert("RGB")
     assert ImageChops.difference(picture(shown), same).getbbox() is None
 
 
-def test_edit_image(engine: Headless, manifest: Path, painter: Service) -> None:
-    nodes = run(manifest, "workflows/moored_edit_image.py", painter)["nodes"]
+def test_edit_image(engine: Headless, manifest: Path, demo_service: Service) -> None:
+    nodes = run(manifest, "workflows/moored_edit_image.py", demo_service)["nodes"]
     first, edited = picture(nodes["Generate Image"]), picture(nodes["Edit Image"])
     data = io.BytesIO()
     first.save(data, "PNG")
-    with painter.client() as client:
+    with demo_service.client() as client:
         assert not client.status().cards[0].residents, "the last node unloads it"
         same = client.generate_image(EDIT, seed=42, init_image=data.getvalue(), strength=0.8)
     assert ImageChops.difference(edited, same.image.convert("RGB")).getbbox() is None

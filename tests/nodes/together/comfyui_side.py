@@ -2,7 +2,7 @@
 
     python comfyui_side.py ENDPOINT FOLDER
 
-`{"paint": [[PROMPT, SEED], ...], "steps": N}` is one prompt with a Text to Image for each, which ComfyUI
+`{"generate": [[PROMPT, SEED], ...], "steps": N}` is one prompt with a Text to Image for each, which ComfyUI
 runs at once; `{"cancel": true}` is the interrupt button. Each prompt ends in
 `{"status", "error", "texts", "pictures"}`.
 """
@@ -40,7 +40,7 @@ def main() -> None:
         graph = Graph(endpoint)
         size = {"width": 128, "height": 128, "steps": command["steps"]}
         shown = []
-        for prompt, seed in command["paint"]:
+        for prompt, seed in command["generate"]:
             shown.append(graph.preview([graph.text_to_image(prompt, seed=seed, **size), 0]))
         run = comfyui.queue(graph.prompt)
         threading.Thread(target=report, args=(run, shown, folder), daemon=True).start()

@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 
 class Side:
-    """A frontend, which paints and cancels when it is told to."""
+    """A frontend, which generates and cancels when it is told to."""
 
     def __init__(self, name: str, endpoint: str, folder: Path) -> None:
         own = ROOT / f".venv-{name}/bin/python"
@@ -55,9 +55,9 @@ class Side:
         self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
 
-    def paint(self, *pictures: tuple[str, int], steps: int = 4) -> None:
+    def generate(self, *pictures: tuple[str, int], steps: int = 4) -> None:
         """Starts on pictures of these prompts and seeds."""
-        self._tell(paint=pictures, steps=steps)
+        self._tell(generate=pictures, steps=steps)
 
     def cancel(self) -> None:
         """Presses its button."""
@@ -155,29 +155,29 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def demo_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the shipped model on the CPU; nothing is loaded yet."""
     # A card at rest is not to count as one that hangs.
     patient = ("--set", "queue.stall_floor=5m")
-    service = Service(*patient, state=tmp_path_factory.mktemp("painter"))
+    service = Service(*patient, state=tmp_path_factory.mktemp("demo_service"))
     yield service
     assert service.stop() == 0
 
 
 @pytest.fixture(scope="module")
-def client(painter: Service) -> Iterator[moored.Client]:
+def client(demo_service: Service) -> Iterator[moored.Client]:
     """A client of it, to see what it does."""
-    with painter.client() as client:
+    with demo_service.client() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def sides(
-    painter: Service, client: moored.Client, tmp_path_factory: pytest.TempPathFactory
+    demo_service: Service, client: moored.Client, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Side, Side]]:
     """ComfyUI's side and Griptape's, both ready."""
     folder = tmp_path_factory.mktemp("sides")
-    started = [Side(name, painter.address, folder / name) for name in ("comfyui", "griptape")]
+    started = [Side(name, demo_service.address, folder / name) for name in ("comfyui", "griptape")]
     for side in started:
         assert side.said() == {"ready": True}
     comfyui, griptape = started

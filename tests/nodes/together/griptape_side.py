@@ -2,7 +2,7 @@
 
     python griptape_side.py ENDPOINT FOLDER
 
-`{"paint": [[PROMPT, SEED], ...], "steps": N}` is one workflow with a Generate Image for each, one after
+`{"generate": [[PROMPT, SEED], ...], "steps": N}` is one workflow with a Generate Image for each, one after
 the other; `{"cancel": true}` cancels it. Each workflow ends in `{"status", "error", "texts", "pictures"}`.
 """
 
@@ -31,14 +31,14 @@ async def serve(engine: Headless, manifest: Path, endpoint: str, folder: Path) -
             if "cancel" in command:
                 await engine.cancel()
             else:
-                running.create_task(paint(engine, command, folder))
+                running.create_task(generate(engine, command, folder))
 
 
-async def paint(engine: Headless, command: dict[str, Any], folder: Path) -> None:
+async def generate(engine: Headless, command: dict[str, Any], folder: Path) -> None:
     """One workflow, and how it ended."""
     await engine.fresh_flow()
     nodes: list[Any] = []
-    for prompt, seed in command["paint"]:
+    for prompt, seed in command["generate"]:
         said = {"prompt": prompt, "seed": seed, "steps": command["steps"]}
         nodes.append(await engine.node("GenerateImage", **said))
     for before, after in zip(nodes, nodes[1:], strict=False):

@@ -21,7 +21,7 @@ Sides = tuple[Side, Side]
 
 
 def pictures(side: Side) -> list[Image.Image]:
-    """What a side has painted, which went well."""
+    """What a side has generated, which went well."""
     said = side.said()
     assert (said["status"], said["error"]) == ("success", ""), said
     return [Image.open(Path(path)).convert("RGB") for path in said["pictures"]]
@@ -44,15 +44,15 @@ def assert_loaded_once(service: Service, client: moored.Client) -> None:
     assert loads(service) == once
 
 
-def test_both_paint_at_once_and_the_model_is_loaded_once(
-    painter: Service, client: moored.Client, sides: Sides
+def test_both_generate_at_once_and_the_model_is_loaded_once(
+    demo_service: Service, client: moored.Client, sides: Sides
 ) -> None:
-    assert loads(painter) == {}
+    assert loads(demo_service) == {}
     for side in sides:
-        side.paint((RED, 1))
+        side.generate((RED, 1))
     (of_comfyui,), (of_griptape,) = (pictures(side) for side in sides)
     assert same(of_comfyui, of_griptape)
-    assert_loaded_once(painter, client)
+    assert_loaded_once(demo_service, client)
 
 
 def test_neither_waits_for_all_that_the_other_has_queued(
@@ -60,10 +60,10 @@ def test_neither_waits_for_all_that_the_other_has_queued(
 ) -> None:
     comfyui, griptape = sides
     with at_rest(client):
-        comfyui.paint(*((RED, seed) for seed in range(8)), steps=8)
+        comfyui.generate(*((RED, seed) for seed in range(8)), steps=8)
         watch.until(lambda: len(watch.jobs) == 8 and bool(watch.running()))
         (crowd,) = {job.client_id for job in watch.jobs.values()}
-        griptape.paint((BLUE, 1), (BLUE, 2), steps=8)
+        griptape.generate((BLUE, 1), (BLUE, 2), steps=8)
         watch.until(lambda: len(watch.jobs) == 9)
     assert len(pictures(griptape)) == 2
     assert len(pictures(comfyui)) == 8
@@ -84,16 +84,16 @@ def test_neither_waits_for_all_that_the_other_has_queued(
 @pytest.mark.parametrize("which", [0, 1], ids=["comfyui", "griptape"])
 @pytest.mark.parametrize("runs", [True, False], ids=["running", "queued"])
 def test_who_cancels_does_not_touch_the_other(
-    painter: Service, client: moored.Client, sides: Sides, watch: Watch, which: int, runs: bool
+    demo_service: Service, client: moored.Client, sides: Sides, watch: Watch, which: int, runs: bool
 ) -> None:
     leaves, stays = sides[which], sides[1 - which]
     first, second = (leaves, stays) if runs else (stays, leaves)
     # What is to be cancelled while it runs must not be done by then.
     prompts, steps = {leaves: RED, stays: BLUE}, {leaves: 200, stays: 8}
     with at_rest(client):
-        first.paint((prompts[first], 3), steps=steps[first])
+        first.generate((prompts[first], 3), steps=steps[first])
         watch.until(lambda: len(watch.running()) == 1)
-        second.paint((prompts[second], 3), steps=steps[second])
+        second.generate((prompts[second], 3), steps=steps[second])
         watch.until(lambda: len(watch.jobs) == 2)
         assert len(watch.running()) == 1, "the second waits for the first"
         if not runs:
@@ -104,12 +104,12 @@ def test_who_cancels_does_not_touch_the_other(
         watch.until(lambda: any(job.step > 0 for job in watch.running()))
         leaves.cancel()
         assert leaves.said()["status"] == ENDED_EARLY[leaves.name]
-    (painted,) = pictures(stays)
+    (generated,) = pictures(stays)
 
     ends = ended(client, watch.jobs)
     states = [ends[name] for name in watch.jobs]
     assert states == (["cancelled", "done"] if runs else ["done", "cancelled"])
     size = {"width": 128, "height": 128}
     undisturbed = client.generate_image(BLUE, seed=3, steps=steps[stays], **size).image
-    assert same(painted, undisturbed.convert("RGB"))
-    assert_loaded_once(painter, client)
+    assert same(generated, undisturbed.convert("RGB"))
+    assert_loaded_once(demo_service, client)

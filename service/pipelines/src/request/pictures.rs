@@ -189,12 +189,12 @@ mod tests {
         ];
         assert_eq!(slots, expected);
         let whole: u64 = pictures.iter().map(Picture::whole_bytes).sum();
-        assert_eq!((whole, request.lacks_pictures()), (request.input_bytes(), false));
+        assert_eq!((whole, request.lacks_media_data()), (request.input_bytes(), false));
         let to_change = request.medium.pictures_mut();
         let slots: Vec<PictureSlot> = to_change.iter().map(|picture| picture.slot).collect();
         assert_eq!(slots, expected);
         let bare = request.without_media_data();
-        assert_eq!((bare.input_bytes(), bare.lacks_pictures()), (0, true));
+        assert_eq!((bare.input_bytes(), bare.lacks_media_data()), (0, true));
     }
 
     #[test]
