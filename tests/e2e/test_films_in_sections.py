@@ -35,13 +35,14 @@ ASKED: dict[str, Any] = {
 }
 
 
-def in_sections(folder: Path, steps_ms: int = 0) -> tuple[str, ...]:
-    """Settings with `sections`, whose films are made in three of them."""
+def in_sections(folder: Path) -> tuple[str, ...]:
+    """Settings with `sections` and `slow-sections`, whose films are made in three of them."""
     models = folder / "models"
     models.mkdir()
     model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
-    model |= {"name": "sections", "sections": SECTIONS, "steps_ms": steps_ms}
-    (models / "sections.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    for name, steps_ms in (("sections", 0), ("slow-sections", 300)):
+        one = model | {"name": name, "sections": SECTIONS, "steps_ms": steps_ms}
+        (models / f"{name}.instant.json").write_text(json.dumps(one), encoding="utf-8")
     return ("--models", str(models))
 
 
@@ -123,10 +124,10 @@ def test_steps_say_which_section_they_are_of(simulate: Simulate, tmp_path: Path)
 def test_a_worker_that_dies_costs_only_the_section_under_way(
     simulate: Simulate, tmp_path: Path
 ) -> None:
-    with simulate(arguments=in_sections(tmp_path, steps_ms=300)).client() as client:
+    with simulate(arguments=in_sections(tmp_path)).client() as client:
         whole = client.generate_video("a wave", model="sections", seed=7).array
         events: list[moored.Event] = []
-        with client.stream_video("a wave", model="sections", seed=7) as stream:
+        with client.stream_video("a wave", model="slow-sections", seed=7) as stream:
             for event in stream:
                 events.append(event)
                 started = stages(events)

@@ -562,7 +562,7 @@ def test_an_interrupt_ends_a_film_within_a_step(
 def test_an_interrupt_ends_a_film_that_is_decoded(
     comfyui: ComfyUI, serve: Serve, tmp_path: Path
 ) -> None:
-    service = serve("sim:24GiB", more_models=film_model(tmp_path, steps_ms=10_000))
+    service = serve("sim:24GiB", more_models=film_model(tmp_path, steps_ms=3000))
     with service.client() as client:
         graph = Graph(service.address, model="film")
         shown(graph, graph.film_parts(graph.text_to_video(steps=1)))
@@ -727,6 +727,7 @@ def test_an_interrupt_ends_a_job_within_a_step(
         assert re.fullmatch(r"Interrupted at step \d+ of 200", run.texts(generated)[-1])
         # The next prompt knows nothing of it.
         graph.prompt[generated]["inputs"] |= {"steps": 1, "count": 1}
+        graph.prompt[graph.model]["inputs"]["model"] = "small"
         assert len(comfyui.queue(graph.prompt).succeeded().pictures(show)) == 1
 
 

@@ -8,7 +8,7 @@ Prompt = dict[str, dict[str, Any]]
 Link = list[Any]
 
 JOB: dict[str, Any] = {"priority": "normal", "patience_s": -1.0, "allow_low_memory": False}
-PAINTING: dict[str, Any] = {
+SAMPLING: dict[str, Any] = {
     "steps": 2,
     "guidance": -1.0,
     "seed": 7,
@@ -18,7 +18,7 @@ PAINTING: dict[str, Any] = {
     "preview_every_s": 0.0,
     **JOB,
 }
-MAKING = {name: value for name, value in PAINTING.items() if name not in ("count", "latent_only")}
+MAKING = {name: value for name, value in SAMPLING.items() if name not in ("count", "latent_only")}
 FILMING: dict[str, Any] = {
     "width": 0,
     "height": 0,
@@ -72,20 +72,20 @@ class Graph:
     def text_to_image(self, prompt: str = RED, model: str = "", **options: Any) -> str:
         """Text to Image."""
         link = [model or self.model, 0]
-        inputs = {"model": link, "prompt": prompt} | SIZE | PAINTING | options
+        inputs = {"model": link, "prompt": prompt} | SIZE | SAMPLING | options
         return self.add("MooredTextToImage", **inputs)
 
     def image_to_image(self, prompt: str = RED, **options: Any) -> str:
         """Image to Image."""
         inputs: dict[str, Any] = {"model": [self.model, 0], "prompt": prompt, "strength": 0.6}
         return self.add(
-            "MooredImageToImage", **(inputs | {"width": 0, "height": 0} | PAINTING | options)
+            "MooredImageToImage", **(inputs | {"width": 0, "height": 0} | SAMPLING | options)
         )
 
     def edit(self, image: Link, prompt: str = RED, model: str = "", **options: Any) -> str:
         """Edit Image."""
         inputs = {"model": [model or self.model, 0], "prompt": prompt, "image": image}
-        return self.add("MooredEditImage", **(inputs | SIZE | PAINTING | options))
+        return self.add("MooredEditImage", **(inputs | SIZE | SAMPLING | options))
 
     def control(self, image: Link, name: str, model: str = "", **options: Any) -> str:
         """Apply ControlNet, behind Load Model or another node with a model."""
