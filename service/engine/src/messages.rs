@@ -115,6 +115,30 @@ pub enum Command {
     Shutdown,
 }
 
+impl Command {
+    /// Data of the values that its stages take, always in one order.
+    pub fn inputs_mut(&mut self) -> impl Iterator<Item = &mut bytes::Bytes> {
+        let order = match self {
+            Command::Run(order) => Some(&mut **order),
+            Command::Cancel(_)
+            | Command::Standing(_)
+            | Command::Unload { .. }
+            | Command::Trim { .. }
+            | Command::MakeRoom { .. }
+            | Command::Shutdown => None,
+        };
+        let stages = order.into_iter().flat_map(|order| {
+            let own = match &mut order.work {
+                Work::Stage(work) => Some(&mut **work),
+                Work::Load(_) => None,
+            };
+            let sharing = order.sharing.iter_mut().map(|sharing| &mut sharing.work);
+            own.into_iter().chain(sharing)
+        });
+        stages.flat_map(|work| work.values.values_mut().map(|value| &mut value.data))
+    }
+}
+
 /// Claims on a card: what must stay resident, and what must stay free.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Standing {

@@ -116,4 +116,4 @@ fn message_of<In: DeserializeOwned>(frame: &[u8]) -> Result<In, FrameError> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -1,6 +1,6 @@
 //! Supervisor and worker: two processes of one build. They exchange the types of [`engine::messages`] over the worker's
 //! standard input and output. The first frame to a worker is a [`Configuration`], each that follows a
-//! [`Command`](engine::messages::Command); a worker writes [`FromWorker`] alone.
+//! [`Command`](engine::messages::Command) without the inputs that the worker has ([`inputs`]); a worker writes [`FromWorker`] alone.
 
 use std::path::PathBuf;
 
@@ -11,6 +11,7 @@ use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
 pub(crate) mod frames;
+mod inputs;
 pub(crate) mod other;
 pub(crate) mod supervisor;
 pub(crate) mod worker;

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use tokio_util::codec::FramedRead;
 
 use super::frames::{self, FrameError, Frames};
+use super::inputs::RecentInputs;
 use super::{Configuration, FromWorker, WorkerSettings};
 
 /// Backoff between two starts: doubled from the first to the last while workers end before [`OLD_ENOUGH`].
@@ -356,8 +357,11 @@ fn start_writer(
     let (commands, mut received) = mpsc::unbounded_channel::<Box<Command>>();
     let writing = tokio::spawn(async move {
         stdin.write_all(&frames::in_memory(&configuration)?).await?;
+        let mut inputs = RecentInputs::default();
         while let Some(command) = received.recv().await {
-            stdin.write_all(&frames::in_memory(&command)?).await?;
+            stdin
+                .write_all(&frames::in_memory(&inputs.send(command))?)
+                .await?;
         }
         Ok(())
     });

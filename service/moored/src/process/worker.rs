@@ -1,5 +1,6 @@
 //! The worker process: it owns one card, and ends when its supervisor does.
 
+use std::error::Error;
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::os::fd::AsFd as _;
@@ -7,10 +8,10 @@ use std::path::Path;
 use std::sync::mpsc;
 
 use engine::card::{Card, CardCommands, CardError, CardSettings, CardThread, SystemClock, ThreadEnd};
-use engine::messages::Command;
 use gpu::{DeviceSpec, GpuError, OpenError, Timeline};
 
 use super::frames::{self, FrameError};
+use super::inputs::{RecentInputs, Sent};
 use super::{Configuration, FromWorker};
 use crate::locks;
 use crate::telemetry;
@@ -80,16 +81,19 @@ fn take_output() -> std::io::Result<File> {
 /// middle of a stage.
 fn pass_on(commands: &CardCommands) {
     let mut pipe = std::io::stdin();
+    let mut inputs = RecentInputs::default();
+    let fail = |problem: &dyn Error| -> ! {
+        tracing::error!(%problem, "a command cannot be read");
+        gpu::end_process(FAILURE)
+    };
     loop {
-        match frames::read::<Command>(&mut pipe) {
-            Ok(Some(command)) => {
-                commands.send(command);
-            }
+        match frames::read::<Sent>(&mut pipe) {
+            Ok(Some(sent)) => match inputs.receive(sent) {
+                Ok(command) => drop(commands.send(*command)),
+                Err(problem) => fail(&problem),
+            },
             Ok(None) => gpu::end_process(SUCCESS),
-            Err(problem) => {
-                tracing::error!(%problem, "the supervisor cannot be understood");
-                gpu::end_process(FAILURE);
-            }
+            Err(problem) => fail(&problem),
         }
     }
 }

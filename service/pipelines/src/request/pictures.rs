@@ -189,7 +189,10 @@ mod tests {
         ];
         assert_eq!(slots, expected);
         let whole: u64 = pictures.iter().map(Picture::whole_bytes).sum();
-        assert_eq!((whole, request.lacks_media_data()), (request.input_bytes(), false));
+        assert_eq!(
+            (whole, request.lacks_media_data()),
+            (request.input_bytes(), false)
+        );
         let to_change = request.medium.pictures_mut();
         let slots: Vec<PictureSlot> = to_change.iter().map(|picture| picture.slot).collect();
         assert_eq!(slots, expected);

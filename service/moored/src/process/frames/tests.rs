@@ -61,7 +61,7 @@ fn stage_memory() -> StageMemory {
     }
 }
 
-fn stage(medium: Medium) -> StageWork {
+pub(in crate::process) fn stage(medium: Medium) -> StageWork {
     StageWork {
         plan: StagePlan {
             name: "denoise".to_owned(),
@@ -100,7 +100,7 @@ fn stage(medium: Medium) -> StageWork {
     }
 }
 
-fn media() -> [Medium; 3] {
+pub(in crate::process) fn media() -> [Medium; 3] {
     let image = InitImage {
         width: 32,
         height: 16,
@@ -140,7 +140,7 @@ fn media() -> [Medium; 3] {
     ]
 }
 
-fn order(work: Work) -> Command {
+pub(in crate::process) fn order(work: Work) -> Command {
     Command::Run(Box::new(Order {
         ticket: Ticket(300),
         job: "job-1".to_owned(),

@@ -1,0 +1,116 @@
+//! Inputs of stages on their way to a worker. A stage's values are often those that the stage before had: the text of each item, the
+//! condition of each round, the sections of a film so far. What a worker was sent lately is therefore named, not sent again.
+//!
+//! Both ends keep the same list by the same rule, command by command, so that a position in it means the same bytes in both.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use engine::messages::Command;
+use serde::{Deserialize, Serialize};
+
+/// Fewer bytes are sent each time: finding them costs about as much.
+const SHORTEST_BYTES: usize = 16 << 10;
+/// Bytes of values that a worker keeps for later commands.
+const KEPT_BYTES: usize = 64 << 20;
+
+/// A command as it goes over the pipe.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Sent {
+    /// Numbers of inputs that will not be named any more: nothing else has their bytes.
+    released: Vec<u64>,
+    /// Of each input of the command, in order: its number where the worker has its bytes, which the command lacks then.
+    known: Vec<Option<u64>>,
+    command: Box<Command>,
+}
+
+/// A command names bytes that its worker does not have.
+#[derive(Debug, thiserror::Error)]
+#[error("a command names input {0}, which was not sent before or is not kept any more")]
+pub(super) struct UnknownInput(u64);
+
+/// The inputs that were sent last, with their numbers; those used last are at the end.
+#[derive(Debug, Default)]
+pub(super) struct RecentInputs {
+    kept: VecDeque<(u64, Bytes)>,
+    /// Number of the next.
+    next: u64,
+}
+
+impl RecentInputs {
+    /// Leaves out of a command what its worker has.
+    pub(super) fn send(&mut self, mut command: Box<Command>) -> Sent {
+        let unshared = self.kept.iter().filter(|(_, data)| data.is_unique());
+        let released: Vec<u64> = unshared.map(|(number, _)| *number).collect();
+        self.release(&released);
+        let mut known = Vec::new();
+        for data in command.inputs_mut() {
+            let number = self.number_of(data);
+            match number.and_then(|number| self.use_again(number)) {
+                Some(_) => *data = Bytes::new(),
+                None => self.keep(data),
+            }
+            known.push(number);
+        }
+        Sent {
+            released,
+            known,
+            command,
+        }
+    }
+
+    /// The command with all its inputs.
+    ///
+    /// # Errors
+    /// [`UnknownInput`], which is a fault of the program: both ends are one build.
+    pub(super) fn receive(&mut self, sent: Sent) -> Result<Box<Command>, UnknownInput> {
+        let Sent {
+            released,
+            known,
+            mut command,
+        } = sent;
+        self.release(&released);
+        for (data, number) in command.inputs_mut().zip(known) {
+            match number {
+                Some(number) => *data = self.use_again(number).ok_or(UnknownInput(number))?,
+                None => self.keep(data),
+            }
+        }
+        Ok(command)
+    }
+
+    /// The number of the same bytes: those in the same place, which nothing else takes while they are kept.
+    fn number_of(&self, data: &Bytes) -> Option<u64> {
+        let is_same = |kept: &Bytes| kept.as_ptr() == data.as_ptr() && kept.len() == data.len();
+        let found = self.kept.iter().find(|(_, kept)| is_same(kept));
+        found.map(|(number, _)| *number)
+    }
+
+    /// Moves an input to the end; its bytes.
+    fn use_again(&mut self, number: u64) -> Option<Bytes> {
+        let place = self.kept.iter().position(|(kept, _)| *kept == number)?;
+        let (number, data) = self.kept.remove(place)?;
+        self.kept.push_back((number, data.clone()));
+        Some(data)
+    }
+
+    /// Keeps an input for later commands, and drops those that were used least lately beyond [`KEPT_BYTES`].
+    fn keep(&mut self, data: &Bytes) {
+        if !(SHORTEST_BYTES..=KEPT_BYTES).contains(&data.len()) {
+            return;
+        }
+        self.kept.push_back((self.next, data.clone()));
+        self.next += 1;
+        let mut bytes: usize = self.kept.iter().map(|(_, data)| data.len()).sum();
+        while bytes > KEPT_BYTES {
+            bytes -= self.kept.pop_front().map_or(bytes, |(_, data)| data.len());
+        }
+    }
+
+    fn release(&mut self, released: &[u64]) {
+        self.kept.retain(|(number, _)| !released.contains(number));
+    }
+}
+
+#[cfg(test)]
+mod tests;
