@@ -2,12 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use residency::{Bytes, ComponentId, HoldId, Ledger, Millis, ReservationId};
+use residency::{Bytes, ComponentId, HoldId, Ledger, ReservationId};
 
 use crate::messages::Standing;
-
-/// The supervisor keeps the times to live: in a ledger, a claim has no expiry.
-const NO_EXPIRY: Millis = Millis(u64::MAX);
 
 /// Claims by their identities.
 #[derive(PartialEq)]
@@ -66,7 +63,7 @@ impl Standing {
         }
         for (id, components) in now.holds {
             if was.holds.get(&id) != Some(&components) {
-                ledger.hold(id, components.into_iter().collect(), NO_EXPIRY);
+                ledger.hold(id, components.into_iter().collect());
             }
         }
         for gone in was
@@ -79,7 +76,7 @@ impl Standing {
         for (id, booked) in now.reservations {
             if was.reservations.get(&id) != Some(&booked) {
                 let (label, bytes) = booked;
-                ledger.reserve(id, label, bytes, NO_EXPIRY);
+                ledger.reserve(id, label, bytes);
             }
         }
         if let (true, Some(foreign)) = (was.reservations.is_empty(), self.foreign_before) {

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::nouns::{Bytes, ComponentId, DriverTruth, Holder, Millis};
 use crate::resident::{Resident, ResidentState};
 
-pub use claims::{Expired, HoldId, ReservationId};
+pub use claims::{HoldId, ReservationId};
 pub use moves::{LeaseId, LedgerError};
 
 /// Timeout in milliseconds after which late bytes (freed by us, not shown as free by the driver) are written off as
@@ -73,7 +73,8 @@ pub struct Ledger {
     leases: BTreeMap<LeaseId, moves::Lease>,
     next_lease: u64,
     pins: BTreeSet<ComponentId>,
-    holds: BTreeMap<HoldId, claims::Hold>,
+    /// Components of each hold, sorted.
+    holds: BTreeMap<HoldId, Vec<ComponentId>>,
     reservations: BTreeMap<ReservationId, claims::Reservation>,
     /// Foreign bytes at the time of the first reservation: growth beyond this counts as use of a reservation.
     foreign_before_reservations: Bytes,
@@ -188,11 +189,6 @@ impl Ledger {
         self.headroom
     }
 
-    /// Sets the bytes that are never planned into.
-    pub fn set_headroom(&mut self, headroom: Bytes) {
-        self.headroom = headroom;
-    }
-
     /// Bytes that a plan may use without evicting: free and slack, less headroom, less bookings that are not visible
     /// yet, less unused reservations.
     pub fn usable(&self) -> Bytes {
@@ -221,20 +217,22 @@ impl Ledger {
         self.late
     }
 
-    /// Writes late bytes off: they count as foreign from here on. Returns how many there were.
-    pub fn write_off_late(&mut self) -> Bytes {
+    /// Writes off bytes that have been late for [`LATE_AT_MOST_MS`]: they count as foreign from here on. Returns how many
+    /// were written off.
+    pub fn write_off_late(&mut self, now: Millis) -> Bytes {
+        if self.late == Bytes::ZERO {
+            return Bytes::ZERO;
+        }
+        let since = *self.late_since.get_or_insert(now);
+        if now.since(since) < LATE_AT_MOST_MS {
+            return Bytes::ZERO;
+        }
         let late = std::mem::take(&mut self.late);
         self.late_since = None;
         self.book.unexplained -= late;
         self.book.foreign += late;
         self.unattributed_baseline += late;
         late
-    }
-
-    /// Bytes booked for components that are nowhere on the card, because another process allocated them first. The
-    /// load will fail.
-    pub fn overbooked(&self) -> Bytes {
-        self.booked() - self.book.components
     }
 
     /// All residents, ordered by identity.
@@ -301,22 +299,6 @@ impl Ledger {
             holders.push(ours("activations of running stages".into(), scratch));
         }
         holders
-    }
-
-    /// The next time at which [`Ledger::expire`] returns something.
-    pub fn next_deadline(&self) -> Option<Millis> {
-        let claims = self
-            .holds
-            .values()
-            .map(|h| h.until)
-            .chain(self.reservations.values().map(|r| r.until));
-        let keep_alives = self
-            .residents
-            .values()
-            .filter(|r| !r.lapsed)
-            .filter_map(|r| r.keep_alive);
-        let late = self.late_since.map(|since| since.after(LATE_AT_MOST_MS));
-        claims.chain(keep_alives).chain(late).min()
     }
 
     /// Bytes of all booked components, visible to the driver or not.

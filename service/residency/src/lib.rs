@@ -5,16 +5,16 @@
 //!   authoritative: moves and leases *book*, [`Ledger::reconcile`] replaces the accounts by the driver's figures.
 //! - [`plan()`]: which [`Move`]s make room for a stage ([`Verdict::Run`]), which claim it has to wait for
 //!   ([`Verdict::Wait`]), or that the card is too small ([`Verdict::Never`]). Beside it [`plan_low_memory`] for
-//!   requests that accept a shortage, [`make_room`] for other programs, [`idle_moves`] for the janitor.
+//!   requests that accept a shortage, [`make_room`] for other programs, [`should_trim`] for the janitor.
 //! - [`ScratchBook`]: learned scratch peaks. [`Wait`]: wait budgets as a state. [`fallbacks`]: alternatives that
-//!   would fit. [`choose()`]: placement on one of several cards.
+//!   would fit. [`predicted_move_seconds`]: what placement on one of several cards is compared by.
 //!
 //! # Terms
 //! A *component* is loaded, leased, pinned and evicted as one. A *stage* needs components and *scratch* (activation
-//! memory). A *lease* belongs to a running stage; a *hold* to a client, with a time to live; a *pin* lasts until
-//! unpinned; a *reservation* belongs to another program. *Slack* is reserved by our pools and unused. *Usable* is
-//! free and slack, less *headroom* and unused reservations. *Late* bytes were freed by us and are not shown as free
-//! by the driver yet. *Foreign* bytes are held by other processes.
+//! memory). A *lease* belongs to a running stage; a *hold* to a client; a *pin* lasts until unpinned; a *reservation*
+//! belongs to another program. *Slack* is reserved by our pools and unused. *Usable* is free and slack, less *headroom*
+//! and unused reservations. *Late* bytes were freed by us and are not shown as free by the driver yet. *Foreign* bytes
+//! are held by other processes.
 //!
 //! # One stage, start to end
 //! ```
@@ -55,7 +55,6 @@
 //! drivers or clients.
 #![deny(unsafe_code)]
 
-mod choose;
 mod fallback;
 mod ledger;
 mod nouns;
@@ -64,16 +63,15 @@ mod plan;
 mod resident;
 mod scratch;
 
-pub use choose::{Candidate, choose, predicted_move_seconds};
 pub use fallback::{Alternative, Fallback, Fits, fallbacks, peak_of};
 pub use ledger::{
-    Accounts, Expired, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, ReservationId,
+    Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, ReservationId,
 };
 pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
 pub use patience::{Patience, Wait};
 pub use plan::{
-    IdlePolicy, LowMemory, Move, Policy, Verdict, WaitCause, idle_moves, large_from, make_room, plan,
-    plan_low_memory,
+    LowMemory, Move, Policy, Verdict, WaitCause, large_from, make_room, plan, plan_low_memory,
+    predicted_move_seconds, should_trim,
 };
 pub use resident::{HEAT_HALF_LIFE_MS, Resident, ResidentState};
 pub use scratch::{KEYS_REMEMBERED, RUNS_REMEMBERED, RunOutcome, ScratchBook, ScratchKey};

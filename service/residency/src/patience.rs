@@ -27,7 +27,6 @@ impl Default for Patience {
 /// bounded by the request's deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wait {
-    started: Millis,
     cause: WaitCause,
     /// Time up to here has been charged to a budget.
     charged_until: Millis,
@@ -39,21 +38,10 @@ impl Wait {
     /// Starts a wait.
     pub fn new(now: Millis, cause: WaitCause, patience: &Patience) -> Wait {
         Wait {
-            started: now,
             cause,
             charged_until: now,
             budget: *patience,
         }
-    }
-
-    /// Start of the wait.
-    pub fn started(&self) -> Millis {
-        self.started
-    }
-
-    /// The current cause.
-    pub fn cause(&self) -> WaitCause {
-        self.cause
     }
 
     /// Sets the cause after another plan. The time until `now` is charged to the previous cause.

@@ -31,14 +31,8 @@ pub struct Resident {
     pub held: u32,
     /// Time of the last lease, release or load.
     pub last_used: Millis,
-    /// Number of stages that have run on it since it was loaded.
-    pub uses: u64,
     /// Exponentially decayed count of uses, as of `last_used`.
     pub heat: f64,
-    /// The janitor must not evict it before this time, if set.
-    pub keep_alive: Option<Millis>,
-    /// Whether the expiry of `keep_alive` was reported.
-    pub lapsed: bool,
 }
 
 impl Resident {
@@ -50,10 +44,7 @@ impl Resident {
             pinned: false,
             held: 0,
             last_used: now,
-            uses: 0,
             heat: 1.0,
-            keep_alive: None,
-            lapsed: false,
         }
     }
 
@@ -63,29 +54,19 @@ impl Resident {
     }
 
     /// Estimated probability of another use, from 0 to 1, by frequency and recency.
-    pub fn chance_of_use(&self, now: Millis) -> f64 {
+    pub(crate) fn chance_of_use(&self, now: Millis) -> f64 {
         let heat = self.heat_at(now);
         heat / (1.0 + heat)
     }
 
-    /// Cost of evicting it, per byte: seconds to reload it times the probability of another use. Zero after its
-    /// keep-alive has expired.
-    pub fn cost_per_byte(&self, now: Millis) -> f64 {
-        if self.keep_alive_is_over(now) {
-            return 0.0;
-        }
+    /// Cost of evicting it, per byte: seconds to reload it times the probability of another use.
+    pub(crate) fn cost_per_byte(&self, now: Millis) -> f64 {
         let seconds = self.component.reload_seconds.max(0.0); // NaN becomes 0
         seconds * self.chance_of_use(now) / self.component.bytes.0.max(1) as f64
     }
 
-    /// Whether it has a keep-alive that has expired.
-    pub fn keep_alive_is_over(&self, now: Millis) -> bool {
-        self.keep_alive.is_some_and(|until| until <= now)
-    }
-
     pub(crate) fn used(&mut self, now: Millis) {
         self.heat = self.heat_at(now) + 1.0;
-        self.uses += 1;
         self.last_used = self.last_used.max(now);
     }
 

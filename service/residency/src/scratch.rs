@@ -6,8 +6,6 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use serde::{Deserialize, Serialize};
-
 use crate::nouns::Bytes;
 
 /// How many of the last successful runs an estimate covers.
@@ -17,7 +15,7 @@ pub const RUNS_REMEMBERED: usize = 8;
 pub const KEYS_REMEMBERED: usize = 4096;
 
 /// Everything that a stage's activation bytes depend on.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ScratchKey {
     /// Model family and variant.
     pub family: String,
@@ -36,8 +34,7 @@ pub struct ScratchKey {
 }
 
 /// How a stage ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunOutcome {
     /// The stage completed.
     Succeeded {
@@ -54,37 +51,19 @@ pub enum RunOutcome {
     },
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Learned {
-    key: ScratchKey,
     peaks: VecDeque<Bytes>,
     /// The least usable bytes in which a run succeeded and none failed since.
     proven: Option<Bytes>,
     taught: u64,
 }
 
-/// Learned peaks by key. Serialized as a list, so that it can be persisted across restarts.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Vec<Learned>", into = "Vec<Learned>")]
+/// Learned peaks by key.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScratchBook {
     learned: BTreeMap<ScratchKey, Learned>,
     lessons: u64,
-}
-
-impl From<Vec<Learned>> for ScratchBook {
-    fn from(list: Vec<Learned>) -> ScratchBook {
-        let lessons = list.iter().map(|l| l.taught).max().unwrap_or(0);
-        ScratchBook {
-            learned: list.into_iter().map(|l| (l.key.clone(), l)).collect(),
-            lessons,
-        }
-    }
-}
-
-impl From<ScratchBook> for Vec<Learned> {
-    fn from(book: ScratchBook) -> Vec<Learned> {
-        book.learned.into_values().collect()
-    }
 }
 
 impl ScratchBook {
@@ -104,11 +83,6 @@ impl ScratchBook {
             .max()
             .map_or(family_prediction, |&peak| peak + margin(peak));
         learned.proven.map_or(estimate, |room| estimate.min(room))
-    }
-
-    /// Whether a stage with `room` usable bytes for its scratch would be refused.
-    pub fn would_refuse(&self, key: &ScratchKey, family_prediction: Bytes, room: Bytes) -> bool {
-        self.estimate(key, family_prediction) > room
     }
 
     /// Learns from a run's high-water mark. Failed and cancelled runs are ignored. Running out of memory teaches no
@@ -133,25 +107,9 @@ impl ScratchBook {
             .flat_map(|l| l.peaks.iter().copied())
     }
 
-    /// The least room that was enough, if any run succeeded.
-    pub fn proven(&self, key: &ScratchKey) -> Option<Bytes> {
-        self.learned.get(key).and_then(|l| l.proven)
-    }
-
-    /// Number of known keys.
-    pub fn len(&self) -> usize {
-        self.learned.len()
-    }
-
-    /// Whether no key is known.
-    pub fn is_empty(&self) -> bool {
-        self.learned.is_empty()
-    }
-
     fn learn_success(&mut self, key: &ScratchKey, peak: Bytes, room: Bytes) {
         self.lessons += 1;
         let learned = self.learned.entry(key.clone()).or_default();
-        learned.key = key.clone();
         learned.taught = self.lessons;
         learned.peaks.push_back(peak);
         if learned.peaks.len() > RUNS_REMEMBERED {
@@ -162,11 +120,8 @@ impl ScratchBook {
             learned.proven = Some(learned.proven.map_or(room, |proven| proven.min(room)));
         }
         if self.learned.len() > KEYS_REMEMBERED {
-            let oldest = self
-                .learned
-                .values()
-                .min_by_key(|l| l.taught)
-                .map(|l| l.key.clone());
+            let oldest = self.learned.iter().min_by_key(|(_, l)| l.taught);
+            let oldest = oldest.map(|(key, _)| key.clone());
             oldest.map(|key| self.learned.remove(&key));
         }
     }

@@ -22,7 +22,7 @@ use std::time::Duration;
 use candle_core::Device;
 use gpu::{CardDescription, Gpu, GpuError, Timeline};
 use pipelines::Catalogue;
-use residency::{Bytes, IdlePolicy, Ledger, Millis};
+use residency::{Bytes, Ledger, Millis};
 
 use crate::messages::{Command, Event};
 
@@ -40,8 +40,6 @@ pub struct CardSettings {
     pub headroom: Bytes,
     /// An idle card with more slack than this is trimmed.
     pub slack_limit: Bytes,
-    /// An idle card unloads components unused for this long; `None` keeps them until their memory is needed.
-    pub unload_after: Option<Duration>,
     /// Idle time before the janitor runs, and its interval afterwards.
     pub idle_tick: Duration,
     /// Interval at which an idle card reads the driver's figures, to publish changes by other processes.
@@ -60,7 +58,6 @@ impl Default for CardSettings {
         CardSettings {
             headroom: Bytes::mib(512),
             slack_limit: Bytes::mib(512),
-            unload_after: None,
             idle_tick: Duration::from_secs(2),
             poll: Duration::from_millis(250),
             poll_while_late: Duration::from_millis(25),
@@ -222,7 +219,7 @@ impl Card {
         flow
     }
 
-    /// Periodic work while no command arrives: driver figures, expiry, janitor.
+    /// Periodic work while no command arrives: driver figures, late bytes, janitor.
     pub fn tick(&mut self, link: &mut dyn Link) -> Flow {
         let now = self.clock.now();
         if now.since(self.last_poll) >= self.poll_interval() {
@@ -230,8 +227,9 @@ impl Card {
             if let Err(MoveError::Lost(reason)) = self.reconcile_after_change() {
                 return Flow::Lost(reason);
             }
-            for expired in self.ledger.expire(now) {
-                tracing::info!(?expired, "time is over");
+            let written_off = self.ledger.write_off_late(now);
+            if written_off > Bytes::ZERO {
+                tracing::info!(bytes = %written_off, "freed, never shown as free by the driver: counted as foreign");
             }
         }
         let idle = now.since(self.last_busy) >= millis(self.settings.idle_tick);
@@ -273,13 +271,6 @@ impl Card {
         } else {
             self.settings.poll
         })
-    }
-
-    fn idle_policy(&self) -> IdlePolicy {
-        IdlePolicy {
-            slack_limit: self.settings.slack_limit,
-            unload_all_after_ms: self.settings.unload_after.map(millis),
-        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use gpu::{FaultAction, GpuError, LoadError, LoadPlan, LoadProgress, Timeline, Unloaded};
 use pipelines::ModelFile;
-use residency::{Bytes, Component, Ledger, LedgerError, Millis, Move, idle_moves};
+use residency::{Bytes, Component, Ledger, LedgerError, Millis, should_trim};
 
 use super::{Card, Link, millis};
 use crate::messages::{Event, Progress, Ticket};
@@ -274,21 +274,14 @@ impl Card {
     /// The janitor, run on a card that has been idle for a while.
     pub(super) fn run_janitor(&mut self, link: &mut dyn Link) -> Result<(), MoveError> {
         self.on_host.clear();
-        for each in idle_moves(&self.ledger, self.clock.now(), self.idle_policy()) {
-            match each {
-                Move::Evict(component) => {
-                    self.evict(&component, None, link)?;
-                }
-                Move::Trim if self.ledger.accounts().slack > self.untrimmable_slack => {
-                    let trimmed = self.trim_slack(link)?;
-                    let left = self.ledger.accounts().slack;
-                    let stays = left > self.settings.slack_limit;
-                    self.untrimmable_slack = if stays { left } else { Bytes::ZERO };
-                    tracing::info!(%trimmed, %left, "the janitor trimmed an idle card");
-                }
-                // The janitor's plan has no loads.
-                Move::Trim | Move::Load(_) => {}
-            }
+        if should_trim(&self.ledger, self.settings.slack_limit)
+            && self.ledger.accounts().slack > self.untrimmable_slack
+        {
+            let trimmed = self.trim_slack(link)?;
+            let left = self.ledger.accounts().slack;
+            let stays = left > self.settings.slack_limit;
+            self.untrimmable_slack = if stays { left } else { Bytes::ZERO };
+            tracing::info!(%trimmed, %left, "the janitor trimmed an idle card");
         }
         Ok(())
     }

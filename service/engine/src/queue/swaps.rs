@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
-use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Millis, StageNeed, Verdict, plan};
+use residency::{Bytes, Component, ComponentId, HoldId, Ledger, StageNeed, Verdict, plan};
 
 use super::leaving::Leaving;
 use super::record::JobRecord;
@@ -118,7 +118,7 @@ impl View<'_> {
             .max()
             .unwrap_or(Bytes::ZERO);
         let mut ledger = (*card.ledger).clone();
-        ledger.hold(HoldId::new(hold_of(&job.id)), ids(alone), Millis(u64::MAX));
+        ledger.hold(HoldId::new(hold_of(&job.id)), ids(alone));
         let whole = StageNeed {
             name: "load".to_owned(),
             components: open.components.clone(),

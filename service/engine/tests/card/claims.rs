@@ -269,20 +269,6 @@ fn the_janitor_trims_idle_cards_only() {
 }
 
 #[test]
-fn an_idle_card_unloads_unused_components_if_configured() {
-    let settings = engine::card::CardSettings {
-        unload_after: Some(std::time::Duration::from_secs(60)),
-        ..engine::card::CardSettings::default()
-    };
-    let mut bench = bench_with("64GiB", settings);
-    bench.run_stage(&sample("flux-full"), "encode_text");
-    bench.tick_after(59_000);
-    assert_eq!(bench.resident().len(), 2);
-    bench.tick_after(2_000);
-    assert_eq!(bench.resident().len(), 0);
-}
-
-#[test]
 fn foreign_changes_are_published_once_within_a_poll_interval() {
     let mut bench = bench("64GiB");
     bench.card.announce(&mut bench.link);

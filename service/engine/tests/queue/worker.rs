@@ -210,7 +210,6 @@ impl Worker {
     }
 
     fn stand(&mut self, standing: Standing) {
-        let forever = Millis(u64::MAX);
         for id in &self.standing.pins {
             self.ledger.unpin(id);
         }
@@ -225,11 +224,11 @@ impl Worker {
             self.ledger.pin(id.clone());
         }
         for (hold, ids) in &standing.holds {
-            self.ledger.hold(HoldId::new(hold.as_str()), ids.clone(), forever);
+            self.ledger.hold(HoldId::new(hold.as_str()), ids.clone());
         }
         for (id, label, bytes) in &standing.reservations {
             self.ledger
-                .reserve(ReservationId::new(id.as_str()), label.clone(), *bytes, forever);
+                .reserve(ReservationId::new(id.as_str()), label.clone(), *bytes);
         }
         if let Some(foreign) = standing.foreign_before {
             self.ledger.reserved_beside(foreign);

@@ -1,11 +1,12 @@
-//! Claims on the card's memory: pins, holds, keep-alives and reservations, and how they expire.
+//! Claims on the card's memory: pins, holds and reservations. They last until they are released: whoever keeps their times
+//! to live releases them.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{LATE_AT_MOST_MS, Ledger, Name};
-use crate::nouns::{Bytes, ComponentId, Millis};
+use super::{Ledger, Name};
+use crate::nouns::{Bytes, ComponentId};
 
 /// Identifies a client's hold.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -44,36 +45,9 @@ impl fmt::Display for ReservationId {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Hold {
-    pub(crate) components: Vec<ComponentId>,
-    pub(crate) until: Millis,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Reservation {
     pub(crate) label: String,
     pub(crate) bytes: Bytes,
-    pub(crate) until: Millis,
-}
-
-/// A claim whose time is over.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Expired {
-    /// A hold that its client did not renew.
-    Hold(HoldId),
-    /// A reservation of another program.
-    Reservation {
-        id: ReservationId,
-        /// What the reservation was for, in its owner's words.
-        label: String,
-        /// Bytes that were reserved.
-        bytes: Bytes,
-    },
-    /// A component that was unused for its whole keep-alive: the janitor may evict it.
-    KeepAlive(ComponentId),
-    /// Evicted bytes that the driver never showed as free. They count as foreign from here on.
-    Late(Bytes),
 }
 
 impl Ledger {
@@ -98,8 +72,8 @@ impl Ledger {
         self.pins.iter()
     }
 
-    /// Keeps components on the card for a client until `until`. Replaces a hold with the same id.
-    pub fn hold(&mut self, hold: HoldId, mut components: Vec<ComponentId>, until: Millis) {
+    /// Keeps components on the card for a client until the hold is released. Replaces a hold with the same id.
+    pub fn hold(&mut self, hold: HoldId, mut components: Vec<ComponentId>) {
         self.release_hold(&hold);
         components.sort_unstable();
         components.dedup();
@@ -108,29 +82,20 @@ impl Ledger {
                 resident.held += 1;
             }
         }
-        self.holds.insert(hold, Hold { components, until });
+        self.holds.insert(hold, components);
     }
 
     /// All holds with their components, which are sorted.
     pub fn holds(&self) -> impl Iterator<Item = (&HoldId, &[ComponentId])> {
-        self.holds.iter().map(|(id, hold)| (id, &hold.components[..]))
-    }
-
-    /// Extends a hold to `until`; never shortens it. False if there is no such hold.
-    pub fn renew_hold(&mut self, hold: &HoldId, until: Millis) -> bool {
-        let Some(hold) = self.holds.get_mut(hold) else {
-            return false;
-        };
-        hold.until = hold.until.max(until);
-        true
+        self.holds.iter().map(|(id, components)| (id, &components[..]))
     }
 
     /// Removes a hold. False if there was none.
     pub fn release_hold(&mut self, hold: &HoldId) -> bool {
-        let Some(hold) = self.holds.remove(hold) else {
+        let Some(components) = self.holds.remove(hold) else {
             return false;
         };
-        for id in &hold.components {
+        for id in &components {
             if let Some(resident) = self.residents.get_mut(id) {
                 resident.held = resident.held.saturating_sub(1);
             }
@@ -138,14 +103,14 @@ impl Ledger {
         true
     }
 
-    /// Reserves bytes for another program until `until`. Replaces a reservation with the same id. Growth of foreign
-    /// memory from now on counts as use of reservations first.
-    pub fn reserve(&mut self, r: ReservationId, label: String, bytes: Bytes, until: Millis) {
+    /// Reserves bytes for another program until the reservation is released. Replaces a reservation with the same id.
+    /// Growth of foreign memory from now on counts as use of reservations first.
+    pub fn reserve(&mut self, r: ReservationId, label: String, bytes: Bytes) {
         self.release_reservation(&r);
         if self.reservations.is_empty() {
             self.foreign_before_reservations = self.book.foreign;
         }
-        self.reservations.insert(r, Reservation { label, bytes, until });
+        self.reservations.insert(r, Reservation { label, bytes });
     }
 
     /// What others held when the first of the reservations was made; `None` without one.
@@ -176,54 +141,6 @@ impl Ledger {
         true
     }
 
-    /// Sets the time until which the janitor must not evict a component; `None` leaves it to the janitor's policy.
-    /// False if the component is not on the card. Callers renew it with every stage.
-    pub fn set_keep_alive(&mut self, id: &ComponentId, until: Option<Millis>) -> bool {
-        let Some(resident) = self.residents.get_mut(id) else {
-            return false;
-        };
-        resident.keep_alive = until;
-        resident.lapsed = false;
-        true
-    }
-
-    /// Removes holds and reservations that have expired, and reports keep-alives that have (each once) and late bytes
-    /// that were written off.
-    pub fn expire(&mut self, now: Millis) -> Vec<Expired> {
-        let mut expired = Vec::new();
-        let holds: Vec<HoldId> = self
-            .holds
-            .iter()
-            .filter(|(_, h)| h.until <= now)
-            .map(|(id, _)| id.clone())
-            .collect();
-        for id in holds {
-            self.release_hold(&id);
-            expired.push(Expired::Hold(id));
-        }
-        let over = self.reservations.iter().filter(|(_, r)| r.until <= now);
-        let over: Vec<_> = over
-            .map(|(id, r)| (id.clone(), r.label.clone(), r.bytes))
-            .collect();
-        for (id, label, bytes) in over {
-            self.release_reservation(&id);
-            expired.push(Expired::Reservation { id, label, bytes });
-        }
-        for resident in self.residents.values_mut() {
-            if !resident.lapsed && resident.keep_alive_is_over(now) {
-                resident.lapsed = true;
-                expired.push(Expired::KeepAlive(resident.component.id.clone()));
-            }
-        }
-        if self.late > Bytes::ZERO {
-            let since = *self.late_since.get_or_insert(now);
-            if now.since(since) >= LATE_AT_MOST_MS {
-                expired.push(Expired::Late(self.write_off_late()));
-            }
-        }
-        expired
-    }
-
     /// Bytes of all reservations, used or not.
     pub(crate) fn reserved(&self) -> Bytes {
         self.reservations.values().map(|r| r.bytes).sum()
@@ -237,7 +154,7 @@ impl Ledger {
     pub(crate) fn holds_on(&self, id: &ComponentId) -> u32 {
         self.holds
             .values()
-            .filter(|h| h.components.binary_search(id).is_ok())
+            .filter(|components| components.binary_search(id).is_ok())
             .count() as u32
     }
 }

@@ -76,7 +76,7 @@ fn fallbacks_may_wait_for_our_memory_but_not_for_foreign_memory() {
     let mut reserved = card_with(&[]);
     let small = [alternative("small", 1, &[&component("small", 2)], 2)];
     let id = ReservationId::new("game");
-    reserved.reserve(id.clone(), "a game".into(), Bytes::gib(12), Millis(9));
+    reserved.reserve(id.clone(), "a game".into(), Bytes::gib(12));
     assert_eq!(offered(&reserved, &asked), [], "a reservation may last for a day");
     assert_eq!(offered(&reserved, &small), [("small".into(), Fits::Now)]);
     reserved.release_reservation(&id);

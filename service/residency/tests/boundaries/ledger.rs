@@ -1,6 +1,6 @@
 use residency::{
-    Accounts, Bytes, ComponentId, DriverTruth, Expired, HoldId, Holder, LATE_AT_MOST_MS, Ledger, LedgerError,
-    Millis, ReservationId, ResidentState,
+    Accounts, Bytes, ComponentId, DriverTruth, HoldId, Holder, LATE_AT_MOST_MS, Ledger, LedgerError, Millis,
+    ReservationId, ResidentState,
 };
 
 use crate::given::{card_with, component, evict, load, stage, truth, use_at};
@@ -152,9 +152,10 @@ fn late_bytes_become_foreign_when_they_never_come_back() {
         ..truth(&ledger)
     });
     let over = Millis(1_000 + LATE_AT_MOST_MS);
-    assert_eq!(ledger.next_deadline(), Some(over));
-    assert_eq!(ledger.expire(Millis(over.0 - 1)), []);
-    assert_eq!(ledger.expire(over), [Expired::Late(Bytes::gib(9))]);
+    assert_eq!(ledger.write_off_late(Millis(over.0 - 1)), Bytes::ZERO);
+    assert_eq!(ledger.late(), Bytes::gib(9));
+    assert_eq!(ledger.write_off_late(over), Bytes::gib(9));
+    assert_eq!(ledger.write_off_late(over), Bytes::ZERO);
     assert_eq!(
         (ledger.late(), ledger.accounts().foreign),
         (Bytes::ZERO, Bytes::gib(9))
@@ -178,7 +179,7 @@ fn written_off_bytes_are_not_late_again_after_the_next_eviction() {
         free: Bytes::gib(11),
         ..truth(&ledger)
     });
-    assert_eq!(ledger.write_off_late(), Bytes::gib(9));
+    assert_eq!(ledger.write_off_late(Millis(LATE_AT_MOST_MS)), Bytes::gib(9));
     evict(&mut ledger, &b, T0);
     ledger.reconcile(&DriverTruth {
         free: Bytes::gib(15),
@@ -292,27 +293,18 @@ fn a_pin_prevents_eviction_and_applies_to_a_later_load() {
 }
 
 #[test]
-fn holds_are_counted_renewed_replaced_and_expire_on_time() {
+fn holds_are_counted_replaced_and_released() {
     let (a, b) = (component("a", 1), component("b", 1));
     let mut ledger = card_with(&[&a]);
     let held = |ledger: &Ledger, id: &ComponentId| ledger.resident(id).unwrap().held;
     let (mine, yours) = (HoldId::new("mine"), HoldId::new("yours"));
-    ledger.hold(
-        mine.clone(),
-        vec![a.id.clone(), b.id.clone(), a.id.clone()],
-        Millis(100),
-    );
-    ledger.hold(yours.clone(), vec![a.id.clone()], Millis(200));
+    ledger.hold(mine.clone(), vec![a.id.clone(), b.id.clone(), a.id.clone()]);
+    ledger.hold(yours.clone(), vec![a.id.clone()]);
     load(&mut ledger, &b, T0);
     assert_eq!((held(&ledger, &a.id), held(&ledger, &b.id)), (2, 1));
     assert!(!ledger.resident(&b.id).unwrap().is_idle());
-    assert!(ledger.renew_hold(&mine, Millis(300)));
-    assert!(ledger.renew_hold(&mine, Millis(150)), "a renewal never shortens");
-    assert!(!ledger.renew_hold(&HoldId::new("nobody's"), Millis(300)));
-    assert_eq!(ledger.next_deadline(), Some(Millis(200)));
-    assert_eq!(ledger.expire(Millis(199)), []);
-    assert_eq!(ledger.expire(Millis(200)), [Expired::Hold(yours)]);
-    ledger.hold(mine.clone(), vec![a.id.clone()], Millis(400));
+    assert!(ledger.release_hold(&yours));
+    ledger.hold(mine.clone(), vec![a.id.clone()]);
     assert_eq!((held(&ledger, &a.id), held(&ledger, &b.id)), (1, 0));
     assert!(ledger.release_hold(&mine) && !ledger.release_hold(&mine));
     assert_eq!(held(&ledger, &a.id), 0);
@@ -322,7 +314,7 @@ fn holds_are_counted_renewed_replaced_and_expire_on_time() {
 fn a_reservation_is_not_usable_whether_it_was_taken_or_not() {
     let mut ledger = card_with(&[]);
     let id = ReservationId::new("game");
-    ledger.reserve(id.clone(), "a game".into(), Bytes::gib(8), Millis(100));
+    ledger.reserve(id.clone(), "a game".into(), Bytes::gib(8));
     assert_eq!(ledger.usable(), Bytes::gib(16));
     for taken in [3, 8] {
         ledger.reconcile(&DriverTruth {
@@ -342,12 +334,7 @@ fn a_reservation_is_not_usable_whether_it_was_taken_or_not() {
         Bytes::gib(16),
         "it gave back, and may take again"
     );
-    let expired = Expired::Reservation {
-        id: id.clone(),
-        label: "a game".into(),
-        bytes: Bytes::gib(8),
-    };
-    assert_eq!(ledger.expire(Millis(100)), [expired]);
+    assert!(ledger.release_reservation(&id));
     assert_eq!(ledger.usable(), Bytes::gib(24));
     assert!(!ledger.release_reservation(&id));
 }
@@ -360,7 +347,7 @@ fn freed_foreign_memory_does_not_hide_use_of_a_reservation() {
         ..truth(&card_with(&[]))
     };
     ledger.reconcile(&others(5));
-    ledger.reserve(ReservationId::new("r"), "r".into(), Bytes::gib(8), Millis(100));
+    ledger.reserve(ReservationId::new("r"), "r".into(), Bytes::gib(8));
     for (gib, usable) in [(5, 11), (2, 14), (10, 14)] {
         ledger.reconcile(&others(gib));
         assert_eq!(ledger.usable(), Bytes::gib(usable));
@@ -371,8 +358,8 @@ fn freed_foreign_memory_does_not_hide_use_of_a_reservation() {
 fn the_end_of_one_reservation_does_not_touch_another() {
     let mut ledger = card_with(&[]);
     let (a, b) = (ReservationId::new("a"), ReservationId::new("b"));
-    ledger.reserve(a.clone(), "a".into(), Bytes::gib(4), Millis(100));
-    ledger.reserve(b.clone(), "b".into(), Bytes::gib(6), Millis(100));
+    ledger.reserve(a.clone(), "a".into(), Bytes::gib(4));
+    ledger.reserve(b.clone(), "b".into(), Bytes::gib(6));
     ledger.reconcile(&DriverTruth {
         free: Bytes::gib(20),
         ..truth(&ledger)
@@ -386,20 +373,6 @@ fn the_end_of_one_reservation_does_not_touch_another() {
     );
     assert!(ledger.release_reservation(&b));
     assert_eq!(ledger.usable(), Bytes::gib(20));
-}
-
-#[test]
-fn an_expired_keep_alive_is_reported_once_per_renewal() {
-    let c = component("c", 1);
-    let mut ledger = card_with(&[&c]);
-    assert!(!ledger.set_keep_alive(&ComponentId::new("nothing"), None));
-    for until in [Millis(10), Millis(20)] {
-        assert!(ledger.set_keep_alive(&c.id, Some(until)));
-        assert_eq!(ledger.next_deadline(), Some(until));
-        assert_eq!(ledger.expire(until), [Expired::KeepAlive(c.id.clone())]);
-        assert_eq!(ledger.expire(until), []);
-        assert_eq!(ledger.next_deadline(), None);
-    }
 }
 
 #[test]
@@ -431,7 +404,7 @@ fn holders_are_listed_by_name_with_their_bytes() {
     let mut ledger = card_with(&[&a, &b, &c]);
     ledger.lease(&stage(&[&a], Bytes::gib(1)), T0).unwrap();
     ledger.pin(b.id.clone());
-    ledger.reserve(ReservationId::new("r"), "a game".into(), Bytes::gib(5), Millis(9));
+    ledger.reserve(ReservationId::new("r"), "a game".into(), Bytes::gib(5));
     let python = Holder {
         name: "python".into(),
         pid: Some(42),
@@ -460,7 +433,7 @@ fn holders_are_listed_by_name_with_their_bytes() {
 }
 
 #[test]
-fn a_load_whose_memory_another_process_took_is_overbooked() {
+fn a_load_whose_memory_another_process_took_is_booked_as_far_as_it_can_be() {
     let (mut ledger, c) = (card_with(&[]), component("c", 20));
     ledger.begin_load(&c, T0).unwrap();
     ledger.reconcile(&DriverTruth {
@@ -468,7 +441,6 @@ fn a_load_whose_memory_another_process_took_is_overbooked() {
         components: Bytes::gib(5),
         ..truth(&ledger)
     });
-    assert_eq!(ledger.overbooked(), Bytes::gib(5));
     assert_eq!(
         (ledger.accounts().components, ledger.accounts().foreign),
         (Bytes::gib(15), Bytes::gib(9))
@@ -488,8 +460,8 @@ fn a_snapshot_survives_serialization() {
     use_at(&mut ledger, &a, 3, Millis(5));
     ledger.lease(&stage(&[&a], Bytes::gib(1)), Millis(6)).unwrap();
     ledger.pin(b.id.clone());
-    ledger.hold(HoldId::new("h"), vec![a.id.clone()], Millis(9));
-    ledger.reserve(ReservationId::new("r"), "r".into(), Bytes::gib(1), Millis(9));
+    ledger.hold(HoldId::new("h"), vec![a.id.clone()]);
+    ledger.reserve(ReservationId::new("r"), "r".into(), Bytes::gib(1));
     let text = serde_json::to_string(&ledger).unwrap();
     assert_eq!(serde_json::from_str::<Ledger>(&text).unwrap(), ledger);
 }

@@ -1,7 +1,6 @@
 //! Unit tests of each module at its boundaries, and properties over all of them.
 #![allow(clippy::unwrap_used, reason = "a test, in modules of its own")]
 
-mod choose;
 mod fallback;
 mod given;
 mod ledger;

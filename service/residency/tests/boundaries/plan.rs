@@ -1,9 +1,10 @@
 use residency::{
-    Bytes, Component, ComponentId, DriverTruth, HoldId, IdlePolicy, Ledger, Millis, Move, Policy,
-    ReservationId, StageNeed, Verdict, WaitCause, idle_moves, large_from, make_room, plan, plan_low_memory,
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
+    StageNeed, Verdict, WaitCause, large_from, make_room, plan, plan_low_memory, predicted_move_seconds,
+    should_trim,
 };
 
-use crate::given::{card_with, component, evict, stage, truth, use_at};
+use crate::given::{card_with, component, evict, load, stage, truth, use_at};
 
 const NOW: Millis = Millis(60_000);
 
@@ -66,8 +67,8 @@ fn loads_keep_the_order_of_the_stage() {
 
 #[test]
 fn headroom_is_never_planned_into() {
-    let (mut ledger, c) = (card_with(&[]), component("c", 20));
-    ledger.set_headroom(Bytes::gib(1));
+    let ledger = Ledger::new(Bytes::gib(24), Bytes::gib(1));
+    let c = component("c", 20);
     let never = Verdict::Never {
         needed: Bytes::gib(24),
         capacity: Bytes::gib(23),
@@ -98,15 +99,6 @@ fn frequently_or_recently_used_components_stay() {
     ledger.reconcile(&truth(&ledger));
     let verdict = plan(&ledger, &stage(&[&new], Bytes::gib(4)), Policy::Shared, later);
     assert_eq!(verdict, run([evict_of(&a), load_of(&new)]));
-}
-
-#[test]
-fn components_past_their_keep_alive_are_evicted_first() {
-    let (a, mut b, new) = (component("a", 8), component("b", 8), component("new", 8));
-    b.reload_seconds = 100.0;
-    let mut ledger = card_with(&[&a, &b]);
-    ledger.set_keep_alive(&b.id, Some(NOW));
-    assert_eq!(shared(&ledger, &[&new], 4), run([evict_of(&b), load_of(&new)]));
 }
 
 #[test]
@@ -182,7 +174,8 @@ fn slack_is_usable_and_trimmed_only_where_a_load_needs_it() {
     assert_eq!(shared(&ledger, &[], 24), run([]));
     ledger.reconcile(&slack(10));
     assert_eq!(shared(&ledger, &[&c], 14), run([load_of(&c)]));
-    ledger.set_headroom(Bytes(1)); // has to stay free at the driver
+    ledger = Ledger::new(Bytes::gib(24), Bytes(1)); // has to stay free at the driver
+    ledger.reconcile(&slack(10));
     assert_eq!(shared(&ledger, &[&c], 1), run([Move::Trim, load_of(&c)]));
 }
 
@@ -217,12 +210,7 @@ fn a_wait_names_the_claim_whose_release_would_be_enough() {
     evict(&mut ledger, &a, NOW);
     assert_eq!(shared(&ledger, &[&new], 0), wait(4, WaitCause::LateEviction));
     ledger.reconcile(&truth(&ledger));
-    ledger.reserve(
-        ReservationId::new("r"),
-        "r".into(),
-        Bytes::gib(10),
-        Millis(u64::MAX),
-    );
+    ledger.reserve(ReservationId::new("r"), "r".into(), Bytes::gib(10));
     assert_eq!(shared(&ledger, &[&new], 0), wait(6, WaitCause::Reservation));
     ledger.release_reservation(&ReservationId::new("r"));
     ledger.reconcile(&DriverTruth {
@@ -236,7 +224,7 @@ fn a_wait_names_the_claim_whose_release_would_be_enough() {
 fn a_held_component_is_waited_for_like_a_busy_one() {
     let (a, new) = (component("a", 16), component("new", 16));
     let mut ledger = card_with(&[&a]);
-    ledger.hold(HoldId::new("h"), vec![a.id.clone()], Millis(u64::MAX));
+    ledger.hold(HoldId::new("h"), vec![a.id.clone()]);
     assert_eq!(shared(&ledger, &[&new], 0), wait(8, WaitCause::Leases));
     assert_eq!(shared(&ledger, &[&a], 8), run([]), "its own stage runs on it");
 }
@@ -295,8 +283,8 @@ fn late_bytes_cause_a_wait_and_no_refusal() {
 #[test]
 fn a_stage_without_demand_runs_on_an_overdrawn_card() {
     let c = component("c", 8);
-    let mut ledger = card_with(&[&c]);
-    ledger.set_headroom(Bytes::gib(16));
+    let mut ledger = Ledger::new(Bytes::gib(24), Bytes::gib(16));
+    load(&mut ledger, &c, NOW);
     ledger.reconcile(&DriverTruth {
         free: Bytes::gib(1),
         ..truth(&ledger)
@@ -347,43 +335,51 @@ fn room_for_other_programs_is_free_at_the_driver() {
 }
 
 #[test]
-fn the_janitor_trims_above_its_limit_only() {
-    let mut ledger = card_with(&[]);
-    let limit = IdlePolicy::default();
-    assert_eq!(limit.slack_limit, Bytes::mib(512));
-    for (slack, moves) in [
-        (Bytes::mib(512), vec![]),
-        (Bytes::mib(512) + Bytes(1), vec![Move::Trim]),
-    ] {
-        ledger.reconcile(&DriverTruth {
+fn the_janitor_trims_above_its_limit_and_while_nothing_runs_or_moves() {
+    let (c, limit) = (component("c", 1), Bytes::mib(512));
+    let mut ledger = card_with(&[&c]);
+    let with_slack = |ledger: &mut Ledger, slack: Bytes| {
+        let shown = DriverTruth {
             slack,
-            free: Bytes::gib(24) - slack,
-            ..DriverTruth::default()
-        });
-        assert_eq!(idle_moves(&ledger, NOW, limit), moves);
-    }
-    ledger.lease(&stage(&[], Bytes::ZERO), NOW).unwrap();
-    assert_eq!(idle_moves(&ledger, NOW, limit), [], "something runs");
+            free: Bytes::gib(23) - slack,
+            ..truth(ledger)
+        };
+        ledger.reconcile(&shown);
+        should_trim(ledger, limit)
+    };
+    let above = limit + Bytes(1);
+    assert!(!with_slack(&mut ledger, limit));
+    assert!(with_slack(&mut ledger, above));
+    let lease = ledger.lease(&stage(&[&c], Bytes::ZERO), NOW).unwrap();
+    assert!(!with_slack(&mut ledger, above), "a stage runs");
+    ledger.release(lease, NOW).unwrap();
+    ledger.begin_evict(&c.id).unwrap();
+    assert!(!with_slack(&mut ledger, above), "a component is leaving");
+    ledger.abort_evict(&c.id).unwrap();
+    assert!(with_slack(&mut ledger, above));
+}
+
+fn seconds(ledger: &Ledger, gib: u64) -> f64 {
+    let need = stage(&[&component("c", gib)], Bytes::ZERO);
+    predicted_move_seconds(ledger, &need, Policy::Shared, NOW)
 }
 
 #[test]
-fn the_janitor_evicts_components_after_their_idle_time() {
-    let [kept, lapsed, idle, used, pinned] =
-        ["kept", "lapsed", "idle", "used", "pinned"].map(|name| component(name, 1));
-    let mut ledger = card_with(&[&kept, &lapsed, &idle, &used, &pinned]);
-    ledger.set_keep_alive(&kept.id, Some(Millis(NOW.0 + 1)));
-    ledger.set_keep_alive(&lapsed.id, Some(NOW));
-    ledger.pin(pinned.id.clone());
-    use_at(&mut ledger, &used, 1, Millis(1));
-    let policy = |after| IdlePolicy {
-        unload_all_after_ms: after,
-        ..IdlePolicy::default()
-    };
-    assert_eq!(idle_moves(&ledger, NOW, policy(None)), [evict_of(&lapsed)]);
-    assert_eq!(
-        idle_moves(&ledger, NOW, policy(Some(NOW.0))),
-        [evict_of(&idle), evict_of(&lapsed)]
-    );
+fn a_warm_card_moves_nothing_and_a_full_one_evicts_too() {
+    let c = component("c", 10);
+    assert_eq!(seconds(&card_with(&[&c]), 10), 0.0);
+    assert_eq!(seconds(&card_with(&[]), 10), 10.0);
+    let full = seconds(&card_with(&[&component("other", 20)]), 10);
+    assert!((10.01..10.1).contains(&full), "{full}");
+    assert_eq!(seconds(&card_with(&[]), 25), f64::INFINITY);
+}
+
+#[test]
+fn moves_after_a_wait_are_counted() {
+    let busy = component("busy", 20);
+    let mut ledger = card_with(&[&busy]);
+    ledger.lease(&stage(&[&busy], Bytes::ZERO), NOW).unwrap();
+    assert_eq!(seconds(&ledger, 10), 10.0);
 }
 
 #[test]

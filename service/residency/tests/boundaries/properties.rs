@@ -71,7 +71,7 @@ fn build(given: &Given) -> (Ledger, StageNeed, DriverTruth) {
                     .unwrap(),
             ),
             1 => ledger.pin(c.id.clone()),
-            2 => ledger.hold(HoldId::new("h"), vec![c.id.clone()], Millis(u64::MAX)),
+            2 => ledger.hold(HoldId::new("h"), vec![c.id.clone()]),
             _ => {}
         }
         here.push(c);
@@ -86,12 +86,7 @@ fn build(given: &Given) -> (Ledger, StageNeed, DriverTruth) {
     };
     ledger.reconcile(&truth);
     if given.reserved > 0 {
-        ledger.reserve(
-            ReservationId::new("r"),
-            "r".into(),
-            Bytes(given.reserved),
-            Millis(u64::MAX),
-        );
+        ledger.reserve(ReservationId::new("r"), "r".into(), Bytes(given.reserved));
     }
     let mut wanted: Vec<Component> = here.into_iter().take(given.reused).collect();
     wanted.extend(

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use residency::{
-    Bytes, Component, ComponentId, HoldId, IdlePolicy, Ledger, Millis, Move, Policy, ReservationId,
-    ScratchBook, Verdict, idle_moves, make_room,
+    Bytes, Component, ComponentId, HoldId, Ledger, Millis, Move, Policy, ReservationId, ScratchBook, Verdict,
+    make_room, should_trim,
 };
 
 use crate::card::Card;
@@ -32,7 +32,7 @@ pub(crate) struct Stats {
     pub(crate) overtakings: u64,
     pub(crate) expired: u64,
     pub(crate) reservations: u64,
-    pub(crate) idle_moves: u64,
+    pub(crate) idle_trims: u64,
 }
 
 impl Stats {
@@ -55,7 +55,7 @@ impl Stats {
             &mut self.overtakings,
             &mut self.expired,
             &mut self.reservations,
-            &mut self.idle_moves,
+            &mut self.idle_trims,
         ]
     }
 
@@ -95,6 +95,8 @@ pub(crate) struct World {
     pub(crate) running: Vec<Running>,
     pub(crate) pins: BTreeSet<ComponentId>,
     pub(crate) holds: BTreeMap<HoldId, (Vec<ComponentId>, Millis)>,
+    /// Reservations and when each ends.
+    reservations: BTreeMap<ReservationId, Millis>,
     /// Result of the last call of `chance`.
     pub(crate) chance_now: bool,
 }
@@ -148,6 +150,7 @@ impl World {
             running: Vec::new(),
             pins: BTreeSet::new(),
             holds: BTreeMap::new(),
+            reservations: BTreeMap::new(),
             chance_now: false,
         }
     }
@@ -157,13 +160,8 @@ impl World {
         let jump = if self.chance(0.05) { 3_000 } else { 60 };
         self.now = self.now.after(self.up_to(jump));
         self.card.tick(self.now);
-        self.stats.expired += self.ledger.expire(self.now).len() as u64;
-        assert!(
-            self.ledger.next_deadline().is_none_or(|at| at > self.now),
-            "a deadline was not met"
-        );
-        let now = self.now;
-        self.holds.retain(|_, (_, until)| *until > now);
+        self.ledger.write_off_late(self.now);
+        self.release_what_expired();
         if open {
             self.something_happens()?;
         }
@@ -174,10 +172,21 @@ impl World {
         self.check()
     }
 
+    /// The ledger keeps no times to live: whoever does releases what is over.
+    fn release_what_expired(&mut self) {
+        let (now, ledger) = (self.now, &mut self.ledger);
+        let before = self.holds.len() + self.reservations.len();
+        self.holds
+            .retain(|id, (_, until)| *until > now || !ledger.release_hold(id));
+        self.reservations
+            .retain(|id, until| *until > now || !ledger.release_reservation(id));
+        self.stats.expired += (before - self.holds.len() - self.reservations.len()) as u64;
+    }
+
     fn something_happens(&mut self) -> Result<(), Violation> {
         let any = self.up_to(10) as usize;
         let id = self.components[any].id.clone();
-        match self.up_to(20) {
+        match self.up_to(19) {
             0..=6 if self.queue.len() < QUEUE_AT_MOST => {
                 let kind = self.up_to(self.kinds.len() as u64) as usize;
                 let low_memory = self.chance(0.03);
@@ -204,7 +213,7 @@ impl World {
             13 => {
                 let hold = HoldId::new(format!("{}", self.up_to(2)));
                 let until = self.now.after(1 + self.up_to(4_000));
-                self.ledger.hold(hold.clone(), vec![id.clone()], until);
+                self.ledger.hold(hold.clone(), vec![id.clone()]);
                 self.holds.insert(hold, (vec![id], until));
             }
             14 => {
@@ -216,18 +225,17 @@ impl World {
             }
             15 => self.reserve()?,
             16 => {
-                self.ledger.release_reservation(&ReservationId::new("0"));
+                let id = ReservationId::new("0");
+                assert_eq!(
+                    self.ledger.release_reservation(&id),
+                    self.reservations.remove(&id).is_some()
+                );
             }
             17 => {
                 let component = self.components[any].clone();
                 self.evict(&component, false)?; // an explicit unload
             }
-            18 => {
-                let until = self.chance(0.5).then(|| self.now.after(self.up_to(2_000)));
-                self.ledger.set_keep_alive(&id, until);
-                self.stats.expired += self.ledger.expire(self.now).len() as u64;
-            }
-            _ => self.janitor()?,
+            _ => self.janitor(),
         }
         Ok(())
     }
@@ -246,25 +254,20 @@ impl World {
         self.carry_out(&moves)?;
         self.stats.reservations += 1;
         let until = self.now.after(1 + self.up_to(5_000));
-        self.ledger.reserve(id, "another".into(), bytes, until);
+        self.ledger.reserve(id.clone(), "another".into(), bytes);
+        self.reservations.insert(id, until);
         if self.chance(0.5) {
             self.card.foreign += bytes.min(self.card.free());
         }
         Ok(())
     }
 
-    /// The janitor works only while nothing runs.
-    fn janitor(&mut self) -> Result<(), Violation> {
-        if self.mover.is_some() || !self.running.is_empty() {
-            return Ok(());
+    fn janitor(&mut self) {
+        if self.mover.is_none() && should_trim(&self.ledger, Bytes::mib(512)) {
+            self.stats.idle_trims += 1;
+            self.trim();
+            self.ledger.reconcile(&self.card.truth());
         }
-        let policy = IdlePolicy {
-            unload_all_after_ms: Some(4_000),
-            ..IdlePolicy::default()
-        };
-        let moves = idle_moves(&self.ledger, self.now, policy);
-        self.stats.idle_moves += moves.len() as u64;
-        self.carry_out(&moves)
     }
 
     fn carry_out(&mut self, moves: &[Move]) -> Result<(), Violation> {
@@ -291,8 +294,9 @@ impl World {
         for id in std::mem::take(&mut self.holds).into_keys() {
             self.ledger.release_hold(&id);
         }
-        self.ledger.release_reservation(&ReservationId::new("0"));
-        self.ledger.release_reservation(&ReservationId::new("1"));
+        for id in std::mem::take(&mut self.reservations).into_keys() {
+            self.ledger.release_reservation(&id);
+        }
         let mut patience = 5_000;
         while self.mover.is_some() || !self.running.is_empty() || !self.queue.is_empty() {
             self.turn(false)?;

@@ -206,10 +206,9 @@ fn ledger() -> Ledger {
     };
     ledger.lease(&need, Millis(7)).unwrap();
     ledger.pin(vae.id.clone());
-    ledger.set_keep_alive(&clip.id, Some(Millis(900)));
-    ledger.hold(HoldId::new("hold-1"), vec![clip.id.clone()], Millis(800));
+    ledger.hold(HoldId::new("hold-1"), vec![clip.id.clone()]);
     let label = "a game".to_owned();
-    ledger.reserve(ReservationId::new("r-1"), label, Bytes::gib(6), Millis(700));
+    ledger.reserve(ReservationId::new("r-1"), label, Bytes::gib(6));
     ledger.reconcile(&DriverTruth {
         total: Bytes::gib(24),
         free: Bytes::gib(10),
