@@ -14,7 +14,8 @@ use std::path::Path;
 use std::time::Instant;
 
 use gpu::{
-    CheckpointFile, DeviceSpec, LoadPlan, MemoryProfile, ProfileName, Target, TensorSource, WeightFormat,
+    CheckpointFile, DeviceSpec, LoadPlan, MemoryProfile, ProfileName, SourcePiece, Target, TensorSource,
+    WeightFormat,
 };
 use residency::{Bytes, Component, ComponentId};
 
@@ -43,7 +44,8 @@ fn main() -> Result<(), Failure> {
     for file in arguments {
         sources.extend(sources_of(Path::new(&file), format)?);
     }
-    let read: Bytes = sources.iter().map(TensorSource::bytes_in_file).sum();
+    let pieces = sources.iter().flat_map(|source| &source.pieces);
+    let read = Bytes(pieces.map(SourcePiece::length).sum());
     let plan = LoadPlan::Files(sources);
     let component = Component {
         id: ComponentId::new("swept"),

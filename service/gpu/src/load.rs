@@ -146,11 +146,6 @@ impl TensorSource {
         self.target.bytes(&self.shape)
     }
 
-    /// Bytes that are read for it.
-    pub fn bytes_in_file(&self) -> Bytes {
-        Bytes(self.pieces.iter().map(SourcePiece::length).sum())
-    }
-
     /// The files of its pieces, in order.
     pub fn files(&self) -> impl Iterator<Item = &Arc<Path>> {
         self.pieces.iter().filter_map(|piece| match piece {
@@ -223,6 +218,21 @@ pub enum LoadError {
     /// The file contradicts its header.
     #[error("{} is damaged: {problem}", file.display())]
     Damaged { file: PathBuf, problem: String },
+    /// A tensor is stored in a type that this build cannot read.
+    #[error(
+        "cannot read {}: tensor {tensor} is stored as {stored}{}",
+        file.display(),
+        readable.as_ref().map(|readable| format!("; what is read is {readable}")).unwrap_or_default()
+    )]
+    UnsupportedTensor {
+        file: PathBuf,
+        /// Name in the file.
+        tensor: String,
+        /// Name of the type.
+        stored: String,
+        /// The types that are read from files of this format, where it has many others.
+        readable: Option<String>,
+    },
     /// A weight to be quantized contains NaN or an infinity. (Weights that are stored quantized or stay in full
     /// precision may contain them.)
     #[error(

@@ -291,7 +291,7 @@ fn files_that_changed_are_reported_as_damaged() {
     let mut gone = whole;
     let range = ByteRange {
         offset: 0,
-        length: gone.bytes_in_file().0,
+        length: gone.pieces.iter().map(SourcePiece::length).sum(),
     };
     gone.pieces = pieces(Path::new("/nowhere/w.safetensors"), &[range]);
     assert!(matches!(load_one(&mut card(), gone), Err(LoadError::Io { .. })));

@@ -41,11 +41,12 @@ fn damaged(bytes: &[u8], words: &str) {
     }
 }
 
-/// Asserts an error `Unsupported` with these words.
+/// Asserts an error `Unsupported` or `UnsupportedTensor` with these words.
 #[track_caller]
 fn unsupported(bytes: &[u8], words: &str) {
     match open_bytes(bytes) {
-        Err(LoadError::Unsupported(message)) => {
+        Err(error @ (LoadError::Unsupported(_) | LoadError::UnsupportedTensor { .. })) => {
+            let message = error.to_string();
             assert!(message.contains(words), "{message} lacks {words:?}");
         }
         other => panic!("not refused as unsupported ({words}): {other:?}"),

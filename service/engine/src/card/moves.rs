@@ -79,6 +79,7 @@ impl From<LoadError> for MoveError {
             LoadError::Io { .. }
             | LoadError::Damaged { .. }
             | LoadError::NotFinite { .. }
+            | LoadError::UnsupportedTensor { .. }
             | LoadError::Unsupported(_) => MoveError::Model(error.to_string()),
             LoadError::Lost(reason) => MoveError::Lost(reason),
         }

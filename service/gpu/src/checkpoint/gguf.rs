@@ -355,10 +355,12 @@ impl TensorInfo {
                 .iter()
                 .find(|(unread, _)| *unread == number)
                 .map_or_else(|| format!("type {number}"), |(_, name)| (*name).to_owned());
-            Problem::Unsupported(format!(
-                "tensor {name} is stored as {type_name}; what is read is F32, F16, BF16, F64, I8, I64, {}",
-                GgufType::ALL.map(GgufType::as_str).join(", ")
-            ))
+            let blocks = GgufType::ALL.map(GgufType::as_str).join(", ");
+            Problem::UnsupportedTensor {
+                tensor: name.clone(),
+                stored: type_name,
+                readable: Some(format!("F32, F16, BF16, F64, I8, I64, {blocks}")),
+            }
         })?;
         let offset = header.u64()?;
         let info = TensorInfo {

@@ -87,8 +87,8 @@ impl CheckpointFile {
     ///
     /// # Errors
     /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Damaged`] if it is truncated or its header
-    /// contradicts itself or the file, [`LoadError::Unsupported`] if a tensor is stored in a type that this build
-    /// cannot read, or a pickle is more than a state dict. The message names the tensor.
+    /// contradicts itself or the file, [`LoadError::UnsupportedTensor`] if a tensor is stored in a type that this
+    /// build cannot read, [`LoadError::Unsupported`] if a pickle is more than a state dict.
     pub fn open(path: &Path) -> Result<CheckpointFile, LoadError> {
         let io = |source| LoadError::Io {
             file: path.to_owned(),
@@ -150,28 +150,17 @@ impl CheckpointFile {
             target,
         ))
     }
-
-    /// Checks that the file is still the one whose header was read.
-    ///
-    /// # Errors
-    /// [`LoadError::Damaged`] if it was replaced or written since, [`LoadError::Io`] if it is gone.
-    pub fn verify_unchanged(&self) -> Result<(), LoadError> {
-        let io = |source| LoadError::Io {
-            file: self.path.to_path_buf(),
-            source,
-        };
-        let now = FileStamp::at(&self.path).map_err(io)?;
-        if now == self.stamp {
-            return Ok(());
-        }
-        Err(Problem::Damaged("it changed since its header was read".to_owned()).at(&self.path))
-    }
 }
 
 /// A problem before it is attributed to a file.
 enum Problem {
     Damaged(String),
     Unsupported(String),
+    UnsupportedTensor {
+        tensor: String,
+        stored: String,
+        readable: Option<String>,
+    },
     Io(std::io::Error),
 }
 
@@ -193,6 +182,16 @@ impl Problem {
             Problem::Unsupported(problem) => {
                 LoadError::Unsupported(format!("{}: {}", path.display(), shortened(problem)))
             }
+            Problem::UnsupportedTensor {
+                tensor,
+                stored,
+                readable,
+            } => LoadError::UnsupportedTensor {
+                file: path.to_owned(),
+                tensor: shortened(tensor),
+                stored: shortened(stored),
+                readable,
+            },
             Problem::Io(source) => LoadError::Io {
                 file: path.to_owned(),
                 source,

@@ -331,6 +331,9 @@ fn state_dict<'p>(pickle: &'p Pickle<'_>) -> Result<impl Iterator<Item = (u32, u
     Ok(dict.iter().copied())
 }
 
+/// Element types that are read.
+const READABLE: &str = "float32, float16, bfloat16, float64, uint8, int8, int64 and float8_e4m3fn";
+
 /// One tensor, validated against its storage.
 fn entry(
     pickle: &Pickle<'_>,
@@ -345,10 +348,11 @@ fn entry(
     let stored = match tensor.element.unwrap_or(storage.element) {
         ElementType::Read(stored) => stored,
         ElementType::Unread(other) => {
-            return Err(Problem::Unsupported(format!(
-                "tensor {name} is stored as {other}; what is read is float32, float16, bfloat16, float64, uint8, \
-                 int8, int64 and float8_e4m3fn"
-            )));
+            return Err(Problem::UnsupportedTensor {
+                tensor: name.to_owned(),
+                stored: other.to_string(),
+                readable: Some(READABLE.to_owned()),
+            });
         }
     };
     let dimensions = pickle

@@ -120,8 +120,11 @@ impl SafetensorsData {
 
     fn entry(&self, name: &str, raw: &RawEntry) -> Result<TensorEntry, Problem> {
         let damaged = |problem: String| Problem::Damaged(format!("tensor {name} {problem}"));
-        let stored = stored(&raw.dtype)
-            .ok_or_else(|| Problem::Unsupported(format!("tensor {name} is stored as {}", raw.dtype)))?;
+        let stored = stored(&raw.dtype).ok_or_else(|| Problem::UnsupportedTensor {
+            tensor: name.to_owned(),
+            stored: raw.dtype.to_string(),
+            readable: None,
+        })?;
         let (begin, end) = raw.data_offsets;
         if begin > end {
             return Err(damaged(format!("begins at {begin}, behind its end at {end}")));

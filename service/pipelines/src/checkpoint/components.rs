@@ -87,10 +87,16 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
     match error {
         LoadError::Io { file, source } => damaged(&file, format!("it cannot be read: {source}")),
         LoadError::Damaged { file, problem } => ModelError::Damaged { path: file, problem },
+        LoadError::UnsupportedTensor {
+            file,
+            tensor,
+            stored,
+            readable,
+        } => unsupported(&file, of_type(&tensor, &stored, readable.as_deref())),
         LoadError::Unsupported(problem) => {
             // The error repeats the path, which the new error names too.
             let named = format!("{}: ", path.display());
-            unsupported(path, of_type(problem.strip_prefix(&named).unwrap_or(&problem)))
+            unsupported(path, problem.strip_prefix(&named).unwrap_or(&problem).to_owned())
         }
         error @ (LoadError::Cancelled
         | LoadError::OutOfMemory { .. }
@@ -99,18 +105,14 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
     }
 }
 
-/// Replaces the reader's message for an unsupported tensor type by the quantization it belongs to: the reader fails
-/// before tensor names are examined.
-fn of_type(problem: &str) -> String {
-    let tensor = problem.strip_prefix("tensor ");
-    let Some((name, _)) = tensor.and_then(|tensor| tensor.split_once(" is stored as ")) else {
-        return problem.to_owned();
-    };
-    match foreign(&[name]) {
-        Some(foreign) => format!("{problem}: {}", quantized_by(foreign)),
-        // For GGUF the reader lists the supported types.
-        None if problem.contains("what is read") => problem.to_owned(),
-        None => format!("{problem}; {SUPPORTED}"),
+/// What is wrong with a tensor of an unsupported type: the reader fails before it knows the names of the others, so the
+/// quantization is told from this one's.
+fn of_type(tensor: &str, stored: &str, readable: Option<&str>) -> String {
+    let problem = format!("tensor {tensor} is stored as {stored}");
+    match (foreign(&[tensor]), readable) {
+        (Some(foreign), _) => format!("{problem}: {}", quantized_by(foreign)),
+        (None, Some(readable)) => format!("{problem}; what is read is {readable}"),
+        (None, None) => format!("{problem}; {SUPPORTED}"),
     }
 }
 
