@@ -1,6 +1,5 @@
 //! GGUF and PyTorch files: files of the reference writers are read back, and every kind of damage is an error that
 //! states the problem.
-#![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
 use std::io::Write;

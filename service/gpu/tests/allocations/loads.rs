@@ -1,6 +1,4 @@
-//! With the counting allocator installed: bytes by our own counters. One test, since the counters are those of
-//! the whole process.
-#![allow(clippy::unwrap_used)]
+//! With the counting allocator installed: bytes by our own counters.
 
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -9,9 +7,6 @@ use std::time::Instant;
 use candle_core::DType;
 use gpu::{CheckpointFile, CpuCard, CpuSettings, Gpu, LoadPlan, allocator};
 use residency::{Bytes, Component, ComponentId};
-
-#[global_allocator]
-static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 
 /// Bookkeeping of the test harness and of the card besides what is measured.
 const NOISE: Bytes = Bytes::mib(1);
@@ -42,6 +37,7 @@ fn checkpoint(count: usize) -> tempfile::NamedTempFile {
 
 #[test]
 fn allocated_bytes_are_counted_through_load_stage_and_unload() {
+    let _alone = crate::alone();
     assert!(allocator::installed());
     let file = checkpoint(2 << 20);
     let mut card = CpuCard::new(CpuSettings::default()).unwrap();

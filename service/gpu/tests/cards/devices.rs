@@ -143,7 +143,7 @@ fn profiles_are_parsed_by_name_and_match_the_documentation() {
         assert_eq!(profile.staging_bytes.0 % profile.staging_chunk.0, 0, "{name}");
         assert!(profile.staging_bytes.0 / profile.staging_chunk.0 >= 8, "{name}");
         // The table in docs/OPERATING.md is this.
-        let documented = include_str!("../../../docs/OPERATING.md");
+        let documented = include_str!("../../../../docs/OPERATING.md");
         let percent = profile
             .release_threshold
             .map(|bytes| bytes.0.div_ceil(Bytes::gib(80).0 / 100))

@@ -1,5 +1,4 @@
 //! System memory as a card: what is read, converted, refused, cancelled and given back.
-#![allow(clippy::unwrap_used)]
 
 use std::io::Write;
 use std::ops::ControlFlow;

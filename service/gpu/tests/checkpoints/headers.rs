@@ -1,5 +1,4 @@
 //! Valid and invalid headers, and that no header causes a panic.
-#![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
 use std::io::Write;

@@ -1,6 +1,5 @@
 //! The simulated card: its accounts always sum up to the capacity, faults are injected as configured, and its
 //! settings round-trip.
-#![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
 use std::io::Write;

@@ -1,6 +1,5 @@
 //! Kept copies: a copy loads the same tensors as its plan, a mismatch is refused, no partial file remains, and a
 //! folder keeps its bound.
-#![allow(clippy::unwrap_used)]
 
 use std::cell::Cell;
 use std::collections::BTreeMap;

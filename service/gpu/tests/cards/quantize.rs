@@ -1,5 +1,4 @@
 //! Quantization on the CPU, checked against the arithmetic of each format.
-#![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;
 
