@@ -8,3 +8,5 @@ mod schedules;
 mod stages;
 mod support;
 mod thread;
+#[path = "../watched/mod.rs"]
+mod watched;

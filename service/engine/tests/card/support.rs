@@ -1,17 +1,18 @@
 //! The card under test: simulated, with a manual clock, and a listener that records and checks events.
 
 use std::cell::{Cell, RefCell};
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use engine::card::{Card, CardSettings, Clock, Faults, Flow, Link};
 use engine::messages::*;
 use gpu::*;
 use pipelines::*;
 use residency::*;
+
+use crate::watched::{Watch, Watched};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -35,82 +36,16 @@ pub(crate) struct Seen {
     pub(crate) calls: Vec<String>,
 }
 
-/// A wrapper that records the calls of the simulated card.
-struct Probe {
-    card: SimulatedCard,
-    seen: Rc<RefCell<Seen>>,
-}
+/// Records the calls of the simulated card.
+struct Probe(Rc<RefCell<Seen>>);
 
-impl Probe {
-    fn saw(&self, call: impl Into<String>) {
-        let mut seen = self.seen.borrow_mut();
-        seen.accounts = self.card.accounts();
-        let call = call.into();
-        if !call.is_empty() {
-            seen.calls.push(call);
-        }
+impl Watch<SimulatedCard> for Probe {
+    fn after(&mut self, card: &SimulatedCard, call: String) {
+        self.after_reading(card);
+        self.0.borrow_mut().calls.push(call);
     }
-}
-
-impl Gpu for Probe {
-    fn describe(&self) -> &CardDescription {
-        self.card.describe()
-    }
-    fn device(&self) -> &Device {
-        self.card.device()
-    }
-    fn compute_dtype(&self) -> DType {
-        self.card.compute_dtype()
-    }
-    fn memory(&mut self) -> Result<DriverTruth, GpuError> {
-        let truth = self.card.memory();
-        self.saw("");
-        truth
-    }
-    fn load(
-        &mut self,
-        component: &Component,
-        plan: &LoadPlan,
-        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
-    ) -> Result<(), LoadError> {
-        let result = self.card.load(component, plan, progress);
-        self.saw(format!("load {}", component.id));
-        result
-    }
-    fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
-        self.card.tensors(id)
-    }
-    fn read_on_host(
-        &mut self,
-        plan: &LoadPlan,
-        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
-    ) -> Result<ComponentTensors, LoadError> {
-        let result = self.card.read_on_host(plan, progress);
-        let bytes = plan.bytes();
-        self.saw(match &result {
-            Ok(_) => format!("read {bytes}"),
-            Err(error) => format!("read {bytes}: {error}"),
-        });
-        result
-    }
-    fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
-        let result = self.card.unload(id);
-        self.saw(format!("unload {id}"));
-        result
-    }
-    fn trim(&mut self) -> Result<Bytes, GpuError> {
-        let result = self.card.trim();
-        self.saw("trim");
-        result
-    }
-    fn begin_stage(&mut self) {
-        self.card.begin_stage();
-    }
-    fn stage_peak(&mut self) -> Bytes {
-        self.card.stage_peak()
-    }
-    fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
-        self.card.fault_at(place)
+    fn after_reading(&mut self, card: &SimulatedCard) {
+        self.0.borrow_mut().accounts = card.accounts();
     }
 }
 
@@ -198,9 +133,9 @@ pub(crate) fn bench_with(card: &str, settings: CardSettings) -> Bench {
     let simulated = SimulatedCard::new(simulated, 1, world.clone(), Arc::new(clock.clone()));
     let seen = Rc::new(RefCell::new(Seen::default()));
     let faults = RememberedFaults::default();
-    let probe = Probe {
+    let probe = Watched {
         card: simulated,
-        seen: Rc::clone(&seen),
+        watch: Probe(Rc::clone(&seen)),
     };
     let card = Card::new(
         Box::new(probe),

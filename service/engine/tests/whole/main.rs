@@ -12,6 +12,8 @@ mod defect;
 mod models;
 mod process;
 mod slot;
+#[path = "../watched/mod.rs"]
+mod watched;
 mod world;
 
 use std::thread;

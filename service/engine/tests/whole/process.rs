@@ -12,19 +12,19 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use candle_core::{DType, Device};
 use engine::card::{Card, CardSettings, Clock, Faults, Flow, Link};
 use engine::messages::{Command, Event, Progress, Ticket};
 use gpu::{
-    CardDescription, ComponentTensors, FaultAction, Gpu, GpuError, LoadError, LoadPlan, LoadProgress,
-    SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld, Unloaded,
+    Gpu as _, GpuError, LoadError, LoadPlan, LoadProgress, SimulatedAccounts, SimulatedCard, SimulatedClock,
+    SimulatedSettings, SimulatedWorld, Unloaded,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use residency::{Bytes, Component, ComponentId, DriverTruth, Millis};
+use residency::{Bytes, Component, ComponentId, Millis};
 
 use crate::defect::Defect;
 use crate::models::catalogue;
+use crate::watched::{Watch, Watched};
 
 /// Where a process returned the baton.
 pub(crate) enum Stop {
@@ -148,8 +148,10 @@ fn live(
 ) -> String {
     let gpu = Watched {
         card: SimulatedCard::new(settings, generation, world, Arc::new(baton.clone())),
-        shared: Arc::clone(&baton.shared),
-        defect,
+        watch: Look {
+            shared: Arc::clone(&baton.shared),
+            defect,
+        },
     };
     let settings = CardSettings {
         headroom: Bytes::ZERO,
@@ -265,86 +267,39 @@ impl Link for Wire<'_> {
     }
 }
 
-/// A wrapper that observes the simulated card, independent of the ledger.
-struct Watched {
-    card: SimulatedCard,
+/// Observes the simulated card, independent of the ledger.
+struct Look {
     shared: Arc<Shared>,
     defect: Defect,
 }
 
-impl Watched {
-    fn look(&self) {
-        *self.shared.accounts.lock().unwrap() = self.card.accounts();
-    }
-}
-
-impl Gpu for Watched {
-    fn describe(&self) -> &CardDescription {
-        self.card.describe()
-    }
-
-    fn device(&self) -> &Device {
-        self.card.device()
-    }
-
-    fn compute_dtype(&self) -> DType {
-        self.card.compute_dtype()
-    }
-
-    fn memory(&mut self) -> Result<DriverTruth, GpuError> {
-        let truth = self.card.memory();
-        self.look();
-        truth
-    }
-
+impl Watch<SimulatedCard> for Look {
     fn load(
         &mut self,
+        card: &mut SimulatedCard,
         component: &Component,
         plan: &LoadPlan,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        let result = self.card.load(component, plan, progress);
+        let result = card.load(component, plan, progress);
         if self.defect == Defect::KeepsAFailedLoad && matches!(result, Err(LoadError::Cancelled)) {
-            let _ = self
-                .card
-                .load(component, plan, &mut |_| ControlFlow::Continue(()));
+            let _ = card.load(component, plan, &mut |_| ControlFlow::Continue(()));
         }
-        self.look();
         result
     }
 
-    fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
-        self.card.tensors(id)
-    }
-
-    fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
-        if self.defect == Defect::KeepsWhatItUnloads {
-            return Ok(Unloaded::default());
+    fn unload(&mut self, card: &mut SimulatedCard, id: &ComponentId) -> Result<Unloaded, GpuError> {
+        match self.defect {
+            Defect::KeepsWhatItUnloads => Ok(Unloaded::default()),
+            _ => card.unload(id),
         }
-        let result = self.card.unload(id);
-        self.look();
-        result
     }
 
-    fn trim(&mut self) -> Result<Bytes, GpuError> {
-        let result = self.card.trim();
-        self.look();
-        result
+    fn after(&mut self, card: &SimulatedCard, _call: String) {
+        self.after_reading(card);
     }
 
-    fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
-        self.card.largest_allocation(enough)
-    }
-
-    fn begin_stage(&mut self) {
-        self.card.begin_stage();
-    }
-
-    fn stage_peak(&mut self) -> Bytes {
-        self.card.stage_peak()
-    }
-
-    fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
-        self.card.fault_at(place)
+    fn after_reading(&mut self, card: &SimulatedCard) {
+        *self.shared.accounts.lock().unwrap() = card.accounts();
     }
 }

@@ -1,7 +1,4 @@
 //! Identities of components: the content hash once it is known, and while no old identity is in use.
-#![allow(clippy::unwrap_used)]
-
-mod idle_model;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,11 +7,12 @@ use std::sync::Arc;
 use engine::Error;
 use engine::library::{Entry, Library, OpenModel};
 use gpu::{CardDescription, CardKind, LoadPlan};
-use idle_model::IdleModel;
 use pipelines::{
     Catalogue, Family, Model, ModelError, ModelFile, Precision, Preset, Quantization, provisional_identity,
 };
 use residency::{Bytes, Component};
+
+use crate::idle_model::IdleModel;
 
 /// A family: a folder with `transformer` and `vae`, one file each, is a model.
 struct Folders;

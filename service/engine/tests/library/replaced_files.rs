@@ -1,66 +1,23 @@
 //! A checkpoint that is overwritten: what was read from it before is never taken for what it holds now.
-#![allow(clippy::unwrap_used)]
-
-mod idle_model;
 
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use candle_core::{DType, Device};
-use engine::card::{Card, CardSettings, Flow, Link, SystemClock};
+use engine::card::Card;
 use engine::library::{Entry, Library, OpenModel};
-use engine::messages::{Command, Event, Failure, Order, Outcome, StageWork, Ticket, Work};
-use gpu::{
-    ByteRange, CardDescription, ComponentTensors, CpuCard, CpuSettings, FaultAction, Gpu, GpuError,
-    LoadError, LoadPlan, LoadProgress, Stored, TensorSource, Unloaded,
-};
-use idle_model::IdleModel;
-use pipelines::{
-    Catalogue, Family, Model, ModelError, ModelFile, Precision, Quantization, Role, Rung, StagePlan, Values,
-    provisional_identity,
-};
-use residency::{Bytes, Component, ComponentId, DriverTruth, Policy};
+use engine::messages::{Command, Failure, Outcome, StageWork, Work};
+use gpu::{CardDescription, ComponentTensors, CpuCard, Gpu, LoadError, LoadPlan, LoadProgress};
+use pipelines::{Quantization, Role, Rung, StagePlan, Values};
+use residency::{Bytes, Component};
+
+use crate::loads::{self, Ends, card, carry_out, cpu};
+use crate::one_tensor::catalogue;
+use crate::watched::{Watch, Watched};
 
 /// More than is hashed when a model is opened.
 const LARGE: u64 = (256 << 20) + 4;
-
-/// A file whose first number is the weight of a transformer, however large it is.
-struct FirstNumber;
-
-impl Family for FirstNumber {
-    fn name(&self) -> &'static str {
-        "first number"
-    }
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let file = ModelFile::at(path).unwrap();
-        let range = ByteRange { offset: 0, length: 4 };
-        let source = TensorSource::full("w", &file.path, [range], Stored::F32, vec![1], precision.dtype);
-        let plan = LoadPlan::Files(vec![source]);
-        let formats = precision.quantization.formats(&["transformer"]);
-        let component = Component {
-            id: provisional_identity(
-                path,
-                std::slice::from_ref(&file),
-                "transformer",
-                precision.dtype,
-                formats.of("transformer"),
-            ),
-            name: "transformer".into(),
-            bytes: plan.bytes(),
-            reload_seconds: 0.0,
-        };
-        Ok(Some(Arc::new(
-            IdleModel::new(precision).with(component, plan, file),
-        )))
-    }
-}
-
-fn catalogue() -> Catalogue {
-    Catalogue::new(vec![Box::new(FirstNumber)])
-}
 
 /// How a file becomes another.
 #[derive(Clone, Copy, Debug)]
@@ -99,65 +56,34 @@ fn entry(path: &Path) -> Entry {
     Entry::new("model".into(), String::new(), path.to_owned(), Quantization::NONE)
 }
 
-/// A processor that replaces a file while it is read, if it is told to.
-struct Reader {
-    card: CpuCard,
-    meanwhile: Option<Box<dyn FnMut()>>,
-}
+/// Replaces a file while it is read.
+struct Meanwhile(Option<Box<dyn FnMut()>>);
 
-impl Gpu for Reader {
-    fn describe(&self) -> &CardDescription {
-        self.card.describe()
-    }
-    fn device(&self) -> &Device {
-        self.card.device()
-    }
-    fn compute_dtype(&self) -> DType {
-        DType::F32
-    }
-    fn memory(&mut self) -> Result<DriverTruth, GpuError> {
-        self.card.memory()
-    }
+impl Watch<CpuCard> for Meanwhile {
     fn load(
         &mut self,
+        card: &mut CpuCard,
         component: &Component,
         plan: &LoadPlan,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        self.card.load(component, plan, progress)?;
-        if let Some(meanwhile) = &mut self.meanwhile {
+        card.load(component, plan, progress)?;
+        if let Some(meanwhile) = &mut self.0 {
             meanwhile();
         }
         Ok(())
     }
     fn read_on_host(
         &mut self,
+        card: &mut CpuCard,
         plan: &LoadPlan,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<ComponentTensors, LoadError> {
-        let read = self.card.read_on_host(plan, progress)?;
-        if let Some(meanwhile) = &mut self.meanwhile {
+        let read = card.read_on_host(plan, progress)?;
+        if let Some(meanwhile) = &mut self.0 {
             meanwhile();
         }
         Ok(read)
-    }
-    fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
-        self.card.tensors(id)
-    }
-    fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
-        self.card.unload(id)
-    }
-    fn trim(&mut self) -> Result<Bytes, GpuError> {
-        self.card.trim()
-    }
-    fn begin_stage(&mut self) {
-        self.card.begin_stage();
-    }
-    fn stage_peak(&mut self) -> Bytes {
-        self.card.stage_peak()
-    }
-    fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
-        self.card.fault_at(place)
     }
 }
 
@@ -171,27 +97,6 @@ struct Bench {
     tickets: u64,
 }
 
-#[derive(Default)]
-struct Ends {
-    outcome: Option<Outcome>,
-    resident: Vec<ComponentId>,
-}
-
-impl Link for Ends {
-    fn emit(&mut self, event: Event) {
-        match event {
-            Event::Finished { outcome, .. } => self.outcome = Some(outcome),
-            Event::Snapshot(ledger) => {
-                self.resident = ledger.residents().map(|r| r.component.id.clone()).collect();
-            }
-            _ => {}
-        }
-    }
-    fn cancelled(&self, _ticket: Ticket) -> bool {
-        false
-    }
-}
-
 impl Bench {
     fn new(size: u64) -> Bench {
         Bench::with(size, |_| None)
@@ -201,22 +106,16 @@ impl Bench {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model");
         write(&path, 1.0, size, 0);
-        let reader = Reader {
-            card: CpuCard::new(CpuSettings { capacity: None }).unwrap(),
-            meanwhile: meanwhile(path.clone()),
+        let watched = Watched {
+            card: cpu(),
+            watch: Meanwhile(meanwhile(path.clone())),
         };
-        let description = reader.describe().clone();
-        let settings = CardSettings {
-            headroom: Bytes::ZERO,
-            ..CardSettings::default()
-        };
-        let clock = Box::new(SystemClock::new());
         Bench {
             path,
-            library: Library::new(catalogue(), Some(folder.path().join("identities.json"))),
+            library: Library::new(catalogue(&[1]), Some(folder.path().join("identities.json"))),
             _folder: folder,
-            card: Card::new(Box::new(reader), catalogue(), settings, clock).unwrap(),
-            description,
+            description: watched.describe().clone(),
+            card: card(watched, catalogue(&[1])),
             tickets: 0,
         }
     }
@@ -234,27 +133,10 @@ impl Bench {
     fn run_from_host(&mut self, open: &OpenModel) -> Ends {
         let names: Vec<String> = open.components.iter().map(|c| c.name.clone()).collect();
         let rung = Rung {
-            label: "from the machine's memory".into(),
-            scratch: Bytes::ZERO,
-            approximate: false,
             from_host: names.clone(),
+            ..Rung::whole(Bytes::ZERO)
         };
-        let plan = StagePlan {
-            name: "denoise".into(),
-            role: Role::Sample,
-            components: names,
-            rungs: vec![rung],
-            shape: String::new(),
-            steps: 1,
-            takes: Vec::new(),
-            gives: Vec::new(),
-            per_item: true,
-            memo: None,
-            section: None,
-            shared: None,
-            reads_media: false,
-            preview: None,
-        };
+        let plan = StagePlan::of("denoise", Role::Sample, names, vec![rung]);
         self.run(Work::Stage(Box::new(StageWork {
             plan,
             components: open.components.clone(),
@@ -268,22 +150,9 @@ impl Bench {
 
     fn run(&mut self, work: Work) -> Ends {
         self.tickets += 1;
-        let order = Order {
-            ticket: Ticket(self.tickets),
-            job: "an order".into(),
-            model: self
-                .library
-                .location(&entry(&self.path), &self.description.compute_dtype),
-            work,
-            policy: Policy::Shared,
-            allow_low_memory: false,
-            headroom: Bytes::ZERO,
-            sharing: Vec::new(),
-        };
-        let mut ends = Ends::default();
-        let flow = self.card.handle(Command::Run(Box::new(order)), &mut ends);
-        assert_eq!(flow, Flow::Continue);
-        ends
+        let dtype = &self.description.compute_dtype;
+        let model = self.library.location(&entry(&self.path), dtype);
+        loads::run(&mut self.card, self.tickets, model, work)
     }
 }
 
@@ -320,9 +189,7 @@ fn what_was_read_from_a_file_is_not_taken_for_what_replaced_it() {
 
             // What the file held before takes memory, and may leave like anything else.
             let components = vec![first.components[0].id.clone()];
-            let mut ends = Ends::default();
-            let unload = Command::Unload { id: 1, components };
-            assert_eq!(bench.card.handle(unload, &mut ends), Flow::Continue);
+            let ends = carry_out(&mut bench.card, Command::Unload { id: 1, components });
             assert_eq!(ends.resident, [second.components[0].id.clone()]);
         }
     }
@@ -400,9 +267,7 @@ fn an_order_for_a_version_that_is_gone_goes_on_with_what_is_resident_of_it() {
             "{size} {how:?}"
         );
         let components = vec![first.components[0].id.clone()];
-        let mut ends = Ends::default();
-        let unload = Command::Unload { id: 1, components };
-        assert_eq!(bench.card.handle(unload, &mut ends), Flow::Continue);
+        carry_out(&mut bench.card, Command::Unload { id: 1, components });
         let ends = bench.load(&first);
         assert!(refusal(&ends).contains("were replaced"), "{size} {how:?}");
     }

@@ -1,0 +1,69 @@
+//! Loads by a worker's half.
+
+use engine::card::{Card, CardSettings, Flow, Link, SystemClock};
+use engine::messages::{Command, Event, ModelLocation, Order, Outcome, Ticket, Work};
+use gpu::{CpuCard, CpuSettings, Gpu};
+use pipelines::Catalogue;
+use residency::{Bytes, Component, ComponentId, Policy};
+
+pub(crate) fn cpu() -> CpuCard {
+    CpuCard::new(CpuSettings { capacity: None }).unwrap()
+}
+
+/// A worker's half over a card, without headroom.
+pub(crate) fn card(gpu: impl Gpu + 'static, catalogue: Catalogue) -> Card {
+    let settings = CardSettings {
+        headroom: Bytes::ZERO,
+        ..CardSettings::default()
+    };
+    Card::new(Box::new(gpu), catalogue, settings, Box::new(SystemClock::new())).unwrap()
+}
+
+/// How a command ended, and what is resident then.
+#[derive(Default)]
+pub(crate) struct Ends {
+    pub(crate) outcome: Option<Outcome>,
+    pub(crate) resident: Vec<ComponentId>,
+}
+
+impl Link for Ends {
+    fn emit(&mut self, event: Event) {
+        match event {
+            Event::Finished { outcome, .. } => self.outcome = Some(outcome),
+            Event::Snapshot(ledger) => {
+                self.resident = ledger.residents().map(|r| r.component.id.clone()).collect();
+            }
+            _ => {}
+        }
+    }
+    fn cancelled(&self, _ticket: Ticket) -> bool {
+        false
+    }
+}
+
+/// Has a card carry out a command.
+pub(crate) fn carry_out(card: &mut Card, command: Command) -> Ends {
+    let mut ends = Ends::default();
+    assert_eq!(card.handle(command, &mut ends), Flow::Continue);
+    ends
+}
+
+/// Has a card load components of a model.
+pub(crate) fn load(card: &mut Card, ticket: u64, model: ModelLocation, components: Vec<Component>) -> Ends {
+    run(card, ticket, model, Work::Load(components))
+}
+
+/// Has a card run an order.
+pub(crate) fn run(card: &mut Card, ticket: u64, model: ModelLocation, work: Work) -> Ends {
+    let order = Order {
+        ticket: Ticket(ticket),
+        job: "an order".into(),
+        model,
+        work,
+        policy: Policy::Shared,
+        allow_low_memory: false,
+        headroom: Bytes::ZERO,
+        sharing: Vec::new(),
+    };
+    carry_out(card, Command::Run(Box::new(order)))
+}
