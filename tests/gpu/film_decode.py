@@ -2,7 +2,7 @@
 
     python tests/gpu/film_decode.py         (where the card is; one line of JSON per size)
 
-It decodes what `service/pipelines/tests/hunyuan_vae_card.rs` decodes: five latents, random weights of full
+It decodes what `service/pipelines/tests/card/hunyuan_vae.rs` decodes: five latents, random weights of full
 size in bf16, and brings the frames to host memory as bytes. The decoder itself is called, without the tiles
 that follow.
 """

@@ -2,7 +2,7 @@
 
     python tests/gpu/sound_decode.py         (where the card is; one line of JSON for each)
 
-It decodes and encodes what `service/pipelines/tests/oobleck_card.rs` does: 6000 latent frames and their
+It decodes and encodes what `service/pipelines/tests/card/oobleck.rs` does: 6000 latent frames and their
 samples, with random weights of full size in bf16; whole, as `AutoencoderOobleck` does by default, and in its
 tiles. `ms` is on the card alone, `ms_host` with 16-bit samples in host memory, or from there.
 """

@@ -1,0 +1,417 @@
+//! Sampling in rounds, and rounds of several requests in shared passes, against the same requests alone.
+
+use pipelines::{
+    Audio, AudioTask, HostTensor, Medium, Observer, Piece, Request, Role, StageError, StagePlan, StageRun,
+    StrengthPoint, Unobserved, Values,
+};
+
+use crate::device::{test_device, tolerances};
+use crate::given::{RATE, folder, new_track, of_source, open, request, track};
+use crate::numbers::distance;
+use crate::open_model::{F32, OpenModel, on_cpu};
+
+/// Steps that were reported, by the number of their stage; 0 of one that is alone.
+#[derive(Default)]
+struct Steps {
+    made: Vec<(usize, u32, u32)>,
+    /// Cancelled when they have made so many steps.
+    cancelled: Vec<(usize, usize)>,
+}
+
+impl Observer for Steps {
+    fn step(&mut self, n: u32, of: u32) {
+        self.made.push((0, n, of));
+    }
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, _piece: Piece) {}
+    fn cancelled(&self) -> bool {
+        false
+    }
+    fn step_of(&mut self, stage: usize, n: u32, of: u32) {
+        self.made.push((stage, n, of));
+    }
+    fn is_cancelled(&self, stage: usize) -> bool {
+        let made = self.made.iter().filter(|(of, _, _)| *of == stage).count();
+        self.cancelled
+            .iter()
+            .any(|(cancelled, behind)| *cancelled == stage && made >= *behind)
+    }
+}
+
+/// Runs the stages up to the decode, or up to a round; returns all values.
+fn sampled(opened: &OpenModel, request: &Request, rounds: usize, steps: &mut Steps) -> Values {
+    let mut values = Values::new();
+    let mut left = rounds;
+    for plan in opened.model.plan(request).expect("a valid request") {
+        if plan.role == Role::Decode || plan.role == Role::Sample && left == 0 {
+            break;
+        }
+        left -= usize::from(plan.role == Role::Sample);
+        let given = opened.run(&plan, 0, request, &values, steps);
+        values.extend(given.expect("values"));
+    }
+    values
+}
+
+fn audio(request: &mut Request) -> &mut Audio {
+    match &mut request.medium {
+        Medium::Audio(audio) => audio,
+        other => panic!("{}", other.name()),
+    }
+}
+
+/// A new track that begins at a source.
+fn of_strength(strength: f32) -> Request {
+    Request {
+        strength,
+        ..of_source(AudioTask::TextToMusic)
+    }
+}
+
+/// A new track that begins at a source, with strengths at seconds.
+fn of_strengths(points: &[(f32, f32)]) -> Request {
+    let mut request = of_source(AudioTask::TextToMusic);
+    let points = points.iter();
+    audio(&mut request).strengths = points
+        .map(|&(seconds, strength)| StrengthPoint { seconds, strength })
+        .collect();
+    request
+}
+
+/// Requests of every kind that a base model takes, all of one length.
+fn kinds() -> Vec<(&'static str, Request)> {
+    let mut sung = new_track();
+    (sung.prompt, sung.guidance) = (
+        "fast and loud, with a choir and a great many drums".to_owned(),
+        7.0,
+    );
+    audio(&mut sung).lyrics = "la la la\nlo lo".to_owned();
+    audio(&mut sung).reference = Some(track(u64::from(RATE), 5));
+    let repaint = AudioTask::Repaint {
+        start_seconds: 0.25,
+        end_seconds: 0.75,
+    };
+    let cover = Request {
+        strength: 0.5,
+        guidance: 3.0,
+        ..of_source(AudioTask::Cover)
+    };
+    let kinds = [
+        ("new", new_track()),
+        ("sung", sung),
+        ("repaint", of_source(repaint)),
+        ("cover", cover),
+        ("from a source", of_strength(0.7)),
+        ("strengths", of_strengths(&[(0.0, 0.0), (1.0, 0.9)])),
+    ];
+    let seeded = kinds.into_iter().zip(1..);
+    seeded
+        .map(|((name, request), seed)| (name, Request { seed, ..request }))
+        .collect()
+}
+
+#[test]
+fn rounds_give_the_bits_of_the_whole() {
+    let folder = folder(true);
+    let opened = open(folder.path(), &F32);
+    for (name, request) in kinds() {
+        for steps in [1, 5] {
+            let with = |slots: u32| Request {
+                slots,
+                steps,
+                ..request.clone()
+            };
+            let mut told = Steps::default();
+            if opened.model.plan(&with(1)).is_err() {
+                assert_eq!(steps, 1, "a strength that leaves no step");
+                continue;
+            }
+            let whole = sampled(&opened, &with(1), usize::MAX, &mut told);
+            let plain = opened.stage(&with(1), "denoise");
+            assert!(plain.shared.is_none() && plain.gives == ["latent"]);
+            for slots in [2, 3, 16] {
+                let plans = opened.model.plan(&with(slots)).expect("a valid request");
+                let rounds: Vec<&StagePlan> = plans.iter().filter(|plan| plan.name == "denoise").collect();
+                assert_eq!(rounds.len(), plain.steps.min(slots) as usize, "{name}");
+                assert_eq!(rounds.iter().map(|plan| plan.steps).sum::<u32>(), plain.steps);
+                let mut told_in_rounds = Steps::default();
+                let values = sampled(&opened, &with(slots), usize::MAX, &mut told_in_rounds);
+                assert_eq!(values["latent"], whole["latent"], "{name}, {steps}, {slots}");
+                assert_eq!(told_in_rounds.made, told.made);
+            }
+        }
+    }
+}
+
+#[test]
+fn only_encoders_of_tracks_read_them() {
+    let folder = folder(true);
+    let opened = open(folder.path(), &F32);
+    for (name, request) in kinds() {
+        for plan in opened.model.plan(&request).expect("a valid request") {
+            let encodes = ["encode_source", "encode_reference"].contains(&plan.name.as_str());
+            assert_eq!(plan.reads_media, encodes, "{name}: {}", plan.name);
+            let without = request.without_media_data();
+            let planned = |request: &Request| opened.model.planned(&plan.name, request);
+            assert_eq!(planned(&without), planned(&request), "{name}: {}", plan.name);
+        }
+    }
+}
+
+/// A request in a round, with the values of the stages before.
+type Slot = (StagePlan, Request, Values);
+
+fn slot(opened: &OpenModel, request: &Request, round: usize) -> Slot {
+    let values = sampled(opened, request, round, &mut Steps::default());
+    let plans = opened.model.plan(request).expect("a valid request");
+    let mut rounds = plans.into_iter().filter(|plan| plan.role == Role::Sample);
+    let plan = rounds.nth(round).expect("a round");
+    (plan, request.without_media_data(), values)
+}
+
+fn shared(
+    opened: &OpenModel,
+    slots: &[Slot],
+    observer: &mut dyn Observer,
+) -> Result<Vec<Result<Values, StageError>>, StageError> {
+    let tensors = |name: &str| Ok(opened.tensors(name));
+    let stages: Vec<StageRun<'_>> = slots
+        .iter()
+        .map(|(plan, request, values)| StageRun {
+            plan,
+            rung: 0,
+            request,
+            values,
+            tensors: &tensors,
+            device: test_device(),
+        })
+        .collect();
+    opened.model.run_shared(&stages, observer)
+}
+
+/// Slots of every kind in rounds of their own, with other numbers of steps.
+fn slots(opened: &OpenModel) -> Vec<Slot> {
+    let kinds = kinds()
+        .into_iter()
+        .zip([(8, 0), (8, 3), (6, 2), (11, 1), (9, 2), (8, 1)]);
+    kinds
+        .map(|((_, request), (steps, round))| {
+            let request = Request {
+                steps,
+                slots: 6,
+                ..request
+            };
+            slot(opened, &request, round)
+        })
+        .collect()
+}
+
+/// Largest distance of a value that was computed in a shared pass. Differences of velocities, which are near each other,
+/// have fewer digits.
+fn rounding(name: &str) -> f64 {
+    let of_values = match test_device().is_cpu() {
+        true => 1e-6,
+        false => tolerances().component,
+    };
+    match name.starts_with("guidance") {
+        true => 10.0 * of_values,
+        false => of_values,
+    }
+}
+
+fn apart(found: &HostTensor, expected: &HostTensor) -> f64 {
+    assert_eq!(found.shape, expected.shape);
+    distance(&on_cpu(found), &on_cpu(expected))
+}
+
+#[test]
+fn shared_passes_give_what_requests_give_alone() {
+    let folder = folder(true);
+    let opened = open(folder.path(), &F32);
+    let all = slots(&opened);
+    let key = |slot: &Slot| slot.0.shared.clone().expect("it shares passes").key;
+    assert!(all.iter().all(|slot| key(slot) == key(&all[0])));
+    for chosen in [&[0, 1][..], &[1, 3], &[5, 4, 3, 2, 1, 0]] {
+        let slots: Vec<Slot> = chosen.iter().map(|&kind| all[kind].clone()).collect();
+        let mut told = Steps::default();
+        let given = shared(&opened, &slots, &mut told).expect("values");
+        for (number, ((plan, request, values), given)) in slots.iter().zip(given).enumerate() {
+            let given = given.expect("values");
+            let mut told_alone = Steps::default();
+            let alone = opened
+                .run(plan, 0, request, values, &mut told_alone)
+                .expect("values");
+            assert!(given.keys().eq(alone.keys()) && given.keys().eq(&plan.gives));
+            for (name, value) in &given {
+                let apart = apart(value, &alone[name]);
+                let is_equal = value == &alone[name];
+                println!("{chosen:?}, {number}, {name}: {apart:.2e}, equal bits: {is_equal}");
+                assert!(apart <= rounding(name), "{chosen:?}, {number}, {name}: {apart:e}");
+            }
+            let made = told.made.iter().filter(|(of, _, _)| *of == number);
+            assert!(
+                made.map(|made| (made.1, made.2))
+                    .eq(told_alone.made.iter().map(|made| (made.1, made.2)))
+            );
+        }
+    }
+    // A pass over one is that of one alone.
+    let given = shared(&opened, &all[..1], &mut Unobserved).expect("values");
+    let (plan, request, values) = &all[0];
+    let alone = opened.run(plan, 0, request, values, &mut Unobserved);
+    let (given, alone) = (given[0].as_ref().expect("values"), alone.expect("values"));
+    assert!(apart(&given["sampling_1"], &alone["sampling_1"]) <= rounding("sampling_1"));
+}
+
+#[test]
+fn what_is_asked_for_as_a_whole_is_the_same_in_shared_passes() {
+    let folder = folder(false);
+    let opened = open(folder.path(), &F32);
+    let with = |seed: u64, slots: u32| Request {
+        seed,
+        slots,
+        steps: 6,
+        ..new_track()
+    };
+    let mut both: Vec<Slot> = [1, 2].map(|seed| slot(&opened, &with(seed, 3), 0)).to_vec();
+    for round in 0..3 {
+        let given = shared(&opened, &both, &mut Unobserved).expect("values");
+        for ((plan, request, values), given) in both.iter_mut().zip(given) {
+            values.extend(given.expect("values"));
+            let plans = opened.model.plan(request).expect("a valid request");
+            let mut rounds = plans.into_iter().filter(|plan| plan.role == Role::Sample);
+            *plan = rounds.nth(round + 1).unwrap_or_else(|| plan.clone());
+        }
+    }
+    for (seed, (_, _, values)) in (1..).zip(&both) {
+        let alone = sampled(&opened, &with(seed, 1), 1, &mut Steps::default());
+        assert!(apart(&values["latent"], &alone["latent"]) <= rounding("latent"));
+    }
+    assert_ne!(both[0].2["latent"], both[1].2["latent"]);
+}
+
+#[test]
+fn one_that_fails_or_is_cancelled_changes_nothing_of_the_others() {
+    let folder = folder(true);
+    let opened = open(folder.path(), &F32);
+    let all = slots(&opened);
+    let undisturbed = shared(&opened, &all, &mut Unobserved).expect("values");
+    // In a pass over as many nothing changes; over fewer, products have other shapes.
+    let expect_others = |given: &[Result<Values, StageError>], left: usize, are_fewer: bool| {
+        for (number, (given, before)) in given.iter().zip(&undisturbed).enumerate() {
+            if number == left {
+                continue;
+            }
+            let (given, before) = (given.as_ref().expect("values"), before.as_ref().expect("values"));
+            for (name, value) in given {
+                let is_same = match are_fewer {
+                    true => apart(value, &before[name]) <= rounding(name),
+                    false => value == &before[name],
+                };
+                assert!(is_same, "{number} without {left}: {name}");
+            }
+        }
+    };
+    for number in 0..all.len() {
+        let mut broken = all.clone();
+        let condition = broken[number].2.get_mut("condition").expect("a condition");
+        let mut data = condition.data.to_vec();
+        data[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+        condition.data = data.into();
+        let given = shared(&opened, &broken, &mut Unobserved).expect("values");
+        let first = all[number]
+            .0
+            .takes
+            .iter()
+            .find_map(|taken| taken.name.strip_prefix("sampling_"));
+        let first: u32 = first.map_or(0, |first| first.parse().expect("a step"));
+        match &given[number] {
+            Err(StageError::NotFinite { component, step }) => {
+                assert_eq!((component.as_str(), *step), ("transformer", first + 1));
+            }
+            other => panic!("{other:?}"),
+        }
+        expect_others(&given, number, false);
+
+        // Before it begins, and behind its first step: some rounds have no second.
+        for steps in [0, 1] {
+            let mut told = Steps {
+                cancelled: vec![(number, steps)],
+                ..Steps::default()
+            };
+            let given = shared(&opened, &all, &mut told).expect("values");
+            let made = told.made.iter().filter(|(of, _, _)| *of == number).count();
+            assert_eq!(made, steps);
+            if all[number].0.steps > steps as u32 {
+                assert!(matches!(given[number], Err(StageError::Cancelled)), "{number}");
+            }
+            expect_others(&given, number, steps == 0);
+        }
+        let mut lacks = all.clone();
+        lacks[number].2.remove("condition");
+        let given = shared(&opened, &lacks, &mut Unobserved).expect("values");
+        assert!(matches!(given[number], Err(StageError::BadInput(_))));
+        expect_others(&given, number, true);
+    }
+    let mut told = Steps {
+        cancelled: (0..all.len()).map(|number| (number, 0)).collect(),
+        ..Steps::default()
+    };
+    let given = shared(&opened, &all, &mut told).expect("answers");
+    assert!(
+        given
+            .iter()
+            .all(|given| matches!(given, Err(StageError::Cancelled)))
+    );
+}
+
+#[test]
+fn what_cannot_share_a_pass_is_refused() {
+    let folder = folder(true);
+    let opened = open(folder.path(), &F32);
+    let asked = |seconds: f32, slots: u32| Request {
+        slots,
+        ..request(Audio {
+            seconds,
+            ..Audio::default()
+        })
+    };
+    let one = slot(&opened, &asked(1.0, 2), 0);
+    let longer = slot(&opened, &asked(1.2, 2), 0);
+    let alone = slot(&opened, &asked(1.0, 1), 0);
+    let key = |slot: &Slot| slot.0.shared.clone().expect("it shares passes").key;
+    assert_ne!(key(&one), key(&longer));
+    for wrong in [
+        vec![one.clone(), longer],
+        vec![one.clone(), alone],
+        vec![one.clone(), one.clone(), one.clone()],
+        Vec::new(),
+    ] {
+        let refused = shared(&opened, &wrong, &mut Unobserved);
+        assert!(matches!(refused, Err(StageError::BadInput(_))), "{}", wrong.len());
+    }
+}
+
+#[test]
+fn what_is_done_stays_done_when_the_rest_is_cancelled() {
+    let folder = folder(true);
+    let opened = open(folder.path(), &F32);
+    let asked = Request {
+        steps: 8,
+        slots: 6,
+        ..new_track()
+    };
+    // Of one step, and of two.
+    let both = [0, 2].map(|round| slot(&opened, &asked, round));
+    assert_eq!(both.each_ref().map(|slot| slot.0.steps), [1, 2]);
+    let mut told = Steps {
+        cancelled: vec![(0, 1), (1, 1)],
+        ..Steps::default()
+    };
+    let given = shared(&opened, &both, &mut told).expect("values");
+    assert!(given[0].is_ok() && matches!(given[1], Err(StageError::Cancelled)));
+    assert_eq!(told.made, [(0, 1, 8), (1, 3, 8)]);
+}

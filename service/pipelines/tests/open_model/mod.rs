@@ -1,0 +1,220 @@
+//! Folders that tests may modify, and models with their components on the device of the tests. Shared by the parity tests of
+//! all families.
+#![allow(dead_code, clippy::expect_used)] // Each binary takes what it needs; what tests share is outside of them.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
+use pipelines::{
+    HostTensor, Model, Observer, Piece, Precision, Request, Role, StageError, StagePlan, StageRun, Values,
+    catalogue,
+};
+
+use crate::device::{here, test_device};
+
+/// Precision of the fixtures.
+pub(crate) const F32: Precision = Precision::full(DType::F32);
+
+/// Copies a folder with all that is in it.
+pub(crate) fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).expect("a folder");
+    for entry in std::fs::read_dir(from).expect("a folder").flatten() {
+        let target = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).expect("a copy");
+        }
+    }
+}
+
+/// A component on the device of the tests.
+fn moved(tensors: &ComponentTensors) -> ComponentTensors {
+    let weights = tensors.names().map(|name| {
+        let weight = match tensors.weight(name).expect("a tensor") {
+            Weight::Full(tensor) => Weight::Full(here(&tensor)),
+            Weight::Quantized(quantized) => Weight::Quantized(QuantizedWeight {
+                bytes: here(&quantized.bytes),
+                ..quantized
+            }),
+        };
+        (name.to_owned(), weight)
+    });
+    ComponentTensors::of_weights(weights.collect())
+}
+
+/// All components of a model by name, loaded with the CPU card and put on the device of the tests.
+fn components_of<M: Model + ?Sized>(model: &M) -> HashMap<String, Arc<ComponentTensors>> {
+    let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
+    let mut components = HashMap::new();
+    for component in model.components() {
+        let plan = model.load_plan(&component.name).expect("a plan");
+        assert_eq!(plan.bytes(), component.bytes, "{}", component.name);
+        card.load(component, plan, &mut |_| ControlFlow::Continue(()))
+            .expect("a load");
+        let mut tensors = card.tensors(&component.id).expect("tensors");
+        if !test_device().is_cpu() {
+            tensors = Arc::new(moved(&tensors));
+        }
+        components.insert(component.name.clone(), tensors);
+    }
+    components
+}
+
+/// A model with all components resident.
+pub(crate) struct OpenModel<M: ?Sized = dyn Model> {
+    pub(crate) model: Arc<M>,
+    components: RefCell<HashMap<String, Arc<ComponentTensors>>>,
+}
+
+impl OpenModel {
+    /// Opens a model of a family, loads it with the CPU card and puts it on the device of the tests.
+    pub(crate) fn open(family: &str, path: &Path, precision: &Precision) -> OpenModel {
+        let model = catalogue().open(path, precision).expect("a sound model");
+        assert_eq!(model.family(), family);
+        OpenModel::of(model)
+    }
+}
+
+impl<M: Model + ?Sized> OpenModel<M> {
+    /// With the components of a model resident.
+    pub(crate) fn of(model: Arc<M>) -> OpenModel<M> {
+        OpenModel {
+            components: RefCell::new(components_of(&*model)),
+            model,
+        }
+    }
+
+    /// Replaces the tensors of a component.
+    pub(crate) fn replace(&self, name: &str, tensors: ComponentTensors) {
+        let mut components = self.components.borrow_mut();
+        components.insert(name.to_owned(), Arc::new(tensors));
+    }
+
+    /// The tensors of a component.
+    pub(crate) fn tensors(&self, name: &str) -> Arc<ComponentTensors> {
+        Arc::clone(&self.components.borrow()[name])
+    }
+
+    /// Runs one stage over those of the values that it takes, without the data of media that it does not read, and checks that
+    /// it used only its named components and gave its named values.
+    pub(crate) fn run(
+        &self,
+        plan: &StagePlan,
+        rung: usize,
+        request: &Request,
+        values: &Values,
+        observer: &mut dyn Observer,
+    ) -> Result<Values, StageError> {
+        let tensors = |name: &str| {
+            assert!(plan.components.iter().any(|named| named == name), "{name}");
+            Ok(self.tensors(name))
+        };
+        let taken = plan.takes.iter().filter_map(|taken| {
+            let value = values.get(&taken.name)?;
+            Some((taken.name.clone(), value.clone()))
+        });
+        let without_data = request.without_media_data();
+        let stage = StageRun {
+            plan,
+            rung,
+            request: match plan.reads_media {
+                true => request,
+                false => &without_data,
+            },
+            values: &taken.collect(),
+            tensors: &tensors,
+            device: test_device(),
+        };
+        let result = self.model.run(&stage, observer);
+        if let Ok(given) = &result {
+            let mut named: Vec<&String> = plan.gives.iter().collect();
+            named.sort();
+            assert!(given.keys().eq(named), "{} gave {:?}", plan.name, given.keys());
+        }
+        result
+    }
+
+    /// The stages of a valid request, with the memory of the previews that it asks for.
+    pub(crate) fn stages(&self, request: &Request) -> Vec<StagePlan> {
+        let plan = self.model.plan(request).expect("a valid request");
+        plan.into_iter().map(StagePlan::with_previews).collect()
+    }
+
+    /// The stage with this name of a valid request.
+    pub(crate) fn stage(&self, request: &Request, name: &str) -> StagePlan {
+        let mut stages = self.stages(request).into_iter();
+        stages.find(|stage| stage.name == name).expect("a stage")
+    }
+
+    /// Runs all stages but the decodes, and returns all values.
+    pub(crate) fn sampled(
+        &self,
+        request: &Request,
+        observer: &mut dyn Observer,
+    ) -> Result<Values, StageError> {
+        let mut values = Values::new();
+        for plan in self.stages(request) {
+            if plan.role != Role::Decode {
+                let given = self.run(&plan, 0, request, &values, observer)?;
+                values.extend(given);
+            }
+        }
+        Ok(values)
+    }
+
+    /// Runs all stages but the decodes, and returns the final latent.
+    pub(crate) fn latent(
+        &self,
+        request: &Request,
+        observer: &mut dyn Observer,
+    ) -> Result<HostTensor, StageError> {
+        let mut values = self.sampled(request, observer)?;
+        Ok(values.remove("latent").expect("a latent"))
+    }
+}
+
+/// A host tensor of f32 as a tensor.
+pub(crate) fn on_cpu(tensor: &HostTensor) -> Tensor {
+    let numbers = tensor.data.as_chunks::<4>().0.iter();
+    let numbers: Vec<f32> = numbers.map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    Tensor::from_vec(numbers, tensor.shape.as_slice(), &Device::Cpu).expect("a tensor")
+}
+
+/// Records delivered pieces.
+#[derive(Default)]
+pub(crate) struct Delivered(pub(crate) Vec<Piece>);
+
+impl Observer for Delivered {
+    fn step(&mut self, _n: u32, _of: u32) {}
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, piece: Piece) {
+        self.0.push(piece);
+    }
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+/// Wants every preview.
+pub(crate) struct WantsPreviews;
+
+impl Observer for WantsPreviews {
+    fn step(&mut self, _n: u32, _of: u32) {}
+    fn wants_preview(&mut self) -> bool {
+        true
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, _piece: Piece) {}
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
