@@ -417,11 +417,30 @@ impl<'a> World<'a> {
                 let _ = queue.trim("").await;
             });
             self.pass_until_all_have_ended().await?;
-            self.pass(30_000).await?;
+            self.pass_until_settled().await?;
         }
         if self.defect == Defect::LeavesAJobBehind {
             self.leave_a_job_behind().await;
         }
+        self.check_settled().await
+    }
+
+    /// Time for restarts, late bytes and claims that expire: as long as they take, and at most half a minute. An idle card
+    /// costs a switch of threads for every tick.
+    async fn pass_until_settled(&mut self) -> Result<(), Broken> {
+        let mut settled = 0;
+        for _ in 0..60 {
+            self.pass(500).await?;
+            let is_settled = self.check_settled().await.is_ok();
+            settled = if is_settled { settled + 1 } else { 0 };
+            if settled == 2 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    async fn check_settled(&self) -> Result<(), Broken> {
         for slot in &self.slots {
             slot.check_ready()?;
             slot.check_empty()?;
@@ -460,7 +479,7 @@ impl<'a> World<'a> {
         self.wish().await;
     }
 
-    async fn check_queue(&mut self) -> Result<(), Broken> {
+    async fn check_queue(&self) -> Result<(), Broken> {
         let census = self.queue.census().await;
         if census.len() < 6 || census.iter().any(|(_, count)| *count > 0) {
             return Err((Invariant::TheQueueRests, format!("{census:?}")));
