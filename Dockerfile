@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# moored on the CPU, with the shipped model inside. See docker-compose.yml for how it is run.
+# moored on the CPU, with the models of demo/ inside. See docker-compose.yml for how it is run.
 
 FROM rust:1-bookworm AS builder
 WORKDIR /source
@@ -17,7 +17,7 @@ FROM debian:bookworm-slim
 RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin moored \
     && install -d -o moored -g moored /var/lib/moored /models
 COPY --from=builder /out/moored /usr/local/bin/moored
-# The program finds `demo/model` above the folder that it is started in.
+# The program finds `demo/` in the folder that it is started in (WORKDIR).
 COPY demo/model /usr/share/moored/demo/model
 COPY demo/film/model /usr/share/moored/demo/film/model
 COPY demo/sound/model /usr/share/moored/demo/sound/model

@@ -31,11 +31,12 @@ import moored
 from service import INSTANT_MODELS, ROOT, Service
 
 ROWS_FILE = ROOT / "docs/benchmarks/service.json"
-# Written by tests/gpu/run, and the last by scripts/soak.
+# Written by tests/gpu/run, film_rows.py and sound_rows.py in tests/gpu, and scripts/soak.
 CARD_ROWS_FILES = (
     ROOT / "docs/benchmarks/card.json",
     ROOT / "docs/benchmarks/quantization.json",
     ROOT / "docs/benchmarks/speed.json",
+    ROOT / "docs/benchmarks/adapters.json",
     ROOT / "docs/benchmarks/film.json",
     ROOT / "docs/benchmarks/sound.json",
     ROOT / "docs/benchmarks/soak.json",
@@ -172,7 +173,7 @@ def measure_overhead(rows: Rows, address: str, scale: Scale) -> None:
     """What a picture costs when computing it costs nothing."""
     with grpc.insecure_channel(address) as channel:
         times = milliseconds_of(lean_call(channel, "bench"), scale)
-    what = "GenerateImage without the painting, lean gRPC client"
+    what = "GenerateImage without the model, lean gRPC client"
     rows.add(f"{what}, p50", statistics.median(times), "ms", "lower", target=3.0)
     rows.add(f"{what}, p99", percentile(times, 0.99), "ms", "lower")
     with moored.Client(address) as client:
@@ -184,7 +185,7 @@ def measure_overhead(rows: Rows, address: str, scale: Scale) -> None:
             for _ in range(scale.warm_up)
         ]
         empty = milliseconds_of(client.server_info, scale)
-    what = "GenerateImage without the painting"
+    what = "GenerateImage without the model"
     rows.add(f"{what}, Python client, p50", statistics.median(times), "ms", "lower")
     # Whole milliseconds, as the service tells them.
     rows.add(f"{what}, inside of the service, p50", statistics.median(inside), "ms", "lower")

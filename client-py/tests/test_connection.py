@@ -86,7 +86,7 @@ def test_an_address_that_is_none_is_refused_with_what_to_write(wrong: str) -> No
             kind(wrong)
 
 
-def test_who_asks_is_user_at_host_unless_told(
+def test_the_default_client_id_is_user_at_host(
     service: Service, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.on("GenerateImage", [accepted(), done()])
@@ -125,7 +125,7 @@ def test_no_proxy_stands_before_loopback() -> None:
         assert off not in _channel.options_for(endpoint)
 
 
-def test_the_token(
+def test_the_token_comes_from_the_argument_else_the_file(
     service: Service, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.on("GetStatus", residency_pb2.Status())
@@ -155,7 +155,7 @@ def test_a_file_that_is_no_token_is_said_and_not_shown(tmp_path: Path, content: 
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_nothing_there(nowhere: str, kind: str) -> None:
+def test_a_call_without_a_service_says_how_to_start_one(nowhere: str, kind: str) -> None:
     ask = Ask(kind, nowhere, {})
     for method, *args in (["status"], ["generate_image", "x"], ["get_latent", "l"], ["health"]):
         with pytest.raises(moored.ConnectionFailed, match="moored serve") as caught:
@@ -168,7 +168,7 @@ def test_nothing_there(nowhere: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_nothing_comes(nowhere: str, kind: str) -> None:
+def test_wait_until_ready_fails_after_its_timeout(nowhere: str, kind: str) -> None:
     with pytest.raises(moored.ConnectionFailed, match=r"within 0\.2 s") as caught:
         Ask(kind, nowhere, {})("wait_until_ready", 0.2)
     assert caught.value.endpoint == nowhere

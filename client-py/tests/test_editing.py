@@ -71,7 +71,7 @@ def test_references_and_control_pictures_keep_their_colours(service: Service, as
         assert image.open(io.BytesIO(given.data)).getpixel((3, 1)) == (200, 10, 30)
 
 
-def test_what_a_control_leaves_open_stays_open(service: Service, ask: Ask) -> None:
+def test_unset_options_of_a_control_are_not_sent(service: Service, ask: Ask) -> None:
     controls = [moored.Control("edges", b"a"), moored.Control("depth", b"b", 0, 0, 0, 0)]
     edges, depth = asked_for(service, ask, controls=controls).controls
     for name in ("scale", "start", "end", "mode"):
@@ -108,7 +108,7 @@ def test_an_empty_list_of_pictures_leaves_the_fields_unset(
         ({"controls": [moored.Control(7, b"a")]}, r"controls\[0\].id: a str is wanted"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_none_of_them_is_refused_by_its_place(
+def test_a_wrong_type_is_refused_by_option_and_index(
     ask: Ask, wrong: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(TypeError, match=said):

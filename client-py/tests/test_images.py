@@ -301,14 +301,12 @@ def test_signatures_and_help_have_every_option(
         ("quite_different", "help"),
     ],
 )
-def test_an_option_of_elsewhere_is_a_type_error_that_names_ours(
-    ask: Ask, option: str, remedy: str
-) -> None:
+def test_an_option_name_of_another_library_names_ours(ask: Ask, option: str, remedy: str) -> None:
     with pytest.raises(TypeError, match=f"{option}'.*{remedy}"):
         ask("generate_image", "x", **{option: 3})
 
 
-def test_every_name_of_elsewhere_leads_to_an_option_that_there_is() -> None:
+def test_every_hint_for_another_librarys_option_names_an_existing_option() -> None:
     everything = {name for options in METHODS for name in _options.words_of(options)}
     for remedy in _options.ELSEWHERE.values():
         assert {*re.findall(r"(\w+)=", remedy)} <= everything

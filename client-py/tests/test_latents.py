@@ -36,7 +36,7 @@ class Store:
             yield generation_pb2.LatentChunk(chunk=data[start : start + 300_001])
 
 
-def test_there_and_back(service: Service, ask: Ask) -> None:
+def test_a_latent_is_uploaded_and_downloaded_unchanged(service: Service, ask: Ask) -> None:
     store = Store(service)
     # More than one chunk each way, and not in row-major order.
     array = (

@@ -44,7 +44,7 @@ def test_close(endless: Endless, client: moored.Client) -> None:
     assert caught.value.job_id == "job-1"
 
 
-def test_with(endless: Endless, client: moored.Client) -> None:
+def test_leaving_the_with_block_cancels_the_job(endless: Endless, client: moored.Client) -> None:
     with contextlib.suppress(ZeroDivisionError), client.stream_image("x") as stream:
         next(stream)
         raise ZeroDivisionError

@@ -117,7 +117,7 @@ def test_a_session_that_fails_while_it_plays(service: Service, both: Both) -> No
     both(use)  # it was told, and is not raised again
 
 
-def test_an_end_that_nobody_was_told_of(service: Service, both: Both) -> None:
+def test_a_lost_connection_is_raised_when_the_session_closes(service: Service, both: Both) -> None:
     talk = talk_on(service, only_opens)
 
     async def use(session: Any, now: Any) -> None:
@@ -146,7 +146,9 @@ def test_the_end_of_the_service(service: Service, address: str) -> None:
 @pytest.mark.parametrize(
     ("why", "error"), [("idle", moored.Cancelled), ("shutting_down", moored.ShuttingDown)]
 )
-def test_the_service_ends_it(service: Service, both: Both, why: str, error: type) -> None:
+def test_the_service_ends_a_session_with_a_report(
+    service: Service, both: Both, why: str, error: type
+) -> None:
     talk = talk_on(service, only_opens)
 
     async def use(session: Any, now: Any) -> None:
@@ -225,7 +227,7 @@ def test_after_the_close(service: Service, both: Both) -> None:
     assert kinds(talk) == ["open", "close"]
 
 
-def test_a_service_that_does_not_end_it(
+def test_close_fails_if_the_service_does_not_confirm(
     service: Service, both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = talk_on(service, lambda one: [opened()] if one.WhichOneof("message") == "open" else [])

@@ -41,7 +41,7 @@ def test_a_paced_session_says_what_was_taken(service: Service, both: Both) -> No
     assert heads(talk) == [CHUNK, 2 * CHUNK]
 
 
-def test_a_session_by_the_clock_does_not(service: Service, both: Both) -> None:
+def test_a_session_by_the_clock_sends_no_play_head(service: Service, both: Both) -> None:
     talk = talk_on(service)
 
     async def use(session: Any, now: Any) -> None:
@@ -52,7 +52,7 @@ def test_a_session_by_the_clock_does_not(service: Service, both: Both) -> None:
     assert heads(talk) == []
 
 
-def test_what_is_told_counts_alone(service: Service, both: Both) -> None:
+def test_played_overrides_the_chunks_that_were_taken(service: Service, both: Both) -> None:
     talk = talk_on(service)
 
     async def use(session: Any, now: Any) -> None:
@@ -72,7 +72,7 @@ class Clock:
         monkeypatch.setattr(_conversation, "now", lambda: self.now_s)
 
 
-def test_who_takes_sound_is_alive(
+def test_taking_sound_sends_the_play_head(
     service: Service, both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
@@ -127,7 +127,7 @@ def test_who_waits_for_sound_is_alive(service: Service, both: Both) -> None:
     both(use)
 
 
-def test_who_does_neither_falls_silent(
+def test_an_idle_client_sends_nothing(
     service: Service, both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)

@@ -88,7 +88,7 @@ def test_everything_comes_in_order_as_events(service: Service, both: Both) -> No
     both(use)
 
 
-def test_what_opens_it(service: Service, both: Both) -> None:
+def test_the_options_of_a_session_are_sent(service: Service, both: Both) -> None:
     talk = talk_on(service)
     service.on("PutMedia", generation_pb2.MediaInfo(id="media-77"))
 
@@ -126,7 +126,7 @@ def test_what_opens_it(service: Service, both: Both) -> None:
     assert (asked.options.patience_ms, asked.options.client_id) == (2000, "me")
 
 
-def test_what_is_left_out_is_the_services(service: Service, both: Both) -> None:
+def test_unset_options_of_a_session_are_not_sent(service: Service, both: Both) -> None:
     talk = talk_on(service)
 
     async def use(session: Any, now: Any) -> None:
@@ -237,7 +237,7 @@ def test_what_a_segment_says(service: Service, both: Both) -> None:
         ({"init_media": "media-1"}, TypeError, "no option 'init_media'"),
     ],
 )
-def test_a_segment_that_cannot_be_said(
+def test_a_wrong_segment_is_refused_by_the_client(
     service: Service, both: Both, options: dict[str, Any], error: type, words: str
 ) -> None:
     talk = talk_on(service)

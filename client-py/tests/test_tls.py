@@ -138,7 +138,7 @@ def test_a_token_is_sent_on_this_machine_and_over_tls(kind: Any, endpoint: str) 
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_whoever_says_so_sends_a_token_unencrypted(
+def test_insecure_token_sends_a_token_unencrypted(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind("box", token="secret", insecure_token=True)

@@ -1,4 +1,4 @@
-"""What handles claim of a service while they live, and how it is given up.
+"""Holds, pins and latents that a handle has in the service, and how they are released.
 
 All of it happens in the pack's thread, in the order that it was asked for; the collector may end a handle
 in any thread and at any time, so an ending only leaves word.

@@ -29,7 +29,7 @@ class ApplyControlNet(io.ComfyNode):
             node_id="MooredApplyControlNet",
             display_name="Apply ControlNet (moored)",
             category=f"{CATEGORY}/model",
-            description="Has a model follow a picture: edges, depths, a pose. Link several for several.",
+            description="Makes pictures follow a control picture (edges, depth, pose). Chain nodes for several.",
             search_aliases=["controlnet", "canny", "depth", "pose"],
             inputs=[
                 ModelType.Input(
@@ -60,7 +60,7 @@ class ApplyControlNet(io.ComfyNode):
                     default=NO_MODE,
                     min=NO_MODE,
                     max=MODES_AT_MOST,
-                    tooltip="Of a union: which of its modes, from 0, as its model card says. -1: none.",
+                    tooltip="Mode of a union ControlNet, from 0, as its model card lists them. -1: none.",
                 ),
                 io.String.Input(
                     "other_control_net",

@@ -1,4 +1,4 @@
-"""What goes along the wires: models and latents as recipes.
+"""The values on the links between nodes: models and latents as recipes.
 
 A handle is plain data with what is needed to make its thing again, so that it outlives a restart of the
 service, and a pickle. Whoever computed a handle owns what it stands for: when the handle goes (ComfyUI drops

@@ -286,7 +286,10 @@ def _refuse_other_sites(request: web.Request) -> None:
         origin = request.headers.get("Origin")
         allowed = origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
     if not allowed:
-        raise _refusal(web.HTTPForbidden, "Pages of other sites may not ask this.")
+        raise _refusal(
+            web.HTTPForbidden,
+            "Requests of other sites are refused. Proxies must pass the Host header on.",
+        )
 
 
 # Both.

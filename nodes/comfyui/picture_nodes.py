@@ -94,7 +94,7 @@ class ImageToImage(io.ComfyNode):
                 io.Mask.Input(
                     "mask",
                     optional=True,
-                    tooltip="What changes of the picture: 1 does, 0 stays exactly. Without it: all.",
+                    tooltip="The mask: 1 changes, 0 stays exactly. Not connected: all changes.",
                 ),
                 io.Float.Input(
                     "strength",
@@ -165,7 +165,7 @@ class EditImage(io.ComfyNode):
                 model_input(),
                 prompt_input("What is to change, as in: make it snow."),
                 io.Image.Input(
-                    "image", tooltip="What the prompt is about. Of a batch each picture is edited."
+                    "image", tooltip="The picture to edit. Each picture of a batch is edited."
                 ),
                 *size_inputs("that which the model prefers for the picture"),
                 *picture_inputs(),

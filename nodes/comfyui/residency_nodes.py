@@ -1,4 +1,4 @@
-"""What is in memory: shown, brought in, sent away, kept."""
+"""The nodes GPU Status, Preload, Unload and Pin."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ class Unload(io.ComfyNode):
             search_aliases=["free memory", "vram", "evict"],
             inputs=[
                 ModelType.Input(
-                    "model", optional=True, tooltip="Which model. Without it: all models."
+                    "model",
+                    optional=True,
+                    tooltip="The model to unload. Not connected: all models.",
                 ),
                 io.AnyType.Input(
                     "after", optional=True, tooltip="Whatever is to happen before. It is passed on."

@@ -44,7 +44,7 @@ def server_input() -> io.Input:
     return ServerType.Input(
         "server",
         optional=True,
-        tooltip="Which service. Without it: the one of ComfyUI's settings.",
+        tooltip="The service to use. Not connected: the one in ComfyUI's settings.",
     )
 
 
@@ -81,7 +81,7 @@ def picture_inputs() -> list[io.Input]:
             "latent_only",
             default=False,
             advanced=True,
-            tooltip="Make only a latent, for VAE Decode. What is linked to image does not run.",
+            tooltip="Make only a latent, for VAE Decode. Nodes linked to image do not run.",
         ),
         text_length_input(),
         preview_input(),

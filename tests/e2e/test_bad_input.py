@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def house(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     service = Service(
         "--models",
         str(models),
@@ -94,9 +94,9 @@ def wait_for_no_scratch(client: moored.Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def rest(house: Service) -> moored.Status:
+def rest(service: Service) -> moored.Status:
     """The status after one valid request."""
-    with house.client() as client:
+    with service.client() as client:
         client.generate_image("a good request", **QUICK)
         client.encode_image(Image.new("RGB", (32, 32)))
         deadline = time.monotonic() + 0.5  # a status is published within a tenth
@@ -106,12 +106,12 @@ def rest(house: Service) -> moored.Status:
 
 
 @pytest.fixture
-def client(house: Service, rest: moored.Status) -> Iterator[moored.Client]:
+def client(service: Service, rest: moored.Status) -> Iterator[moored.Client]:
     """A client; after the test the service has to be in the state of before."""
-    with house.client() as client:
+    with service.client() as client:
         yield client
     # Anew: a connection may have been the victim.
-    with house.client() as other:
+    with service.client() as other:
         result = other.generate_image("a good request", seed=1, **QUICK)
         assert result.image.size == (32, 32)
         status = at_rest(other)
@@ -121,11 +121,11 @@ def client(house: Service, rest: moored.Status) -> Iterator[moored.Client]:
         assert card.memory.scratch <= card_before.memory.scratch + TOLERANCE_BYTES
         assert card.reservations == ()
         assert not any(resident.leases for resident in card.residents)
-    assert house.process.poll() is None
+    assert service.process.poll() is None
 
 
-def test_at_rest_no_scratch_is_booked(house: Service, rest: moored.Status) -> None:
-    with house.client() as client:
+def test_at_rest_no_scratch_is_booked(service: Service, rest: moored.Status) -> None:
+    with service.client() as client:
         client.unload()
         wait_for_no_scratch(client)
 
@@ -382,12 +382,12 @@ def test_encoding_an_empty_picture_is_refused(client: moored.Client) -> None:
     assert fields_of(refused.value) == ["image"]
 
 
-def test_decompression_bombs_take_no_memory(house: Service, client: moored.Client) -> None:
+def test_decompression_bombs_take_no_memory(service: Service, client: moored.Client) -> None:
     """Of the supervisor, which decodes them; the peak since it started."""
     for name in ("bomb", "text bomb", "40,000 pixels"):
         with pytest.raises(moored.InvalidRequest):
             client.encode_image(PICTURES[name]())
-    status = Path(f"/proc/{house.process.pid}/status").read_text(encoding="utf-8")
+    status = Path(f"/proc/{service.process.pid}/status").read_text(encoding="utf-8")
     peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     assert int(peak.split()[1]) * 1024 < 400 * 2**20, peak
 
@@ -634,9 +634,9 @@ def test_weights_truncated_while_the_service_runs_are_reported(
 # The wire.
 
 
-def raw_bytes(house: Service, data: bytes) -> bytes:
+def raw_bytes(service: Service, data: bytes) -> bytes:
     """Sends bytes to the port; what comes back until the service hangs up or falls silent."""
-    host, port = house.address.rsplit(":", 1)
+    host, port = service.address.rsplit(":", 1)
     answer = b""
     with suppress(OSError), socket.create_connection((host, int(port)), timeout=2) as connection:
         connection.sendall(data)
@@ -675,9 +675,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     ],
 )
 def test_the_service_survives_garbage_on_its_port(
-    house: Service, client: moored.Client, data: bytes
+    service: Service, client: moored.Client, data: bytes
 ) -> None:
-    raw_bytes(house, data)
+    raw_bytes(service, data)
     assert client.health() == "serving"
 
 

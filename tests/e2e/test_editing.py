@@ -304,7 +304,7 @@ def test_a_union_has_modes(client: moored.Client) -> None:
     assert len(of_modes) == UNION_MODES
 
 
-def test_a_control_net_that_adds_nothing_leaves_its_draws(client: moored.Client) -> None:
+def test_a_control_net_of_scale_0_still_draws_its_random_numbers(client: moored.Client) -> None:
     # The control picture is drawn before the noise, as in diffusers: scale 0 is another picture than none.
     nothing = generated(client, model="plain", controls=[control(scale=0)])
     never = generated(client, model="plain", controls=[control(start=0, end=0)])

@@ -167,7 +167,7 @@ def test_two_films_in_sections(simulate: Simulate, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["shared", "exclusive"])
-def test_framepack_films_as_the_reference_does(
+def test_framepack_gives_the_references_frames(
     simulate: Simulate, tmp_path: Path, policy: str
 ) -> None:
     arguments = (*framepack(tmp_path), "--set", f"cards.policy={policy}")

@@ -176,7 +176,7 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_a_latent_is_named_in_a_few_characters(simulate: Simulate) -> None:
+def test_a_too_long_vae_id_is_refused(simulate: Simulate) -> None:
     service = simulate()
     with service.client() as client, grpc.insecure_channel(service.address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)

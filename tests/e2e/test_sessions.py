@@ -105,7 +105,7 @@ def test_segments_follow_each_other_and_the_last_is_repeated(
         assert_at_rest(client)
 
 
-def test_at_once_takes_over_where_the_other_is_and_what_is_between_never_sounds(
+def test_a_segment_at_once_starts_at_the_current_position_and_supersedes_queued_ones(
     simulate: Simulate,
 ) -> None:
     with simulate().client() as client, session(client, crossfade_s=0.05) as live:
@@ -404,7 +404,7 @@ def test_a_session_is_opened_first_and_once(
         assert_at_rest(client)
 
 
-def test_a_message_that_is_far_too_long_ends_the_session_by_name(simulate: Simulate) -> None:
+def test_a_too_long_message_ends_the_session_with_the_limit(simulate: Simulate) -> None:
     service = simulate()
     with pytest.raises(grpc.RpcError) as refused:
         list(raw(service, opening(), segment(lyrics="x" * (2 << 20))))
@@ -443,7 +443,7 @@ def test_a_segment_that_is_wrong_fails_alone(simulate: Simulate) -> None:
         assert take(iter(live), 0.1)
 
 
-def test_more_segments_than_anybody_waits_for_are_refused(simulate: Simulate) -> None:
+def test_more_than_32_waiting_segments_are_refused(simulate: Simulate) -> None:
     with simulate().client() as client, session(client) as live:
         asked = [live.play("x", steps=200) for _ in range(33)]
         with pytest.raises(moored.ClientLimit):
@@ -466,7 +466,7 @@ def test_sound_beyond_the_bound_of_a_client_fails_that_segment(
         assert take(iter(live), 0.1)
 
 
-def test_a_client_that_stops_reading_holds_nothing_for_ever(simulate: Simulate) -> None:
+def test_the_hold_of_a_client_that_stops_reading_ends(simulate: Simulate) -> None:
     service = simulate()
     messages: list[pb.StreamAudioRequest] = [
         pb.StreamAudioRequest(

@@ -38,7 +38,7 @@ def unanswering(file: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[tuple[Service, Path]]:
+def service_and_folder(tmp_path: Path) -> Iterator[tuple[Service, Path]]:
     """A service with `small` and a pipeline in `dead`."""
     models = tmp_path / "models"
     models.mkdir()
@@ -50,8 +50,10 @@ def house(tmp_path: Path) -> Iterator[tuple[Service, Path]]:
     service.kill()
 
 
-def test_a_model_on_a_blocked_disk_blocks_nothing_else(house: tuple[Service, Path]) -> None:
-    service, dead = house
+def test_a_model_on_a_blocked_disk_blocks_nothing_else(
+    service_and_folder: tuple[Service, Path],
+) -> None:
+    service, dead = service_and_folder
     with (
         service.client() as client,
         unanswering(dead / "transformer/config.json"),
@@ -74,8 +76,10 @@ def test_a_model_on_a_blocked_disk_blocks_nothing_else(house: tuple[Service, Pat
         assert service.process.wait(END_S) == 0
 
 
-def test_a_model_that_is_no_regular_file_is_refused(house: tuple[Service, Path]) -> None:
-    service, dead = house
+def test_a_model_that_is_no_regular_file_is_refused(
+    service_and_folder: tuple[Service, Path],
+) -> None:
+    service, dead = service_and_folder
     with service.client() as client:
         for name in ["transformer/config.json", "tokenizer_2/tokenizer.json", "model_index.json"]:
             file = dead / name

@@ -187,7 +187,7 @@ def swap_seconds(bench: Bench) -> tuple[dict[str, list[float]], str]:
                 _assert_resident(running, new, old)
     if not whole:
         bench.record.note("this client's load has no `replace`: swaps were put together by hand")
-    return times, "canary included" if whole else "by a smallest picture and an unload"
+    return times, "proof included" if whole else "by a smallest picture and an unload"
 
 
 def _swap(client: moored.Client, old: str, new: str, whole: bool) -> None:

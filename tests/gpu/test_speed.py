@@ -96,7 +96,7 @@ def finds(bench: Any, found: str, *rest: Any, place: str = "") -> Any:
         yield {"ms": 45.0, "versions": "1"}
 
 
-def test_every_share_is_of_a_figure_that_some_part_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_relative_target_names_a_measured_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Found()
     beside = {"steps": [0.19, 0.20, 0.21], "versions": "1"}
     bench: Any = SimpleNamespace(

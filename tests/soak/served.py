@@ -18,7 +18,7 @@ KEPT_WARNINGS = 2000
 STALL_S = 12
 """A worker that is stopped is found soon; one on a busy machine is not taken for hung."""
 STALL_ON_CARD_S = 60
-"""The driver of a real card compiles kernels for a first picture."""
+"""A real card loads libraries and kernels, and makes plans, for a first picture."""
 SETTINGS = (
     "queue.stall_floor=6s",
     # States at rests are to be equal: what is kept is little, and soon full.

@@ -51,7 +51,7 @@ def test_a_leak_of_six_percent_is_not_flat() -> None:
     assert not found.is_flat()
 
 
-def test_a_tide_that_has_gone_out_by_the_end_is_not_flat() -> None:
+def test_a_peak_that_is_over_by_the_end_is_not_flat() -> None:
     series = rss_of(0.0)
     series[30] *= 1.08
     found = flatness(series)

@@ -423,7 +423,7 @@ class AsyncClient:
         finally:
             call.cancel()
         if info is None:
-            raise InternalError("The service sent a latent without a word of what it is")
+            raise InternalError("The service sent a latent without its description")
         return Latent(info, b"".join(chunks))
 
     async def put_latent(

@@ -1,4 +1,4 @@
-"""Where the service is, how it is spoken to, and by which name and token."""
+"""The connection to the service: address, TLS, client name and token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RETRY_S = 0.1
 """Seconds between two attempts to hear of the service's health."""
 
 NAME_AT_MOST_CHARACTERS = 100
-"""Of a client's name that nobody wrote out."""
+"""Most characters of a client name from MOORED_CLIENT or the default."""
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -406,7 +406,7 @@ class Client:
         finally:
             call.cancel()
         if info is None:
-            raise InternalError("The service sent a latent without a word of what it is")
+            raise InternalError("The service sent a latent without its description")
         return Latent(info, b"".join(chunks))
 
     def put_latent(
@@ -532,7 +532,7 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> JobResult:
-        """Brings a model in, ahead of use: all of its components, or those named.
+        """Loads a model into memory before it is used: all of its components, or those named.
 
         `prove` makes the smallest picture with it and throws it away: the load succeeds only if
         the model works. `replace` names the model whose place it takes: that one leaves when the
@@ -570,7 +570,7 @@ class Client:
         force: bool = False,
         timeout: float | None = None,
     ) -> Unloaded:
-        """Takes a model out, or all; waits for jobs that use it, or cancels them by `force`."""
+        """Unloads a model, or all; waits for jobs that use it, or cancels them with `force`."""
         request = residency_pb2.UnloadRequest(
             model=requests.model_of(model), force=force, client_id=self.client_id
         )
@@ -651,7 +651,7 @@ class Client:
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
     def status(self, *, timeout: float | None = QUICK_S) -> Status:
-        """The cards as they are."""
+        """The memory and the jobs of each card."""
         request = residency_pb2.GetStatusRequest()
         return mirror(Status, self._unary(self._stubs.residency.GetStatus, request, timeout))
 
@@ -665,7 +665,7 @@ class Client:
         return StatusStream(call, self.endpoint)
 
     def trim(self, card: str = "", *, timeout: float | None = None) -> int:
-        """Hands slack back to the driver, of one card or all. Returns bytes."""
+        """Frees memory that the service keeps and does not use, of one card or all. Returns its bytes."""
         request = residency_pb2.TrimRequest(card=card)
         return int(self._unary(self._stubs.residency.Trim, request, timeout).freed_bytes)
 

@@ -1,4 +1,4 @@
-"""What both sides of a session of sound have said: the part that threads and tasks share."""
+"""The state of a session of sound, from the messages of both sides; threads and tasks share it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ._session_events import (
 SegmentState: TypeAlias = Literal["sent", "accepted", "ready", "failed"]
 
 UNREAD_BYTES = 64 * 1024 * 1024
-"""Sound that is kept for a reader who does not come; then gRPC's flow control holds the service."""
+"""Most bytes of unread sound that are kept; beyond, gRPC's flow control stops the service."""
 
 _IDLE_S = 60
 """Of the service, where a session says nothing else."""
@@ -86,7 +86,7 @@ class Conversation:
         raise NotImplementedError
 
     def wake(self) -> None:
-        """Has whoever waits look again."""
+        """Wakes the threads or tasks that wait for a change."""
         raise NotImplementedError
 
     # What the client says.

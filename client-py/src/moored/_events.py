@@ -109,7 +109,7 @@ class Loading(BaseEvent):
 class Retrying(BaseEvent):
     """Something failed that is tried again.
 
-    `WORKER_DIED`, `WORKER_RECYCLED`, `MODEL_CHANGED`, `OUT_OF_MEMORY`.
+    `reason`: `WORKER_DIED`, `WORKER_RECYCLED`, `MODEL_CHANGED`, `OUT_OF_MEMORY` or `RESTORING`.
     """
 
     reason: str

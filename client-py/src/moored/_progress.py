@@ -43,6 +43,12 @@ _IGNORED_AT_MOST = 3
 _STAGES = {
     "encode_text": "Encoding the text",
     "encode_image": "Encoding the picture",
+    "encode_vision": "Encoding the picture for the transformer",
+    "encode_reference": "Encoding the reference",
+    "encode_masked": "Encoding the masked picture",
+    "encode_source": "Encoding the source",
+    "encode_condition": "Encoding lyrics and timbre",
+    "quantize_source": "Quantizing the source",
     "denoise": "Denoising",
     "decode": "Decoding",
     "load": "Loading",

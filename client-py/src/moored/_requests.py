@@ -31,7 +31,7 @@ ImageInput: TypeAlias = Union[bytes, bytearray, memoryview, str, "os.PathLike[st
 """A picture: the bytes of a PNG, JPEG or WebP; a path to one; or a PIL image."""
 
 Priority: TypeAlias = Literal["low", "normal", "high"]
-"""`low` runs when nothing else wants the card; `high` has four shares."""
+"""Share of the GPU time: `low` is a quarter of a normal share, `high` is four."""
 
 OutputFormat: TypeAlias = Literal["png", "raw"]
 """How pictures travel: as PNG, or as raw RGB, which costs more bytes and no encoding."""
@@ -236,7 +236,7 @@ class ImageOptions(GenerateOptions, total=False):
     ]
     mask: Annotated[
         PictureLike | None,
-        "What of the start changes: white does, black stays exactly. Scaled to the size.",
+        "Mask: white parts of the start picture change, black parts stay exactly. Scaled to the size.",
     ]
     references: Annotated[
         Sequence[PictureLike] | None,
@@ -289,15 +289,15 @@ class TrackOptions(TypedDict, total=False):
     ]
     tracks: Annotated[
         Sequence[str] | None,
-        "Of extract, lego and complete: tracks by the model's names, such as `vocals`.",
+        "For extract, lego and complete: names of tracks, such as `vocals`.",
     ]
     window: Annotated[
         tuple[float | None, float | None] | None,
-        "Of repaint and lego: start and end in seconds of what is made anew. Default: all of it.",
+        "For repaint and lego: start and end, in seconds, of the part to generate again. Default: all of it.",
     ]
     strengths: Annotated[
         Sequence[tuple[float, float]] | None,
-        "Instead of strength, one for each part: (second, strength) points, and lines between.",
+        "Strengths over time instead of one: (second, strength) points, interpolated linearly.",
     ]
     reference: Annotated[
         str | MediaInfo | None, "A track whose timbre is taken, uploaded by `put_media`."
@@ -351,11 +351,11 @@ class SessionOptions(QueueOptions, total=False):
     ]
     idle_s: Annotated[
         int | None,
-        "It ends when the service has heard nothing for so long, 1 to 3,600. Default: 60.",
+        "Seconds without a message after which the service ends the session, 1 to 3,600. Default: 60.",
     ]
     paced: Annotated[
         bool | None,
-        "The play head is where you have taken chunks to. Default: it goes by the clock.",
+        "The play head follows the chunks that you take. Default: it follows the clock.",
     ]
     once: Annotated[
         bool | None, "Silence when all segments are over. Default: the last one is repeated."

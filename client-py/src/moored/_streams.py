@@ -427,7 +427,7 @@ class _Pulls(_Reading[PullProgress]):
         if self._pulled is None:
             if self._closed:
                 raise self._cancelled()
-            raise InternalError("The service ended a pull without a word of what became of it")
+            raise InternalError("The service ended a pull without a result: pull again")
         return self._pulled
 
 

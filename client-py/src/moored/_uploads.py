@@ -146,7 +146,9 @@ def upload_of(
         if sample_rate is None:
             return _of_array(media, frames_per_second)
         if frames_per_second is not None:
-            raise ValueError("An array is frames or samples: leave sample_rate out, or the other")
+            raise ValueError(
+                "An array is frames or samples: give frames_per_second or sample_rate, not both"
+            )
         return _of_samples(media, sample_rate)
     if sample_rate is not None:
         raise ValueError(
@@ -215,7 +217,7 @@ def _of_samples(samples: Any, sample_rate: int) -> Upload:
         )
     if samples.dtype.kind == "f":
         if not np.isfinite(samples).all():
-            raise ValueError("An array of samples has some that are no numbers")
+            raise ValueError("An array of samples contains NaN or infinity: replace them first")
         # As the service reads a WAV of such samples: 1 is full scale, and what is louder is cut.
         samples = (samples.astype("f8") * 32768).round().clip(-32768, 32767).astype("<i2")
     elif samples.dtype != "int16":

@@ -40,8 +40,7 @@ class MooredGPUConfiguration(DataNode):
             ParameterFloat(
                 name="cpu_memory_gb",
                 tooltip="How many GB of main memory a run may need at its peak, where the card is "
-                "the CPU. On a GPU, weights lie on the card alone: the log says that this does not "
-                "bear on the run.",
+                "the CPU. On a GPU it has no effect, and the log of the run says so.",
                 default_value=16.0,
             )
         )
@@ -64,7 +63,7 @@ class MooredGPUConfiguration(DataNode):
         self.add_parameter(
             Parameter(
                 name="system_constraints",
-                tooltip="For Generate Image, Edit Image and Preload Model.",
+                tooltip="For the nodes that generate, and for Preload Model.",
                 output_type="dict",
                 allowed_modes={ParameterMode.OUTPUT},
             )

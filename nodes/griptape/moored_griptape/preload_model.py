@@ -23,4 +23,4 @@ class MooredPreloadModel(RunNode):
         self.parameter_output_values["model"] = handle.as_json()
         already = ", ".join(result.resident_already)
         was = f"; {already} had been in already" if already else ""
-        return f"{result.model.key} is in, after {result.total_ms / 1000:.1f} s{was}"
+        return f"{result.model.key} is in memory, after {result.total_ms / 1000:.1f} s{was}"

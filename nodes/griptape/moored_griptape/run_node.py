@@ -71,7 +71,7 @@ class RunNode(SuccessFailureNode):
             async with service_client() as client:
                 summary = await self._run(client)
         except asyncio.CancelledError:
-            self._end(False, "Cancelled", "Cancelled; the service has dropped the job.")
+            self._end(False, "Cancelled", "Cancelled. The service has ended the job.")
             raise
         except _TOLD as error:
             sentence = in_a_sentence(error)
@@ -125,7 +125,7 @@ class RunNode(SuccessFailureNode):
         try:
             if ttl_s:
                 hold = await client.hold(model, ttl_s=ttl_s, timeout=_HOLD_TIMEOUT_S)
-                self._shown.line(f"The model stays in for {hold.ttl_s:g} s")
+                self._shown.line(f"The model stays in memory for {hold.ttl_s:g} s")
             else:
                 await self._give_up(client, model, timeout_s=_HOLD_TIMEOUT_S)
         except moored.MooredError as error:

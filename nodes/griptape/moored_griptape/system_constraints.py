@@ -1,4 +1,4 @@
-"""What a person allows a run to take of the box, and the check before the run that it takes no more."""
+"""Memory limits that a user sets for a run, and the check of the plan against them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class SystemConstraints:
         if card is None or not self._has_budget:
             return
         if self.cpu_memory_gb is not None and card.kind != "cpu":
-            log(f"cpu_memory_gb does not bear on {card.id}: weights lie on the card alone")
+            log(f"cpu_memory_gb has no effect on {card.id}: its weights are in GPU memory")
         allowed, by = self._allowed(card)
         needed, when = needs(plan)
         if needed <= allowed:

@@ -129,9 +129,9 @@ fn ways(need: &Need) -> impl Iterator<Item = (Kind, StageNeed)> {
     let plain_load = rungs
         .is_empty()
         .then(|| (Kind::Resident, need.with_scratch(Bytes::ZERO)));
-    let rungs = rungs.iter().enumerate();
-    let rungs = rungs.map(|(index, rung)| (Kind::of(rung), need.on_rung(index, None)));
-    plain_load.into_iter().chain(rungs)
+    let numbered = rungs.iter().enumerate();
+    let on_rungs = numbered.map(|(index, rung)| (Kind::of(rung), need.on_rung(index, None)));
+    plain_load.into_iter().chain(on_rungs)
 }
 
 fn evicts(moves: &[Move]) -> bool {
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_beside_stays_in_the_machines_memory_after_evictions_were_tried() {
+    fn an_adapter_stays_in_host_memory_only_if_evictions_do_not_make_room() {
         let (need, [base, adapter]) = sample();
         let choose = |ledger: &Ledger| choose_rung(ledger, &need, Policy::Shared, Millis(1));
         let moves = |ledger: &Ledger| match choose(ledger) {
@@ -325,7 +325,7 @@ mod tests {
             (rung, loads),
             (0, vec![Move::Load(base.clone()), Move::Load(adapter)])
         );
-        // Something idle leaves for it.
+        // An idle component is evicted for it.
         let (rung, _) = moves(&ledger_with(&[component("idle", 4)]));
         assert_eq!(rung, 0);
         // Another program leaves too little.

@@ -58,7 +58,7 @@ pub enum CancelledBy {
         entry: Option<String>,
         client: String,
     },
-    /// All who listened to it have left: their calls or connections ended.
+    /// All its listeners have left: their calls or connections ended.
     Left,
     /// The last listener was dropped, because it did not read.
     Unread,

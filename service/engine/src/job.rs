@@ -18,15 +18,15 @@ pub type JobId = Arc<str>;
 /// Name of a stage, as its family defines it; or `load`, `restore`, `unload`.
 pub type StageName = Arc<str>;
 
-/// Priority of a job: the share of its client that it costs.
+/// Priority of a job: the card time charged to its client is divided by the weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Priority {
-    /// A quarter of a share.
+    /// Weight 1/4: four times its card time is charged.
     Low,
-    /// One share.
+    /// Weight 1: its card time is charged.
     #[default]
     Normal,
-    /// Four shares.
+    /// Weight 4: a quarter of its card time is charged.
     High,
 }
 

@@ -24,7 +24,7 @@ use residency::{Bytes, Component, ComponentId};
 
 use crate::error::Error;
 use crate::messages::ModelLocation;
-use crate::stamps::{Around, Stamps};
+use crate::stamps::{PathStamps, Stamps};
 use hashes::{Hasher, KnownHash};
 use kept::{Copies, WantedCopy};
 use opening::Opening;
@@ -32,7 +32,7 @@ use opening::Opening;
 /// Total file size of a component up to which it is hashed synchronously, in bytes: a fifth of a second.
 const MAX_SYNC_HASH_BYTES: u64 = 256 << 20;
 
-/// Models that are kept open although nobody uses them, of all formats and dtypes together. Opening one again costs
+/// Unused models that are kept open, of all formats and dtypes together. Opening one again costs
 /// milliseconds.
 const KEPT_OPEN: usize = 64;
 
@@ -228,8 +228,8 @@ impl Library {
         self
     }
 
-    /// Runs work that reads the model at a path, away from the async threads. A file system that does not answer keeps
-    /// threads of that model alone; whoever waits is told after a minute.
+    /// Runs work that reads the model at a path, away from the async threads. A file system that does not answer blocks
+    /// threads of that model alone; the caller gets an error after a minute.
     ///
     /// # Errors
     /// Those of the work; [`Error::ModelDamaged`] when the file system does not answer.
@@ -275,13 +275,13 @@ impl Library {
     /// [`Error::ModelUnsupported`], [`Error::ModelDamaged`]; [`Error::Invalid`] for a format that a component cannot
     /// have.
     pub fn open(&self, entry: &Entry, card: &CardDescription) -> Result<OpenModel, Error> {
-        let shelf = shelf_of(entry, &card.compute_dtype);
-        if let Some(open_model) = self.open_already(&shelf) {
-            self.look_for_copies(&shelf);
+        let model_key = model_key_of(entry, &card.compute_dtype);
+        if let Some(open_model) = self.open_already(&model_key) {
+            self.look_for_copies(&model_key);
             return Ok(open_model);
         }
         let mut timeline = Timeline::begin("open a model, in the supervisor");
-        let around = Around::of(&entry.path);
+        let around = PathStamps::of(&entry.path);
         let model = self.read(entry, card)?;
         timeline.part("read headers, tokenizers");
         let loaded = |component: &Component| {
@@ -303,7 +303,10 @@ impl Library {
         for index in 0..opened.components.len() {
             // A component that another entry identifies by path, possibly on a card, must have the same identity
             // here, or it would be loaded twice.
-            if all.values().any(|other| other.goes_by_path(&opened, index)) {
+            if all
+                .values()
+                .any(|other| other.is_identified_by_path(&opened, index))
+            {
                 continue;
             }
             if let Some(id) = self.content_identity(&opened, index, &card.compute_dtype) {
@@ -311,24 +314,24 @@ impl Library {
             }
         }
         let open_model = opened.to_model();
-        all.insert(shelf.clone(), opened);
+        all.insert(model_key.clone(), opened);
         let closed = close_unused(&mut all);
         drop(all);
         self.remember_closed(&closed);
-        self.look_for_copies(&shelf);
+        self.look_for_copies(&model_key);
         Ok(open_model)
     }
 
     /// What was opened before, if its files are the same. They are looked at without the lock, which the queue takes: a
     /// file system may not answer.
-    fn open_already(&self, shelf: &ModelKey) -> Option<OpenModel> {
-        let opened = self.lock().get(shelf).cloned()?;
+    fn open_already(&self, model_key: &ModelKey) -> Option<OpenModel> {
+        let opened = self.lock().get(model_key).cloned()?;
         if !opened.stamps.are_current() {
             return None;
         }
         let mut all = self.lock();
         let same = all
-            .get_mut(shelf)
+            .get_mut(model_key)
             .filter(|now| Arc::ptr_eq(&now.model, &opened.model));
         Some(match same {
             Some(same) => {
@@ -341,8 +344,8 @@ impl Library {
 
     fn remember_closed(&self, closed: &[(ModelKey, Opened)]) {
         let mut remembered = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
-        for (shelf, opened) in closed {
-            remembered.insert(shelf.clone(), opened.identities());
+        for (model_key, opened) in closed {
+            remembered.insert(model_key.clone(), opened.identities());
         }
         while remembered.len() > REMEMBERED {
             remembered.pop_first();
@@ -351,24 +354,24 @@ impl Library {
 
     /// The identities of an entry's components by their content, and what they were before: see
     /// [`ModelLocation::identities`].
-    fn identities(&self, shelf: &ModelKey) -> Vec<(ComponentId, ComponentId)> {
-        if let Some(opened) = self.lock().get(shelf) {
+    fn identities(&self, model_key: &ModelKey) -> Vec<(ComponentId, ComponentId)> {
+        if let Some(opened) = self.lock().get(model_key) {
             return opened.identities();
         }
         let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
-        closed.get(shelf).cloned().unwrap_or_default()
+        closed.get(model_key).cloned().unwrap_or_default()
     }
 
     /// Location of an entry for the worker, with known kept copies of its components. Does no IO.
     pub fn location(&self, entry: &Entry, compute_dtype: &str) -> ModelLocation {
-        let shelf = shelf_of(entry, compute_dtype);
+        let model_key = model_key_of(entry, compute_dtype);
         let kept = self.copies.iter().flat_map(|copies| {
-            let wanted = self.wanted(&shelf).into_iter();
+            let wanted = self.wanted(&model_key).into_iter();
             wanted.filter_map(|(name, wanted)| Some((name, copies.known(&wanted?.key)?)))
         });
         ModelLocation {
             kept: kept.collect(),
-            identities: self.identities(&shelf),
+            identities: self.identities(&model_key),
             ..entry.location()
         }
     }
@@ -376,9 +379,9 @@ impl Library {
     /// Called after an entry was loaded: components that were quantized are copied, once their content hash is known.
     pub fn keep_soon(&self, entry: &Entry, compute_dtype: &str) {
         let Some(copies) = &self.copies else { return };
-        let shelf = shelf_of(entry, compute_dtype);
+        let model_key = model_key_of(entry, compute_dtype);
         let mut unknown = Vec::new();
-        for (name, wanted) in self.wanted(&shelf) {
+        for (name, wanted) in self.wanted(&model_key) {
             match wanted {
                 Some(wanted) => copies.keep_soon(wanted),
                 None => unknown.push(name),
@@ -387,10 +390,10 @@ impl Library {
         if unknown.is_empty() {
             return;
         }
-        let (copies, opened) = (copies.clone(), self.lock().get(&shelf).cloned());
+        let (copies, opened) = (copies.clone(), self.lock().get(&model_key).cloned());
         self.hasher.then(move |known| {
             let opened = opened.iter();
-            let wanted = opened.flat_map(|opened| opened.wanted(&shelf, known));
+            let wanted = opened.flat_map(|opened| opened.wanted(&model_key, known));
             for (_, wanted) in wanted.filter(|(name, _)| unknown.contains(name)) {
                 if let Some(wanted) = wanted {
                     copies.keep_soon(wanted);
@@ -406,21 +409,21 @@ impl Library {
         }
     }
 
-    fn look_for_copies(&self, shelf: &ModelKey) {
+    fn look_for_copies(&self, model_key: &ModelKey) {
         if let Some(copies) = &self.copies {
-            let wanted = self.wanted(shelf).into_iter();
+            let wanted = self.wanted(model_key).into_iter();
             wanted
                 .filter_map(|(_, wanted)| wanted)
                 .for_each(|wanted| copies.look(&wanted));
         }
     }
 
-    fn wanted(&self, shelf: &ModelKey) -> Vec<(String, Option<WantedCopy>)> {
+    fn wanted(&self, model_key: &ModelKey) -> Vec<(String, Option<WantedCopy>)> {
         let opened = self.lock();
         let known = |stamp: &FileStamp| self.hasher.known(stamp);
         opened
-            .get(shelf)
-            .map_or(Vec::new(), |opened| opened.wanted(shelf, &known))
+            .get(model_key)
+            .map_or(Vec::new(), |opened| opened.wanted(model_key, &known))
     }
 
     /// Bytes of an entry on a card. Reads its headers, and keeps only this figure: blocking.
@@ -428,20 +431,20 @@ impl Library {
     /// # Errors
     /// As [`Library::open`].
     pub fn bytes(&self, entry: &Entry, card: &CardDescription) -> Result<Bytes, Error> {
-        let shelf = shelf_of(entry, &card.compute_dtype);
-        let opened = self.lock().get(&shelf).cloned();
+        let model_key = model_key_of(entry, &card.compute_dtype);
+        let opened = self.lock().get(&model_key).cloned();
         if let Some(opened) = opened
             && opened.stamps.are_current()
         {
             return Ok(opened.components.iter().map(|c| c.bytes).sum());
         }
-        let measured = self.lock_measured().get(&shelf).cloned();
+        let measured = self.lock_measured().get(&model_key).cloned();
         if let Some(measured) = measured
             && measured.stamps.are_current()
         {
             return Ok(measured.bytes);
         }
-        let around = Around::of(&entry.path);
+        let around = PathStamps::of(&entry.path);
         let model = self.read(entry, card)?;
         let measured = Measured {
             bytes: model.components().iter().map(|c| c.bytes).sum(),
@@ -449,7 +452,7 @@ impl Library {
         };
         let bytes = measured.bytes;
         let mut all = self.lock_measured();
-        all.insert(shelf, measured);
+        all.insert(model_key, measured);
         while all.len() > REMEMBERED {
             all.pop_first();
         }
@@ -464,7 +467,7 @@ impl Library {
         if entry.adapters.is_empty() {
             return self.catalogue.open(&entry.path, &precision).map_err(error_of);
         }
-        let (path, dtype, quantization, _) = shelf_of(entry, &card.compute_dtype);
+        let (path, dtype, quantization, _) = model_key_of(entry, &card.compute_dtype);
         let base = match self.open_already(&(path, dtype, quantization, Vec::new())) {
             Some(open) => open.model,
             None => self.catalogue.open(&entry.path, &precision).map_err(error_of)?,
@@ -474,8 +477,10 @@ impl Library {
 
     /// The components of an open entry, with their current identities. Does no IO.
     pub fn components(&self, entry: &Entry, compute_dtype: &str) -> Option<Vec<Component>> {
-        let shelf = shelf_of(entry, compute_dtype);
-        self.lock().get(&shelf).map(|opened| opened.components.clone())
+        let model_key = model_key_of(entry, compute_dtype);
+        self.lock()
+            .get(&model_key)
+            .map(|opened| opened.components.clone())
     }
 
     /// Switches components to content hashes found since they were opened, each in all models at once, and only if
@@ -540,7 +545,7 @@ impl Opened {
     }
 
     /// Whether this has a component of `other` identified by path, with the same files.
-    fn goes_by_path(&self, other: &Opened, index: usize) -> bool {
+    fn is_identified_by_path(&self, other: &Opened, index: usize) -> bool {
         let (theirs, files) = (&other.components[index].id, &other.stamps.files[index]);
         let mut own = 0..self.components.len();
         own.any(|own| {
@@ -613,17 +618,17 @@ fn close_unused(all: &mut BTreeMap<ModelKey, Opened>) -> Vec<(ModelKey, Opened)>
         .iter()
         .filter(|(_, opened)| Arc::strong_count(&opened.model) == 1);
     let mut unused: Vec<(bool, u64, ModelKey)> = unused
-        .map(|(shelf, opened)| (opened.has_provisional(), opened.used, shelf.clone()))
+        .map(|(model_key, opened)| (opened.has_provisional(), opened.used, model_key.clone()))
         .collect();
     unused.sort_unstable();
     unused
         .into_iter()
         .take(surplus)
-        .filter_map(|(_, _, shelf)| all.remove_entry(&shelf))
+        .filter_map(|(_, _, model_key)| all.remove_entry(&model_key))
         .collect()
 }
 
-fn shelf_of(entry: &Entry, compute_dtype: &str) -> ModelKey {
+fn model_key_of(entry: &Entry, compute_dtype: &str) -> ModelKey {
     (
         entry.path.clone(),
         compute_dtype.to_owned(),

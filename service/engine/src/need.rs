@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_that_is_the_machines_memory_leaves_nothing_in_it() {
+    fn a_cpu_card_has_no_rung_that_reads_components_from_host_memory() {
         let rung = |from_host: &[&str]| Rung {
             label: String::new(),
             scratch: Bytes::mib(1),

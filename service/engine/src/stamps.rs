@@ -1,4 +1,4 @@
-//! What a model was read from, as it was then: whether it is to be read again.
+//! Stamps of the files that a model was read from, which show whether it must be read again.
 
 use std::path::{Path, PathBuf};
 
@@ -13,20 +13,20 @@ const LISTED: usize = 256;
 pub(crate) struct Stamps {
     /// Of each component, as they were when their headers were read.
     pub(crate) files: Vec<Vec<ModelFile>>,
-    around: Around,
+    around: PathStamps,
 }
 
-/// What lies at a model's path: the path itself, what is in it, and what is in its folders, where configurations and
-/// tokenizers are. What cannot be looked at has no stamp.
+/// Stamps at a model's path: of the path itself, of its children, and of their children, where configurations and
+/// tokenizers are. A file that cannot be read has no stamp.
 #[derive(Clone, PartialEq)]
-pub(crate) struct Around {
+pub(crate) struct PathStamps {
     path: PathBuf,
     stamps: Vec<(PathBuf, Option<FileStamp>)>,
 }
 
-impl Around {
-    /// As it is now: to be asked before the model is read, so that what changes meanwhile is seen later.
-    pub(crate) fn of(path: &Path) -> Around {
+impl PathStamps {
+    /// The stamps now. They are taken before the model is read, so that a change meanwhile is detected later.
+    pub(crate) fn of(path: &Path) -> PathStamps {
         let inside = listed(path);
         let below = inside.iter().flat_map(|child| listed(child));
         let all: Vec<PathBuf> = std::iter::once(path.to_owned())
@@ -37,7 +37,7 @@ impl Around {
             let stamp = FileStamp::at(&path).ok();
             (path, stamp)
         });
-        Around {
+        PathStamps {
             path: path.to_owned(),
             stamps: stamped.collect(),
         }
@@ -46,7 +46,7 @@ impl Around {
 
 impl Stamps {
     /// Of a model that was read after its surroundings were looked at.
-    pub(crate) fn of(around: Around, model: &dyn Model) -> Stamps {
+    pub(crate) fn of(around: PathStamps, model: &dyn Model) -> Stamps {
         let components = model.components().iter();
         Stamps {
             files: components.map(|c| model.files_of(&c.name)).collect(),
@@ -56,7 +56,8 @@ impl Stamps {
 
     /// Whether the same files are there now.
     pub(crate) fn are_current(&self) -> bool {
-        self.files.iter().flatten().all(ModelFile::is_current) && Around::of(&self.around.path) == self.around
+        self.files.iter().flatten().all(ModelFile::is_current)
+            && PathStamps::of(&self.around.path) == self.around
     }
 }
 

@@ -8,33 +8,33 @@ use crate::messages::Standing;
 
 /// Claims by their identities.
 #[derive(PartialEq)]
-struct Claims {
+struct ClaimSet {
     pins: BTreeSet<ComponentId>,
     holds: BTreeMap<HoldId, BTreeSet<ComponentId>>,
     reservations: BTreeMap<ReservationId, (String, Bytes)>,
 }
 
-impl Claims {
-    fn of_ledger(ledger: &Ledger) -> Claims {
+impl ClaimSet {
+    fn of_ledger(ledger: &Ledger) -> ClaimSet {
         let holds = ledger.holds();
         let holds = holds.map(|(id, components)| (id.clone(), components.iter().cloned().collect()));
         let reservations = ledger.reservations();
         let reservations = reservations.map(|(id, label, bytes)| (id.clone(), (label.to_owned(), bytes)));
-        Claims {
+        ClaimSet {
             pins: ledger.pins().cloned().collect(),
             holds: holds.collect(),
             reservations: reservations.collect(),
         }
     }
 
-    fn of(standing: &Standing) -> Claims {
+    fn of(standing: &Standing) -> ClaimSet {
         let holds = standing.holds.iter();
         let holds =
             holds.map(|(id, components)| (HoldId::new(id.as_str()), components.iter().cloned().collect()));
         let reservations = standing.reservations.iter();
         let reservations =
             reservations.map(|(id, label, bytes)| (ReservationId::new(id.as_str()), (label.clone(), *bytes)));
-        Claims {
+        ClaimSet {
             pins: standing.pins.iter().cloned().collect(),
             holds: holds.collect(),
             reservations: reservations.collect(),
@@ -45,13 +45,13 @@ impl Claims {
 impl Standing {
     /// Whether a ledger has just these claims.
     pub(crate) fn is_applied_to(&self, ledger: &Ledger) -> bool {
-        Claims::of(self) == Claims::of_ledger(ledger)
+        ClaimSet::of(self) == ClaimSet::of_ledger(ledger)
     }
 
     /// Gives a ledger these claims in place of those that it has. Unchanged ones keep their state: a reservation remembers
     /// how much of it is in use.
     pub(crate) fn apply_to(&self, ledger: &mut Ledger) {
-        let (was, now) = (Claims::of_ledger(ledger), Claims::of(self));
+        let (was, now) = (ClaimSet::of_ledger(ledger), ClaimSet::of(self));
         for gone in was.pins.difference(&now.pins) {
             ledger.unpin(gone);
         }
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ledger_takes_claims_over_those_that_it_has() {
+    fn new_claims_replace_those_of_a_ledger() {
         let mut ledger = Ledger::new(Bytes::gib(24), Bytes::ZERO);
         let first = standing(&["a", "b"], &["b", "a", "b"], 4);
         assert!(!first.is_applied_to(&ledger));
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_that_stays_remembers_how_much_of_it_is_in_use() {
+    fn an_unchanged_reservation_keeps_its_count_of_bytes_in_use() {
         let mut ledger = Ledger::new(Bytes::gib(24), Bytes::ZERO);
         standing(&[], &[], 4).apply_to(&mut ledger);
         let foreign = DriverTruth {

@@ -5,7 +5,7 @@
 //! cargo run --release -p gpu --example quantize
 //! ```
 
-#![allow(clippy::print_stdout)] // a table is what it is for
+#![allow(clippy::print_stdout)] // it prints a table
 
 use std::io::Write;
 use std::ops::ControlFlow;

@@ -7,7 +7,7 @@
 //!
 //! With `--as nf4` (int8, fp8, nf4-double) every matrix is quantized on its way. Rates are of what is read.
 
-#![allow(clippy::print_stdout)] // a table is what it is for
+#![allow(clippy::print_stdout)] // it prints a table
 
 use std::ops::ControlFlow;
 use std::path::Path;

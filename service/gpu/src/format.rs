@@ -84,6 +84,7 @@ pub enum WeightPart {
 }
 
 impl GgufType {
+    /// All types.
     pub const ALL: [GgufType; 10] = [
         GgufType::Q4_0,
         GgufType::Q4_1,

@@ -51,6 +51,7 @@ pub struct ProfileError {
 }
 
 impl ProfileName {
+    /// The four profiles.
     pub const ALL: [ProfileName; 4] = [
         ProfileName::Inference,
         ProfileName::Balanced,

@@ -228,7 +228,7 @@ pub(crate) type OpenFiles = HashMap<Arc<Path>, OpenFile>;
 /// Reads all tensors. Calls `progress` on this thread: with zero at the start, at least every 64 MiB on the card, and
 /// at the end.
 ///
-/// As [`crate::Gpu::load`]; nothing is kept then.
+/// # Errors
 /// As [`crate::Gpu::load`]; nothing is kept then.
 pub(crate) fn read_tensors(
     sources: &[TensorSource],

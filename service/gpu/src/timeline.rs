@@ -28,19 +28,19 @@ impl Timeline {
     pub fn part(&mut self, part: &'static str) -> Duration {
         let took = self.last.elapsed();
         self.last += took;
-        Timeline::tell(&self.of, part, took);
+        Timeline::log(&self.of, part, took);
         took
     }
 
     /// Ends the operation, logged as part `whole`. Returns its duration.
     pub fn end(self) -> Duration {
         let took = self.began.elapsed();
-        Timeline::tell(&self.of, "whole", took);
+        Timeline::log(&self.of, "whole", took);
         took
     }
 
     /// Logs a duration that was measured elsewhere: on another thread, or accumulated.
-    pub fn tell(of: &str, part: &str, took: Duration) {
+    pub fn log(of: &str, part: &str, took: Duration) {
         let ms = took.as_secs_f64() * 1e3;
         tracing::debug!(target: "timeline", of, part, ms);
     }

@@ -20,7 +20,7 @@ use residency::{Bytes, Component, ComponentId};
 /// Tolerance for another process, or a driver that maps in pieces, between two readings.
 const NOISE: Bytes = Bytes::mib(4);
 
-/// None, with a word, where the tests run without a card: they are part of every CUDA build.
+/// `None`, with a message, if the tests run without a card: they are part of every CUDA build.
 fn card() -> Option<Box<dyn Gpu>> {
     if std::env::var_os("MOORED_TEST_DEVICE").is_none_or(|device| device != "cuda") {
         eprintln!("no card is meant to be here: MOORED_TEST_DEVICE is not cuda");

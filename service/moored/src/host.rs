@@ -1,4 +1,4 @@
-//! Memory of the machine that the service runs on: models are read through its page cache, and results lie in it.
+//! Memory of the machine that the service runs on: models are read through its page cache, and results are kept in it.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The service's own memory: what was freed is returned to the system. The workers' memory is residency's.
+//! Freed memory of the service process, which is returned to the system. Crate `residency` books the workers' memory.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use residency::Bytes;
 const INTERVAL: Duration = Duration::from_secs(5);
 /// Bytes freed since the last trim above which the heaps are trimmed again. Little of it at a time adds up: pages that are partly in
 /// use stay with the process.
-const WORTH_A_TRIM: Bytes = Bytes::mib(4);
+const TRIM_THRESHOLD: Bytes = Bytes::mib(4);
 
 /// Starts the task that returns freed memory to the system. A picture, a latent or a frame lives for a moment on one of many threads, and the
 /// C library keeps what such threads have freed for later threads.
-pub(crate) fn give_back() {
+pub(crate) fn start_trimming() {
     gpu::allocator::return_large();
     tokio::spawn(async {
         let mut looks = tokio::time::interval(INTERVAL);
@@ -23,7 +23,7 @@ pub(crate) fn give_back() {
             let live = gpu::allocator::mark();
             tracing::debug!(%live, %most, "memory that the service has allocated");
             freed += most - live;
-            if freed > WORTH_A_TRIM {
+            if freed > TRIM_THRESHOLD {
                 freed = Bytes::ZERO;
                 let trimmed = tokio::task::spawn_blocking(gpu::allocator::return_free).await;
                 if let Err(panic) = trimmed {

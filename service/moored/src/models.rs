@@ -242,11 +242,15 @@ impl Models {
     /// `ID@REVISION+text_encoder_2=nf4,transformer=int8`. A model with exactly that id takes precedence.
     fn formats_of(&self, model: &v1::ModelRef) -> Result<(v1::ModelRef, Quantization), Error> {
         let asked = model.quantization.as_ref();
-        let by_key = || match named_by_key(&self.list(), model) {
+        let find_by_key = || match named_by_key(&self.list(), model) {
             Some(named) => named,
             None => named_by_key(&self.rescan(), model).flatten(),
         };
-        let by_key = if model.id.contains('+') { by_key() } else { None };
+        let by_key = if model.id.contains('+') {
+            find_by_key()
+        } else {
+            None
+        };
         let Some((name, revision, formats)) = by_key else {
             return Ok((model.clone(), quantization_of(asked)?));
         };

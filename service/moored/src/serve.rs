@@ -88,7 +88,7 @@ pub(crate) async fn run(
     stop: Option<oneshot::Receiver<()>>,
 ) -> Result<(), ServeError> {
     let mut timeline = Timeline::begin("start the service");
-    memory::give_back();
+    memory::start_trimming();
     let token = Token::read(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
     make_state_folder(&config.service.state)?;
     timeline.part("token and folders");
@@ -107,8 +107,14 @@ pub(crate) async fn run(
     let (stopped, stopped_seen) = watch::channel(false);
     let limits = Limits::new(&config.limits);
     grpc::paths::set_folders(folders_of_models(&config));
-    let keepers = start_keepers(&config, &cards, early, &workers, &stopped_seen);
-    let queue = start_queue(&config, policy, library.clone(), keepers.slots, keepers.signals);
+    let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
+    let queue = start_queue(
+        &config,
+        policy,
+        library.clone(),
+        card_tasks.slots,
+        card_tasks.signals,
+    );
     timeline.part("library, queue");
     let models = Arc::new(Models::new(config.models.clone(), config.hub.cache.clone()));
     let host = Arc::new(Host::new());
@@ -152,7 +158,7 @@ pub(crate) async fn run(
         () = end_of(reports) => Err(ServeError::QueueEnded),
     };
     ended?; // workers end with the queue, and connections with the process
-    close(keepers.tasks, library, serving).await?;
+    close(card_tasks.tasks, library, serving).await?;
     tracing::info!("stopped");
     Ok(())
 }
@@ -174,12 +180,12 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeE
 
 /// Ends what runs beside the queue, which has ended.
 async fn close(
-    keepers: Vec<JoinHandle<()>>,
+    card_tasks: Vec<JoinHandle<()>>,
     library: Arc<Library>,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
 ) -> Result<(), ServeError> {
     // The cards are free when this process has ended.
-    futures::future::join_all(keepers).await;
+    futures::future::join_all(card_tasks).await;
     let stop_keeping = tokio::task::spawn_blocking(move || library.stop_keeping()); // its panic has been told of
     if tokio::time::timeout(COPY_LIMIT, stop_keeping).await.is_err() {
         tracing::warn!("a copy that is being written is given up: its files do not answer");
@@ -298,20 +304,20 @@ async fn find_cards(cards: &CardSettings) -> Result<Vec<(DeviceSpec, CardDescrip
 }
 
 /// The tasks of all cards, and the channels to them.
-struct Keepers {
+struct CardTasks {
     slots: Vec<CardSlot>,
     signals: mpsc::UnboundedReceiver<CardSignal>,
     /// Each task ends once its worker has.
     tasks: Vec<JoinHandle<()>>,
 }
 
-fn start_keepers(
+fn start_card_tasks(
     config: &Config,
     cards: &[(DeviceSpec, CardDescription)],
     mut early: EarlyWorker,
     workers: &WorkerPids,
     stopped: &watch::Receiver<bool>,
-) -> Keepers {
+) -> CardTasks {
     let (signals, received) = mpsc::unbounded_channel();
     let filter = config.log.filter.as_deref().unwrap_or(telemetry::DEFAULT_FILTER);
     let log = if config.log.json {
@@ -319,7 +325,7 @@ fn start_keepers(
     } else {
         filter.to_owned()
     };
-    let mut keepers = Keepers {
+    let mut card_tasks = CardTasks {
         slots: Vec::with_capacity(cards.len()),
         signals: received,
         tasks: Vec::with_capacity(cards.len()),
@@ -346,10 +352,10 @@ fn start_keepers(
             workers.clone(),
             stopped.clone(),
         );
-        keepers.slots.push(slot);
-        keepers.tasks.push(task);
+        card_tasks.slots.push(slot);
+        card_tasks.tasks.push(task);
     }
-    keepers
+    card_tasks
 }
 
 fn start_queue(

@@ -55,7 +55,7 @@ pub(crate) fn start_worker(filter: &str) {
 /// cannot measure.
 pub(crate) fn tell_age(of: &'static str) {
     if let Some(age) = age() {
-        Timeline::tell(of, "from the process's start to here", age);
+        Timeline::log(of, "from the process's start to here", age);
     }
 }
 

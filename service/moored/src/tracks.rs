@@ -1,7 +1,7 @@
 //! Tracks as files: the WAV and FLAC that clients bring, and those that results are sent as, with their recipe.
 //!
-//! What is brought becomes 16-bit samples, whatever file it came in. Nothing that a file says of itself is believed before
-//! the bytes are there: memory is asked for as samples are decoded, and never more than the longest track takes.
+//! Tracks of clients become 16-bit samples, whatever their format. Sizes in a file's header are not trusted: memory is
+//! allocated as samples are decoded, and at most that of the longest track.
 
 mod flac;
 mod wav;

@@ -1,7 +1,7 @@
 //! Times FLUX.1's linear layers at 1024x1024 on a CUDA device, without and with a low-rank term:
 //! `low_rank --rank 16 --format full|int8|fp8|nf4 --rounds 20`. It prints microseconds of one layer, or of layers over the same
 //! rows, and milliseconds of all layers of a step. `COUNT_KERNELS` of `tests/gpu/count_calls.c` tells its kernels.
-#![allow(clippy::print_stdout, clippy::expect_used)] // A measure for whoever works on the mathematics.
+#![allow(clippy::print_stdout, clippy::expect_used)] // A benchmark, which prints its figures.
 
 use std::time::Instant;
 

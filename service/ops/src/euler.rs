@@ -43,7 +43,7 @@ impl Finite {
     /// The flag on the card.
     #[cfg(feature = "cuda")]
     pub(crate) fn flag(&self) -> Result<&Tensor> {
-        let missing = || candle_core::Error::Msg("finiteness is told on another device".to_owned());
+        let missing = || candle_core::Error::Msg("the flag of finiteness is on another device".to_owned());
         self.flag.as_ref().ok_or_else(missing)
     }
 }

@@ -14,6 +14,7 @@ use crate::{Activation, allocated, dequantize};
 /// Activation fused into a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
+    /// No activation.
     None,
     /// `torch.nn.GELU(approximate="tanh")`.
     GeluTanh,
@@ -27,12 +28,12 @@ pub enum Epilogue {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fp8Products {
-    /// None.
+    /// No weight is multiplied in fp8.
     Never,
     /// Weights in fp8, and those of about four bits a number or fewer.
     #[default]
     Auto,
-    /// All.
+    /// Every quantized weight is multiplied in fp8.
     Always,
 }
 

@@ -1,7 +1,7 @@
 //! Times steps of FLUX.1-dev's transformer with random weights on a CUDA device, without a service around it:
 //! `flux_step --format full|int8|fp8|nf4|nf4-double --steps 6 --side 1024 --text 512 --batch 1`. It prints milliseconds
 //! of every step, as the host waits for them. `tests/gpu/count` counts what a step asks of the driver.
-#![allow(clippy::print_stdout, clippy::expect_used)] // A measure for whoever works on the mathematics.
+#![allow(clippy::print_stdout, clippy::expect_used)] // A benchmark, which prints its figures.
 
 use std::collections::HashMap;
 use std::time::Instant;

@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_already_is_refused_and_changes_nothing() {
+    fn an_overlapping_range_is_refused_and_changes_nothing() {
         let mut covered = Covered::default();
         covered.add_once(2..5).unwrap();
         for (start, end) in [(2, 5), (0, 3), (4, 6), (3, 4), (0, 9)] {
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_added_again_is_left_out() {
+    fn only_new_parts_of_a_range_are_returned() {
         let mut covered = Covered::default();
         let mut new = |range| covered.add(range).first().cloned();
         assert_eq!(new(10..20), Some(10..20));
@@ -122,7 +122,7 @@ mod tests {
 
     /// All ways to add three ranges of six units.
     #[test]
-    fn every_unit_is_new_once() {
+    fn each_unit_is_returned_as_new_once() {
         let ranges: Vec<Range<u64>> = (0..6)
             .flat_map(|start| (start + 1..7).map(move |end| start..end))
             .collect();

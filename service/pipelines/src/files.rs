@@ -89,7 +89,7 @@ pub(crate) fn check_pairs(path: &Path, pairs: &[(&str, usize, usize)]) -> Result
 pub(crate) fn check_sizes(bounded: &[(&[usize], usize)]) -> Result<(), String> {
     let is_beyond = |(sizes, most): &(&[usize], usize)| sizes.iter().any(|size| size > most);
     match bounded.iter().any(is_beyond) {
-        true => Err("sizes beyond all reason".to_owned()),
+        true => Err("sizes beyond the supported maximum".to_owned()),
         false => Ok(()),
     }
 }

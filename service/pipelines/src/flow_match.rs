@@ -105,8 +105,8 @@ impl SchedulerConfig {
         }
     }
 
-    /// Whether the shift of the sigmas is a number for every picture: what divides by zero, or turns the sigmas round, would
-    /// be told of by a picture that is none.
+    /// Whether the shift of the sigmas is a number for every picture: a shift that divides by zero, or
+    /// reverses the sigmas, would be noticed only in a broken picture.
     fn check_shift(&self) -> Result<(), String> {
         if !self.use_dynamic_shifting {
             return match self.shift > 0.0 && self.shift.is_finite() {

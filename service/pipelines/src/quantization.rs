@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_preset_quantizes_what_the_family_calls_large() {
+    fn a_preset_quantizes_the_large_components_of_a_family() {
         let preset = Quantization::preset(Preset::FourBit);
         assert_eq!(
             listed(&preset.formats(&TWO_ENCODERS)),

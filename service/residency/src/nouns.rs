@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 pub struct Bytes(pub u64);
 
 impl Bytes {
+    /// No bytes.
     pub const ZERO: Bytes = Bytes(0);
 
     /// `n` MiB.

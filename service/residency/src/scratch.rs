@@ -67,6 +67,7 @@ pub struct ScratchBook {
 }
 
 impl ScratchBook {
+    /// A book without learned peaks.
     pub fn new() -> ScratchBook {
         ScratchBook::default()
     }

@@ -74,7 +74,7 @@ def scene(seed: int) -> Image.Image:
 # Pictures.
 
 
-def test_a_picture_is_the_clients_own(
+def test_text_to_image_gives_the_same_picture_as_the_client(
     comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
     graph = Graph(demo_service.address)
@@ -97,7 +97,7 @@ def test_several_pictures_come_as_a_batch(
     same(run.pictures(show), [one.pictures[0].array for one in expected])
 
 
-def test_a_batch_of_pictures_is_repainted_each_so_often(
+def test_image_to_image_makes_count_pictures_of_each_picture_of_a_batch(
     comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
     graph = Graph(demo_service.address)

@@ -84,7 +84,7 @@ def test_the_token_goes_to_the_usual_service_alone(
 
 @pytest.mark.parametrize("named_by", ["settings", "environment"])
 @pytest.mark.parametrize("content", ["x" * 5000, "first\nsecond", "\x00\x01", "schlüssel"])
-def test_a_file_that_is_no_token_stays_here(
+def test_an_invalid_token_file_is_not_sent(
     connection: Any,
     settings: Settings,
     tmp_path: Path,
@@ -159,7 +159,7 @@ def test_a_token_does_not_leave_this_machine_unencrypted(
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{"])
-def test_broken_settings_are_none(
+def test_a_damaged_settings_file_is_ignored(
     connection: Any, settings: Settings, tmp_path: Path, content: str
 ) -> None:
     settings()

@@ -273,7 +273,9 @@ def test_a_refusal_brings_no_traces_of_what_was_behind_it(pack: ModuleType) -> N
         ("the queue is full", "The queue is full."),
     ],
 )
-def test_only_a_word_gets_a_capital(pack: ModuleType, said: str, shown: str) -> None:
+def test_a_message_is_capitalised_unless_it_starts_with_a_name(
+    pack: ModuleType, said: str, shown: str
+) -> None:
     assert pack.failures.sentence(moored.InvalidRequest(said)) == shown
 
 
@@ -321,7 +323,7 @@ def test_all_that_run_are_interrupted(
     assert [type(end) for end in ends] == [model_management.InterruptProcessingException] * 3
 
 
-def test_the_bar_that_sees_the_interrupt_first_leaves_it_to_the_others(
+def test_the_progress_bar_leaves_the_interrupt_flag_set(
     pack: ModuleType, prompt_server: Any
 ) -> None:
     follow = pack.follow

@@ -403,7 +403,7 @@ def test_a_node_shows_the_values_of_its_model_and_folds_what_is_for_experts(
         page.wait_for_function("demo_service.widgets[1].label === 'steps'")
 
 
-def test_long_names_break_behind_their_signs(
+def test_long_names_wrap_after_punctuation(
     browser: Browser, panel: PanelPage, start: Start
 ) -> None:
     with start().client() as client, opened(browser, panel) as page:

@@ -345,7 +345,7 @@ def test_a_length_is_told_as_the_nodes_ask_for_it(
     assert {name: shown[name] for name in shown if name in ("fps", "frames", "seconds")} == told
 
 
-def test_a_page_that_does_not_read_piles_nothing_up(
+def test_snapshots_of_a_page_that_does_not_read_are_dropped(
     pack: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets the newest when it reads again."""

@@ -51,7 +51,9 @@ def test_endpoint_and_token_are_settings_of_the_engine(nowhere: Headless) -> Non
     assert "MOORED_TOKEN" in events["secrets_to_register"]
 
 
-def test_its_packages_are_its_own(engine: Headless, manifest: Path) -> None:
+def test_the_engine_installs_the_client_for_the_library_without_torch(
+    engine: Headless, manifest: Path
+) -> None:
     packages = manifest.parent / ".venv/lib"
     (site,) = packages.glob("python*/site-packages")
     installed = {folder.name for folder in site.iterdir()}

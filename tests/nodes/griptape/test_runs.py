@@ -310,7 +310,7 @@ def test_the_service_chooses_the_mode_unless_it_is_set(
     assert "sim:0 has " in first
 
 
-def test_what_a_saved_workflow_does_not_say_is_as_it_was(
+def test_a_saved_workflow_without_quantization_mode_stays_at_full(
     simulate: Simulate, nowhere: Headless
 ) -> None:
     simulate("sim:40GiB")
@@ -344,7 +344,7 @@ def test_what_would_fit_is_told_in_the_modes_of_the_nodes(
     assert in_a_sentence(error) == f"too large; what would fit: {words}."
 
 
-def test_what_runs_twice_in_a_workflow_asks_twice(connected: Headless) -> None:
+def test_gpu_status_asks_the_service_at_each_run(connected: Headless) -> None:
     status = connected.do(connected.node("GPUStatus"))
     succeeds(connected)
     first = outputs(status)["cards"]["cards"][0]

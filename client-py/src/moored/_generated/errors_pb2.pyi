@@ -167,8 +167,9 @@ global___Reason = Reason
 
 @typing.final
 class MemoryShortfall(google.protobuf.message.Message):
-    """Every error of ours (a message that gRPC itself cannot take comes with its code alone) is a `google.rpc.Status` with an `ErrorInfo` (domain `moored`, a stable reason; see Reason),
-    and as it applies a `BadRequest` with field violations, a `RetryInfo`, and this.
+    """How much memory is missing. Every error of the service is a `google.rpc.Status` with an `ErrorInfo` (domain `moored`, a stable
+    reason; see Reason); where they apply it also has a `BadRequest` with field violations, a `RetryInfo`, and this message. Only a
+    message that gRPC itself refuses has a code alone.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -114,7 +114,7 @@ global___Accepted = Accepted
 
 @typing.final
 class Queued(google.protobuf.message.Message):
-    """Behind our own jobs. Bounded by the deadline, spends no patience."""
+    """The job waits behind other jobs of the service. The wait is limited by the deadline, and does not count as patience."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -138,7 +138,9 @@ global___Queued = Queued
 
 @typing.final
 class Waiting(google.protobuf.message.Message):
-    """Waiting for late or foreign memory: bounded by patience, ticks every 500 ms."""
+    """The job waits for memory that is being freed or that other programs hold. The wait is limited by the patience; an event comes
+    every 500 ms.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -178,7 +180,7 @@ global___Waiting = Waiting
 
 @typing.final
 class Holder(google.protobuf.message.Message):
-    """Somebody who holds memory of the card."""
+    """A process, or a part of the service, that holds memory of the card."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -258,7 +260,7 @@ global___Loading = Loading
 
 @typing.final
 class Retrying(google.protobuf.message.Message):
-    """Something failed that is tried again."""
+    """A stage failed and is run again, or the job begins again."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -266,9 +268,9 @@ class Retrying(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     STAGE_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Stable: `WORKER_DIED`, `OUT_OF_MEMORY`; `MODEL_CHANGED`: the model's files were replaced before anything of the result was
-    made, and the job begins again with the new ones; `RESTORING`: a load that was to replace a model failed, and the old model is
-    brought back before the job ends.
+    """Stable: `WORKER_DIED`; `WORKER_RECYCLED`: the worker was replaced on request; `OUT_OF_MEMORY`; `MODEL_CHANGED`: the model's
+    files were replaced before any part of the result was made, and the job begins again with the new files; `RESTORING`: a load
+    with `replace` failed, and the old model is loaded again before the job ends.
     """
     message: builtins.str
     """For people."""
@@ -302,7 +304,9 @@ class StageStarted(google.protobuf.message.Message):
     PART_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`encode_text`, `encode_image`, `denoise`, `decode`, `load`, `restore`."""
+    """`encode_text`, `encode_image`, `denoise`, `decode`, `load`, `restore`; by family also `encode_reference`, `encode_source`,
+    `encode_condition`, `encode_vision`, `encode_masked`, `encode_control_N`, `quantize_source`. Others may follow.
+    """
     index: builtins.int
     """From 1."""
     of: builtins.int
@@ -715,7 +719,7 @@ class StageReport(google.protobuf.message.Message):
     AFTER_FIELD_NUMBER: builtins.int
     LARGEST_BLOCK_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`encode_text`, ...; `unload` is what a model that replaces another had to leave."""
+    """`encode_text`, ...; `unload`: the unload of a model that was replaced."""
     run_ms: builtins.int
     """Milliseconds of computing."""
     move_ms: builtins.int
@@ -741,8 +745,8 @@ class StageReport(google.protobuf.message.Message):
     was computed, as in a load or a stage that was taken from a cache.
     """
     largest_block_bytes: builtins.int
-    """The largest block that the stage could have had from the driver, as far as it needed one: less than its prediction
-    where free memory is in pieces. 0: not asked, as free memory was more than enough.
+    """The largest block that the driver could give the stage, at most as large as its prediction; smaller where free memory is
+    fragmented. 0: not measured, because free memory was more than enough.
     """
     @property
     def before(self) -> global___MemoryAccounts:

@@ -210,7 +210,7 @@ class JobOptions(google.protobuf.message.Message):
     priority: global___Priority.ValueType
     """A share of the card's time."""
     patience_ms: builtins.int
-    """Patience for memory that is late or taken by others, at most 10 minutes; absent: the service's setting."""
+    """How long to wait for memory that is being freed or that other programs hold, at most 10 minutes; absent: the service's setting."""
     allow_low_memory: builtins.bool
     """Admit a stage that memory is short for. If it then runs out of memory, only this job ends."""
     card: builtins.str
@@ -313,7 +313,7 @@ class GenerateImageRequest(google.protobuf.message.Message):
     @property
     def mask(self) -> global___PictureInput:
         """Inpainting: what changes of the picture that it starts from. White changes, black stays exactly as it is; grey between is
-        mixed. Scaled to width x height. FLUX.1 Fill paints what is masked; other models sample there from the start.
+        mixed. Scaled to width x height. FLUX.1 Fill generates the masked part anew; other models sample it from the start picture.
         """
 
     @property
@@ -789,9 +789,9 @@ class OpenAudioSession(google.protobuf.message.Message):
     idle_seconds: builtins.int
     """It ends when nothing was heard of the client for so long, 1 to 3,600; 0: 60. Every message counts, `played` too."""
     paced_by_client: builtins.bool
-    """The play head is where `played` says. Else it goes by the service's clock, from the first sound on."""
+    """True: the messages `played` set the play head. False: the play head follows the service's clock from the first sound on."""
     once: builtins.bool
-    """When a segment is over and no other is there: no sound until there is. Else it is repeated."""
+    """True: silence after the last segment. False: the last segment is repeated until the next one is ready."""
     @property
     def model(self) -> model_pb2.ModelRef:
         """The model of its segments. Its adapters are those of segments that name none."""
@@ -821,7 +821,7 @@ global___OpenAudioSession = OpenAudioSession
 
 @typing.final
 class AudioSegment(google.protobuf.message.Message):
-    """What is to sound."""
+    """A segment to play."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -865,8 +865,8 @@ global___PlayHead = PlayHead
 
 @typing.final
 class ReplaceSource(google.protobuf.message.Message):
-    """Starts further segments from another track: the last segment is made anew from it, and sounds when it is there. Fails as a
-    segment does; then the source stays what it was.
+    """Starts further segments from another track: the last segment is generated again from it, and plays when it is ready. If that
+    fails, SegmentFailed comes and the old source stays in use.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -885,8 +885,8 @@ global___ReplaceSource = ReplaceSource
 
 @typing.final
 class ReplaceModel(google.protobuf.message.Message):
-    """Makes further segments with another model: it is loaded and proven, and the last segment is made anew with it. What sounds goes
-    on sounding until then, and the model before is kept if it fails.
+    """Makes further segments with another model: the model is loaded and tested, and the last segment is generated again with it. The
+    current sound goes on until then. If the new model fails, the old one stays in use.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

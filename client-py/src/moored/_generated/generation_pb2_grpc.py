@@ -95,15 +95,15 @@ class GenerationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateAudio(self, request, context):
-        """Text to audio. Samples come as they are decoded.
+        """Text to audio, or a task on a track when `init_media_id` is set. Samples come as they are decoded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamAudio(self, request_iterator, context):
-        """A session of sound: the client sends segments, and what sounds comes as one endless track, ahead of the play head. The
-        first message opens it. It ends with the stream, and gives everything back then.
+        """A session of sound: the client sends segments, and receives one endless track, ahead of the play head. The first message
+        opens the session. The session ends with the stream, and then frees its memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,8 +146,8 @@ class GenerationServicer(object):
 
     def PutMedia(self, request_iterator, context):
         """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
-        carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's memory
-        until it was not used for the time that latents have; each use renews that.
+        carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's
+        memory until it was not used for `queue.latent_ttl`; each use renews that time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,14 +41,14 @@ class GenerationStub:
         generation_pb2.GenerateAudioRequest,
         events_pb2.Event,
     ]
-    """Text to audio. Samples come as they are decoded."""
+    """Text to audio, or a task on a track when `init_media_id` is set. Samples come as they are decoded."""
 
     StreamAudio: grpc.StreamStreamMultiCallable[
         generation_pb2.StreamAudioRequest,
         generation_pb2.StreamAudioResponse,
     ]
-    """A session of sound: the client sends segments, and what sounds comes as one endless track, ahead of the play head. The
-    first message opens it. It ends with the stream, and gives everything back then.
+    """A session of sound: the client sends segments, and receives one endless track, ahead of the play head. The first message
+    opens the session. The session ends with the stream, and then frees its memory.
     """
 
     EncodeImage: grpc.UnaryStreamMultiCallable[
@@ -86,8 +86,8 @@ class GenerationStub:
         generation_pb2.MediaInfo,
     ]
     """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
-    carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's memory
-    until it was not used for the time that latents have; each use renews that.
+    carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's
+    memory until it was not used for `queue.latent_ttl`; each use renews that time.
     """
 
     ReleaseMedia: grpc.UnaryUnaryMultiCallable[
@@ -117,14 +117,14 @@ class GenerationAsyncStub:
         generation_pb2.GenerateAudioRequest,
         events_pb2.Event,
     ]
-    """Text to audio. Samples come as they are decoded."""
+    """Text to audio, or a task on a track when `init_media_id` is set. Samples come as they are decoded."""
 
     StreamAudio: grpc.aio.StreamStreamMultiCallable[
         generation_pb2.StreamAudioRequest,
         generation_pb2.StreamAudioResponse,
     ]
-    """A session of sound: the client sends segments, and what sounds comes as one endless track, ahead of the play head. The
-    first message opens it. It ends with the stream, and gives everything back then.
+    """A session of sound: the client sends segments, and receives one endless track, ahead of the play head. The first message
+    opens the session. The session ends with the stream, and then frees its memory.
     """
 
     EncodeImage: grpc.aio.UnaryStreamMultiCallable[
@@ -162,8 +162,8 @@ class GenerationAsyncStub:
         generation_pb2.MediaInfo,
     ]
     """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
-    carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's memory
-    until it was not used for the time that latents have; each use renews that.
+    carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's
+    memory until it was not used for `queue.latent_ttl`; each use renews that time.
     """
 
     ReleaseMedia: grpc.aio.UnaryUnaryMultiCallable[
@@ -199,7 +199,7 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         request: generation_pb2.GenerateAudioRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[events_pb2.Event], collections.abc.AsyncIterator[events_pb2.Event]]:
-        """Text to audio. Samples come as they are decoded."""
+        """Text to audio, or a task on a track when `init_media_id` is set. Samples come as they are decoded."""
 
     @abc.abstractmethod
     def StreamAudio(
@@ -207,8 +207,8 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[generation_pb2.StreamAudioRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[generation_pb2.StreamAudioResponse], collections.abc.AsyncIterator[generation_pb2.StreamAudioResponse]]:
-        """A session of sound: the client sends segments, and what sounds comes as one endless track, ahead of the play head. The
-        first message opens it. It ends with the stream, and gives everything back then.
+        """A session of sound: the client sends segments, and receives one endless track, ahead of the play head. The first message
+        opens the session. The session ends with the stream, and then frees its memory.
         """
 
     @abc.abstractmethod
@@ -258,8 +258,8 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[generation_pb2.MediaInfo, collections.abc.Awaitable[generation_pb2.MediaInfo]]:
         """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
-        carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's memory
-        until it was not used for the time that latents have; each use renews that.
+        carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's
+        memory until it was not used for `queue.latent_ttl`; each use renews that time.
         """
 
     @abc.abstractmethod

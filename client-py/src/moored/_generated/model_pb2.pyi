@@ -242,7 +242,7 @@ global___AdapterInfo = AdapterInfo
 
 @typing.final
 class ResolvedModel(google.protobuf.message.Message):
-    """What an entry is once everything is resolved: the key of the cache."""
+    """A model with its revision, formats and adapters resolved; its key names the entry in the cache."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -224,12 +224,12 @@ class LoadRequest(google.protobuf.message.Message):
 
     @property
     def replace(self) -> model_pb2.ModelRef:
-        """The model whose place this one takes, without loss: it is not forgotten before the new one has proven itself as by
-        `prove`. Where both fit, it stays beside the new one until then. Where they do not, it leaves first, pinned and held
-        as it may be, and jobs that need it are queued until the end. Once the new model is proven, pins and holds of the old
-        one are its own, and what it does not share leaves every card: Done says what was freed. If anything fails, and also
-        when the job is cancelled, what came in is unloaded, the old model is brought back (Retrying with `RESTORING`, then
-        Loading), and the job ends with the error after that. Absent: nothing is replaced.
+        """The old model, which is unloaded once the new one has passed the test of `prove`. If both fit, the old model stays in memory
+        until then. If they do not, the old model is unloaded first, even if it is pinned or held, and jobs that need it are queued
+        until the end. After the test the pins and holds of the old model pass to the new one, and the components that only the old
+        model uses are unloaded from every card; Done has the freed bytes. If anything fails, or the job is cancelled, the new
+        components are unloaded, the old model is loaded again (Retrying with `RESTORING`, then Loading), and then the job ends with
+        the error. Absent: nothing is replaced.
         """
 
     def __init__(

@@ -95,21 +95,21 @@ class ResidencyServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Brings a model in, ahead of use.
+        """Loads a model into memory before it is used.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unload(self, request, context):
-        """Takes a model out: waits for jobs that use it, or cancels them with `force`.
+        """Unloads a model: waits for jobs that use it, or cancels them with `force`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps a model in until it is unpinned. What is not resident yet stays once it is loaded: Load loads it.
+        """Keeps a model in memory until it is unpinned. Pin loads nothing: components that are not resident stay once Load has loaded them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,7 +137,7 @@ class ResidencyServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The cards as they are.
+        """The memory and the jobs of each card.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,14 +151,14 @@ class ResidencyServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Trim(self, request, context):
-        """Hands slack back to the driver.
+        """Frees slack: memory that the service keeps and does not use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Makes room for another program on the same card: idle components leave, the bytes stay free.
+        """Frees memory for another program on the same card: idle components are evicted, and the bytes stay free.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

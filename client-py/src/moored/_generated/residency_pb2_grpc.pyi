@@ -32,19 +32,19 @@ class ResidencyStub:
         residency_pb2.LoadRequest,
         events_pb2.Event,
     ]
-    """Brings a model in, ahead of use."""
+    """Loads a model into memory before it is used."""
 
     Unload: grpc.UnaryUnaryMultiCallable[
         residency_pb2.UnloadRequest,
         residency_pb2.UnloadResponse,
     ]
-    """Takes a model out: waits for jobs that use it, or cancels them with `force`."""
+    """Unloads a model: waits for jobs that use it, or cancels them with `force`."""
 
     Pin: grpc.UnaryUnaryMultiCallable[
         residency_pb2.PinRequest,
         residency_pb2.PinResponse,
     ]
-    """Keeps a model in until it is unpinned. What is not resident yet stays once it is loaded: Load loads it."""
+    """Keeps a model in memory until it is unpinned. Pin loads nothing: components that are not resident stay once Load has loaded them."""
 
     Hold: grpc.UnaryUnaryMultiCallable[
         residency_pb2.HoldRequest,
@@ -68,7 +68,7 @@ class ResidencyStub:
         residency_pb2.GetStatusRequest,
         residency_pb2.Status,
     ]
-    """The cards as they are."""
+    """The memory and the jobs of each card."""
 
     WatchStatus: grpc.UnaryStreamMultiCallable[
         residency_pb2.WatchStatusRequest,
@@ -80,13 +80,13 @@ class ResidencyStub:
         residency_pb2.TrimRequest,
         residency_pb2.TrimResponse,
     ]
-    """Hands slack back to the driver."""
+    """Frees slack: memory that the service keeps and does not use."""
 
     Reserve: grpc.UnaryUnaryMultiCallable[
         residency_pb2.ReserveRequest,
         residency_pb2.ReserveResponse,
     ]
-    """Makes room for another program on the same card: idle components leave, the bytes stay free."""
+    """Frees memory for another program on the same card: idle components are evicted, and the bytes stay free."""
 
     ReleaseReservation: grpc.UnaryUnaryMultiCallable[
         residency_pb2.ReleaseReservationRequest,
@@ -113,19 +113,19 @@ class ResidencyAsyncStub:
         residency_pb2.LoadRequest,
         events_pb2.Event,
     ]
-    """Brings a model in, ahead of use."""
+    """Loads a model into memory before it is used."""
 
     Unload: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.UnloadRequest,
         residency_pb2.UnloadResponse,
     ]
-    """Takes a model out: waits for jobs that use it, or cancels them with `force`."""
+    """Unloads a model: waits for jobs that use it, or cancels them with `force`."""
 
     Pin: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.PinRequest,
         residency_pb2.PinResponse,
     ]
-    """Keeps a model in until it is unpinned. What is not resident yet stays once it is loaded: Load loads it."""
+    """Keeps a model in memory until it is unpinned. Pin loads nothing: components that are not resident stay once Load has loaded them."""
 
     Hold: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.HoldRequest,
@@ -149,7 +149,7 @@ class ResidencyAsyncStub:
         residency_pb2.GetStatusRequest,
         residency_pb2.Status,
     ]
-    """The cards as they are."""
+    """The memory and the jobs of each card."""
 
     WatchStatus: grpc.aio.UnaryStreamMultiCallable[
         residency_pb2.WatchStatusRequest,
@@ -161,13 +161,13 @@ class ResidencyAsyncStub:
         residency_pb2.TrimRequest,
         residency_pb2.TrimResponse,
     ]
-    """Hands slack back to the driver."""
+    """Frees slack: memory that the service keeps and does not use."""
 
     Reserve: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.ReserveRequest,
         residency_pb2.ReserveResponse,
     ]
-    """Makes room for another program on the same card: idle components leave, the bytes stay free."""
+    """Frees memory for another program on the same card: idle components are evicted, and the bytes stay free."""
 
     ReleaseReservation: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.ReleaseReservationRequest,
@@ -198,7 +198,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.LoadRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[events_pb2.Event], collections.abc.AsyncIterator[events_pb2.Event]]:
-        """Brings a model in, ahead of use."""
+        """Loads a model into memory before it is used."""
 
     @abc.abstractmethod
     def Unload(
@@ -206,7 +206,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.UnloadRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.UnloadResponse, collections.abc.Awaitable[residency_pb2.UnloadResponse]]:
-        """Takes a model out: waits for jobs that use it, or cancels them with `force`."""
+        """Unloads a model: waits for jobs that use it, or cancels them with `force`."""
 
     @abc.abstractmethod
     def Pin(
@@ -214,7 +214,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.PinRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.PinResponse, collections.abc.Awaitable[residency_pb2.PinResponse]]:
-        """Keeps a model in until it is unpinned. What is not resident yet stays once it is loaded: Load loads it."""
+        """Keeps a model in memory until it is unpinned. Pin loads nothing: components that are not resident stay once Load has loaded them."""
 
     @abc.abstractmethod
     def Hold(
@@ -246,7 +246,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.Status, collections.abc.Awaitable[residency_pb2.Status]]:
-        """The cards as they are."""
+        """The memory and the jobs of each card."""
 
     @abc.abstractmethod
     def WatchStatus(
@@ -262,7 +262,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.TrimRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.TrimResponse, collections.abc.Awaitable[residency_pb2.TrimResponse]]:
-        """Hands slack back to the driver."""
+        """Frees slack: memory that the service keeps and does not use."""
 
     @abc.abstractmethod
     def Reserve(
@@ -270,7 +270,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.ReserveResponse, collections.abc.Awaitable[residency_pb2.ReserveResponse]]:
-        """Makes room for another program on the same card: idle components leave, the bytes stay free."""
+        """Frees memory for another program on the same card: idle components are evicted, and the bytes stay free."""
 
     @abc.abstractmethod
     def ReleaseReservation(

@@ -45,7 +45,7 @@ class ServerInfo(google.protobuf.message.Message):
 
     @property
     def not_built(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What the API names and this build has not: `adapters`, `controlnet`."""
+        """What the API names and this build does not implement. Empty in this version."""
 
     @property
     def cards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CardInfo]: ...

@@ -30,7 +30,6 @@ export const words = {
     ready: "ready",
     busy: "busy",
     restarting: "restarting",
-    lost: "lost",
   },
   entries: {
     title: "In memory",
@@ -69,6 +68,12 @@ export const words = {
   stages: {
     encode_text: "encoding the text",
     encode_image: "encoding the picture",
+    encode_vision: "encoding the picture for the transformer",
+    encode_reference: "encoding the reference",
+    encode_masked: "encoding the masked picture",
+    encode_source: "encoding the source",
+    encode_condition: "encoding lyrics and timbre",
+    quantize_source: "quantizing the source",
     denoise: "denoising",
     decode: "decoding",
     load: "loading",

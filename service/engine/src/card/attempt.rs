@@ -46,7 +46,7 @@ impl From<MoveError> for Halt {
     fn from(error: MoveError) -> Halt {
         match error {
             MoveError::Cancelled => Halt::cancelled(),
-            MoveError::NoRoom => Halt::internal("memory that was planned with is gone"),
+            MoveError::NoRoom => Halt::internal("memory that the plan counted on was taken"),
             MoveError::Model(message) => Halt::failed(Failure::Model { message }),
             MoveError::Replaced(message) => Halt::failed(Failure::Replaced { message }),
             MoveError::Refused(message) => Halt::internal(message),
@@ -173,7 +173,7 @@ impl Card {
         tracing::info!(
             job,
             model,
-            "its files were replaced: it goes on with what is resident of it"
+            "the files of its model were replaced: the job continues with the resident components"
         );
         Ok(held)
     }

@@ -140,7 +140,7 @@ impl Card {
                 Answer::Failed(message)
             }
             Err(MoveError::Cancelled) => Answer::Failed("it was cancelled".to_owned()),
-            Err(MoveError::NoRoom) => Answer::Failed("memory that was planned with is gone".to_owned()),
+            Err(MoveError::NoRoom) => Answer::Failed("memory that the plan counted on was taken".to_owned()),
         };
         self.publish(link);
         link.emit(Event::Answer { id, answer });

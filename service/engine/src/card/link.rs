@@ -25,7 +25,7 @@ pub trait Clock {
         self.now().0.saturating_mul(1000)
     }
 
-    /// Sleeps.
+    /// Blocks the thread for this time.
     fn sleep(&self, duration: Duration) {
         std::thread::sleep(duration);
     }
@@ -92,12 +92,12 @@ pub struct ProcessFaults;
 
 impl Faults for ProcessFaults {
     fn die(&self, place: &str) {
-        tracing::error!(place, "the simulated card says: die here");
+        tracing::error!(place, "an injected fault ends the worker");
         std::process::abort();
     }
 
     fn hang(&self, place: &str) {
-        tracing::error!(place, "the simulated card says: hang here");
+        tracing::error!(place, "an injected fault blocks the worker");
         loop {
             std::thread::park();
         }

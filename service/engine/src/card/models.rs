@@ -9,7 +9,7 @@ use pipelines::{AdapterFile, Catalogue, Model, ModelError, Precision, Quantizati
 use residency::{Component, ComponentId};
 
 use crate::messages::ModelLocation;
-use crate::stamps::{Around, Stamps};
+use crate::stamps::{PathStamps, Stamps};
 
 /// Capacity of the cache. Opening a model again costs milliseconds.
 const CAPACITY: usize = 64;
@@ -18,10 +18,10 @@ const CAPACITY: usize = 64;
 pub(super) struct Models {
     catalogue: Catalogue,
     dtype: DType,
-    opened: HashMap<ModelKey, CachedModel>,
+    opened: HashMap<OpenedKey, CachedModel>,
 }
 
-type ModelKey = (PathBuf, Quantization, Vec<AdapterFile>);
+type OpenedKey = (PathBuf, Quantization, Vec<AdapterFile>);
 
 struct CachedModel {
     latest: Version,
@@ -55,7 +55,7 @@ impl Models {
     }
 
     /// An open model, if none of its files has changed.
-    fn current(&self, key: &ModelKey) -> Option<Arc<dyn Model>> {
+    fn current(&self, key: &OpenedKey) -> Option<Arc<dyn Model>> {
         let known = self.opened.get(key)?;
         known
             .stamps
@@ -65,7 +65,7 @@ impl Models {
 
     /// An order named these components of a model by these identities, and they are those of its files.
     pub(super) fn checked(&mut self, location: &ModelLocation, components: &[Component]) {
-        if let Some(known) = self.opened.get_mut(&shelf_of(location)) {
+        if let Some(known) = self.opened.get_mut(&model_key_of(location)) {
             let ids = components.iter().map(|component| component.id.clone());
             known.latest.identities.extend(ids);
         }
@@ -77,7 +77,7 @@ impl Models {
         location: &ModelLocation,
         components: &[Component],
     ) -> Option<Arc<dyn Model>> {
-        let known = self.opened.get(&shelf_of(location))?;
+        let known = self.opened.get(&model_key_of(location))?;
         let mut versions = std::iter::once(&known.latest).chain(&known.earlier);
         let version =
             versions.find(|version| components.iter().all(|c| version.identities.contains(&c.id)))?;
@@ -87,15 +87,15 @@ impl Models {
     /// The model at a path: from the cache, if none of its files has changed.
     pub(super) fn open(&mut self, location: &ModelLocation) -> Result<Arc<dyn Model>, ModelError> {
         let (path, quantization) = (&location.path, &location.quantization);
-        let shelf = shelf_of(location);
-        if let Some(known) = self.current(&shelf) {
+        let model_key = model_key_of(location);
+        if let Some(known) = self.current(&model_key) {
             return Ok(known);
         }
         let precision = Precision {
             dtype: self.dtype,
             quantization: quantization.clone(),
         };
-        let around = Around::of(path);
+        let around = PathStamps::of(path);
         let base = (path.clone(), quantization.clone(), Vec::new());
         let mut model = match self.current(&base) {
             Some(base) => base,
@@ -113,14 +113,14 @@ impl Models {
                 model: Arc::clone(&model),
                 identities: BTreeSet::new(),
             },
-            earlier: self.opened.remove(&shelf).map(|known| known.latest),
+            earlier: self.opened.remove(&model_key).map(|known| known.latest),
         };
-        self.opened.insert(shelf, opened);
+        self.opened.insert(model_key, opened);
         Ok(model)
     }
 }
 
-fn shelf_of(location: &ModelLocation) -> ModelKey {
+fn model_key_of(location: &ModelLocation) -> OpenedKey {
     let (path, quantization) = (location.path.clone(), location.quantization.clone());
     (path, quantization, location.adapters.clone())
 }

@@ -155,7 +155,7 @@ impl Card {
             self.ledger.abort_load(&component.id)?;
             self.reconcile_after_change()?;
             self.publish(link);
-            tracing::warn!(component = component.name, id = %component.id, %error, "a load came to nothing");
+            tracing::warn!(component = component.name, id = %component.id, %error, "a load failed");
             return Err(error.into());
         }
         if !source.files.iter().all(ModelFile::is_current) {

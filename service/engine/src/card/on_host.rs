@@ -15,18 +15,18 @@ use super::{Card, Link};
 #[derive(Debug)]
 pub(super) struct OnHost {
     bound: Bytes,
-    kept: Vec<Kept>,
+    kept: Vec<HostComponent>,
 }
 
 #[derive(Debug)]
-struct Kept {
+struct HostComponent {
     id: ComponentId,
     bytes: Bytes,
     tensors: Arc<ComponentTensors>,
 }
 
 impl OnHost {
-    /// Nothing yet, and no more than these bytes.
+    /// An empty cache of at most `bound` bytes.
     pub(super) fn new(bound: Bytes) -> OnHost {
         OnHost {
             bound,
@@ -54,7 +54,7 @@ impl OnHost {
     /// Keeps a component that there is room for.
     fn keep(&mut self, component: &Component, tensors: &Arc<ComponentTensors>) {
         if component.bytes <= self.bound {
-            self.kept.push(Kept {
+            self.kept.push(HostComponent {
                 id: component.id.clone(),
                 bytes: component.bytes,
                 tensors: Arc::clone(tensors),
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_longest_ago_goes_first_and_what_exceeds_the_bound_is_not_kept() {
+    fn the_cache_drops_the_least_recently_used_and_keeps_none_above_its_bound() {
         let mut on_host = OnHost::new(Bytes(100));
         let tensors = Arc::new(ComponentTensors::default());
         let read = |on_host: &mut OnHost, name: &str, bytes: u64| {

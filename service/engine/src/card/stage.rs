@@ -35,7 +35,7 @@ impl StageAttempt<'_> {
         self.rung(rung).map_or("", |rung| rung.label.as_str())
     }
 
-    /// Tells all jobs that it is run for.
+    /// Reports progress to all jobs of the stage.
     fn tell(&self, progress: &Progress, link: &mut dyn Link) {
         for (ticket, _) in &self.stages {
             link.emit(Event::Progress {

@@ -140,8 +140,8 @@ impl HashCache {
         }
     }
 
-    /// Written beside, then renamed: a reader sees the old file or the new one. The disk may not answer, so nobody who
-    /// asks for a hash waits for this; writers wait for each other, and the last writes the most.
+    /// Writes a new file, then renames it: a reader sees the old file or the new one. The disk may not answer, so
+    /// lookups of hashes do not wait for this; writers wait for each other, and the last writes the most.
     fn remember(&self) {
         let Some(cache) = &self.cache else { return };
         let _alone = self.writing.lock().unwrap_or_else(PoisonError::into_inner);

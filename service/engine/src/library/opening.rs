@@ -1,5 +1,5 @@
-//! How many threads open models at once. A file system that does not answer keeps its thread for as long as it likes: it
-//! may take so many, and those who open other models go on.
+//! Bounds on the threads that open models at once. A file system that does not answer blocks its threads without end:
+//! the number for each model is bounded, so that other models can still be opened.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,12 +11,12 @@ use tokio::sync::Semaphore;
 use crate::error::Error;
 
 /// Threads that open one model at once.
-const OF_ONE_MODEL: usize = 2;
+const MAX_THREADS_PER_MODEL: usize = 2;
 /// Threads that open models at once: far fewer than the runtime has for work that blocks.
-const IN_ALL: usize = 64;
-/// What one model may take to be opened. Whoever waits is told then; the thread goes on, and may still come to an end.
+const MAX_THREADS: usize = 64;
+/// Time limit of opening one model. The caller gets an error then; the thread goes on, and may still end.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Models that are remembered before those that nobody opens are forgotten.
+/// Models whose semaphores are kept before those of unused models are dropped.
 const REMEMBERED: usize = 256;
 
 pub(super) struct Opening {
@@ -27,7 +27,7 @@ pub(super) struct Opening {
 impl Opening {
     pub(super) fn new() -> Opening {
         Opening {
-            all: Arc::new(Semaphore::new(IN_ALL)),
+            all: Arc::new(Semaphore::new(MAX_THREADS)),
             models: Mutex::default(),
         }
     }
@@ -73,7 +73,7 @@ impl Opening {
         }
         let own = models
             .entry(path.to_owned())
-            .or_insert_with(|| Arc::new(Semaphore::new(OF_ONE_MODEL)));
+            .or_insert_with(|| Arc::new(Semaphore::new(MAX_THREADS_PER_MODEL)));
         own.clone()
     }
 }
@@ -86,7 +86,7 @@ mod tests {
 
     use super::*;
 
-    /// A file system that does not answer until this is dropped; it tells when it was asked.
+    /// A file system that does not answer until the sender is dropped; the receiver gets a message when it is called.
     fn hang(opening: &Arc<Opening>, path: &'static str) -> (mpsc::Sender<()>, mpsc::Receiver<()>) {
         let (answer, answered) = mpsc::channel::<()>();
         let (asked, was_asked) = mpsc::channel();
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_model_that_cannot_be_read_takes_its_own_threads_and_no_more() {
+    async fn an_unresponsive_model_blocks_at_most_its_own_threads() {
         let opening = Arc::new(Opening::new());
         let hung: Vec<_> = (0..600).map(|_| hang(&opening, "/dead")).collect();
         // Other models are opened as ever, and of this one so many threads hang and no more.
@@ -113,16 +113,19 @@ mod tests {
         }
         let hanging = || hung.iter().filter(|(_, asked)| asked.try_recv().is_ok()).count();
         let mut seen = 0;
-        while seen < OF_ONE_MODEL {
+        while seen < MAX_THREADS_PER_MODEL {
             seen += hanging();
             tokio::task::yield_now().await;
         }
-        assert_eq!(opening.all.available_permits(), IN_ALL - OF_ONE_MODEL);
+        assert_eq!(
+            opening.all.available_permits(),
+            MAX_THREADS - MAX_THREADS_PER_MODEL
+        );
         drop(hung);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn whoever_waits_for_a_model_is_told_that_it_does_not_answer() {
+    async fn a_caller_gets_an_error_if_the_file_system_does_not_answer() {
         let opening = Arc::new(Opening::new());
         let hung = [hang(&opening, "/dead"), hang(&opening, "/dead")];
         for (_, asked) in &hung {
@@ -141,7 +144,7 @@ mod tests {
             matches!(&told, Err(Error::ModelDamaged(problem)) if problem.contains("/dead")),
             "{told:?}"
         );
-        // It has given up its place in the line: what comes after it goes on once the disk answers.
+        // The third caller no longer waits for a permit: the next one runs once the disk answers.
         drop(hung);
         assert_eq!(opening.run(Path::new("/dead"), || Ok(1)).await, Ok(1));
     }

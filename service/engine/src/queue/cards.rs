@@ -19,7 +19,7 @@ use crate::library::Entry;
 use crate::messages::{Command, Order, Standing, Ticket};
 use crate::need::Need;
 
-/// Seconds until a worker that is starting is ready, as long as nobody knows.
+/// Assumed seconds until a starting worker is ready, before any start was measured.
 const STARTING_SECONDS: f64 = 3.0;
 
 /// What a card is doing.
@@ -41,9 +41,9 @@ pub(super) struct InFlight {
     pub(super) jobs: u32,
     pub(super) need: Need,
     pub(super) sent: Instant,
-    /// When the worker last said something of it.
-    pub(super) heard: Instant,
-    /// How fast it goes on, by what the worker said.
+    /// When the worker last reported on it.
+    pub(super) last_report: Instant,
+    /// Pace of the order, by the reports of the worker.
     pub(super) pace: Pace,
     pub(super) expected_ms: f64,
     /// When the last of its jobs was cancelled.
@@ -68,7 +68,7 @@ impl InFlight {
             pace: Pace::of(entry_key, &need),
             need,
             sent: now,
-            heard: now,
+            last_report: now,
             expected_ms,
             cancelled: None,
         }
@@ -120,7 +120,7 @@ impl InFlight {
             jobs: self.jobs,
             need: self.need.clone(),
             sent: self.sent,
-            heard: self.heard,
+            last_report: self.last_report,
             pace: Pace::default(),
             expected_ms: self.expected_ms,
             cancelled: None,
@@ -128,8 +128,8 @@ impl InFlight {
     }
 }
 
-/// What an answer of a worker is for.
-pub(super) enum Errand {
+/// A request that a worker has not answered.
+pub(super) enum PendingRequest {
     Unload {
         unload: u64,
         components: Vec<ComponentId>,
@@ -149,7 +149,7 @@ pub(super) enum Errand {
     KeepAlive,
 }
 
-/// Room that another program is to have.
+/// A request to reserve memory for another program.
 pub(super) struct ReservationRequest {
     pub(super) by: Reserver,
     pub(super) bytes: Bytes,
@@ -174,7 +174,7 @@ pub(super) struct Card {
     pub(super) outbox: Vec<ToWorker>,
     pub(super) health: Health,
     pub(super) generation: u64,
-    /// Generations up to this one are dead: nothing that they say counts.
+    /// Events of generations up to this one are ignored: their workers are lost.
     dead_generation: Option<u64>,
     pub(super) restarts: u32,
     /// Why no worker serves it; empty while one does.
@@ -188,8 +188,8 @@ pub(super) struct Card {
     /// How many ledgers it has published.
     pub(super) snapshots: u64,
     pub(super) in_flight: Option<InFlight>,
-    pub(super) errands: BTreeMap<u64, Errand>,
-    pub(super) errand_since: Option<Instant>,
+    pub(super) pending_requests: BTreeMap<u64, PendingRequest>,
+    pub(super) request_pending_since: Option<Instant>,
     recycled: bool,
     /// Its worker is to be replaced as soon as it has nothing left to do.
     retiring: Option<String>,
@@ -219,8 +219,8 @@ impl Card {
             taken_at_start: (Bytes::ZERO, Bytes::ZERO),
             snapshots: 0,
             in_flight: None,
-            errands: BTreeMap::new(),
-            errand_since: None,
+            pending_requests: BTreeMap::new(),
+            request_pending_since: None,
             recycled: false,
             retiring: None,
             standing: Standing::default(),
@@ -255,8 +255,9 @@ impl Card {
     /// Whether it would take an order at once. While room is made for another program, or for a
     /// swap, nothing new may take it.
     pub(super) fn is_free(&self) -> bool {
-        let mut errands = self.errands.values();
-        let making_room = errands.any(|e| matches!(e, Errand::Reserve { .. } | Errand::Swap { .. }));
+        let mut pending_requests = self.pending_requests.values();
+        let making_room = pending_requests
+            .any(|e| matches!(e, PendingRequest::Reserve { .. } | PendingRequest::Swap { .. }));
         self.is_ready()
             && self.in_flight.is_none()
             && !self.recycled
@@ -264,8 +265,8 @@ impl Card {
             && !making_room
     }
 
-    /// Whether a worker of this generation may speak.
-    pub(super) fn listens_to(&self, generation: u64) -> bool {
+    /// Whether events of a worker of this generation are accepted.
+    pub(super) fn accepts_events_of(&self, generation: u64) -> bool {
         let current = !self.is_ready() || generation == self.generation;
         self.dead_generation.is_none_or(|dead| generation > dead) && current
     }
@@ -326,7 +327,7 @@ impl Card {
         self.attention.clear();
         self.snapshots += 1;
         self.recycled = false;
-        self.errand_since = None;
+        self.request_pending_since = None;
         self.restore.clear();
     }
 
@@ -354,9 +355,9 @@ impl Card {
         self.apply_claims();
     }
 
-    /// Claims are ours to say. A ledger that was published before the worker heard of a change must not have a job
-    /// refused for a claim that is over, nor planned into what has just been reserved; and a worker that hangs publishes
-    /// none.
+    /// Applies the claims of the queue to the ledger. A ledger from before the worker received a change must neither
+    /// refuse a job for a claim that is over, nor let it plan into memory that has just been reserved. A worker that
+    /// hangs publishes no ledger.
     fn apply_claims(&mut self) {
         if !self.standing.is_applied_to(&self.ledger) {
             self.standing.apply_to(Arc::make_mut(&mut self.ledger));
@@ -378,8 +379,8 @@ impl Card {
         self.outbox.push(ToWorker::Command(command));
     }
 
-    /// Asks the worker to let go of what runs for a job. Of several that share passes one is left out, and the worker goes on
-    /// with the others.
+    /// Asks the worker to stop the stage of a job. If several jobs share its passes, the worker continues with the
+    /// others.
     pub(super) fn cancel(&mut self, job: &JobId) {
         let running = self
             .in_flight
@@ -390,18 +391,18 @@ impl Card {
         }
     }
 
-    pub(super) fn errand(&mut self, id: u64, errand: Errand, command: Command, now: Instant) {
-        // Asking more of a worker that does not answer must not make it look alive.
-        if self.errands.is_empty() {
-            self.errand_since = Some(now);
+    pub(super) fn send_request(&mut self, id: u64, pending: PendingRequest, command: Command, now: Instant) {
+        // A further request must not extend the time limit of a worker that does not answer.
+        if self.pending_requests.is_empty() {
+            self.request_pending_since = Some(now);
         }
-        self.errands.insert(id, errand);
+        self.pending_requests.insert(id, pending);
         self.send(command);
     }
 
     /// The worker has ended an order, or answered: what else it was asked for is next.
-    pub(super) fn restart_errand_clock(&mut self, now: Instant) {
-        self.errand_since = Some(now);
+    pub(super) fn restart_request_clock(&mut self, now: Instant) {
+        self.request_pending_since = Some(now);
     }
 
     /// Kills the worker, once.
@@ -433,7 +434,7 @@ impl Card {
 
     /// Whether the worker is to be replaced, and has nothing left to do.
     pub(super) fn is_retired(&self) -> bool {
-        self.is_retiring() && self.in_flight.is_none() && self.errands.is_empty()
+        self.is_retiring() && self.in_flight.is_none() && self.pending_requests.is_empty()
     }
 
     pub(super) fn is_recycled(&self) -> bool {
@@ -441,7 +442,7 @@ impl Card {
     }
 
     /// Tells the worker what must stay, if that is new to it.
-    pub(super) fn tell_claims(&mut self, mut standing: Standing, fresh_worker: bool) {
+    pub(super) fn send_claims(&mut self, mut standing: Standing, fresh_worker: bool) {
         if fresh_worker {
             standing.foreign_before = self.foreign_before.take();
         }

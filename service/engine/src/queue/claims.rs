@@ -27,7 +27,7 @@ pub(super) struct Known {
     /// Components by compute dtype.
     components: BTreeMap<String, Vec<Component>>,
     pub(super) last_used: Instant,
-    /// When it was to leave last because nobody used it.
+    /// When it was last to be unloaded as unused.
     pub(super) asked: Option<Instant>,
 }
 
@@ -40,9 +40,9 @@ struct Hold {
 /// Who reserves memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reserver {
-    /// For people.
+    /// Name for display.
     pub label: String,
-    /// The process that the reservation ends with. Whoever reserves watches it.
+    /// The reservation ends with this process, which the caller watches.
     pub process: Option<u32>,
 }
 
@@ -102,7 +102,7 @@ impl Claims {
         }
     }
 
-    /// It was to leave because nobody uses it.
+    /// Records that an unused entry was to be unloaded.
     pub(super) fn asked(&mut self, key: &str, now: Instant) {
         if let Some(known) = self.entries.get_mut(key) {
             known.asked = Some(now);
@@ -117,13 +117,13 @@ impl Claims {
         self.entries.get(key)
     }
 
-    /// Forgets entries that nothing speaks for any more; true if there were any.
-    pub(super) fn forget(&mut self, speaks_for: impl Fn(&str, &Known) -> bool) -> bool {
+    /// Forgets entries that are neither claimed nor in use; true if there were any.
+    pub(super) fn forget(&mut self, is_in_use: impl Fn(&str, &Known) -> bool) -> bool {
         let before = self.entries.len();
         let (pins, holds) = (&self.pins, &self.holds);
         let claimed = |key: &String| pins.contains(key) || holds.values().any(|hold| hold.key == *key);
         self.entries
-            .retain(|key, known| claimed(key) || speaks_for(key, known));
+            .retain(|key, known| claimed(key) || is_in_use(key, known));
         before != self.entries.len()
     }
 

@@ -138,7 +138,7 @@ impl Pass {
     fn start_by_turn(&mut self, view: &View<'_>, job: &JobRecord, card: usize, low_memory: bool) -> Decision {
         let rest = &self.order[self.next..];
         let queue = Decision::Queue { job: job.id.clone() };
-        let Some(starter) = view.who_starts(job, card, rest, &self.passed) else {
+        let Some(starter) = view.job_to_start(job, card, rest, &self.passed) else {
             self.passed.push(job.id.clone());
             return queue;
         };
@@ -163,7 +163,13 @@ impl Pass {
 impl View<'_> {
     /// Which job takes a card that `first` could take: a warm job instead of a cold one, none if a job that would be
     /// overtaken has been overtaken often enough.
-    fn who_starts(&self, first: &JobRecord, card: usize, rest: &[JobId], passed: &[JobId]) -> Option<JobId> {
+    fn job_to_start(
+        &self,
+        first: &JobRecord,
+        card: usize,
+        rest: &[JobId],
+        passed: &[JobId],
+    ) -> Option<JobId> {
         let bound = self.settings.overtaking_bound;
         let is_overtaken_enough = |job: &JobRecord| job.overtaken >= bound && self.may_use(job, card);
         let mut passed = passed.iter().filter_map(|id| self.jobs.get(id));

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_retained_is_bounded_in_number_and_in_bytes_and_the_oldest_goes_first() {
+    async fn retained_jobs_are_bounded_in_number_and_bytes_and_the_oldest_are_dropped_first() {
         assert_eq!(oldest_of(1_002, None), (1_000, "2".to_owned()));
         let image: bytes::Bytes = vec![0; 48 << 20].into();
         assert_eq!(

@@ -17,10 +17,10 @@ const MOST_LATENTS: usize = 4096;
 pub(super) struct Latents {
     bound: Bytes,
     ttl: Duration,
-    kept: BTreeMap<String, Kept>,
+    kept: BTreeMap<String, StoredLatent>,
 }
 
-struct Kept {
+struct StoredLatent {
     values: Values,
     decoder_id: String,
     /// None for what a client has brought.
@@ -44,7 +44,7 @@ impl Latents {
         }
     }
 
-    /// Takes what a job made, under a lease: sampling that was paid for is kept whatever the bound says.
+    /// Takes the latent of a job, under a lease. It may exceed the bound, so that sampling need not be repeated.
     pub(super) fn put_leased(
         &mut self,
         values: Values,
@@ -54,7 +54,7 @@ impl Latents {
         now: Instant,
     ) -> String {
         self.make_room(bytes_of(&values));
-        self.insert(Kept {
+        self.insert(StoredLatent {
             values,
             decoder_id,
             made_by: Some(made_by),
@@ -94,7 +94,7 @@ impl Latents {
             })));
         }
         self.make_room(wanted);
-        let id = self.insert(Kept {
+        let id = self.insert(StoredLatent {
             values,
             decoder_id,
             made_by: None,
@@ -164,8 +164,8 @@ impl Latents {
         Ok(())
     }
 
-    /// A client needs it no more: nobody finds it from now on, and it goes when the last lease ends. False: there was
-    /// none.
+    /// Gives up a latent for a client: no client finds it any more, and it is dropped when its last lease ends. False:
+    /// there was none.
     pub(super) fn give_up(&mut self, id: &str) -> bool {
         let Ok(kept) = self.known_mut(id) else {
             return false;
@@ -180,7 +180,7 @@ impl Latents {
 
     /// As [`Latents::give_up`], for all that a job has made.
     pub(super) fn give_up_made_by(&mut self, job: &str) {
-        let by_job = |kept: &Kept| kept.made_by.as_deref() == Some(job);
+        let by_job = |kept: &StoredLatent| kept.made_by.as_deref() == Some(job);
         let made = self.kept.iter().filter(|(_, kept)| by_job(kept));
         let made: Vec<String> = made.map(|(id, _)| id.clone()).collect();
         for id in made {
@@ -188,20 +188,20 @@ impl Latents {
         }
     }
 
-    fn known_mut(&mut self, id: &str) -> Result<&mut Kept, Error> {
+    fn known_mut(&mut self, id: &str) -> Result<&mut StoredLatent, Error> {
         let kept = self.kept.get_mut(id).filter(|kept| !kept.given_up);
         kept.ok_or_else(|| Error::LatentNotFound(id.to_owned()))
     }
 
-    /// Whoever hears of a latent may ask for it: it stays after its job.
+    /// Keeps a latent after its job: clients have received its id and may ask for it.
     pub(super) fn keep(&mut self, id: &str) {
         if let Some(kept) = self.kept.get_mut(id) {
             kept.keep = true;
         }
     }
 
-    /// Ends a lease. A latent that nobody was told of goes with the last one, and others go if leases had the store
-    /// exceed its bound.
+    /// Ends a lease. A latent whose id no client has is dropped with its last lease; others are dropped while the store
+    /// exceeds its bound.
     pub(super) fn release(&mut self, id: &str, now: Instant) {
         let Some(kept) = self.kept.get_mut(id) else { return };
         kept.leases = kept.leases.saturating_sub(1);
@@ -212,7 +212,7 @@ impl Latents {
         self.make_room(Bytes::ZERO);
     }
 
-    /// Drops what nobody used for too long; true if there was any.
+    /// Drops latents whose time to live has passed; true if there was any.
     pub(super) fn expire(&mut self, now: Instant) -> bool {
         let (ttl, before) = (self.ttl, self.kept.len());
         self.kept
@@ -242,7 +242,7 @@ impl Latents {
         leased.map(|kept| bytes_of(&kept.values)).sum()
     }
 
-    fn insert(&mut self, kept: Kept) -> String {
+    fn insert(&mut self, kept: StoredLatent) -> String {
         let id = format!("latent-{}", uuid::Uuid::new_v4().simple());
         self.kept.insert(id.clone(), kept);
         id
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_oldest_goes_first_and_what_is_leased_never_does() {
+    async fn a_full_store_drops_the_oldest_latent_and_never_a_leased_one() {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
         let put = |latents: &mut Latents| latents.put(tensor(), "vae".into(), Instant::now());
         let leased = latents.put_leased(tensor(), "vae".into(), "job".into(), true, Instant::now());
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_given_up_is_gone_for_clients_at_once_and_for_jobs_when_the_last_has_ended() {
+    async fn a_latent_given_up_is_gone_for_clients_at_once_and_stays_until_its_jobs_end() {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
         let now = Instant::now();
         let idle = latents.put(tensor(), "vae".into(), now).unwrap();
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn use_renews_its_time() {
+    async fn each_use_renews_the_time_to_live_of_a_latent() {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
         let info = latents.put(tensor(), "vae".into(), Instant::now()).unwrap();
         for _ in 0..3 {
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_store_that_is_full_of_leased_latents_takes_none_from_clients_until_they_are_released() {
+    async fn a_store_full_of_leased_latents_refuses_clients_until_a_lease_ends() {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
         let now = Instant::now();
         let lease = |_| latents.put_leased(tensor(), "vae".into(), "job".into(), true, now);
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_latent_that_is_refused_drops_none_and_one_that_exceeds_the_store_is_no_matter_of_time() {
+    async fn a_latent_larger_than_the_store_is_a_mismatch_and_drops_no_other() {
         let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
         let now = Instant::now();
         let idle = latents.put(tensor(), "vae".into(), now).unwrap();
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn so_many_latents_are_kept_however_small_they_are() {
+    fn the_store_bounds_the_number_of_latents_however_small_they_are() {
         let now = Instant::now();
         let mut latents = Latents::new(Bytes::gib(1), Duration::from_secs(600));
         let first = latents.put(tensor(), "a vae".into(), now).unwrap().id;

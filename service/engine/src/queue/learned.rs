@@ -1,4 +1,4 @@
-//! What earlier jobs taught: activation peaks, seconds of stages and of loads, and which requests kill workers.
+//! Measurements of earlier jobs: activation peaks, seconds of stages and of loads, and requests that end workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,10 +12,10 @@ use crate::job::{JobId, StageName};
 use crate::messages::Completed;
 use crate::need::Need;
 
-/// Jobs of one model and shape that may end by the death of their workers before others like them are refused.
-const DEADLY_AFTER: usize = 2;
-/// For how long.
-const DEADLY_FOR: Duration = Duration::from_secs(600);
+/// Jobs of one model and shape that may end with the loss of their workers before others like them are refused.
+const LOSSES_BEFORE_REFUSAL: usize = 2;
+/// Time for which they are refused.
+const REFUSAL_DURATION: Duration = Duration::from_secs(600);
 /// Entries of each table; beyond, it starts afresh.
 const REMEMBERED: usize = 4096;
 
@@ -63,13 +63,13 @@ pub(super) struct Learned {
     between_steps: BTreeMap<PaceKey, Duration>,
     /// How long stages without steps run, each with the generation of the worker that it last ran on: the first in a
     /// worker may take longer.
-    wholes: BTreeMap<PaceKey, (Duration, u64)>,
+    stage_durations: BTreeMap<PaceKey, (Duration, u64)>,
     /// Bytes a second of loads, by card.
     load_speed: BTreeMap<usize, f64>,
-    deadly: BTreeMap<(String, String), Deadly>,
+    losses: BTreeMap<(String, String), WorkerLosses>,
 }
 
-struct Deadly {
+struct WorkerLosses {
     jobs: BTreeSet<JobId>,
     last: Instant,
 }
@@ -161,7 +161,7 @@ impl Learned {
 
     /// What is known of the pace of a stage (none: of loads alone) in the worker of a card, by index and generation.
     pub(super) fn pace(&self, (card, generation): (usize, u64), key: Option<&PaceKey>) -> KnownPace {
-        let whole = key.and_then(|key| self.wholes.get(key));
+        let whole = key.and_then(|key| self.stage_durations.get(key));
         KnownPace {
             between_steps: key.and_then(|key| self.between_steps.get(key)).copied(),
             whole: whole.filter(|(_, of)| *of == generation).map(|(run, _)| *run),
@@ -213,15 +213,15 @@ impl Learned {
 
     /// A stage ran to its end in a worker of this generation.
     fn ran(&mut self, key: PaceKey, run: Duration, generation: u64) {
-        if self.wholes.len() >= REMEMBERED && !self.wholes.contains_key(&key) {
-            self.wholes.clear();
+        if self.stage_durations.len() >= REMEMBERED && !self.stage_durations.contains_key(&key) {
+            self.stage_durations.clear();
         }
-        let known = self.wholes.entry(key).or_insert((run, generation));
+        let known = self.stage_durations.entry(key).or_insert((run, generation));
         *known = (slower_at_once(known.0, run), generation);
     }
 
     /// A worker was ended by what was learned of this: the next may take so long, should that have been wrong.
-    pub(super) fn may_take(&mut self, card: usize, what: &TooSlow, usual: Duration) {
+    pub(super) fn raise_stage_times(&mut self, card: usize, what: &TooSlow, usual: Duration) {
         match what {
             TooSlow::Load(bytes) => {
                 if let Some(known) = self.load_speed.get_mut(&card) {
@@ -229,7 +229,7 @@ impl Learned {
                 }
             }
             TooSlow::Stage(key) => {
-                let whole = self.wholes.get_mut(key).map(|(whole, _)| whole);
+                let whole = self.stage_durations.get_mut(key).map(|(whole, _)| whole);
                 for known in self.between_steps.get_mut(key).into_iter().chain(whole) {
                     *known = usual.max(*known);
                 }
@@ -240,37 +240,41 @@ impl Learned {
     /// A job ended because its workers died in a stage of this shape.
     pub(super) fn died(&mut self, model_key: &str, shape: &str, job: &JobId, now: Instant) {
         let pair = (model_key.to_owned(), shape.to_owned());
-        let deadly = self.deadly.entry(pair).or_insert_with(|| Deadly {
+        let losses = self.losses.entry(pair).or_insert_with(|| WorkerLosses {
             jobs: BTreeSet::new(),
             last: now,
         });
-        deadly.jobs.insert(job.clone());
-        deadly.last = now;
+        losses.jobs.insert(job.clone());
+        losses.last = now;
     }
 
     /// Whether any request has killed workers lately.
-    pub(super) fn knows_deaths(&self) -> bool {
-        !self.deadly.is_empty()
+    pub(super) fn has_losses(&self) -> bool {
+        !self.losses.is_empty()
     }
 
     /// How many jobs have died of it, if they are enough to refuse another.
     pub(super) fn refuses(&self, model_key: &str, shape: &str) -> Option<u32> {
-        let deadly = self.deadly.get(&(model_key.to_owned(), shape.to_owned()))?;
-        (deadly.jobs.len() >= DEADLY_AFTER).then_some(deadly.jobs.len() as u32)
+        let losses = self.losses.get(&(model_key.to_owned(), shape.to_owned()))?;
+        (losses.jobs.len() >= LOSSES_BEFORE_REFUSAL).then_some(losses.jobs.len() as u32)
     }
 
-    /// An entry was unloaded: it gets another chance.
-    pub(super) fn forgive(&mut self, model_key: Option<&str>) {
-        self.deadly
+    /// Forgets worker losses of an entry that was unloaded, or of all.
+    pub(super) fn forget_losses(&mut self, model_key: Option<&str>) {
+        self.losses
             .retain(|(key, _), _| model_key.is_some_and(|forgiven| forgiven != key));
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
-        self.deadly.retain(|_, deadly| now < deadly.last + DEADLY_FOR);
+        self.losses
+            .retain(|_, losses| now < losses.last + REFUSAL_DURATION);
     }
 
     pub(super) fn next_expiry(&self) -> Option<Instant> {
-        self.deadly.values().map(|deadly| deadly.last + DEADLY_FOR).min()
+        self.losses
+            .values()
+            .map(|losses| losses.last + REFUSAL_DURATION)
+            .min()
     }
 }
 
@@ -287,9 +291,9 @@ fn shape_of_scratch(shape: &str, rung: &str, steps: u32) -> String {
     format!("{shape} {rung} s{steps}")
 }
 
-/// A peak depends on the architecture that a stage runs, and a family has many: its smallest model must teach the
-/// largest nothing. What stands for the architecture is each component's name and bytes on the card (their dtype is
-/// part of the key anyway). Identities would not do better: other weights of the same architecture need the same
+/// A peak depends on the architecture that a stage runs, and a family has many: peaks of its smallest model must not
+/// count for the largest. The name and the bytes of each component identify the architecture (their dtype is part of
+/// the key anyway). Identities would not do better: other weights of the same architecture need the same
 /// scratch, and a component that goes by its hash one day instead of its path would have to learn again. Stages that
 /// agree in all of that and differ in architecture all the same are not known among checkpoints.
 fn architecture(family: &str, components: &[Component]) -> String {

@@ -1,4 +1,4 @@
-//! What may leave a card, and why the rest stays: on request, after a swap, or when nobody has used it for long.
+//! Which components may leave a card, and why others stay: on request, after a swap, or when unused for long.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ pub(super) enum Leaving<'a> {
         key: &'a str,
         components: &'a [Component],
     },
-    /// Entries that nobody has used for long.
+    /// Entries that are unused for long.
     Idle(&'a BTreeSet<String>),
 }
 
@@ -51,7 +51,7 @@ impl<'a> View<'a> {
     }
 
     /// Which of the components may leave a card; the others with the reason why they stay.
-    pub(super) fn who_may_leave(
+    pub(super) fn partition_leaving(
         &self,
         leaving: &Leaving<'_>,
         residents: Vec<Component>,
@@ -60,7 +60,7 @@ impl<'a> View<'a> {
         let card = &self.cards[index].description;
         let (mut leave, mut keep) = (Vec::new(), Vec::new());
         for component in residents {
-            match self.why_it_stays(leaving, &component.id, index) {
+            match self.reason_to_keep(leaving, &component.id, index) {
                 Some(reason) => keep.push(Kept {
                     component,
                     card: card.id.clone(),
@@ -72,7 +72,7 @@ impl<'a> View<'a> {
         (leave, keep)
     }
 
-    fn why_it_stays(&self, leaving: &Leaving<'_>, id: &ComponentId, index: usize) -> Option<KeptBecause> {
+    fn reason_to_keep(&self, leaving: &Leaving<'_>, id: &ComponentId, index: usize) -> Option<KeptBecause> {
         let dtype = &self.cards[index].description.compute_dtype;
         let users = self
             .claims
@@ -123,7 +123,7 @@ impl<'a> View<'a> {
             .collect();
         residents.sort_by(|a, b| a.id.cmp(&b.id));
         residents.dedup_by(|a, b| a.id == b.id);
-        self.who_may_leave(&Leaving::Idle(idle), residents, index).0
+        self.partition_leaving(&Leaving::Idle(idle), residents, index).0
     }
 
     /// Entries that have been unused for long enough to leave.

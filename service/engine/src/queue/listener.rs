@@ -1,5 +1,5 @@
-//! How a job's events reach those who listen: a mailbox each, that a slow reader cannot make grow without bound. Most
-//! events are coalesced; pieces of results cannot be, and whoever leaves too many bytes of them unread is no listener any more.
+//! Events of a job for its listeners: each has a mailbox, which is bounded for a slow reader. Most events are
+//! coalesced. Pieces of results cannot be: a listener with too many unread bytes of them is dropped.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -16,7 +16,7 @@ use crate::library::Entry;
 /// A job that was submitted. Dropping it cancels the job, unless it was detached or others listen.
 #[derive(Debug)]
 pub struct Job {
-    /// Its name.
+    /// Id of the job.
     pub id: JobId,
     /// The entry that it uses.
     pub entry: Arc<Entry>,
@@ -167,8 +167,8 @@ impl Mailbox {
         }
     }
 
-    /// Adds an event of before the listener came, and before any other: it is kept elsewhere too, so that it takes no
-    /// memory, and nobody could have read it yet.
+    /// Adds an event from before the listener joined, before any other event. The replay keeps it too, so it takes no
+    /// memory and does not count as unread.
     pub(super) fn push_missed(&self, event: JobEvent) {
         let mut contents = self.lock();
         contents.missed += piece_bytes(&event.kind);
@@ -182,7 +182,7 @@ impl Mailbox {
     /// steps in each of its stages, is read to its end, however slowly; and for each event that is never lost, at the
     /// most one of every kind and subject is unread.
     ///
-    /// False: the reader does not read. What it has not read is dropped, and it hears no more than that it is over.
+    /// False: the reader is too slow. Its unread events are dropped, and only an error is left for it.
     pub(super) fn push(&self, event: JobEvent) -> bool {
         let mut contents = self.lock();
         let bytes = piece_bytes(&event.kind);
@@ -206,7 +206,7 @@ impl Mailbox {
             let unread = contents.events.iter().enumerate().rev();
             let outdated = unread
                 .take_while(|(_, unread)| is_coalescible(&unread.kind))
-                .find(|(_, unread)| are_of_one_thing(&unread.kind, &event.kind))
+                .find(|(_, unread)| have_same_subject(&unread.kind, &event.kind))
                 .map(|(index, _)| index);
             if let Some(index) = outdated {
                 contents.events.remove(index);
@@ -230,7 +230,7 @@ impl Mailbox {
     }
 }
 
-/// What an event weighs that cannot be coalesced.
+/// Bytes of the piece of an event; zero for other events.
 pub(super) fn piece_bytes(kind: &JobEventKind) -> Bytes {
     match kind {
         JobEventKind::Piece { piece, .. } => Bytes(piece.data.len() as u64),
@@ -239,7 +239,7 @@ pub(super) fn piece_bytes(kind: &JobEventKind) -> Bytes {
 }
 
 /// Whether two events are of the same kind, and of the same component or item where they are of one.
-fn are_of_one_thing(earlier: &JobEventKind, later: &JobEventKind) -> bool {
+fn have_same_subject(earlier: &JobEventKind, later: &JobEventKind) -> bool {
     use JobEventKind::{Loading, Preview, Step};
     match (earlier, later) {
         (Loading { component: a, .. }, Loading { component: b, .. }) => a.id == b.id,

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_longest_ago_goes_first_and_what_exceeds_the_bound_is_not_taken() {
+    fn the_cache_drops_the_least_recently_used_and_takes_none_above_its_bound() {
         let mut memos = Memos::new(Bytes(100));
         memos.put("one".into(), values(40));
         memos.put("two".into(), values(40));

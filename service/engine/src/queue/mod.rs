@@ -1,4 +1,4 @@
-//! The supervisor's half: jobs, waiting, fair shares, patience, latents, standing claims.
+//! The queue of the supervisor: jobs, waiting, fair shares, patience, latents, standing claims.
 //!
 //! The `core` takes inputs and gives effects, without IO and without a lock; one task, the `shell`, brings the inputs in and
 //! carries the effects out. Each turn ends with a look at which job can start where, on the ledgers that workers publish; a
@@ -8,7 +8,7 @@
 //! `swap`, `unloads`, `watchdog`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`,
 //! `passes`, `placing`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
 //!
-//! # The words
+//! # Terms
 //! *Queued* is behind our own jobs: it is bounded by the deadline and spends no patience. *Waiting* is for memory
 //! that is late or that others have: it is bounded by patience. The *fair order* is that in which jobs would start
 //! if all of them fitted; starting a job out of it *overtakes* those before it, each at most so often.
@@ -74,19 +74,19 @@ use crate::messages::{Command, Event};
 /// How the queue behaves.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Jobs that it takes before it says that it is full.
+    /// Most jobs in the queue; more are refused.
     pub max_jobs: usize,
-    /// Bytes of init images of all jobs before it says that it is full; a single job may exceed it.
+    /// Most bytes of init images of all jobs together; a single job may exceed it.
     pub input_bytes: Bytes,
     /// How often a job may be overtaken.
     pub overtaking_bound: u32,
-    /// For late and foreign memory, where a job does not say.
+    /// Patience for late and foreign memory of jobs that set none.
     pub patience: Patience,
-    /// What a job asks for beyond it counts as it: one that waits and has been overtaken as often as it may be keeps a
-    /// card idle, so that no client's patience may be without end.
+    /// Longest patience of a job; a longer one counts as this. A job that waits and has been overtaken as often as
+    /// allowed keeps a card idle, so patience must be bounded.
     pub longest_patience: Duration,
-    /// How room is made; none: one large component at a time for models that do not fit a card as a whole, else no more
-    /// leaves than a stage needs.
+    /// Eviction policy; `None`: one large component at a time for models that exceed a card as a whole, else only the
+    /// evictions that a stage needs.
     pub policy: Option<Policy>,
     /// Bytes of a card that are never planned into.
     pub headroom: Bytes,
@@ -95,7 +95,7 @@ pub struct Settings {
     /// Bound on the results that are kept for those who join a job by its idempotency key: of one that is under way, and of
     /// all that have ended, together with their inputs.
     pub replay: Bytes,
-    /// Bound on the results that one listener has not read yet; beyond, it is dropped as one that does not read.
+    /// Bound on the unread results of one listener, in bytes; beyond it the listener is dropped.
     pub unread_pictures: Bytes,
     /// The same for all jobs of one account together, each piece counted once however many listen: see
     /// [`JobOptions::account`](crate::job::JobOptions::account).
@@ -106,18 +106,18 @@ pub struct Settings {
     pub latent_ttl: Duration,
     /// How many ended jobs are listed.
     pub ended_kept: usize,
-    /// A worker that says nothing of a running stage for so long is recycled, whatever it does.
+    /// Longest time without a report of a running stage; the worker is recycled after it.
     pub stall_limit: Duration,
-    /// The least that a worker may be silent where it is known how long what it does takes: the limit is then ten times
-    /// that, between this and `stall_limit`.
+    /// Shortest limit between two reports where the usual time is known: the limit is ten times the usual time, between
+    /// this and `stall_limit`.
     pub stall_floor: Duration,
     /// How long a cancel may go unanswered where no step of the stage has been measured; else three steps are waited for.
     pub cancel_limit: Duration,
-    /// Entries that nobody used for so long leave; none: when their memory is wanted.
+    /// Time after which unused entries are unloaded; `None`: only if their memory is needed.
     pub keep_alive: Option<Duration>,
     /// The same for models of these ids.
     pub keep_alive_of: BTreeMap<String, Option<Duration>>,
-    /// Without any job for so long, everything leaves that is neither pinned nor held.
+    /// Time without any job after which all components are unloaded that are neither pinned nor held.
     pub unload_when_idle: Option<Duration>,
 }
 
@@ -159,38 +159,38 @@ pub trait CardPort: Send + 'static {
 /// What happens at a card.
 #[derive(Clone, Debug)]
 pub enum Signal {
-    /// Its worker says something.
+    /// An event of its worker.
     Event(Event),
     /// Its worker is gone.
     Lost {
-        /// For people.
+        /// Message for display.
         reason: String,
-        /// Until another is started.
+        /// Time until another is started.
         restarts_in: Duration,
     },
     /// Its worker is gone, but its process does not end: no other can be started.
     Stuck {
-        /// For people.
+        /// Message for display.
         reason: String,
     },
 }
 
-/// A signal and whose it is.
+/// A signal of a card's worker.
 #[derive(Clone, Debug)]
 pub struct CardSignal {
     /// Index among the slots.
     pub card: usize,
     /// Which worker process of that card, counted from 1. What an earlier one says after its loss is ignored.
     pub generation: u64,
-    /// What happens.
+    /// The signal.
     pub signal: Signal,
 }
 
 /// A card that the queue may use.
 pub struct CardSlot {
-    /// What it is.
+    /// Description of the card.
     pub description: CardDescription,
-    /// The way there.
+    /// Port to its worker.
     pub port: Box<dyn CardPort>,
 }
 
@@ -241,13 +241,13 @@ impl Queue {
     pub async fn submit(&self, spec: JobSpec) -> Result<Job, Error> {
         let submission = self.prepare(spec).await?;
         let inputs = self.inputs.downgrade();
-        // The handle is made there: should nobody wait for it any more, it is dropped, and leaves its job.
+        // The core makes the handle: if the caller is gone, the handle is dropped, and its job is left.
         self.call(move |core, now| Ok(core.submit(submission, now)?.handle(inputs)))
             .await?
     }
 
-    /// Cancels a job for a client: in the queue and in waits at once, else as soon as its worker lets go. False: it had
-    /// ended.
+    /// Cancels a job for a client: a queued or waiting job at once, a running one as soon as its worker has stopped.
+    /// False: it had ended.
     ///
     /// # Errors
     /// [`Error::JobNotFound`].
@@ -257,8 +257,8 @@ impl Queue {
             .await?
     }
 
-    /// As [`Queue::cancel`], for a job whose latents nobody will ask for: those that it has made are released, and
-    /// what it still makes until its worker lets go, also if it has ended already.
+    /// As [`Queue::cancel`], and releases the latents of the job: those that it has made, those that it makes until its
+    /// worker has stopped, and those of a job that has ended already.
     ///
     /// # Errors
     /// [`Error::JobNotFound`]; the latents of a job that is forgotten are released all the same.
@@ -485,7 +485,7 @@ impl Queue {
         self.status.clone()
     }
 
-    /// The same as of now: whoever asks after a job's last event sees its card at rest.
+    /// The status as of now: after a job's last event it no longer shows the job on its card.
     pub async fn status_now(&self) -> Arc<StatusReport> {
         let now = self.call(|core, now| Arc::new(core.view(now).status_report()));
         now.await.unwrap_or_else(|_| self.status.borrow().clone())
@@ -510,7 +510,7 @@ impl Queue {
         call: impl FnOnce(&mut Core, Instant) -> T + Send + 'static,
     ) -> Result<T, Error> {
         self.ask(move |core, reply, now| {
-            let _ = reply.send(call(core, now)); // whoever asked may have left
+            let _ = reply.send(call(core, now)); // the caller may have left
         })
         .await
     }

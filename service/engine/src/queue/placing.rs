@@ -35,7 +35,7 @@ pub(super) enum Placement {
 }
 
 /// What one card says.
-enum Answer {
+enum CardAnswer {
     Start {
         seconds: f64,
         low_memory: bool,
@@ -67,19 +67,19 @@ impl View<'_> {
                 continue;
             };
             let (seconds, placement) = match answer {
-                Answer::Start { seconds, low_memory } => (seconds, Placement::Start { card, low_memory }),
-                Answer::Behind { seconds } => (seconds, Placement::Behind { card }),
-                Answer::Short(shortage) if shortage.cause == WaitCause::Leases => {
+                CardAnswer::Start { seconds, low_memory } => (seconds, Placement::Start { card, low_memory }),
+                CardAnswer::Behind { seconds } => (seconds, Placement::Behind { card }),
+                CardAnswer::Short(shortage) if shortage.cause == WaitCause::Leases => {
                     held = true;
                     continue;
                 }
-                Answer::Short(shortage) => {
+                CardAnswer::Short(shortage) => {
                     if short.as_ref().is_none_or(|least| shortage.short < least.short) {
                         short = Some(shortage);
                     }
                     continue;
                 }
-                Answer::Never {
+                CardAnswer::Never {
                     index,
                     needed,
                     capacity,
@@ -110,7 +110,7 @@ impl View<'_> {
         }
     }
 
-    fn ask(&self, job: &JobRecord, index: usize) -> Option<Answer> {
+    fn ask(&self, job: &JobRecord, index: usize) -> Option<CardAnswer> {
         let card = &self.cards[index];
         let dtype = &card.description.compute_dtype;
         let ledger_now = card.ledger_now(self.now);
@@ -126,7 +126,7 @@ impl View<'_> {
         let low = job.attempt.low_memory
             || (job.options.allow_low_memory && exceeds(ledger, need, policy, ledger_now));
         if self.is_behind_a_swap(job, index) {
-            return Some(Answer::Behind {
+            return Some(CardAnswer::Behind {
                 seconds: card.busy_seconds(self.now),
             });
         }
@@ -135,9 +135,9 @@ impl View<'_> {
             let admission = choose_rung(ledger, need, policy, ledger_now);
             return Some(match admission {
                 Admission::Wait { rung, short, cause } if cause != WaitCause::Leases && !low => {
-                    Answer::Short(self.shortage(index, need, rung, short, cause))
+                    CardAnswer::Short(self.shortage(index, need, rung, short, cause))
                 }
-                _ => Answer::Behind {
+                _ => CardAnswer::Behind {
                     seconds: self.seconds_on(job, next, index, ledger, &needs),
                 },
             });
@@ -148,24 +148,24 @@ impl View<'_> {
             .get(&index)
             .filter(|r| r.snapshot == card.snapshots && self.now < r.until)
         {
-            return Some(Answer::Short(refusal.shortage.clone()));
+            return Some(CardAnswer::Short(refusal.shortage.clone()));
         }
         if low {
             let seconds = self.seconds_on(job, next, index, ledger, &needs);
-            return Some(Answer::Start {
+            return Some(CardAnswer::Start {
                 seconds,
                 low_memory: true,
             });
         }
         Some(match choose_rung(ledger, need, policy, ledger_now) {
-            Admission::Run { .. } => Answer::Start {
+            Admission::Run { .. } => CardAnswer::Start {
                 seconds: self.seconds_on(job, next, index, ledger, &needs),
                 low_memory: false,
             },
             Admission::Wait { rung, short, cause } => {
-                Answer::Short(self.shortage(index, need, rung, short, cause))
+                CardAnswer::Short(self.shortage(index, need, rung, short, cause))
             }
-            Admission::Never { needed, capacity } => Answer::Never {
+            Admission::Never { needed, capacity } => CardAnswer::Never {
                 index: next,
                 needed,
                 capacity,
@@ -193,14 +193,14 @@ impl View<'_> {
         ledger: &Ledger,
         needs: &[(usize, Need)],
         now: Millis,
-    ) -> Option<Answer> {
+    ) -> Option<CardAnswer> {
         let policy = self.policy(job, card);
         needs.iter().find_map(|(index, need)| {
             let admission = choose_rung(ledger, need, policy, now);
             match admission {
                 Admission::Never { needed, capacity } => {
                     let risks_it = job.options.allow_low_memory && could_risk(ledger, need, policy, now);
-                    (!risks_it).then_some(Answer::Never {
+                    (!risks_it).then_some(CardAnswer::Never {
                         index: *index,
                         needed,
                         capacity,
@@ -208,7 +208,7 @@ impl View<'_> {
                 }
                 _ if job.attempt.never_on.contains(&card) => {
                     let (needed, capacity) = (need.least().peak(), ledger.total());
-                    Some(Answer::Never {
+                    Some(CardAnswer::Never {
                         index: *index,
                         needed,
                         capacity,

@@ -148,7 +148,7 @@ pub(super) struct JobRecord {
     pub(super) overtaken: u32,
     /// For memory, since the last stage.
     pub(super) waited: Duration,
-    /// Nobody will ask for what it makes from now on.
+    /// Whether latents that it makes from now on are released.
     pub(super) releases_latents: bool,
 
     pub(super) report: JobReport,
@@ -508,11 +508,11 @@ impl JobRecord {
         decodes.map(|step| step.item).collect()
     }
 
-    /// Takes down what there is of a track, and makes of a piece what the client has not got yet: a stage that is run again
-    /// delivers from the beginning. Nobody gets what belongs to a proof.
+    /// Records the delivered range of a track, and returns events for the part of a piece that the client lacks: a
+    /// stage that is run again delivers from the beginning. Pieces of a proof give no events.
     pub(super) fn deliver(&mut self, item: u32, piece: &Piece) -> Vec<JobEventKind> {
         let Some(units) = piece.units() else {
-            tracing::warn!(job = %self.id, format = ?piece.format, "a stage delivered what is no piece of its result");
+            tracing::warn!(job = %self.id, format = ?piece.format, "a stage delivered an invalid piece of its result");
             return Vec::new();
         };
         let track = self.delivered.entry((item, piece.track.clone()));
@@ -544,7 +544,7 @@ impl JobRecord {
             "{stage} of {key} delivered {tracks:?}, which is not the whole {asked} that was asked for"
         );
         Err(match self.is_load() {
-            true => Error::ModelDamaged(format!("{key} did not prove itself: {told}")),
+            true => Error::ModelDamaged(format!("{key} failed its proof: {told}")),
             false => Error::Internal(told),
         })
     }

@@ -1,4 +1,4 @@
-//! Workers that are to be replaced because somebody asked for it.
+//! Requests to replace workers.
 
 use std::collections::BTreeSet;
 
@@ -37,6 +37,6 @@ impl PendingRecycle {
     }
 
     pub(super) fn reply(self) {
-        let _ = self.reply.send(Ok(self.done)); // whoever asked may have left
+        let _ = self.reply.send(Ok(self.done)); // the caller may have left
     }
 }

@@ -22,7 +22,7 @@ pub(super) struct Reduction {
 /// What a job knows of the reductions of its model.
 #[derive(Default)]
 pub(super) enum Reductions {
-    /// Nobody has asked.
+    /// They have not been requested.
     #[default]
     Unknown,
     /// They are being opened.

@@ -8,16 +8,16 @@ use crate::job::JobEvent;
 /// The events so far that a later listener would miss.
 #[derive(Debug, Default)]
 pub(super) enum Replay {
-    /// The job has no key: nobody can join it.
+    /// The job has no key: no client can join it.
     #[default]
-    Nobody,
+    NotJoinable,
     /// All of them, with the bytes of their pieces and the most that there may be.
     Kept {
         events: Vec<JobEvent>,
         bytes: Bytes,
         bound: Bytes,
     },
-    /// The pieces were more than the bound: nothing is kept, and nobody can join any more.
+    /// The pieces exceeded the bound: no events are kept, and no client can join any more.
     TooLarge,
 }
 
@@ -31,7 +31,7 @@ impl Replay {
         }
     }
 
-    /// Keeps an event that is never lost; others, of which the latest counts alone, are not kept.
+    /// Keeps an event that cannot be coalesced.
     pub(super) fn keep(&mut self, event: &JobEvent) {
         let Replay::Kept { events, bytes, bound } = self else {
             return;
@@ -51,7 +51,7 @@ impl Replay {
     pub(super) fn events(&self) -> Option<&[JobEvent]> {
         match self {
             Replay::Kept { events, .. } => Some(events),
-            Replay::Nobody | Replay::TooLarge => None,
+            Replay::NotJoinable | Replay::TooLarge => None,
         }
     }
 }

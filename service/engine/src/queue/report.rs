@@ -1,4 +1,4 @@
-//! What the queue tells those who ask: jobs, plans, unloads, cards.
+//! Reports of the queue: jobs, plans, unloads, cards.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use crate::messages::KeptBecause;
 /// A job as lists show it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobInfo {
-    /// Its name.
+    /// Id of the job.
     pub id: JobId,
-    /// Who asked.
+    /// Name of the client that submitted it.
     pub client: String,
-    /// Its share.
+    /// Priority of the job.
     pub priority: Priority,
     /// Where it is on its way, or how it ended.
     pub state: JobState,
@@ -115,9 +115,9 @@ pub struct PlannedStage {
 /// What an unload did.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct UnloadReport {
-    /// What left.
+    /// Components that were unloaded.
     pub freed: Vec<Freed>,
-    /// What stayed.
+    /// Components that stayed, with the reasons.
     pub kept: Vec<Kept>,
     /// Jobs that `force` cancelled.
     pub cancelled_jobs: Vec<JobId>,
@@ -126,9 +126,9 @@ pub struct UnloadReport {
 /// A component that left a card.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Freed {
-    /// Which.
+    /// The component.
     pub component: Component,
-    /// From where.
+    /// Id of the card that it left.
     pub card: String,
     /// Bytes that were booked to it.
     pub booked: Bytes,
@@ -139,24 +139,24 @@ pub struct Freed {
 /// A component that stayed on a card.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Kept {
-    /// Which.
+    /// The component.
     pub component: Component,
-    /// Where.
+    /// Id of the card that it is on.
     pub card: String,
     /// Why it stayed.
     pub reason: KeptBecause,
 }
 
-/// Room that was made for another program.
+/// Memory that was reserved for another program.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reserved {
-    /// Its name, for giving it up.
+    /// Id of the reservation, by which it is released.
     pub id: String,
-    /// Where.
+    /// Id of the card.
     pub card: String,
-    /// How much.
+    /// Bytes that are reserved.
     pub bytes: Bytes,
-    /// What left for it.
+    /// Components that were evicted for it.
     pub evicted: Vec<Freed>,
 }
 
@@ -213,7 +213,7 @@ impl CardState {
 /// A card and its worker.
 #[derive(Clone, Debug)]
 pub struct CardStatus {
-    /// What it is.
+    /// Description of the card.
     pub description: CardDescription,
     /// What computes attention on it: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`; empty
     /// while no worker is ready.
@@ -232,20 +232,20 @@ pub struct CardStatus {
     pub ledger_now: Millis,
     /// The job that runs.
     pub job: Option<JobId>,
-    /// Room that is kept for other programs.
+    /// Reservations of memory for other programs.
     pub reservations: Vec<ReservationStatus>,
 }
 
-/// Room kept for another program.
+/// A reservation of memory for another program.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReservationStatus {
-    /// Its name.
+    /// Id of the reservation.
     pub id: String,
-    /// Who wants it.
+    /// Program that reserved the memory.
     pub by: Reserver,
-    /// How much.
+    /// Bytes that are reserved.
     pub bytes: Bytes,
-    /// Until it is given up.
+    /// Time until it expires.
     pub expires_in: Duration,
 }
 

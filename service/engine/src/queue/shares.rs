@@ -1,5 +1,5 @@
-//! Fair shares: each client's virtual time is the card time that its jobs took, divided by their weights. Whoever has
-//! had the least is next.
+//! Fair shares: each client's virtual time is the card time that its jobs took, divided by their weights. The client
+//! with the least virtual time is next.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::job::Priority;
 pub(super) const AFFINITY_WINDOW_MS: f64 = 10_000.0;
 
 impl Priority {
-    /// How many shares a job counts for.
+    /// The divisor of the card time that is charged to the client.
     pub(super) fn weight(self) -> f64 {
         match self {
             Priority::Low => 0.25,
@@ -23,7 +23,7 @@ impl Priority {
 #[derive(Default)]
 pub(super) struct Shares {
     clients: BTreeMap<String, Share>,
-    /// The least virtual time of clients with jobs, ever: where newcomers start.
+    /// Least virtual time of clients with jobs; it does not decrease while there are any. A new client starts there.
     floor: f64,
 }
 
@@ -34,7 +34,7 @@ struct Share {
 }
 
 impl Shares {
-    /// A client has one more job. Idleness earned it nothing.
+    /// A client has one more job. Its virtual time rises to the floor: idle time is not credited.
     pub(super) fn arrive(&mut self, client: &str) {
         let floor = self.floor;
         let share = self.clients.entry(client.to_owned()).or_default();
@@ -79,7 +79,7 @@ impl Shares {
                 self.clients
                     .retain(|_, share| share.jobs > 0 || share.virtual_ms > floor);
             }
-            None => *self = Shares::default(), // nobody wants anything: all debts are forgiven
+            None => *self = Shares::default(), // no client has a job: all virtual times start again
         }
     }
 }
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn newcomers_start_at_the_least_and_idleness_earns_nothing() {
+    fn a_new_or_returning_client_starts_at_the_least_virtual_time() {
         let mut shares = Shares::default();
         shares.arrive("a");
         shares.charge("a", Priority::Normal, 1000.0);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn leaving_and_coming_back_forgives_no_debt_while_others_wait() {
+    fn a_client_that_returns_keeps_its_virtual_time_while_others_wait() {
         let mut shares = Shares::default();
         shares.arrive("a");
         shares.arrive("b");
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_high_priority_costs_a_quarter() {
+    fn a_high_priority_is_charged_a_quarter_of_the_card_time() {
         let mut shares = Shares::default();
         shares.arrive("a");
         shares.arrive("b");

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_needs_the_stages_that_lead_to_what_it_asks_for() {
+    fn a_run_needs_the_stages_that_lead_to_its_last_role() {
         let all = run(None, Role::Decode, 1);
         assert_eq!(names(&plan(false), &all), ["text", "sample", "frames", "sound"]);
         assert_eq!(
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_run_to_make_values_that_are_brought() {
+    fn stages_before_the_given_values_are_not_run() {
         let sampled = run(Some(Role::Sample), Role::Decode, 1);
         assert_eq!(
             names(&plan(true), &sampled),
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn sections_are_decoded_one_by_one_whatever_the_policy() {
+    fn each_section_is_decoded_after_it_is_sampled_under_every_policy() {
         let plan = sections();
         for policy in [Policy::Shared, Policy::Exclusive] {
             let steps = steps_of(&plan, &run(None, Role::Decode, 1), policy);
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_latent_in_sections_is_what_was_sampled_and_not_what_decodes_leave() {
+    fn the_latent_of_a_film_in_sections_excludes_values_passed_between_decodes() {
         let plan = sections();
         let names_of: Vec<&str> = decodable(&plan).iter().map(|v| v.name.as_str()).collect();
         assert_eq!(names_of, ["s1", "s2"]);
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_for_all_items_runs_once_and_exclusive_decodes_last() {
+    fn shared_stages_run_once_and_the_exclusive_policy_decodes_last() {
         let plan = plan(false);
         let order = |policy| -> Vec<String> {
             let steps = steps_of(&plan, &run(None, Role::Decode, 2), policy);

@@ -203,7 +203,7 @@ impl View<'_> {
             });
             let Some((key, components)) = old else { continue };
             let leaving = Leaving::Entry { key, components };
-            let (ids, kept) = self.who_may_leave(&leaving, there.clone(), index);
+            let (ids, kept) = self.partition_leaving(&leaving, there.clone(), index);
             keep.extend(kept);
             let leaves: Vec<Component> = there.into_iter().filter(|c| ids.contains(&c.id)).collect();
             if !leaves.is_empty() && card.is_ready() {

@@ -88,12 +88,12 @@ impl PendingUnload {
         }
     }
 
-    /// Tells whoever asked; all workers have answered.
+    /// Replies to the caller, once all workers have answered.
     pub(super) fn reply(self) {
         let result = self
             .failure
             .map_or(Ok(self.report), |problem| Err(Error::Internal(problem)));
-        let _ = self.reply.send(result); // whoever asked may have left
+        let _ = self.reply.send(result); // the caller may have left
     }
 
     /// Whether a job that it concerns came after it.
@@ -119,7 +119,7 @@ impl PendingUnload {
         self.waits_for.remove(id);
     }
 
-    /// Whether somebody has to be watched for losing interest.
+    /// Whether the caller still waits for the reply.
     pub(super) fn is_asked_for(&self) -> bool {
         !self.reply.is_closed()
     }
@@ -150,11 +150,11 @@ impl PendingTrim {
         self.outstanding == 0
     }
 
-    /// Tells whoever asked.
+    /// Replies to the caller.
     pub(super) fn reply(self) {
         let result = self
             .failure
             .map_or(Ok(self.freed), |problem| Err(Error::Internal(problem)));
-        let _ = self.reply.send(result); // whoever asked may have left
+        let _ = self.reply.send(result); // the caller may have left
     }
 }

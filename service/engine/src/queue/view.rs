@@ -144,7 +144,7 @@ impl<'a> View<'a> {
 
     /// Why a job that has not begun is refused: others like it have killed their workers.
     pub(super) fn refusal_after_deaths(&self, job: &JobRecord) -> Option<Error> {
-        if job.begun || !self.learned.knows_deaths() {
+        if job.begun || !self.learned.has_losses() {
             return None;
         }
         let mut steps = job.steps.iter().filter(|step| !step.is_unload());

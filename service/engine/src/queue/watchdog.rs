@@ -1,5 +1,5 @@
-//! When a worker is taken for hung: it is silent for much longer than what it does has ever taken, or it does not let
-//! go of what was cancelled.
+//! When a worker counts as hung: it sends no report for much longer than its work has ever taken, or it does not end a
+//! cancelled stage.
 //!
 //! What is measured is the time between two reports of an order. Steps, and pieces of a result, teach it by their
 //! intervals, stages without either by how long they run, loads by their bytes a second on that card. What nothing is known of yet, and
@@ -17,19 +17,19 @@ use super::learned::{KnownPace, PaceKey, StageKey, TooSlow, Took};
 use crate::messages::{Completed, Progress};
 use crate::need::Need;
 
-/// A worker may be silent for so many times what is usual.
-const PATIENT: u32 = 10;
+/// The limit between two reports is this many times the usual time.
+const SILENCE_FACTOR: u32 = 10;
 /// A cancel is answered within so many steps...
 const CANCEL_STEPS: u32 = 3;
 /// ...or within this, if that is longer. Where no step has been measured, `cancel_limit` holds.
 const CANCEL_FLOOR: Duration = Duration::from_secs(2);
-/// A limit that has ended a worker was perhaps too strict: the next is so many times as long.
-const LENIENT: u32 = 4;
+/// Factor by which a learned limit is raised once it has ended a worker, as it may have been too strict.
+const RELAX_FACTOR: u32 = 4;
 
 /// What an order does, as far as its worker has told.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 enum Doing {
-    /// Room is made, files are opened, something is tried again: nobody knows how long that takes.
+    /// Evictions, opening of files, another attempt: the duration is not known.
     #[default]
     Preparing,
     /// A component of so many bytes comes in.
@@ -76,7 +76,7 @@ impl Pace {
     }
 
     /// What the worker says of its order.
-    pub(super) fn heard(&mut self, progress: &Progress, now: Instant) {
+    pub(super) fn record(&mut self, progress: &Progress, now: Instant) {
         match progress {
             Progress::Evicting(_) => self.doing = Doing::Preparing,
             Progress::Loading { component, done } => {
@@ -158,10 +158,10 @@ impl Pace {
 }
 
 impl InFlight {
-    /// A worker says something of it.
-    pub(super) fn hear(&mut self, progress: &Progress, now: Instant) {
-        self.heard = now;
-        self.pace.heard(progress, now);
+    /// Records a report of the worker on this order.
+    pub(super) fn record_progress(&mut self, progress: &Progress, now: Instant) {
+        self.last_report = now;
+        self.pace.record(progress, now);
     }
 
     /// Says anew how long the worker may be silent, by what is known of this pace.
@@ -170,7 +170,9 @@ impl InFlight {
         let pace = &mut self.pace;
         pace.learned = known.between_steps;
         let usual = pace.usual(known);
-        let limit = usual.map_or(longest, |(_, usual)| (usual * PATIENT).max(floor).min(longest));
+        let limit = usual.map_or(longest, |(_, usual)| {
+            (usual * SILENCE_FACTOR).max(floor).min(longest)
+        });
         pace.allowance = Some(Allowance { limit, usual });
     }
 
@@ -189,7 +191,7 @@ impl InFlight {
             Doing::Loading(bytes) => TooSlow::Load(bytes),
             Doing::Preparing | Doing::Stage | Doing::Steps => TooSlow::Stage(self.pace.key(card)?),
         };
-        Some((what, self.silence(settings) * LENIENT / PATIENT))
+        Some((what, self.silence(settings) * RELAX_FACTOR / SILENCE_FACTOR))
     }
 
     /// How long a cancel may go unanswered.
@@ -219,12 +221,14 @@ impl Card {
             return None;
         }
         let running = self.in_flight.as_ref().map(|running| {
-            let silent = running.heard + running.silence(settings);
+            let silent = running.last_report + running.silence(settings);
             let cancelled = running.cancelled.map(|at| at + running.grace(settings));
             cancelled.map_or(silent, |at| at.min(silent))
         });
         running.or_else(|| {
-            let since = self.errand_since.filter(|_| !self.errands.is_empty());
+            let since = self
+                .request_pending_since
+                .filter(|_| !self.pending_requests.is_empty());
             since.map(|since| since + settings.stall_limit)
         })
     }
@@ -235,7 +239,7 @@ impl Card {
         let Some(running) = &self.in_flight else {
             return (
                 longest,
-                format!("it did not do what it was asked for within the stall limit of {longest:?}"),
+                format!("it did not answer a request within the stall limit of {longest:?}"),
             );
         };
         let (stage, grace) = (&running.need.name, running.grace(settings));
@@ -246,16 +250,21 @@ impl Card {
             );
             return (
                 grace,
-                format!("it did not let go of a cancelled {stage} within {grace:?} ({steps})"),
+                format!("it did not end a cancelled {stage} within {grace:?} ({steps})"),
             );
         }
         let limit = running.silence(settings);
         let why = match running.usual() {
             None => "the stall limit, as it is not known yet how long it takes".to_owned(),
             Some((what, usual)) => {
-                format!("{PATIENT} times the {usual:?} {what}, at least {floor:?} and at most {longest:?}")
+                format!(
+                    "{SILENCE_FACTOR} times the {usual:?} {what}, at least {floor:?} and at most {longest:?}"
+                )
             }
         };
-        (limit, format!("it said nothing of {stage} for {limit:?} ({why})"))
+        (
+            limit,
+            format!("it sent no report of {stage} for {limit:?} ({why})"),
+        )
     }
 }

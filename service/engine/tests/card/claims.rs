@@ -313,7 +313,7 @@ fn making_room_waits_for_evicted_bytes_to_become_free() {
 }
 
 #[test]
-fn nothing_is_evicted_while_late_bytes_make_the_room() {
+fn make_room_evicts_nothing_if_late_bytes_are_enough() {
     let mut bench = bench("40GiB,lag=3s");
     let order = bench.load(&sample("flux-full"), &["transformer", "vae"]);
     bench.completed(order);

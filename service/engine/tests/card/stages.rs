@@ -22,7 +22,7 @@ fn a_picture_is_determined_by_prompt_and_seed() {
     let mut bench = bench("1GiB");
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
-    let mut paint = |prompt: &str, seed: u64| {
+    let mut generate = |prompt: &str, seed: u64| {
         let mut request = request(&*bench.open(&path));
         (request.prompt, request.seed) = (prompt.into(), seed);
         let order = bench.stage_of(&path, "encode_text", request.clone());
@@ -52,10 +52,10 @@ fn a_picture_is_determined_by_prompt_and_seed() {
         assert_eq!((piece.is_last(), piece.data.len()), (true, 64 * 64 * 3));
         piece.data.clone()
     };
-    let first = paint("a red cube", 1);
-    assert_eq!(first, paint("a red cube", 1));
-    assert_ne!(first, paint("a red cube", 2));
-    assert_ne!(first, paint("a blue cube", 1));
+    let first = generate("a red cube", 1);
+    assert_eq!(first, generate("a red cube", 1));
+    assert_ne!(first, generate("a red cube", 2));
+    assert_ne!(first, generate("a blue cube", 1));
 }
 
 /// An order for the sampling whose transformer stays in the machine's memory.
@@ -73,7 +73,7 @@ fn reads(bench: &Bench) -> Vec<String> {
 }
 
 #[test]
-fn what_stays_in_the_machines_memory_is_read_once_until_the_card_is_idle() {
+fn a_component_in_host_memory_is_read_once_until_the_card_is_idle() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("1GiB");
@@ -90,7 +90,7 @@ fn what_stays_in_the_machines_memory_is_read_once_until_the_card_is_idle() {
 }
 
 #[test]
-fn more_than_the_bound_is_not_kept_in_the_machines_memory() {
+fn a_component_larger_than_the_bound_is_not_kept_in_host_memory() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let settings = CardSettings {

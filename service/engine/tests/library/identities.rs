@@ -206,7 +206,7 @@ fn a_path_that_is_not_a_model_is_refused() {
 }
 
 #[test]
-fn a_key_matches_its_model_and_no_longer_name() {
+fn a_key_matches_its_model_and_no_model_with_a_longer_name() {
     let entry = |id: &str| Entry::new(id.into(), "r".into(), PathBuf::new(), Quantization::NONE);
     for (key, is_of_it) in [
         ("a@r+full", true),
@@ -220,7 +220,7 @@ fn a_key_matches_its_model_and_no_longer_name() {
 }
 
 #[test]
-fn models_that_nobody_uses_are_closed_and_what_is_used_stays_open() {
+fn unused_models_are_closed_and_models_in_use_stay_open() {
     let folder = tempfile::tempdir().unwrap();
     let library = library(None);
     let first = model(folder.path(), "first", b"one", b"vae");
@@ -247,12 +247,12 @@ fn models_that_nobody_uses_are_closed_and_what_is_used_stays_open() {
     );
 }
 
-/// The folder of the cache can be written to no more: a pipe is in the way, which nobody reads.
+/// The cache cannot be written: a pipe without a reader has the name of its new file.
 #[test]
-fn nobody_waits_for_identities_to_be_written() {
+fn lookups_do_not_wait_for_the_identity_cache_to_be_written() {
     let folder = tempfile::tempdir().unwrap();
     let library = Arc::new(library(Some(folder.path().join("identities.json"))));
-    // Whose hash is looked for by whoever adopts, and is not found for long.
+    // A file that takes long to hash: `adopt` looks for its hash meanwhile.
     let endless = model_with_hole(folder.path(), "endless", 1 << 36);
     library.open(&endless, &card("f32")).unwrap();
     let pipe = folder

@@ -171,7 +171,7 @@ fn refusal(ends: &Ends) -> &str {
 }
 
 #[test]
-fn what_was_read_from_a_file_is_not_taken_for_what_replaced_it() {
+fn a_resident_component_is_not_reused_for_a_replaced_file() {
     for how in [Replaced::InPlace, Replaced::ByRename] {
         for size in [4, LARGE] {
             let mut bench = Bench::new(size);
@@ -196,7 +196,7 @@ fn what_was_read_from_a_file_is_not_taken_for_what_replaced_it() {
 }
 
 #[test]
-fn a_component_that_goes_by_its_content_is_read_anew_as_well() {
+fn a_component_identified_by_content_is_read_again_after_a_replacement() {
     for how in [Replaced::InPlace, Replaced::ByRename] {
         let mut bench = Bench::new(LARGE);
         bench.open();
@@ -238,7 +238,7 @@ fn an_order_for_a_version_that_is_gone_is_refused() {
 }
 
 #[test]
-fn an_order_for_a_version_that_is_gone_goes_on_with_what_is_resident_of_it() {
+fn an_order_for_a_replaced_version_uses_its_resident_components() {
     for (size, how) in [
         (4, Replaced::ByRename),
         (4, Replaced::InPlace),

@@ -84,7 +84,7 @@ async fn a_listener_that_does_not_read_is_closed_and_its_job_cancelled() {
     for _ in 0..7 {
         worker.work(1).await; // the text, and three pictures
     }
-    assert!(worker.is_idle().await, "nobody reads the fourth");
+    assert!(worker.receives_no_command().await, "nobody reads the fourth");
     let seen = events(&mut job).await;
     assert!(
         matches!(seen[..], [JobEventKind::Failed(Error::SlowReader { .. })]),

@@ -25,9 +25,9 @@ async fn a_stage_is_retried_once_after_its_worker_dies() {
     let dead = worker.order().await;
     worker.die();
     settle().await;
-    worker.finish(dead.ticket, completed(&dead, Vec::new())); // the dead say nothing
+    worker.finish(dead.ticket, completed(&dead, Vec::new())); // the event of a lost worker is ignored
     worker.say(worker.announcement());
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     let mut queued = queue.submit(load("b", "me", &["vae"])).await.unwrap();
     worker.ready();
     let again = worker.order().await;
@@ -50,7 +50,7 @@ async fn accounts(queue: &Queue) -> Accounts {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_is_ready_says_what_it_and_others_hold_with_the_same_word() {
+async fn the_ready_event_of_a_worker_has_its_own_and_foreign_bytes() {
     let (queue, mut workers) = start(Settings::default(), 1);
     let worker = &mut workers[0];
     (worker.context, worker.foreign) = (Bytes::gib(1), Bytes::gib(20));
@@ -68,7 +68,7 @@ async fn a_worker_that_is_ready_says_what_it_and_others_hold_with_the_same_word(
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_worker_takes_by_being_started_is_booked_until_it_says_what_it_took() {
+async fn the_start_cost_of_the_last_worker_is_booked_until_the_next_is_ready() {
     let (queue, mut worker) = one_card().await;
     worker.die();
     settle().await;
@@ -103,7 +103,7 @@ async fn what_a_worker_takes_by_being_started_is_booked_until_it_says_what_it_to
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_program_has_of_its_reservation_is_not_reserved_again_beside_the_next_worker() {
+async fn the_used_part_of_a_reservation_is_not_reserved_again_for_the_next_worker() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(2));
     let asked = queue.clone();
@@ -121,7 +121,7 @@ async fn what_a_program_has_of_its_reservation_is_not_reserved_again_beside_the_
     };
     worker.say(Event::Answer { id, answer });
     reserved.await.unwrap().unwrap();
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     worker.set_foreign(Bytes::gib(9)); // 7 of the 10 are taken
     settle().await;
     let usable = async || queue.status_now().await.cards[0].ledger.usable();
@@ -132,7 +132,7 @@ async fn what_a_program_has_of_its_reservation_is_not_reserved_again_beside_the_
         worker.die(); // before it is ready
         settle().await;
         worker.ready();
-        assert!(worker.is_idle().await);
+        assert!(worker.receives_no_command().await);
         assert_eq!(usable().await, Bytes::gib(24 - 9 - 3));
     }
 }
@@ -151,7 +151,7 @@ fn changes(events: &[JobEventKind]) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_whose_model_was_replaced_begins_again_with_what_is_there_now_once() {
+async fn a_job_restarts_once_with_the_new_files_of_its_model() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     worker.work(1).await;
@@ -205,7 +205,7 @@ async fn a_job_whose_model_was_replaced_after_its_sampling_fails_and_keeps_its_l
         seen.last(),
         Some(JobEventKind::Failed(Error::ModelChanged(_)))
     ));
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     at_rest(&queue).await;
 }
 
@@ -217,7 +217,7 @@ async fn a_job_may_be_cancelled_while_its_model_is_opened_anew() {
     worker.finish(order.ticket, replaced());
     queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
     assert_eq!(end(&mut job).await, Err(cancelled_by("ann")));
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     at_rest(&queue).await;
 }
 
@@ -516,7 +516,7 @@ async fn a_new_worker_gets_the_claims_and_reloads_pinned_components_first() {
     worker.work(1).await;
     end(&mut job).await.unwrap();
     queue.pin(entry("a")).await.unwrap();
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     // The status is updated within a second.
     let attention = async || {
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -623,7 +623,7 @@ async fn commands_sent_during_a_long_stage_do_not_count_as_a_hang() {
     };
     worker.complete(&order);
     end(&mut job).await.unwrap();
-    assert!(worker.is_idle().await, "it is not killed");
+    assert!(worker.receives_no_command().await, "it is not killed");
     worker.say(Event::Answer {
         id,
         answer: engine::messages::Answer::Trimmed(Bytes::ZERO),
@@ -641,7 +641,7 @@ async fn the_outcome_of_a_stale_attempt_is_ignored() {
     worker.ready();
     let second = worker.order().await;
     worker.finish(first.ticket, completed(&first, Vec::new()));
-    assert!(worker.is_idle().await && queue.jobs(false).await[0].state == JobState::Running);
+    assert!(worker.receives_no_command().await && queue.jobs(false).await[0].state == JobState::Running);
     worker.complete(&second);
     end(&mut job).await.unwrap();
     at_rest(&queue).await;

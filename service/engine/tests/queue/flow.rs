@@ -89,7 +89,7 @@ async fn a_job_runs_all_stages_and_equal_prompts_are_encoded_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_approximate_is_not_kept_for_other_jobs() {
+async fn approximate_values_are_not_cached_for_other_jobs() {
     let (queue, mut worker) = one_card().await;
     for _ in 0..2 {
         let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
@@ -115,7 +115,7 @@ async fn what_is_approximate_is_not_kept_for_other_jobs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_latent_of_a_job_with_a_mask_is_decoded_with_a_word_of_what_it_lacks() {
+async fn decoding_a_latent_of_a_masked_job_reports_the_missing_pixels() {
     let (queue, mut worker) = one_card().await;
     for (masked, lacks) in [(false, 0), (true, 1)] {
         let mut spec = picture("a", "me", "a cat");
@@ -427,7 +427,7 @@ async fn a_job_that_exceeds_the_card_is_refused_with_fallbacks() {
         ["3072x3072", "2048x2048", "1024x1024"]
     );
     assert_eq!(labels[..REDUCTIONS.len()], REDUCTIONS);
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
 
     spec.options.allow_low_memory = true;
     let mut risky = queue.submit(spec).await.unwrap();
@@ -507,7 +507,10 @@ async fn jobs_wait_for_a_card_and_run_on_the_first_available() {
     crate::worker::settle().await;
     let mut warm = queue.submit(picture("a", "me", "two")).await.unwrap();
     let order = first.order().await;
-    assert!(second.is_idle().await, "the card that has the model is preferred");
+    assert!(
+        second.receives_no_command().await,
+        "the card that has the model is preferred"
+    );
     let mut spec = picture("b", "me", "three");
     spec.options.card_hint = "sim:1".into();
     let mut beside = queue.submit(spec).await.unwrap();
@@ -523,7 +526,7 @@ async fn jobs_wait_for_a_card_and_run_on_the_first_available() {
     first.work(1).await;
     first.work(1).await;
     end(&mut warm).await.unwrap();
-    assert!(first.is_idle().await, "even where it means to wait");
+    assert!(first.receives_no_command().await, "even where it means to wait");
     drop(hinted);
     queue.cancel(&beside.id, "ann".to_owned()).await.unwrap();
     second.die();
@@ -551,6 +554,6 @@ async fn a_plan_is_a_dry_run() {
     crate::worker::settle().await;
     let plan = queue.plan(picture("a", "me", "a cat"), "sim:0").await.unwrap();
     assert_eq!(plan.stages[1].verdict, StageVerdict::Wait(WaitCause::Foreign));
-    assert!(plan.stages[1].shortfall.is_some() && !plan.runs_now && worker.is_idle().await);
+    assert!(plan.stages[1].shortfall.is_some() && !plan.runs_now && worker.receives_no_command().await);
     at_rest(&queue).await;
 }

@@ -92,7 +92,7 @@ async fn jobs_join_a_shared_pass_at_any_round() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_more_get_ready_than_can_share() {
+async fn jobs_encode_ahead_only_up_to_the_slots_of_a_pass() {
     let (queue, mut worker) = one_card().await;
     let mut jobs = Vec::new();
     for n in 0..4 {
@@ -124,7 +124,7 @@ async fn no_more_get_ready_than_can_share() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_as_many_share_as_each_allows_and_never_another_size() {
+async fn a_pass_is_shared_up_to_the_slots_and_only_by_equal_sizes() {
     let (queue, mut worker) = one_card().await;
     let mut other_size = in_rounds(2, "me", "one");
     image_of(&mut other_size).width = 512;
@@ -151,7 +151,7 @@ async fn only_as_many_share_as_each_allows_and_never_another_size() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn fewer_share_where_memory_is_short() {
+async fn fewer_jobs_share_a_pass_if_memory_is_short() {
     let (queue, mut worker) = one_card().await;
     // The transformer has 12 of 24 GiB, one stage's scratch 1, each further one 1.
     worker.set_foreign(Bytes::gib(10));
@@ -187,7 +187,7 @@ async fn two() -> (
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_fault_of_one_is_its_own() {
+async fn a_stage_failure_ends_only_its_own_job_in_a_shared_pass() {
     let (queue, mut worker, mut first, mut second, order) = two().await;
     let failure = Failure::NotFinite {
         component: "transformer".into(),
@@ -205,7 +205,7 @@ async fn a_fault_of_one_is_its_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_failed_together_is_run_again_alone() {
+async fn jobs_of_a_failed_shared_pass_are_run_again_alone() {
     let (queue, mut worker, mut first, mut second, order) = two().await;
     let failure = || {
         Outcome::Failed(Failure::OutOfMemory {
@@ -257,7 +257,7 @@ async fn a_worker_death_is_not_counted_against_jobs_that_shared_the_pass() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_that_is_cancelled_leaves_the_others() {
+async fn a_cancelled_job_leaves_a_shared_pass_and_the_others_finish() {
     for own in [true, false] {
         let (queue, mut worker, mut first, mut second, order) = two().await;
         let (gone, stays) = if own {
@@ -275,7 +275,7 @@ async fn one_that_is_cancelled_leaves_the_others() {
         assert!(matches!(told, Wire::Command(Command::Cancel(cancelled)) if cancelled == ticket));
         // The worker may be at the others for longer than a cancel usually takes.
         tokio::time::sleep(Duration::from_secs(100)).await;
-        assert!(worker.is_idle().await, "it is not taken for hung");
+        assert!(worker.receives_no_command().await, "it is not taken for hung");
         let finished = |cancelled: bool| match cancelled {
             true => Outcome::Cancelled,
             false => completed(&order, Vec::new()),
@@ -320,7 +320,7 @@ async fn a_cancel_of_what_is_left_of_a_pass_is_answered_in_the_time_of_a_cancel(
     }
     queue.cancel(&first.id, "ann".to_owned()).await.unwrap();
     assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     let before = Instant::now();
     worker.finish(order.sharing[0].ticket, completed(&order, Vec::new()));
     let reason = worker.recycled().await;
@@ -334,7 +334,7 @@ async fn a_cancel_of_what_is_left_of_a_pass_is_answered_in_the_time_of_a_cancel(
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_hears_of_its_own_steps() {
+async fn each_job_of_a_shared_pass_gets_its_own_steps() {
     let (queue, mut worker, mut first, mut second, order) = two().await;
     worker.progress(order.ticket, Progress::Step { n: 3, of: 4 });
     worker.progress(order.sharing[0].ticket, Progress::Step { n: 1, of: 4 });
@@ -351,7 +351,7 @@ async fn each_hears_of_its_own_steps() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_always_has_a_round_to_run_does_not_keep_others_waiting() {
+async fn a_client_with_endless_rounds_does_not_starve_others() {
     let (queue, mut worker) = one_card().await;
     let mut session = Vec::new();
     for _ in 0..8 {
@@ -392,7 +392,7 @@ async fn a_client_that_always_has_a_round_to_run_does_not_keep_others_waiting() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_plan_of_one_that_shares_is_its_own() {
+async fn a_plan_counts_only_the_scratch_of_its_own_job() {
     let (queue, ..) = two().await;
     let plan = queue.plan(in_rounds(2, "me", "one"), "").await.unwrap();
     let scratch: Vec<Bytes> = plan.stages.iter().map(|stage| stage.scratch).collect();

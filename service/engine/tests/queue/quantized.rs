@@ -236,7 +236,7 @@ async fn a_job_cancelled_during_its_refusal_leaves_nothing() {
     let (queue, mut worker) = one_card().await;
     drop(queue.submit(load("large", "me", &[])).await.unwrap());
     settle().await;
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     at_rest(&queue).await;
 }
 

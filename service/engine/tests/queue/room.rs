@@ -45,7 +45,7 @@ async fn patience_for_foreign_memory_lasts_seven_seconds_and_reports_twice_a_sec
         (Bytes::gib(12), Bytes::gib(8))
     );
     assert_eq!(shortfall.holders[0].name, "other processes");
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     at_rest(&queue).await;
 }
 
@@ -79,7 +79,7 @@ async fn patience_for_a_late_eviction_lasts_five_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_order_says_what_its_job_needs_later() {
+async fn an_order_names_the_components_that_its_job_needs_later() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     let mut needed = Vec::new();
@@ -180,7 +180,7 @@ async fn a_waiting_job_starts_as_soon_as_it_fits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_that_allows_low_memory_waits_for_what_is_about_to_be_freed() {
+async fn a_job_that_allows_low_memory_waits_for_late_bytes() {
     let (queue, mut worker) = late_eviction().await;
     let mut spec = load("a", "me", &[]);
     spec.options.allow_low_memory = true;
@@ -246,7 +246,7 @@ async fn answer_unload(worker: &mut Worker) -> usize {
     let Wire::Command(Command::Unload { id, components }) = worker.next().await else {
         panic!()
     };
-    assert!(worker.is_idle().await, "nothing starts before it");
+    assert!(worker.receives_no_command().await, "nothing starts before it");
     worker.unload(id, &components);
     components.len()
 }
@@ -364,7 +364,7 @@ async fn expired_holds_are_released_on_workers() {
         .hold(entry("a"), "me".into(), Duration::from_secs(10))
         .await
         .unwrap();
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     assert_eq!(worker.standing.holds[0].1.len(), 3);
     tokio::time::sleep(Duration::from_secs(8)).await;
     let renewed = queue
@@ -373,10 +373,10 @@ async fn expired_holds_are_released_on_workers() {
         .unwrap();
     assert_eq!(renewed, hold);
     tokio::time::sleep(Duration::from_secs(8)).await;
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     assert_eq!(worker.standing.holds.len(), 1);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     assert!(worker.standing.holds.is_empty() && !queue.release_hold(&hold).await);
     at_rest(&queue).await;
 }
@@ -389,7 +389,7 @@ async fn a_job_behind_a_hold_is_queued_and_spends_no_patience() {
         .hold(entry("a"), "me".into(), Duration::from_secs(3600))
         .await
         .unwrap();
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     let mut job = queue.submit(load("b", "other", &["transformer"])).await.unwrap();
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert_eq!(queue.jobs(false).await[0].state, JobState::Queued);
@@ -418,7 +418,7 @@ async fn making_room_for_other_programs_blocks_orders() {
     };
     assert_eq!(bytes, Bytes::gib(6));
     let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     let freed = vec![];
     worker.say(engine::messages::Event::Answer {
         id,
@@ -489,14 +489,14 @@ async fn unused_entries_are_unloaded_after_their_keep_alive() {
     .await;
     resident(&queue, &mut worker, "a").await;
     tokio::time::sleep(Duration::from_secs(29)).await;
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     tokio::time::sleep(Duration::from_secs(2)).await;
     let Some(Wire::Command(Command::Unload { id, components })) = worker.try_next() else {
         panic!()
     };
     worker.unload(id, &components);
     tokio::time::sleep(Duration::from_secs(600)).await;
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     assert!(queue.status().borrow().users.is_empty());
     at_rest(&queue).await;
 }
@@ -566,7 +566,7 @@ async fn a_model_may_override_the_keep_alive() {
         settle().await;
     }
     tokio::time::sleep(Duration::from_secs(3600)).await;
-    assert!(worker.is_idle().await, "a stays");
+    assert!(worker.receives_no_command().await, "a stays");
     at_rest(&queue).await;
 }
 
@@ -586,7 +586,7 @@ async fn everything_is_unloaded_after_a_long_idle_time() {
     worker.work(1).await; // there was a job all the time
     end(&mut job).await.unwrap();
     tokio::time::sleep(Duration::from_secs(59)).await;
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     tokio::time::sleep(Duration::from_secs(2)).await;
     let Some(Wire::Command(Command::Unload { id, components })) = worker.try_next() else {
         panic!()

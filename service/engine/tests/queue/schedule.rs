@@ -20,10 +20,10 @@ use crate::fixture::{entry, load, picture, swap};
 use crate::worker::{Wire, Worker, at_rest, completed, piece_of, settle, start};
 
 /// Every byte of a picture from a stale worker.
-const DEAD: u8 = 0xde;
+const STALE_BYTE: u8 = 0xde;
 
 /// A worker that does one thing at a time, and loses its state when it dies.
-struct Played {
+struct ScriptedWorker {
     worker: Worker,
     alive: bool,
     /// Commands of its current generation that are not answered.
@@ -36,7 +36,7 @@ struct Played {
     tickets: BTreeSet<Ticket>,
 }
 
-impl Played {
+impl ScriptedWorker {
     fn listen(&mut self) {
         while let Some(wire) = self.worker.try_next() {
             match wire {
@@ -83,14 +83,14 @@ impl Played {
     }
 
     /// A lost worker reports success.
-    fn haunt(&mut self) {
+    fn send_stale_answers(&mut self) {
         for (generation, order) in &self.past {
             let Outcome::Completed(done) = completed(order, Vec::new()) else {
                 continue;
             };
             let ticket = order.ticket;
             if let Some(mut piece) = piece_of(order) {
-                piece.data = vec![DEAD; piece.data.len()].into();
+                piece.data = vec![STALE_BYTE; piece.data.len()].into();
                 let progress = Progress::Piece(piece);
                 let event = Event::Progress { ticket, progress };
                 self.worker
@@ -210,7 +210,9 @@ async fn listen(mut job: Job, for_events: usize, ends: Ends) {
                     .unwrap_or_default()
                     .to_owned();
             }
-            JobEventKind::Piece { piece, .. } => assert_ne!(piece.data[0], DEAD, "no success from the dead"),
+            JobEventKind::Piece { piece, .. } => {
+                assert_ne!(piece.data[0], STALE_BYTE, "a stale piece is ignored")
+            }
             _ => {}
         }
     }
@@ -247,7 +249,12 @@ fn disturb(queue: &Queue, random: &mut StdRng, tasks: &mut JoinSet<()>) {
 }
 
 /// From here on there are no faults, until no job is left.
-async fn wind_down(queue: &Queue, workers: &mut [Played], tasks: &mut JoinSet<()>, random: &mut StdRng) {
+async fn wind_down(
+    queue: &Queue,
+    workers: &mut [ScriptedWorker],
+    tasks: &mut JoinSet<()>,
+    random: &mut StdRng,
+) {
     for model in ["a", "b", "c", "small"] {
         queue.unpin(model).await.unwrap();
     }
@@ -261,7 +268,7 @@ async fn wind_down(queue: &Queue, workers: &mut [Played], tasks: &mut JoinSet<()
             worker.step(random);
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
-        workers.iter_mut().for_each(Played::listen);
+        workers.iter_mut().for_each(ScriptedWorker::listen);
         while let Some(task) = tasks.try_join_next() {
             task.unwrap();
         }
@@ -282,7 +289,7 @@ async fn run(seed: u64, steps: u64) -> Vec<String> {
         ..Settings::default()
     };
     let (queue, workers) = start(settings, 2);
-    let played = |worker| Played {
+    let played = |worker| ScriptedWorker {
         worker,
         alive: false,
         order: None,
@@ -292,7 +299,7 @@ async fn run(seed: u64, steps: u64) -> Vec<String> {
         past: Vec::new(),
         tickets: BTreeSet::new(),
     };
-    let mut workers: Vec<Played> = workers.into_iter().map(played).collect();
+    let mut workers: Vec<ScriptedWorker> = workers.into_iter().map(played).collect();
     let (mut tasks, mut ids) = (JoinSet::new(), Vec::new());
     let (ends, mut listened) = (Ends::default(), 0);
     for number in 0..steps {
@@ -319,14 +326,14 @@ async fn run(seed: u64, steps: u64) -> Vec<String> {
             7 => worker.die(),
             8..11 => worker.live(),
             11 if worker.alive => worker.worker.set_foreign(Bytes::gib(random.random_range(0..22))),
-            12 => worker.haunt(),
+            12 => worker.send_stale_answers(),
             13 => disturb(&queue, random, &mut tasks),
             14..17 => tokio::time::sleep(Duration::from_millis(random.random_range(0..3000))).await,
             _ if worker.alive => worker.step(random),
             _ => {}
         }
         settle().await;
-        workers.iter_mut().for_each(Played::listen);
+        workers.iter_mut().for_each(ScriptedWorker::listen);
     }
     wind_down(&queue, &mut workers, &mut tasks, random).await;
     assert!(tasks.is_empty(), "seed {seed}: {:?}", queue.jobs(false).await);

@@ -111,7 +111,7 @@ async fn jobs_that_fit_overtake_a_waiting_job_up_to_the_bound() {
     let served = serve(&mut worker, 3, 100).await;
     assert_eq!(count(&served, &small), 3);
     settle().await;
-    assert!(worker.is_idle().await, "the fourth does not");
+    assert!(worker.receives_no_command().await, "the fourth does not");
     worker.set_foreign(Bytes::ZERO);
     assert_eq!(*worker.work(100).await.0, *big.id);
     end(&mut big).await.unwrap();
@@ -192,7 +192,7 @@ async fn a_job_is_cancelled_with_its_last_listener_unless_detached() {
     let second = queue.submit(spec.clone()).await.unwrap();
     let order = worker.order().await;
     drop(first);
-    assert!(worker.is_idle().await, "one still listens");
+    assert!(worker.receives_no_command().await, "one still listens");
     drop(second);
     let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
         panic!()

@@ -124,7 +124,7 @@ async fn kept_a() -> (Queue, Worker, String) {
         .await
         .unwrap();
     settle().await;
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     (queue, worker, hold)
 }
 
@@ -193,7 +193,7 @@ async fn a_swap_keeps_the_old_model_until_the_new_one_is_proven_if_both_fit() {
     );
     assert_eq!(on_card(&worker), whole("small"));
     assert_eq!(pinned(&queue).await, ["small"]);
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     assert!(
         worker
             .standing
@@ -233,7 +233,7 @@ async fn a_swap_unloads_the_old_model_first_if_both_do_not_fit() {
         (on_card(&worker), pinned(&queue).await),
         (whole("b"), vec!["b".to_owned()])
     );
-    assert!(worker.is_idle().await && pinned_by_worker(&worker).len() == 3);
+    assert!(worker.receives_no_command().await && pinned_by_worker(&worker).len() == 3);
     at_rest(&queue).await;
 }
 
@@ -334,7 +334,7 @@ async fn a_failed_swap_restores_the_old_model() {
                 assert!(!orders.iter().any(|(_, key)| key == "a"), "{what}: it never left");
             }
             assert_eq!(pinned(&queue).await, ["a"], "{what}");
-            assert!(worker.is_idle().await);
+            assert!(worker.receives_no_command().await);
             assert_eq!(pinned_by_worker(&worker).len(), 3, "{what}");
             let [(held, _)] = &worker.standing.holds[..] else {
                 panic!("{what}")
@@ -421,7 +421,7 @@ async fn a_client_that_disconnects_during_a_swap_restores_the_old_model() {
     let restore = worker.order().await;
     tokio::time::sleep(Duration::from_secs(10)).await; // past the deadline, with nobody there
     worker.complete(&restore);
-    assert!(worker.is_idle().await);
+    assert!(worker.receives_no_command().await);
     assert_eq!(on_card(&worker), whole("a"));
     at_rest(&queue).await;
 }

@@ -40,7 +40,7 @@ async fn make_resident(queue: &Queue, worker: &mut Worker, name: &str) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn previews_are_sent_where_their_memory_can_be_had_and_never_decide_whether_a_job_fits() {
+async fn previews_need_spare_memory_and_never_decide_whether_a_job_fits() {
     // The transformer takes 12 or 22 GiB, the stage 1, its previews 2 more.
     for (model, sends, expected) in [
         ("a", 100, vec!["transformer", "vae"]),
@@ -97,7 +97,7 @@ async fn a_job_keeps_as_much_of_the_card_free_as_it_asks_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_large_component_at_a_time_is_kept_of_a_model_that_exceeds_the_card() {
+async fn the_policy_is_exclusive_for_a_model_that_exceeds_the_card_unless_set() {
     for (set, model, expected) in [
         (None, "a", Policy::Shared),
         (None, "large", Policy::Exclusive),
@@ -226,7 +226,7 @@ async fn a_worker_is_replaced_on_request_once_it_has_finished_what_it_runs() {
     let order = worker.order().await;
     let asking = queue.clone();
     let recycled = tokio::spawn(async move { asking.recycle("sim:0", "ann".to_owned(), false).await });
-    assert!(worker.is_idle().await, "its stage goes on");
+    assert!(worker.receives_no_command().await, "its stage goes on");
     worker.complete(&order);
     worker.recycled().await;
     worker.die();

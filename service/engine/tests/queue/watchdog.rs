@@ -42,7 +42,7 @@ async fn step(worker: &Worker, order: &Order, n: u32, after_ms: u64) {
 }
 
 /// Runs a picture whose steps take this long each, to its end.
-async fn paint(queue: &Queue, worker: &mut Worker, step_ms: u64) {
+async fn run_picture_job(queue: &Queue, worker: &mut Worker, step_ms: u64) {
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     let order = until_stage(worker, "denoise").await;
     let resident = worker.begin(&order).unwrap();
@@ -82,7 +82,7 @@ async fn silent_for(worker: &mut Worker) -> (u64, String) {
 #[tokio::test(start_paused = true)]
 async fn known_steps_time_out_after_ten_times_their_duration() {
     let (queue, mut worker) = watched().await;
-    paint(&queue, &mut worker, 3_000).await;
+    run_picture_job(&queue, &mut worker, 3_000).await;
     let (mut job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), 3_000).await;
     let (seconds, reason) = silent_for(&mut worker).await;
     assert_eq!(seconds, 30, "{reason}");
@@ -114,7 +114,7 @@ async fn known_steps_time_out_after_ten_times_their_duration() {
 #[tokio::test(start_paused = true)]
 async fn the_step_timeout_has_a_minimum() {
     let (queue, mut worker) = watched().await;
-    paint(&queue, &mut worker, 50).await;
+    run_picture_job(&queue, &mut worker, 50).await;
     let (_job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), 50).await;
     assert_eq!(silent_for(&mut worker).await.0, FLOOR);
 }
@@ -122,7 +122,7 @@ async fn the_step_timeout_has_a_minimum() {
 #[tokio::test(start_paused = true)]
 async fn the_step_timeout_has_a_maximum() {
     let (queue, mut worker) = watched().await;
-    paint(&queue, &mut worker, 50_000).await;
+    run_picture_job(&queue, &mut worker, 50_000).await;
     let (_job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), 50_000).await;
     assert_eq!(silent_for(&mut worker).await.0, LIMIT);
 }
@@ -142,7 +142,7 @@ async fn unknown_stages_and_first_steps_have_the_maximum_timeout() {
     while worker.try_next().is_some() {} // it is told to let go, in vain
     worker.die();
     worker.ready();
-    paint(&queue, &mut worker, 50).await;
+    run_picture_job(&queue, &mut worker, 50).await;
     let _job = queue.submit(picture("a", "me", "a dog")).await.unwrap();
     let order = until_stage(&mut worker, "denoise").await;
     worker.begin(&order).unwrap();
@@ -156,7 +156,7 @@ async fn unknown_stages_and_first_steps_have_the_maximum_timeout() {
 #[tokio::test(start_paused = true)]
 async fn timeouts_are_learned_per_shape() {
     let (queue, mut worker) = watched().await;
-    paint(&queue, &mut worker, 50).await;
+    run_picture_job(&queue, &mut worker, 50).await;
     let mut larger = picture("a", "me", "a dog");
     image_of(&mut larger).width = 1280;
     let (_job, _) = two_steps(&queue, &mut worker, larger, 50).await;
@@ -184,7 +184,7 @@ async fn work_after_the_last_step_counts_towards_the_timeout() {
 #[tokio::test(start_paused = true)]
 async fn a_timeout_that_was_too_short_is_relaxed_for_the_next_attempt() {
     let (queue, mut worker) = watched().await;
-    paint(&queue, &mut worker, 50).await;
+    run_picture_job(&queue, &mut worker, 50).await;
     let (mut job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), 50).await;
     let (_, reason) = silent_for(&mut worker).await;
     worker.die_of(&reason);
@@ -276,7 +276,7 @@ async fn load_timeouts_depend_on_the_cards_throughput() {
 async fn a_cancel_times_out_after_three_steps_or_two_seconds() {
     for (step_ms, seconds) in [(50, 2), (3_000, 9)] {
         let (queue, mut worker) = watched().await;
-        paint(&queue, &mut worker, step_ms).await;
+        run_picture_job(&queue, &mut worker, step_ms).await;
         let (mut job, _) = two_steps(&queue, &mut worker, picture("a", "me", "a dog"), step_ms).await;
         queue.cancel(&job.id, "ann".to_owned()).await.unwrap();
         assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));

@@ -254,7 +254,7 @@ impl Worker {
     }
 
     /// Checks that there is no command.
-    pub async fn is_idle(&mut self) -> bool {
+    pub async fn receives_no_command(&mut self) -> bool {
         settle().await;
         self.try_next().is_none()
     }

@@ -14,11 +14,11 @@ use tokio::time::Instant;
 
 use crate::defect::{Defect, Invariant};
 use crate::models::{Models, NAMES, request};
-use crate::slot::{Broken, DEAD, Records};
+use crate::slot::{Broken, Records, STALE_BYTE};
 
 /// State shared by all clients.
 #[derive(Default)]
-pub(crate) struct Heard {
+pub(crate) struct ClientResults {
     pub(crate) broken: Option<Broken>,
     /// Outcomes of jobs, by count.
     pub(crate) ends: BTreeMap<String, u64>,
@@ -26,20 +26,20 @@ pub(crate) struct Heard {
     pub(crate) latents: Vec<(String, bytes::Bytes)>,
 }
 
-pub(crate) type Ears = Arc<Mutex<Heard>>;
+pub(crate) type SharedClientResults = Arc<Mutex<ClientResults>>;
 
 /// A job, and its expected pictures, by item.
-pub(crate) struct Wish {
+pub(crate) struct ExpectedJob {
     pub(crate) spec: JobSpec,
     pub(crate) pictures: Vec<bytes::Bytes>,
 }
 
-pub(crate) fn random_wish(
+pub(crate) fn random_job(
     models: &Models,
-    heard: &Heard,
+    heard: &ClientResults,
     random: &mut ChaCha8Rng,
     painted: &mut BTreeMap<String, bytes::Bytes>,
-) -> Wish {
+) -> ExpectedJob {
     let name = if random.random_ratio(2, 3) {
         NAMES[random.random_range(0..2)]
     } else {
@@ -54,11 +54,11 @@ pub(crate) fn random_wish(
     if random.random_ratio(1, 3) {
         request.slots = random.random_range(2..4);
     }
-    let mut paint = |request: &Request| {
+    let mut expected_picture = |request: &Request| {
         let key = format!("{prompt} {steps} {} {from_image}", request.seed);
         painted
             .entry(key)
-            .or_insert_with(|| models.paint(request))
+            .or_insert_with(|| models.expected_picture(request))
             .clone()
     };
     let (work, pictures) = match random.random_range(0..12) {
@@ -107,7 +107,7 @@ pub(crate) fn random_wish(
             let count = random.random_range(1..3);
             let keep_latent = random.random_ratio(1, 3);
             let latent_only = random.random_ratio(1, 12);
-            let pictures = (0..count).map(|item| paint(&request.of_item(item)));
+            let pictures = (0..count).map(|item| expected_picture(&request.of_item(item)));
             let pictures = pictures.collect();
             let run = Run {
                 count,
@@ -121,7 +121,7 @@ pub(crate) fn random_wish(
     let options = random_options(random);
     let entry = models.entry(name);
     let spec = JobSpec { options, entry, work };
-    Wish { spec, pictures }
+    ExpectedJob { spec, pictures }
 }
 
 /// A picture of a request.
@@ -162,7 +162,7 @@ pub(crate) async fn listen(
     pictures: Vec<bytes::Bytes>,
     for_events: usize,
     records: Arc<Mutex<Records>>,
-    ears: Ears,
+    ears: SharedClientResults,
     defect: Defect,
 ) {
     let mut ends = 0;
@@ -186,7 +186,7 @@ pub(crate) async fn listen(
                 let completed = records.lock().unwrap().completed.get(&*job.id).copied();
                 if ran > completed.unwrap_or_default() {
                     let what = format!("{ran} stages are said to have run, {completed:?} did");
-                    found(Invariant::NothingOfTheDeadCounts, what);
+                    found(Invariant::NoStaleResultCounts, what);
                 }
                 *ears.lock().unwrap().ends.entry("Done".to_owned()).or_default() += 1;
             }
@@ -199,15 +199,15 @@ pub(crate) async fn listen(
             JobEventKind::Piece { piece, item, .. } => {
                 painted += 1;
                 let (rgb, picture) = (&piece.data, item);
-                if rgb.iter().all(|&number| number == DEAD) {
+                if rgb.iter().all(|&number| number == STALE_BYTE) {
                     let what = "a picture that a dead worker painted".to_owned();
-                    found(Invariant::NothingOfTheDeadCounts, what);
+                    found(Invariant::NoStaleResultCounts, what);
                 } else if pictures
                     .get(picture as usize)
                     .is_some_and(|expected| expected[..] != rgb[..])
                 {
                     let what = format!("picture {picture} is of colour {:?}", &rgb[..3]);
-                    found(Invariant::PicturesAreRight, what);
+                    found(Invariant::PicturesEqualReference, what);
                 }
             }
             JobEventKind::Latent { info, item } => {

@@ -6,8 +6,8 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Defect {
     None,
-    TheDeadAreHeard,
-    TheDeadAreHeardOfLoads,
+    AcceptsStaleAnswers,
+    AcceptsStaleLoads,
     LosesALease,
     ForgetsAByte,
     KeepsWhatItUnloads,
@@ -15,7 +15,7 @@ pub(crate) enum Defect {
     OrdersTwice,
     ForgetsPins,
     HangsForEver,
-    PaintsSomethingElse,
+    GeneratesAnotherPicture,
     EndsTwice,
     AnswersWithoutUnloading,
     LeavesAJobBehind,
@@ -26,49 +26,49 @@ pub(crate) enum Defect {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Invariant {
     /// No picture, and no success, comes from a stale worker.
-    NothingOfTheDeadCounts,
+    NoStaleResultCounts,
     /// An idle card has no leases.
     NoOrphanLease,
     /// Every published ledger sums up to the capacity.
     AccountsAddUp,
     /// An idle card holds exactly the bytes of its ledger.
-    BooksAreTheCards,
+    LedgerEqualsCard,
     /// A worker has one order at a time, and no ticket is reused.
     OneOrderAtATime,
     /// Pinned components are not evicted.
-    NothingPinnedLeaves,
+    PinnedComponentsStay,
     /// Each job with a listener ends once, and every call is answered.
     EveryJobEndsOnce,
     /// Pictures equal those of a run without faults.
-    PicturesAreRight,
+    PicturesEqualReference,
     /// After everything is unloaded, the card is as empty as before.
-    FreeToTheByte,
+    UnloadFreesAllBytes,
     /// Without jobs, the queue holds no state.
-    TheQueueRests,
+    IdleQueueHoldsNoState,
     /// After the last fault, every card becomes ready again.
-    CardsComeBack,
+    CardsBecomeReadyAgain,
 }
 
 impl Defect {
-    pub(crate) fn hears_the_dead(self) -> bool {
-        matches!(self, Defect::TheDeadAreHeard | Defect::TheDeadAreHeardOfLoads)
+    pub(crate) fn accepts_stale_answers(self) -> bool {
+        matches!(self, Defect::AcceptsStaleAnswers | Defect::AcceptsStaleLoads)
     }
 
     pub(crate) const ALL: [(Defect, Invariant); 14] = [
-        (Defect::TheDeadAreHeard, Invariant::NothingOfTheDeadCounts),
-        (Defect::TheDeadAreHeardOfLoads, Invariant::NothingOfTheDeadCounts),
+        (Defect::AcceptsStaleAnswers, Invariant::NoStaleResultCounts),
+        (Defect::AcceptsStaleLoads, Invariant::NoStaleResultCounts),
         (Defect::LosesALease, Invariant::NoOrphanLease),
         (Defect::ForgetsAByte, Invariant::AccountsAddUp),
-        (Defect::KeepsWhatItUnloads, Invariant::BooksAreTheCards),
-        (Defect::KeepsAFailedLoad, Invariant::BooksAreTheCards),
+        (Defect::KeepsWhatItUnloads, Invariant::LedgerEqualsCard),
+        (Defect::KeepsAFailedLoad, Invariant::LedgerEqualsCard),
         (Defect::OrdersTwice, Invariant::OneOrderAtATime),
-        (Defect::ForgetsPins, Invariant::NothingPinnedLeaves),
+        (Defect::ForgetsPins, Invariant::PinnedComponentsStay),
         (Defect::HangsForEver, Invariant::EveryJobEndsOnce),
-        (Defect::PaintsSomethingElse, Invariant::PicturesAreRight),
+        (Defect::GeneratesAnotherPicture, Invariant::PicturesEqualReference),
         (Defect::EndsTwice, Invariant::EveryJobEndsOnce),
-        (Defect::AnswersWithoutUnloading, Invariant::FreeToTheByte),
-        (Defect::LeavesAJobBehind, Invariant::TheQueueRests),
-        (Defect::NeverComesBack, Invariant::CardsComeBack),
+        (Defect::AnswersWithoutUnloading, Invariant::UnloadFreesAllBytes),
+        (Defect::LeavesAJobBehind, Invariant::IdleQueueHoldsNoState),
+        (Defect::NeverComesBack, Invariant::CardsBecomeReadyAgain),
     ];
 }
 

@@ -58,7 +58,7 @@ fn quiet_panics() {
 }
 
 #[test]
-fn random_faults_end_jobs_once_ignore_stale_workers_and_leak_no_memory() {
+fn jobs_end_once_and_no_memory_leaks_under_random_faults() {
     quiet_panics();
     let first = from_environment("MOORED_WHOLE_SEED", 1);
     let count = from_environment("MOORED_WHOLE_EPISODES", EPISODES);
@@ -87,7 +87,7 @@ fn random_faults_end_jobs_once_ignore_stale_workers_and_leak_no_memory() {
 
 /// Each defect is detected, and by its own invariant.
 #[test]
-fn every_invariant_can_fail() {
+fn each_injected_defect_violates_its_invariant() {
     quiet_panics();
     let models = Models::write();
     thread::scope(|scope| {
@@ -107,7 +107,7 @@ fn every_invariant_can_fail() {
 
 /// The same seed gives the same history.
 #[test]
-fn a_seed_repeats() {
+fn equal_seeds_give_equal_episodes() {
     quiet_panics();
     let models = Models::write();
     for seed in 1..6 {

@@ -21,7 +21,7 @@ pub(crate) const NAMES: [&str; 5] = ["plain", "other", "greedy", "faulty", "pani
 pub(crate) struct Models {
     folder: tempfile::TempDir,
     /// A model that computes expected pictures; all models give the same.
-    painter: Arc<dyn Model>,
+    reference_model: Arc<dyn Model>,
 }
 
 /// Writes a model of 170 MiB. `plain` and `other` share their text encoders.
@@ -79,8 +79,11 @@ impl Models {
         }
         let precision = Precision::full(DType::F32);
         let plain = folder.path().join("plain.instant.json");
-        let painter = catalogue().open(&plain, &precision).unwrap();
-        Models { folder, painter }
+        let reference_model = catalogue().open(&plain, &precision).unwrap();
+        Models {
+            folder,
+            reference_model,
+        }
     }
 
     pub(crate) fn entry(&self, name: &str) -> Arc<Entry> {
@@ -95,9 +98,9 @@ impl Models {
     }
 
     /// The expected picture of a request.
-    pub(crate) fn paint(&self, request: &Request) -> bytes::Bytes {
-        let (mut values, mut painted) = (Values::new(), Painted::default());
-        for plan in self.painter.plan(request).unwrap() {
+    pub(crate) fn expected_picture(&self, request: &Request) -> bytes::Bytes {
+        let (mut values, mut painted) = (Values::new(), LastPiece::default());
+        for plan in self.reference_model.plan(request).unwrap() {
             let tensors = |_: &str| Ok(Arc::new(ComponentTensors::default()));
             let stage = StageRun {
                 plan: &plan,
@@ -107,7 +110,7 @@ impl Models {
                 tensors: &tensors,
                 device: &Device::Cpu,
             };
-            let given = self.painter.run(&stage, &mut painted).unwrap();
+            let given = self.reference_model.run(&stage, &mut painted).unwrap();
             values.extend(given);
         }
         painted.0.unwrap().data
@@ -134,9 +137,9 @@ pub(crate) fn request(prompt: &str, steps: u32, seed: u64, from_image: bool) -> 
 
 /// The delivered pieces of a stage.
 #[derive(Default)]
-struct Painted(Option<Piece>);
+struct LastPiece(Option<Piece>);
 
-impl Observer for Painted {
+impl Observer for LastPiece {
     fn step(&mut self, _n: u32, _of: u32) {}
     fn wants_preview(&mut self) -> bool {
         false

@@ -59,7 +59,7 @@ pub(crate) struct Shared {
     /// Milliseconds of the world.
     now: Arc<AtomicU64>,
     /// Additional milliseconds that a dead process has lived.
-    afterlife: AtomicU64,
+    extra_ms: AtomicU64,
     dead: AtomicBool,
     pub(crate) cancelled: Mutex<BTreeSet<Ticket>>,
     said: Mutex<Vec<Event>>,
@@ -80,7 +80,7 @@ impl Process {
         let (stops, stopped) = channel();
         let shared = Arc::new(Shared {
             now: Arc::clone(now),
-            afterlife: AtomicU64::new(0),
+            extra_ms: AtomicU64::new(0),
             dead: AtomicBool::new(false),
             cancelled: Mutex::default(),
             said: Mutex::default(),
@@ -203,12 +203,12 @@ impl Baton {
 
 impl SimulatedClock for Baton {
     fn now_ms(&self) -> u64 {
-        self.shared.now.load(SeqCst) + self.shared.afterlife.load(SeqCst)
+        self.shared.now.load(SeqCst) + self.shared.extra_ms.load(SeqCst)
     }
 
     fn sleep_ms(&self, milliseconds: u64) {
         if self.hand_back(Stop::Busy(milliseconds)).is_none() {
-            self.shared.afterlife.fetch_add(milliseconds, SeqCst);
+            self.shared.extra_ms.fetch_add(milliseconds, SeqCst);
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::defect::{Defect, Invariant};
 use crate::process::{Go, Process, Stop};
 
 /// Every byte of a picture from a stale worker.
-pub(crate) const DEAD: u8 = 66;
+pub(crate) const STALE_BYTE: u8 = 66;
 
 /// A worker that is not ready by then is killed, as by the supervisor.
 pub(crate) const START_LIMIT_MS: u64 = 120_000;
@@ -49,7 +49,7 @@ pub(crate) enum State {
     /// There is none until this time.
     Down { until: u64 },
     /// Started and silent; given up at this time.
-    Mute { until: u64 },
+    Silent { until: u64 },
     /// Waiting for commands; next tick at this time.
     Idle { tick: u64 },
     /// Continues at this time.
@@ -62,11 +62,11 @@ pub(crate) enum State {
 enum Fate {
     Well,
     /// It is started and never becomes ready.
-    Mute,
+    Silent,
     /// It becomes ready, and then ignores all commands.
-    Deaf,
+    IgnoresCommands,
     /// It becomes ready, and dies of the first command.
-    Frail,
+    EndsAtFirstCommand,
 }
 
 /// Records of all cards.
@@ -96,7 +96,7 @@ pub(crate) struct Slot {
     process: Option<Process>,
     pub(crate) generation: u64,
     pub(crate) state: State,
-    frail: bool,
+    ends_at_first_command: bool,
     back_off_ms: u64,
     inbox: VecDeque<Command>,
     /// The order that the worker has not answered.
@@ -131,7 +131,7 @@ impl Slot {
             process: None,
             generation: 0,
             state: State::Down { until: 0 },
-            frail: false,
+            ends_at_first_command: false,
             back_off_ms: 100,
             inbox: VecDeque::new(),
             order: None,
@@ -145,7 +145,7 @@ impl Slot {
     /// Time of its next action.
     pub(crate) fn due(&self) -> Option<u64> {
         match self.state {
-            State::Down { until } | State::Mute { until } | State::Busy { until } => Some(until),
+            State::Down { until } | State::Silent { until } | State::Busy { until } => Some(until),
             State::Idle { .. } if !self.inbox.is_empty() => Some(0),
             State::Idle { tick } => Some(tick),
             State::Hung => None,
@@ -194,7 +194,7 @@ impl Slot {
         }
         // A worker that is considered dead is not asked for its state.
         if let Some(other) = &self.order
-            && !self.defect.hears_the_dead()
+            && !self.defect.accepts_stale_answers()
         {
             let what = format!("{:?} while {:?} is with it", order.ticket, other.ticket);
             return Err((Invariant::OneOrderAtATime, what));
@@ -221,13 +221,13 @@ impl Slot {
                 }
                 return self.start(now, calm, random, records).map(|()| true);
             }
-            State::Mute { .. } => {
+            State::Silent { .. } => {
                 self.die("it was not ready in time", now, records);
                 return Ok(true);
             }
             State::Busy { .. } => self.give(Go::On),
             State::Idle { .. } => match self.inbox.pop_front() {
-                Some(_) if self.frail => {
+                Some(_) if self.ends_at_first_command => {
                     records.note("died of the first command");
                     self.die("it died of the first command", now, records);
                     return Ok(true);
@@ -241,9 +241,9 @@ impl Slot {
                 None => self.give(Go::Tick),
             },
         };
-        let spoke = self.forward(records)?;
+        let has_sent = self.forward(records)?;
         self.stopped(stop, now, records)?;
-        Ok(spoke || matches!(self.state, State::Down { .. }))
+        Ok(has_sent || matches!(self.state, State::Down { .. }))
     }
 
     /// A command as the worker receives it.
@@ -315,18 +315,18 @@ impl Slot {
     ) -> Result<(), Broken> {
         let fate = match random.random_range(0..24) {
             _ if calm => Fate::Well,
-            0 => Fate::Mute,
-            1 => Fate::Deaf,
-            2 | 3 => Fate::Frail,
+            0 => Fate::Silent,
+            1 => Fate::IgnoresCommands,
+            2 | 3 => Fate::EndsAtFirstCommand,
             _ => Fate::Well,
         };
         self.generation += 1;
-        self.frail = matches!(fate, Fate::Frail);
+        self.ends_at_first_command = matches!(fate, Fate::EndsAtFirstCommand);
         self.pins.clear();
         self.ledger = None;
-        if matches!(fate, Fate::Mute) {
+        if matches!(fate, Fate::Silent) {
             records.note("was never ready");
-            self.state = State::Mute {
+            self.state = State::Silent {
                 until: now + START_LIMIT_MS,
             };
             return Ok(());
@@ -344,8 +344,8 @@ impl Slot {
         self.process = Some(process);
         self.forward(records)?;
         self.stopped(stop, now, records)?;
-        if matches!(fate, Fate::Deaf) {
-            records.note("was deaf");
+        if matches!(fate, Fate::IgnoresCommands) {
+            records.note("ignored all commands");
             self.state = State::Hung;
         }
         Ok(())
@@ -382,7 +382,7 @@ impl Slot {
                 _ => "beginning",
             },
             None if self.inbox.is_empty() && matches!(self.state, State::Idle { .. }) => "idle",
-            None => "on an errand",
+            None => "answering a request",
         }
     }
 
@@ -395,7 +395,7 @@ impl Slot {
                 poison(&mut event);
                 self.remember(event);
             }
-        } else if matches!(self.state, State::Mute { .. }) {
+        } else if matches!(self.state, State::Silent { .. }) {
             records.note(format!("died while {doing}"));
         } else {
             return;
@@ -462,16 +462,16 @@ impl Slot {
     }
 
     /// Delivers messages of stale workers.
-    pub(crate) fn haunt(&mut self, records: &mut Records) {
+    pub(crate) fn send_stale_answers(&mut self, records: &mut Records) {
         for signal in self.past.clone() {
-            records.note("heard of the dead");
+            records.note("stale answers were sent");
             let _ = self.signals.send(signal);
         }
         let Some(order) = &self.order else { return };
         // As a supervisor that mistakes a stale worker for its successor.
         let heard = match (&order.work, self.defect) {
-            (Work::Load(_), Defect::TheDeadAreHeardOfLoads) => self.invented(order),
-            (Work::Stage(_), Defect::TheDeadAreHeard) => self.invented(order),
+            (Work::Load(_), Defect::AcceptsStaleLoads) => self.invented(order),
+            (Work::Stage(_), Defect::AcceptsStaleAnswers) => self.invented(order),
             _ => None,
         };
         if let Some(outcome) = heard {
@@ -495,7 +495,7 @@ impl Slot {
     /// Delivers and checks the worker's messages. True if there were any.
     fn forward(&mut self, records: &mut Records) -> Result<bool, Broken> {
         let said = self.process.as_ref().map(Process::said).unwrap_or_default();
-        let spoke = !said.is_empty();
+        let has_sent = !said.is_empty();
         for mut event in said {
             match &mut event {
                 Event::Ready { ledger, .. } | Event::Snapshot(ledger) => {
@@ -519,14 +519,14 @@ impl Slot {
                 }
                 Event::Finished { ticket, outcome } => {
                     let Some(order) = self.order.take_if(|order| order.ticket == *ticket) else {
-                        if self.defect.hears_the_dead() {
+                        if self.defect.accepts_stale_answers() {
                             continue;
                         }
                         let what = format!("{ticket:?} was answered, which nobody waits for");
                         return Err((Invariant::OneOrderAtATime, what));
                     };
                     records.note(name_of(outcome));
-                    if !order.sharing.is_empty() && !self.defect.hears_the_dead() {
+                    if !order.sharing.is_empty() && !self.defect.accepts_stale_answers() {
                         let what = format!("{ticket:?} was answered before those that share its passes");
                         return Err((Invariant::OneOrderAtATime, what));
                     }
@@ -537,7 +537,7 @@ impl Slot {
                 Event::Progress {
                     progress: Progress::Piece(piece),
                     ..
-                } if self.defect == Defect::PaintsSomethingElse => {
+                } if self.defect == Defect::GeneratesAnotherPicture => {
                     let mut other = piece.data.to_vec();
                     other[0] ^= 1;
                     piece.data = other.into();
@@ -546,7 +546,7 @@ impl Slot {
             }
             self.signal(Signal::Event(event));
         }
-        Ok(spoke)
+        Ok(has_sent)
     }
 
     /// A ledger as a worker with a defect would publish it.
@@ -590,7 +590,7 @@ impl Slot {
             r.state == ResidentState::Resident && self.pins.contains(id) && !ledger.is_resident(id)
         });
         match gone {
-            Some(gone) => Err((Invariant::NothingPinnedLeaves, gone.component.id.to_string())),
+            Some(gone) => Err((Invariant::PinnedComponentsStay, gone.component.id.to_string())),
             None => Ok(()),
         }
     }
@@ -608,7 +608,7 @@ impl Slot {
         let accounts = ledger.accounts();
         if booked != held.components || accounts.components != booked || held.scratch > Bytes::ZERO {
             let what = format!("{booked} are booked, {accounts:#?}, and the card holds {held:#?}");
-            return Err((Invariant::BooksAreTheCards, what));
+            return Err((Invariant::LedgerEqualsCard, what));
         }
         Ok(())
     }
@@ -624,7 +624,7 @@ impl Slot {
         if left > 0 || held.free != free || ledger.usable() != free || ledger.accounts().free != free {
             let what =
                 format!("{left} components are left; {free} should be free in {held:#?} and {ledger:#?}");
-            return Err((Invariant::FreeToTheByte, what));
+            return Err((Invariant::UnloadFreesAllBytes, what));
         }
         Ok(())
     }
@@ -636,7 +636,7 @@ impl Slot {
             state => {
                 let (card, generation) = (self.card, self.generation);
                 let what = format!("worker {generation} of card {card} is {state:?}");
-                Err((Invariant::CardsComeBack, what))
+                Err((Invariant::CardsBecomeReadyAgain, what))
             }
         }
     }
@@ -655,14 +655,14 @@ fn name_of(outcome: &Outcome) -> &'static str {
 /// Marks the results of a stale worker.
 fn poison(event: &mut Event) {
     let all_dead = |numbers: usize| -> bytes::Bytes {
-        let dead = (f32::from(DEAD) / 255.0).to_le_bytes();
+        let dead = (f32::from(STALE_BYTE) / 255.0).to_le_bytes();
         dead.repeat(numbers / 4).into()
     };
     match event {
         Event::Progress {
             progress: Progress::Piece(piece),
             ..
-        } => piece.data = vec![DEAD; piece.data.len()].into(),
+        } => piece.data = vec![STALE_BYTE; piece.data.len()].into(),
         Event::Finished {
             outcome: Outcome::Completed(completed),
             ..
@@ -682,5 +682,5 @@ fn dead_piece_of(order: &Order) -> Option<Piece> {
     };
     let (width, height) = stage.request.medium.size()?;
     let bytes = 3 * width as usize * height as usize;
-    (stage.plan.role == Role::Decode).then(|| Piece::image(width, height, vec![DEAD; bytes]))
+    (stage.plan.role == Role::Decode).then(|| Piece::image(width, height, vec![STALE_BYTE; bytes]))
 }

@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::clients::{Ears, listen, random_wish};
+use crate::clients::{SharedClientResults, listen, random_job};
 use crate::defect::{Defect, Invariant, Violation};
 use crate::models::{Models, NAMES, catalogue};
 use crate::slot::{Broken, Port, Records, START_LIMIT_MS, Slot, State};
@@ -57,18 +57,18 @@ impl Stats {
             "died while encode_image",
             "died while denoise",
             "died while decode",
-            "died while on an errand",
+            "died while answering a request",
             "died as its settings say",
             "died of the first command",
             "hung as its settings say",
             "hung while denoise",
             "hung while loading",
             "hung while evicting",
-            "was deaf",
+            "ignored all commands",
             "was never ready",
             "recycled",
             "the card was lost",
-            "heard of the dead",
+            "stale answers were sent",
             "a worker said wait",
             "an order was completed, of one that shares a pass",
         ] {
@@ -101,7 +101,7 @@ struct World<'a> {
     random: ChaCha8Rng,
     defect: Defect,
     records: Arc<Mutex<Records>>,
-    ears: Ears,
+    ears: SharedClientResults,
     tasks: JoinSet<()>,
     jobs: Vec<Arc<str>>,
     painted: BTreeMap<String, bytes::Bytes>,
@@ -198,7 +198,7 @@ impl<'a> World<'a> {
             random,
             defect,
             records: Arc::default(),
-            ears: Ears::default(),
+            ears: SharedClientResults::default(),
             tasks: JoinSet::new(),
             jobs: Vec::new(),
             painted: BTreeMap::new(),
@@ -217,11 +217,11 @@ impl<'a> World<'a> {
     async fn pass(&mut self, ms: u64) -> Result<(), Broken> {
         let until = self.now_ms() + ms;
         // Messages are delivered before anything else happens.
-        let mut spoke = true;
+        let mut has_sent = true;
         loop {
             let now = self.now_ms();
             let next = self.slots.iter().filter_map(Slot::due).min().unwrap_or(until);
-            let wake = if spoke {
+            let wake = if has_sent {
                 now + 1
             } else {
                 next.clamp(now + 1, until)
@@ -229,12 +229,12 @@ impl<'a> World<'a> {
             tokio::time::sleep(Duration::from_millis(wake - now)).await;
             let now = self.now_ms();
             self.now.store(now, SeqCst);
-            spoke = false;
+            has_sent = false;
             let mut records = self.records.lock().unwrap();
             for slot in &mut self.slots {
                 slot.listen(now, &mut records)?;
                 if slot.due().is_some_and(|due| due <= now) {
-                    spoke |= slot.step(now, self.calm, &mut self.random, &mut records)?;
+                    has_sent |= slot.step(now, self.calm, &mut self.random, &mut records)?;
                 }
             }
             drop(records);
@@ -299,8 +299,8 @@ impl<'a> World<'a> {
                 self.slots[slot].hang(&mut self.records.lock().unwrap());
             }
             25..28 => {
-                self.tell(format!("card {slot}'s dead are heard"));
-                self.slots[slot].haunt(&mut self.records.lock().unwrap());
+                self.tell(format!("a lost worker of card {slot} answers"));
+                self.slots[slot].send_stale_answers(&mut self.records.lock().unwrap());
             }
             28..32 => {
                 let mib = self.random.random_range(0..300);
@@ -318,7 +318,7 @@ impl<'a> World<'a> {
     }
 
     async fn wish(&mut self) {
-        let wish = random_wish(
+        let wish = random_job(
             self.models,
             &self.ears.lock().unwrap(),
             &mut self.random,
@@ -407,7 +407,7 @@ impl<'a> World<'a> {
             if self
                 .slots
                 .iter()
-                .any(|slot| matches!(slot.state, State::Mute { .. }))
+                .any(|slot| matches!(slot.state, State::Silent { .. }))
             {
                 self.pass(START_LIMIT_MS).await?;
             }
@@ -466,7 +466,7 @@ impl<'a> World<'a> {
                     self.queue.census().await
                 );
                 if self.defect == Defect::NeverComesBack {
-                    return Err((Invariant::CardsComeBack, what));
+                    return Err((Invariant::CardsBecomeReadyAgain, what));
                 }
                 return Err((Invariant::EveryJobEndsOnce, what));
             }
@@ -482,7 +482,7 @@ impl<'a> World<'a> {
     async fn check_queue(&self) -> Result<(), Broken> {
         let census = self.queue.census().await;
         if census.len() < 6 || census.iter().any(|(_, count)| *count > 0) {
-            return Err((Invariant::TheQueueRests, format!("{census:?}")));
+            return Err((Invariant::IdleQueueHoldsNoState, format!("{census:?}")));
         }
         let status = self.queue.status_now().await;
         for (card, slot) in status.cards.iter().zip(&self.slots) {
@@ -492,7 +492,7 @@ impl<'a> World<'a> {
                 .is_some_and(|ledger| **ledger == *card.ledger);
             if card.state != CardState::Ready || card.generation != slot.generation || !same {
                 let what = format!("the queue's card is {card:#?}");
-                return Err((Invariant::TheQueueRests, what));
+                return Err((Invariant::IdleQueueHoldsNoState, what));
             }
         }
         Ok(())

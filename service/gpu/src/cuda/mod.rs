@@ -143,7 +143,7 @@ fn warm_up_in_f32(ordinal: usize) {
     if let Err(error) = device.and_then(|device| warm_up(&Device::Cuda(device), DType::F32)) {
         tracing::debug!(%error, "no first product in f32");
     }
-    Timeline::tell(
+    Timeline::log(
         "open the card",
         "first product in f32, on a thread of its own",
         began.elapsed(),
@@ -649,7 +649,7 @@ fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Resu
     })?;
     stream.synchronize().map_err(lost)?;
     let blas = device.cublas_handle();
-    // SAFETY: the handle is check_alive; the workspace has this size, in this context, and is never freed: both live until
+    // SAFETY: the handle is alive; the workspace has this size, in this context, and is never freed: both live until
     // the process ends.
     let set = unsafe {
         cudarc::cublas::sys::cublasSetWorkspace_v2(

@@ -68,7 +68,7 @@ impl<'a> Placer<'a, '_> {
                 break;
             }
         }
-        Timeline::tell(READING, "map memory, beside the lanes", mapping);
+        Timeline::log(READING, "map memory, beside the lanes", mapping);
     }
 
     /// Allocates one batch of `bytes`; `left` is what the load lacks before it.

@@ -144,7 +144,7 @@ impl PinnedRing {
         let lanes = (0..threads)
             .map(|_| buffers.by_ref().take(slots).collect())
             .collect();
-        Timeline::tell(
+        Timeline::log(
             "open the card",
             "pin memory, on a thread of its own",
             began.elapsed(),
@@ -338,9 +338,9 @@ impl Staging {
             sum.reading += spent.reading;
             sum.asking += spent.asking;
         }
-        Timeline::tell(READING, "a lane, waiting for the link", sum.waiting / count);
-        Timeline::tell(READING, "a lane, reading files", sum.reading / count);
-        Timeline::tell(READING, "a lane, asking for copies", sum.asking / count);
+        Timeline::log(READING, "a lane, waiting for the link", sum.waiting / count);
+        Timeline::log(READING, "a lane, reading files", sum.reading / count);
+        Timeline::log(READING, "a lane, asking for copies", sum.asking / count);
     }
 }
 
@@ -615,7 +615,7 @@ impl<'a> Iterator for Pieces<'a> {
                 Ok(false) => {
                     let waited = std::mem::take(&mut self.without_memory);
                     if waited > Duration::ZERO {
-                        Timeline::tell(READING, "lanes without memory to fill", waited);
+                        Timeline::log(READING, "lanes without memory to fill", waited);
                     }
                     return None;
                 }

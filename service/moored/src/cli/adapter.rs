@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_has_a_strength_a_curve_and_a_strength_in_text_encoders() {
+    fn adapter_options_with_strengths_and_curves_are_parsed() {
         let of = |text: &str| adapter_of(text).unwrap();
         assert_eq!(of("ink").strength, None);
         assert_eq!(of("styles/ink:0.5").strength, Some(0.5));
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_strength_is_refused() {
+    fn invalid_strengths_are_refused() {
         for text in ["", ":1", "ink:strong", "ink:1:1:1", "ink:nan", "ink:1,,2"] {
             assert!(adapter_of(text).is_err(), "{text}");
         }

@@ -27,15 +27,15 @@ use crate::proto::v1;
 )]
 pub(super) struct Arguments {
     #[command(flatten)]
-    common: Common,
+    common: GlobalOptions,
     #[command(subcommand)]
     pub(super) command: Command,
 }
 
 // Options that may stand before a command and behind it.
 #[derive(Debug, Default, Args)]
-#[command(next_help_heading = "Common options")]
-struct Common {
+#[command(next_help_heading = "Global options")]
+struct GlobalOptions {
     /// The service to talk to [env: MOORED_ENDPOINT]
     #[arg(long, value_name = "URL")]
     endpoint: Option<String>,
@@ -62,12 +62,12 @@ struct Common {
     verbose: u8,
 }
 
-/// Options of [`Common`] that concern the connection to a service.
+/// Options of [`GlobalOptions`] that concern the connection to a service.
 const OF_CONNECTIONS: [&str; 3] = ["endpoint", "token_file", "insecure_token"];
 
-impl Common {
+impl GlobalOptions {
     /// Both, in their order; the error is the name of an option that is given twice and may be given once.
-    fn and(self, behind: Common) -> Result<Common, &'static str> {
+    fn and(self, behind: GlobalOptions) -> Result<GlobalOptions, &'static str> {
         fn one<T>(
             name: &'static str,
             before: Option<T>,
@@ -78,7 +78,7 @@ impl Common {
                 (before, behind) => Ok(before.or(behind)),
             }
         }
-        Ok(Common {
+        Ok(GlobalOptions {
             config: one("--config", self.config, behind.config)?,
             set: [self.set, behind.set].concat(),
             endpoint: one("--endpoint", self.endpoint, behind.endpoint)?,
@@ -122,7 +122,7 @@ pub(super) enum Command {
     },
     /// Download a model from the hub
     Pull {
-        /// A short name, OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME:FILE for one adapter
+        /// A short name, OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME:FILE for one file: a transformer or a LoRA
         model: String,
         /// Show what would be downloaded, and how much, without downloading it
         #[arg(long)]
@@ -130,7 +130,7 @@ pub(super) enum Command {
     },
     /// Remove a downloaded model from this machine's hub cache
     Rm {
-        /// A short name or OWNER/NAME
+        /// A short name, OWNER/NAME, or OWNER/NAME:FILE for one file
         model: String,
         /// Do not ask for confirmation
         #[arg(short, long)]
@@ -147,7 +147,7 @@ pub(super) enum Command {
     Pin(Pin),
     /// Show what a request would need and do, without running it
     Plan(Plan),
-    /// Return memory that is kept for the next stage to the driver
+    /// Free the memory that an idle card keeps for its next stage
     Trim(cards::Trim),
     /// Keep memory of a card free for another program
     Reserve(cards::Reserve),
@@ -234,7 +234,7 @@ pub(super) struct Serve {
     /// A folder to look for models in; may be repeated
     #[arg(long = "models", value_name = "FOLDER")]
     models: Vec<String>,
-    /// What is unloaded to make room for a model: shared (only what is in the way) or exclusive (all but one large component)
+    /// How memory is freed: shared (evict only as much as the next stage needs) or exclusive (keep one large component at a time)
     #[arg(long)]
     policy: Option<String>,
     /// Folder for the service's own files: locks, hashes, compiled plans
@@ -265,7 +265,7 @@ pub(super) struct Generate {
 
 #[derive(Debug, Args)]
 pub(super) struct Run {
-    /// A short name (`moored models --available`), OWNER/NAME, or a model of the service
+    /// A short name (`moored models --available`), OWNER/NAME, OWNER/NAME:FILE, or a model of the service
     pub(super) model: String,
     /// The prompt; read from standard input when it is left out or "-"
     pub(super) prompt: Option<String>,
@@ -394,7 +394,7 @@ pub(super) struct Sampling {
     /// Longest prompt, in tokens of the large text encoder
     #[arg(long, value_name = "TOKENS", help_heading = "Sampling")]
     pub(super) max_sequence_length: Option<u32>,
-    /// How strongly to change what it starts from: more than 0, up to 1
+    /// How strongly to change the start picture, film or track: more than 0, up to 1
     #[arg(long, help_heading = "Sampling")]
     pub(super) strength: Option<f32>,
 }
@@ -402,7 +402,7 @@ pub(super) struct Sampling {
 /// How a job is run.
 #[derive(Debug, Default, Args)]
 pub(super) struct JobSettings {
-    /// Start although memory is short
+    /// Start even if the plan says that memory is short; if it runs out, only this job fails
     #[arg(long, help_heading = "Job")]
     pub(super) allow_low_memory: bool,
     /// GPU memory to keep free for other programs while the job runs, e.g. 2GiB
@@ -658,7 +658,7 @@ impl Arguments {
     fn of(matches: &ArgMatches) -> Result<Arguments, clap::Error> {
         let mut arguments = Arguments::from_arg_matches(matches)?;
         if let Some((_, behind)) = matches.subcommand() {
-            let behind = Common::from_arg_matches(behind)?;
+            let behind = GlobalOptions::from_arg_matches(behind)?;
             let both = std::mem::take(&mut arguments.common).and(behind);
             arguments.common = both.map_err(|name| {
                 let problem =
@@ -814,7 +814,7 @@ pub(super) fn whole_command() -> clap::Command {
         if !["serve", "demo", "run", "config", "doctor", "worker"].contains(&name.as_str()) {
             hidden.push("set");
         }
-        let command = Common::augment_args(command);
+        let command = GlobalOptions::augment_args(command);
         hidden.into_iter().fold(command, |command, option| {
             command.mut_arg(option, |option| option.hide(true))
         })

@@ -104,7 +104,7 @@ pub(super) fn cut() -> CliError {
     CliError::Lost { endpoint: endpoint() }
 }
 
-/// The error, if this status means that the connection was lost, or that somebody else answered.
+/// The error, if this status means that the connection was lost, or that another server answered.
 pub(super) fn lost(status: &Status) -> Option<CliError> {
     let of_connection = matches!(
         status.code(),

@@ -7,7 +7,7 @@ use crate::proto::v1::Reason;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Exit {
-    /// Anything that has no code of its own.
+    /// A failure without a code of its own.
     Failed = 1,
     /// The command line, a setting or the request is wrong: the same fails again.
     WrongRequest = 2,
@@ -23,7 +23,7 @@ pub(super) enum Exit {
     Token = 7,
     /// A file cannot be read or written, or is there already.
     File = 8,
-    /// Ctrl-C, or somebody cancelled the job: 128 + SIGINT, as shells have it.
+    /// Ctrl-C, or another client cancelled the job: 128 + SIGINT, as in shells.
     Cancelled = 130,
     /// SIGTERM: 128 + its number.
     Terminated = 143,

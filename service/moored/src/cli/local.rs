@@ -54,7 +54,7 @@ impl LocalService {
                 ))
             }
             Err(problem @ CliError::Interrupted(_)) => {
-                let _ = service.end().await; // it was told to stop: how it fails at that is no news
+                let _ = service.end().await; // the interrupt is the error to report, not the failure to stop
                 Err(problem)
             }
             Err(problem) => {

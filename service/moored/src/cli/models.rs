@@ -159,7 +159,7 @@ fn formats(model: &v1::ModelInfo) -> String {
 }
 
 /// Models and card of the service that answers, else of this machine.
-struct Place {
+struct Inventory {
     /// Ids of its models.
     ids: Vec<String>,
     /// The largest card.
@@ -172,16 +172,16 @@ struct Card {
     is_cpu: bool,
 }
 
-impl Place {
-    async fn of(config: &Config) -> Result<Place, CliError> {
+impl Inventory {
+    async fn of(config: &Config) -> Result<Inventory, CliError> {
         match Connection::open(&config.client).await {
-            Ok(connection) => Ok(Place::of_service(&connection).await?),
-            Err(CliError::Unreachable { .. }) => Ok(Place::of_this_machine(config)),
+            Ok(connection) => Ok(Inventory::of_service(&connection).await?),
+            Err(CliError::Unreachable { .. }) => Ok(Inventory::of_this_machine(config)),
             Err(other) => Err(other),
         }
     }
 
-    async fn of_service(connection: &Connection) -> Result<Place, tonic::Status> {
+    async fn of_service(connection: &Connection) -> Result<Inventory, tonic::Status> {
         let listed = connection
             .residency()
             .list_models(v1::ListModelsRequest {})
@@ -195,7 +195,7 @@ impl Place {
             total: Bytes(card.total_bytes),
             is_cpu: card.kind == "cpu",
         });
-        Ok(Place {
+        Ok(Inventory {
             ids: listed
                 .into_inner()
                 .models
@@ -206,7 +206,7 @@ impl Place {
         })
     }
 
-    fn of_this_machine(config: &Config) -> Place {
+    fn of_this_machine(config: &Config) -> Inventory {
         let models = Models::new(config.models.clone(), config.hub.cache.clone());
         let devices = DeviceChoice::resolve(&config.cards.devices).map(|found| found.devices);
         let described = devices
@@ -218,7 +218,7 @@ impl Place {
             is_cpu: card.kind == CardKind::Cpu,
             id: card.id,
         });
-        Place {
+        Inventory {
             ids: models.list().iter().map(|model| model.id.clone()).collect(),
             card: cards.max_by_key(|card| card.total),
         }
@@ -227,7 +227,7 @@ impl Place {
 
 /// Lists the models of the catalogue, and which fit the card.
 pub(super) async fn available(config: &Config, json: bool) -> Result<(), CliError> {
-    let place = Place::of(config).await?;
+    let place = Inventory::of(config).await?;
     let best = |model: &catalogue::Model| {
         place
             .card

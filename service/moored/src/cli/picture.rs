@@ -78,7 +78,7 @@ impl Canvas {
 }
 
 /// One user of memory on a card.
-struct Part {
+struct MemoryUser {
     /// Its character in the card's bar, without colours and with them.
     letter: char,
     mark: char,
@@ -172,14 +172,14 @@ fn card_lines(card: &v1::CardStatus, job: Option<&v1::JobInfo>, canvas: Canvas) 
 }
 
 /// The users of memory, in the order of the bar.
-fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<Part> {
-    let mut parts: Vec<Part> = Vec::new();
+fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<MemoryUser> {
+    let mut parts: Vec<MemoryUser> = Vec::new();
     let mut unseen = memory.components;
     for (index, resident) in card.residents.iter().enumerate() {
         let component = resident.component.clone().unwrap_or_default();
         // Bytes of components that are still being loaded or unloaded remain.
         unseen = unseen.saturating_sub(component.bytes);
-        parts.push(Part {
+        parts.push(MemoryUser {
             letter: char::from(b'A' + u8::try_from(index % 26).unwrap_or(0)),
             mark: '█',
             colour: COMPONENT_COLOURS[index % COMPONENT_COLOURS.len()],
@@ -188,7 +188,7 @@ fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<Part> {
             notes: resident_notes(resident),
         });
     }
-    let account = |letter, mark, colour, name: &str, bytes, note: &str| Part {
+    let account = |letter, mark, colour, name: &str, bytes, note: &str| MemoryUser {
         letter,
         mark,
         colour,
@@ -234,7 +234,7 @@ fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<Part> {
 }
 
 /// Memory of other programs, which the holders of a card begin with; the holders behind them are ours.
-fn foreign_parts(card: &v1::CardStatus, foreign: u64) -> Vec<Part> {
+fn foreign_parts(card: &v1::CardStatus, foreign: u64) -> Vec<MemoryUser> {
     let mut left = foreign;
     let mut parts = Vec::new();
     for holder in &card.holders {
@@ -244,7 +244,7 @@ fn foreign_parts(card: &v1::CardStatus, foreign: u64) -> Vec<Part> {
         }
         left -= bytes;
         let index = parts.len();
-        parts.push(Part {
+        parts.push(MemoryUser {
             letter: ['x', 'y', 'z'][index % 3],
             mark: '▚',
             colour: FOREIGN_COLOURS[index % FOREIGN_COLOURS.len()],
@@ -281,7 +281,7 @@ fn resident_notes(resident: &v1::ResidentComponent) -> Vec<String> {
 }
 
 /// The card's bar, as wide as the canvas, in which each part has at least one character.
-fn card_bar(parts: &[Part], total: u64, canvas: Canvas) -> String {
+fn card_bar(parts: &[MemoryUser], total: u64, canvas: Canvas) -> String {
     let bytes: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
     let mut bar = String::new();
     for (part, width) in parts.iter().zip(widths(&bytes, total, canvas.width)) {
@@ -318,7 +318,7 @@ fn widths(bytes: &[u64], total: u64, width: usize) -> Vec<usize> {
     widths
 }
 
-fn row(part: &Part, total: u64, name_width: usize, canvas: Canvas) -> String {
+fn row(part: &MemoryUser, total: u64, name_width: usize, canvas: Canvas) -> String {
     let key = if canvas.colour { part.mark } else { part.letter };
     let name = truncate_str(&part.name, name_width, "…");
     let notes: Vec<&str> = part
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_card_in_a_pipe() {
+    fn a_busy_card_is_drawn_as_text_in_a_pipe() {
         let drawn = picture(&busy_card(), PIPE);
         let expected = "\
 GPU-1a  NVIDIA H100  busy, shared, worker 77, restarted once

@@ -138,7 +138,7 @@ fn picture_of(
 ) -> Result<Asked, CliError> {
     let recipe = asked.recipe.clone().unwrap_or_default();
     let pictures = Pictures::read(options, &recipe)?;
-    let common = Common::of(asked, options, &recipe)?;
+    let common = SharedFields::of(asked, options, &recipe)?;
     let (width, height) = sides(options, &recipe);
     Ok(Asked::Generate(v1::GenerateImageRequest {
         model: Some(common.model),
@@ -170,7 +170,7 @@ fn film_of(
 ) -> Result<Asked, CliError> {
     let recipe = asked.recipe.clone().unwrap_or_default();
     let pictures = Pictures::read(options, &recipe)?;
-    let common = Common::of(asked, options, &recipe)?;
+    let common = SharedFields::of(asked, options, &recipe)?;
     let (width, height) = sides(options, &recipe);
     Ok(Asked::Video(v1::GenerateVideoRequest {
         model: Some(common.model),
@@ -266,7 +266,7 @@ impl Pictures {
 }
 
 /// What requests of all media have.
-struct Common {
+struct SharedFields {
     model: v1::ModelRef,
     job: v1::JobOptions,
     steps: u32,
@@ -276,8 +276,8 @@ struct Common {
     strength: Option<f32>,
 }
 
-impl Common {
-    fn of(asked: &Wanted<'_>, options: &Settings, recipe: &Recipe) -> Result<Common, CliError> {
+impl SharedFields {
+    fn of(asked: &Wanted<'_>, options: &Settings, recipe: &Recipe) -> Result<SharedFields, CliError> {
         let zero = |value: u32| (value > 0).then_some(value);
         let from_recipe = options.from.is_some();
         let model = match asked.model {
@@ -286,7 +286,7 @@ impl Common {
         }?;
         let sampling = &options.sampling;
         let tokens = sampling.max_sequence_length.or(zero(recipe.max_sequence_length));
-        Ok(Common {
+        Ok(SharedFields {
             model,
             job: job_of(&options.job, asked.client),
             steps: sampling.steps.or(zero(recipe.steps)).unwrap_or(0),
@@ -343,7 +343,7 @@ fn track_of(
         Some(task) => task_of(task),
         None => v1::AudioTask::from_str_name(&recipe.task.to_uppercase()).unwrap_or_default(),
     };
-    let common = Common::of(asked, options, &recipe)?;
+    let common = SharedFields::of(asked, options, &recipe)?;
     let word = |given: &Option<String>, of_recipe: String| given.clone().unwrap_or(of_recipe);
     Ok(Asked::Audio(v1::GenerateAudioRequest {
         model: Some(common.model),

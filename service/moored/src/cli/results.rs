@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_put_where_they_belong() {
+    fn chunks_are_joined_at_their_offsets() {
         let shuffled = [
             chunk(Some(4), b"ef"),
             chunk(Some(0), b"ab"),
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_twice_is_missing_or_is_too_much_is_refused() {
+    fn repeated_missing_and_surplus_chunks_are_refused() {
         let refused = |chunks: &[v1::Artifact]| file(chunks).unwrap_err();
         assert!(refused(&[chunk(Some(0), b"abcd"), chunk(Some(3), b"def")]).contains("twice"));
         assert!(refused(&[chunk(Some(0), b"ab"), chunk(Some(4), b"ef")]).contains("not complete"));

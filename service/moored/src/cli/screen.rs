@@ -73,7 +73,7 @@ async fn answer() -> Result<String, CliError> {
     std::thread::spawn(move || {
         let mut line = String::new();
         let read = std::io::stdin().read_line(&mut line);
-        let _ = sender.send(read.map(|_| line)); // whoever asked may have left
+        let _ = sender.send(read.map(|_| line)); // the caller may have left
     });
     Ok(answer.await.map_err(std::io::Error::other)??)
 }

@@ -370,7 +370,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_steps_are_all_printed_and_of_many_about_ten() {
+    fn all_of_few_steps_and_about_ten_of_many_are_printed() {
         let told = |of: u64| (1..=of).filter(|&done| is_told(Steps { done, of })).count();
         assert_eq!((told(1), told(8), told(10)), (1, 8, 10));
         assert_eq!(told(200), 11);
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bar_of_a_film_goes_over_all_sections_and_stays_between_them() {
+    fn the_progress_bar_of_a_film_covers_all_sections() {
         let mut show = Show::silent();
         show.form = Form::Bars;
         let seen = |show: &Show| {

@@ -1,5 +1,5 @@
-//! What stands between a client and the service, and fails in its place: TLS, a proxy, or a server of another kind. All of it is
-//! found in the types of an error and its sources, never in its text.
+//! Errors of the connection between a client and the service: TLS, a proxy, or a server of another kind. They are
+//! detected by the types of an error and its sources, never by its text.
 
 use std::error::Error;
 use std::pin::Pin;
@@ -145,7 +145,7 @@ impl WireError {
             rustls::Error::InvalidCertificate(problem) => WireError::Certificate {
                 endpoint,
                 problem: match problem {
-                    CertificateError::UnknownIssuer => "nobody who is trusted here has signed it".to_owned(),
+                    CertificateError::UnknownIssuer => "no trusted authority has signed it".to_owned(),
                     CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
                         "it is of another name".to_owned()
                     }
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_call_that_is_cut_on_the_way_is_explained() {
+    async fn a_stream_reset_by_a_proxy_is_explained() {
         let address = http2(|respond| {
             let mut events = respond
                 .send_response(answer(200, "application/grpc"), false)
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_server_of_http_1_is_told_apart() {
+    async fn an_http_1_server_is_detected() {
         let address = server(async |mut stream| {
             let mut preface = [0; 24];
             stream.read_exact(&mut preface).await.unwrap();
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_server_without_tls_is_told_apart() {
+    async fn a_server_without_tls_is_detected() {
         let address = server(async |mut stream| {
             let page = "HTTP/1.1 400 Bad Request\r\n\r\n";
             stream.write_all(page.as_bytes()).await.unwrap();

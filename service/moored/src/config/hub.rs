@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_endpoint_and_being_offline_can_be_set() {
+    fn the_endpoint_and_offline_mode_can_be_set() {
         assert_eq!(hub(&[]).endpoint, ENDPOINT);
         assert_eq!(
             hub(&[("HF_ENDPOINT", "http://mirror/")]).endpoint,

@@ -105,7 +105,7 @@ fn a_flag_wins_and_is_named_as_the_source() {
 }
 
 #[test]
-fn model_settings_are_a_table_of_the_users_own() {
+fn model_settings_are_tables_keyed_by_model_id() {
     let config = with("[models.settings.\"a/b\"]\nsteps = 3\n[models.paths]\n\"a/b\" = \"/x\"").unwrap();
     assert_eq!(config.models.settings["a/b"].steps, Some(3));
     assert_eq!(config.models.settings["a/b"].keep_alive, None);

@@ -18,7 +18,7 @@ const TRACK: u32 = 1;
 /// Metadata as iTunes has it: what other tools show as the comment of a film, and as the program that wrote it.
 const COMMENT: &[u8; 4] = b"\xa9cmt";
 const TOOL: &[u8; 4] = b"\xa9too";
-/// The way to them.
+/// Path of the boxes that contain them.
 const METADATA: [&[u8; 4]; 4] = [b"moov", b"udta", b"meta", b"ilst"];
 /// Type of a value in metadata: UTF-8.
 const TEXT: u32 = 1;

@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_has_one_start_and_takes_its_size() {
+    fn a_request_accepts_one_start_and_takes_its_size() {
         let request = v1::GenerateVideoRequest {
             init_media_id: "media-1".into(),
             init_latent_id: "latent-1".into(),

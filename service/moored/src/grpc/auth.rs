@@ -15,11 +15,11 @@ use super::status::unauthenticated;
 pub(crate) struct Token {
     expected: Option<Arc<str>>,
     /// Time of the last refusal in the log.
-    told: Arc<Mutex<Option<Instant>>>,
+    last_refusal_log: Arc<Mutex<Option<Instant>>>,
 }
 
 /// Least time between two refusals in the log.
-const TELL_INTERVAL: Duration = Duration::from_secs(1);
+const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Token {
     /// Reads the token from a file; without a file, calls need none.
@@ -42,7 +42,7 @@ impl Token {
     fn expecting(token: Option<&str>) -> Token {
         Token {
             expected: token.map(Arc::from),
-            told: Arc::default(),
+            last_refusal_log: Arc::default(),
         }
     }
 }
@@ -61,19 +61,23 @@ impl Interceptor for Token {
             Some(_) => "the token is wrong",
             None => "this service requires a token: send `authorization: Bearer TOKEN`",
         };
-        self.tell(request.remote_addr(), refused);
+        self.log_refusal(request.remote_addr(), refused);
         Err(unauthenticated(refused))
     }
 }
 
 impl Token {
     /// Logs a refusal; one a second at the most, so that an attack cannot fill the disk.
-    fn tell(&self, client: Option<SocketAddr>, why: &str) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.is_some_and(|told| told.elapsed() < TELL_INTERVAL) {
+    fn log_refusal(&self, client: Option<SocketAddr>, why: &str) {
+        let mut last_refusal_log = self
+            .last_refusal_log
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if last_refusal_log.is_some_and(|last_refusal_log| last_refusal_log.elapsed() < REFUSAL_LOG_INTERVAL)
+        {
             return;
         }
-        *told = Some(Instant::now());
+        *last_refusal_log = Some(Instant::now());
         let client = client.map_or_else(|| "unknown".to_owned(), |client| client.ip().to_string());
         tracing::warn!(client, why, "a call was refused");
     }

@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn auto_is_said_by_preset_or_id_and_takes_no_components() {
+    fn auto_is_selected_by_preset_or_id_and_excludes_component_formats() {
         let of = |id: &str, preset: &str| v1::ModelRef {
             id: id.to_owned(),
             quantization: Some(v1::Quantization {

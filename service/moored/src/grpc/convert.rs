@@ -215,7 +215,7 @@ pub(super) fn job_out(job: &JobInfo) -> v1::JobInfo {
     }
 }
 
-/// An event in the protocol's words, around a kind.
+/// An event of the protocol with this kind.
 pub(super) fn event(job_id: &str, at_ms: u64, kind: Kind) -> v1::Event {
     v1::Event {
         job_id: job_id.to_owned(),

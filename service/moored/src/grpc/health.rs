@@ -1,4 +1,4 @@
-//! `grpc.health.v1`: the whole service as ``, each card as `moored.card.ID`.
+//! `grpc.health.v1`: the whole service as the empty name, each card as `moored.card.ID`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nothing_serves_after_the_queue_has_ended() {
+    async fn health_is_not_serving_after_the_queue_has_ended() {
         let (reporter, _) = tonic_health::server::health_reporter();
         let (reports, reported) = watch::channel(Arc::new(with_a_ready_card()));
         let (_stop, stopping) = watch::channel(false);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nothing_serves_before_a_card_is_ready() {
+    async fn health_is_not_serving_before_a_card_is_ready() {
         let (reporter, _) = tonic_health::server::health_reporter();
         let (_reports, reported) = watch::channel(Arc::new(StatusReport::default()));
         let (_stop, stopping) = watch::channel(false);

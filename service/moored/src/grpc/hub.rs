@@ -8,7 +8,7 @@ use tonic::{Request, Response, Status};
 
 use super::server::Service;
 use super::status::status_of_pull;
-use crate::hub::{News, Progress, PullError, Pulled, Reference};
+use crate::hub::{Progress, PullError, PullUpdate, Pulled, Reference};
 use crate::proto::v1;
 use crate::proto::v1::hub_server::Hub;
 use crate::proto::v1::pull_event::Event;
@@ -49,11 +49,11 @@ impl Hub for Service {
             loop {
                 let news = tokio::select! {
                     news = pull.next() => news,
-                    _ = stopping.wait_for(|stopping| *stopping) => News::End(Err(PullError::ShuttingDown)),
+                    _ = stopping.wait_for(|stopping| *stopping) => PullUpdate::End(Err(PullError::ShuttingDown)),
                 };
                 match news {
-                    News::Progress(progress) => yield event(Event::Progress(progress.into())),
-                    News::End(Ok(pulled)) => {
+                    PullUpdate::Progress(progress) => yield event(Event::Progress(progress.into())),
+                    PullUpdate::End(Ok(pulled)) => {
                         // The listing has the model before the client is told.
                         let look = move || drop((models.rescan(), models.rescan_adapters()));
                         let looked = tokio::task::spawn_blocking(look).await;
@@ -63,7 +63,7 @@ impl Hub for Service {
                         yield event(Event::Pulled(pulled.into()));
                         return;
                     }
-                    News::End(Err(problem)) => Err(status_of_pull(&problem))?,
+                    PullUpdate::End(Err(problem)) => Err(status_of_pull(&problem))?,
                 }
                 tokio::time::sleep(INTERVAL).await;
             }

@@ -176,21 +176,21 @@ async fn expire(store: Weak<MediaStore>, id: String, mut until: Instant) {
 
 /// Why media is not taken.
 #[derive(Debug)]
-enum Refusal {
+enum MediaRefusal {
     Invalid(Error),
     /// Decoded, it takes more than a client, or all of them, may have.
     NoRoom(Exceeded),
 }
 
-impl From<Error> for Refusal {
-    fn from(problem: Error) -> Refusal {
-        Refusal::Invalid(problem)
+impl From<Error> for MediaRefusal {
+    fn from(problem: Error) -> MediaRefusal {
+        MediaRefusal::Invalid(problem)
     }
 }
 
-impl From<TrackError> for Refusal {
-    fn from(problem: TrackError) -> Refusal {
-        Refusal::Invalid(invalid("chunk", problem.to_string()))
+impl From<TrackError> for MediaRefusal {
+    fn from(problem: TrackError) -> MediaRefusal {
+        MediaRefusal::Invalid(invalid("chunk", problem.to_string()))
     }
 }
 
@@ -204,7 +204,7 @@ async fn read_on_thread(
     let is_picture = info.media_type.starts_with("image/");
     let work = move || {
         let media = read(&info, data, &mut taken)?;
-        Ok::<_, Refusal>((media, taken))
+        Ok::<_, MediaRefusal>((media, taken))
     };
     let read = match is_picture {
         true => decoding.run(work).await,
@@ -212,19 +212,19 @@ async fn read_on_thread(
     };
     read.map_err(|panic| status_of(&panic))?
         .map_err(|refusal| match refusal {
-            Refusal::Invalid(problem) => status_of(&problem),
-            Refusal::NoRoom(exceeded) => refused(exceeded),
+            MediaRefusal::Invalid(problem) => status_of(&problem),
+            MediaRefusal::NoRoom(exceeded) => refused(exceeded),
         })
 }
 
 /// Media as its description says. `taken` has the bytes that came; what they are decoded to is taken beside them as it is
 /// made, and then instead of them.
-fn read(info: &v1::MediaInfo, data: Bytes, taken: &mut Taken) -> Result<Media, Refusal> {
+fn read(info: &v1::MediaInfo, data: Bytes, taken: &mut Taken) -> Result<Media, MediaRefusal> {
     let wrong = |problem: String| invalid("chunk", problem);
     let mut decoded = 0;
     let mut room = |bytes| {
         decoded += bytes;
-        taken.grow(bytes).map_err(Refusal::NoRoom)
+        taken.grow(bytes).map_err(MediaRefusal::NoRoom)
     };
     let media = match (info.media_type.as_str(), info.format) {
         ("image/png" | "image/jpeg" | "image/webp", _) => {
@@ -284,7 +284,7 @@ fn read(info: &v1::MediaInfo, data: Bytes, taken: &mut Taken) -> Result<Media, R
         .into()),
     }?;
     if decoded > 0 {
-        taken.set(decoded).map_err(Refusal::NoRoom)?;
+        taken.set(decoded).map_err(MediaRefusal::NoRoom)?;
     }
     Ok(media)
 }
@@ -333,7 +333,7 @@ mod tests {
     }
 
     /// Media that nothing bounds.
-    fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, Refusal> {
+    fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, MediaRefusal> {
         super::read(info, data, &mut Budget::new(u64::MAX, u64::MAX).nothing(None))
     }
 
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn media_leaves_when_it_was_not_used_for_its_time_and_gives_its_bytes_back() {
+    async fn unused_media_expires_and_releases_its_bytes() {
         let store = store(100);
         let used = put(&store, track(20), 40);
         let unused = put(&store, track(20), 40);
@@ -476,7 +476,10 @@ mod tests {
         let small = Budget::new(20_000, 20_000);
         let mut taken = small.take(None, came).unwrap();
         let refused = super::read(&info, file, &mut taken);
-        assert!(matches!(refused, Err(Refusal::NoRoom(Exceeded::Client(20_000)))));
+        assert!(matches!(
+            refused,
+            Err(MediaRefusal::NoRoom(Exceeded::Client(20_000)))
+        ));
         drop(taken);
         assert_eq!(small.taken(), 0);
     }

@@ -1,8 +1,8 @@
 //! `StreamAudio`: a session of sound. `segments` makes the segments that the client asks for, one job each; `messages` has the
-//! protocol's words for what happens; here sound leaves ahead of the play head, and the session ends.
+//! protocol's messages; this file sends sound ahead of the play head, and ends the session.
 //!
-//! Sound is kept in host memory until it has been sent, so what sounds needs no card: jobs may wait, fail and be made again, and
-//! models may be replaced, while it goes on.
+//! Sound is kept in host memory until it has been sent, so playback needs no card: jobs may wait, fail and be run
+//! again, and models may be replaced, while it continues.
 
 mod messages;
 mod segments;
@@ -29,7 +29,7 @@ use super::status::{client_limit, invalid, status_of};
 use crate::durations::millis;
 use crate::proto::v1;
 use crate::proto::v1::stream_audio_request::Message as Asked;
-use crate::proto::v1::stream_audio_response::Message as Told;
+use crate::proto::v1::stream_audio_response::Message as SessionMessage;
 use crate::sessions::{Gap, PlayHead, SegmentStart, Timeline};
 
 pub(super) type SessionStream =
@@ -127,7 +127,7 @@ struct Session {
     taken: BTreeMap<u32, Taken>,
     sound_bytes: std::sync::Arc<Budget>,
     client: Client,
-    unsent: VecDeque<Told>,
+    unsent: VecDeque<SessionMessage>,
     gaps: u32,
     gap: Duration,
     stopping: tokio::sync::watch::Receiver<bool>,
@@ -146,7 +146,7 @@ impl Session {
             taken: BTreeMap::new(),
             sound_bytes: service.limits.sound_bytes(),
             client: maker.client(),
-            unsent: VecDeque::from([Told::Opened(opened.told())]),
+            unsent: VecDeque::from([SessionMessage::Opened(opened.told())]),
             gaps: 0,
             gap: Duration::ZERO,
             stopping: service.stopping.clone(),
@@ -183,15 +183,15 @@ impl Session {
             .map(|told| Ok(response(told)))
             .chain([last.map(response)]);
         for message in rest {
-            // Whoever does not read is dropped with the call.
+            // A client that does not read is dropped with the call.
             if send.send(message).await.is_err() {
                 return;
             }
         }
     }
 
-    fn closed(&self, ending: Ending) -> Told {
-        Told::Closed(v1::AudioSessionClosed {
+    fn closed(&self, ending: Ending) -> SessionMessage {
+        SessionMessage::Closed(v1::AudioSessionClosed {
             reason: ending.name().to_owned(),
             samples: self.timeline.made(),
             segments: self.segments,
@@ -227,7 +227,7 @@ impl Session {
                         Err(status) => return gone_or(status),
                     };
                     self.heard = Instant::now();
-                    if let Some(ending) = self.hear(message)? {
+                    if let Some(ending) = self.receive(message)? {
                         return Ok(Some(ending));
                     }
                 }
@@ -243,7 +243,7 @@ impl Session {
     }
 
     /// A message of the client. The session ends with an error where it is none of this protocol.
-    fn hear(&mut self, request: v1::StreamAudioRequest) -> Result<Option<Ending>, Status> {
+    fn receive(&mut self, request: v1::StreamAudioRequest) -> Result<Option<Ending>, Status> {
         let bytes = request.encoded_len();
         if bytes > LONGEST_MESSAGE_BYTES {
             let problem = format!("has {bytes} bytes; {LONGEST_MESSAGE_BYTES} are the most");
@@ -272,7 +272,7 @@ impl Session {
                     place_seconds,
                 })?;
             }
-            Some(Asked::Played(head)) => self.head.told(head.sample, self.timeline.made()),
+            Some(Asked::Played(head)) => self.head.set_by_client(head.sample, self.timeline.made()),
             Some(Asked::Close(_)) => return Ok(Some(Ending::Closed)),
             Some(Asked::Open(_)) => {
                 return Err(status_of(&invalid(
@@ -324,7 +324,7 @@ impl Session {
                     return Ok(());
                 };
                 (under_way.model, under_way.job) = (*model, Some(job));
-                self.keep(Told::Accepted(v1::SegmentAccepted {
+                self.keep(SessionMessage::Accepted(v1::SegmentAccepted {
                     segment: number,
                     job_id,
                     seed,
@@ -337,11 +337,13 @@ impl Session {
             } => self.happened(number, &job_id, event),
             Report::Failed { number, error } => self.fail(number, &error),
             Report::SourceReplaced { number } => {
-                self.keep(Told::SourceReplaced(v1::SourceReplaced { segment: number }))
+                self.keep(SessionMessage::SourceReplaced(v1::SourceReplaced {
+                    segment: number,
+                }))
             }
             Report::ModelReplaced { number, model } => {
                 self.opened.model.clone_from(&model);
-                self.keep(Told::ModelReplaced(v1::ModelReplaced {
+                self.keep(SessionMessage::ModelReplaced(v1::ModelReplaced {
                     segment: number,
                     model: Some(*model),
                 }))
@@ -406,7 +408,7 @@ impl Session {
         };
         self.under_way.remove(&number);
         self.maker.make(Work::Came { number });
-        self.keep(Told::Ready(v1::SegmentReady {
+        self.keep(SessionMessage::Ready(v1::SegmentReady {
             segment: number,
             samples,
             done: Some(done),
@@ -417,7 +419,7 @@ impl Session {
         self.fail_with(number, failed(number, error))
     }
 
-    fn fail_with(&mut self, number: u32, told: Told) -> Result<(), Status> {
+    fn fail_with(&mut self, number: u32, told: SessionMessage) -> Result<(), Status> {
         if !self.under_way.contains_key(&number) {
             return Ok(());
         }
@@ -458,7 +460,7 @@ impl Session {
             let now = Instant::now();
             let Some(rendered) = rendered else {
                 let is_gap = self.timeline.is_within_segment();
-                self.head.nothing_there(now, self.timeline.made(), is_gap);
+                self.head.stop_if_exhausted(now, self.timeline.made(), is_gap);
                 return;
             };
             self.taken.retain(|&number, _| self.timeline.has(number));
@@ -507,7 +509,7 @@ impl Session {
     ///
     /// # Errors
     /// When the client does not read.
-    fn keep(&mut self, told: Told) -> Result<(), Status> {
+    fn keep(&mut self, told: SessionMessage) -> Result<(), Status> {
         if self.unsent.len() >= MOST_KEPT {
             let problem =
                 format!("{MOST_KEPT} messages of this session are not read: read them as they come");
@@ -535,6 +537,6 @@ fn too_much(exceeded: Exceeded) -> Status {
     ))
 }
 
-fn response(told: Told) -> v1::StreamAudioResponse {
+fn response(told: SessionMessage) -> v1::StreamAudioResponse {
     v1::StreamAudioResponse { message: Some(told) }
 }

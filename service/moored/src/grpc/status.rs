@@ -103,7 +103,7 @@ pub(crate) fn words_of(error: &Error) -> String {
     };
     let told = paths::relative(&words);
     if told != words {
-        tracing::info!(error = words, "a client is told of files");
+        tracing::info!(error = words, "an error for a client names files");
     }
     told
 }

@@ -71,7 +71,7 @@ pub(super) fn events_of(
     output: Output,
     encoder: ResultEncoder,
 ) -> EventStream {
-    let mut results = Results::new(job.id.to_string(), output, encoder);
+    let mut results = ResultStream::new(job.id.to_string(), output, encoder);
     Box::pin(async_stream::try_stream! {
         while let Some(happened) = job.next().await {
             match convert(&happened, &model) {
@@ -89,17 +89,17 @@ pub(super) fn events_of(
 }
 
 /// The results of a job on the way to one client.
-struct Results {
+struct ResultStream {
     job: String,
     output: Output,
     encoder: ResultEncoder,
     /// What has come of each, by item and track.
-    come: HashMap<(u32, String), Come>,
+    come: HashMap<(u32, String), ReceivedResult>,
 }
 
-/// What has come of one result.
+/// The parts of one result that have arrived.
 #[derive(Default)]
-struct Come {
+struct ReceivedResult {
     /// In units.
     covered: Covered,
     /// Where it is sent as one file.
@@ -123,9 +123,9 @@ impl Part {
     };
 }
 
-impl Results {
-    fn new(job: String, output: Output, encoder: ResultEncoder) -> Results {
-        Results {
+impl ResultStream {
+    fn new(job: String, output: Output, encoder: ResultEncoder) -> ResultStream {
+        ResultStream {
             job,
             output,
             encoder,
@@ -493,7 +493,7 @@ mod tests {
         }
     }
 
-    fn results(encoding: Encoding, encodings: &Arc<Encodings>) -> Results {
+    fn results(encoding: Encoding, encodings: &Arc<Encodings>) -> ResultStream {
         let encoder = ResultEncoder {
             encodings: encodings.clone(),
             client: None,
@@ -503,11 +503,11 @@ mod tests {
             recipe: Recipe::default(),
             omit_metadata: false,
         };
-        Results::new("job".to_owned(), output, encoder)
+        ResultStream::new("job".to_owned(), output, encoder)
     }
 
     /// The chunks that a stream sends of these pieces.
-    async fn sent(results: &mut Results, pieces: &[std::ops::Range<u64>]) -> Vec<v1::Artifact> {
+    async fn sent(results: &mut ResultStream, pieces: &[std::ops::Range<u64>]) -> Vec<v1::Artifact> {
         let mut sent = Vec::new();
         for piece in pieces {
             sent.extend(results.encode(frames(piece.clone())).await.unwrap());
@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn frames_come_in_any_order_and_the_last_that_comes_says_so() {
+    async fn frames_may_come_in_any_order_and_the_last_chunk_is_marked() {
         let encodings = Arc::new(Encodings::new(Budget::new(1 << 20, 1 << 20)));
         let mut stream = results(Encoding::Raw, &encodings);
         let chunks = sent(&mut stream, &[4..6, 0..1, 1..4]).await;

@@ -46,14 +46,14 @@ pub(super) struct RepositoryListing {
 }
 
 /// Sends requests to one hub, with one token.
-pub(super) struct Session {
+pub(super) struct HubSession {
     api: Api,
     endpoint: String,
     anonymous: bool,
 }
 
-impl Session {
-    pub(super) fn open(settings: &config::HubSettings) -> Result<Session, PullError> {
+impl HubSession {
+    pub(super) fn open(settings: &config::HubSettings) -> Result<HubSession, PullError> {
         let token = settings.token.read();
         let anonymous = token.is_none();
         // hf-hub looks for a token beside its cache, and logs that. This folder has none: the configuration finds the token,
@@ -74,7 +74,7 @@ impl Session {
                 problem: problem.to_string(),
             },
         })?;
-        Ok(Session {
+        Ok(HubSession {
             api,
             endpoint: settings.endpoint.clone(),
             anonymous,

@@ -24,12 +24,12 @@ use tokio::sync::watch;
 
 pub(crate) use error::PullError;
 pub(crate) use meter::Progress;
-pub(crate) use pulls::{News, Pulls};
+pub(crate) use pulls::{PullUpdate, Pulls};
 pub(crate) use reference::Reference;
 
 use cache::{ModelCache, files_of};
 use error::shown;
-use listing::{RepoFile, RepositoryListing, Session};
+use listing::{HubSession, RepoFile, RepositoryListing};
 use meter::Meter;
 use selection::INDEX;
 use transfer::Transfer;
@@ -83,15 +83,15 @@ pub(crate) struct Hub {
 }
 
 /// A repository of which files are pulled, and those files.
-struct Part {
+struct RepositoryPart {
     model: Reference,
     cache: ModelCache,
     contents: Contents,
 }
 
-impl Part {
+impl RepositoryPart {
     /// Its contents that are not in the cache.
-    fn missing(&self) -> impl Iterator<Item = (&Part, &Content)> {
+    fn missing(&self) -> impl Iterator<Item = (&RepositoryPart, &Content)> {
         self.contents
             .missing(&self.cache)
             .map(move |content| (self, content))
@@ -109,8 +109,8 @@ impl Part {
 
 /// What is pulled for a model: its own files, and those of its base.
 struct Parts {
-    own: Part,
-    base: Option<Part>,
+    own: RepositoryPart,
+    base: Option<RepositoryPart>,
     kind: Base,
 }
 
@@ -184,7 +184,7 @@ impl Hub {
                 base: Base::Own,
             });
         }
-        let Parts { own, base, kind } = self.parts(&Session::open(&self.settings)?, model).await?;
+        let Parts { own, base, kind } = self.parts(&HubSession::open(&self.settings)?, model).await?;
         let all = || std::iter::once(&own).chain(&base);
         Ok(PullPlan {
             bytes_total: sum(all().map(|part| part.contents.bytes())),
@@ -205,11 +205,11 @@ impl Hub {
         if self.settings.offline {
             return self.whole_in_cache(model, &cache);
         }
-        let session = Session::open(&self.settings)?;
+        let session = HubSession::open(&self.settings)?;
         let Parts { own, base, .. } = self.parts(&session, model).await?;
         let all = || std::iter::once(&own).chain(&base);
         cache.check_room(sum(all().map(|part| part.contents.bytes_missing(&part.cache))))?;
-        let missing: Vec<(&Part, &Content)> = all().flat_map(Part::missing).collect();
+        let missing: Vec<(&RepositoryPart, &Content)> = all().flat_map(RepositoryPart::missing).collect();
         let to_come = sum(missing.iter().map(|(_, content)| content.file.size));
         let bytes_total = sum(all().map(|part| part.contents.bytes()));
         let files_total: u32 = all().map(|part| part.contents.files()).sum();
@@ -261,7 +261,7 @@ impl Hub {
     }
 
     /// What is pulled for a model, by what the hub has.
-    async fn parts(&self, session: &Session, model: &Reference) -> Result<Parts, PullError> {
+    async fn parts(&self, session: &HubSession, model: &Reference) -> Result<Parts, PullError> {
         let listing = session.list(model).await?;
         let names: Vec<&str> = listing.files.iter().map(|file| file.path.as_str()).collect();
         let wanted = self.wanted(session, model, &listing.commit, &names).await?;
@@ -286,7 +286,11 @@ impl Hub {
     }
 
     /// The parts of a pipeline without its transformer. Where they are in the cache the hub is not asked.
-    async fn base(&self, session: &Session, base: &Reference) -> Result<(Base, Option<Part>), PullError> {
+    async fn base(
+        &self,
+        session: &HubSession,
+        base: &Reference,
+    ) -> Result<(Base, Option<RepositoryPart>), PullError> {
         let cache = ModelCache::new(&self.settings.cache, base);
         if cache
             .commit()
@@ -317,7 +321,7 @@ impl Hub {
     /// The files of a revision that are pulled for a model.
     async fn wanted(
         &self,
-        session: &Session,
+        session: &HubSession,
         model: &Reference,
         commit: &str,
         names: &[&str],
@@ -342,7 +346,7 @@ impl Hub {
         model: &Reference,
         listing: RepositoryListing,
         wanted: Vec<String>,
-    ) -> Result<Part, PullError> {
+    ) -> Result<RepositoryPart, PullError> {
         let wanted: HashSet<String> = wanted.into_iter().collect();
         if wanted.len() > MOST_FILES {
             return Err(PullError::NotAPipeline(format!(
@@ -367,7 +371,7 @@ impl Hub {
         let mut contents: Vec<Content> = contents.into_values().collect();
         // The largest first, so that it is not the last one alone at the end.
         contents.sort_by_key(|content| std::cmp::Reverse(content.file.size));
-        Ok(Part {
+        Ok(RepositoryPart {
             model: model.clone(),
             cache: ModelCache::new(&self.settings.cache, model),
             contents: Contents {
@@ -380,7 +384,7 @@ impl Hub {
     /// The files of a repository that is no pipeline, but an adapter, a ControlNet or a transformer alone.
     async fn adapter_files(
         &self,
-        session: &Session,
+        session: &HubSession,
         model: &Reference,
         commit: &str,
         names: &[&str],
@@ -399,9 +403,9 @@ impl Hub {
         }
         let text = session.read(model, commit, selection::CONFIGURATION).await?;
         let read: Option<Configuration> = serde_json::from_slice(&text).ok();
-        let is_run =
+        let is_class_run =
             |class: &str| class.contains("ControlNet") || pipelines::catalogue().is_transformer(class);
-        let is_run = read.is_some_and(|read| is_run(&read.class));
+        let is_run = read.is_some_and(|read| is_class_run(&read.class));
         let files = is_run.then(|| selection::of_root(names)).flatten();
         files.ok_or_else(no_pipeline)
     }
@@ -505,7 +509,7 @@ pub(crate) fn is_shard(file: &Path) -> bool {
 
 /// Whether a file of a repository is a transformer alone, by the header that the hub has of it.
 async fn is_transformer(
-    session: &Session,
+    session: &HubSession,
     model: &Reference,
     commit: &str,
     file: &str,
@@ -589,7 +593,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folders_that_a_model_may_lack_are_read_where_they_are() {
+    fn optional_folders_are_read_if_present() {
         let index = br#"{"_class_name": "AceStepPipeline"}"#;
         let all = [
             "audio_tokenizer/config.json",

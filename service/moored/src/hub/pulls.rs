@@ -41,7 +41,7 @@ pub(crate) struct Pull {
 }
 
 /// An event of a pull.
-pub(crate) enum News {
+pub(crate) enum PullUpdate {
     Progress(Progress),
     End(Result<Pulled, PullError>),
 }
@@ -104,15 +104,15 @@ impl Pulls {
 
 impl Pull {
     /// The next event: the latest progress, or the end.
-    pub(crate) async fn next(&mut self) -> News {
+    pub(crate) async fn next(&mut self) -> PullUpdate {
         tokio::select! {
             biased;
             ended = self.result.wait_for(Option::is_some) => {
                 let ended = ended.ok().and_then(|ended| ended.clone());
-                News::End(ended.unwrap_or(Err(PullError::ShuttingDown)))
+                PullUpdate::End(ended.unwrap_or(Err(PullError::ShuttingDown)))
             }
             // The channel closes with the pull: then only its result is waited for.
-            Ok(()) = self.progress.changed() => News::Progress(self.progress.borrow_and_update().clone()),
+            Ok(()) = self.progress.changed() => PullUpdate::Progress(self.progress.borrow_and_update().clone()),
         }
     }
 }

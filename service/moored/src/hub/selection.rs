@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_repository_of_authors_one_model_is_read_with_what_it_needs() {
+    fn one_model_of_an_authors_repository_is_selected_with_its_companions() {
         let mut files = vec![
             "README.md",
             "config.json",

@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use super::PullError;
 use super::cache::{ModelCache, create_folder, failed, failed_at};
 use super::checksum::Summing;
-use super::listing::{RepoFile, SILENCE, Session, words};
+use super::listing::{HubSession, RepoFile, SILENCE, words};
 use super::meter::Meter;
 use super::reference::Reference;
 
@@ -28,7 +28,7 @@ const FRESH_STARTS: u32 = 1;
 
 /// Source and destination of one file.
 pub(super) struct Transfer<'a> {
-    pub(super) session: &'a Session,
+    pub(super) session: &'a HubSession,
     pub(super) cache: &'a ModelCache,
     pub(super) model: &'a Reference,
     pub(super) commit: &'a str,
@@ -39,7 +39,7 @@ pub(super) struct Transfer<'a> {
 /// How an attempt failed.
 enum Failure {
     /// Trying again may help.
-    Passing(String),
+    Transient(String),
     Final(PullError),
 }
 
@@ -84,7 +84,7 @@ impl Transfer<'_> {
             let before = partial.length;
             let problem = match self.attempt(&mut partial).await {
                 Ok(()) => "the response ended too early".to_owned(),
-                Err(Failure::Passing(problem)) => problem,
+                Err(Failure::Transient(problem)) => problem,
                 Err(Failure::Final(error)) => {
                     partial.flush().await?;
                     return Err(error);
@@ -121,8 +121,8 @@ impl Transfer<'_> {
         }
         let answered = timeout(SILENCE, request.send()).await;
         let mut answer = answered
-            .map_err(|_| Failure::Passing("no answer".to_owned()))?
-            .map_err(|problem| Failure::Passing(words(problem)))?;
+            .map_err(|_| Failure::Transient("no answer".to_owned()))?
+            .map_err(|problem| Failure::Transient(words(problem)))?;
         let status = answer.status();
         let starts_at = match status {
             StatusCode::OK => 0,
@@ -135,10 +135,10 @@ impl Transfer<'_> {
             }
             StatusCode::RANGE_NOT_SATISFIABLE => u64::MAX,
             // A signed URL may have expired: the next request to the hub gets another.
-            _ if !self.session.is_hub(answer.url()) => return Err(Failure::Passing(status.to_string())),
+            _ if !self.session.is_hub(answer.url()) => return Err(Failure::Transient(status.to_string())),
             _ => {
                 let refused = self.session.refusal(self.model, status, answer.headers());
-                return Err(refused.map_or_else(|| Failure::Passing(status.to_string()), Failure::Final));
+                return Err(refused.map_or_else(|| Failure::Transient(status.to_string()), Failure::Final));
             }
         };
         if starts_at != partial.length {
@@ -146,7 +146,7 @@ impl Transfer<'_> {
             self.meter.lost(partial.length);
             partial.start_over().map_err(Failure::Final)?;
             if starts_at != 0 {
-                return Err(Failure::Passing(
+                return Err(Failure::Transient(
                     "the response starts at another byte than requested".to_owned(),
                 ));
             }
@@ -154,8 +154,8 @@ impl Transfer<'_> {
         loop {
             let chunk = timeout(SILENCE, answer.chunk()).await;
             let chunk = chunk
-                .map_err(|_| Failure::Passing(format!("no data for {} s", SILENCE.as_secs())))?
-                .map_err(|problem| Failure::Passing(words(problem)))?;
+                .map_err(|_| Failure::Transient(format!("no data for {} s", SILENCE.as_secs())))?
+                .map_err(|problem| Failure::Transient(words(problem)))?;
             let Some(chunk) = chunk else { return Ok(()) };
             let room = usize::try_from(self.file.size - partial.length).unwrap_or(usize::MAX);
             let taken = &chunk[..chunk.len().min(room)];

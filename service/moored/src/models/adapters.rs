@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_are_scanned_again_for_what_the_listing_lacks_and_for_what_is_gone() {
+    fn a_missing_or_deleted_adapter_triggers_a_new_scan() {
         let folder = folder_with(&["ink.safetensors"]);
         let models = models(folder.path());
         let named = |id: &str| models.with_adapters(base(), &[adapter(id, None)], false);
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_are_a_part_of_the_key_and_of_strength_0_they_are_not() {
+    fn the_key_includes_adapters_except_those_of_strength_0() {
         let folder = folder_with(&["ink.safetensors", "styles/oil.safetensors"]);
         let models = models(folder.path());
         let key = |asked: &[v1::Adapter]| models.with_adapters(base(), asked, false).unwrap().key;

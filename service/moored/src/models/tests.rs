@@ -216,7 +216,7 @@ fn a_scan_during_a_blocked_scan_returns_the_last_listing() {
 }
 
 #[test]
-fn a_key_is_meant_by_the_first_digits_of_its_revision() {
+fn a_key_matches_by_the_first_digits_of_its_revision() {
     let key = "me/mine@b28b7af69320201d1cf206ebf28373980add1451+full";
     for asked in [key, "me/mine@b28b7af6+full"] {
         assert!(is_key(key, asked), "{asked}");

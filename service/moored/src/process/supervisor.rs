@@ -21,11 +21,11 @@ use super::frames::{self, FrameError, Frames};
 use super::inputs::RecentInputs;
 use super::{Configuration, FromWorker, WorkerSettings};
 
-/// Backoff between two starts: doubled from the first to the last while workers end before [`OLD_ENOUGH`].
+/// Backoff between two starts: doubled from the first to the last while workers end before [`BACK_OFF_RESET_UPTIME`].
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
 const LAST_BACK_OFF: Duration = Duration::from_secs(10);
 /// Uptime after which the backoff is reset.
-const OLD_ENOUGH: Duration = Duration::from_secs(60);
+const BACK_OFF_RESET_UPTIME: Duration = Duration::from_secs(60);
 /// Timeout of a worker's start, up to a passed canary.
 const START_LIMIT: Duration = Duration::from_secs(120);
 /// Grace period after `Shutdown` before a worker is killed.
@@ -34,7 +34,7 @@ const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 const PIPE_BYTES: usize = 1 << 20;
 
 /// Time to wait for the exit status of a lost worker before it is reported without one.
-const USUAL_END: Duration = Duration::from_secs(1);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Process ids of the workers, in the order of the cards; 0 where none runs.
 #[derive(Clone, Debug)]
@@ -78,8 +78,8 @@ impl CardPort for Port {
     }
 }
 
-/// A worker process that waits to be told which card it is for: the system takes its time to load the libraries of
-/// NVIDIA, and cards are looked for meanwhile. It ends when this is dropped.
+/// A worker process that waits for the configuration of its card: loading the libraries of NVIDIA takes long, and cards
+/// are discovered meanwhile. It ends when this is dropped.
 pub(crate) struct EarlyWorker(Option<Child>);
 
 impl EarlyWorker {
@@ -106,7 +106,7 @@ pub(crate) fn start_card(
     ending: watch::Receiver<bool>,
 ) -> (CardSlot, JoinHandle<()>) {
     let (requests, receiver) = mpsc::unbounded_channel();
-    let keeper = Keeper {
+    let card_task = CardTask {
         card,
         settings,
         signals,
@@ -116,7 +116,7 @@ pub(crate) fn start_card(
         pids,
         ending,
     };
-    let task = tokio::spawn(keeper.run());
+    let task = tokio::spawn(card_task.run());
     let slot = CardSlot {
         description,
         port: Box::new(Port { requests }),
@@ -125,7 +125,7 @@ pub(crate) fn start_card(
 }
 
 /// State of the task of one card.
-struct Keeper {
+struct CardTask {
     card: usize,
     settings: WorkerSettings,
     signals: mpsc::UnboundedSender<CardSignal>,
@@ -142,11 +142,11 @@ struct Keeper {
 enum End {
     /// It failed, and another is started. The reason is empty when it closed its pipe: its exit status says why.
     Died(String),
-    /// The service is going down.
-    Dismissed,
+    /// The service stops.
+    ServiceStopping,
 }
 
-impl Keeper {
+impl CardTask {
     async fn run(mut self) {
         let mut back_off = FIRST_BACK_OFF;
         loop {
@@ -154,14 +154,14 @@ impl Keeper {
             let started = Instant::now();
             let (end, worker) = self.run_worker().await;
             let reason = match end {
-                End::Dismissed => return self.dismiss(worker).await,
+                End::ServiceStopping => return self.stop_worker(worker).await,
                 End::Died(reason) => reason,
             };
-            if started.elapsed() >= OLD_ENOUGH {
+            if started.elapsed() >= BACK_OFF_RESET_UPTIME {
                 back_off = FIRST_BACK_OFF;
             }
             if let Some(unreaped) = self.reap(worker, reason, back_off).await {
-                return self.dismiss(Some(unreaped)).await;
+                return self.stop_worker(Some(unreaped)).await;
             }
             tokio::select! {
                 () = tokio::time::sleep(back_off) => {}
@@ -184,7 +184,7 @@ impl Keeper {
     async fn reap(&mut self, worker: Option<Child>, reason: String, back_off: Duration) -> Option<Child> {
         let (reason, worker) = match worker {
             None => (reason, None),
-            Some(mut worker) => match tokio::time::timeout(USUAL_END, worker.wait()).await {
+            Some(mut worker) => match tokio::time::timeout(EXIT_TIMEOUT, worker.wait()).await {
                 Ok(status) => (with_status(&reason, status), None),
                 Err(_) => {
                     let lives = std::io::Error::other("its process has not ended yet");
@@ -232,7 +232,7 @@ impl Keeper {
     }
 
     /// Waits for the exit of a worker when the service ends, and kills it after a grace period.
-    async fn dismiss(&self, worker: Option<Child>) {
+    async fn stop_worker(&self, worker: Option<Child>) {
         let Some(mut worker) = worker else { return };
         for _ in 0..2 {
             if tokio::time::timeout(SHUTDOWN_GRACE, worker.wait()).await.is_ok() {
@@ -272,8 +272,8 @@ impl Keeper {
         (end, Some(child))
     }
 
-    /// Carries frames both ways until one side ends. Writing has a task
-    /// of its own: a worker that does not read must not delay the request to replace it.
+    /// Carries frames both ways until one side ends. A task of its own writes: a worker that does not read must not
+    /// delay the request to replace it.
     async fn carry(&mut self, stdin: ChildStdin, stdout: ChildStdout, child: &mut Child) -> End {
         let (commands, mut writing) = start_writer(stdin, self.configuration());
         let mut from_worker = FramedRead::new(stdout, Frames::<FromWorker>::new());
@@ -296,7 +296,7 @@ impl Keeper {
                     }
                 },
                 request = self.requests.recv() => match request {
-                    None => break End::Dismissed,
+                    None => break End::ServiceStopping,
                     Some(Request::Send(command)) => {
                         let _ = commands.send(command); // the end of the writer is handled below
                     }
@@ -309,7 +309,7 @@ impl Keeper {
                     });
                     break End::Died(problem);
                 }
-                () = ended(&mut self.ending) => break End::Dismissed,
+                () = ended(&mut self.ending) => break End::ServiceStopping,
                 () = &mut start_limit, if !is_ready => {
                     break End::Died(format!("it was not ready within {} s", START_LIMIT.as_secs()));
                 }

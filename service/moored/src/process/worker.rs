@@ -130,7 +130,7 @@ fn start_writer(pipe: File) -> mpsc::Sender<Frame> {
                         Ok(()) => {}
                         Err(FrameError::Pipe(_)) => gpu::end_process(SUCCESS),
                         Err(problem) => {
-                            tracing::error!(%problem, "the worker cannot say what it has to say");
+                            tracing::error!(%problem, "the worker cannot write a frame");
                             gpu::end_process(FAILURE);
                         }
                     }

@@ -6,4 +6,4 @@ mod take;
 mod timeline;
 
 pub(crate) use play_head::{Gap, PlayHead};
-pub(crate) use timeline::{Rendered, SegmentStart, Settings, Timeline};
+pub(crate) use timeline::{PlaybackSettings, Rendered, SegmentStart, Timeline};

@@ -1,10 +1,10 @@
-//! How far the client has played, by its own word or by the clock.
+//! Play head: how far the client has played, as it reports or by the clock.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The play head stood still because sound was not there.
+/// A pause of the play head because sound was missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gap {
     pub(crate) at_sample: u64,
@@ -24,7 +24,7 @@ pub(crate) struct PlayHead {
 }
 
 impl PlayHead {
-    /// At the first sample, standing still.
+    /// A stopped play head at the first sample.
     pub(crate) fn new(samples_per_second: u32, by_client: bool) -> PlayHead {
         PlayHead {
             samples_per_second,
@@ -35,8 +35,8 @@ impl PlayHead {
         }
     }
 
-    /// The client says where it is; never behind where it was, nor ahead of what it was sent.
-    pub(crate) fn told(&mut self, place: u64, sent: u64) {
+    /// Sets the place that the client reports, clamped between the last place and the sent samples.
+    pub(crate) fn set_by_client(&mut self, place: u64, sent: u64) {
         if self.by_client {
             self.place = place.clamp(self.place, sent.max(self.place));
         }
@@ -44,11 +44,11 @@ impl PlayHead {
 
     /// Where it is, given how much was sent: it cannot pass that.
     pub(crate) fn place(&self, now: Instant, sent: u64) -> u64 {
-        let moved = self
+        let elapsed = self
             .moving_since
             .map_or(Duration::ZERO, |since| now.duration_since(since));
-        let moved = moved.as_nanos() * u128::from(self.samples_per_second) / 1_000_000_000;
-        let moved = u64::try_from(moved).unwrap_or(u64::MAX);
+        let samples = elapsed.as_nanos() * u128::from(self.samples_per_second) / 1_000_000_000;
+        let moved = u64::try_from(samples).unwrap_or(u64::MAX);
         self.place.saturating_add(moved).min(sent.max(self.place))
     }
 
@@ -57,7 +57,8 @@ impl PlayHead {
         self.moving_since.is_some()
     }
 
-    /// Stands still where it has come to the end of what was sent, for whatever reason. How long ago it would have passed that.
+    /// Stops the head at the end of the sent sound, if it has reached it. Returns how long ago it would have passed
+    /// that end.
     pub(crate) fn stop_at(&mut self, now: Instant, sent: u64) -> Duration {
         let Some(since) = self.moving_since.filter(|_| self.place(now, sent) >= sent) else {
             return Duration::ZERO;
@@ -81,9 +82,9 @@ impl PlayHead {
         })
     }
 
-    /// Nothing is there to be sent. Whether the head has come to the end of what was sent; then it stands still, and if that
-    /// `is_gap`, a gap has begun.
-    pub(crate) fn nothing_there(&mut self, now: Instant, sent: u64, is_gap: bool) -> bool {
+    /// Stops the head if it has reached the end of the sent sound, and returns whether it has; if `is_gap`, a gap
+    /// begins.
+    pub(crate) fn stop_if_exhausted(&mut self, now: Instant, sent: u64, is_gap: bool) -> bool {
         let place = self.place(now, sent);
         if sent == 0 || place < sent {
             return false;
@@ -102,26 +103,26 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn by_the_clock_it_moves_from_the_first_sound_and_stands_where_none_is_there() {
+    async fn the_clock_moves_the_play_head_and_stops_it_where_sound_is_missing() {
         let mut head = PlayHead::new(1000, false);
         let start = Instant::now();
         tokio::time::advance(Duration::from_secs(5)).await;
         assert_eq!(head.place(Instant::now(), 0), 0, "nothing has sounded");
         assert!(
-            !head.nothing_there(Instant::now(), 0, true),
+            !head.stop_if_exhausted(Instant::now(), 0, true),
             "the first sound is not a gap"
         );
         assert_eq!(head.sent(Instant::now()), None);
         tokio::time::advance(Duration::from_millis(250)).await;
         assert_eq!(head.place(Instant::now(), 2000), 250);
-        assert!(!head.nothing_there(Instant::now(), 2000, true));
+        assert!(!head.stop_if_exhausted(Instant::now(), 2000, true));
         tokio::time::advance(Duration::from_secs(3)).await;
         assert_eq!(
             head.place(Instant::now(), 2000),
             2000,
             "it cannot pass what was sent"
         );
-        assert!(head.nothing_there(Instant::now(), 2000, true));
+        assert!(head.stop_if_exhausted(Instant::now(), 2000, true));
         tokio::time::advance(Duration::from_millis(40)).await;
         let gap = Gap {
             at_sample: 2000,
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_not_read_in_time_is_not_made_up_for() {
+    async fn a_stopped_play_head_resumes_where_it_stopped() {
         let mut head = PlayHead::new(1000, false);
         head.sent(Instant::now());
         tokio::time::advance(Duration::from_millis(400)).await;
@@ -146,15 +147,15 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn by_the_client_it_is_where_the_client_says_within_what_was_sent() {
+    async fn the_client_sets_the_play_head_within_the_sent_sound() {
         let mut head = PlayHead::new(1000, true);
         head.sent(Instant::now());
         tokio::time::advance(Duration::from_secs(5)).await;
         assert_eq!(head.place(Instant::now(), 500), 0);
-        head.told(300, 500);
-        head.told(200, 500);
+        head.set_by_client(300, 500);
+        head.set_by_client(200, 500);
         assert_eq!(head.place(Instant::now(), 500), 300, "it does not go back");
-        head.told(u64::MAX, 500);
+        head.set_by_client(u64::MAX, 500);
         assert_eq!(head.place(Instant::now(), 500), 500);
     }
 }

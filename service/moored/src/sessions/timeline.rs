@@ -1,9 +1,9 @@
-//! One endless track made of segments: which of them sounds, and how one fades into another.
+//! One endless track of segments: which segment plays, and how one fades into the next.
 //!
-//! A segment is expected from the moment it is asked for, comes piece by piece, and sounds when its turn is there. One that is to
-//! sound when those before it are over waits for them; one that is to sound at once takes over as soon as enough of it has
-//! come, and those before it that have not sounded never do. What sounded before is kept until the new one has come whole: if
-//! it fails before, the old one goes on.
+//! A segment is expected from its request on, arrives piece by piece, and plays in its turn. A segment that starts when
+//! the earlier ones are over waits for them. An immediate segment starts as soon as enough of it has arrived, and
+//! supersedes earlier segments that have not played. The segment before is kept until the new one is complete: if the
+//! new one fails before, the old one continues.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ pub(crate) enum SegmentStart {
 
 /// How a session plays. Lengths are in samples for each channel.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Settings {
+pub(crate) struct PlaybackSettings {
     pub(crate) samples_per_second: u32,
     pub(crate) channels: u32,
     /// How far ahead of the play head sound is made.
@@ -114,7 +114,7 @@ struct Segment {
 /// What a session plays.
 #[derive(Debug)]
 pub(crate) struct Timeline {
-    settings: Settings,
+    settings: PlaybackSettings,
     /// Samples made so far.
     made: u64,
     /// Segments that have not sounded, that sound, and the one before while it may be needed again.
@@ -130,7 +130,7 @@ pub(crate) struct Timeline {
 
 impl Timeline {
     /// Without a segment.
-    pub(crate) fn new(settings: Settings) -> Timeline {
+    pub(crate) fn new(settings: PlaybackSettings) -> Timeline {
         Timeline {
             settings,
             made: 0,
@@ -294,7 +294,7 @@ impl Timeline {
         let Some(take) = self.segments.get(&segment).and_then(|known| known.take.as_ref()) else {
             return false;
         };
-        // With something that sounds already there is no hurry: as much as is made ahead, so that it is not out of breath.
+        // While a segment plays, the next waits for a full lead, so that it does not run out of samples.
         let sounds = |cursor: Cursor| self.settings.repeats || cursor.at < self.length(cursor.segment);
         let enough = match self.sounding.is_some_and(sounds) {
             true => self.settings.lead,

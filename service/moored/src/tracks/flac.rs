@@ -99,7 +99,7 @@ pub(super) fn read<E: From<TrackError>>(
 type Head = [u8; MARKER.len() + 4 + STREAMINFO_BYTES];
 
 /// A file as it is decoded: the marker and the description of the stream; and the frames. Other blocks, which are tags and
-/// pictures, are passed over: what is in them is no sound, and their lengths are not to be believed.
+/// pictures, are passed over: they hold no sound, and their lengths are not trusted.
 fn stream_of(file: &[u8]) -> Result<(Cursor<Head>, &[u8]), TrackError> {
     let mut rest = file
         .strip_prefix(MARKER)
@@ -132,8 +132,8 @@ pub(super) fn recipe_of(file: &[u8]) -> Option<String> {
 /// before those in front of them.
 pub(crate) struct TrackFile {
     format: TrackFormat,
-    writer: FlacSampleWriter<Output>,
-    output: Output,
+    writer: FlacSampleWriter<SharedWriter>,
+    output: SharedWriter,
     /// The first sample that is not encoded yet.
     next: u64,
     /// Pieces that begin behind it, by their first sample.
@@ -153,7 +153,7 @@ impl TrackFile {
             let Tags { comment, software } = Tags::of(recipe).map_err(failed)?;
             options = options.tag(COMMENT, comment).tag(ENCODER, software);
         }
-        let output = Output::default();
+        let output = SharedWriter::default();
         let channels = u8::try_from(format.channels).map_err(|_| failed("too many channels".to_owned()))?;
         let writer = FlacSampleWriter::new(
             output.clone(),
@@ -234,16 +234,16 @@ impl TrackFile {
 
 /// Where the encoder writes: it keeps its writer to itself, and the file is wanted of it.
 #[derive(Clone, Default)]
-struct Output(Arc<Mutex<Cursor<Vec<u8>>>>);
+struct SharedWriter(Arc<Mutex<Cursor<Vec<u8>>>>);
 
-impl Output {
+impl SharedWriter {
     /// A panic while it is locked leaves the bytes as they are.
     fn lock(&self) -> MutexGuard<'_, Cursor<Vec<u8>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Write for Output {
+impl Write for SharedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.lock().write(bytes)
     }
@@ -253,7 +253,7 @@ impl Write for Output {
     }
 }
 
-impl Seek for Output {
+impl Seek for SharedWriter {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         self.lock().seek(to)
     }

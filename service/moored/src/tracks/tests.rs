@@ -109,7 +109,7 @@ fn a_flac_of_pieces_in_any_order_is_the_same_file_with_every_sample() {
 }
 
 #[test]
-fn what_is_held_of_a_track_is_the_encoded_and_the_waiting() {
+fn a_track_file_holds_encoded_frames_and_waiting_samples() {
     let samples = sound(STEREO);
     let mut file = TrackFile::new(STEREO, None).unwrap();
     let front = file.bytes();
@@ -155,7 +155,7 @@ fn the_recipe_is_in_both_kinds_of_files_and_can_be_left_out() {
 }
 
 #[test]
-fn a_wav_is_read_from_8_to_32_bits_and_with_a_point() {
+fn wav_samples_of_8_to_32_bits_and_floats_are_read() {
     let read = |file: Bytes| -> Vec<i16> {
         let clip = read(&file).unwrap();
         let pairs = clip.data.as_chunks::<2>().0;
@@ -185,7 +185,7 @@ fn a_wav_is_read_from_8_to_32_bits_and_with_a_point() {
 }
 
 #[test]
-fn samples_that_are_no_numbers_are_told_by_their_place() {
+fn samples_that_are_not_finite_are_reported_with_their_position() {
     for bad in [f32::NAN, f32::INFINITY] {
         let stereo = WavSpec {
             channels: 2,
@@ -255,7 +255,7 @@ fn tracks_that_no_model_takes_are_refused() {
 }
 
 #[test]
-fn a_flac_that_is_cut_off_or_says_what_is_not_so_is_refused() {
+fn a_truncated_or_contradictory_flac_is_refused() {
     let file = flac(STEREO, &sound(STEREO), None).to_vec();
     for end in [30, 200, file.len() / 2, file.len() - 1] {
         let cut = read(&Bytes::copy_from_slice(&file[..end]));
@@ -284,7 +284,7 @@ fn a_flac_that_is_cut_off_or_says_what_is_not_so_is_refused() {
 }
 
 #[test]
-fn a_small_file_of_much_silence_takes_no_more_than_it_is_given() {
+fn decoding_a_small_file_of_long_silence_stops_at_the_memory_limit() {
     let format = TrackFormat {
         samples: 48_000 * 60,
         ..STEREO

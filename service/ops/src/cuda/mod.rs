@@ -159,7 +159,7 @@ impl Card {
         for key in &keys {
             let mut products = self.products.lock().unwrap_or_else(PoisonError::into_inner);
             if let Err(error) = products.choose_ahead(key, workspace, &recorder) {
-                tracing::debug!(%error, ?key, "a product is left to stages");
+                tracing::debug!(%error, ?key, "a product could not be chosen ahead; stages choose it");
             }
             drop(products);
             timeline.part("a product");
@@ -228,7 +228,7 @@ fn spawn_background(name: &str, work: impl FnOnce() -> Result<()> + Send + 'stat
     let told = name.to_owned();
     let work = move || {
         if let Err(error) = work() {
-            tracing::debug!(%error, thread = told, "what was to be done ahead is left to stages");
+            tracing::debug!(%error, thread = told, "work ahead of stages failed; stages do it");
         }
     };
     let thread = std::thread::Builder::new().name(name.to_owned());

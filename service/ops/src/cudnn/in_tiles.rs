@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn every_query_is_added_once_and_all_fits_the_workspace() {
+    fn strips_cover_each_query_once_and_fit_the_workspace() {
         for (tokens, heads) in [
             (19_145, 24),
             (51_496, 24),
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_gains_nothing_stays_one() {
+    fn attention_is_not_split_without_a_gain() {
         let of = |tokens| of_rows(tokens, 24, MaskShape::None);
         for shape in [
             of(19_200),

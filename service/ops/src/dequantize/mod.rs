@@ -21,7 +21,7 @@ const PIECE: usize = 2048;
 /// Maximum of elements per task.
 const TASK: usize = 16 * PIECE;
 
-/// ReadCodes on the CPU with random access.
+/// Reads codes on the CPU, with random access.
 trait ReadCodes: Sync {
     /// Writes the elements from `first` on. `first` is a multiple of [`PIECE`], and `out` is at most that long and
     /// ends with a block or with the weight.

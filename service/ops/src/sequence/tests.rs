@@ -208,7 +208,7 @@ fn a_row_does_not_depend_on_the_rows_computed_with_it() -> Result<()> {
 }
 
 #[test]
-fn rows_by_themselves_are_added() -> Result<()> {
+fn a_filter_of_one_tap_adds_to_each_row() -> Result<()> {
     let shape = SequenceShape {
         through: Through::Dilated { dilation: 1 },
         taps: 1,
@@ -248,7 +248,7 @@ fn rows_by_themselves_are_added() -> Result<()> {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() -> Result<()> {
+fn shapes_that_do_not_fit_are_refused() -> Result<()> {
     let shape = shapes()[0];
     let (direction, length, bias) = of(&shape)?;
     let (v, g, b) = (here(&direction), here(&length), here(&bias));

@@ -70,7 +70,6 @@ pub(crate) const ON_CPU: Tolerances = Tolerances {
 /// Tolerances of a CUDA device. cuBLAS orders its sums by the shape, reductions are trees, and `expf` and `tanhf` are
 /// accurate to two units in the last place: a few 1e-7 per operation, some 1e-6 per component, accumulated over
 /// steps. A real mistake is 1e-3 or more (the tests of mutations).
-/// into some 1e-6 a component and which steps add up. A real mistake is 1e-3 or more (the tests of mutations).
 pub(crate) const ON_CUDA: Tolerances = Tolerances {
     operation: 5e-6,
     component: 1e-4,

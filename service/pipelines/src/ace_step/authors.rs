@@ -101,9 +101,9 @@ fn text_encoder(
         return Ok((config, files));
     }
     let checkpoint = Checkpoint::of_file(&open(path)?, |name| Some(name.to_owned()))?;
-    let table = ["model.embed_tokens.weight", "embed_tokens.weight"];
-    let table = table.into_iter().find(|name| checkpoint.has(name));
-    let table = table.ok_or_else(|| damaged(path, "it has no token embedding"))?;
+    let names = ["model.embed_tokens.weight", "embed_tokens.weight"];
+    let found = names.into_iter().find(|name| checkpoint.has(name));
+    let table = found.ok_or_else(|| damaged(path, "it has no token embedding"))?;
     let rows = checkpoint.tensor(table)?.shape.first().copied();
     let config = Qwen3Config::qwen3_embedding_0_6b(rows.unwrap_or_default());
     let shapes = |has: &dyn Fn(&str) -> bool| config.tensor_shapes_with_norm(has);

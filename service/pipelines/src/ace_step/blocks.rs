@@ -30,12 +30,12 @@ pub(super) struct Block {
 }
 
 /// A vector of six parts for each item of a batch, `[b, 6 hidden_size]`, or of fewer.
-pub(super) struct Parts<'a> {
+pub(super) struct ModulationVectors<'a> {
     pub(super) all: &'a Tensor,
     pub(super) width: usize,
 }
 
-impl Parts<'_> {
+impl ModulationVectors<'_> {
     pub(super) fn part(&self, number: usize) -> Result<Tensor> {
         self.all.narrow(1, number * self.width, self.width)
     }
@@ -114,11 +114,11 @@ impl Block {
     }
 
     /// The norm at the beginning of the block.
-    pub(super) fn first(&self, modulation: &Parts<'_>) -> Result<Next> {
+    pub(super) fn first(&self, modulation: &ModulationVectors<'_>) -> Result<Next> {
         self.next(modulation, 0)
     }
 
-    fn next(&self, modulation: &Parts<'_>, half: usize) -> Result<Next> {
+    fn next(&self, modulation: &ModulationVectors<'_>, half: usize) -> Result<Next> {
         Ok(Next {
             weight: self.norms[2 * half].clone(),
             scale: modulation.part(FEED_FORWARD * half + SCALE)?,
@@ -131,7 +131,7 @@ impl Block {
     pub(super) fn forward(
         &self,
         buffers: &TokenBuffers,
-        modulation: &Parts<'_>,
+        modulation: &ModulationVectors<'_>,
         (turned, window): (&Rotations, Option<usize>),
         conditions: &[&(Tensor, Tensor)],
         next: &Next,

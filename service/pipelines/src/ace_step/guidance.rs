@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_along_the_velocity_is_not_added() {
+    fn guidance_ignores_the_component_parallel_to_the_velocity() {
         let mut guidance = Guidance::new(3.0, 2);
         // Channel 0 differs along its velocity, channel 1 across it.
         let with = [1.0, 1.0, 1.0, 0.0];

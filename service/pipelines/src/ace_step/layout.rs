@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_the_authors() {
+    fn names_are_translated_to_those_of_the_authors() {
         for (ours, theirs) in [
             (
                 "layers.3.self_attn.to_out.0.weight",

@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tone_stays_a_tone_in_another_rate_and_length() -> Result<(), StageError> {
+    fn resampling_preserves_a_sine_tone() -> Result<(), StageError> {
         let tone =
             |rate: u32, at: usize| (std::f64::consts::TAU * 440.0 * at as f64 / f64::from(rate)).sin() * 0.5;
         let levels: Vec<i16> = (0..22_050)

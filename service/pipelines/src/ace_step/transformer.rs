@@ -9,7 +9,7 @@ use gpu::{ComponentTensors, MissingTensor};
 use half::bf16;
 use ops::{Epilogue, Nonlinearity};
 
-use super::blocks::{Block, Next, Parts, flat};
+use super::blocks::{Block, ModulationVectors, Next, flat};
 use super::buffers::{StepBuffers, TokenBuffers};
 use super::config::{SINUSOIDS, TransformerConfig};
 use crate::StageError;
@@ -279,7 +279,7 @@ impl Transformer {
             .map(|all| all.narrow(0, first, batch))
             .collect::<candle_core::Result<Vec<_>>>()?;
         let last = times.last.narrow(0, first, batch)?;
-        let parts = |all| Parts { all, width };
+        let parts = |all| ModulationVectors { all, width };
         let next_of = |i: usize| -> candle_core::Result<Next> {
             match (self.blocks.get(i), of_step.get(i)) {
                 (Some(block), Some(modulation)) => block.first(&parts(modulation)),

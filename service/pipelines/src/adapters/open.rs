@@ -9,7 +9,7 @@ use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, TensorEntry, TensorSource
 
 use super::scales::{Configured, read_number};
 use super::spelling::{PairPart, layers_and_parts};
-use super::targets::{Part, TargetComponent, TargetLayer};
+use super::targets::{LayerPart, TargetComponent, TargetLayer};
 use super::{AdapterError, AdapterFile, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows};
 use crate::files::read_json;
@@ -207,7 +207,7 @@ fn of_header(error: LoadError) -> AdapterError {
 }
 
 /// Pairs by target component and by the layer's name in the file, with the layers that it stands for.
-type Pairs<'a> = BTreeMap<(usize, &'a str), (&'a [Part], Pair<'a>)>;
+type Pairs<'a> = BTreeMap<(usize, &'a str), (&'a [LayerPart], Pair<'a>)>;
 
 /// The pairs of a file, and the names of its tensors that are of no target.
 fn pairs<'a>(
@@ -249,7 +249,7 @@ fn pairs<'a>(
 /// and have rows of `up` each.
 fn terms_of(
     in_file: &str,
-    parts: &[Part],
+    parts: &[LayerPart],
     pair: &Pair<'_>,
     target: &TargetComponent,
     configured: &Configured,

@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn of_patterns_that_overlap_the_first_in_the_file_counts() {
+    fn the_first_of_overlapping_patterns_sets_the_alpha() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter_config.json");
         let configuration = format!(r#"{{"peft_type":"LORA","alpha_pattern":{}}}"#, overlapping());

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_is_not_taken_for_a_difference_of_weights() {
+    fn a_name_prefix_is_not_detected_as_a_weight_difference() {
         let layer = "model.diffusion_model.double_blocks.0.img_mlp.0";
         assert_eq!(kind(&format!("{layer}.lora_A.weight")), None);
         assert_eq!(
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn boft_is_not_taken_for_oft() {
+    fn boft_is_not_detected_as_oft() {
         assert_eq!(kind("double_blocks.0.img_mlp.0.boft_R"), Some("BOFT"));
         assert_eq!(kind("double_blocks.0.img_mlp.0.oft_R"), Some("OFT"));
     }

@@ -20,7 +20,7 @@ const DENOISER: [&str; 9] = [
 
 /// A layer that a name in a file stands for, or a part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct LayerPart {
     /// Index into [`TargetComponent::layers`].
     pub(super) layer: usize,
     /// The rows of the named layer's output that are this layer's, in its order.
@@ -44,7 +44,7 @@ pub(crate) struct TargetComponent {
     prefixes: Vec<&'static str>,
     pub(super) layers: Vec<TargetLayer>,
     /// By every name of a layer, with dots and with underscores: its parts.
-    by_name: HashMap<String, Vec<Part>>,
+    by_name: HashMap<String, Vec<LayerPart>>,
 }
 
 impl TargetComponent {
@@ -118,7 +118,7 @@ impl TargetComponent {
         for name in [name.to_owned(), name.replace('.', "_")] {
             let parts = self.by_name.entry(name).or_default();
             if !parts.iter().any(|part| part.layer == layer) {
-                parts.push(Part {
+                parts.push(LayerPart {
                     layer,
                     rows: rows.to_vec(),
                 });
@@ -129,7 +129,7 @@ impl TargetComponent {
     /// Adds a further name for what `of` stands for; of fused layers only the first `outputs` rows, if given.
     pub(crate) fn alias(&mut self, name: &str, of: &str, outputs: Option<usize>) {
         let parts = self.by_name.get(of).cloned().unwrap_or_default();
-        let within = |part: &Part| {
+        let within = |part: &LayerPart| {
             let last = part.rows.iter().map(|rows| rows.first + rows.count).max();
             outputs.is_none_or(|outputs| last.is_some_and(|last| last <= outputs))
         };
@@ -138,7 +138,7 @@ impl TargetComponent {
     }
 
     /// What a layer's name in a file stands for; `None` if it is of no layer of this component.
-    pub(super) fn find(&self, name: &str) -> Option<&[Part]> {
+    pub(super) fn find(&self, name: &str) -> Option<&[LayerPart]> {
         let mut stripped = self
             .prefixes
             .iter()

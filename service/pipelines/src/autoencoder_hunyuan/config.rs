@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_supported_is_named() {
+    fn unsupported_settings_are_named() {
         let good = HunyuanVaeConfig::default();
         assert_eq!(good.check(), Ok(()));
         let refused = |change: &dyn Fn(&mut HunyuanVaeConfig)| {

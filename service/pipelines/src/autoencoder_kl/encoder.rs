@@ -84,7 +84,7 @@ impl VaeEncoder {
     /// [`VaeEncoder::new`] with maps of this dtype, on any device (see [`super::VaeDecoder::in_dtype`]).
     ///
     /// # Errors
-    /// Errors of [`VaeEncoder::new`].
+    /// Those of [`VaeEncoder::new`].
     pub fn in_dtype(
         config: &VaeConfig,
         tensors: &ComponentTensors,
@@ -171,7 +171,7 @@ impl VaeEncoder {
     /// (`VaeImageProcessor.preprocess` and [`VaeEncoder::encode`]).
     ///
     /// # Errors
-    /// Errors of [`VaeEncoder::encode`].
+    /// Those of [`VaeEncoder::encode`].
     pub fn encode_rgb8(
         &self,
         rgb: &[u8],

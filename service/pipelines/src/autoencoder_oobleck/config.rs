@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_supported_is_named() {
+    fn unsupported_settings_are_named() {
         assert_eq!(OobleckConfig::default().check(), Ok(()));
         for (change, word) in [
             (

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_bases_a_transformer_takes_the_one_that_it_is_named_after() {
+    fn a_transformer_takes_the_base_that_its_file_name_names() {
         let three = ["FLUX.1-dev", "FLUX.1-schnell", "FLUX.1-Kontext-dev"];
         for (file, base) in [
             ("flux1-dev-Q4_K_S.gguf", "FLUX.1-dev"),

@@ -399,7 +399,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_go_to_as_many_blocks_in_turn() {
+    fn each_control_sample_is_added_to_consecutive_blocks() {
         let of = |blocks: usize, samples: usize| -> Vec<usize> {
             (0..blocks)
                 .filter_map(|block| sample_of_block(block, blocks, samples))

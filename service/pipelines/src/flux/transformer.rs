@@ -210,7 +210,8 @@ pub fn pack(latent: &Tensor) -> candle_core::Result<Tensor> {
         .reshape((batch, (height / 2) * (width / 2), channels * 4))
 }
 
-/// Tokens back to a latent: `FluxPipeline._unpack_latents`.
+/// Tokens `[batch, rows * columns, 4 * channels]` back to a latent `[batch, channels, 2 * rows, 2 * columns]` of the
+/// same dtype: `FluxPipeline._unpack_latents`.
 ///
 /// # Errors
 /// When there are not `rows * columns` tokens.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::sections::Part;
+use super::sections::FilmPart;
 use crate::autoencoder_hunyuan::frames_to_rgb8;
 use crate::{MediaFormat, Piece, StageError, Video};
 
@@ -13,7 +13,7 @@ use crate::{MediaFormat, Piece, StageError, Video};
 pub(super) struct Film {
     format: MediaFormat,
     /// What ranges of the decoded frames become, in order.
-    parts: Vec<(Range<usize>, Part)>,
+    parts: Vec<(Range<usize>, FilmPart)>,
     /// What the section before left, `[frames, h, w, 3]`, in host memory.
     before: Option<Tensor>,
     /// What is kept for the next section.
@@ -22,12 +22,12 @@ pub(super) struct Film {
 
 impl Film {
     /// The part of a film that is decoded at once.
-    pub(super) fn whole_parts(frames: usize) -> Vec<(Range<usize>, Part)> {
-        vec![(0..frames, Part::Final { first: 0 })]
+    pub(super) fn whole_parts(frames: usize) -> Vec<(Range<usize>, FilmPart)> {
+        vec![(0..frames, FilmPart::Final { first: 0 })]
     }
 
     /// With what the section before left.
-    pub(super) fn new(video: &Video, parts: Vec<(Range<usize>, Part)>, before: Option<Tensor>) -> Film {
+    pub(super) fn new(video: &Video, parts: Vec<(Range<usize>, FilmPart)>, before: Option<Tensor>) -> Film {
         Film {
             format: MediaFormat::Video {
                 width: video.width,
@@ -60,12 +60,12 @@ impl Film {
             let some = frames.narrow(0, here.start - taken.start, here.len())?;
             let offset = here.start - range.start;
             let (first, some) = match *part {
-                Part::Carried => {
+                FilmPart::Carried => {
                     self.kept.push(some.to_device(&Device::Cpu)?.contiguous()?);
                     continue;
                 }
-                Part::Final { first } => (first, some),
-                Part::FadingOut { first } | Part::FadingIn { first } => {
+                FilmPart::Final { first } => (first, some),
+                FilmPart::FadingOut { first } | FilmPart::FadingIn { first } => {
                     let before = self.before.as_ref().ok_or_else(|| {
                         StageError::BadInput("the frames of the section before are missing".to_owned())
                     })?;
@@ -73,7 +73,7 @@ impl Film {
                     let own = some.to_device(&Device::Cpu)?;
                     let weights = weights(range.len(), own.dtype())?.narrow(0, offset, here.len())?;
                     let blended = match part {
-                        Part::FadingOut { .. } => faded(&own, &other, &weights)?,
+                        FilmPart::FadingOut { .. } => faded(&own, &other, &weights)?,
                         _ => faded(&other, &own, &weights)?,
                     };
                     (first, blended)

@@ -5,7 +5,7 @@ use residency::Bytes;
 
 use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
 use super::sections::{LatentFrame, Sections};
-use super::transformer::{Tokens, denoise_scratch};
+use super::transformer::{TokenCounts, denoise_scratch};
 use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
 use crate::mmdit::is_modulator;
 use crate::plan::{hash_ids, names, only_value, rungs_of};
@@ -49,20 +49,20 @@ impl HunyuanModel {
     }
 
     /// Counts of tokens of a sampling, with so many of text.
-    pub(super) fn tokens(&self, text: usize, video: &Video) -> Tokens {
+    pub(super) fn tokens(&self, text: usize, video: &Video) -> TokenCounts {
         let (h, w) = self.sides(video);
         let in_patches = |cells: usize| h.div_ceil(cells) * w.div_ceil(cells);
         match (&self.framepack, self.sections(video)) {
-            (Some(framepack), Some(sections)) => Tokens {
+            (Some(framepack), Some(sections)) => TokenCounts {
                 text,
                 vision: framepack.vision.tokens(),
                 seen: 4 * in_patches(8) + in_patches(4) + 2 * in_patches(2),
                 sampled: sections.window * in_patches(2),
             },
-            _ => Tokens {
+            _ => TokenCounts {
                 text,
                 sampled: self.vae.latents(video.frames as usize) * in_patches(2),
-                ..Tokens::default()
+                ..TokenCounts::default()
             },
         }
     }
@@ -205,7 +205,7 @@ impl HunyuanModel {
         &self,
         request: &Request,
         video: &Video,
-        tokens: &Tokens,
+        tokens: &TokenCounts,
         section: Option<(Sections, usize)>,
     ) -> StagePlan {
         let dtype = self.precision.dtype;

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_start_is_recognised_in_its_preview() -> Result<(), StageError> {
+    fn a_preview_of_the_start_resembles_the_picture() -> Result<(), StageError> {
         let (image, latent) = picture();
         let map = ColourMap::learned(&image, &latent)?;
         let preview = map.preview(&latent)?;

@@ -58,7 +58,7 @@ pub(super) struct Context {
 
 /// What the frames of a decoded section become, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum FilmPart {
     /// Kept for the next section, which blends its own with them.
     Carried,
     /// Final, from this frame of the film on.
@@ -187,7 +187,7 @@ impl Sections {
     }
 
     /// What the frames of a decoded section become: ranges of them.
-    pub(super) fn parts(&self, section: usize) -> Vec<(Range<usize>, Part)> {
+    pub(super) fn parts(&self, section: usize) -> Vec<(Range<usize>, FilmPart)> {
         let frames = FRAMES_PER_LATENT * (self.decoded(section).len() - 1) + 1;
         let overlap = self.overlap();
         let step = FRAMES_PER_LATENT * self.window;
@@ -201,16 +201,16 @@ impl Sections {
                     behind => step * behind + FRAMES_PER_LATENT,
                 };
                 vec![
-                    (0..carried, Part::Carried),
+                    (0..carried, FilmPart::Carried),
                     (
                         carried..frames - blended,
-                        Part::Final {
+                        FilmPart::Final {
                             first: first + carried,
                         },
                     ),
                     (
                         frames - blended..frames,
-                        Part::FadingOut {
+                        FilmPart::FadingOut {
                             first: first + frames - blended,
                         },
                     ),
@@ -220,14 +220,14 @@ impl Sections {
                 let end = step * (section + 1) + 1;
                 let first = end - frames;
                 vec![
-                    (0..blended, Part::FadingIn { first }),
+                    (0..blended, FilmPart::FadingIn { first }),
                     (
                         blended..frames - carried,
-                        Part::Final {
+                        FilmPart::Final {
                             first: first + blended,
                         },
                     ),
-                    (frames - carried..frames, Part::Carried),
+                    (frames - carried..frames, FilmPart::Carried),
                 ]
             }
         };
@@ -279,11 +279,11 @@ mod tests {
                         assert_eq!(range.start, covered);
                         covered = range.end;
                         match part {
-                            Part::Carried => left = Some(range.clone()),
-                            Part::Final { first } => {
+                            FilmPart::Carried => left = Some(range.clone()),
+                            FilmPart::Final { first } => {
                                 times[first..first + range.len()].iter_mut().for_each(|n| *n += 1)
                             }
-                            Part::FadingOut { first } | Part::FadingIn { first } => {
+                            FilmPart::FadingOut { first } | FilmPart::FadingIn { first } => {
                                 assert_eq!(carried.clone().map(|range| range.len()), Some(range.len()));
                                 times[first..first + range.len()].iter_mut().for_each(|n| *n += 1);
                             }

@@ -85,7 +85,7 @@ pub(super) struct StepBuffers {
 
 /// Counts of tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Tokens {
+pub(super) struct TokenCounts {
     /// Of the prompt.
     pub(super) text: usize,
     /// Of the picture encoder.
@@ -96,7 +96,7 @@ pub(super) struct Tokens {
     pub(super) sampled: usize,
 }
 
-impl Tokens {
+impl TokenCounts {
     /// All of them.
     pub(super) fn all(&self) -> usize {
         self.text + self.vision + self.seen + self.sampled
@@ -171,7 +171,7 @@ impl Transformer {
     /// Errors of the device.
     pub(super) fn step_buffers(
         &self,
-        tokens: &Tokens,
+        tokens: &TokenCounts,
         (dtype, device): (DType, &Device),
     ) -> candle_core::Result<StepBuffers> {
         let counts = (1, tokens.text + tokens.vision, tokens.seen + tokens.sampled);
@@ -262,7 +262,12 @@ impl FramePackLayers {
 
 /// Predicted activation bytes of `steps` steps over these tokens: the buffers, the modulation of all steps, the embedded
 /// inputs and the latent. Not included are the scratch of quantized layers, and the codes of rows for native fp8 products.
-pub(super) fn denoise_scratch(config: &TransformerConfig, tokens: &Tokens, steps: u32, dtype: DType) -> u64 {
+pub(super) fn denoise_scratch(
+    config: &TransformerConfig,
+    tokens: &TokenCounts,
+    steps: u32,
+    dtype: DType,
+) -> u64 {
     let (blocks, number) = (config.blocks(), dtype.size_in_bytes());
     let width = config.width();
     let gates = 2 * config.num_refiner_layers * width * steps as usize * number;

@@ -112,7 +112,8 @@ pub(super) fn latent_of(colour: Colour, shape: Vec<usize>) -> HostTensor {
 
 /// The colour of a latent.
 ///
-/// [`StageError::BadInput`] if it is not of this family's making.
+/// # Errors
+/// [`StageError::BadInput`] if it is not of this family.
 pub(super) fn read_latent(latent: &HostTensor) -> Result<Colour, StageError> {
     let in_channel: usize = latent.shape.iter().skip(2).product();
     if latent.dtype != HostType::F32 || latent.data.len() != CHANNELS * in_channel * 4 || in_channel == 0 {

@@ -334,9 +334,9 @@ impl InstantModel {
         if let Some(state) = round.begins_with(SAMPLING) {
             return Ok((round, read_latent(stage.value(&state)?)?));
         }
-        let text = encoded_shapes(request).map(|value| value.name);
-        let text = text.iter().map(|name| Ok((name.as_str(), stage.value(name)?)));
-        let text = text.collect::<Result<Vec<_>, StageError>>()?;
+        let names = encoded_shapes(request).map(|value| value.name);
+        let values = names.iter().map(|name| Ok((name.as_str(), stage.value(name)?)));
+        let text = values.collect::<Result<Vec<_>, StageError>>()?;
         let init = stage.value_if_taken(LATENT)?.map(read_latent).transpose()?;
         let mut colour = colour_of(&text, request, init);
         let strength: f32 = request.adapters.iter().map(|each| each.strength.first()).sum();

@@ -678,11 +678,11 @@ fn a_description_that_is_a_list_is_damaged() {
 fn a_slow_model_can_be_cancelled_within_a_step() {
     /// Cancels at the third poll, and counts the steps.
     #[derive(Default)]
-    struct Impatient {
+    struct CancelsAtThirdPoll {
         asked: Cell<u32>,
         steps: u32,
     }
-    impl Observer for Impatient {
+    impl Observer for CancelsAtThirdPoll {
         fn step(&mut self, n: u32, _of: u32) {
             self.steps = n;
         }
@@ -715,7 +715,7 @@ fn a_slow_model_can_be_cancelled_within_a_step() {
     let slower = description.replace(r#""steps_ms": 50,"#, r#""steps_ms": 60000,"#);
     assert_ne!(slower, description);
     std::fs::write(&file, slower).unwrap();
-    let mut observer = Impatient::default();
+    let mut observer = CancelsAtThirdPoll::default();
     let result = run(&*open(&file), &denoise, &request, &text, &mut observer);
     assert!(matches!(result, Err(StageError::Cancelled)));
     assert_eq!(observer.steps, 0, "in the first step of a minute");
@@ -934,7 +934,7 @@ fn rounds_of_two_requests_share_passes_and_give_what_they_give_alone() {
 }
 
 #[test]
-fn one_of_two_in_a_pass_is_cancelled_or_fails_alone() {
+fn a_request_in_a_shared_pass_is_cancelled_or_fails_alone() {
     let model = of_tracks();
     let stages = two_slots(&*model);
     for cancelled in [0, 1] {

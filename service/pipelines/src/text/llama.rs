@@ -232,7 +232,7 @@ mod tests {
     /// The component of a file as ComfyUI's users have: all layers and the head of a language model, `model.` before
     /// the names, and linear layers in fp8 with a scale each.
     #[test]
-    fn a_single_file_in_scaled_fp8_is_read_without_what_is_not_used() {
+    fn unused_tensors_of_a_scaled_fp8_file_are_not_read() {
         let json = r#"{"vocab_size": 5, "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 4,
             "num_attention_heads": 2, "num_key_value_heads": 1}"#;
         let config: LlamaConfig = serde_json::from_str(json).unwrap();

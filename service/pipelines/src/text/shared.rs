@@ -15,7 +15,7 @@ const FILES: [&str; 5] = [
     "special_tokens_map.json",
 ];
 
-/// Tokenizers of one kind that are open, by the versions of their files. Nobody has one because of this.
+/// Tokenizers of one kind that are open, by the versions of their files. This keeps none of them open.
 pub(crate) struct Shared<T>(Mutex<BTreeMap<Vec<ModelFile>, Weak<T>>>);
 
 impl<T> Shared<T> {
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tokenizer_is_shared_while_somebody_has_it_and_its_files_are_the_same() {
+    fn a_tokenizer_in_use_is_shared_as_long_as_its_files_are_unchanged() {
         let folder = tempfile::tempdir().expect("a folder");
         let (a, b) = (folder.path().join("a"), folder.path().join("b"));
         for each in [&a, &b] {

@@ -154,13 +154,13 @@ impl Block {
         self.next(modulations, 0, step, dtype)
     }
 
-    /// Runs the block over `rows`, which are normalized; `go_on` of them are needed afterwards, and are normalized
+    /// Runs the block over `rows`, which are normalized; `needed` of them are used afterwards, and are normalized
     /// for `next`. Layers whose results only those need skip the others: after the last block the text and all
-    /// padding are not needed.
+    /// padding are not used.
     pub(super) fn forward(
         &self,
         buffers: &ZImageBuffers,
-        (rows, go_on): (&Part, &Part),
+        (rows, needed): (&Part, &Part),
         modulations: &Modulations,
         step: usize,
         angles: Angles<'_>,
@@ -193,15 +193,15 @@ impl Block {
             &rows.attended,
         )?;
         self.output
-            .forward_into(&go_on.attended, Epilogue::None, &go_on.branch, scratch)?;
+            .forward_into(&needed.attended, Epilogue::None, &needed.branch, scratch)?;
         let inside = self.next(modulations, 1, step, dtype)?;
-        go_on.pass_on(&self.close(modulations, 0, step)?, &inside)?;
-        let halves = [self.gate.to(&go_on.gate)?, self.raise.to(&go_on.raised)?];
-        let normed = go_on.normed(matches!(inside, Next::Block { as_codes: true, .. }));
+        needed.pass_on(&self.close(modulations, 0, step)?, &inside)?;
+        let halves = [self.gate.to(&needed.gate)?, self.raise.to(&needed.raised)?];
+        let normed = needed.normed(matches!(inside, Next::Block { as_codes: true, .. }));
         ops::linears_into(normed, &halves, Epilogue::None, scratch)?;
-        ops::glu(&go_on.gate, &go_on.raised, Nonlinearity::Silu, &go_on.gated)?;
+        ops::glu(&needed.gate, &needed.raised, Nonlinearity::Silu, &needed.gated)?;
         self.lower
-            .forward_into(&go_on.gated, Epilogue::None, &go_on.branch, scratch)?;
-        go_on.pass_on(&self.close(modulations, 1, step)?, next)
+            .forward_into(&needed.gated, Epilogue::None, &needed.branch, scratch)?;
+        needed.pass_on(&self.close(modulations, 1, step)?, next)
     }
 }

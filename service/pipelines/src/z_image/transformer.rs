@@ -346,7 +346,8 @@ pub fn patches_of(latent: &Tensor) -> candle_core::Result<Tensor> {
         .reshape((batch, rows * columns, PATCH * PATCH * channels))
 }
 
-/// Patches back to a latent: `ZImageTransformer2DModel.unpatchify`.
+/// Patches `[batch, rows * columns, 4 * channels]` back to a latent `[batch, channels, 2 * rows, 2 * columns]` of the
+/// same dtype: `ZImageTransformer2DModel.unpatchify`.
 ///
 /// # Errors
 /// When there are not `rows * columns` patches.

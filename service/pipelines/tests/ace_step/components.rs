@@ -92,7 +92,7 @@ fn the_transformer_equals_the_reference_at_every_time() {
 }
 
 #[test]
-fn what_is_a_little_wrong_exceeds_the_tolerance() {
+fn small_errors_in_configuration_or_weights_exceed_the_tolerance() {
     let answers = tensors("ace-tiny/expected/transformer.safetensors");
     let right: TransformerConfig = config("transformer");
     // A card's tolerance is nearer to what a wrong epsilon does.

@@ -181,7 +181,7 @@ fn requests_out_of_bounds_are_refused_with_their_field() {
 }
 
 #[test]
-fn f16_is_refused_with_why() {
+fn f16_is_refused_with_the_reason() {
     let folder = folder(false);
     let error = catalogue().open(folder.path(), &Precision::full(DType::F16));
     let error = error.err().expect("a refusal").to_string();
@@ -205,7 +205,7 @@ fn components_that_do_not_fit_are_refused() {
             "condition_encoder",
             "hidden_size",
             serde_json::Value::from(u64::MAX),
-            "beyond all reason",
+            "beyond the supported maximum",
         ),
     ] {
         let folder = folder(false);
@@ -230,7 +230,7 @@ fn a_checkpoint_without_tokenizer_makes_no_covers() {
 }
 
 #[test]
-fn what_is_offered_instead_is_shorter_and_what_is_kept_is_known_again() {
+fn fallbacks_are_shorter_and_a_request_is_derived_from_a_latent_shape() {
     let folder = folder(false);
     let opened = open(folder.path(), &F32);
     let model = &opened.model;

@@ -147,7 +147,7 @@ fn rounds_give_the_bits_of_the_whole() {
 }
 
 #[test]
-fn only_encoders_of_tracks_read_them() {
+fn only_stages_that_encode_tracks_read_their_data() {
     let folder = folder(true);
     let opened = open(folder.path(), &F32);
     for (name, request) in kinds() {
@@ -228,7 +228,7 @@ fn apart(found: &HostTensor, expected: &HostTensor) -> f64 {
 }
 
 #[test]
-fn shared_passes_give_what_requests_give_alone() {
+fn a_shared_pass_gives_the_same_values_as_separate_runs() {
     let folder = folder(true);
     let opened = open(folder.path(), &F32);
     let all = slots(&opened);
@@ -267,7 +267,7 @@ fn shared_passes_give_what_requests_give_alone() {
 }
 
 #[test]
-fn what_is_asked_for_as_a_whole_is_the_same_in_shared_passes() {
+fn a_sampling_in_shared_rounds_equals_that_of_one_stage() {
     let folder = folder(false);
     let opened = open(folder.path(), &F32);
     let with = |seed: u64, slots: u32| Request {
@@ -294,7 +294,7 @@ fn what_is_asked_for_as_a_whole_is_the_same_in_shared_passes() {
 }
 
 #[test]
-fn one_that_fails_or_is_cancelled_changes_nothing_of_the_others() {
+fn a_failed_or_cancelled_request_does_not_change_the_others_in_its_pass() {
     let folder = folder(true);
     let opened = open(folder.path(), &F32);
     let all = slots(&opened);
@@ -369,7 +369,7 @@ fn one_that_fails_or_is_cancelled_changes_nothing_of_the_others() {
 }
 
 #[test]
-fn what_cannot_share_a_pass_is_refused() {
+fn stages_that_cannot_share_a_pass_are_refused() {
     let folder = folder(true);
     let opened = open(folder.path(), &F32);
     let asked = |seconds: f32, slots: u32| Request {
@@ -396,7 +396,7 @@ fn what_cannot_share_a_pass_is_refused() {
 }
 
 #[test]
-fn what_is_done_stays_done_when_the_rest_is_cancelled() {
+fn a_finished_request_keeps_its_values_when_the_others_are_cancelled() {
     let folder = folder(true);
     let opened = open(folder.path(), &F32);
     let asked = Request {

@@ -65,7 +65,7 @@ fn source_and_noise(values: &Values, seed: u64) -> (Vec<f32>, Vec<f32>, usize) {
 }
 
 #[test]
-fn frames_begin_where_the_schedule_reaches_their_strength() {
+fn each_frame_starts_at_the_step_of_its_strength() {
     let (_folder, opened) = opened();
     // From 0 over a quarter of a second of silence to 0.9, and down to a half.
     let points = [(0.2, 0.0), (0.6, 0.9), (0.6, 0.3), (0.9, 0.5)];
@@ -135,7 +135,7 @@ fn frames_begin_where_the_schedule_reaches_their_strength() {
 }
 
 #[test]
-fn the_same_strength_everywhere_is_that_of_the_request() {
+fn a_constant_strength_curve_equals_the_strength_of_the_request() {
     let (_folder, opened) = opened();
     for strength in [0.3, 0.6, 1.0] {
         let latent = |request: &Request| {

@@ -54,7 +54,7 @@ fn states_and_embedded_lyrics_equal_the_references() {
 }
 
 #[test]
-fn a_template_puts_its_token_behind_every_text() {
+fn the_end_token_is_appended_to_every_text() {
     let tokenizer = QwenTokenizer::open(&fixtures().join("ace-tiny/tokenizer")).expect("a tokenizer");
     let end = tokenizer.encode_text("", 8).expect("ids");
     let [end] = end[..] else { panic!("{end:?}") };

@@ -167,7 +167,7 @@ fn bf16_makes_every_track() {
 }
 
 #[test]
-fn a_new_track_begins_at_a_source_or_a_latent_as_strength_says() {
+fn strength_sets_how_many_steps_run_from_a_given_latent() {
     let folder = folder(false);
     let opened = open(folder.path(), &F32);
     let source = of_source(AudioTask::TextToMusic);

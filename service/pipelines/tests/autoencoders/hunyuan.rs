@@ -437,7 +437,7 @@ fn a_decode_allocates_the_predicted_scratch() {
     on_two_threads(decode_needs_what_was_predicted);
 }
 
-#[allow(clippy::print_stdout)] // figures for whoever reads the test's output
+#[allow(clippy::print_stdout)] // it prints figures
 fn decode_needs_what_was_predicted() {
     let config = small_config();
     let not_halved = HunyuanVaeConfig {
@@ -483,7 +483,7 @@ fn an_encode_allocates_the_predicted_scratch() {
     on_two_threads(encode_needs_what_was_predicted);
 }
 
-#[allow(clippy::print_stdout)] // figures for whoever reads the test's output
+#[allow(clippy::print_stdout)] // it prints figures
 fn encode_needs_what_was_predicted() {
     let config = small_config();
     let encoder = HunyuanVaeEncoder::new(&config, &ComponentTensors::new(weights(&config))).unwrap();
@@ -514,7 +514,7 @@ fn encode_needs_what_was_predicted() {
 }
 
 #[test]
-#[allow(clippy::print_stdout)] // figures for whoever reads the test's output
+#[allow(clippy::print_stdout)] // it prints figures
 fn every_rung_is_predicted_to_need_less_than_the_one_before() {
     let _together = together();
     let config = HunyuanVaeConfig::default();

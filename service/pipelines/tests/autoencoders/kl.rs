@@ -420,7 +420,7 @@ fn a_decode_allocates_the_predicted_scratch() {
     on_two_threads(decode_needs_what_was_predicted);
 }
 
-#[allow(clippy::print_stdout)] // figures for whoever reads the test's output
+#[allow(clippy::print_stdout)] // it prints figures
 fn decode_needs_what_was_predicted() {
     let wide = VaeConfig {
         block_out_channels: vec![64, 64],
@@ -454,7 +454,7 @@ fn an_encode_allocates_the_predicted_scratch() {
     on_two_threads(encode_needs_what_was_predicted);
 }
 
-#[allow(clippy::print_stdout)] // figures for whoever reads the test's output
+#[allow(clippy::print_stdout)] // it prints figures
 fn encode_needs_what_was_predicted() {
     let encoder = VaeEncoder::new(&config(), &ComponentTensors::new(weights())).expect("an encoder");
     let picture = noise(&[1, 3, 256, 192], 0.5);
@@ -529,7 +529,7 @@ fn every_rung_is_predicted_to_need_less_than_the_one_before() {
     }
 }
 
-/// `cargo test -p pipelines --test autoencoders --release -- --ignored --nocapture how_long`
+/// `cargo test -p pipelines --test autoencoders --release -- --ignored --nocapture duration_of_a_decode`
 #[test]
 #[ignore = "prints times"]
 fn duration_of_a_decode() {

@@ -240,7 +240,7 @@ fn strength_zero_is_the_base_exactly_and_needs_no_adapter() {
 }
 
 #[test]
-fn text_of_other_strengths_is_not_taken_for_the_same() {
+fn the_text_memo_depends_on_the_text_strength_of_an_adapter() {
     let name = "text-encoder-bare.safetensors";
     let opened = with(&[name]);
     let memo = |request: &Request| opened.stage(request, "encode_text").memo;
@@ -445,7 +445,7 @@ fn unknown_tensors_are_ignored_if_asked() {
 }
 
 #[test]
-fn a_number_that_is_not_finite_is_told_with_its_adapter() {
+fn a_number_that_is_not_finite_is_reported_with_its_adapter() {
     let name = "bad/nan.safetensors";
     let error = with(&[name]).latent(&request_with(name, &[1.0]), &mut Unobserved);
     match error.unwrap_err() {

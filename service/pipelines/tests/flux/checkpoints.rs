@@ -268,7 +268,7 @@ fn unsupported_checkpoints_are_refused_with_the_reason() {
             "transformer/config.json",
             "num_layers",
             serde_json::json!(1u64 << 60),
-            "beyond all reason",
+            "beyond the supported maximum",
         ),
         (
             "transformer/config.json",

@@ -241,7 +241,7 @@ fn wrong_controls_are_refused_by_their_fields() {
 }
 
 #[test]
-fn what_is_no_control_net_for_the_model_is_refused() {
+fn a_folder_that_is_no_control_net_is_refused() {
     let text_encoder = adapted("flux-tiny/text_encoder").unwrap_err();
     let is_file = |error: &ModelError| {
         matches!(

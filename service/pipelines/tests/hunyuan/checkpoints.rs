@@ -190,7 +190,7 @@ fn framepacks_own_repository_finds_hunyuan_video_and_siglip_beside_it() {
 
 /// The folders of a hub cache, where nothing else is beside a snapshot.
 #[test]
-fn framepacks_own_repository_finds_them_in_a_hub_cache() {
+fn framepacks_own_repository_finds_its_companions_in_a_hub_cache() {
     let (root, folder) = framepack_repositories("FramePack_F1_I2V_HY_20250503");
     let cache = root.path().join("hub");
     let snapshot = |id: &str, commit: &str| cache.join(format!("models--{id}/snapshots/{commit}"));

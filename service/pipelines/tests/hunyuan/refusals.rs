@@ -124,7 +124,12 @@ fn parts_that_do_not_match_and_odd_configurations_are_refused() {
             &["FramePack has both"],
         ),
         ("transformer", "rope_axes_dim", "[4, 6, 4]", &["do not add up"]),
-        ("transformer", "num_layers", "4000000000", &["beyond all reason"]),
+        (
+            "transformer",
+            "num_layers",
+            "4000000000",
+            &["beyond the supported maximum"],
+        ),
         (
             "transformer",
             "num_layers",

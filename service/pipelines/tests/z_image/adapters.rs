@@ -138,7 +138,7 @@ fn a_control_net_is_refused_as_what_it_is() {
 }
 
 #[test]
-fn strengths_that_change_are_those_of_every_step() {
+fn an_adapter_strength_curve_is_applied_in_each_step() {
     let opened = with("diffusers-peft.safetensors");
     let request = |points: Vec<(f32, f32)>| Request {
         prompt: "a red circle".to_owned(),

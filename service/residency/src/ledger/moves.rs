@@ -54,8 +54,11 @@ pub enum LedgerError {
 }
 
 impl Ledger {
-    /// Books a component's bytes before the first of them is allocated. Fails if it is booked already or exceeds free
-    /// and slack.
+    /// Books a component's bytes before the first of them is allocated.
+    ///
+    /// # Errors
+    /// [`LedgerError::AlreadyThere`] if it is booked already, [`LedgerError::NoRoom`] if it exceeds free and slack
+    /// bytes.
     pub fn begin_load(&mut self, c: &Component, now: Millis) -> Result<(), LedgerError> {
         if self.residents.contains_key(&c.id) {
             return Err(LedgerError::AlreadyThere(c.id.clone()));
@@ -76,6 +79,9 @@ impl Ledger {
     }
 
     /// Marks a loading component as resident: its last byte has arrived.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if it is not loading.
     pub fn complete_load(&mut self, id: &ComponentId, now: Millis) -> Result<(), LedgerError> {
         let resident = self.in_state(id, ResidentState::Loading)?;
         resident.state = ResidentState::Resident;
@@ -85,14 +91,21 @@ impl Ledger {
 
     /// Removes a component whose load failed or was cancelled. Its bytes are late until the driver shows them as
     /// free.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if it is not loading.
     pub fn abort_load(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
         self.in_state(id, ResidentState::Loading)?;
         self.leave(id);
         Ok(())
     }
 
-    /// Starts an eviction: from here on no stage can lease the component. Refused if it is leased or pinned. A hold
-    /// does not prevent an explicit unload; plans never evict a held component.
+    /// Starts an eviction: from here on no stage can lease the component. A hold does not prevent an explicit unload;
+    /// plans never evict a held component.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if it is not resident,
+    /// [`LedgerError::Leased`] and [`LedgerError::Pinned`].
     pub fn begin_evict(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
         let resident = self.in_state(id, ResidentState::Resident)?;
         if resident.leases > 0 {
@@ -106,12 +119,18 @@ impl Ledger {
     }
 
     /// Cancels an eviction that had begun: the component is still resident in full.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if no eviction has begun.
     pub fn abort_evict(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
         self.in_state(id, ResidentState::Evicting)?.state = ResidentState::Resident;
         Ok(())
     }
 
     /// Completes an eviction. The component's bytes are late until the driver shows them as free or slack.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if no eviction has begun.
     pub fn complete_evict(&mut self, id: &ComponentId, now: Millis) -> Result<(), LedgerError> {
         self.in_state(id, ResidentState::Evicting)?;
         self.leave(id);
@@ -131,6 +150,9 @@ impl Ledger {
     }
 
     /// Starts a stage: all its components must be resident. Books its scratch, as far as bytes are available.
+    ///
+    /// # Errors
+    /// [`LedgerError::NotResident`] for the first component that is not.
     pub fn lease(&mut self, need: &StageNeed, now: Millis) -> Result<LeaseId, LedgerError> {
         let mut components: Vec<ComponentId> = need.components.iter().map(|c| c.id.clone()).collect();
         components.sort_unstable();
@@ -159,6 +181,9 @@ impl Ledger {
 
     /// Ends a stage. Its scratch counts as slack until the driver's figures differ, since pools keep what they have
     /// allocated.
+    ///
+    /// # Errors
+    /// [`LedgerError::UnknownLease`] if there is no such lease, or no longer.
     pub fn release(&mut self, lease: LeaseId, now: Millis) -> Result<(), LedgerError> {
         let Lease { components, scratch } = self
             .leases

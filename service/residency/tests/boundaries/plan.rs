@@ -102,7 +102,7 @@ fn frequently_or_recently_used_components_stay() {
 }
 
 #[test]
-fn what_the_job_needs_later_is_evicted_last() {
+fn components_needed_later_are_evicted_last() {
     let (mut sampled, decoder, new) = (component("a", 8), component("b", 8), component("new", 8));
     sampled.reload_seconds = 100.0;
     let ledger = card_with(&[&sampled, &decoder]);

@@ -116,7 +116,7 @@ fn evicted(moves: &[Move]) -> Vec<&Component> {
         .collect()
 }
 
-/// Carries a plan out on a card whose driver is prompt and honest.
+/// Carries a plan out on a card whose driver reports the true free bytes at once.
 fn carry_out(ledger: &mut Ledger, mut truth: DriverTruth, moves: &[Move]) -> Result<(), TestCaseError> {
     for each in moves {
         match each {

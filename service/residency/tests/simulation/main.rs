@@ -66,7 +66,7 @@ fn invariants_hold_for_a_million_turns() {
 
 /// Each defect is noticed, and by the invariant that is meant to notice it.
 #[test]
-fn every_invariant_can_fail() {
+fn each_injected_defect_violates_its_invariant() {
     for (defect, invariant) in Defect::ALL {
         let seen = episodes(1, 200, defect);
         let violation = seen.err().unwrap_or_else(|| panic!("{defect:?} went unnoticed"));
@@ -80,7 +80,7 @@ fn every_invariant_can_fail() {
 
 /// The same seed is the same history.
 #[test]
-fn a_seed_repeats() {
+fn equal_seeds_give_equal_episodes() {
     let stats = [(); 2].map(|()| World::episode(7, TURNS_AN_EPISODE, Defect::None).unwrap());
     assert_eq!(stats[0], stats[1]);
 }

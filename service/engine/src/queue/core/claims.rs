@@ -11,7 +11,7 @@ use super::Core;
 use crate::error::{Change, ChangedTo, Error, Fallback, Shortfall};
 use crate::library::Entry;
 use crate::messages::{Answer, Command};
-use crate::queue::cards::{Errand, ReservationRequest};
+use crate::queue::cards::{PendingRequest, ReservationRequest};
 use crate::queue::report::{Freed, Reserved};
 use crate::queue::request::{OpenModels, Reply};
 
@@ -78,14 +78,14 @@ impl Core {
     /// Tells the workers whom it concerns.
     pub(super) fn claims_changed(&mut self, now: Instant) {
         for index in 0..self.cards.len() {
-            self.tell_claims(index, false, now);
+            self.send_claims(index, false, now);
         }
         self.replan = true;
         self.dirty = true;
     }
 
     /// Tells one worker what must stay, and has a fresh one's pinned components brought back.
-    pub(super) fn tell_claims(&mut self, index: usize, fresh_worker: bool, now: Instant) {
+    pub(super) fn send_claims(&mut self, index: usize, fresh_worker: bool, now: Instant) {
         let dtype = self.cards[index].description.compute_dtype.clone();
         let lost = match fresh_worker {
             true => std::mem::take(&mut self.cards[index].lost_residents),
@@ -96,7 +96,7 @@ impl Core {
         let standing = self.claims.standing(index, &dtype, &away, beside);
         let back = self.claims.pinned_among(&lost, &dtype, &away); // a swap brings back its own
         let card = &mut self.cards[index];
-        card.tell_claims(standing, fresh_worker);
+        card.send_claims(standing, fresh_worker);
         card.restore.extend(back);
     }
 
@@ -150,8 +150,8 @@ impl Core {
         now: Instant,
     ) {
         let id = self.number();
-        let errand = Errand::Reserve { request, reply };
-        self.cards[index].errand(id, errand, Command::MakeRoom { id, bytes }, now);
+        let pending = PendingRequest::Reserve { request, reply };
+        self.cards[index].send_request(id, pending, Command::MakeRoom { id, bytes }, now);
     }
 
     fn renewed(
@@ -217,7 +217,7 @@ impl Core {
         if let Err(Ok(unwanted)) = reply.send(result)
             && is_new
         {
-            self.claims.release_reservation(&unwanted.id); // whoever asked has left
+            self.claims.release_reservation(&unwanted.id); // the caller has left
         }
         self.claims_changed(now);
     }

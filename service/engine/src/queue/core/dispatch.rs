@@ -202,7 +202,7 @@ impl Core {
 
     /// Sends a job's next step to a card.
     fn start(&mut self, id: &JobId, index: usize, low_memory: bool, now: Instant) {
-        self.make_way(id, index, now);
+        self.prepare_swap_step(id, index, now);
         self.take_cached_values(id, index, now);
         let Some(job) = self.jobs.get(id) else { return };
         if job.step().is_some_and(|step| step.is_unload()) {

@@ -90,7 +90,7 @@ impl Core {
             .as_ref()
             .is_err_and(|error| !matches!(error, Error::Cancelled(_)))
         {
-            self.tell_undecoded_latents(id, now);
+            self.emit_undecoded_latents(id, now);
         }
         let Some(mut job) = self.jobs.remove(id) else {
             return;
@@ -137,18 +137,18 @@ impl Core {
         self.ended.retain_events(job, self.settings.replay, now);
     }
 
-    /// A job that fails before a decode hands out the latents, so that the sampling need not be paid for again.
-    fn tell_undecoded_latents(&mut self, id: &JobId, now: Instant) {
+    /// A job that fails before a decode emits its latents, so that the sampling need not be repeated.
+    fn emit_undecoded_latents(&mut self, id: &JobId, now: Instant) {
         let Some(job) = self.jobs.get(id).filter(|job| !job.is_load()) else {
             return;
         };
         for item in job.undecoded_items() {
-            self.tell_latent(id, item, now);
+            self.emit_latent(id, item, now);
         }
     }
 
-    /// Tells the client of an item's latent, once, when it has all that its decodes take.
-    pub(super) fn tell_latent(&mut self, id: &JobId, item: u32, now: Instant) {
+    /// Emits an item's latent, once, when it has all values that its decodes take.
+    pub(super) fn emit_latent(&mut self, id: &JobId, item: u32, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let Some(latent) = job.latents.get(&item).filter(|_| !job.told.contains(&item)) else {
             return;

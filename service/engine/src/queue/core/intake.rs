@@ -51,7 +51,7 @@ impl Core {
             let problem = "a request came without the data of its media, and can only be planned";
             return Err(Error::Internal(problem.to_owned()));
         }
-        self.refuse_heavy(&submission.spec.work)?;
+        self.check_input_bytes(&submission.spec.work)?;
         let mut job = self.record(submission, now)?;
         if let Some(error) = self.view(now).refusal_after_deaths(&job) {
             return Err(error);
@@ -122,7 +122,7 @@ impl Core {
     }
 
     /// A job is refused while the init images of those before it leave no room for its own.
-    fn refuse_heavy(&self, work: &JobWork) -> Result<(), Error> {
+    fn check_input_bytes(&self, work: &JobWork) -> Result<(), Error> {
         let (own, others) = (input_bytes(work), self.jobs.values());
         let kept = others.map(|job| input_bytes(&job.work)).sum::<Bytes>();
         if own > Bytes::ZERO && kept > Bytes::ZERO && kept + own > self.settings.input_bytes {
@@ -143,7 +143,7 @@ impl Core {
         self.view(now).plan_report(&job, card)
     }
 
-    /// A job as it would be submitted, on nobody's list yet.
+    /// The record of a submission, not in the queue yet.
     fn record(&mut self, submission: Submission, now: Instant) -> Result<JobRecord, Error> {
         let Submission {
             spec,
@@ -178,7 +178,7 @@ impl Core {
         });
         let (arrival, unread) = (self.number(), self.unread_of(&options.account));
         let replay = match options.idempotency_key.is_empty() {
-            true => Replay::Nobody,
+            true => Replay::NotJoinable,
             false => Replay::within(self.settings.replay),
         };
         let mut job = JobRecord {
@@ -423,7 +423,7 @@ fn listen(job: &mut JobRecord, listener: u64, mailbox: Arc<Mailbox>, joined: boo
     }
 }
 
-/// What somebody who joins late has missed.
+/// Sends the events so far to a listener that joins late.
 fn replay(mailbox: &Mailbox, at_ms: u64, events: &[JobEvent]) {
     mailbox.push(JobEvent {
         at_ms,

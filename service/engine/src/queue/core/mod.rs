@@ -42,17 +42,17 @@ use crate::job::{JobId, JobSpec, JobState};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Ticket};
 
-/// Whoever waits for memory hears of it this often.
+/// Interval at which a job that waits for memory emits an event of it.
 pub(super) const TICK: Duration = Duration::from_millis(500);
 
-/// What a handle asks for, with its way to answer.
+/// A call of a handle, which sends its own reply.
 pub(super) type Call = Box<dyn FnOnce(&mut Core, Instant) + Send>;
 
-/// What comes in.
+/// An input of the core.
 pub(super) enum Input {
-    /// A handle asks.
+    /// A call of a handle.
     Call(Call),
-    /// A worker says something, or is gone.
+    /// An event or the loss of a worker.
     Signal(CardSignal),
     /// A listener has left its job.
     Left { job: JobId, listener: u64 },
@@ -65,7 +65,7 @@ pub(super) enum Input {
     ReductionsOpened { job: JobId, reductions: Vec<Reduction> },
 }
 
-/// What is to be done outside.
+/// An effect that the shell carries out.
 pub(super) enum Effect {
     /// A command to a card's worker.
     Command { card: usize, command: Command },
@@ -111,7 +111,7 @@ pub(super) struct Core {
     unread: BTreeMap<String, Weak<Unread>>,
     drain: Option<Drain>,
     effects: Vec<Effect>,
-    /// Source of tickets, arrivals, listeners and errands: no two are equal.
+    /// Source of the numbers of tickets, arrivals, listeners and requests: no two are equal.
     next_number: u64,
     /// Whether something has changed that may let a job start.
     replan: bool,
@@ -261,7 +261,10 @@ impl Core {
         vec![
             ("jobs", self.jobs.len()),
             ("orders", cards().filter(|card| card.in_flight.is_some()).count()),
-            ("errands", cards().map(|card| card.errands.len()).sum()),
+            (
+                "pending_requests",
+                cards().map(|card| card.pending_requests.len()).sum(),
+            ),
             ("restores", cards().map(|card| card.restore.len()).sum()),
             ("unloads", self.unloads.len()),
             ("trims", self.trims.len()),
@@ -340,7 +343,7 @@ impl Core {
             if let Some((what, usual)) =
                 running.and_then(|running| running.too_slow(index, &self.settings, now))
             {
-                self.learned.may_take(index, &what, usual);
+                self.learned.raise_stage_times(index, &what, usual);
             }
             tracing::warn!(card = %card.description.id, ?limit, reason, "a worker is taken for hung");
             card.recycle(&reason);
@@ -360,7 +363,7 @@ impl Core {
             && self.jobs.is_empty()
         {
             for reply in drain.replies.drain(..) {
-                let _ = reply.send(()); // whoever asked may have left
+                let _ = reply.send(()); // the caller may have left
             }
         }
     }

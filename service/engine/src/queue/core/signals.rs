@@ -1,4 +1,4 @@
-//! What workers say, and what follows from it for the job that they say it of.
+//! Events of workers, and their effects on jobs.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::{Core, Effect, TICK};
 use crate::error::{Error, Shortfall};
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Answer, Completed, Event, Failure, Outcome, Progress, Shortage, Ticket};
-use crate::queue::cards::{Errand, InFlight};
+use crate::queue::cards::{InFlight, PendingRequest};
 use crate::queue::record::{Refusal, State};
 use crate::queue::steps::{Step, StepKind};
 use crate::queue::{CardSignal, Signal};
@@ -26,21 +26,21 @@ impl Core {
             return;
         };
         if let Signal::Stuck { reason } = &signal {
-            // Of a worker that is lost: nothing else that it says counts.
+            // A lost worker: its other events are ignored.
             if !card.is_ready() {
                 self.cards[index].problem.clone_from(reason);
                 self.dirty = true;
             }
             return;
         }
-        if !card.listens_to(generation) && !card.is_replaced_by(generation) {
+        if !card.accepts_events_of(generation) && !card.is_replaced_by(generation) {
             return; // a stale generation is ignored
         }
         if card.is_replaced_by(generation) {
             self.lost(
                 index,
                 card.generation,
-                "another took its place",
+                "another worker was started for the card",
                 Duration::ZERO,
                 now,
             );
@@ -54,7 +54,7 @@ impl Core {
                 ledger,
             }) => {
                 self.cards[index].ready(generation, card, attention, ledger, now);
-                self.tell_claims(index, true, now);
+                self.send_claims(index, true, now);
                 self.recycled(index);
                 self.replan = true;
             }
@@ -67,23 +67,23 @@ impl Core {
             }
             Signal::Event(Event::Finished { ticket, outcome }) => self.finished(index, ticket, outcome, now),
             Signal::Event(Event::Answer { id, answer }) => {
-                let errand = self.cards[index].errands.remove(&id);
-                if let Some(errand) = errand {
-                    self.cards[index].restart_errand_clock(now);
-                    self.answered(index, errand, answer, now);
+                let pending = self.cards[index].pending_requests.remove(&id);
+                if let Some(pending) = pending {
+                    self.cards[index].restart_request_clock(now);
+                    self.answered(index, pending, answer, now);
                 }
             }
         }
         self.dirty = true;
     }
 
-    fn answered(&mut self, index: usize, errand: Errand, answer: Answer, now: Instant) {
-        match errand {
-            Errand::Unload { unload, .. } => self.unloaded(unload, index, answer),
-            Errand::Trim { trim } => self.trimmed(trim, answer),
-            Errand::Reserve { request, reply } => self.room_made(index, request, reply, answer, now),
-            Errand::Swap { job, .. } => self.unloaded_for_swap(&job, index, answer, now),
-            Errand::KeepAlive => {}
+    fn answered(&mut self, index: usize, pending: PendingRequest, answer: Answer, now: Instant) {
+        match pending {
+            PendingRequest::Unload { unload, .. } => self.unloaded(unload, index, answer),
+            PendingRequest::Trim { trim } => self.trimmed(trim, answer),
+            PendingRequest::Reserve { request, reply } => self.room_made(index, request, reply, answer, now),
+            PendingRequest::Swap { job, .. } => self.unloaded_for_swap(&job, index, answer, now),
+            PendingRequest::KeepAlive => {}
         }
         self.replan = true;
     }
@@ -98,7 +98,7 @@ impl Core {
         }) else {
             return;
         };
-        running.hear(&progress, now);
+        running.record_progress(&progress, now);
         let worker = (index, card.generation);
         let known = self.learned.pace(worker, running.pace.key(index).as_ref());
         running.allow_silence(&known, &self.settings);
@@ -173,7 +173,7 @@ impl Core {
             return;
         };
         self.replan = true;
-        card.restart_errand_clock(now);
+        card.restart_request_clock(now);
         self.end_unneeded_order(index, now);
         let card = &self.cards[index];
         if let Outcome::Completed(completed) = &outcome
@@ -216,7 +216,7 @@ impl Core {
                 return self.fail_if(&id, ending, now);
             }
             Outcome::Cancelled => Err(Error::Internal(
-                "the worker let go of a stage that nobody had cancelled".to_owned(),
+                "the worker cancelled a stage without a request".to_owned(),
             )),
             Outcome::Failed(failure) => Err(self.failed(&id, index, &running, failure)),
         };
@@ -231,7 +231,7 @@ impl Core {
         }
     }
 
-    /// What became of several in shared passes is not what becomes of one.
+    /// Has a job of failed shared passes run again, alone: the fault may be of another job.
     fn run_alone(&mut self, id: &JobId, outcome: &Outcome) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.attempt.alone = !matches!(outcome, Outcome::Cancelled);
@@ -244,10 +244,10 @@ impl Core {
         }
     }
 
-    /// A worker has let go of an order: its job is queued again, and what it is to end with is returned.
+    /// Ends an order: its job is queued again, and the error that it is to end with is returned.
     fn let_go(&mut self, id: &JobId, running: &InFlight, is_charged: bool, now: Instant) -> Option<Error> {
         let took = now.duration_since(running.sent);
-        gpu::Timeline::tell("order, there and back", &running.need.name, took);
+        gpu::Timeline::log("round trip of an order", &running.need.name, took);
         let job = self.jobs.get_mut(id)?;
         if is_charged {
             let card_ms = took.as_secs_f64() * 1000.0 / f64::from(running.jobs);
@@ -267,7 +267,7 @@ impl Core {
             return; // asked again when the old entry has left
         }
         if job.attempt.low_memory {
-            tracing::warn!(job = %job.id, "a worker did not risk what the job allows");
+            tracing::warn!(job = %job.id, "a worker answered wait to an order with low memory allowed");
         }
         let refusal = Refusal {
             snapshot,
@@ -419,7 +419,7 @@ impl Core {
             }
         }
         if keeps {
-            self.tell_latent(id, step.item, now);
+            self.emit_latent(id, step.item, now);
         }
     }
 
@@ -466,29 +466,29 @@ impl Core {
         let residents: Vec<_> = card.ledger.residents().map(|r| r.component.clone()).collect();
         card.lost(generation, reason, restarts_in, headroom, now);
         let running = card.in_flight.take();
-        let errands = std::mem::take(&mut card.errands);
+        let pending_requests = std::mem::take(&mut card.pending_requests);
         tracing::warn!(card = %card.description.id, generation, reason, "the worker is lost");
-        for errand in errands.into_values() {
-            let answer = match &errand {
+        for pending in pending_requests.into_values() {
+            let answer = match &pending {
                 // A process that is gone has given all of its memory back.
-                Errand::Unload { components, .. } | Errand::Swap { components, .. } => {
+                PendingRequest::Unload { components, .. } | PendingRequest::Swap { components, .. } => {
                     let gone = residents.iter().filter(|c| components.contains(&c.id));
-                    let freed = |c: &residency::Component| gpu::Unloaded {
+                    let unloaded = |c: &residency::Component| gpu::Unloaded {
                         booked: c.bytes,
                         freed: c.bytes,
                     };
-                    let freed = gone.map(|c| (c.clone(), freed(c))).collect();
+                    let freed = gone.map(|c| (c.clone(), unloaded(c))).collect();
                     Answer::Unloaded {
                         freed,
                         kept: Vec::new(),
                         short: Bytes::ZERO,
                     }
                 }
-                Errand::Trim { .. } | Errand::Reserve { .. } | Errand::KeepAlive => {
+                PendingRequest::Trim { .. } | PendingRequest::Reserve { .. } | PendingRequest::KeepAlive => {
                     Answer::Failed(format!("the worker was lost: {reason}"))
                 }
             };
-            self.answered(index, errand, answer, now);
+            self.answered(index, pending, answer, now);
         }
         if let Some(running) = running {
             for id in running.all_jobs() {

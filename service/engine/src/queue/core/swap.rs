@@ -6,7 +6,7 @@ use super::Core;
 use crate::error::Error;
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Answer, Command};
-use crate::queue::cards::Errand;
+use crate::queue::cards::PendingRequest;
 use crate::queue::record::State;
 use crate::queue::report::{Freed, Kept};
 use crate::queue::steps::{Model, Steps, undo_of_swap};
@@ -14,7 +14,7 @@ use crate::queue::swap::{Unloading, ids};
 
 impl Core {
     /// Before a step of a swap: begins it, and puts an unload of the replaced model before the step where both do not fit.
-    pub(super) fn make_way(&mut self, id: &JobId, index: usize, now: Instant) {
+    pub(super) fn prepare_swap_step(&mut self, id: &JobId, index: usize, now: Instant) {
         let view = self.view(now);
         let job = self.jobs.get(id).filter(|job| !job.is_decided());
         let Some((job, swap)) = job.and_then(|job| Some((job, job.swap.as_ref()?))) else {
@@ -41,7 +41,7 @@ impl Core {
                 job.steps.unload_before(job.cursor, Model::Replaced);
             }
         }
-        self.tell_claims(index, false, now);
+        self.send_claims(index, false, now);
     }
 
     /// Has workers unload what the swap's next step takes off their cards. False: there is nothing to unload.
@@ -79,18 +79,18 @@ impl Core {
             }
         }
         for (index, components) in leave {
-            self.tell_claims(index, false, now);
-            let errand = self.number();
+            self.send_claims(index, false, now);
+            let request_id = self.number();
             let components = ids(&components);
             let command = Command::Unload {
-                id: errand,
+                id: request_id,
                 components: components.clone(),
             };
-            let waiting = Errand::Swap {
+            let waiting = PendingRequest::Swap {
                 job: id.clone(),
                 components,
             };
-            self.cards[index].errand(errand, waiting, command, now);
+            self.cards[index].send_request(request_id, waiting, command, now);
         }
         if is_proven {
             self.claims_changed(now);
@@ -125,7 +125,7 @@ impl Core {
             return;
         }
         let took = now.duration_since(unloading.since);
-        gpu::Timeline::tell("swap", "unload, there and back", took);
+        gpu::Timeline::log("swap", "round trip of an unload", took);
         job.report.stages.push(StageReport {
             name: "unload".into(),
             moves: took,
@@ -160,7 +160,7 @@ impl Core {
             now,
         );
         if is_displaced {
-            let message = format!("{new} did not prove itself ({error}); {old} is brought back");
+            let message = format!("{new} failed its proof ({error}); {old} is brought back");
             tracing::warn!(job = %id, message, "a swap is undone");
             job.emit(
                 now,

@@ -7,7 +7,7 @@ use super::Core;
 use crate::error::{CancelledBy, Error};
 use crate::library::Entry;
 use crate::messages::{Answer, Command};
-use crate::queue::cards::Errand;
+use crate::queue::cards::PendingRequest;
 use crate::queue::report::UnloadReport;
 use crate::queue::request::{OpenModels, Reply};
 use crate::queue::unloads::{EntryToUnload, PendingTrim, PendingUnload};
@@ -39,7 +39,7 @@ impl Core {
         now: Instant,
     ) {
         self.learned
-            .forgive(entry.as_ref().map(|entry| entry.key.as_str()));
+            .forget_losses(entry.as_ref().map(|entry| entry.key.as_str()));
         let mut pending = PendingUnload::new(self.number(), entry, reply);
         let users = self.jobs.values().filter(|job| pending.concerns(job));
         pending.waits_for = users.map(|job| job.id.clone()).collect();
@@ -83,19 +83,19 @@ impl Core {
             let dtype = &card.description.compute_dtype;
             let residents = card.ledger.residents().map(|r| &r.component);
             let concerned = unload.concerned(residents, dtype);
-            let (leave, keep) = view.who_may_leave(&unload.leaving(dtype), concerned, index);
+            let (leave, keep) = view.partition_leaving(&unload.leaving(dtype), concerned, index);
             self.unloads[position].report.kept.extend(keep);
             if !leave.is_empty() && self.cards[index].is_ready() {
-                let errand = self.number();
+                let request_id = self.number();
                 let command = Command::Unload {
-                    id: errand,
+                    id: request_id,
                     components: leave.clone(),
                 };
-                let waiting = Errand::Unload {
+                let waiting = PendingRequest::Unload {
                     unload: id,
                     components: leave,
                 };
-                self.cards[index].errand(errand, waiting, command, now);
+                self.cards[index].send_request(request_id, waiting, command, now);
                 outstanding += 1;
             }
         }
@@ -119,7 +119,7 @@ impl Core {
         self.trims.insert(trim, PendingTrim::new(asked.len(), reply));
         for index in asked {
             let id = self.number();
-            self.cards[index].errand(id, Errand::Trim { trim }, Command::Trim { id }, now);
+            self.cards[index].send_request(id, PendingRequest::Trim { trim }, Command::Trim { id }, now);
         }
     }
 
@@ -142,7 +142,7 @@ impl Core {
                 if !components.is_empty() {
                     let id = self.number();
                     let command = Command::Unload { id, components };
-                    self.cards[index].errand(id, Errand::KeepAlive, command, now);
+                    self.cards[index].send_request(id, PendingRequest::KeepAlive, command, now);
                 }
             }
         }

@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_task_needs_and_does_not_take_is_told_by_its_field() {
+    fn missing_and_excluded_fields_of_a_task_are_named() {
         let of = |task: v1::AudioTask| v1::GenerateAudioRequest {
             task: task.into(),
             ..Default::default()
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_words_that_no_track_has_are_refused() {
+    fn track_fields_out_of_range_are_refused() {
         let request = v1::GenerateAudioRequest {
             seconds: f32::NAN,
             window_start_seconds: Some(f32::INFINITY),

@@ -22,7 +22,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Bytes that an HTTP/2 client sends first: the preface, and the head of its SETTINGS frame.
 const HANDSHAKE_BYTES: usize = 24 + 9;
 
-pub(in crate::grpc) type Connections = Pin<Box<dyn Stream<Item = io::Result<Connection>> + Send>>;
+pub(in crate::grpc) type Connections = Pin<Box<dyn Stream<Item = io::Result<LimitedConnection>> + Send>>;
 
 /// The connections of a listener; the stream never ends.
 pub(in crate::grpc) fn accepted(
@@ -45,7 +45,7 @@ pub(in crate::grpc) fn accepted(
                 }
             };
             match bound.take(Some(address.ip()), 1) {
-                Ok(taken) => yield Ok(Connection::new(stream, address, handshake, taken)),
+                Ok(taken) => yield Ok(LimitedConnection::new(stream, address, handshake, taken)),
                 Err(_) => if full.allow() {
                     tracing::warn!(client = %address.ip(), "a connection was closed: there are as many as limits.connections allows");
                 }
@@ -80,7 +80,7 @@ impl LogInterval {
 
 /// A connection that counts against the bound, and is closed when its HTTP/2 handshake takes too long.
 #[derive(Debug)]
-pub(in crate::grpc) struct Connection<S = TcpStream> {
+pub(in crate::grpc) struct LimitedConnection<S = TcpStream> {
     stream: S,
     info: TcpConnectInfo,
     /// Deadline of the handshake; `None` once it has come.
@@ -89,21 +89,21 @@ pub(in crate::grpc) struct Connection<S = TcpStream> {
     _taken: Taken,
 }
 
-impl Connection {
-    fn new(stream: TcpStream, address: SocketAddr, handshake: Duration, taken: Taken) -> Connection {
+impl LimitedConnection {
+    fn new(stream: TcpStream, address: SocketAddr, handshake: Duration, taken: Taken) -> LimitedConnection {
         // Without it every small answer waits 40 ms for an acknowledgement. An error means that the connection is closed.
         let _ = stream.set_nodelay(true);
         let info = TcpConnectInfo {
             local_addr: stream.local_addr().ok(),
             remote_addr: Some(address),
         };
-        Connection::over(stream, info, handshake, taken)
+        LimitedConnection::over(stream, info, handshake, taken)
     }
 }
 
-impl<S> Connection<S> {
-    fn over(stream: S, info: TcpConnectInfo, handshake: Duration, taken: Taken) -> Connection<S> {
-        Connection {
+impl<S> LimitedConnection<S> {
+    fn over(stream: S, info: TcpConnectInfo, handshake: Duration, taken: Taken) -> LimitedConnection<S> {
+        LimitedConnection {
             stream,
             info,
             deadline: Some(Box::pin(tokio::time::sleep(handshake))),
@@ -113,7 +113,7 @@ impl<S> Connection<S> {
     }
 }
 
-impl<S> Connected for Connection<S> {
+impl<S> Connected for LimitedConnection<S> {
     type ConnectInfo = TcpConnectInfo;
 
     fn connect_info(&self) -> TcpConnectInfo {
@@ -121,7 +121,7 @@ impl<S> Connected for Connection<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -133,12 +133,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
             return read;
         };
         if read.is_pending() {
-            let late = || {
-                io::Error::new(
-                    io::ErrorKind::TimedOut,
-                    "the client did not begin to speak HTTP/2",
-                )
-            };
+            let late = || io::Error::new(io::ErrorKind::TimedOut, "the client sent no HTTP/2 preface");
             return deadline.as_mut().poll(context).map(|()| Err(late()));
         }
         self.missing = self.missing.saturating_sub(buffer.filled().len() - before);
@@ -149,7 +144,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -187,14 +182,19 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(10);
 
-    fn connection(bound: &Arc<Budget>) -> (tokio::io::DuplexStream, Connection<tokio::io::DuplexStream>) {
+    fn connection(
+        bound: &Arc<Budget>,
+    ) -> (
+        tokio::io::DuplexStream,
+        LimitedConnection<tokio::io::DuplexStream>,
+    ) {
         let (client, server) = tokio::io::duplex(1024);
         let info = TcpConnectInfo {
             local_addr: None,
             remote_addr: None,
         };
         let taken = bound.take(None, 1).unwrap();
-        (client, Connection::over(server, info, LIMIT, taken))
+        (client, LimitedConnection::over(server, info, LIMIT, taken))
     }
 
     #[tokio::test(start_paused = true)]

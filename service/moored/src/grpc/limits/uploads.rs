@@ -20,7 +20,7 @@ pub(super) type Counted = Arc<Mutex<Taken>>;
 /// A request's body.
 pub(super) struct Upload {
     inner: Body,
-    /// `None` where whoever reads the body counts it.
+    /// `None` if the reader of the body counts it.
     counted: Option<Counted>,
     /// Bytes that may still come.
     left: u64,

@@ -1,4 +1,4 @@
-//! The protocol's words of a session.
+//! Messages of the session protocol.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use tonic::Status;
 use crate::grpc::convert::event;
 use crate::grpc::status::{all_valid, invalid, reason_of, status_of};
 use crate::proto::v1;
-use crate::proto::v1::stream_audio_response::Message as Told;
-use crate::sessions::{Gap, Rendered, SegmentStart, Settings};
+use crate::proto::v1::stream_audio_response::Message as SessionMessage;
+use crate::sessions::{Gap, PlaybackSettings, Rendered, SegmentStart};
 
 const DEFAULT_LEAD_MS: u32 = 2_000;
 const LEAST_LEAD_MS: u32 = 100;
@@ -115,9 +115,9 @@ pub(super) fn idle(open: &v1::OpenAudioSession) -> Duration {
 }
 
 /// How a session plays.
-pub(super) fn settings_of(opened: &Opened) -> Settings {
+pub(super) fn settings_of(opened: &Opened) -> PlaybackSettings {
     let samples = |ms: u32| u64::from(ms) * u64::from(opened.samples_per_second) / 1000;
-    Settings {
+    PlaybackSettings {
         samples_per_second: opened.samples_per_second,
         channels: opened.channels,
         lead: samples(opened.lead_ms),
@@ -165,15 +165,15 @@ pub(super) fn start_in(start: i32) -> SegmentStart {
     }
 }
 
-pub(super) fn progress(segment: u32, job_id: &str, at_ms: u64, kind: v1::event::Event) -> Told {
-    Told::Progress(v1::SegmentProgress {
+pub(super) fn progress(segment: u32, job_id: &str, at_ms: u64, kind: v1::event::Event) -> SessionMessage {
+    SessionMessage::Progress(v1::SegmentProgress {
         segment,
         event: Some(event(job_id, at_ms, kind)),
     })
 }
 
 /// A segment whose job failed, or could not be queued.
-pub(super) fn failed(segment: u32, error: &Error) -> Told {
+pub(super) fn failed(segment: u32, error: &Error) -> SessionMessage {
     let status = status_of(error);
     let problems = match error {
         Error::Invalid(fields) => fields.iter().map(|field| v1::SegmentProblem {
@@ -194,12 +194,17 @@ pub(super) fn failed(segment: u32, error: &Error) -> Told {
 const MOST_PROBLEMS: usize = 12;
 
 /// A segment that a limit of the client refused.
-pub(super) fn refused(segment: u32, status: &Status) -> Told {
+pub(super) fn refused(segment: u32, status: &Status) -> SessionMessage {
     told_of(segment, status, v1::Reason::ClientLimit, Vec::new())
 }
 
-fn told_of(segment: u32, status: &Status, reason: v1::Reason, problems: Vec<v1::SegmentProblem>) -> Told {
-    Told::Failed(v1::SegmentFailed {
+fn told_of(
+    segment: u32,
+    status: &Status,
+    reason: v1::Reason,
+    problems: Vec<v1::SegmentProblem>,
+) -> SessionMessage {
+    SessionMessage::Failed(v1::SegmentFailed {
         segment,
         code: status.code() as i32,
         reason: reason.as_str_name().to_owned(),
@@ -209,8 +214,8 @@ fn told_of(segment: u32, status: &Status, reason: v1::Reason, problems: Vec<v1::
 }
 
 /// A segment that will not sound, since a later one did.
-pub(super) fn superseded(segment: u32) -> Told {
-    Told::Failed(v1::SegmentFailed {
+pub(super) fn superseded(segment: u32) -> SessionMessage {
+    SessionMessage::Failed(v1::SegmentFailed {
         segment,
         code: tonic::Code::Aborted as i32,
         reason: "SUPERSEDED".to_owned(),
@@ -219,15 +224,15 @@ pub(super) fn superseded(segment: u32) -> Told {
     })
 }
 
-pub(super) fn gap(gap: &Gap) -> Told {
-    Told::Gap(v1::SoundGap {
+pub(super) fn gap(gap: &Gap) -> SessionMessage {
+    SessionMessage::Gap(v1::SoundGap {
         at_sample: gap.at_sample,
         milliseconds: u32::try_from(gap.length.as_millis()).unwrap_or(u32::MAX),
     })
 }
 
-pub(super) fn sound(rendered: Rendered) -> Told {
-    Told::Sound(v1::SoundChunk {
+pub(super) fn sound(rendered: Rendered) -> SessionMessage {
+    SessionMessage::Sound(v1::SoundChunk {
         first_sample: rendered.first,
         samples: rendered.samples.into(),
         segment: rendered.segment,

@@ -85,7 +85,7 @@ pub(super) enum Report {
     },
 }
 
-/// The way to the task that makes segments. Dropping it cancels their jobs and lets the model go.
+/// Handle to the task that makes segments. Dropping it cancels their jobs and releases the model.
 pub(super) struct Maker {
     works: mpsc::UnboundedSender<Work>,
     reports: mpsc::Receiver<Report>,

@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_fails_leaves_the_last_that_is_proven() {
+    fn a_failed_version_restores_the_last_proven_one() {
         let mut versions = Versions::new("a");
         versions.replace(2, "b");
         versions.replace(3, "c");
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_was_made_with_a_version_proves_it() {
+    fn a_segment_made_with_a_version_proves_it() {
         let mut versions = Versions::new("a");
         versions.replace(2, "b");
         versions.replace(3, "c");

@@ -4,8 +4,8 @@ use super::*;
 
 const RATE: u32 = 1000;
 
-fn settings(crossfade: u64, repeats: bool) -> Settings {
-    Settings {
+fn settings(crossfade: u64, repeats: bool) -> PlaybackSettings {
+    PlaybackSettings {
         samples_per_second: RATE,
         channels: 1,
         lead: 400,
@@ -58,7 +58,7 @@ fn levels(timeline: &mut Timeline, most: u64) -> Vec<i16> {
 }
 
 #[test]
-fn segments_follow_each_other_in_their_order_whenever_they_come() {
+fn segments_play_in_order_of_their_numbers_whenever_they_arrive() {
     let mut timeline = Timeline::new(settings(0, false));
     for segment in 1..=3 {
         timeline.expect(segment, SegmentStart::WhenOver);
@@ -77,7 +77,7 @@ fn segments_follow_each_other_in_their_order_whenever_they_come() {
 }
 
 #[test]
-fn one_that_failed_is_not_waited_for() {
+fn a_failed_segment_is_skipped() {
     let mut timeline = Timeline::new(settings(0, false));
     timeline.expect(1, SegmentStart::WhenOver);
     timeline.expect(2, SegmentStart::WhenOver);
@@ -87,7 +87,7 @@ fn one_that_failed_is_not_waited_for() {
 }
 
 #[test]
-fn the_last_is_repeated_until_another_is_there() {
+fn the_last_segment_repeats_until_the_next_is_ready() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
     whole(&mut timeline, 1, 10, 300);
@@ -103,7 +103,7 @@ fn the_last_is_repeated_until_another_is_there() {
 }
 
 #[test]
-fn at_once_takes_over_at_the_same_place_and_the_ones_between_never_sound() {
+fn an_immediate_segment_starts_at_the_current_place_and_supersedes_pending_ones() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
     whole(&mut timeline, 1, 10, 1000);
@@ -128,7 +128,7 @@ fn at_once_takes_over_at_the_same_place_and_the_ones_between_never_sound() {
 }
 
 #[test]
-fn from_its_start_where_that_is_asked_for() {
+fn an_immediate_segment_may_start_at_its_beginning() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
     whole(&mut timeline, 1, 10, 1000);
@@ -140,7 +140,7 @@ fn from_its_start_where_that_is_asked_for() {
 }
 
 #[test]
-fn one_fades_into_the_other_without_a_step() {
+fn a_crossfade_between_segments_has_no_step() {
     for (start, before) in [(SegmentStart::AtOnce, 250), (SegmentStart::WhenOver, 500)] {
         let mut timeline = Timeline::new(settings(50, true));
         timeline.expect(1, SegmentStart::WhenOver);
@@ -159,7 +159,7 @@ fn one_fades_into_the_other_without_a_step() {
 }
 
 #[test]
-fn a_repeat_keeps_its_length_and_has_no_step_either() {
+fn a_repeated_segment_keeps_its_length_and_has_no_step() {
     let mut timeline = Timeline::new(settings(50, true));
     timeline.expect(1, SegmentStart::WhenOver);
     let ramp: Vec<u8> = (0..600_i16).flat_map(|at| (at * 20).to_le_bytes()).collect();
@@ -178,7 +178,7 @@ fn a_repeat_keeps_its_length_and_has_no_step_either() {
 }
 
 #[test]
-fn when_a_new_one_fails_the_old_one_goes_on_where_it_would_be() {
+fn the_old_segment_resumes_in_time_if_the_new_one_fails() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
     let ramp: Vec<u8> = (0..1000_i16).flat_map(i16::to_le_bytes).collect();
@@ -196,7 +196,7 @@ fn when_a_new_one_fails_the_old_one_goes_on_where_it_would_be() {
 }
 
 #[test]
-fn sound_stops_where_nothing_has_come_and_goes_on_there() {
+fn sound_stops_at_missing_samples_and_resumes_there() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
     timeline.add(1, &part(10, 1000, 0, 249)).unwrap();
@@ -285,7 +285,7 @@ fn a_change_before_a_segment_has_faded_in_has_no_step() {
 }
 
 #[test]
-fn the_last_that_was_whole_goes_on_when_several_fail() {
+fn the_last_complete_segment_resumes_if_several_fail() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
     whole(&mut timeline, 1, 10, 1000);
@@ -375,7 +375,7 @@ proptest::proptest! {
     /// Whatever comes in whatever order, chunks follow each other, nothing sounds that has not come, and the segments that
     /// sound ascend.
     #[test]
-    fn any_order_of_events(
+    fn rendered_sound_is_contiguous_for_any_order_of_events(
         events in proptest::collection::vec((0_u8..6, 1_u32..8, 0_u64..5), 1..60),
         crossfade in 0_u64..80,
         repeats: bool,

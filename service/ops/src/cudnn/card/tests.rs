@@ -69,7 +69,7 @@ struct AttentionOperands<'a> {
     k: &'a [f64],
     v: &'a [f64],
     bias: &'a [f64],
-    /// DataType of queries and keys of each item.
+    /// Numbers of queries and of keys, of each item.
     lengths: &'a [[usize; 2]],
     scale: f64,
 }

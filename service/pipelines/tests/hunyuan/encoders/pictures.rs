@@ -165,7 +165,7 @@ fn a_wrong_weight_of_the_encoder_of_pictures_exceeds_the_tolerance() {
 }
 
 #[test]
-fn the_encoder_of_pictures_refuses_what_it_cannot_encode() {
+fn the_encoder_of_pictures_refuses_invalid_input() {
     let mut weights = weights("image_encoder");
     let tensors = resident(&weights);
     let encoder = SiglipEncoder::new(&siglip_config(), "image_encoder", &tensors).expect("an encoder");

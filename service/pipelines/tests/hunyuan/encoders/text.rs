@@ -195,7 +195,7 @@ fn a_wrong_weight_of_the_decoder_exceeds_the_tolerance() {
 }
 
 #[test]
-fn the_text_encoder_refuses_what_it_cannot_encode() {
+fn the_text_encoder_refuses_invalid_input() {
     let weights = resident(&weights("text_encoder"));
     let encoder = LlamaEncoder::new(&llama_config(), "text_encoder", &weights).expect("an encoder");
     for (ids, head) in [
