@@ -29,7 +29,8 @@ class ApplyControlNet(io.ComfyNode):
             node_id="MooredApplyControlNet",
             display_name="Apply ControlNet (moored)",
             category=f"{CATEGORY}/model",
-            description="Makes pictures follow a control picture (edges, depth, pose). Chain nodes for several.",
+            description="Makes pictures follow a control picture (edges, depth, pose). "
+            "Chain nodes for several.",
             search_aliases=["controlnet", "canny", "depth", "pose"],
             inputs=[
                 ModelType.Input(

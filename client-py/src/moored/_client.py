@@ -665,7 +665,7 @@ class Client:
         return StatusStream(call, self.endpoint)
 
     def trim(self, card: str = "", *, timeout: float | None = None) -> int:
-        """Frees memory that the service keeps and does not use, of one card or all. Returns its bytes."""
+        """Frees memory that the service keeps unused, of one card or all. Returns its bytes."""
         request = residency_pb2.TrimRequest(card=card)
         return int(self._unary(self._stubs.residency.Trim, request, timeout).freed_bytes)
 

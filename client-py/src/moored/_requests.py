@@ -236,7 +236,8 @@ class ImageOptions(GenerateOptions, total=False):
     ]
     mask: Annotated[
         PictureLike | None,
-        "Mask: white parts of the start picture change, black parts stay exactly. Scaled to the size.",
+        "Mask: white parts of the start picture change, black parts stay exactly. "
+        "Scaled to the size.",
     ]
     references: Annotated[
         Sequence[PictureLike] | None,
@@ -293,7 +294,8 @@ class TrackOptions(TypedDict, total=False):
     ]
     window: Annotated[
         tuple[float | None, float | None] | None,
-        "For repaint and lego: start and end, in seconds, of the part to generate again. Default: all of it.",
+        "For repaint and lego: start and end, in seconds, of the part to generate again. "
+        "Default: all of it.",
     ]
     strengths: Annotated[
         Sequence[tuple[float, float]] | None,
@@ -351,7 +353,8 @@ class SessionOptions(QueueOptions, total=False):
     ]
     idle_s: Annotated[
         int | None,
-        "Seconds without a message after which the service ends the session, 1 to 3,600. Default: 60.",
+        "Seconds without a message after which the service ends the session, 1 to 3,600. "
+        "Default: 60.",
     ]
     paced: Annotated[
         bool | None,

@@ -108,12 +108,6 @@ pub enum Error {
     /// Not a pipeline, or an unsupported one.
     #[error("{0}")]
     ModelUnsupported(String),
-    /// Defined in the API and not implemented in this build.
-    #[error("{what} is not built yet; GetServerInfo lists what is")]
-    NotBuilt {
-        /// Name of the call or option.
-        what: String,
-    },
     /// The job exceeds the capacity of the card.
     #[error("{} needs {} at its peak, and the card can give {} at the most", .0.stage, .0.needed, .0.capacity)]
     NeverFits(Box<Shortfall>),
@@ -182,9 +176,6 @@ pub enum Error {
     LatentMismatch(String),
     #[error("there is no job {0}")]
     JobNotFound(String),
-    /// The model or component is in use by jobs.
-    #[error("{0}")]
-    InUse(String),
     /// An idempotency key was reused for a different request.
     #[error("the idempotency key {0} was used for another request")]
     KeyReused(String),

@@ -62,7 +62,6 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::ModelDamaged(_)
         | Error::ModelChanged(_)
         | Error::ModelUnsupported(_)
-        | Error::NotBuilt { .. }
         | Error::Deadline { .. }
         | Error::Cancelled(_)
         | Error::SlowReader { .. }
@@ -72,7 +71,6 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::LatentWithoutDecoder
         | Error::LatentMismatch(_)
         | Error::JobNotFound(_)
-        | Error::InUse(_)
         | Error::KeyReused(_)
         | Error::TooLargeToJoin(_)
         | Error::Internal(_) => {}
@@ -181,7 +179,6 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
         Error::ModelChanged(_) => (Code::Aborted, Reason::ModelChanged),
         Error::ModelUnsupported(_) => (Code::FailedPrecondition, Reason::ModelUnsupported),
-        Error::NotBuilt { .. } => (Code::Unimplemented, Reason::NotBuilt),
         Error::NeverFits(_) => (Code::FailedPrecondition, Reason::NeverFits),
         Error::MemoryTaken(_) => (Code::ResourceExhausted, Reason::MemoryTaken),
         Error::OutOfMemory(_) => (Code::ResourceExhausted, Reason::OutOfMemory),
@@ -195,7 +192,6 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::LatentNotFound(_) => (Code::NotFound, Reason::LatentNotFound),
         Error::LatentMismatch(_) => (Code::FailedPrecondition, Reason::LatentMismatch),
         Error::JobNotFound(_) => (Code::NotFound, Reason::JobNotFound),
-        Error::InUse(_) => (Code::FailedPrecondition, Reason::InUse),
         Error::KeyReused(_) | Error::TooLargeToJoin(_) => (Code::AlreadyExists, Reason::KeyReused),
         Error::ShuttingDown => (Code::Unavailable, Reason::ShuttingDown),
         Error::Internal(_) => (Code::Internal, Reason::Internal),
