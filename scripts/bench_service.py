@@ -156,7 +156,7 @@ def measure_plans(rows: Rows, plan_bench: Path) -> None:
 
 
 def lean_call(channel: grpc.Channel, client_id: str, model: str = "small") -> Callable[[], int]:
-    """GenerateImage with nothing around: bytes go out, bytes come in, none is looked at."""
+    """A GenerateImage call that sends and receives bytes without decoding them."""
     from moored._generated import generation_pb2, model_pb2
 
     stub: Any = channel.unary_stream("/moored.v1.Generation/GenerateImage")

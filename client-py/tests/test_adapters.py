@@ -112,9 +112,7 @@ def test_no_adapters_leave_the_model_as_it_is(service: Service, ask: Ask, none: 
         ([moored.Adapter("ink", curve=[(0, "a")])], r"adapters\[0\].curve: a number is wanted"),  # type: ignore[list-item]
     ],
 )
-def test_what_is_no_list_of_adapters_is_refused_by_its_place(
-    ask: Ask, adapters: Any, said: str
-) -> None:
+def test_a_wrong_adapter_is_refused_by_its_index(ask: Ask, adapters: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         ask("generate_image", "x", adapters=adapters)
 

@@ -117,7 +117,7 @@ def test_an_account_without_a_name_can_ask(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(name) == 100
 
 
-def test_no_proxy_stands_before_loopback() -> None:
+def test_http_proxies_are_not_used_for_loopback() -> None:
     off = ("grpc.enable_http_proxy", 0)
     for endpoint in ("localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/a"):
         assert off in _channel.options_for(endpoint)
@@ -147,7 +147,9 @@ def test_the_token_comes_from_the_argument_else_the_file(
 @pytest.mark.parametrize(
     "content", [b"two\nlines\n", "schlüssel".encode(), b"\x00\x01", b"\xff\xfe"]
 )
-def test_a_file_that_is_no_token_is_said_and_not_shown(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_token_file_is_named_and_its_content_is_not_shown(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "token").write_bytes(content)
     with pytest.raises(moored.Unauthenticated, match=r"token.*token") as refused:
         moored.Client(token_file=tmp_path / "token")
@@ -256,7 +258,7 @@ def test_a_service_that_was_restarted(later: str) -> None:
                 client.status()
 
 
-def test_a_wrong_token_is_not_waited_for(service: Service, ask: Ask) -> None:
+def test_a_wrong_token_fails_without_a_retry(service: Service, ask: Ask) -> None:
     def refused(request: object, context: grpc.ServicerContext) -> None:
         refuse(context, grpc.StatusCode.UNAUTHENTICATED, "Whose token?", reason("UNAUTHENTICATED"))
 

@@ -126,7 +126,7 @@ def test_a_picture_that_is_not_there_is_told_before_the_call(ask: Ask, tmp_path:
         ask("generate_image", "x", mask=tmp_path / "none.png")
 
 
-def test_films_and_tracks_take_none_of_them(ask: Ask) -> None:
+def test_video_and_audio_have_no_editing_options(ask: Ask) -> None:
     for method in ("generate_video", "generate_audio"):
         for option in ("mask", "references", "controls"):
             with pytest.raises(TypeError, match=f"no option '{option}'"):

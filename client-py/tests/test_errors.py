@@ -31,7 +31,9 @@ def refusal(code: grpc.StatusCode, message: str, *details: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "kind"), _errors.BY_REASON.items())
-def test_every_reason(service: Service, ask: Ask, name: str, kind: type[Exception]) -> None:
+def test_every_reason_raises_its_exception(
+    service: Service, ask: Ask, name: str, kind: type[Exception]
+) -> None:
     code = CODES.get(name, grpc.StatusCode.FAILED_PRECONDITION)
     service.on("GetStatus", refusal(code, "A sentence.", reason(name, hint="h")))
     service.on("GenerateImage", refusal(code, "A sentence.", reason(name)))
@@ -119,14 +121,14 @@ def test_a_status_that_is_not_of_moored(
     assert caught.value.reason == ""
 
 
-def test_a_timeout_that_the_service_saw_first(service: Service, ask: Ask) -> None:
+def test_a_timeout_seen_first_by_the_service_is_a_deadline(service: Service, ask: Ask) -> None:
     code = grpc.StatusCode.CANCELLED
     service.on("GetStatus", lambda request, context: context.abort(code, "Timeout expired"))
     with pytest.raises(moored.Deadline):
         ask("status")
 
 
-def test_details_that_are_not_ours(service: Service, ask: Ask) -> None:
+def test_error_details_of_another_domain_raise_a_plain_error(service: Service, ask: Ask) -> None:
     foreign = rpc_pb2.ErrorInfo(reason="MEMORY_TAKEN", domain="example.com")
     service.on("GetStatus", refusal(grpc.StatusCode.NOT_FOUND, "Elsewhere.", foreign))
     with pytest.raises(moored.MooredError, match="Elsewhere") as caught:

@@ -214,7 +214,7 @@ def test_all_options_reach_the_service(service: Service, ask: Ask) -> None:
     )
 
 
-def test_what_is_left_open_stays_open(service: Service, ask: Ask) -> None:
+def test_options_that_are_none_are_not_sent(service: Service, ask: Ask) -> None:
     service.on("GenerateImage", [accepted(), done()])
     ask("generate_image", "x", model=None, seed=None, guidance=None, patience_s=None, detach=None)
     request = service.requests["GenerateImage"]
@@ -231,9 +231,7 @@ def test_what_is_left_open_stays_open(service: Service, ask: Ask) -> None:
         *({"priority": "urgent"}, {"output": "gif"}),
     ],
 )
-def test_what_no_field_can_hold_is_refused_here_by_its_name(
-    ask: Ask, wrong: dict[str, Any]
-) -> None:
+def test_a_value_out_of_range_is_refused_by_the_client(ask: Ask, wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(moored.InvalidRequest, match=f"^{name}") as refused:
         ask("generate_image", "x", **wrong)

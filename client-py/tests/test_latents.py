@@ -127,7 +127,7 @@ def test_an_array_must_say_whose_vae_it_is_of(client: moored.Client) -> None:
         client.put_latent({}, vae_id="v")
 
 
-def test_what_is_refused(service: Service, ask: Ask) -> None:
+def test_refused_latents_raise_typed_errors(service: Service, ask: Ask) -> None:
     def missing(request: Any, context: grpc.ServicerContext) -> Any:
         refuse(context, grpc.StatusCode.NOT_FOUND, "No such latent.", reason("LATENT_NOT_FOUND"))
 

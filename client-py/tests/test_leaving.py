@@ -25,7 +25,7 @@ def endless(service: Service) -> Endless:
     return answer
 
 
-def test_break(endless: Endless, client: moored.Client) -> None:
+def test_break_cancels_the_job(endless: Endless, client: moored.Client) -> None:
     for event in client.stream_image("x"):
         if isinstance(event, moored.Step):
             break

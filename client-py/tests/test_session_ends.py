@@ -127,7 +127,9 @@ def test_a_lost_connection_is_raised_when_the_session_closes(service: Service, b
         both(use)
 
 
-def test_the_end_of_the_service(service: Service, address: str) -> None:
+def test_a_connection_that_drops_fails_the_session_and_its_segments(
+    service: Service, address: str
+) -> None:
     """A connection that drops."""
     other = Service()
     talk = talk_on(other, only_opens)
@@ -210,12 +212,12 @@ def test_a_session_is_opened_once(service: Service, client: moored.Client) -> No
     talk_on(service)
     session = client.audio_session()
     assert session.open() is session
-    with pytest.raises(RuntimeError, match="before"):
+    with pytest.raises(RuntimeError, match="open already"):
         session.open()
     session.close()
 
 
-def test_after_the_close(service: Service, both: Both) -> None:
+def test_a_closed_session_plays_no_segment(service: Service, both: Both) -> None:
     talk = talk_on(service)
 
     async def use(session: Any, now: Any) -> None:
@@ -235,7 +237,7 @@ def test_close_fails_if_the_service_does_not_confirm(
         monkeypatch.setattr(f"moored.{module}.QUICK_S", 0)
 
     async def use(session: Any, now: Any) -> None:
-        with pytest.raises(moored.Deadline, match="did not end"):
+        with pytest.raises(moored.Deadline, match="did not confirm"):
             await now(session.close())
         raise ZeroDivisionError
 
@@ -369,7 +371,7 @@ def test_a_session_that_nobody_refers_to(service: Service, client: moored.Client
     assert segment.number == 1
 
 
-def test_sound_that_nobody_takes(
+def test_unread_sound_is_bounded(
     service: Service, both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is kept up to a limit, then not read; and it does not keep the session from its end."""

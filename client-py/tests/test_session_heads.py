@@ -95,7 +95,7 @@ def test_taking_sound_sends_the_play_head(
     assert heads(talk) == [3 * CHUNK]
 
 
-def test_who_waits_for_a_segment_is_alive(service: Service, both: Both) -> None:
+def test_waiting_for_a_segment_sends_the_play_head(service: Service, both: Both) -> None:
     def answer(message: Any) -> list[Any]:
         if message.WhichOneof("message") == "played":
             return [ready(1)]  # only a sign of life brings it
@@ -112,7 +112,7 @@ def test_who_waits_for_a_segment_is_alive(service: Service, both: Both) -> None:
     assert heads(talk)[0] == 0
 
 
-def test_who_waits_for_sound_is_alive(service: Service, both: Both) -> None:
+def test_waiting_for_sound_sends_the_play_head(service: Service, both: Both) -> None:
     def answer(message: Any) -> list[Any]:
         kind = message.WhichOneof("message")
         if kind == "open":

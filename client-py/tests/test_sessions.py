@@ -174,7 +174,7 @@ def test_a_source_in_a_file(service: Service, both: Both, tmp_path: Path) -> Non
     assert len(talk.heard) == 2  # of the first session alone
 
 
-def test_what_a_segment_says(service: Service, both: Both) -> None:
+def test_the_options_of_a_segment_are_sent(service: Service, both: Both) -> None:
     talk = talk_on(service)
 
     async def use(session: Any, now: Any) -> None:
@@ -260,7 +260,7 @@ def test_a_wrong_segment_is_refused_by_the_client(
         ({"lead_s": "2"}, TypeError),
     ],
 )
-def test_a_session_that_cannot_be_asked_for(
+def test_a_wrong_session_option_is_refused_by_the_client(
     client: moored.Client, options: dict[str, Any], error: type
 ) -> None:
     with pytest.raises(error, match=next(iter(options))):
@@ -390,7 +390,7 @@ def test_what_is_played_can_be_written(service: Service, both: Both, tmp_path: P
     moored.WavWriter(path, 8000, 1, overwrite=True).close()
 
 
-def test_a_wav_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wav_over_4_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moored._saving._WAV_BYTES", 103)
     with moored.WavWriter(tmp_path / "long.wav", 8000, 2) as file:
         file.write(bytes(100))

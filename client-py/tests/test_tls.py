@@ -90,7 +90,7 @@ def test_a_folder_of_authorities_is_what_the_machine_trusts_too(
     assert asked("status").uptime_ms == 3
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused_before_anything_is_sent(
+def test_an_untrusted_certificate_is_refused_before_anything_is_sent(
     service: Service, asked: Ask
 ) -> None:
     asked.settings = {"token": "secret"}

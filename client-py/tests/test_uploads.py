@@ -216,7 +216,7 @@ def test_an_array_of_samples_is_sent_as_a_track(
         (np.zeros((9, 8), "i2"), "1 or 2 channels"),
         (np.zeros((0, 2), "i2"), r"\[samples, channels\]"),
         (np.zeros((9, 2), "i4"), "int16"),
-        (np.array([[np.nan]], "f4"), "no numbers"),
+        (np.array([[np.nan]], "f4"), "NaN or infinity"),
     ],
 )
 def test_an_array_that_is_no_track_is_refused(ask: Ask, array: Any, told: str) -> None:

@@ -81,7 +81,7 @@ def discard(target: Target, job_id: str) -> None:
 
 
 async def use(client: moored.AsyncClient, target: Target, recipe: ModelRecipe) -> None:
-    """Says to the service that a model is about to be used, and so renews what is claimed of it."""
+    """Renews the hold or pin of a model before it is used."""
     claim = _claims[target, recipe]
     if claim.eviction is not None:
         claim.eviction.cancel()

@@ -194,7 +194,7 @@ def _shown(display: Display, event: Any) -> None:
 
 @contextlib.contextmanager
 def _left_for_others() -> Iterator[None]:
-    """An interrupt that is seen within stays to be seen by the prompt's other nodes."""
+    """Sets the interrupt flag again, so that the prompt's other nodes see it too."""
     try:
         yield
     except comfy.model_management.InterruptProcessingException:

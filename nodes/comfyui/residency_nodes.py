@@ -178,7 +178,7 @@ class Pin(io.ComfyNode):
                     default=True,
                     label_on="pin",
                     label_off="unpin",
-                    tooltip="Pin it, or take the pin off.",
+                    tooltip="On: pin the model. Off: unpin it.",
                 ),
             ],
             outputs=[ModelType.Output("model")],

@@ -123,7 +123,7 @@ def film_inputs() -> list[io.Input]:
             "give_frames",
             default=False,
             advanced=True,
-            tooltip="Give the frames too, as a batch of pictures. If off, what is linked to frames stops.",
+            tooltip="Output the frames too, as a batch. If off, nodes linked to frames do not run.",
         ),
         text_length_input(),
         preview_input(),
@@ -143,7 +143,7 @@ def music_start_inputs() -> list[io.Input]:
         io.Audio.Input(
             "reference",
             optional=True,
-            tooltip="A track whose timbre is taken, where the model takes one.",
+            tooltip="A track to take the timbre from, if the model supports it.",
         ),
     ]
 

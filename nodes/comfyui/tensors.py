@@ -78,7 +78,7 @@ def samples_of_audio(audio: Any) -> tuple[NDArray[Any], int]:
     channels = waveform.shape[1]
     if channels > MAX_CHANNELS:
         raise Failure(
-            f"The audio has {channels} channels, and one or two are taken: mix it down before."
+            f"The audio has {channels} channels, and the service accepts one or two: mix it down before."
         )
     # A value that is no number is silent.
     samples = np.nan_to_num(waveform[0].T, nan=0.0, posinf=1.0, neginf=-1.0)

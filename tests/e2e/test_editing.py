@@ -162,7 +162,7 @@ def test_a_mask_is_its_luminance_in_any_mode(client: moored.Client, mode: str) -
         assert same(generated(client, init_image=START, mask=given), expected)
 
 
-def test_pictures_to_edit_may_have_been_brought_before(client: moored.Client) -> None:
+def test_pictures_to_edit_may_be_uploaded_media(client: moored.Client) -> None:
     start, uploaded = client.put_media(START), client.put_media(MASK)
     expected = generated(client, init_image=START, mask=MASK)
     assert same(generated(client, init_media=start, mask=uploaded), expected)
@@ -430,7 +430,7 @@ def test_formats_are_chosen_with_the_control_nets(models: Path, tmp_path: Path) 
         )
 
 
-def test_a_lora_is_no_control_net_and_the_other_way_round(client: moored.Client) -> None:
+def test_a_lora_as_control_net_and_a_control_net_as_lora_are_refused(client: moored.Client) -> None:
     options: dict[str, Any]
     for options in ({"controls": [control(LORA)]}, {"model": "plain", "adapters": [SINGLE]}):
         name = LORA if "controls" in options else SINGLE

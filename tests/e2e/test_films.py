@@ -116,7 +116,7 @@ def test_length_rate_and_size_are_as_asked(simulate: Simulate) -> None:
         assert all(len(read(film.mp4).frames) == FRAMES for film in two.films)
 
 
-def test_what_a_file_cannot_hold_is_refused_at_once(simulate: Simulate) -> None:
+def test_sizes_that_mp4_cannot_hold_are_refused_at_once(simulate: Simulate) -> None:
     with simulate().client() as client:
         for wrong, why in [
             ({"width": 4096, "height": 64}, "4096x64 is no size of an MP4"),
@@ -132,9 +132,7 @@ def test_what_a_file_cannot_hold_is_refused_at_once(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_a_film_that_is_left_in_the_middle_leaves_nothing(
-    simulate: Simulate, tmp_path: Path
-) -> None:
+def test_an_abandoned_film_leaves_no_memory_in_use(simulate: Simulate, tmp_path: Path) -> None:
     with simulate(arguments=slow_decoders(tmp_path, 1000)).client() as client:
 
         def decoding(stream: moored.EventStream[Any]) -> None:

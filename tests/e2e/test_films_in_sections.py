@@ -203,7 +203,7 @@ def test_frames_at_a_time_change_no_pixel(
         assert sum(sent) == 37 * 48 * 32 * 3
 
 
-def test_hunyuan_video_films_as_the_reference_does(simulate: Simulate, tmp_path: Path) -> None:
+def test_hunyuan_video_gives_the_references_frames(simulate: Simulate, tmp_path: Path) -> None:
     with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
         result = client.generate_video(
             PROMPT, model="hunyuan", frames=33, **(ASKED | {"steps": 3, "seed": 5})

@@ -193,7 +193,9 @@ def test_demo_leaves_whole_pictures_and_no_state(tmp_path: Path) -> None:
             picture.load()
 
 
-def test_who_cancelled_a_job_is_told(simulate: Simulate) -> None:
+def test_the_error_of_a_cancelled_job_names_the_client_that_cancelled_it(
+    simulate: Simulate,
+) -> None:
     service = simulate()
     with service.client() as client, service.client(client_id="bob@desk") as bob:
         with running(client, steps=200) as stream:

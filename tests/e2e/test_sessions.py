@@ -131,7 +131,7 @@ def test_a_segment_at_once_starts_at_the_current_position_and_supersedes_queued_
         assert take_until(chunks, restart.number).first_sample_of_segment == 0
 
 
-def test_a_fade_has_no_step(simulate: Simulate) -> None:
+def test_a_fade_has_no_jump_in_amplitude(simulate: Simulate) -> None:
     with simulate().client() as client, session(client, crossfade_s=0.2) as live:
         chunks = iter(live)
         live.play("one", seed=1).wait(60)
@@ -267,7 +267,7 @@ def test_a_refused_segment_is_not_what_is_made_anew(simulate: Simulate) -> None:
 # Faults.
 
 
-def test_what_sounds_outlives_its_worker(simulate: Simulate) -> None:
+def test_playing_sound_survives_the_death_of_its_worker(simulate: Simulate) -> None:
     with simulate().client() as client, session(client) as live:
         live.play("one", seed=1).wait(60)
         chunks = iter(live)
@@ -280,7 +280,7 @@ def test_what_sounds_outlives_its_worker(simulate: Simulate) -> None:
         assert live.close().gaps == 0
 
 
-def test_it_has_no_gap_beside_a_job_of_another_client(simulate: Simulate) -> None:
+def test_a_session_has_no_gap_beside_a_job_of_another_client(simulate: Simulate) -> None:
     """By the clock this time: what a listener would hear, if the machine is not held up for a second."""
     service = simulate()
     with service.client() as client, session(client, paced=False, slots=2) as live:
@@ -339,7 +339,7 @@ def test_a_client_that_dies_leaves_nothing(simulate: Simulate) -> None:
         assert_at_rest(client)
 
 
-def test_a_service_that_stops_says_so(simulate: Simulate) -> None:
+def test_a_stopping_service_reports_shutting_down(simulate: Simulate) -> None:
     service = simulate()
     with service.client() as client:
         live = session(client, paced=False).open()
@@ -364,7 +364,7 @@ def test_a_service_that_stops_says_so(simulate: Simulate) -> None:
         ({"model": "small"}, {"model"}),
     ],
 )
-def test_what_a_session_cannot_be_is_told_by_field(
+def test_wrong_session_options_are_refused_by_field(
     simulate: Simulate, options: dict[str, Any], fields: set[str]
 ) -> None:
     with simulate().client() as client:

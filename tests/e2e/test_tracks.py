@@ -177,7 +177,9 @@ def test_tracks_of_every_kind_start_a_track(simulate: Simulate, form: str) -> No
 
 
 @pytest.mark.parametrize("output", ["wav", "flac"])
-def test_what_was_made_starts_another(simulate: Simulate, output: moored.AudioOutput) -> None:
+def test_a_generated_track_as_wav_or_flac_starts_another(
+    simulate: Simulate, output: moored.AudioOutput
+) -> None:
     with simulate().client() as client:
         first = client.generate_audio("a", model="track", seconds=0.3, output=output)
         info = client.put_media(first)
@@ -209,7 +211,7 @@ THREE_HOURS = 3 * 3600 * 8000
     ],
     ids=lambda value: None if isinstance(value, bytes) else value.replace(" ", "-"),
 )
-def test_what_is_no_track_is_refused_with_why(
+def test_an_invalid_track_is_refused_with_the_reason(
     simulate: Simulate, sent: bytes, media_type: str, why: str
 ) -> None:
     with simulate().client() as client:
@@ -286,7 +288,7 @@ def test_a_task_has_its_source_its_window_and_its_reference(simulate: Simulate) 
         ({"reference": "picture"}, "reference"),
     ],
 )
-def test_what_a_task_cannot_be_is_refused_by_its_field(
+def test_wrong_options_of_a_task_are_refused_by_field(
     simulate: Simulate, options: dict[str, Any], field: str
 ) -> None:
     with simulate().client() as client:

@@ -50,7 +50,7 @@ def test_the_scale_is_told_by_name(binary: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["cycles=7", "mixed_cycles=many", "settings=1", "mixed_cycles"])
-def test_what_is_no_number_of_the_scale_is_refused(binary: str, word: str) -> None:
+def test_an_unknown_or_wrong_scale_argument_is_refused(binary: str, word: str) -> None:
     with pytest.raises(SystemExit):
         measure.arguments_of(["--binary", binary, "--scale", word])
 

@@ -130,7 +130,7 @@ def test_the_set_has_all_of_its_parts(tmp_path: Path) -> None:
     assert set(speed.LIMITS_S) <= set(speed.PARTS) <= set(parts)
 
 
-def test_steps_that_were_not_told_share_the_time_to_the_next() -> None:
+def test_unreported_steps_share_the_time_to_the_next_reported_one() -> None:
     at = [(1, 10.0), (2, 10.1), (5, 10.7), (5, 10.8)]
     assert speed.step_times(at) == pytest.approx([100.0, 200.0])
     assert speed.step_times(at[:1]) == []

@@ -65,7 +65,7 @@ def test_a_process_that_shrinks_is_flat() -> None:
     assert found is not None and found.is_flat()
 
 
-def test_too_few_rests_say_nothing() -> None:
+def test_too_few_measurements_give_no_result() -> None:
     assert flatness([1.0] * 5) is None
 
 
@@ -171,7 +171,7 @@ def test_a_job_that_never_ended_is_found(change: dict[str, Any]) -> None:
         ({"seen": {"b": {"done"}}}, "b"),
     ],
 )
-def test_witnesses_that_differ_are_found(change: dict[str, Any], job: str) -> None:
+def test_a_job_whose_stream_list_and_log_differ_is_found(change: dict[str, Any], job: str) -> None:
     assert contradicted(replace(GOOD, **change)) == [job]
 
 

@@ -84,7 +84,7 @@ class AsyncClient:
     Cancelling a task that waits for a job cancels the job.
 
     `timeout` is in seconds everywhere, and becomes the deadline of the call: when it passes, the
-    service gives up. None is no deadline. What the service refuses or fails at is a MooredError.
+    service gives up. None is no deadline. A refusal or failure of the service raises a MooredError.
     """
 
     def __init__(
@@ -554,7 +554,7 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[JobOptions],
     ) -> JobResult:
-        """Brings a model in, ahead of use: all of its components, or those named.
+        """Loads a model into memory before it is used: all of its components, or those named.
 
         `prove` makes the smallest picture with it and throws it away: the load succeeds only if
         the model works. `replace` names the model whose place it takes: that one leaves when the
@@ -592,7 +592,7 @@ class AsyncClient:
         force: bool = False,
         timeout: float | None = None,
     ) -> Unloaded:
-        """Takes a model out, or all; waits for jobs that use it, or cancels them by `force`."""
+        """Unloads a model, or all; waits for jobs that use it, or cancels them with `force`."""
         request = residency_pb2.UnloadRequest(
             model=requests.model_of(model), force=force, client_id=self.client_id
         )
@@ -675,7 +675,7 @@ class AsyncClient:
         return mirror(Plan, await self._unary(self._stubs.residency.Plan, request, timeout))
 
     async def status(self, *, timeout: float | None = QUICK_S) -> Status:
-        """The cards as they are."""
+        """The memory and the jobs of each card."""
         request = residency_pb2.GetStatusRequest()
         return mirror(Status, await self._unary(self._stubs.residency.GetStatus, request, timeout))
 
@@ -690,7 +690,7 @@ class AsyncClient:
         return stream
 
     async def trim(self, card: str = "", *, timeout: float | None = None) -> int:
-        """Hands slack back to the driver, of one card or all. Returns bytes."""
+        """Frees memory that the service keeps unused, of one card or all. Returns its bytes."""
         request = residency_pb2.TrimRequest(card=card)
         return int((await self._unary(self._stubs.residency.Trim, request, timeout)).freed_bytes)
 

@@ -81,7 +81,7 @@ class AsyncAudioSession(BaseSession):
     async def open(self) -> AsyncAudioSession:
         """Uploads the source and opens the session: `async with` does it."""
         if self._conversation is not None:
-            raise RuntimeError("The session was opened before")
+            raise RuntimeError("The session is open already: a session is opened once")
         self._request.source_media_id = await self._media_id(self._source, self._sample_rate)
         self._source = None
         conversation = AsyncSessionCall(self._endpoint, self._request)

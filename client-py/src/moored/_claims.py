@@ -1,4 +1,4 @@
-"""What a client has of a card for a while: a model held in, memory kept free."""
+"""Holds and reservations: a model kept in memory, or memory kept free, for a limited time."""
 
 from __future__ import annotations
 

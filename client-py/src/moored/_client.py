@@ -78,7 +78,7 @@ class Client:
         client.generate_image("a red cube on a blue plane").save("cube.png")
 
     `timeout` is in seconds everywhere, and becomes the deadline of the call: when it passes, the
-    service gives up. None is no deadline. What the service refuses or fails at is a MooredError.
+    service gives up. None is no deadline. A refusal or failure of the service raises a MooredError.
     """
 
     def __init__(

@@ -194,7 +194,7 @@ class Conversation:
         self.wake()
 
     def why_ended(self, words: str) -> Exception:
-        """The error for what an ended session does not do any more."""
+        """The error of a call on a session that has ended."""
         if self.error is not None:
             return self.error
         reason = self.report.reason if self.report is not None else ""

@@ -204,7 +204,7 @@ class Cancelled(MooredError):
 
 
 class WorkerDied(MooredError):
-    """Two worker processes died of this job."""
+    """Two worker processes died while they ran this job."""
 
 
 class CardNotReady(MooredError):

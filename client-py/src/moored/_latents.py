@@ -74,7 +74,9 @@ def chunks_of(
             name: numpy().ascontiguousarray(array, dtype="<f4") for name, array in named.items()
         }
         if not arrays:
-            raise ValueError("A latent has one tensor at least")
+            raise ValueError(
+                "A latent needs at least one tensor: give an array, or a mapping with one"
+            )
         tensors = tuple(TensorInfo(name, array.shape) for name, array in arrays.items() if name)
         shape, dtype = next(iter(arrays.values())).shape, "f32"
         data = b"".join(array.tobytes() for array in arrays.values())

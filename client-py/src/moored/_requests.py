@@ -1,4 +1,4 @@
-"""What a caller says, as the messages of the service: the same for both clients.
+"""Turns the arguments of calls into messages of the service, for both clients.
 
 Seconds here are milliseconds or a Duration there; None leaves a field to the service.
 """
@@ -207,7 +207,7 @@ class GenerateOptions(JobOptions, SamplingOptions, total=False):
     ]
     adapters: Annotated[
         Sequence[AdapterLike] | None,
-        "LoRA: names, (name, strength) pairs, or Adapter. Behind those of a ModelRef.",
+        "LoRA: names, (name, strength) pairs, or Adapter. Added after those of a ModelRef.",
     ]
     seed: Annotated[
         int | None, "Default: random; the result tells it. Number i of several uses seed + i."
@@ -302,7 +302,7 @@ class TrackOptions(TypedDict, total=False):
         "Strengths over time instead of one: (second, strength) points, interpolated linearly.",
     ]
     reference: Annotated[
-        str | MediaInfo | None, "A track whose timbre is taken, uploaded by `put_media`."
+        str | MediaInfo | None, "A track to take the timbre from, uploaded by `put_media`."
     ]
     bpm: Annotated[int | None, "Beats a minute. Default: the model's choice."]
     key: Annotated[str | None, "Key and scale: `C major`. Default: the model's choice."]
@@ -338,7 +338,7 @@ class SessionOptions(QueueOptions, total=False):
 
     adapters: Annotated[
         Sequence[AdapterLike] | None,
-        "LoRA of segments that name none. Behind those of a ModelRef.",
+        "LoRA of segments that name none. Added after those of a ModelRef.",
     ]
     lead_s: Annotated[
         float | None,
@@ -674,7 +674,7 @@ def prompts_of(prompt: str | Sequence[str], options: GenerateOptions) -> list[st
         if not isinstance(one, str):
             raise TypeError(f"prompt: number {number} of the list is no str, but {one!r}")
     if options.get("idempotency_key"):
-        raise InvalidRequest("idempotency_key is of one job: give one prompt with it, not a list")
+        raise InvalidRequest("idempotency_key names one job: give one prompt with it, not a list")
     return prompts
 
 

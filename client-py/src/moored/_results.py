@@ -313,7 +313,11 @@ class Gathered:
 
     def finished(self) -> Done:
         if self.done is None:
-            raise self.failed(InternalError("The job's events ended without a result"))
+            raise self.failed(
+                InternalError(
+                    "The job's events ended without a result: run it again, and see its log"
+                )
+            )
         return self.done
 
 

@@ -1,4 +1,4 @@
-"""The call of a session of sound: who waits for what it brings, threads or tasks of a loop."""
+"""The gRPC call of a session of sound, and how threads and asyncio tasks wait for its messages."""
 
 from __future__ import annotations
 

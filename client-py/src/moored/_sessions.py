@@ -190,7 +190,7 @@ class AudioSession(BaseSession):
     def open(self) -> AudioSession:
         """Uploads the source and opens the session: `with` does it."""
         if self._conversation is not None:
-            raise RuntimeError("The session was opened before")
+            raise RuntimeError("The session is open already: a session is opened once")
         self._request.source_media_id = self._media_id(self._source, self._sample_rate)
         self._source = None
         conversation = SessionCall(self._endpoint, self._request)
@@ -260,7 +260,9 @@ class AudioSession(BaseSession):
         with said.changed:
             said.say_close()
         try:
-            return said.until(said.there_report, QUICK_S, "The service did not end the session")
+            return said.until(
+                said.there_report, QUICK_S, "The service did not confirm the end of the session"
+            )
         finally:
             said.drop()
 

@@ -157,7 +157,7 @@ def _put(
     item: tuple[Any, BaseException | None],
     left: threading.Event,
 ) -> bool:
-    """Whether the item found a place before everybody had left."""
+    """Whether the item was queued before all readers had left."""
     while True:
         try:
             inbox.put(item, timeout=_LEFT_POLL_S)

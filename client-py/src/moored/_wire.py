@@ -1,4 +1,4 @@
-"""What gRPC says of a line to a service that fails: TLS, a proxy, a server of another kind.
+"""Explains failed connections: TLS, a proxy, or another server in place of the service.
 
 gRPC for Python tells it in words alone, which differ from version to version: they are read here,
 and nowhere else.

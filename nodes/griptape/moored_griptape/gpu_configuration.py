@@ -1,4 +1,4 @@
-"""The node GPU Configuration: what a person allows runs to take of the box."""
+"""The node GPU Configuration: memory limits that a user sets for runs."""
 
 from __future__ import annotations
 

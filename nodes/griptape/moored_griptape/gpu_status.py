@@ -1,4 +1,4 @@
-"""The node GPU Status: who has the cards' memory, and what runs."""
+"""The node GPU Status: memory of the cards by holder, and the jobs."""
 
 from __future__ import annotations
 

@@ -22,5 +22,5 @@ class MooredPreloadModel(RunNode):
         self._shown.done(result)
         self.parameter_output_values["model"] = handle.as_json()
         already = ", ".join(result.resident_already)
-        was = f"; {already} had been in already" if already else ""
+        was = f"; {already} had been in memory already" if already else ""
         return f"{result.model.key} is in memory, after {result.total_ms / 1000:.1f} s{was}"

@@ -130,7 +130,7 @@ class RunNode(SuccessFailureNode):
                 await self._give_up(client, model, timeout_s=_HOLD_TIMEOUT_S)
         except moored.MooredError as error:
             # The work is done, and stands.
-            self._shown.line(f"The model could not be kept in: {error}")
+            self._shown.line(f"The model could not be kept in memory: {error}")
 
     async def _give_up(
         self, client: moored.AsyncClient, model: moored.ModelLike, timeout_s: float | None = None

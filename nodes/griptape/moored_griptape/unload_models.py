@@ -13,7 +13,7 @@ from moored_griptape.sizes import GB, in_words
 
 
 class MooredUnloadModels(RunNode):
-    """Takes a model out, or all of them; tells what came free, as the driver confirms it.
+    """Unloads a model, or all of them, and reports the freed bytes that the driver confirms.
 
     What others hold or have pinned stays, and is named. Your own holds are given up first.
     """

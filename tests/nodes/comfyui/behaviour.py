@@ -199,7 +199,7 @@ def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     assert service.stop() == 0
 
 
-def test_loras_one_behind_the_other_are_the_clients_own(
+def test_chained_loras_give_the_same_picture_as_the_client(
     comfyui: ComfyUI, adapting: Service
 ) -> None:
     graph = Graph(adapting.address)
@@ -363,7 +363,7 @@ def test_a_picture_is_edited_by_kontext(comfyui: ComfyUI, editing: Service) -> N
     assert "FLUX.1 Kontext takes one" in run.error
 
 
-def test_control_nets_one_behind_the_other_are_the_clients_own(
+def test_chained_control_nets_give_the_same_picture_as_the_client(
     comfyui: ComfyUI, editing: Service
 ) -> None:
     graph = Graph(editing.address, model="plain")
@@ -1045,7 +1045,7 @@ def test_an_unload_is_done_each_time(comfyui: ComfyUI, serve: Serve) -> None:
             assert residents(client) == {}
 
 
-def test_a_held_model_is_unloaded_by_whoever_holds_it(comfyui: ComfyUI, serve: Serve) -> None:
+def test_unload_releases_the_nodes_own_hold(comfyui: ComfyUI, serve: Serve) -> None:
     service = serve("sim:24GiB")
     with service.client() as client:
         graph = Graph(service.address, model="small", residency="hold")
@@ -1057,7 +1057,7 @@ def test_a_held_model_is_unloaded_by_whoever_holds_it(comfyui: ComfyUI, serve: S
         assert residents(client) == {}
 
 
-def test_a_model_is_claimed_when_it_is_named(comfyui: ComfyUI, serve: Serve) -> None:
+def test_load_model_pins_its_model(comfyui: ComfyUI, serve: Serve) -> None:
     service = serve("sim:24GiB")
     with service.client() as client:
         graph = Graph(service.address, model="small", residency="pin")

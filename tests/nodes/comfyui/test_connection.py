@@ -181,7 +181,9 @@ def test_one_client_serves_every_loop(connection: Any, demo_service: Service) ->
     assert seen[0][1] != threading.get_ident()
 
 
-def test_cancelling_whoever_awaits_cancels_the_work(connection: Any, demo_service: Service) -> None:
+def test_cancelling_the_awaiting_task_cancels_the_work(
+    connection: Any, demo_service: Service
+) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     async def work(client: moored.AsyncClient) -> None:
@@ -250,7 +252,7 @@ print(json.dumps([len(nodes), "torch" in sys.modules, threads]))
 """
 
 
-def test_being_loaded_asks_nobody_and_brings_no_torch() -> None:
+def test_loading_the_pack_opens_no_connection_and_imports_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT, str(PACK)],
         capture_output=True,

@@ -78,7 +78,7 @@ def test_formats_that_are_none_are_refused(pack: ModuleType, text: str) -> None:
         pack.handles.formats_of(text)
 
 
-def test_seeds_go_round(pack: ModuleType) -> None:
+def test_seeds_wrap_at_2_to_the_64(pack: ModuleType) -> None:
     assert [pack.schema.seed_of(2**64 - 2, n) for n in range(3)] == [2**64 - 2, 2**64 - 1, 0]
 
 
@@ -247,7 +247,7 @@ def test_every_error_is_one_sentence(pack: ModuleType, kind: type[moored.MooredE
     assert "\n" not in said
 
 
-def test_a_refusal_brings_no_traces_of_what_was_behind_it(pack: ModuleType) -> None:
+def test_a_refusal_has_no_chained_traceback(pack: ModuleType) -> None:
     def trace_of(error: moored.MooredError) -> str:
         try:
             with pack.failures.told(None):

@@ -254,7 +254,7 @@ def test_a_hostile_name_is_text(browser: Browser, panel: PanelPage, start: Start
         assert page.evaluate("window.hacked") is None
 
 
-def test_the_stream_ends_with_the_tab_and_while_nobody_looks(
+def test_the_stream_ends_when_the_tab_is_closed_or_hidden(
     browser: Browser, panel: PanelPage, start: Start
 ) -> None:
     start()
@@ -300,7 +300,7 @@ def test_the_words_are_those_of_the_language(
         expect(page.get_by_text("显存中没有模型。")).to_be_visible()
 
 
-def test_every_language_has_every_word_and_the_same_blanks(
+def test_every_language_has_every_text_and_the_same_placeholders(
     browser: Browser, panel: PanelPage
 ) -> None:
     def flat(tree: dict[str, Any], path: str = "") -> dict[str, set[str]]:

@@ -232,7 +232,7 @@ def test_this_site_may_ask_by_any_of_the_signs_that_browsers_give(loaded: Loaded
         assert panel.ask("/moored/cancel", body, headers)[0] == 404
 
 
-def test_a_token_opens_the_service_and_is_never_told(
+def test_the_token_is_sent_to_the_service_and_never_to_the_browser(
     panel: PanelPage, start: Start, tmp_path: Path
 ) -> None:
     token_file = tmp_path / "token"

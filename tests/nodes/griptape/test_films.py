@@ -189,7 +189,7 @@ def test_a_budget_bears_on_films(simulate: Simulate, nowhere: Headless) -> None:
         ({"input_image": "/gone.png"}, "gone.png"),
     ],
 )
-def test_a_film_that_cannot_be_is_told_in_a_sentence(
+def test_an_invalid_film_request_fails_with_one_sentence(
     simulate: Simulate, nowhere: Headless, values: dict[str, Any], said: str
 ) -> None:
     simulate()

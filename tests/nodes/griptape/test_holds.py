@@ -55,7 +55,7 @@ def test_a_model_stays_in_for_as_long_as_it_is_kept_alive(
     assert client.unload("small").freed
 
 
-def test_zero_gives_an_earlier_hold_up(simulate: Simulate, nowhere: Headless) -> None:
+def test_keep_alive_of_0_ends_an_earlier_hold(simulate: Simulate, nowhere: Headless) -> None:
     client = simulate()
     generate(nowhere, handle(nowhere, model="small", keep_alive_s=600))
     assert held(client)

@@ -167,7 +167,7 @@ def test_the_loop_is_not_held_up_by_what_loads_asks_and_unloads(
     assert stall_of_its_own(nowhere, prepare) < LONGEST_STALL_S
 
 
-def test_the_measure_sees_what_blocks(simulate: Simulate, nowhere: Headless) -> None:
+def test_a_blocking_call_is_measured_as_a_stall(simulate: Simulate, nowhere: Headless) -> None:
     """A node whose answer is waited for as a plain call would, not as this library does."""
     client = simulate()
 

@@ -235,7 +235,7 @@ def test_a_part_of_a_track_is_made_anew_as_flac(
         assert told in fails(nowhere, node)
 
 
-def test_a_track_that_cannot_be_is_told_in_a_sentence(
+def test_an_invalid_track_request_fails_with_one_sentence(
     simulate: Simulate, nowhere: Headless
 ) -> None:
     simulate()
@@ -477,7 +477,7 @@ def test_main_memory_bounds_a_card_that_is_the_cpu(connected: Headless) -> None:
     assert "cpu_memory_gb allows 1.0 MB" in said
 
 
-def test_limits_that_do_not_bear_are_said(simulate: Simulate, nowhere: Headless) -> None:
+def test_a_limit_without_effect_is_logged(simulate: Simulate, nowhere: Headless) -> None:
     simulate()
     limits = nowhere.do(nowhere.node("GPUConfiguration"))
     node = nowhere.do(nowhere.node("PreloadModel", model="small"))

@@ -55,7 +55,7 @@ def test_both_generate_at_once_and_the_model_is_loaded_once(
     assert_loaded_once(demo_service, client)
 
 
-def test_neither_waits_for_all_that_the_other_has_queued(
+def test_gpu_time_is_shared_between_both_frontends(
     client: moored.Client, sides: Sides, watch: Watch
 ) -> None:
     comfyui, griptape = sides
@@ -83,7 +83,7 @@ def test_neither_waits_for_all_that_the_other_has_queued(
 
 @pytest.mark.parametrize("which", [0, 1], ids=["comfyui", "griptape"])
 @pytest.mark.parametrize("runs", [True, False], ids=["running", "queued"])
-def test_who_cancels_does_not_touch_the_other(
+def test_cancelling_in_one_frontend_leaves_jobs_of_the_other(
     demo_service: Service, client: moored.Client, sides: Sides, watch: Watch, which: int, runs: bool
 ) -> None:
     leaves, stays = sides[which], sides[1 - which]

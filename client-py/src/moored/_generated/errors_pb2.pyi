@@ -39,7 +39,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     NOT_BUILT: _Reason.ValueType  # 5
     """Not built yet. UNIMPLEMENTED."""
     NEVER_FITS: _Reason.ValueType  # 6
-    """Larger than the card can ever hold; see MemoryShortfall. FAILED_PRECONDITION."""
+    """The request needs more than the whole card has; see MemoryShortfall. FAILED_PRECONDITION."""
     MEMORY_TAKEN: _Reason.ValueType  # 7
     """Memory did not come free within the patience; see MemoryShortfall, RetryInfo. RESOURCE_EXHAUSTED."""
     OUT_OF_MEMORY: _Reason.ValueType  # 8
@@ -54,11 +54,11 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     `by` is the client who did it. CANCELLED.
     """
     WORKER_DIED: _Reason.ValueType  # 12
-    """Two workers died of this job. ABORTED."""
+    """Two workers died while they ran this job. ABORTED."""
     CARD_NOT_READY: _Reason.ValueType  # 13
     """No card is ready. UNAVAILABLE, with RetryInfo."""
     NOT_FINITE: _Reason.ValueType  # 14
-    """A value that is not finite. INTERNAL."""
+    """The computation produced a value that is not finite (NaN or infinity). INTERNAL."""
     LATENT_NOT_FOUND: _Reason.ValueType  # 15
     """No such latent, or it has expired. NOT_FOUND."""
     LATENT_MISMATCH: _Reason.ValueType  # 16
@@ -109,7 +109,7 @@ MODEL_UNSUPPORTED: Reason.ValueType  # 4
 NOT_BUILT: Reason.ValueType  # 5
 """Not built yet. UNIMPLEMENTED."""
 NEVER_FITS: Reason.ValueType  # 6
-"""Larger than the card can ever hold; see MemoryShortfall. FAILED_PRECONDITION."""
+"""The request needs more than the whole card has; see MemoryShortfall. FAILED_PRECONDITION."""
 MEMORY_TAKEN: Reason.ValueType  # 7
 """Memory did not come free within the patience; see MemoryShortfall, RetryInfo. RESOURCE_EXHAUSTED."""
 OUT_OF_MEMORY: Reason.ValueType  # 8
@@ -124,11 +124,11 @@ client left, or the connection to it was lost) or `unread` (its client did not r
 `by` is the client who did it. CANCELLED.
 """
 WORKER_DIED: Reason.ValueType  # 12
-"""Two workers died of this job. ABORTED."""
+"""Two workers died while they ran this job. ABORTED."""
 CARD_NOT_READY: Reason.ValueType  # 13
 """No card is ready. UNAVAILABLE, with RetryInfo."""
 NOT_FINITE: Reason.ValueType  # 14
-"""A value that is not finite. INTERNAL."""
+"""The computation produced a value that is not finite (NaN or infinity). INTERNAL."""
 LATENT_NOT_FOUND: Reason.ValueType  # 15
 """No such latent, or it has expired. NOT_FOUND."""
 LATENT_MISMATCH: Reason.ValueType  # 16

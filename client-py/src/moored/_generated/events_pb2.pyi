@@ -15,9 +15,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class Event(google.protobuf.message.Message):
-    """What every long call streams: the same for pictures, films and tracks. A client that
-    meets an event it does not know ignores it.
-    """
+    """The stream of every long call, the same for pictures, films and tracks. A client ignores events that it does not know."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -188,7 +186,7 @@ class Holder(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Process name where visible, or what it is."""
+    """Name of the process where it is visible, else what holds the memory."""
     pid: builtins.int
     """Process id where visible; 0 otherwise."""
     bytes: builtins.int
@@ -206,7 +204,7 @@ global___Holder = Holder
 
 @typing.final
 class Evicting(google.protobuf.message.Message):
-    """A component leaves to make room."""
+    """A component is evicted to free memory."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -229,7 +227,7 @@ global___Evicting = Evicting
 
 @typing.final
 class Loading(google.protobuf.message.Message):
-    """A component is being read."""
+    """A component is being loaded."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -212,7 +212,7 @@ class JobOptions(google.protobuf.message.Message):
     patience_ms: builtins.int
     """How long to wait for memory that is being freed or that other programs hold, at most 10 minutes; absent: the service's setting."""
     allow_low_memory: builtins.bool
-    """Admit a stage that memory is short for. If it then runs out of memory, only this job ends."""
+    """Run a stage even if memory is short for it. If it then runs out of memory, only this job fails."""
     card: builtins.str
     """Prefer this card. A hint: another is taken when this one is lost."""
     idempotency_key: builtins.str
@@ -281,7 +281,7 @@ class GenerateImageRequest(google.protobuf.message.Message):
     steps: builtins.int
     """Denoising steps, 1 to 200."""
     guidance: builtins.float
-    """Embedded guidance."""
+    """Guidance scale; for FLUX.1-dev it is an input of the model."""
     seed: builtins.int
     """Absent: told in `done`; random, but for an idempotency key always the same."""
     max_sequence_length: builtins.int
@@ -589,7 +589,7 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     prompt: builtins.str
     """At most 10,000 characters."""
     lyrics: builtins.str
-    """What is sung; empty: nothing."""
+    """The lyrics; empty: none."""
     seconds: builtins.float
     """Length in seconds."""
     steps: builtins.int
@@ -618,7 +618,7 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     track needs it: it is the source.
     """
     task: global___AudioTask.ValueType
-    """What is made of the source. A model may know some of them only."""
+    """The task on the source. A model may support only some of them."""
     window_start_seconds: builtins.float
     """Of REPAINT and LEGO: the part that is made anew, in seconds of the source. Absent: its start."""
     window_end_seconds: builtins.float
@@ -721,7 +721,7 @@ global___StrengthAt = StrengthAt
 
 @typing.final
 class StreamAudioRequest(google.protobuf.message.Message):
-    """What the client of a session of sound says."""
+    """A message of the client of a session of sound."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -787,7 +787,7 @@ class OpenAudioSession(google.protobuf.message.Message):
     of GenerateAudio; with more the same within rounding.
     """
     idle_seconds: builtins.int
-    """It ends when nothing was heard of the client for so long, 1 to 3,600; 0: 60. Every message counts, `played` too."""
+    """The session ends after this many seconds without a message of the client, 1 to 3,600; 0: 60. Every message counts, `played` too."""
     paced_by_client: builtins.bool
     """True: the messages `played` set the play head. False: the play head follows the service's clock from the first sound on."""
     once: builtins.bool
@@ -798,7 +798,7 @@ class OpenAudioSession(google.protobuf.message.Message):
 
     @property
     def options(self) -> global___JobOptions:
-        """Of all its jobs. No deadline, no idempotency key, and not detached."""
+        """Options of all jobs of the session. They have no deadline, no idempotency key, and are not detached."""
 
     def __init__(
         self,
@@ -918,7 +918,7 @@ global___CloseAudioSession = CloseAudioSession
 
 @typing.final
 class StreamAudioResponse(google.protobuf.message.Message):
-    """What a session of sound says."""
+    """A message of the service in a session of sound."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1066,7 +1066,7 @@ global___SegmentProgress = SegmentProgress
 
 @typing.final
 class SegmentReady(google.protobuf.message.Message):
-    """All of a segment is there."""
+    """A segment is complete."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1094,7 +1094,7 @@ global___SegmentReady = SegmentReady
 
 @typing.final
 class SegmentFailed(google.protobuf.message.Message):
-    """A segment does not come, or never sounds although it came. The session goes on."""
+    """A segment failed, or was replaced by a later one before it played. The session goes on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -131,21 +131,21 @@ class GenerationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutLatent(self, request_iterator, context):
-        """Brings a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored).
+        """Uploads a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLatent(self, request, context):
-        """Gives a latent up before its time. A job that needs it keeps it until it has ended.
+        """Removes a latent before it expires. A job that needs it keeps it until the job has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutMedia(self, request_iterator, context):
-        """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
+        """Uploads media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
         carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's
         memory until it was not used for `queue.latent_ttl`; each use renews that time.
         """
@@ -154,7 +154,7 @@ class GenerationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMedia(self, request, context):
-        """Gives media up before its time. Jobs that were accepted keep it.
+        """Removes media before it expires. Jobs that were accepted keep it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -73,19 +73,19 @@ class GenerationStub:
         generation_pb2.LatentChunk,
         model_pb2.LatentInfo,
     ]
-    """Brings a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
+    """Uploads a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
 
     ReleaseLatent: grpc.UnaryUnaryMultiCallable[
         generation_pb2.ReleaseLatentRequest,
         generation_pb2.ReleaseLatentResponse,
     ]
-    """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
+    """Removes a latent before it expires. A job that needs it keeps it until the job has ended."""
 
     PutMedia: grpc.StreamUnaryMultiCallable[
         generation_pb2.MediaChunk,
         generation_pb2.MediaInfo,
     ]
-    """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
+    """Uploads media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
     carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's
     memory until it was not used for `queue.latent_ttl`; each use renews that time.
     """
@@ -94,7 +94,7 @@ class GenerationStub:
         generation_pb2.ReleaseMediaRequest,
         generation_pb2.ReleaseMediaResponse,
     ]
-    """Gives media up before its time. Jobs that were accepted keep it."""
+    """Removes media before it expires. Jobs that were accepted keep it."""
 
 class GenerationAsyncStub:
     """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
@@ -149,19 +149,19 @@ class GenerationAsyncStub:
         generation_pb2.LatentChunk,
         model_pb2.LatentInfo,
     ]
-    """Brings a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
+    """Uploads a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
 
     ReleaseLatent: grpc.aio.UnaryUnaryMultiCallable[
         generation_pb2.ReleaseLatentRequest,
         generation_pb2.ReleaseLatentResponse,
     ]
-    """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
+    """Removes a latent before it expires. A job that needs it keeps it until the job has ended."""
 
     PutMedia: grpc.aio.StreamUnaryMultiCallable[
         generation_pb2.MediaChunk,
         generation_pb2.MediaInfo,
     ]
-    """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
+    """Uploads media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
     carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's
     memory until it was not used for `queue.latent_ttl`; each use renews that time.
     """
@@ -170,7 +170,7 @@ class GenerationAsyncStub:
         generation_pb2.ReleaseMediaRequest,
         generation_pb2.ReleaseMediaResponse,
     ]
-    """Gives media up before its time. Jobs that were accepted keep it."""
+    """Removes media before it expires. Jobs that were accepted keep it."""
 
 class GenerationServicer(metaclass=abc.ABCMeta):
     """Generates pictures, films and tracks. Deadlines and cancellation are honoured in the queue, in waits, in loads and between
@@ -241,7 +241,7 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[generation_pb2.LatentChunk],
         context: _ServicerContext,
     ) -> typing.Union[model_pb2.LatentInfo, collections.abc.Awaitable[model_pb2.LatentInfo]]:
-        """Brings a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
+        """Uploads a latent. The first chunk carries `info` (shape, dtype, vae_id; `id` is ignored)."""
 
     @abc.abstractmethod
     def ReleaseLatent(
@@ -249,7 +249,7 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         request: generation_pb2.ReleaseLatentRequest,
         context: _ServicerContext,
     ) -> typing.Union[generation_pb2.ReleaseLatentResponse, collections.abc.Awaitable[generation_pb2.ReleaseLatentResponse]]:
-        """Gives a latent up before its time. A job that needs it keeps it until it has ended."""
+        """Removes a latent before it expires. A job that needs it keeps it until the job has ended."""
 
     @abc.abstractmethod
     def PutMedia(
@@ -257,7 +257,7 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[generation_pb2.MediaChunk],
         context: _ServicerContext,
     ) -> typing.Union[generation_pb2.MediaInfo, collections.abc.Awaitable[generation_pb2.MediaInfo]]:
-        """Brings media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
+        """Uploads media that later requests start from (`init_media_id`), in chunks: a film does not fit one message. The first chunk
         carries `info` (media_type, and format where the bytes do not tell it; `id` is ignored). It stays in the machine's
         memory until it was not used for `queue.latent_ttl`; each use renews that time.
         """
@@ -268,6 +268,6 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         request: generation_pb2.ReleaseMediaRequest,
         context: _ServicerContext,
     ) -> typing.Union[generation_pb2.ReleaseMediaResponse, collections.abc.Awaitable[generation_pb2.ReleaseMediaResponse]]:
-        """Gives media up before its time. Jobs that were accepted keep it."""
+        """Removes media before it expires. Jobs that were accepted keep it."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -6,8 +6,7 @@ from . import hub_pb2 as moored_dot_v1_dot_hub__pb2
 
 
 class HubStub(object):
-    """Models of the hub, brought to where the service looks for models: into the hub cache of its machine, which other
-    programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
+    """Downloads models from the hub into the hub cache of the service's machine, which other programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
     """
 
     def __init__(self, channel):
@@ -29,8 +28,7 @@ class HubStub(object):
 
 
 class HubServicer(object):
-    """Models of the hub, brought to where the service looks for models: into the hub cache of its machine, which other
-    programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
+    """Downloads models from the hub into the hub cache of the service's machine, which other programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
     """
 
     def PlanPull(self, request, context):
@@ -70,8 +68,7 @@ def add_HubServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Hub(object):
-    """Models of the hub, brought to where the service looks for models: into the hub cache of its machine, which other
-    programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
+    """Downloads models from the hub into the hub cache of the service's machine, which other programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
     """
 
     @staticmethod

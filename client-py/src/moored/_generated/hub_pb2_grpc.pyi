@@ -18,9 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class HubStub:
-    """Models of the hub, brought to where the service looks for models: into the hub cache of its machine, which other
-    programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
-    """
+    """Downloads models from the hub into the hub cache of the service's machine, which other programs there share. Capability `pull`; a service may be configured not to (`hub.pull`)."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     PlanPull: grpc.UnaryUnaryMultiCallable[
@@ -39,9 +37,7 @@ class HubStub:
     """
 
 class HubAsyncStub:
-    """Models of the hub, brought to where the service looks for models: into the hub cache of its machine, which other
-    programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
-    """
+    """Downloads models from the hub into the hub cache of the service's machine, which other programs there share. Capability `pull`; a service may be configured not to (`hub.pull`)."""
 
     PlanPull: grpc.aio.UnaryUnaryMultiCallable[
         hub_pb2.PullModelRequest,
@@ -59,9 +55,7 @@ class HubAsyncStub:
     """
 
 class HubServicer(metaclass=abc.ABCMeta):
-    """Models of the hub, brought to where the service looks for models: into the hub cache of its machine, which other
-    programs there share. Capability `pull`; a service may be configured not to (`hub.pull`).
-    """
+    """Downloads models from the hub into the hub cache of the service's machine, which other programs there share. Capability `pull`; a service may be configured not to (`hub.pull`)."""
 
     @abc.abstractmethod
     def PlanPull(

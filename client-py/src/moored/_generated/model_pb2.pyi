@@ -334,7 +334,7 @@ global___Component = Component
 
 @typing.final
 class FreedComponent(google.protobuf.message.Message):
-    """A component that left a card."""
+    """A component that was unloaded from a card."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -364,7 +364,7 @@ global___FreedComponent = FreedComponent
 
 @typing.final
 class KeptComponent(google.protobuf.message.Message):
-    """A component that stayed although its model was to leave."""
+    """A component that stayed in memory although its model was unloaded."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

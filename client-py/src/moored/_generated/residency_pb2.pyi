@@ -162,7 +162,7 @@ global___QuantizationChoice = QuantizationChoice
 
 @typing.final
 class ModelDefaults(google.protobuf.message.Message):
-    """What a request takes where it leaves a field open."""
+    """Defaults for fields that a request leaves out."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -282,11 +282,11 @@ class UnloadResponse(google.protobuf.message.Message):
     CANCELLED_JOBS_FIELD_NUMBER: builtins.int
     @property
     def freed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.FreedComponent]:
-        """What left, with the bytes that the driver shows as free since."""
+        """Components that were unloaded, with the bytes that the driver confirms as free."""
 
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.KeptComponent]:
-        """What stayed, and why."""
+        """Components that stayed in memory, and why."""
 
     @property
     def cancelled_jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -310,7 +310,7 @@ class PinRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     UNPIN_FIELD_NUMBER: builtins.int
     unpin: builtins.bool
-    """Take the pin off."""
+    """True: unpin the model instead."""
     @property
     def model(self) -> model_pb2.ModelRef: ...
     def __init__(
@@ -689,7 +689,7 @@ class CardStatus(google.protobuf.message.Message):
     worker is ready.
     """
     problem: builtins.str
-    """Why no worker serves it: how the last one ended, or that it is stuck in the driver. Empty while one does."""
+    """Why the card has no worker: how the last one ended, or that it is stuck in the driver. Empty while a worker is ready."""
     @property
     def memory(self) -> events_pb2.MemoryAccounts: ...
     @property
@@ -895,7 +895,7 @@ class ReserveRequest(google.protobuf.message.Message):
     another. Its card and label stay. INVALID_REQUEST where there is none: it may have expired.
     """
     process_id: builtins.int
-    """It ends with this process of the service's machine, if not before. INVALID_REQUEST where there is no such process. A renewal
+    """The reservation ends at the latest with this process of the service's machine. INVALID_REQUEST where there is no such process. A renewal
     keeps the process that the reservation has.
     """
     @property
@@ -930,7 +930,7 @@ class ReserveResponse(google.protobuf.message.Message):
     card: builtins.str
     @property
     def evicted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.FreedComponent]:
-        """What left for it."""
+        """Components that were evicted for it."""
 
     def __init__(
         self,

@@ -116,14 +116,14 @@ class ResidencyServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Hold(self, request, context):
-        """Keeps a model in for a client, for a time. Asking again for the same model renews it under the same id.
+        """Keeps a model in memory for a client, for a limited time. Another Hold of the same model renews the hold under the same id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseHold(self, request, context):
-        """Gives a hold up.
+        """Ends a hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,14 +165,14 @@ class ResidencyServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseReservation(self, request, context):
-        """Gives a reservation up.
+        """Ends a reservation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Recycle(self, request, context):
-        """Ends a card's worker process and starts another, which gives every byte of it back. What it runs is finished first.
+        """Ends a card's worker process, which frees all of its memory, and starts another. The running job is finished first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,13 +50,13 @@ class ResidencyStub:
         residency_pb2.HoldRequest,
         residency_pb2.HoldResponse,
     ]
-    """Keeps a model in for a client, for a time. Asking again for the same model renews it under the same id."""
+    """Keeps a model in memory for a client, for a limited time. Another Hold of the same model renews the hold under the same id."""
 
     ReleaseHold: grpc.UnaryUnaryMultiCallable[
         residency_pb2.ReleaseHoldRequest,
         residency_pb2.ReleaseHoldResponse,
     ]
-    """Gives a hold up."""
+    """Ends a hold."""
 
     Plan: grpc.UnaryUnaryMultiCallable[
         residency_pb2.PlanRequest,
@@ -92,13 +92,13 @@ class ResidencyStub:
         residency_pb2.ReleaseReservationRequest,
         residency_pb2.ReleaseReservationResponse,
     ]
-    """Gives a reservation up."""
+    """Ends a reservation."""
 
     Recycle: grpc.UnaryUnaryMultiCallable[
         residency_pb2.RecycleRequest,
         residency_pb2.RecycleResponse,
     ]
-    """Ends a card's worker process and starts another, which gives every byte of it back. What it runs is finished first."""
+    """Ends a card's worker process, which frees all of its memory, and starts another. The running job is finished first."""
 
 class ResidencyAsyncStub:
     """What is in the cards' memory, and what should be."""
@@ -131,13 +131,13 @@ class ResidencyAsyncStub:
         residency_pb2.HoldRequest,
         residency_pb2.HoldResponse,
     ]
-    """Keeps a model in for a client, for a time. Asking again for the same model renews it under the same id."""
+    """Keeps a model in memory for a client, for a limited time. Another Hold of the same model renews the hold under the same id."""
 
     ReleaseHold: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.ReleaseHoldRequest,
         residency_pb2.ReleaseHoldResponse,
     ]
-    """Gives a hold up."""
+    """Ends a hold."""
 
     Plan: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.PlanRequest,
@@ -173,13 +173,13 @@ class ResidencyAsyncStub:
         residency_pb2.ReleaseReservationRequest,
         residency_pb2.ReleaseReservationResponse,
     ]
-    """Gives a reservation up."""
+    """Ends a reservation."""
 
     Recycle: grpc.aio.UnaryUnaryMultiCallable[
         residency_pb2.RecycleRequest,
         residency_pb2.RecycleResponse,
     ]
-    """Ends a card's worker process and starts another, which gives every byte of it back. What it runs is finished first."""
+    """Ends a card's worker process, which frees all of its memory, and starts another. The running job is finished first."""
 
 class ResidencyServicer(metaclass=abc.ABCMeta):
     """What is in the cards' memory, and what should be."""
@@ -222,7 +222,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.HoldRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.HoldResponse, collections.abc.Awaitable[residency_pb2.HoldResponse]]:
-        """Keeps a model in for a client, for a time. Asking again for the same model renews it under the same id."""
+        """Keeps a model in memory for a client, for a limited time. Another Hold of the same model renews the hold under the same id."""
 
     @abc.abstractmethod
     def ReleaseHold(
@@ -230,7 +230,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.ReleaseHoldRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.ReleaseHoldResponse, collections.abc.Awaitable[residency_pb2.ReleaseHoldResponse]]:
-        """Gives a hold up."""
+        """Ends a hold."""
 
     @abc.abstractmethod
     def Plan(
@@ -278,7 +278,7 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.ReleaseReservationRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.ReleaseReservationResponse, collections.abc.Awaitable[residency_pb2.ReleaseReservationResponse]]:
-        """Gives a reservation up."""
+        """Ends a reservation."""
 
     @abc.abstractmethod
     def Recycle(
@@ -286,6 +286,6 @@ class ResidencyServicer(metaclass=abc.ABCMeta):
         request: residency_pb2.RecycleRequest,
         context: _ServicerContext,
     ) -> typing.Union[residency_pb2.RecycleResponse, collections.abc.Awaitable[residency_pb2.RecycleResponse]]:
-        """Ends a card's worker process and starts another, which gives every byte of it back. What it runs is finished first."""
+        """Ends a card's worker process, which frees all of its memory, and starts another. The running job is finished first."""
 
 def add_ResidencyServicer_to_server(servicer: ResidencyServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

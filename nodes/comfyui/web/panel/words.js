@@ -53,7 +53,7 @@ export const words = {
   },
   jobs: {
     title: "Queue",
-    none: "Nothing runs, nothing waits.",
+    none: "No job is running or queued.",
     cancel: "Cancel",
     cancel_label: "Cancel {job}",
     position: "queued, {ahead} ahead",
@@ -62,7 +62,7 @@ export const words = {
     running: "running",
     step: "step {step} of {steps}",
     from: "from {client}",
-    anybody: "somebody",
+    anybody: "unnamed client",
   },
   priorities: { low: "low priority", normal: "normal priority", high: "high priority" },
   stages: {

@@ -108,14 +108,14 @@ pub(super) enum Command {
     /// List available models
     #[command(visible_alias = "list")]
     Models {
-        /// List the models that have a short name, and what fits this card
+        /// List the models that have a short name, and which of them fit this card
         #[arg(long)]
         available: bool,
         /// List the adapters: LoRA (--lora) and ControlNets (--control)
         #[arg(long, conflicts_with = "available")]
         adapters: bool,
     },
-    /// Show what is known about a model: sizes, formats, defaults, licence
+    /// Show a model: sizes, formats, defaults, licence
     Info {
         /// A model of the service, a short name, or OWNER/NAME
         model: String,
@@ -136,7 +136,7 @@ pub(super) enum Command {
         #[arg(short, long)]
         yes: bool,
     },
-    /// Show the cards: what is in their memory, what is free, what runs
+    /// Show the cards: components in memory, free memory, and the running job
     #[command(visible_alias = "ps")]
     Status(Status),
     /// Load a model into memory
@@ -151,7 +151,7 @@ pub(super) enum Command {
     Trim(cards::Trim),
     /// Keep memory of a card free for another program
     Reserve(cards::Reserve),
-    /// Give up a reservation
+    /// End a reservation
     Release(cards::Release),
     /// Restart a card's worker process, which frees all of its memory
     Recycle(cards::Recycle),
@@ -306,7 +306,7 @@ pub(super) struct Output {
     /// A file (.png, .jpg, .webp, .mp4, .apng, .wav, .flac), a folder, or - for standard output [default: MODEL-SEED.png, .mp4 or .wav]
     #[arg(short, long, value_name = "PATH")]
     pub(super) out: Option<String>,
-    /// Overwrite files that are there
+    /// Overwrite existing files
     #[arg(short, long)]
     pub(super) force: bool,
     /// Leave prompt, seed and settings out of the file
