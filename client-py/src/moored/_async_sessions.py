@@ -151,7 +151,7 @@ class AsyncAudioSession(BaseSession):
         with said.changed:
             said.say_close()
         try:
-            late = "The service did not end the session"
+            late = "The service did not confirm the end of the session"
             return await said.until_async(said.there_report, QUICK_S, late)
         finally:
             self._drop()
