@@ -30,14 +30,30 @@ pub(super) struct Sent {
 pub(super) struct UnknownInput(u64);
 
 /// The inputs that were sent last, with their numbers; those used last are at the end.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct RecentInputs {
     kept: VecDeque<(u64, Bytes)>,
     /// Number of the next.
     next: u64,
+    /// Bytes that are kept at the most.
+    bound: usize,
+}
+
+impl Default for RecentInputs {
+    fn default() -> RecentInputs {
+        RecentInputs::within(KEPT_BYTES)
+    }
 }
 
 impl RecentInputs {
+    fn within(bound: usize) -> RecentInputs {
+        RecentInputs {
+            kept: VecDeque::new(),
+            next: 0,
+            bound,
+        }
+    }
+
     /// Leaves out of a command what its worker has.
     pub(super) fn send(&mut self, mut command: Box<Command>) -> Sent {
         let unshared = self.kept.iter().filter(|(_, data)| data.is_unique());
@@ -94,15 +110,15 @@ impl RecentInputs {
         Some(data)
     }
 
-    /// Keeps an input for later commands, and drops those that were used least lately beyond [`KEPT_BYTES`].
+    /// Keeps an input for later commands, and drops those that were used least lately beyond the bound.
     fn keep(&mut self, data: &Bytes) {
-        if !(SHORTEST_BYTES..=KEPT_BYTES).contains(&data.len()) {
+        if !(SHORTEST_BYTES..=self.bound).contains(&data.len()) {
             return;
         }
         self.kept.push_back((self.next, data.clone()));
         self.next += 1;
         let mut bytes: usize = self.kept.iter().map(|(_, data)| data.len()).sum();
-        while bytes > KEPT_BYTES {
+        while bytes > self.bound {
             bytes -= self.kept.pop_front().map_or(bytes, |(_, data)| data.len());
         }
     }

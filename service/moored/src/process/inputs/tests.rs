@@ -40,14 +40,26 @@ fn command(stages: &[Vec<Bytes>]) -> Box<Command> {
     Box::new(command)
 }
 
+/// Most bytes that the ends keep here.
+const BOUND_BYTES: usize = 256 << 10;
+
+/// Bytes of an input.
+const SIZE: usize = 100 << 10;
+
 /// Both ends of a pipe.
-#[derive(Default)]
 struct Ends {
     supervisor: RecentInputs,
     worker: RecentInputs,
 }
 
 impl Ends {
+    fn new() -> Ends {
+        Ends {
+            supervisor: RecentInputs::within(BOUND_BYTES),
+            worker: RecentInputs::within(BOUND_BYTES),
+        }
+    }
+
     /// Passes a command over the pipe; the bytes that it took.
     fn pass(&mut self, command: Box<Command>) -> usize {
         let expected = command.clone();
@@ -66,41 +78,41 @@ impl Ends {
 
 #[test]
 fn an_input_is_sent_once_for_all_stages_that_take_it() {
-    let mut ends = Ends::default();
-    let (text, state) = (blob(1 << 20, 1), blob(1 << 20, 2));
+    let mut ends = Ends::new();
+    let (text, state) = (blob(SIZE, 1), blob(SIZE, 2));
     let first = ends.pass(command(&[vec![text.clone()], vec![text.clone()]]));
-    assert!(((1 << 20)..(1 << 20) + 10_000).contains(&first), "{first}");
+    assert!((SIZE..SIZE + 10_000).contains(&first), "{first}");
     let second = ends.pass(command(&[vec![text.clone(), state]]));
-    assert!(((1 << 20)..(1 << 20) + 10_000).contains(&second), "{second}");
+    assert!((SIZE..SIZE + 10_000).contains(&second), "{second}");
 }
 
 #[test]
 fn equal_bytes_in_another_place_are_sent() {
-    let mut ends = Ends::default();
-    let first = blob(1 << 20, 1);
+    let mut ends = Ends::new();
+    let first = blob(SIZE, 1);
     ends.pass(command(&[vec![first.clone()]]));
-    let again = ends.pass(command(&[vec![blob(1 << 20, 1)]]));
-    assert!(again > 1 << 20, "{again}");
+    let again = ends.pass(command(&[vec![blob(SIZE, 1)]]));
+    assert!(again > SIZE, "{again}");
 }
 
 #[test]
 fn both_ends_drop_inputs_that_nothing_else_has() {
-    let mut ends = Ends::default();
-    ends.pass(command(&[vec![blob(1 << 20, 1)]]));
+    let mut ends = Ends::new();
+    ends.pass(command(&[vec![blob(SIZE, 1)]]));
     ends.pass(Box::new(Command::Shutdown));
     assert_eq!(ends.kept_bytes(), [0, 0]);
 }
 
 #[test]
 fn inputs_beyond_the_bound_are_dropped_and_sent_again() {
-    let mut ends = Ends::default();
-    let inputs: Vec<Bytes> = (0..5).map(|of| blob(KEPT_BYTES / 4, of)).collect();
+    let mut ends = Ends::new();
+    let inputs: Vec<Bytes> = (0..5).map(|of| blob(BOUND_BYTES / 4, of)).collect();
     for input in &inputs {
         ends.pass(command(&[vec![input.clone()]]));
-        assert!(ends.kept_bytes().iter().all(|bytes| *bytes <= KEPT_BYTES));
+        assert!(ends.kept_bytes().iter().all(|bytes| *bytes <= BOUND_BYTES));
     }
     let oldest = ends.pass(command(&[vec![inputs[0].clone()]]));
-    assert!(oldest > KEPT_BYTES / 4, "{oldest}");
+    assert!(oldest > BOUND_BYTES / 4, "{oldest}");
     let newest = ends.pass(command(&[vec![inputs[4].clone()]]));
     assert!(newest < 10_000, "{newest}");
 }
@@ -108,7 +120,7 @@ fn inputs_beyond_the_bound_are_dropped_and_sent_again() {
 #[test]
 fn a_worker_refuses_a_number_that_it_was_not_sent() {
     let mut supervisor = RecentInputs::default();
-    let text = blob(1 << 20, 1);
+    let text = blob(SIZE, 1);
     supervisor.send(command(&[vec![text.clone()]]));
     let sent = supervisor.send(command(&[vec![text]]));
     assert!(RecentInputs::default().receive(sent).is_err());
@@ -120,9 +132,9 @@ proptest::proptest! {
     fn a_worker_gets_every_command_whole(
         turns in proptest::collection::vec((0_usize..8, 0_usize..8, 0_usize..8, proptest::bool::ANY), 1..60),
     ) {
-        let sizes = [1 << 10, SHORTEST_BYTES - 1, SHORTEST_BYTES, 1 << 20, KEPT_BYTES / 3, KEPT_BYTES / 2, KEPT_BYTES, KEPT_BYTES + 1];
+        let sizes = [1 << 10, SHORTEST_BYTES - 1, SHORTEST_BYTES, SIZE, BOUND_BYTES / 3, BOUND_BYTES / 2, BOUND_BYTES, BOUND_BYTES + 1];
         let fresh = |which: usize| blob(sizes[which], which as u8);
-        let mut ends = Ends::default();
+        let mut ends = Ends::new();
         let mut inputs: Vec<Bytes> = (0..sizes.len()).map(fresh).collect();
         for (own, shared, replaced, is_replaced) in turns {
             ends.pass(command(&[vec![inputs[own].clone()], vec![inputs[shared].clone()]]));
@@ -131,7 +143,7 @@ proptest::proptest! {
             }
             let [supervisor, worker] = ends.kept_bytes();
             proptest::prop_assert_eq!(supervisor, worker);
-            proptest::prop_assert!(worker <= KEPT_BYTES);
+            proptest::prop_assert!(worker <= BOUND_BYTES);
         }
     }
 }
