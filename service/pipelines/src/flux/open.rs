@@ -19,7 +19,7 @@ use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
 
-/// Component names, in the order of [`FluxModel::components`].
+/// Component names, in the order of [`crate::Model::components`].
 const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
 
 /// Components that presets quantize: nearly all bytes. The others are small, and lose quality out of proportion.
