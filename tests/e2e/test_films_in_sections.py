@@ -212,6 +212,16 @@ def test_hunyuan_video_gives_the_references_frames(simulate: Simulate, tmp_path:
         assert np.abs(found - expected()["film.frames"].astype(int)).max() <= 1
 
 
+def test_framepack_sends_previews(simulate: Simulate, tmp_path: Path) -> None:
+    # Far more steps than fit between two previews.
+    asked = ASKED | {"steps": 100, "frames": 37, "init_image": start_picture()}
+    with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
+        stream = client.stream_video(PROMPT, model="framepack", preview_interval_s=0.1, **asked)
+        previews = [event for event in stream if isinstance(event, moored.Preview)]
+        assert previews
+        assert stream.result().array.shape == (37, 32, 48, 3)
+
+
 def test_a_field_out_of_bounds_is_refused_by_name(simulate: Simulate, tmp_path: Path) -> None:
     with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
         start = start_picture()
