@@ -90,7 +90,7 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
     service = start(device="sim:40GiB,foreign=2GiB")
     with service.client() as client, opened(browser, panel) as page:
         expect(page.get_by_text("No model is in memory.")).to_be_visible()
-        expect(page.get_by_text("Nothing runs, nothing waits.")).to_be_visible()
+        expect(page.get_by_text("No job is running or queued.")).to_be_visible()
         expect(page.get_by_title("Attention: cpu loops")).to_be_visible()
         expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
         bar = page.locator(".moored-bar")
@@ -206,7 +206,7 @@ def test_cancel_ends_what_runs_and_what_waits(
         page.locator(f'[data-job="{running.job_id}"]').get_by_role("button").click()
         with pytest.raises(moored.Cancelled):
             running.result()
-        expect(page.get_by_text("Nothing runs, nothing waits.")).to_be_visible()
+        expect(page.get_by_text("No job is running or queued.")).to_be_visible()
 
 
 def test_a_service_that_is_killed_is_told_with_the_remedy_and_found_again(

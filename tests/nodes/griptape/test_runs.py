@@ -483,7 +483,7 @@ def test_a_limit_without_effect_is_logged(simulate: Simulate, nowhere: Headless)
     node = nowhere.do(nowhere.node("PreloadModel", model="small"))
     nowhere.do(nowhere.connect(limits, "system_constraints", node, "system_constraints"))
     succeeds(nowhere)
-    assert "cpu_memory_gb does not bear on sim:0" in outputs(node)["logs"]
+    assert "cpu_memory_gb has no effect on sim:0" in outputs(node)["logs"]
 
 
 def test_a_card_that_is_not_there_is_named(simulate: Simulate, nowhere: Headless) -> None:
