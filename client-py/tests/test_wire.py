@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
 from foreign import Answer, answering, cut, http1, page, status
 
 import moored
+from moored import _wire
 
 ANSWERS = [
     (status(413), moored.InvalidRequest, "client_max_body_size"),
@@ -41,3 +43,29 @@ def test_an_answer_of_somebody_else_is_explained(
         with pytest.raises(kind) as failed:
             asyncio.run(ask())
         assert words in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Received RST_STREAM with error code 2",
+        "Stream removed",
+        "Stream removed (Data frame with END_STREAM flag received)",
+        "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))",
+    ],
+)
+def test_a_cut_call_is_explained_in_the_words_of_every_grpc(words: str) -> None:
+    told = _wire.told(grpc.StatusCode.UNKNOWN, words, "http://127.0.0.1:50051")
+    assert told is not None
+    assert told.cause == "cut"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (grpc.StatusCode.CANCELLED, "Stream removed (Channel closed!)"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Stream removed (Deadline Exceeded)"),
+    ],
+)
+def test_a_call_that_the_client_ended_is_not_cut(code: grpc.StatusCode, words: str) -> None:
+    assert _wire.told(code, words, "http://127.0.0.1:50051") is None

@@ -374,7 +374,7 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
             if detailed is not None:
                 return detailed
     kind = _BY_CODE.get(code, MooredError)
-    if told := _wire.told(text, endpoint):
+    if told := _wire.told(code, text, endpoint):
         if refused := _BY_HTTP_STATUS.get(told.http_status):
             return refused(told.message)
         return ConnectionFailed(told.message, cause=told.cause, endpoint=endpoint)

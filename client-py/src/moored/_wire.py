@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+import grpc
+
 Cause = Literal["unreachable", "lost", "name", "certificate", "no_tls", "not_http2", "cut", "proxy"]
 
 _HTTP_STATUS = re.compile(r"http2 header with status: (\d{3})")
@@ -31,6 +33,8 @@ _NO_SERVICE = (
     "has to hand gRPC on (nginx: grpc_pass)"
 )
 
+_FORGOTTEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -42,7 +46,7 @@ class Told:
     """Of a proxy's answer; 0 where there was none."""
 
 
-def told(said: str, endpoint: str) -> Told | None:
+def told(code: grpc.StatusCode, said: str, endpoint: str) -> Told | None:
     """What gRPC's words say of the line to this endpoint; None: nothing that is known."""
     if found := _HTTP_STATUS.search(said):
         status = int(found[1])
@@ -70,8 +74,10 @@ def told(said: str, endpoint: str) -> Told | None:
             f"{endpoint} does not speak HTTP/2, which moored needs: see whether that is the "
             "service's address. A proxy in front of it has to take HTTP/2 (nginx: http2 in listen)",
         )
-    # The second: of an answer with a page, whose status gRPC may forget over its end.
-    if any(one in words for one in ("received rst_stream", "end_stream flag received")):
+    # An answer with a page, whose status gRPC may forget over its end. Before the words of other
+    # codes, such as a deadline, it only says how the call ended.
+    is_forgotten = code in _FORGOTTEN and "stream removed" in words
+    if "received rst_stream" in words or is_forgotten:
         return Told(
             "cut",
             f"The call to {endpoint} was ended on the way, and not by the service: a proxy in "
