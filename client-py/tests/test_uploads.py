@@ -315,14 +315,10 @@ def test_a_refusal_during_an_upload_is_raised(service: Service, ask: Ask, tmp_pa
     path = tmp_path / "film.rgb"
     with path.open("wb") as file:
         file.truncate(64 * MIB)
-    for attempt in range(5):
-        with pytest.raises(moored.MooredError) as raised:
+    # Several times: the refusal and the chunk that fails come in either order.
+    for _ in range(20):
+        with pytest.raises(moored.ClientLimit, match="Enough"):
             ask("put_media", path, format=moored.VideoFormat(1024, 1024, 21, 1.0))
-        # gRPC may lose the status of an asynchronous call that ends while a chunk is sent.
-        if attempt == 4 or "Internal error from Core" not in str(raised.value):
-            break
-    assert isinstance(raised.value, moored.ClientLimit)
-    assert "Enough" in str(raised.value)
 
 
 def test_cancelling_a_task_ends_its_upload(service: Service, address: str) -> None:

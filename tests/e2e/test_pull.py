@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from hub import Hub, Repository, files_of, git_blob, is_large, sha256
 from test_stored_formats import GgufKind, in_bfl_names, read_safetensors, write_gguf
+from waiting import wait_until
 
 from service import BINARY, ROOT, Service, run
 
@@ -290,6 +291,8 @@ def test_an_interrupted_pull_is_resumed(
         for line in process.stdout:
             if json.loads(line).get("bytes_done", 0) >= small + stall:
                 break
+        # The bytes of the small files came before; each is whole once it has its name.
+        wait_until(lambda: len(incomplete(home)) == 1, "the small files are whole")
         process.send_signal(how)
         rest = process.stdout.read()
     if how == signal.SIGINT:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import grpc
@@ -65,7 +66,7 @@ from ._results import (
 from ._sessions import SourceInput
 from ._streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream, AsyncStream
 from ._stubs import AsyncStubs, Stubs
-from ._uploads import AsyncUpload, MediaInput, upload_of
+from ._uploads import MediaInput, upload_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,8 +118,8 @@ class AsyncClient:
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._made: AsyncStubs | None = None
-        # Sessions of sound are calls of threads: see `AsyncSessionCall`.
-        self._session_channel: grpc.Channel | None = None
+        # Sessions of sound and uploads are calls of threads: see `AsyncSessionCall` and `_upload`.
+        self._thread_channel: grpc.Channel | None = None
         # Closing a channel of grpc.aio does not end all of its calls.
         self._streams: weakref.WeakSet[AsyncStream[Any] | AsyncAudioSession] = weakref.WeakSet()
 
@@ -264,7 +265,7 @@ class AsyncClient:
         request = requests.open_request(model, options, self.client_id)
 
         def begin(messages: Any) -> Any:
-            method = self._session_stubs.generation.StreamAudio
+            method = self._thread_stubs.generation.StreamAudio
             return method(messages, metadata=self._metadata)
 
         session = AsyncAudioSession(
@@ -439,7 +440,9 @@ class AsyncClient:
         """
         return mirror(
             LatentInfo,
-            await self._unary(self._stubs.generation.PutLatent, chunks_of(latent, vae_id), timeout),
+            await self._upload(
+                self._thread_stubs.generation.PutLatent, chunks_of(latent, vae_id), timeout
+            ),
         )
 
     async def release_latent(
@@ -476,7 +479,7 @@ class AsyncClient:
         """
         upload = upload_of(media, media_type, format, frames_per_second, sample_rate)
         try:
-            info = await self._unary(self._stubs.generation.PutMedia, AsyncUpload(upload), timeout)
+            info = await self._upload(self._thread_stubs.generation.PutMedia, upload, timeout)
         except (MooredError, asyncio.CancelledError):
             if upload.failure is not None:
                 raise upload.failure from None
@@ -821,8 +824,8 @@ class AsyncClient:
             self._closed = True
             for stream in self._streams:
                 stream._drop()
-            if self._session_channel is not None:
-                self._session_channel.close()
+            if self._thread_channel is not None:
+                self._thread_channel.close()
             if self._channel is not None:
                 await self._channel.close()
 
@@ -849,12 +852,12 @@ class AsyncClient:
         return self._made
 
     @property
-    def _session_stubs(self) -> Stubs:
+    def _thread_stubs(self) -> Stubs:
         if self._closed:
             raise RuntimeError("The client is closed")
-        if self._session_channel is None:
-            self._session_channel = self._line.open()
-        return Stubs(self._session_channel)
+        if self._thread_channel is None:
+            self._thread_channel = self._line.open()
+        return Stubs(self._thread_channel)
 
     async def _unary(
         self, method: Callable[..., Awaitable[T]], request: object, timeout: float | None
@@ -863,6 +866,33 @@ class AsyncClient:
             return await method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from error
+
+    async def _upload(
+        self,
+        method: grpc.StreamUnaryMultiCallable[Any, Any],
+        chunks: Iterator[Any],
+        timeout: float | None,
+    ) -> Any:
+        """The answer to a stream of requests, which gRPC takes in a thread of its own.
+
+        Not a call of grpc.aio: when the service refuses a stream that is still being sent, that one
+        may report an internal error instead of the refusal.
+        """
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def end(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ended.set)
+
+        call = method.future(chunks, timeout=timeout, metadata=self._metadata)
+        try:
+            call.add_done_callback(end)
+            await ended.wait()
+            return call.result()
+        except grpc.RpcError as error:
+            raise error_of(error, self.endpoint) from error
+        finally:
+            call.cancel()
 
     async def _one_or_each(
         self,

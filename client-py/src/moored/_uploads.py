@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -100,19 +99,6 @@ class Upload(Iterator[generation_pb2.MediaChunk]):
         if isinstance(self._pieces, Generator):
             with contextlib.suppress(ValueError):
                 self._pieces.close()
-
-
-class AsyncUpload(AsyncIterator[generation_pb2.MediaChunk]):
-    """The same as an asynchronous iterator; files are read on another thread."""
-
-    def __init__(self, upload: Upload) -> None:
-        self._upload = upload
-
-    async def __anext__(self) -> generation_pb2.MediaChunk:
-        chunk = await asyncio.to_thread(next, self._upload, None)
-        if chunk is None:
-            raise StopAsyncIteration
-        return chunk
 
 
 def upload_of(
