@@ -277,7 +277,7 @@ def test_control_nets_are_listed_among_the_adapters(
     listed = {one.id: one.bytes for one in client.list_adapters()}
     assert listed.keys() >= {SINGLE, UNION}
     assert listed[UNION] > listed[SINGLE] > 0
-    shown = editing.run("models")
+    shown = editing.run("models", "--adapters")
     assert shown.returncode == 0
     assert SINGLE in shown.stdout
 

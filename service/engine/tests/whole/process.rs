@@ -155,6 +155,8 @@ fn live(
     };
     let settings = CardSettings {
         headroom: Bytes::ZERO,
+        // Each tick of an idle card is a switch of threads, most of the time that an episode takes.
+        poll: Duration::from_secs(1),
         ..CardSettings::default()
     };
     let card = match Card::new(Box::new(gpu), catalogue(), settings, Box::new(baton.clone())) {
