@@ -36,9 +36,6 @@ const SHIPPED: [(&str, &str); 3] = [
     (SHIPPED_SOUND_ID, "demo/sound/model"),
 ];
 
-/// Endings of models in one file.
-const SINGLE_FILES: [&str; 5] = [".instant.json", ".safetensors", ".gguf", ".pth", ".pt"];
-
 /// A model that can be named.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Found {
@@ -495,7 +492,8 @@ fn is_pipeline(folder: &Path) -> bool {
 
 fn single_file_id(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_str()?;
-    let stem = SINGLE_FILES.iter().find_map(|ending| name.strip_suffix(ending))?;
+    let catalogue = pipelines::catalogue();
+    let stem = catalogue.single_file_stem(name)?;
     path.is_file().then(|| stem.to_owned())
 }
 

@@ -8,9 +8,10 @@ use candle_core::DType;
 use gpu::{CheckpointFile, ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
+use crate::adapters::is_control_net_class;
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
 use crate::bounds::{self, too_many_references};
-use crate::checkpoint::is_single_file;
+use crate::checkpoint::{checkpoint_stem, is_single_file};
 use crate::files::{pipeline_class, transformer_class};
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
@@ -496,6 +497,11 @@ pub trait Family: Send + Sync {
         &[]
     }
 
+    /// Endings of its models in one file that is no checkpoint; those of checkpoints are every family's.
+    fn file_endings(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Whether a single file holds one of its transformers, from whether it has tensors whose names begin so.
     fn is_transformer_file(&self, _has: &dyn Fn(&str) -> bool) -> bool {
         false
@@ -607,12 +613,24 @@ impl Catalogue {
         self.families.iter().any(|family| family.has_own_layout(folder))
     }
 
-    /// Whether this is the class of a transformer that a family opens without its pipeline.
-    pub fn is_transformer(&self, class: &str) -> bool {
+    /// Whether this is the class of what opens without a pipeline: a transformer of a family, or a ControlNet.
+    pub fn opens_without_pipeline(&self, class: &str) -> bool {
+        self.is_transformer(class) || is_control_net_class(class)
+    }
+
+    fn is_transformer(&self, class: &str) -> bool {
         self.families.iter().any(|f| f.transformers().contains(&class))
     }
 
-    /// Whether a folder has such a transformer at its root, and no pipeline.
+    /// The name of a model in one file: the file's name without its ending. `None` for a file of another kind.
+    pub fn single_file_stem<'a>(&self, name: &'a str) -> Option<&'a str> {
+        let mut endings = self.families.iter().flat_map(|family| family.file_endings());
+        endings
+            .find_map(|ending| name.strip_suffix(ending))
+            .or_else(|| checkpoint_stem(name))
+    }
+
+    /// Whether a folder has a transformer of a family at its root, and no pipeline.
     pub fn has_transformer(&self, folder: &Path) -> bool {
         transformer_class(folder).is_some_and(|class| self.is_transformer(&class))
     }

@@ -80,6 +80,10 @@ impl Family for Instant {
         FAMILY
     }
 
+    fn file_endings(&self) -> &'static [&'static str] {
+        &[FILE_ENDING]
+    }
+
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         let Some(file) = description_of(path) else {
             return Ok(None);

@@ -166,7 +166,8 @@ pub(super) enum ToWorker {
     Recycle(String),
 }
 
-pub(super) struct Card {
+/// What the queue knows of a card.
+pub(super) struct CardRecord {
     pub(super) description: CardDescription,
     /// What computes attention on it; empty before a worker has said so.
     pub(super) attention: String,
@@ -202,9 +203,9 @@ pub(super) struct Card {
     pub(super) restore: VecDeque<(Arc<Entry>, Vec<Component>)>,
 }
 
-impl Card {
-    pub(super) fn new(description: CardDescription, headroom: Bytes, now: Instant) -> Card {
-        Card {
+impl CardRecord {
+    pub(super) fn new(description: CardDescription, headroom: Bytes, now: Instant) -> CardRecord {
+        CardRecord {
             ledger: Arc::new(Ledger::new(description.total, headroom)),
             description,
             attention: String::new(),

@@ -8,7 +8,7 @@ use residency::{Bytes, Millis, Policy};
 use tokio::time::Instant;
 
 use super::Settings;
-use super::cards::Card;
+use super::cards::CardRecord;
 use super::claims::Claims;
 use super::latents::Latents;
 use super::learned::Learned;
@@ -29,7 +29,7 @@ pub(super) struct View<'a> {
     /// The same for patience.
     pub(super) time: Millis,
     pub(super) settings: &'a Settings,
-    pub(super) cards: &'a [Card],
+    pub(super) cards: &'a [CardRecord],
     pub(super) jobs: &'a BTreeMap<JobId, JobRecord>,
     pub(super) claims: &'a Claims,
     pub(super) unloads: &'a [PendingUnload],

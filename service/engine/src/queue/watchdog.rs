@@ -12,7 +12,7 @@ use residency::Bytes;
 use tokio::time::Instant;
 
 use super::Settings;
-use super::cards::{Card, Health, InFlight};
+use super::cards::{CardRecord, Health, InFlight};
 use super::learned::{KnownPace, PaceKey, StageKey, TooSlow, Took};
 use crate::messages::{Completed, Progress};
 use crate::need::Need;
@@ -214,7 +214,7 @@ impl InFlight {
     }
 }
 
-impl Card {
+impl CardRecord {
     /// When the worker is taken for hung.
     pub(super) fn hung_at(&self, settings: &Settings) -> Option<Instant> {
         if self.is_recycled() || self.health != Health::Ready {

@@ -260,7 +260,7 @@ pub(super) struct Generate {
     #[command(flatten)]
     pub(super) settings: Settings,
     #[command(flatten)]
-    pub(super) output: Output,
+    pub(super) output: OutputArguments,
 }
 
 #[derive(Debug, Args)]
@@ -277,7 +277,7 @@ pub(super) struct Run {
     #[command(flatten)]
     pub(super) settings: Settings,
     #[command(flatten)]
-    pub(super) output: Output,
+    pub(super) output: OutputArguments,
 }
 
 #[derive(Debug, Args)]
@@ -302,7 +302,7 @@ pub(super) struct Prompts {
 /// Where results go.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Output")]
-pub(super) struct Output {
+pub(super) struct OutputArguments {
     /// A file (.png, .jpg, .webp, .mp4, .apng, .wav, .flac), a folder, or - for standard output [default: MODEL-SEED.png, .mp4 or .wav]
     #[arg(short, long, value_name = "PATH")]
     pub(super) out: Option<String>,

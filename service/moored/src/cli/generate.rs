@@ -6,7 +6,7 @@ use futures::StreamExt as _;
 use residency::Bytes;
 use serde_json::json;
 
-use super::arguments::{Generate, MediumChoice, Output, Plan, Settings};
+use super::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
 use super::brought::Brought;
 use super::connection::{Connection, when_of};
 use super::files::{Target, Writing};
@@ -63,7 +63,7 @@ impl Order {
         prompt: Option<&str>,
         prompts: Option<&std::path::Path>,
         settings: &Settings,
-        output: &Output,
+        output: &OutputArguments,
         client: &ClientSettings,
     ) -> Result<Order, CliError> {
         let recipe = settings.from.as_deref().map(recipe_of).transpose()?;

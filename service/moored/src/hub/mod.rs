@@ -393,7 +393,7 @@ impl Hub {
             return Ok(files);
         }
         #[derive(Deserialize)]
-        struct Configuration {
+        struct ClassName {
             #[serde(rename = "_class_name", default)]
             class: String,
         }
@@ -402,10 +402,8 @@ impl Hub {
             return Err(no_pipeline());
         }
         let text = session.read(model, commit, selection::CONFIGURATION).await?;
-        let read: Option<Configuration> = serde_json::from_slice(&text).ok();
-        let is_class_run =
-            |class: &str| class.contains("ControlNet") || pipelines::catalogue().is_transformer(class);
-        let is_run = read.is_some_and(|read| is_class_run(&read.class));
+        let read: Option<ClassName> = serde_json::from_slice(&text).ok();
+        let is_run = read.is_some_and(|read| pipelines::catalogue().opens_without_pipeline(&read.class));
         let files = is_run.then(|| selection::of_root(names)).flatten();
         files.ok_or_else(no_pipeline)
     }

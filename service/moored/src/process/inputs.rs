@@ -16,7 +16,7 @@ const KEPT_BYTES: usize = 64 << 20;
 
 /// A command as it goes over the pipe.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Sent {
+pub(super) struct SentCommand {
     /// Numbers of inputs that will not be named any more: nothing else has their bytes.
     released: Vec<u64>,
     /// Of each input of the command, in order: its number where the worker has its bytes, which the command lacks then.
@@ -55,7 +55,7 @@ impl RecentInputs {
     }
 
     /// Leaves out of a command what its worker has.
-    pub(super) fn send(&mut self, mut command: Box<Command>) -> Sent {
+    pub(super) fn send(&mut self, mut command: Box<Command>) -> SentCommand {
         let unshared = self.kept.iter().filter(|(_, data)| data.is_unique());
         let released: Vec<u64> = unshared.map(|(number, _)| *number).collect();
         self.release(&released);
@@ -68,7 +68,7 @@ impl RecentInputs {
             }
             known.push(number);
         }
-        Sent {
+        SentCommand {
             released,
             known,
             command,
@@ -79,8 +79,8 @@ impl RecentInputs {
     ///
     /// # Errors
     /// [`UnknownInput`], which is a fault of the program: both ends are one build.
-    pub(super) fn receive(&mut self, sent: Sent) -> Result<Box<Command>, UnknownInput> {
-        let Sent {
+    pub(super) fn receive(&mut self, sent: SentCommand) -> Result<Box<Command>, UnknownInput> {
+        let SentCommand {
             released,
             known,
             mut command,

@@ -11,7 +11,7 @@ use engine::card::{Card, CardCommands, CardError, CardSettings, CardThread, Syst
 use gpu::{DeviceSpec, GpuError, OpenError, Timeline};
 
 use super::frames::{self, FrameError};
-use super::inputs::{RecentInputs, Sent};
+use super::inputs::{RecentInputs, SentCommand};
 use super::{Configuration, FromWorker};
 use crate::locks;
 use crate::telemetry;
@@ -87,7 +87,7 @@ fn pass_on(commands: &CardCommands) {
         gpu::end_process(FAILURE)
     };
     loop {
-        match frames::read::<Sent>(&mut pipe) {
+        match frames::read::<SentCommand>(&mut pipe) {
             Ok(Some(sent)) => match inputs.receive(sent) {
                 Ok(command) => drop(commands.send(*command)),
                 Err(problem) => fail(&problem),

@@ -79,7 +79,7 @@ fn damaged(problem: hound::Error) -> TrackError {
     }
 }
 
-type Reader<'a> = WavReader<Cursor<&'a [u8]>>;
+type WavFile<'a> = WavReader<Cursor<&'a [u8]>>;
 
 pub(super) fn read<E: From<TrackError>>(
     file: &Bytes,
@@ -108,7 +108,7 @@ pub(super) fn read<E: From<TrackError>>(
 }
 
 /// 16-bit samples as they are in the file.
-fn shared(file: &Bytes, mut reader: Reader<'_>, bytes: u64) -> Result<Bytes, TrackError> {
+fn shared(file: &Bytes, mut reader: WavFile<'_>, bytes: u64) -> Result<Bytes, TrackError> {
     // The first is read so that samples which only fill a part of their bytes are refused.
     reader.samples::<i16>().next().transpose().map_err(damaged)?;
     let begin = (reader.into_inner().position() - SAMPLE_BYTES) as usize;
@@ -119,7 +119,7 @@ fn shared(file: &Bytes, mut reader: Reader<'_>, bytes: u64) -> Result<Bytes, Tra
     }
 }
 
-fn decode(reader: &mut Reader<'_>, spec: WavSpec, data: &mut Vec<u8>) -> Result<(), TrackError> {
+fn decode(reader: &mut WavFile<'_>, spec: WavSpec, data: &mut Vec<u8>) -> Result<(), TrackError> {
     let bits = u32::from(spec.bits_per_sample);
     match spec.sample_format {
         SampleFormat::Int => {

@@ -358,5 +358,10 @@ pub fn is_control_net_folder(path: &Path) -> bool {
         class: String,
     }
     let class = || read_json::<Class>(&path.join("config.json")).ok();
-    path.is_dir() && class().is_some_and(|read| read.class.contains("ControlNet"))
+    path.is_dir() && class().is_some_and(|read| is_control_net_class(&read.class))
+}
+
+/// Whether a configuration's `_class_name` is that of a ControlNet.
+pub(crate) fn is_control_net_class(class: &str) -> bool {
+    class.contains("ControlNet")
 }

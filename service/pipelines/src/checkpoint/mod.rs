@@ -17,7 +17,8 @@ pub(crate) use components::{
 pub(crate) use recognise::{Marks, Naming, Recognised};
 pub(crate) use role::{QuantizeRole, RoleOf};
 pub(crate) use single_file::{
-    PREFIXES, base_beside, beside, companion, folders_in, is_single_file, named_base, of_hub_cache,
+    PREFIXES, base_beside, beside, checkpoint_stem, companion, folders_in, is_single_file, named_base,
+    of_hub_cache,
 };
 pub(crate) use spec::{Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};

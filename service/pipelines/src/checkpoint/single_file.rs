@@ -16,13 +16,15 @@ const EXTENSIONS: [&str; 4] = ["safetensors", "gguf", "pth", "pt"];
 
 /// Whether a path is a file that may be a checkpoint.
 pub(crate) fn is_single_file(path: &Path) -> bool {
-    let extension = path.extension().and_then(|extension| extension.to_str());
-    let known = |extension: &str| {
-        EXTENSIONS
-            .iter()
-            .any(|known| extension.eq_ignore_ascii_case(known))
-    };
-    extension.is_some_and(known) && path.is_file()
+    let name = path.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| checkpoint_stem(name).is_some()) && path.is_file()
+}
+
+/// The name of a checkpoint's file without its extension; `None` for a file of another kind.
+pub(crate) fn checkpoint_stem(name: &str) -> Option<&str> {
+    let (stem, extension) = name.rsplit_once('.')?;
+    let known = |known: &&str| extension.eq_ignore_ascii_case(known);
+    (!stem.is_empty() && EXTENSIONS.iter().any(|one| known(&one))).then_some(stem)
 }
 
 /// The folder of a single file's companions: the folder that `X.moored.json` beside it names, its own folder, or the
@@ -232,6 +234,23 @@ mod tests {
         base_beside(&file, &file.with_extension("moored.json"), "FLUX", &is_of_family)
             .map(|base| base.strip_prefix(root.path()).unwrap().display().to_string())
             .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_single_file_is_known_by_its_ending() {
+        let catalogue = crate::catalogue();
+        for (name, stem) in [
+            ("flux1-dev-Q4_K_S.gguf", Some("flux1-dev-Q4_K_S")),
+            ("MINE.SAFETENSORS", Some("MINE")),
+            ("old.pt", Some("old")),
+            ("quick.instant.json", Some("quick")),
+            ("mine.moored.json", None),
+            ("notes.txt", None),
+            (".gguf", None),
+            ("gguf", None),
+        ] {
+            assert_eq!(catalogue.single_file_stem(name), stem, "{name}");
+        }
     }
 
     #[test]

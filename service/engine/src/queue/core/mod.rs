@@ -21,7 +21,7 @@ use gpu::CardDescription;
 use residency::Millis;
 use tokio::time::Instant;
 
-use super::cards::{Card, ToWorker};
+use super::cards::{CardRecord, ToWorker};
 use super::claims::Claims;
 use super::ended::Ended;
 use super::latents::Latents;
@@ -96,7 +96,7 @@ pub(super) struct Core {
     settings: Settings,
     /// Asked only for what it has in memory.
     library: Arc<Library>,
-    cards: Vec<Card>,
+    cards: Vec<CardRecord>,
     jobs: BTreeMap<JobId, JobRecord>,
     ended: Ended,
     shares: Shares,
@@ -135,7 +135,7 @@ impl Core {
         now: Instant,
     ) -> Core {
         let cards = cards.into_iter();
-        let cards = cards.map(|description| Card::new(description, settings.headroom, now));
+        let cards = cards.map(|description| CardRecord::new(description, settings.headroom, now));
         Core {
             cards: cards.collect(),
             latents: Latents::new(settings.latents, settings.latent_ttl),

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::{Formats, Generate, JobSettings, MediumChoice, Output, Prompts, Sampling, Settings};
+use super::{Formats, Generate, JobSettings, MediumChoice, OutputArguments, Prompts, Sampling, Settings};
 
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Play {
@@ -36,7 +36,7 @@ pub(in crate::cli) struct Play {
     #[command(flatten)]
     pub(in crate::cli) job: JobSettings,
     #[command(flatten)]
-    pub(in crate::cli) output: Output,
+    pub(in crate::cli) output: OutputArguments,
 }
 
 /// What is of tracks alone.

@@ -140,7 +140,7 @@ mod tests {
 
     use super::*;
     use crate::grpc::limits::Budget;
-    use crate::grpc::limits::uploads::tests::Unfinished;
+    use crate::grpc::limits::uploads::tests::UnfinishedBody;
 
     const UNREAD: Duration = Duration::from_secs(600);
 
@@ -153,8 +153,8 @@ mod tests {
     async fn an_unread_answer_ends_with_an_error_for_its_late_reader() {
         let (readers, budget) = (Readers::new(UNREAD), Budget::new(9, 9));
         let call = || budget.take(None, 1).unwrap();
-        let mut unread = readers.follow(Unfinished::body(&[5, 5]), call(), tracing::Span::none());
-        let mut waiting = readers.follow(Unfinished::body(&[5]), call(), tracing::Span::none());
+        let mut unread = readers.follow(UnfinishedBody::body(&[5, 5]), call(), tracing::Span::none());
+        let mut waiting = readers.follow(UnfinishedBody::body(&[5]), call(), tracing::Span::none());
         for sent in [&mut unread, &mut waiting] {
             assert!(next(sent).await.is_some_and(|frame| frame.is_data()));
         }

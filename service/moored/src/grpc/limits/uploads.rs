@@ -122,17 +122,17 @@ pub(super) mod tests {
     use crate::grpc::limits::Budget;
 
     /// A body that has some chunks, and then neither more nor an end.
-    pub(in crate::grpc::limits) struct Unfinished(VecDeque<Bytes>);
+    pub(in crate::grpc::limits) struct UnfinishedBody(VecDeque<Bytes>);
 
-    impl Unfinished {
+    impl UnfinishedBody {
         pub(in crate::grpc::limits) fn body(chunks: &[usize]) -> Body {
-            Body::new(Unfinished(
+            Body::new(UnfinishedBody(
                 chunks.iter().map(|&size| vec![0; size].into()).collect(),
             ))
         }
     }
 
-    impl http_body::Body for Unfinished {
+    impl http_body::Body for UnfinishedBody {
         type Data = Bytes;
         type Error = Status;
 
@@ -160,7 +160,7 @@ pub(super) mod tests {
         let budget = Budget::new(1000, 1000);
         let counted = Arc::new(Mutex::new(budget.nothing(None)));
         let mut upload = Upload::new(
-            Unfinished::body(&[300, 400]),
+            UnfinishedBody::body(&[300, 400]),
             Some(counted.clone()),
             u64::MAX,
             IDLE,
@@ -185,13 +185,13 @@ pub(super) mod tests {
         ];
         for (of_one, of_all, name) in budgets {
             let counted = Arc::new(Mutex::new(Budget::new(of_all, of_one).nothing(None)));
-            let mut upload = Upload::new(Unfinished::body(&[300, 400]), Some(counted), u64::MAX, IDLE);
+            let mut upload = Upload::new(UnfinishedBody::body(&[300, 400]), Some(counted), u64::MAX, IDLE);
             assert_eq!(next(&mut upload).await.unwrap(), 300);
             let refused = next(&mut upload).await.unwrap_err();
             assert!(refused.message().ends_with(name), "{refused}");
         }
         let counted = Arc::new(Mutex::new(Budget::new(1000, 1000).nothing(None)));
-        let mut upload = Upload::new(Unfinished::body(&[300, 400]), Some(counted), 600, IDLE);
+        let mut upload = Upload::new(UnfinishedBody::body(&[300, 400]), Some(counted), 600, IDLE);
         assert_eq!(next(&mut upload).await.unwrap(), 300);
         let refused = next(&mut upload).await.unwrap_err();
         assert!(refused.message().contains("600"), "{refused}");
