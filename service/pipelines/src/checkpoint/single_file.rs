@@ -24,7 +24,7 @@ pub(crate) fn is_single_file(path: &Path) -> bool {
 pub(crate) fn checkpoint_stem(name: &str) -> Option<&str> {
     let (stem, extension) = name.rsplit_once('.')?;
     let known = |known: &&str| extension.eq_ignore_ascii_case(known);
-    (!stem.is_empty() && EXTENSIONS.iter().any(|one| known(&one))).then_some(stem)
+    (!stem.is_empty() && EXTENSIONS.iter().any(known)).then_some(stem)
 }
 
 /// The folder of a single file's companions: the folder that `X.moored.json` beside it names, its own folder, or the
