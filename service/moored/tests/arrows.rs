@@ -151,7 +151,7 @@ fn only_the_core_of_the_queue_sees_two_owners() {
 
 /// The owners of the queue's state, each with its parts.
 const OWNERS: [&[&str]; 9] = [
-    &["Card", "InFlight", "Pace"],
+    &["CardRecord", "InFlight", "Pace"],
     &["JobRecord", "Swap", "Replay"],
     &["Claims"],
     &["Latents"],
@@ -225,15 +225,15 @@ fn a_file_that_changes_two_owners_is_found() {
     let method =
         |of: &str, takes: &str| format!("\nimpl {of} {{\n    fn f(&mut self{takes}) {{\n    }}\n}}\n");
     for (code, is_found) in [
-        (method("Card", ""), false),
-        (method("Card", ", running: &InFlight"), false),
-        (method("Card", ", job: JobRecord"), false), // handed over: it is no owner of the core's any more
-        (method("Card", ", learned: &LearnedPace"), false),
-        (method("Card", ", learned: &Learned"), true),
+        (method("CardRecord", ""), false),
+        (method("CardRecord", ", running: &InFlight"), false),
+        (method("CardRecord", ", job: JobRecord"), false), // handed over: it is no owner of the core's any more
+        (method("CardRecord", ", learned: &LearnedPace"), false),
+        (method("CardRecord", ", learned: &Learned"), true),
         (method("Learned", ", jobs: &mut JobRecord"), true),
-        (method("Card", "") + &method("InFlight", ""), false),
-        (method("Card", "") + &method("Learned", ""), true),
-        (method("Drop for Card", "") + &method("Learned", ""), true),
+        (method("CardRecord", "") + &method("InFlight", ""), false),
+        (method("CardRecord", "") + &method("Learned", ""), true),
+        (method("Drop for CardRecord", "") + &method("Learned", ""), true),
     ] {
         assert_eq!(sight_of_two_owners(&code).is_some(), is_found, "{code}");
     }
