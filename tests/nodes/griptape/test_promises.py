@@ -45,12 +45,18 @@ class Stalls:
         self._spans: list[tuple[float, float]] = []
         self._collecting_s = 0.0
         self._collection_began = 0.0
+        self._loops_thread = threading.get_ident()
+
+    def _running_s(self) -> float:
+        """The time, without what the loop's own thread waited for a processor: that is excused."""
+        is_loops = threading.get_ident() == self._loops_thread
+        return time.perf_counter() - (waited_for_a_processor_s() if is_loops else 0.0)
 
     def _collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            self._collection_began = time.perf_counter()
-        else:
-            self._collecting_s += time.perf_counter() - self._collection_began
+            self._collection_began = self._running_s()
+        elif self._collection_began:
+            self._collecting_s += self._running_s() - self._collection_began
             self._collection_began = 0.0
 
     def _excused_s(self) -> float:
