@@ -35,7 +35,7 @@ pub use encoder::{Moments, VaeEncoder};
 pub(crate) use names::autoencoder_of_single_file;
 pub use names::diffusers_name_of_bfl;
 pub(crate) use norm::GroupNorm;
-pub use picture::{Rgb8, from_rgb8, to_rgb8};
+pub use picture::Rgb8;
 pub(crate) use role::role;
 pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};
 pub(crate) use shapes::AutoencoderLayers;
