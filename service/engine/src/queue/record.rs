@@ -478,9 +478,10 @@ impl JobRecord {
         self.attempt = Attempt::default();
     }
 
-    /// The key of what a stage gives, on cards of a dtype; `None`: it is this job's alone.
+    /// The key of what a stage gives, on cards of a dtype; `None`: it is this job's alone, as what a stage gives of each
+    /// item is.
     pub(super) fn memo_key(&self, stage: usize, dtype: &str) -> Option<String> {
-        let stage = self.plan(dtype).get(stage)?;
+        let stage = self.plan(dtype).get(stage).filter(|stage| !stage.per_item)?;
         let memo = stage.memo.as_ref()?;
         Some(Memos::key(&self.components(&stage.components, dtype), memo))
     }

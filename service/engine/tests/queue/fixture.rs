@@ -104,6 +104,9 @@ impl FakeModel {
     }
 }
 
+/// The prompt that is encoded anew for each item.
+pub const EACH_ITEM: &str = "each item";
+
 /// Scratch of each further stage in a pass.
 pub const SCRATCH_EACH: Bytes = Bytes::gib(1);
 
@@ -140,7 +143,7 @@ impl Model for FakeModel {
         let of_image = image.init_image.is_some();
         let mut stages = vec![StagePlan {
             gives: vec!["sequence".into()],
-            per_item: false,
+            per_item: *request.prompt == *EACH_ITEM,
             memo: Some(request.prompt.clone()),
             section: None,
             shared: None,

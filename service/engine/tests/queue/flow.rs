@@ -9,7 +9,7 @@ use engine::{ChangedTo, Error};
 use pipelines::{Image, InitImage, Mask, Role};
 use residency::{Bytes, Policy, WaitCause};
 
-use crate::fixture::{REDUCTIONS, brought, decode, image_of, picture, run_of};
+use crate::fixture::{EACH_ITEM, REDUCTIONS, brought, decode, image_of, picture, run_of};
 use crate::worker::{
     Wire, at_rest, cancelled_by, completed, end, events, exclusive, one_card, one_card_with, settle,
     stage_of, start,
@@ -86,6 +86,22 @@ async fn a_job_runs_all_stages_and_equal_prompts_are_encoded_once() {
         (0, 1),
         "a latent that nobody was told of is gone"
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn values_of_an_item_are_not_reused_for_another() {
+    let (queue, mut worker) = one_card().await;
+    let mut spec = picture("a", "me", EACH_ITEM);
+    run_of(&mut spec).count = 2;
+    let mut job = queue.submit(spec).await.unwrap();
+    for expected in ["encode_text", "denoise", "decode"].repeat(2) {
+        assert_eq!(worker.work(10).await.1, expected);
+    }
+    assert!(matches!(
+        events(&mut job).await.last(),
+        Some(JobEventKind::Done(_))
+    ));
+    at_rest(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]
