@@ -30,6 +30,8 @@ FIXTURES = ROOT / "service/pipelines/fixtures"
 SHARD_BYTES = 2 << 30
 WRITERS = 4
 FIGURES: list[dict[str, Any]] = []
+FAILED: list[str] = []
+"""Names of what could not be measured."""
 
 
 @dataclass
@@ -67,16 +69,21 @@ def guarded(what: str, work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:  # noqa: BLE001
+        FAILED.append(what)
         print(f"{what} failed: {error!r}", flush=True)
 
 
 def run_parts(parts: Mapping[str, Callable[[], object]], wanted: Sequence[str]) -> None:
-    """Runs the parts that are wanted, gives memory back between them, and lists the figures."""
+    """Runs the parts that are wanted, gives memory back between them, and lists the figures.
+
+    The process ends with 1 when something failed.
+    """
     for part in wanted:
         began = time.perf_counter()
         try:
             parts[part]()
         except Exception as error:  # noqa: BLE001
+            FAILED.append(part)
             print(f"{part} failed: {error!r}", flush=True)
         free_memory()
         print(f"# {part}: {time.perf_counter() - began:.1f} s", flush=True)
@@ -84,6 +91,8 @@ def run_parts(parts: Mapping[str, Callable[[], object]], wanted: Sequence[str]) 
         print(
             f"{each.get('who', ''):16} {each['measure']:60} {each['figure']:10.1f} {each['unit']}"
         )
+    if FAILED:
+        sys.exit(f"failed: {', '.join(FAILED)}")
 
 
 def free_memory() -> None:
