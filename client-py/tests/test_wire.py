@@ -54,7 +54,7 @@ def test_an_answer_of_somebody_else_is_explained(
         "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))",
     ],
 )
-def test_a_cut_call_is_explained_in_the_words_of_every_grpc(words: str) -> None:
+def test_a_cut_call_is_recognised_in_the_words_of_each_grpc_version(words: str) -> None:
     told = _wire.told(grpc.StatusCode.UNKNOWN, words, "http://127.0.0.1:50051")
     assert told is not None
     assert told.cause == "cut"
@@ -67,5 +67,7 @@ def test_a_cut_call_is_explained_in_the_words_of_every_grpc(words: str) -> None:
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Stream removed (Deadline Exceeded)"),
     ],
 )
-def test_a_call_that_the_client_ended_is_not_cut(code: grpc.StatusCode, words: str) -> None:
+def test_a_call_that_the_client_ended_is_not_reported_as_cut(
+    code: grpc.StatusCode, words: str
+) -> None:
     assert _wire.told(code, words, "http://127.0.0.1:50051") is None

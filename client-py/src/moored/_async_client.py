@@ -873,10 +873,10 @@ class AsyncClient:
         chunks: Iterator[Any],
         timeout: float | None,
     ) -> Any:
-        """The answer to a stream of requests, which gRPC takes in a thread of its own.
+        """Sends a stream of messages and returns the answer. A thread of gRPC reads `chunks`.
 
-        Not a call of grpc.aio: when the service refuses a stream that is still being sent, that one
-        may report an internal error instead of the refusal.
+        grpc.aio is not used: it may report an internal error where the service refuses a stream
+        that is still being sent.
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 

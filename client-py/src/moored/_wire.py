@@ -33,7 +33,8 @@ _NO_SERVICE = (
     "has to hand gRPC on (nginx: grpc_pass)"
 )
 
-_FORGOTTEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+# Codes of a call that ended without a gRPC status.
+_NO_STATUS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,10 @@ def told(code: grpc.StatusCode, said: str, endpoint: str) -> Told | None:
             f"{endpoint} does not speak HTTP/2, which moored needs: see whether that is the "
             "service's address. A proxy in front of it has to take HTTP/2 (nginx: http2 in listen)",
         )
-    # An answer with a page, whose status gRPC may forget over its end. Before the words of other
-    # codes, such as a deadline, it only says how the call ended.
-    is_forgotten = code in _FORGOTTEN and "stream removed" in words
-    if "received rst_stream" in words or is_forgotten:
+    # "Stream removed" may be all that gRPC reports of an HTTP page. With another code, such as
+    # DEADLINE_EXCEEDED, it is a prefix, and the code is the cause.
+    has_no_status = code in _NO_STATUS and "stream removed" in words
+    if "received rst_stream" in words or has_no_status:
         return Told(
             "cut",
             f"The call to {endpoint} was ended on the way, and not by the service: a proxy in "

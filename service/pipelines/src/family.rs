@@ -8,8 +8,7 @@ use candle_core::DType;
 use gpu::{CheckpointFile, ComponentTensors, LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
-use crate::adapters::is_control_net_class;
-use crate::adapters::{AdapterError, AdapterFile, AdapterReport};
+use crate::adapters::{AdapterError, AdapterFile, AdapterReport, is_control_net_class};
 use crate::bounds::{self, too_many_references};
 use crate::checkpoint::{checkpoint_stem, is_single_file};
 use crate::files::{pipeline_class, transformer_class};
@@ -497,7 +496,7 @@ pub trait Family: Send + Sync {
         &[]
     }
 
-    /// Endings of its models in one file that is no checkpoint; those of checkpoints are every family's.
+    /// File name endings of its models in one file, beside the extensions of checkpoints, which every family has.
     fn file_endings(&self) -> &'static [&'static str] {
         &[]
     }

@@ -94,32 +94,32 @@ pub(crate) fn check_sizes(bounded: &[(&[usize], usize)]) -> Result<(), String> {
     }
 }
 
+/// A configuration of diffusers, by the class that it names; empty if it names none.
+#[derive(Deserialize)]
+struct Configuration {
+    #[serde(rename = "_class_name", default)]
+    class_name: String,
+}
+
 /// The class in a folder's `model_index.json`: empty if it names none, `None` if there is no such file.
 pub(crate) fn pipeline_class(folder: &Path) -> Result<Option<String>, ModelError> {
-    #[derive(Deserialize)]
-    struct ModelIndex {
-        #[serde(rename = "_class_name", default)]
-        class_name: String,
-    }
     let index = folder.join("model_index.json");
     if !index.is_file() {
         return Ok(None);
     }
-    let ModelIndex { class_name } = read_json(&index)?;
+    let Configuration { class_name } = read_json(&index)?;
     Ok(Some(class_name))
+}
+
+/// The class in the `config.json` at the root of a folder; `None` if it cannot be read.
+pub(crate) fn root_class(folder: &Path) -> Option<String> {
+    let read = || read_json::<Configuration>(&folder.join("config.json")).ok();
+    let configuration = folder.is_dir().then(read).flatten()?;
+    Some(configuration.class_name)
 }
 
 /// The class of a transformer at the root of a folder that is no pipeline; `None` if there is no such configuration.
 pub(crate) fn transformer_class(folder: &Path) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Class {
-        #[serde(rename = "_class_name", default)]
-        class: String,
-    }
     let is_pipeline = folder.join("model_index.json").is_file();
-    let read = || read_json::<Class>(&folder.join("config.json")).ok();
-    (folder.is_dir() && !is_pipeline)
-        .then(read)
-        .flatten()
-        .map(|read| read.class)
+    (!is_pipeline).then(|| root_class(folder)).flatten()
 }

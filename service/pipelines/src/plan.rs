@@ -162,7 +162,7 @@ pub struct StagePlan {
     /// Whether it runs once per item, rather than once per request.
     pub per_item: bool,
     /// Cache key of the outputs: the same memo and components give the same values, which other jobs may reuse.
-    /// `None`: the values are specific to this job. It has no effect on a stage that runs once per item.
+    /// `None`: the values are specific to this job. A stage that runs once per item is never cached.
     pub memo: Option<String>,
     /// What previews of its state need beside it; `None`: it sends none. Whether the stage fits does not depend on them:
     /// without this memory it runs without previews.

@@ -478,8 +478,8 @@ impl JobRecord {
         self.attempt = Attempt::default();
     }
 
-    /// The key of what a stage gives, on cards of a dtype; `None`: it is this job's alone, as what a stage gives of each
-    /// item is.
+    /// The key under which other jobs may reuse a stage's values, on cards of a dtype. `None`: they may not; values of a
+    /// stage that runs once per item never are.
     pub(super) fn memo_key(&self, stage: usize, dtype: &str) -> Option<String> {
         let stage = self.plan(dtype).get(stage).filter(|stage| !stage.per_item)?;
         let memo = stage.memo.as_ref()?;

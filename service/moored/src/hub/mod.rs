@@ -392,18 +392,13 @@ impl Hub {
         if let Some(files) = selection::of_adapter(names) {
             return Ok(files);
         }
-        #[derive(Deserialize)]
-        struct ClassName {
-            #[serde(rename = "_class_name", default)]
-            class: String,
-        }
         let no_pipeline = || selection::no_pipeline(&model.id, names);
         if !names.contains(&selection::CONFIGURATION) {
             return Err(no_pipeline());
         }
         let text = session.read(model, commit, selection::CONFIGURATION).await?;
-        let read: Option<ClassName> = serde_json::from_slice(&text).ok();
-        let is_run = read.is_some_and(|read| pipelines::catalogue().opens_without_pipeline(&read.class));
+        let class = class_of(&model.id, &text);
+        let is_run = class.is_ok_and(|class| pipelines::catalogue().opens_without_pipeline(&class));
         let files = is_run.then(|| selection::of_root(names)).flatten();
         files.ok_or_else(no_pipeline)
     }

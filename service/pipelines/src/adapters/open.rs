@@ -12,7 +12,7 @@ use super::spelling::{PairPart, layers_and_parts};
 use super::targets::{LayerPart, TargetComponent, TargetLayer};
 use super::{AdapterError, AdapterFile, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows};
-use crate::files::read_json;
+use crate::files::root_class;
 use crate::{ModelError, ModelFile};
 
 /// Names of an adapter's weights in a folder of peft or diffusers.
@@ -352,13 +352,7 @@ pub fn is_adapter_folder(path: &Path) -> bool {
 
 /// Whether a folder is a ControlNet: its configuration says so.
 pub fn is_control_net_folder(path: &Path) -> bool {
-    #[derive(serde::Deserialize)]
-    struct Class {
-        #[serde(rename = "_class_name", default)]
-        class: String,
-    }
-    let class = || read_json::<Class>(&path.join("config.json")).ok();
-    path.is_dir() && class().is_some_and(|read| is_control_net_class(&read.class))
+    root_class(path).is_some_and(|class| is_control_net_class(&class))
 }
 
 /// Whether a configuration's `_class_name` is that of a ControlNet.

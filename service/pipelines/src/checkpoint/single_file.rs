@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_file_is_known_by_its_ending() {
+    fn a_single_file_is_recognised_by_its_ending() {
         let catalogue = crate::catalogue();
         for (name, stem) in [
             ("flux1-dev-Q4_K_S.gguf", Some("flux1-dev-Q4_K_S")),

@@ -397,7 +397,7 @@ fn inputs_that_do_not_match_are_refused_by_name() {
 }
 
 #[test]
-fn conversion_to_bytes_equals_diffusers() {
+fn the_reference_conversion_equals_diffusers() {
     let _together = together();
     let values: Vec<f32> = vec![
         -2.0,
