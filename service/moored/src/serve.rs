@@ -26,9 +26,9 @@ use crate::memory;
 use crate::models::Models;
 use crate::preload;
 use crate::process::WorkerSettings;
+use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 use crate::proto::v1;
-use crate::telemetry;
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -319,12 +319,6 @@ fn start_card_tasks(
     stopped: &watch::Receiver<bool>,
 ) -> CardTasks {
     let (signals, received) = mpsc::unbounded_channel();
-    let filter = config.log.filter.as_deref().unwrap_or(telemetry::DEFAULT_FILTER);
-    let log = if config.log.json {
-        format!("json:{filter}")
-    } else {
-        filter.to_owned()
-    };
     let mut card_tasks = CardTasks {
         slots: Vec::with_capacity(cards.len()),
         signals: received,
@@ -338,7 +332,7 @@ fn start_card_tasks(
             device: device.clone(),
             headroom: config.cards.headroom,
             memory,
-            log: log.clone(),
+            log: config.log.clone(),
             lock_file: worker_lock(&config.service.state, card),
             plans_folder: config.service.state.join("plans"),
             fp8_products: config.cards.fp8_products,
@@ -367,6 +361,7 @@ fn start_queue(
 ) -> Queue {
     let settings = Settings {
         max_jobs: config.queue.max_jobs,
+        job_input_bytes: MOST_INPUT_BYTES,
         overtaking_bound: config.queue.overtaking_bound,
         patience: Patience {
             after_eviction_ms: millis(config.queue.patience_after_eviction),

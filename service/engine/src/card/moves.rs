@@ -177,10 +177,12 @@ impl Card {
 
     /// Its files were replaced while they were read: what came in is not what the identity says.
     fn take_back(&mut self, component: &Component, link: &mut dyn Link) -> Result<MoveError, MoveError> {
-        self.gpu.unload(&component.id)?;
+        let unloaded = self.gpu.unload(&component.id);
+        // Whatever the card says: the ledger must not wait for a load that has ended.
         self.ledger.abort_load(&component.id)?;
         self.reconcile_after_change()?;
         self.publish(link);
+        unloaded?;
         Ok(MoveError::replaced_while_read(&component.name))
     }
 

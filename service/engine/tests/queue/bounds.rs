@@ -178,6 +178,7 @@ fn of_image(bytes: usize) -> JobSpec {
 async fn the_queue_limits_the_bytes_of_inputs() {
     let (queue, mut worker) = one_card_with(Settings {
         input_bytes: Bytes(100),
+        job_input_bytes: Bytes(300),
         ..Settings::default()
     })
     .await;
@@ -194,6 +195,11 @@ async fn the_queue_limits_the_bytes_of_inputs() {
         worker.work(1).await;
     }
     end(&mut first).await.unwrap();
+    let too_large = queue.submit(of_image(400)).await.map(drop);
+    assert!(
+        matches!(&too_large, Err(Error::Invalid(problems)) if problems[0].problem.contains("a worker takes")),
+        "{too_large:?}"
+    );
     let alone = queue.submit(of_image(200)).await;
     assert!(alone.is_ok(), "one job is never too many");
     drop(alone);

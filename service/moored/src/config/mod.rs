@@ -15,7 +15,7 @@ use figment::providers::{Env, Format as _, Serialized, Toml};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
 use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 pub(crate) use hub::HubSettings;
 pub(crate) use reader::Mistakes;
@@ -204,7 +204,7 @@ pub(crate) struct ClientSettings {
 }
 
 /// `[log]`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct LogSettings {
     /// `None`: the default of the command.
     pub(crate) filter: Option<String>,

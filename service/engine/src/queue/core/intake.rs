@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use pipelines::{Role, Values};
+use pipelines::{RequestError, Role, Values};
 use residency::{Bytes, ComponentId, Policy};
 use tokio::time::Instant;
 
@@ -121,9 +121,17 @@ impl Core {
         self.replan = true;
     }
 
-    /// A job is refused while the init images of those before it leave no room for its own.
+    /// A job is refused whose init images no worker can be sent, and while the init images of those before it leave no room for its own.
     fn check_input_bytes(&self, work: &JobWork) -> Result<(), Error> {
         let (own, others) = (input_bytes(work), self.jobs.values());
+        let most = self.settings.job_input_bytes;
+        if own > most {
+            let problem = format!(
+                "has {own} of pictures, films and sound once they are decoded, and a worker takes {most} at the most: send a \
+                 shorter or smaller one"
+            );
+            return Err(Error::Invalid(vec![RequestError::new("request", problem)]));
+        }
         let kept = others.map(|job| input_bytes(&job.work)).sum::<Bytes>();
         if own > Bytes::ZERO && kept > Bytes::ZERO && kept + own > self.settings.input_bytes {
             let limit = self.settings.input_bytes;
