@@ -134,10 +134,14 @@ impl Residency for Service {
         let caller = Caller::of(&request);
         let request = request.into_inner();
         let client = caller.name(request.client_id).map_err(|e| status_of(&e))?;
-        let named = request.model.as_ref().filter(|model| !model.id.is_empty());
-        let entry = match named {
-            Some(model) => Some(self.entry_in_use(model).await.map_err(|e| status_of(&e))?),
-            None => None,
+        let entry = match request.model.unwrap_or_default() {
+            all if all == v1::ModelRef::default() => None,
+            model if model.id.is_empty() => {
+                let problem = "is empty, and formats, a revision or adapters are named: name their model, or leave all of it out \
+                               to unload every model";
+                return Err(status_of(&invalid("model.id", problem)));
+            }
+            model => Some(self.entry_in_use(&model).await.map_err(|e| status_of(&e))?),
         };
         let report = self
             .queue
