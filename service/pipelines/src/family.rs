@@ -265,6 +265,12 @@ pub trait Model: Send + Sync {
         self.parts().defaults.clone()
     }
 
+    /// The request with stand-ins for the pictures that the model requires and the request lacks. They have sizes and no data:
+    /// such a request can be planned, and not run.
+    fn with_required_pictures(&self, request: Request) -> Request {
+        request
+    }
+
     /// Its components, with exact bytes. Their identity is provisional ([`provisional_identity`](crate::provisional_identity)) until [`Model::files_of`]
     /// has been hashed; callers may substitute another identity.
     fn components(&self) -> &[Component] {

@@ -205,15 +205,15 @@ impl Residency for Service {
         let caller = Caller::of(&request);
         let request = request.into_inner();
         let plan = async {
-            let asked = match request
+            let prepared = match request
                 .request
                 .unwrap_or(Planned::Generate(v1::GenerateImageRequest::default()))
             {
-                Planned::Generate(image) => Asked::image(image),
-                Planned::Video(video) => Asked::video(video),
-                Planned::Audio(audio) => Asked::audio(audio),
+                Planned::Generate(image) => self.prepare(Asked::image(image), &caller).await?,
+                Planned::Video(video) => self.prepare(Asked::video(video), &caller).await?,
+                Planned::Audio(audio) => self.prepare(Asked::audio(audio), &caller).await?,
+                Planned::Model(model) => self.prepare_default(model).await?,
             };
-            let prepared = self.prepare(asked, &caller).await?;
             let _decoded = prepared.decoded;
             let report = self
                 .queue
