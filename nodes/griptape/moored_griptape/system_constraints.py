@@ -129,9 +129,9 @@ class SystemConstraints:
         tries = _quantized(handle, options)
 
         async def plan(
-            _prompt: str, *, model: moored.ModelRef, card: str = "", **_job: Any
+            _prompt: str, *, model: moored.ModelRef | None, card: str = "", **_job: Any
         ) -> moored.Plan:
-            return await client.plan_model(model, card=card)
+            return await client.plan_model(model or "", card=card)
 
         await self._check_plan(client, plan, "", options, tries, _whole, log)
 
