@@ -22,9 +22,10 @@ from PIL import Image
 from product import CASES, SEED, Row, generated, name_of, numbers_of, start_picture
 from prompts import RED, SIZE, Graph, Prompt
 from runs import Run
+from tiny_models import FIXTURES, picture_models
 from waiting import until
 
-from service import INSTANT_MODELS, ROOT, Service, slower_model
+from service import INSTANT_MODELS, Service, slower_model
 
 Serve = Callable[..., Service]
 
@@ -326,18 +327,14 @@ def test_a_model_with_a_lora_is_held_and_unloaded_as_such(
 
 # Masks, references and ControlNets.
 
-TINY = ROOT / "service/pipelines/fixtures"
-
 
 @pytest.fixture(scope="module")
 def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with a tiny FLUX.1, the same as Kontext, and two ControlNets."""
     models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
-    for name in ("plain", "kontext"):
-        shutil.copytree(TINY / "flux-tiny", models / name)
-    shutil.copytree(TINY / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
+    picture_models(models)
     for name in ("single", "union"):
-        shutil.copytree(TINY / "flux-controlnet-tiny" / name, nets / name)
+        shutil.copytree(FIXTURES / "flux-controlnet-tiny" / name, nets / name)
     arguments = ("--models", str(models), "--set", f"models.adapters={json.dumps([str(nets)])}")
     service = Service(*arguments, state=tmp_path_factory.mktemp("editing"))
     with service.client():
