@@ -22,6 +22,13 @@ pub(crate) fn unsupported(path: &Path, problem: impl Into<String>) -> ModelError
     }
 }
 
+pub(crate) fn incomplete(path: &Path, problem: impl Into<String>) -> ModelError {
+    ModelError::Incomplete {
+        path: path.to_owned(),
+        problem: problem.into(),
+    }
+}
+
 /// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers have half of it.
 const LONGEST_TEXT: u64 = 64 << 20;
 

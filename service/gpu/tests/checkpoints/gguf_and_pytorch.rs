@@ -33,7 +33,7 @@ fn open_bytes(bytes: &[u8]) -> Result<CheckpointFile, LoadError> {
 #[track_caller]
 fn damaged(bytes: &[u8], words: &str) {
     match open_bytes(bytes) {
-        Err(error @ LoadError::Damaged { .. }) => {
+        Err(error @ (LoadError::Damaged { .. } | LoadError::Incomplete { .. })) => {
             assert!(error.to_string().contains(words), "{error} lacks {words:?}");
         }
         other => panic!("not refused as damaged ({words}): {other:?}"),
@@ -247,7 +247,7 @@ fn truncated_files_are_refused() {
                 continue;
             }
             match open_bytes(&bytes[..length]) {
-                Err(LoadError::Damaged { .. }) => {}
+                Err(LoadError::Damaged { .. } | LoadError::Incomplete { .. }) => {}
                 other => panic!("{name}, {length} of {} bytes: {other:?}", bytes.len()),
             }
         }

@@ -15,7 +15,17 @@ pub(crate) fn autoencoder_of_single_file(
     shapes: Shapes,
     wanted: Requested,
 ) -> Result<ComponentFiles, ModelError> {
-    component_of_file(file, diffusers_name_of_bfl, shapes, wanted)
+    component_of_file(file, name_in_single_file, shapes, wanted)
+}
+
+/// The diffusers name of a tensor of a single file: in Black Forest Labs' names or in diffusers', with what programs put in
+/// front of all of them.
+fn name_in_single_file(name: &str) -> Option<String> {
+    let mut prefixes = ["first_stage_model.", "vae."].into_iter();
+    let name = prefixes
+        .find_map(|prefix| name.strip_prefix(prefix))
+        .unwrap_or(name);
+    diffusers_name_of_bfl(name).or_else(|| Some(name.to_owned()))
 }
 
 /// The diffusers name of a tensor of `ae.safetensors`; `None` for an unknown name.

@@ -9,7 +9,7 @@
 use std::path::Path;
 
 use super::config::TransformerConfig;
-use super::layout::{PATCH_IN, UNUSED, layout};
+use super::layout::{NAMES, PATCH_IN, UNUSED, layout};
 use crate::ModelError;
 use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
 use crate::files::damaged;
@@ -43,6 +43,7 @@ pub(super) const MARKS: Marks<ZImageNaming> = Marks {
     class_prefix: "ZImage",
     pipelines: &PIPELINES,
     namings: &[ZImageNaming::Own, ZImageNaming::Diffusers],
+    names: NAMES,
     unused: Some(UNUSED),
     sidecar_keys: &[],
 };
