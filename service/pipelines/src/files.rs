@@ -1,6 +1,6 @@
 //! Reading of models' configuration files, and errors about files.
 
-use std::io::Read as _;
+use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -35,11 +35,15 @@ const LONGEST_TEXT: u64 = 64 << 20;
 /// Reads a text file.
 ///
 /// # Errors
-/// [`ModelError::Damaged`] for what cannot be read, is no regular file, or is too long.
+/// [`ModelError::Incomplete`] for what is missing, [`ModelError::Damaged`] for what cannot be read, is no regular file, or
+/// is too long.
 pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     let unreadable = |e: std::io::Error| damaged(path, format!("it cannot be read: {e}"));
     let mut text = String::new();
-    let file = gpu::open_regular(path).map_err(unreadable)?;
+    let file = gpu::open_regular(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => incomplete(path, "it is missing: download the model again"),
+        _ => unreadable(error),
+    })?;
     let read = file.take(LONGEST_TEXT + 1).read_to_string(&mut text);
     match read.map_err(unreadable)? as u64 > LONGEST_TEXT {
         true => Err(damaged(

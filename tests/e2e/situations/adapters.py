@@ -258,9 +258,11 @@ ALPHAS = [
         "a reader that takes floats alone loses alphas of another type",
         Same(("--lora", "l-alpha")),
         generate=("--lora", f"l-alpha-{kind}"),
-        make=lora_file(
-            f"l-alpha-{kind}",
-            lambda numbers, kind=kind: kohya(numbers, alpha_of(2.0)[kind], one_f32),
+        make=beside_plain(
+            lora_file(
+                f"l-alpha-{kind}",
+                lambda numbers, kind=kind: kohya(numbers, alpha_of(2.0)[kind], one_f32),
+            )
         ),
     )
     for kind in ("i64", "f64", "e4m3")
@@ -339,14 +341,7 @@ SITUATIONS = [
             "both have lost or kept a part of their names",
             Same(("--lora", "l09-clip-with")),
             generate=("-m", "l09-clip5", "--lora", f"l09-clip-{ending}"),
-            make=(
-                lambda place: [
-                    copied("l09-clip5", clip_of_transformers_5)(place),
-                    text_loras(place),
-                ].clear()
-            )
-            if ending == "with"
-            else None,
+            make=clip_and_loras,
         )
         for ending in ("with", "without")
     ),

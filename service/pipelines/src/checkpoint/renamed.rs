@@ -203,9 +203,9 @@ fn flux_gives_the_same_under_every_name() {
     let root = pipeline(&[("flux-tiny", "")]);
     let base = root.path().join("base");
     let config = crate::files::read_json(&base.join("transformer/config.json")).unwrap();
-    let (names, specs) = crate::flux::names_and_layout(&config);
+    let (names, xlabs, specs) = crate::flux::names_and_layout(&config);
     assert_checkpoints(root.path(), names, &specs);
-    assert_adapters(&base, names, &specs);
+    assert_adapters(&base, xlabs, &specs);
 }
 
 #[test]

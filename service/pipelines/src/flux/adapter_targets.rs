@@ -1,7 +1,7 @@
 //! The layers of FLUX that adapters may change.
 
 use super::config::TransformerConfig;
-use super::layout::{NAMES, layout};
+use super::layout::{XLABS, layout};
 use crate::adapters::TargetComponent;
 use crate::checkpoint::{ComponentSet, whole};
 use crate::text::clip::ClipConfig;
@@ -31,7 +31,7 @@ pub(super) fn adapter_targets(
     t5: &T5Config,
     components: &ComponentSet,
 ) -> Vec<TargetComponent> {
-    let mut denoiser = TargetComponent::denoiser("transformer", &layout(transformer), NAMES, "");
+    let mut denoiser = TargetComponent::denoiser("transformer", &layout(transformer), XLABS, "");
     // XLabs' processors of single blocks have the first rows of a layer that is fused.
     let projections = 3 * transformer.width();
     for i in 0..transformer.num_single_layers {

@@ -46,7 +46,8 @@ pub(super) enum FluxNaming {
 impl checkpoint::Naming for FluxNaming {
     fn marks(self) -> &'static [&'static str] {
         match self {
-            FluxNaming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0."],
+            // HunyuanVideo has blocks of the same names, and convolves its input.
+            FluxNaming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0.", "img_in.weight"],
             FluxNaming::Diffusers => &[
                 "transformer_blocks.0.",
                 "single_transformer_blocks.0.",

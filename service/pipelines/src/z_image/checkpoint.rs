@@ -76,7 +76,7 @@ pub(super) fn config_of_single_file(
         ZImageNaming::Own => ["x_embedder.weight", "layers.0.attention.q_norm.weight"],
         ZImageNaming::Diffusers => ["all_x_embedder.2-1.weight", "layers.0.attention.norm_q.weight"],
     };
-    let sides = |name: &str| match *checkpoint.tensor(name)?.shape {
+    let sides = |name: &str| match *checkpoint.tensor(name)?.with_ones_of(&[2, 2]).shape {
         [rows, columns] => Ok((rows, columns)),
         _ => Err(damaged(path, format!("tensor {name} is no matrix"))),
     };

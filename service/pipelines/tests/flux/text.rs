@@ -469,7 +469,7 @@ fn damaged_tokenizers_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let error = ClipTokenizer::open(folder.path()).unwrap_err();
     assert!(
-        matches!(&error, ModelError::Damaged { path, .. } if path.ends_with("vocab.json")),
+        matches!(&error, ModelError::Incomplete { path, .. } if path.ends_with("vocab.json")),
         "{error}"
     );
     std::fs::write(folder.path().join("tokenizer.json"), "{\"model\": {}").unwrap();
