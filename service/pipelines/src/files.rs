@@ -56,12 +56,25 @@ pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
 
 /// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and an empty one for
 /// nothing but defaults.)
+///
+/// # Errors
+/// [`ModelError::Incomplete`] for what is missing, empty, cut off, or a pointer of git-lfs; [`ModelError::Damaged`] for
+/// what is no such JSON.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
     let text = read_text(path)?;
+    if text.trim().is_empty() {
+        return Err(incomplete(path, "it is empty: download it again"));
+    }
+    if let Some(problem) = gpu::git_lfs_pointer(text.as_bytes()) {
+        return Err(incomplete(path, problem));
+    }
     if !text.trim_start().starts_with('{') {
         return Err(damaged(path, "it is no JSON object"));
     }
-    serde_json::from_str(&text).map_err(|e| damaged(path, format!("it cannot be parsed: {e}")))
+    serde_json::from_str(&text).map_err(|error| match error.is_eof() {
+        true => incomplete(path, format!("it ends too early ({error}): download it again")),
+        false => damaged(path, format!("it cannot be parsed: {error}")),
+    })
 }
 
 /// Reads a configuration and validates it.

@@ -85,11 +85,12 @@ def as_variant(folder: Path) -> None:
 
 
 def scaled_t5(scale: str, folder: Path) -> None:
+    """T5 as ComfyUI's users have it: its layers scaled, with marker and tokenizer in the file."""
+
     def change(numbers: Numbers) -> Tensors:
-        tensors = scaled_fp8(
-            {name.replace("block.", "blocks."): one for name, one in numbers.items()}, scale
-        )
-        tensors = {name.replace("blocks.", "block."): one for name, one in tensors.items()}
+        tables = [name for name in numbers if "shared" in name or "embed" in name or "bias" in name]
+        layers = {name: one for name, one in numbers.items() if name not in tables}
+        tensors = scaled_fp8(layers, scale) | {name: in_bf16(numbers[name]) for name in tables}
         tensors["scaled_fp8"] = in_bytes(np.zeros(2, np.uint8), "F8_E4M3")
         tensors["spiece_model"] = in_bytes(b"the bytes of a tokenizer")
         return tensors

@@ -21,7 +21,6 @@ from stored_files import (
     in_bfl_names,
     in_bytes,
     in_f32,
-    is_in_a_block,
     is_weight,
     read_safetensors,
     write_safetensors,
@@ -108,7 +107,7 @@ def scaled_fp8(numbers: Numbers, scale: str) -> Tensors:
     """Layers of blocks in e4m3, each with one scale."""
     tensors: Tensors = {}
     for name, one in numbers.items():
-        if is_weight(one) and is_in_a_block(name):
+        if is_weight(one) and "block" in name:
             largest = float(np.abs(one).max()) / 448
             tensors[name] = in_bytes(e4m3(one / largest), "F8_E4M3")
             tensors[name.removesuffix("weight") + scale] = in_f32(largest)

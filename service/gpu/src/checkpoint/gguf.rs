@@ -118,7 +118,7 @@ impl HeaderReader<'_> {
         let end = self.position.saturating_add(length);
         if end > self.size {
             return Err(Problem::Incomplete(format!(
-                "its header ends behind the end of the file: it claims {length} bytes at byte {}, and the file has \
+                "its header ends after the end of the file: it claims {length} bytes at byte {}, and the file has \
                  {} in all (was it cut short?): download it again",
                 self.position, self.size
             )));
@@ -437,7 +437,7 @@ impl GgufData {
         let missing = end.saturating_sub(self.size);
         if missing > 0 {
             return Err(Problem::Incomplete(format!(
-                "tensor {name} ends {missing} bytes behind the end of the file (was it cut short?): download it again"
+                "tensor {name} ends {missing} bytes after the end of the file (was it cut short?): download it again"
             )));
         }
         if let Some(original) = original {

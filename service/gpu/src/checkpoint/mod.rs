@@ -10,6 +10,8 @@ mod no_checkpoint;
 mod pth;
 mod safetensors;
 
+pub use no_checkpoint::git_lfs_pointer;
+
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek};

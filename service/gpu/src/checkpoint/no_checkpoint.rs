@@ -17,17 +17,21 @@ const PACKED: [(&[u8], &str); 5] = [
     (b"\xfd7zXZ", "xz"),
 ];
 
+/// What to tell of a file that begins as a pointer of git-lfs does, of whatever kind the file is that it stands for.
+pub fn git_lfs_pointer(beginning: &[u8]) -> Option<&'static str> {
+    beginning
+        .starts_with(b"version https://git-lfs.github.com/spec/")
+        .then_some("it is a pointer of git-lfs, which stands for the file: run `git lfs pull` in its folder")
+}
+
 /// What is wrong with a file that begins so; `None` if it may be a checkpoint.
 pub(super) fn problem(beginning: &[u8]) -> Option<Problem> {
     let again = "download it again";
     if beginning.is_empty() {
         return Some(Problem::Incomplete(format!("it has 0 bytes: {again}")));
     }
-    if beginning.starts_with(b"version https://git-lfs.github.com/spec/") {
-        return Some(Problem::Incomplete(
-            "it is a pointer of git-lfs, which stands for the file: run `git lfs pull` in its folder"
-                .to_owned(),
-        ));
+    if let Some(problem) = git_lfs_pointer(beginning) {
+        return Some(Problem::Incomplete(problem.to_owned()));
     }
     if beginning.len() >= 64 && beginning.iter().all(|&byte| byte == 0) {
         return Some(Problem::Incomplete(format!(

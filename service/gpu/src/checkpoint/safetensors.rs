@@ -64,7 +64,7 @@ fn header_length(file: &mut File, size: u64) -> Result<u64, Problem> {
     }
     if length > size - PREFIX {
         return Err(Problem::Incomplete(format!(
-            "its header claims more bytes than the file has behind its length, which are {}: download it again",
+            "its header claims more bytes than the file has after its length, which are {}: download it again",
             size - PREFIX
         )));
     }
@@ -131,7 +131,7 @@ impl SafetensorsData {
         if end > self.length {
             let missing = end - self.length;
             return Err(Problem::Incomplete(format!(
-                "tensor {name} ends {missing} bytes behind the end of the file: was its download interrupted? Download \
+                "tensor {name} ends {missing} bytes after the end of the file: was its download interrupted? Download \
                  it again"
             )));
         }

@@ -328,7 +328,7 @@ fn contradictory_gguf_headers_are_refused_with_the_reason() {
         [2, 4]
     );
 
-    damaged(&good().data(31).bytes(), "w ends 1 bytes behind the end");
+    damaged(&good().data(31).bytes(), "w ends 1 bytes after the end");
     damaged(
         &good().counts(u64::MAX, 0).bytes(),
         "claims 18446744073709551615 tensors",
@@ -390,7 +390,7 @@ fn malformed_gguf_metadata_is_refused() {
     let array = |element: u32, count: u64| [&element.to_le_bytes()[..], &count.to_le_bytes()].concat();
     damaged(
         &new().key("k", 8, &u64::MAX.to_le_bytes()).bytes(),
-        "ends behind the end of the file",
+        "ends after the end of the file",
     );
     damaged(&new().key("k", 9, &array(0, u64::MAX)).bytes(), "numbers");
     damaged(&new().key("k", 9, &array(12, 1 << 61)).bytes(), "numbers");

@@ -105,7 +105,7 @@ fn contradictory_headers_are_refused_with_the_reason() {
         (
             r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#,
             4,
-            "w ends 4 bytes behind",
+            "w ends 4 bytes after",
         ),
         (
             r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#,

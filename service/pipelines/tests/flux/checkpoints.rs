@@ -268,7 +268,7 @@ fn damaged_files_are_named() {
         let folder = copy_of(&["flux-tiny"]);
         std::fs::write(folder.path().join(file), "{").expect("a file");
         assert!(
-            matches!(try_open(folder.path()), Err(ModelError::Damaged { .. })),
+            matches!(try_open(folder.path()), Err(ModelError::Incomplete { .. })),
             "{file}"
         );
     }

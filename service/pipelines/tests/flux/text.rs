@@ -475,7 +475,7 @@ fn damaged_tokenizers_are_named() {
     std::fs::write(folder.path().join("tokenizer.json"), "{\"model\": {}").unwrap();
     let error = T5Tokenizer::open(folder.path()).unwrap_err();
     assert!(
-        matches!(&error, ModelError::Damaged { path, .. } if path.ends_with("tokenizer.json")),
+        matches!(&error, ModelError::Incomplete { path, .. } if path.ends_with("tokenizer.json")),
         "{error}"
     );
     std::fs::write(
