@@ -10,7 +10,9 @@ use residency::{Bytes, Component};
 
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport, is_control_net_class};
 use crate::bounds::{self, too_many_references};
-use crate::checkpoint::{checkpoint_stem, class_not_run, file_not_run, is_single_file, part_in_file};
+use crate::checkpoint::{
+    checkpoint_stem, class_not_run, file_not_run, is_lora, is_single_file, part_in_file,
+};
 use crate::files::{incomplete, pipeline_class, root_class, transformer_class, unsupported};
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
@@ -597,9 +599,12 @@ impl Catalogue {
 
     /// Whether a single file with tensors of these names holds a transformer that a family opens.
     pub fn is_transformer_file(&self, names: &[&str]) -> bool {
-        self.families
-            .iter()
-            .any(|family| family.is_transformer_file(names))
+        // A LoRA of all layers has names that begin as those of the transformer do.
+        !is_lora(names)
+            && self
+                .families
+                .iter()
+                .any(|family| family.is_transformer_file(names))
     }
 
     /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.

@@ -425,10 +425,17 @@ mod tests {
     #[test]
     fn of_a_file_and_shards_the_shards_of_diffusers_are_taken_and_the_file_of_transformers() {
         for (stem, taken) in [
-            ("diffusion_pytorch_model", &[".safetensors.index.json", "-00001-of-00001.safetensors"][..]),
+            (
+                "diffusion_pytorch_model",
+                &[".safetensors.index.json", "-00001-of-00001.safetensors"][..],
+            ),
             ("model", &[".safetensors"]),
         ] {
-            let there = [".safetensors", ".safetensors.index.json", "-00001-of-00001.safetensors"];
+            let there = [
+                ".safetensors",
+                ".safetensors.index.json",
+                "-00001-of-00001.safetensors",
+            ];
             let there = there.map(|ending| format!("{stem}{ending}"));
             let there: Vec<&str> = there.iter().map(String::as_str).collect();
             let taken: Vec<String> = taken.iter().map(|ending| format!("{stem}{ending}")).collect();

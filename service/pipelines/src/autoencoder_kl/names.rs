@@ -105,3 +105,22 @@ fn index(text: &str) -> Option<usize> {
 fn resolution(text: &str) -> Option<usize> {
     index(text).filter(|level| *level < RESOLUTIONS)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_single_file_has_the_names_of_its_authors_or_of_diffusers_after_any_prefix() {
+        let ours = "decoder.mid_block.resnets.0.conv1.weight";
+        for theirs in [
+            "decoder.mid.block_1.conv1.weight",
+            "first_stage_model.decoder.mid.block_1.conv1.weight",
+            "vae.decoder.mid.block_1.conv1.weight",
+            ours,
+            "vae.decoder.mid_block.resnets.0.conv1.weight",
+        ] {
+            assert_eq!(name_in_single_file(theirs).as_deref(), Some(ours), "{theirs}");
+        }
+    }
+}

@@ -23,7 +23,7 @@ pub(crate) use components::{
 pub(crate) use names::{LayerNames, prefixes, unwrapped};
 pub(crate) use numbers::number_of;
 pub(crate) use recognise::{Marks, Naming, Recognised, has_marks};
-pub(crate) use relatives::{class_not_run, file_not_run, known_by_names, part_in_file};
+pub(crate) use relatives::{class_not_run, file_not_run, is_lora, known_by_names, part_in_file};
 pub(crate) use role::{QuantizeRole, RoleOf};
 pub(crate) use single_file::{
     base_beside, beside, checkpoint_stem, companion, folders_in, is_single_file, named_base, of_hub_cache,

@@ -30,21 +30,24 @@ const fn marked(name: &'static str, marks: &'static [&'static [&'static str]]) -
     }
 }
 
+/// A LoRA.
+const LORA: Relative = marked(
+    "a LoRA, which is used with a model: put it in a folder of adapters and name it with --lora",
+    &[
+        &[".lora_A."],
+        &[".lora_B."],
+        &[".lora_down."],
+        &[".lora_up."],
+        &["lora.down."],
+        &[".lokr_w"],
+        &[".hada_w"],
+        &[".processor.", "_lora"],
+    ],
+);
+
 /// Whole models, and what is no model; the first that fits counts.
-const RELATIVES: [Relative; 37] = [
-    marked(
-        "a LoRA, which is used with a model: put it in a folder of adapters and name it with --lora",
-        &[
-            &[".lora_A."],
-            &[".lora_B."],
-            &[".lora_down."],
-            &[".lora_up."],
-            &["lora.down."],
-            &[".lokr_w"],
-            &[".hada_w"],
-            &[".processor.", "_lora"],
-        ],
-    ),
+const RELATIVES: [Relative; 38] = [
+    LORA,
     Relative {
         name: "a ControlNet, which is used with a model: of FLUX.1 its folder in diffusers' layout is read",
         classes: &[],
@@ -56,15 +59,12 @@ const RELATIVES: [Relative; 37] = [
             &["control_model."],
             &["zero_convs.0."],
             &["input_hint_block."],
+            &["control_layers.0."],
         ],
     },
     marked(
         "an IP-Adapter",
-        &[
-            &["ip_adapter."],
-            &["image_proj.", "to_k_ip"],
-            &["ip_adapter_double_blocks."],
-        ],
+        &[&["ip_adapter."], &["image_proj.", "to_k_ip"], &["ip_adapter_"]],
     ),
     marked("a textual inversion", &[&["emb_params"], &["string_to_param"]]),
     Relative {
@@ -86,6 +86,12 @@ const RELATIVES: [Relative; 37] = [
         marks: &[&["distilled_guidance_layer."]],
     },
     Relative {
+        name: "Ovis-Image",
+        classes: &["Ovis"],
+        architectures: &[],
+        marks: &[&["double_blocks.0.img_mlp.down_proj."]],
+    },
+    Relative {
         name: "Ovi",
         classes: &["Ovi"],
         architectures: &[],
@@ -105,6 +111,12 @@ const RELATIVES: [Relative; 37] = [
         classes: &["HunyuanDiT", "HunyuanDiT2D"],
         architectures: &[],
         marks: &[&["text_embedding_padding"]],
+    },
+    Relative {
+        name: "OmniGen",
+        classes: &["OmniGen"],
+        architectures: &["omnigen"],
+        marks: &[&["llm.layers.0.self_attn.qkv_proj."], &["ref_image_refiner."]],
     },
     Relative {
         name: "Lumina Image 2",
@@ -149,6 +161,7 @@ const RELATIVES: [Relative; 37] = [
         marks: &[
             &["blocks.block0.blocks.0."],
             &["blocks.0.adaln_modulation_self_attn."],
+            &["time_embed.t_embedder.", "norm_out.linear_1."],
         ],
     },
     Relative {
@@ -162,12 +175,6 @@ const RELATIVES: [Relative; 37] = [
         classes: &["Mochi"],
         architectures: &["mochi"],
         marks: &[&["t5_y_embedder."], &["blocks.0.attn.qkv_x."]],
-    },
-    Relative {
-        name: "OmniGen",
-        classes: &["OmniGen"],
-        architectures: &["omnigen"],
-        marks: &[&["llm.layers.0.self_attn.qkv_proj."], &["ref_image_refiner."]],
     },
     Relative {
         name: "SANA",
@@ -203,7 +210,7 @@ const RELATIVES: [Relative; 37] = [
         name: "Kandinsky 5",
         classes: &["Kandinsky"],
         architectures: &[],
-        marks: &[&["visual_transformer_blocks.0."]],
+        marks: &[&["visual_transformer_blocks.0."], &["text_transformer_blocks.0."]],
     },
     Relative {
         name: "Wan 2.1 or 2.2",
@@ -391,6 +398,11 @@ pub(crate) fn part_in_file(path: &Path) -> Option<&'static str> {
         .flatten()
 }
 
+/// Whether tensors of these names are those of a LoRA.
+pub(crate) fn is_lora(names: &[&str]) -> bool {
+    LORA.has_marks(names)
+}
+
 /// What tensors of these names are, of all that is known.
 pub(crate) fn known_by_names(names: &[&str]) -> Option<&'static str> {
     let mut all = RELATIVES.iter().chain(&PARTS);
@@ -483,6 +495,20 @@ mod tests {
                 &[
                     "controlnet_blocks.0.weight",
                     "transformer_blocks.0.attn.to_q.weight",
+                ],
+            ),
+            (
+                "Ovis-Image",
+                &[
+                    "double_blocks.0.img_mlp.down_proj.weight",
+                    "double_blocks.0.img_attn.qkv.weight",
+                ],
+            ),
+            (
+                "OmniGen",
+                &[
+                    "time_caption_embed.linear_1.weight",
+                    "ref_image_refiner.0.norm1.weight",
                 ],
             ),
             ("VAE", &["decoder.mid.block_1.conv1.weight"]),
