@@ -10,6 +10,7 @@ use tonic_types::pb;
 
 use super::convert::{fallback_out, holder_out};
 use super::paths;
+use crate::catalogue::did_you_mean;
 use crate::hub::{PullError, Reference};
 use crate::proto::v1;
 use crate::proto::v1::Reason;
@@ -95,7 +96,7 @@ pub(crate) fn words_of(error: &Error) -> String {
     let words = match error {
         Error::ModelNotFound { id } => match Reference::of_entry(id) {
             Some(model) => format!("{error}; if it is in a hub: `moored pull {model}`"),
-            None => error.to_string(),
+            None => format!("{error}{}", did_you_mean(id, [])),
         },
         error => error.to_string(),
     };
