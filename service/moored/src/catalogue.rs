@@ -252,7 +252,11 @@ mod tests {
 
     #[test]
     fn names_like_a_mistyped_one_are_suggested() {
-        assert!(similar("fluks", []).contains(&"flux-schnell".to_owned()), "{:?}", similar("fluks", []));
+        assert!(
+            similar("fluks", []).contains(&"flux-schnell".to_owned()),
+            "{:?}",
+            similar("fluks", [])
+        );
         let of_family = similar("flux", []);
         assert!(
             ["flux-schnell", "flux-dev"]

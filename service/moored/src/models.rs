@@ -473,7 +473,10 @@ fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
                 // A pipeline's own transformer is in a folder; what lies beside its index is another.
                 let is_pipeline = is_pipeline(&snapshot.path);
                 let files = files_in(&snapshot, holds).into_iter();
-                let is_model = |file: &Found| !is_pipeline || file.path.parent() == Some(&snapshot.path);
+                let is_model = |file: &Found| {
+                    !is_pipeline
+                        || (file.path.parent() == Some(&snapshot.path) && !hub::is_of_folder(&file.path))
+                };
                 found.extend(files.filter(is_model));
                 found.extend(is_pipeline.then_some(snapshot));
             }

@@ -438,6 +438,16 @@ pub(super) enum MediumChoice {
     Audio,
 }
 
+impl From<MediumChoice> for Makes {
+    fn from(medium: MediumChoice) -> Makes {
+        match medium {
+            MediumChoice::Image => Makes::Image,
+            MediumChoice::Video => Makes::Video,
+            MediumChoice::Audio => Makes::Audio,
+        }
+    }
+}
+
 impl From<Makes> for MediumChoice {
     fn from(makes: Makes) -> MediumChoice {
         match makes {

@@ -113,6 +113,13 @@ impl Inventory {
         self.ids.iter().any(is_it)
     }
 
+    /// A model of a medium that fits the card, where the one of this plan does not.
+    pub(super) fn fitting_instead(&self, makes: Makes, plan: &v1::PlanResponse) -> Option<String> {
+        let (model, preset) = catalogue::first_that_fits(makes, &self.card.as_ref()?.room)?;
+        let planned = plan.model.as_ref().map_or("", |planned| planned.id.as_str());
+        (model.id != planned).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
+    }
+
     /// A command to begin with: of the first model that fits and needs no login.
     pub(super) fn first_command(&self) -> Option<String> {
         let card = self.card.as_ref()?;

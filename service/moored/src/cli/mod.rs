@@ -209,7 +209,7 @@ async fn ask(config: &Config, command: Command, json: bool) -> Result<(), CliErr
     let client = &config.client;
     match command {
         Command::Doctor => doctor::run(config.clone(), json).await,
-        Command::Plan(options) => generate::plan(client, options, json).await,
+        Command::Plan(options) => generate::plan(client, config.cards.headroom, options, json).await,
         Command::Status(options) => status::run(client, options, json).await,
         Command::Models { available: true, .. } => available::list(config, json).await,
         Command::Models { adapters: true, .. } => models::list_adapters(client, json).await,

@@ -91,6 +91,13 @@ impl Service {
         )
     }
 
+    /// A model of this medium that fits the largest card, where this one may not.
+    pub(super) fn fitting_instead(&self, makes: Makes, id: &str) -> Option<String> {
+        let room = room_of(&self.queue.status().borrow())?;
+        let (model, preset) = catalogue::first_that_fits(makes, &room)?;
+        (model.id != id).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
+    }
+
     /// The command that brings a model of this medium, the first that fits the largest card.
     fn what_to_get(&self, makes: Makes) -> String {
         let report = self.queue.status();

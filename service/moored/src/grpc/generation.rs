@@ -192,8 +192,12 @@ impl Service {
         output: Output,
         caller: &Caller,
     ) -> Result<EventStream, Error> {
+        let instead = match &spec.work {
+            JobWork::Run(run) => self.fitting_instead(Makes::of(&run.request.medium), &spec.entry.id),
+            JobWork::Load { .. } => None,
+        };
         let job = self.queue.submit(spec).await?;
-        Ok(events_of(job, model, output, self.encoder(caller)))
+        Ok(events_of(job, model, output, self.encoder(caller), instead))
     }
 
     /// Turns a request into a job, with the model's defaults in.
