@@ -86,6 +86,18 @@ pub(crate) struct Room {
     pub(crate) is_f32: bool,
 }
 
+impl Room {
+    /// What a model can have of a card that computes in bf16 and that nothing is known of but its size: it keeps this much free,
+    /// and the driver and its libraries take some.
+    pub(crate) fn expected(total: Bytes, headroom: Bytes) -> Room {
+        const CONTEXT: Bytes = Bytes::mib(768);
+        Room {
+            bytes: total - CONTEXT - headroom,
+            is_f32: false,
+        }
+    }
+}
+
 /// Every model of the catalogue.
 pub(crate) fn all() -> &'static [Model] {
     #[derive(Deserialize)]
@@ -266,6 +278,57 @@ mod tests {
         assert_eq!(similar("z-image", []), ["z-image-turbo"]);
         assert_eq!(similar("moored/dem", ["moored/demo"])[0], "moored/demo");
         assert!(similar("qwertz", []).is_empty());
+    }
+
+    /// The two tables of the README.
+    fn tables() -> String {
+        let mut lines = vec![
+            "| name | what it is | licence | download | memory full / 8-bit / 4-bit |".to_owned(),
+            "|---|---|---|---|---|".to_owned(),
+        ];
+        for model in all() {
+            let login = if model.needs_terms { "; needs a login" } else { "" };
+            let gib =
+                Preset::ALL.map(|preset| format!("{:.1}", model.memory(preset).0 as f64 / (1 << 30) as f64));
+            lines.push(format!(
+                "| `{}` | {} | {}{login} | {:.0} GB | {} GiB |",
+                model.name,
+                model.about,
+                model.licence,
+                model.download_gb,
+                gib.join(" / ")
+            ));
+        }
+        let columns: Vec<&Model> = [
+            "z-image-turbo",
+            "flux-dev",
+            "framepack",
+            "hunyuan-video",
+            "ace-step",
+        ]
+        .into_iter()
+        .filter_map(find)
+        .collect();
+        lines.push(String::new());
+        lines.push("| card | pictures: Z-Image | pictures: FLUX.1 | film from a picture: FramePack | film from text: HunyuanVideo | music: ACE-Step |".to_owned());
+        lines.push("|---|---|---|---|---|---|".to_owned());
+        for gib in [48, 24, 16, 12, 8, 6, 4] {
+            let room = Room::expected(Bytes::gib(gib), Bytes::mib(256));
+            let fits = columns
+                .iter()
+                .map(|model| model.best_in(&room).map_or("no", Preset::as_str));
+            lines.push(format!("| {gib} GB | {} |", fits.collect::<Vec<_>>().join(" | ")));
+        }
+        lines.join("\n")
+    }
+
+    #[test]
+    fn the_readmes_tables_are_the_catalogues() {
+        let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md");
+        let readme = std::fs::read_to_string(readme).unwrap();
+        for table in tables().split("\n\n") {
+            assert!(readme.contains(table), "the README is to have:\n{}", tables());
+        }
     }
 
     #[test]

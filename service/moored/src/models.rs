@@ -513,7 +513,7 @@ fn files_in(snapshot: &Found, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
 /// Whether a folder can be opened: a pipeline, or a transformer alone that finds the rest beside it.
 fn is_pipeline(folder: &Path) -> bool {
     let catalogue = pipelines::catalogue();
-    folder.join("model_index.json").is_file()
+    (folder.join("model_index.json").is_file() && !catalogue.holds_parts_alone(folder))
         || catalogue.has_transformer(folder)
         || catalogue.has_own_layout(folder)
 }

@@ -12,9 +12,6 @@ use crate::config::Config;
 use crate::models::Models;
 use crate::proto::v1;
 
-/// What an NVIDIA card loses to the driver and to libraries, before a worker has measured it.
-const CONTEXT: Bytes = Bytes::mib(768);
-
 /// Dtype of cards on which weights take twice the bytes.
 const F32: &str = "f32";
 
@@ -84,21 +81,21 @@ impl Inventory {
             .unwrap_or_default()
             .into_iter()
             .filter_map(|device| device.describe().ok());
-        let cards = described.map(|card| {
-            let taken = if card.kind == CardKind::Cuda {
-                CONTEXT
-            } else {
-                Bytes::ZERO
-            };
-            Card {
-                room: Room {
-                    bytes: card.total - taken - config.cards.headroom,
+        let headroom = config.cards.headroom;
+        let cards = described.map(|card| Card {
+            room: match card.kind {
+                CardKind::Cuda => Room {
+                    is_f32: card.compute_dtype == F32,
+                    ..Room::expected(card.total, headroom)
+                },
+                CardKind::Cpu | CardKind::Simulated => Room {
+                    bytes: card.total - headroom,
                     is_f32: card.compute_dtype == F32,
                 },
-                total: card.total,
-                is_cpu: card.kind == CardKind::Cpu,
-                id: card.id,
-            }
+            },
+            total: card.total,
+            is_cpu: card.kind == CardKind::Cpu,
+            id: card.id,
         });
         Inventory {
             ids: models.list().iter().map(|model| model.id.clone()).collect(),
@@ -224,7 +221,7 @@ pub(super) async fn confirm_fit(
         None => String::new(),
     };
     let told = format!(
-        "{} needs {needed} of a card in {}, and {} has {} for it{instead}",
+        "in its default size {} needs {needed} of a card in {}, and {} has {} for it{instead}",
         model.name,
         least.as_str(),
         card.id,

@@ -164,7 +164,7 @@ async fn generate_all(
     let inventory = Inventory::of_service(&connection, headroom).await?;
     let command = inventory
         .first_command()
-        .map(|command| format!(", and {command} for a real one"));
+        .map(|command| format!(", and for a real one {command}"));
     screen::note(&format!(
         "next: `moored models --available`{}",
         command.unwrap_or_default()
