@@ -251,7 +251,7 @@ pub(super) struct Serve {
 pub(super) struct Generate {
     /// The prompt; read from standard input when it is left out or "-"
     pub(super) prompt: Option<String>,
-    /// The model [default: the service's]
+    /// A model of the service, a short name, or OWNER/NAME [default: the service's for pictures, films or music]
     #[arg(short, long, value_name = "ID")]
     pub(super) model: Option<String>,
     /// Download the model if it is missing, without asking
@@ -289,7 +289,7 @@ pub(super) struct Run {
 pub(super) struct Plan {
     /// The prompt; read from standard input when it is left out or "-"
     pub(super) prompt: Option<String>,
-    /// The model [default: the service's]
+    /// A model of the service, a short name, or OWNER/NAME [default: the service's for pictures, films or music]
     #[arg(short, long, value_name = "ID")]
     pub(super) model: Option<String>,
     #[command(flatten)]

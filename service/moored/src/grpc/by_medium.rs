@@ -6,7 +6,6 @@ use engine::Error;
 use engine::library::Entry;
 use engine::queue::StatusReport;
 use pipelines::{Medium, Quantization};
-use residency::Bytes;
 
 use super::server::Service;
 use super::status::invalid;
@@ -14,9 +13,6 @@ use crate::catalogue::{self, Makes, Room};
 use crate::models::Found;
 use crate::proto::v1;
 use crate::threads::on_thread;
-
-/// What a card keeps free, unless it is configured otherwise.
-const HEADROOM: Bytes = Bytes::mib(256);
 
 impl Service {
     /// The reference of a request for this medium, with a model where it names none: the configured default or the shipped
@@ -114,7 +110,7 @@ fn room_of(report: &StatusReport) -> Option<Room> {
     let rooms = report.cards.iter().map(|card| {
         let accounts = card.ledger.accounts();
         Room {
-            bytes: card.description.total - accounts.context - accounts.workspaces - HEADROOM,
+            bytes: card.ledger.total() - accounts.context - accounts.workspaces - card.ledger.headroom(),
             is_f32: card.description.compute_dtype == "f32",
         }
     });
