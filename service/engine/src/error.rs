@@ -45,6 +45,18 @@ pub struct Shortfall {
     pub holders: Vec<Holder>,
     /// Alternatives that would fit, the closest first.
     pub fallbacks: Vec<Fallback>,
+    /// Where nothing would fit: the formats in which the model needs the least, and what it needs then.
+    pub smallest: Option<(String, Bytes)>,
+}
+
+impl Shortfall {
+    /// `; quantization 4-bit (nf4) needs 6.7 GiB, and is the smallest`, where that is known.
+    fn smallest_in_words(&self) -> String {
+        match &self.smallest {
+            Some((label, needed)) => format!("; {label}, the smallest, needs {needed}"),
+            None => String::new(),
+        }
+    }
 }
 
 /// What cancelled a job. Clients are named as they name themselves, or by their address.
@@ -109,7 +121,10 @@ pub enum Error {
     #[error("{0}")]
     ModelUnsupported(String),
     /// The job exceeds the capacity of the card.
-    #[error("{} needs {} at its peak, and the card can give {} at the most", .0.stage, .0.needed, .0.capacity)]
+    #[error(
+        "{} needs {} at its peak, and the card can give {} at the most{}",
+        .0.stage, .0.needed, .0.capacity, .0.smallest_in_words()
+    )]
     NeverFits(Box<Shortfall>),
     /// The patience for foreign or late memory is exhausted.
     #[error("{} needs {} and {} are free: memory is held by others; try again, or allow_low_memory", .0.stage, .0.needed, .0.free)]

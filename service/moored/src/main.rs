@@ -1,5 +1,6 @@
 //! SERVES. The binary: command line, configuration, gRPC, supervisor and worker processes, telemetry.
 
+mod catalogue;
 mod cli;
 mod config;
 mod durations;

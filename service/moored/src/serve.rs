@@ -108,9 +108,11 @@ pub(crate) async fn run(
     let limits = Limits::new(&config.limits);
     grpc::paths::set_folders(folders_of_models(&config));
     let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
+    let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
     let queue = start_queue(
         &config,
         policy,
+        config.queue.unload_when_idle.after(is_desktop),
         library.clone(),
         card_tasks.slots,
         card_tasks.signals,
@@ -355,6 +357,7 @@ fn start_card_tasks(
 fn start_queue(
     config: &Config,
     policy: Option<Policy>,
+    unload_when_idle: Option<Duration>,
     library: Arc<Library>,
     slots: Vec<CardSlot>,
     received: mpsc::UnboundedReceiver<CardSignal>,
@@ -374,7 +377,7 @@ fn start_queue(
         latent_ttl: config.queue.latent_ttl,
         keep_alive: config.queue.keep_alive,
         keep_alive_of: keep_alive_of_models(config),
-        unload_when_idle: config.queue.unload_when_idle,
+        unload_when_idle,
         stall_limit: config.queue.stall_limit,
         stall_floor: config.queue.stall_floor,
         cancel_limit: config.queue.cancel_limit,

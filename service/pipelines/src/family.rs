@@ -603,6 +603,13 @@ impl Catalogue {
         Some(folders.filter(|folder| *folder != TRANSFORMER).collect())
     }
 
+    /// Whether a folder holds parts of another pipeline that a family reads, and nothing that is run by itself.
+    pub fn holds_parts_alone(&self, folder: &Path) -> bool {
+        let class = pipeline_class(folder).ok().flatten().unwrap_or_default();
+        let mut parts = self.families.iter().flat_map(|family| family.parts());
+        !self.pipelines().any(|known| known == class) && parts.any(|(known, _)| *known == class)
+    }
+
     /// Whether a single file with tensors of these names holds a transformer that a family opens.
     pub fn is_transformer_file(&self, names: &[&str]) -> bool {
         // A LoRA of all layers has names that begin as those of the transformer do.

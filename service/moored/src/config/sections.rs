@@ -77,7 +77,7 @@ impl QueueSettings {
             latents: r.size("queue.latents"),
             latent_ttl: r.duration("queue.latent_ttl"),
             keep_alive: r.optional_duration("queue.keep_alive"),
-            unload_when_idle: r.optional_duration("queue.unload_when_idle"),
+            unload_when_idle: r.unload_when_idle("queue.unload_when_idle"),
             stall_limit: r.duration("queue.stall_limit"),
             stall_floor: r.duration("queue.stall_floor"),
             cancel_limit: r.duration("queue.cancel_limit"),

@@ -3,6 +3,7 @@
 
 mod asked;
 mod auth;
+mod by_medium;
 mod caller;
 mod choose;
 mod convert;

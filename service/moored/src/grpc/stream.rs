@@ -16,7 +16,7 @@ use super::convert::{Converted, convert, event};
 use super::encodings::Encodings;
 use super::limits::Client;
 use super::shared_files::{FileOf, SharedFile};
-use super::status::{internal, status_of};
+use super::status::{internal, status_of, status_of_job};
 use crate::encoded::{EncodedFile, FilePosition};
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
@@ -64,19 +64,21 @@ pub(super) struct ResultEncoder {
     pub(super) client: Client,
 }
 
-/// The events of a job until its end. Dropping the stream drops the job, which cancels it.
+/// The events of a job until its end. Dropping the stream drops the job, which cancels it. Where no form of the model fits
+/// the card, `instead` tells what does.
 pub(super) fn events_of(
     mut job: Job,
     model: v1::ResolvedModel,
     output: Output,
     encoder: ResultEncoder,
+    instead: Option<String>,
 ) -> EventStream {
     let mut results = ResultStream::new(job.id.to_string(), output, encoder);
     Box::pin(async_stream::try_stream! {
         while let Some(happened) = job.next().await {
             match convert(&happened, &model) {
                 Converted::Event(kind) => yield event(&job.id, happened.at_ms, *kind),
-                Converted::Failed(error) => Err(status_of(&error))?,
+                Converted::Failed(error) => Err(status_of_job(&error, instead.as_deref()))?,
                 Converted::Media => {
                     let at_ms = happened.at_ms;
                     for kind in results.encode(happened).await? {

@@ -235,6 +235,13 @@ pub(super) fn is_weights(file: &str) -> bool {
     FILES.iter().any(|ending| file.ends_with(ending))
 }
 
+/// Whether weights of this name are those of their folder, rather than a model of their own.
+pub(super) fn is_of_folder(name: &str) -> bool {
+    STEMS
+        .iter()
+        .any(|stem| name.strip_prefix(stem) == Some(".safetensors"))
+}
+
 /// Whether a file is one of several shards.
 pub(super) fn is_shard(file: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or_default();
