@@ -150,6 +150,7 @@ impl CardSettings {
 #[derive(Clone, Debug)]
 pub(crate) struct QueueSettings {
     pub(crate) max_jobs: usize,
+    pub(crate) max_jobs_per_client: usize,
     pub(crate) overtaking_bound: u32,
     pub(crate) patience_after_eviction: Duration,
     pub(crate) patience_foreign: Duration,
@@ -188,6 +189,7 @@ impl UnloadWhenIdle {
 #[derive(Clone, Debug)]
 pub(crate) struct LimitSettings {
     pub(crate) connections: u64,
+    pub(crate) connections_per_client: u64,
     pub(crate) handshake: Duration,
     pub(crate) calls: u64,
     pub(crate) calls_per_client: u64,
