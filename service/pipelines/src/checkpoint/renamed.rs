@@ -91,9 +91,12 @@ fn content(plan: &LoadPlan) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
+/// What tells a renaming in a failure, and the new name of a name.
+type Renaming = (String, Box<dyn Fn(&str) -> String>);
+
 /// The names of a file by every row of a family's names, each with what tells it in a failure.
-fn renamings(names: LayerNames) -> Vec<(String, Box<dyn Fn(&str) -> String>)> {
-    let mut all: Vec<(String, Box<dyn Fn(&str) -> String>)> = Vec::new();
+fn renamings(names: LayerNames) -> Vec<Renaming> {
+    let mut all: Vec<Renaming> = Vec::new();
     for row in names.0 {
         for other in row.1 {
             let one: &'static [(&str, &[&str])] = Box::leak(Box::new([(row.0, std::slice::from_ref(other))]));
