@@ -116,7 +116,7 @@ async fn generate_all(client: &ClientSettings, options: &Demo, as_json: bool) ->
         width: FILM_SIDE,
         height: FILM_SIDE,
         seed: Some(options.seed),
-        init_image: start.into(),
+        init_image: Some(start.into()),
         output: v1::FilmFormat::Mp4.into(),
         options: Some(of_demo()),
         ..Default::default()

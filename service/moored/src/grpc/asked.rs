@@ -38,8 +38,8 @@ pub(super) struct Asked {
     pub(super) max_sequence_length: u32,
     pub(super) strength: Option<f32>,
     pub(super) count: u32,
-    /// A file in PNG, JPEG or WebP; empty for none.
-    pub(super) init_image: bytes::Bytes,
+    /// A file in PNG, JPEG or WebP.
+    pub(super) init_image: Option<bytes::Bytes>,
     pub(super) init_latent: Option<String>,
     /// Id of uploaded media.
     pub(super) init_media: Option<String>,

@@ -340,7 +340,9 @@ impl Service {
             let field = if request.width == 0 { "width" } else { "height" };
             return Err(invalid(field, "one side is named: name both, or neither"));
         }
-        let given = self.given_picture("image", request.image).await?;
+        let given = self
+            .given_picture("image", request.image.unwrap_or_default())
+            .await?;
         let (width, height) = asked.unwrap_or(given.size);
         check_size((width, height), &*open.model)?;
         let image = Image {
