@@ -8,6 +8,7 @@ use pipelines::Clip;
 
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
 use crate::pictures::Recipe;
+use crate::threads::Caller;
 
 /// Chunks of a file with their identifiers and lengths.
 const CHUNK_HEAD_BYTES: usize = 8;
@@ -90,6 +91,7 @@ pub(super) fn is_wav(file: &[u8]) -> bool {
 
 pub(super) fn read<E: From<TrackError>>(
     file: &Bytes,
+    caller: &Caller,
     mut room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
     let found = find_samples(file)?;
@@ -100,6 +102,9 @@ pub(super) fn read<E: From<TrackError>>(
     room(samples as u64 * SAMPLE_BYTES)?;
     let mut data = Vec::with_capacity(samples * SAMPLE_BYTES as usize);
     for (number, sample) in (0_u64..).zip(file[found.data.clone()].chunks_exact(found.sample_bytes)) {
+        if number % UNLOOKED == 0 {
+            caller.check().map_err(TrackError::from)?;
+        }
         let sample = decoded(sample, found.kind).map_err(|NotANumber| {
             let channels = u64::from(found.format.channels);
             TrackError::NotFinite {
@@ -111,6 +116,9 @@ pub(super) fn read<E: From<TrackError>>(
     }
     Ok(found.format.clip(data.into()))
 }
+
+/// Samples that are decoded between two looks at whether the client is there.
+const UNLOOKED: u64 = 1 << 16;
 
 struct NotANumber;
 
