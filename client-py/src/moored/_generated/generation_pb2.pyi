@@ -63,6 +63,10 @@ class _FilmFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front), with the recipe as its comment. Sides are even and
     at most 3840 and 2160. It comes when the last frame is decoded; sound comes as WAV.
     """
+    RAW_FRAMES_AND_MP4: _FilmFormat.ValueType  # 3
+    """Both: the raw frames as one artifact, and after it the MP4 as another of the same index and track. No MP4 comes where it
+    cannot be made, for its size or for the bytes that are unread.
+    """
 
 class FilmFormat(_FilmFormat, metaclass=_FilmFormatEnumTypeWrapper):
     """How a film is sent."""
@@ -74,6 +78,10 @@ RAW_FRAMES: FilmFormat.ValueType  # 1
 MP4: FilmFormat.ValueType  # 2
 """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front), with the recipe as its comment. Sides are even and
 at most 3840 and 2160. It comes when the last frame is decoded; sound comes as WAV.
+"""
+RAW_FRAMES_AND_MP4: FilmFormat.ValueType  # 3
+"""Both: the raw frames as one artifact, and after it the MP4 as another of the same index and track. No MP4 comes where it
+cannot be made, for its size or for the bytes that are unread.
 """
 global___FilmFormat = FilmFormat
 
@@ -155,6 +163,8 @@ class _AudioFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """16-bit little-endian samples, channels interleaved: as they are decoded."""
     FLAC: _AudioFormat.ValueType  # 3
     """16-bit, without loss: one file, which comes when the last sample is decoded."""
+    WAV_AND_FLAC: _AudioFormat.ValueType  # 4
+    """Both: the WAV as one artifact, and after it the FLAC as another of the same index and track."""
 
 class AudioFormat(_AudioFormat, metaclass=_AudioFormatEnumTypeWrapper):
     """How a track is sent. Files have the recipe in them as a comment."""
@@ -167,6 +177,8 @@ RAW_S16LE: AudioFormat.ValueType  # 2
 """16-bit little-endian samples, channels interleaved: as they are decoded."""
 FLAC: AudioFormat.ValueType  # 3
 """16-bit, without loss: one file, which comes when the last sample is decoded."""
+WAV_AND_FLAC: AudioFormat.ValueType  # 4
+"""Both: the WAV as one artifact, and after it the FLAC as another of the same index and track."""
 global___AudioFormat = AudioFormat
 
 class _OutputFormat:

@@ -531,7 +531,7 @@ fn decoding_ends_when_the_client_has_gone() {
     });
     for file in [flac(STEREO, &samples, None), wav] {
         let read = |file: &Bytes| match media_type(file) {
-            Some("audio/flac") => read_flac(file, &Caller::gone(), |_| Ok(())),
+            Ok("audio/flac") => read_flac(file, &Caller::gone(), |_| Ok(())),
             _ => read_wav(file, &Caller::gone(), |_| Ok(())),
         };
         assert_eq!(read(&file), Err(TrackError::Gone));
