@@ -32,6 +32,9 @@ SegmentState: TypeAlias = Literal["sent", "accepted", "ready", "failed"]
 UNREAD_BYTES = 64 * 1024 * 1024
 """Most bytes of unread sound that are kept; beyond, gRPC's flow control stops the service."""
 
+# What an event takes beside its sound.
+_EVENT_BYTES = 512
+
 _IDLE_S = 60
 """Of the service, where a session says nothing else."""
 
@@ -142,6 +145,11 @@ class Conversation:
             return
         match event:
             case AudioSessionOpened():
+                if not 1 <= event.channels <= 8 or event.samples_per_second < 1:
+                    raise InternalError(
+                        f"The service opened a session of {event.channels} channels of "
+                        f"{event.samples_per_second} samples a second"
+                    )
                 self.opened, self.model = event, event.model
                 self._idle_s = event.idle_seconds or self._idle_s
             case SegmentAccepted():
@@ -163,11 +171,15 @@ class Conversation:
                     self.model = event.model
             case AudioSessionClosed():
                 self.report = event
-            case SoundChunk():
-                self._unread_bytes += len(event.samples)
-        if not isinstance(event, AudioSessionOpened):
+        if not isinstance(event, AudioSessionOpened) and not self._is_left_out(event):
+            self._unread_bytes += _bytes_of(event)
             self._unread.append(event)
         self.wake()
+
+    def _is_left_out(self, event: SessionEvent) -> bool:
+        """Whether nobody will take it: after the end is asked for, only so much is kept."""
+        is_last = isinstance(event, AudioSessionClosed)
+        return self.closing and self._unread_bytes > UNREAD_BYTES and not is_last
 
     def _job_of(self, number: int) -> str:
         record = self._segments.get(number)
@@ -218,8 +230,8 @@ class Conversation:
         """What is next, or that there is nothing more; None: it is not there yet."""
         if self._unread:
             event = self._unread.popleft()
+            self._unread_bytes -= _bytes_of(event)
             if isinstance(event, SoundChunk):
-                self._unread_bytes -= len(event.samples)
                 self._taken = event.first_sample + event.sample_count
                 self.wake()
             return (event,)
@@ -249,6 +261,10 @@ class Conversation:
         if record.error is not None:
             raise record.error
         return record if record.state == "ready" else None
+
+
+def _bytes_of(event: SessionEvent) -> int:
+    return _EVENT_BYTES + (len(event.samples) if isinstance(event, SoundChunk) else 0)
 
 
 def closed_here() -> MooredError:

@@ -1,7 +1,7 @@
 """Pictures of every kind that a call may be given, as the file that is sent.
 
-One function for all picture arguments. What the service reads of a PIL image or an array has the same
-pixels as that picture in a file: upright, and with what is transparent left to the service.
+One function for all picture arguments. What the service reads of a PIL image or an array has the
+same pixels as that picture in a file: upright, and with what is transparent left to the service.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _converted(image: Any, option: str) -> Any:
 def _of_floats(image: Any, option: str) -> Any:
     # Pillow counts them as it counts bytes.
     lowest, highest = image.getextrema()
-    if not (0 <= lowest and highest <= 255):
+    if not (lowest >= 0 and highest <= 255):
         raise refused(
             option,
             f"is a PIL image of mode F with values from {lowest:g} to {highest:g}; 0 to 255 is "
@@ -207,7 +207,7 @@ def _whole_of_floats(np: Any, array: Any, option: str) -> Any:
         remedy = "(array + 1) / 2" if -1.01 <= lowest < 0 and highest <= 1.01 else "array / 255"
         raise refused(
             option,
-            f"is an array of floats from {lowest:g} to {highest:g}; 0 to 1 is read: write {remedy}, "
-            "if that is its range",
+            f"is an array of floats from {lowest:g} to {highest:g}; 0 to 1 is read: write "
+            f"{remedy}, if that is its range",
         )
     return (array.clip(0, 1) * 255).round().astype("uint8")

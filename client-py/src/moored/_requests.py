@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from ._errors import InvalidRequest
+from ._errors import InvalidRequest, Violation
 from ._generated import generation_pb2, hub_pb2, model_pb2, residency_pb2, rpc_pb2
 from ._options import put
 from ._pictures import WANTED, ImageInput, picture_bytes
@@ -45,7 +45,7 @@ SegmentStart: TypeAlias = Literal["over", "now", "now_from_start"]
 `now` at the place where the one that sounds is, `now_from_start` from its beginning."""
 
 FilmOutput: TypeAlias = Literal["raw", "mp4", "raw+mp4"]
-"""How films travel: as raw frames, each as it is decoded; as one MP4 file at the end; or as both."""
+"""How films travel: as raw frames, each as it is decoded; as one MP4 file at the end; or both."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class VideoOptions(GenerateOptions, total=False):
     output: Annotated[
         FilmOutput | None,
         "How films are sent: `raw` frames as they are decoded, one `mp4`, or both, `raw+mp4`. "
-        "Default: both; of a stream `raw`.",
+        "Default: both.",
     ]
     preview_interval_s: Annotated[
         float | None, "Seconds between previews, at least 0.1. Default: none."
@@ -310,7 +310,7 @@ class AudioOptions(GenerateOptions, TrackOptions, total=False):
     output: Annotated[
         AudioOutput | None,
         "How sound is sent: `wav` or `raw` samples as they are decoded, one `flac`, or `wav+flac`. "
-        "Default: `wav+flac`; of a stream `wav`.",
+        "Default: `wav+flac`.",
     ]
 
 
@@ -439,7 +439,21 @@ _PRIORITIES = {
 
 
 # How a result travels unless it is said, by the name of the request.
-_OUTPUTS = {"GenerateVideoRequest": "raw", "GenerateAudioRequest": "wav"}
+_OUTPUTS = {"GenerateVideoRequest": "raw+mp4", "GenerateAudioRequest": "wav+flac"}
+
+
+_AT_LEAST_ONE = (
+    "steps",
+    "width",
+    "height",
+    "frames",
+    "count",
+    "max_sequence_length",
+    "frames_per_second",
+    "seconds",
+    "frames_at_a_time",
+    "bpm",
+)
 
 
 def _fill(message: Message, options: Mapping[str, Any]) -> None:
@@ -447,6 +461,12 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
     for option, value in options.items():
         if value is None:
             continue
+        if option in _AT_LEAST_ONE and isinstance(value, (int, float)) and value == 0:
+            # 0 is "left out" in a message: it would be the default without a word.
+            why = "is 0: leave it out for the default"
+            raise InvalidRequest(
+                f"{option} {why}", reason="INVALID_REQUEST", violations=[Violation(option, why)]
+            )
         match option:
             case "model":
                 put(message, option, model_of(value))

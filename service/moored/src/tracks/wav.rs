@@ -127,7 +127,9 @@ fn decoded(sample: &[u8], kind: SampleKind) -> Result<i16, NotANumber> {
         (SampleKind::Float, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]).into(),
         (SampleKind::Float, &[a, b, c, d, e, f, g, h]) => f64::from_le_bytes([a, b, c, d, e, f, g, h]),
         (SampleKind::Integer, &[a]) => return Ok(to_16_bits(i32::from(a) - 128, 8)), // the only ones without a sign
-        (SampleKind::Integer, &[a, b, c]) => return Ok(to_16_bits(i32::from_le_bytes([0, a, b, c]) >> 8, 24)),
+        (SampleKind::Integer, &[a, b, c]) => {
+            return Ok(to_16_bits(i32::from_le_bytes([0, a, b, c]) >> 8, 24));
+        }
         (SampleKind::Integer, &[a, b, c, d]) => return Ok(to_16_bits(i32::from_le_bytes([a, b, c, d]), 32)),
         _ => return Err(NotANumber), // of no length that `find_samples` lets through
     };
