@@ -371,6 +371,9 @@ pub(crate) enum PictureError {
     /// A failed download or paste.
     #[error("is empty: it has 0 bytes")]
     NoBytes,
+    /// A download that ended early.
+    #[error("is a JPEG that is cut off: its end is missing")]
+    CutOff,
 }
 
 /// The media type of an encoded picture, by its first bytes.
@@ -436,9 +439,35 @@ pub(crate) fn size_of(data: &[u8]) -> Result<(u32, u32), PictureError> {
 /// Decodes a picture within limits, and turns it as its orientation says.
 fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
     let (decoder, orientation) = opened(data)?;
+    if is_cut_jpeg(data) {
+        return Err(PictureError::CutOff);
+    }
     let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
     picture.apply_orientation(orientation);
     Ok(picture)
+}
+
+/// Whether a JPEG has no end (ITU-T T.81, annex B): its decoder makes what is missing grey.
+fn is_cut_jpeg(data: &[u8]) -> bool {
+    const START_OF_SCAN: u8 = 0xda;
+    const END: [u8; 2] = [0xff, 0xd9];
+    let Some(mut rest) = data.strip_prefix(&[0xff, 0xd8]) else {
+        return false;
+    };
+    // Segments are passed over: a thumbnail in one of them has an end of its own.
+    while let &[0xff, kind, high, low, ..] = rest {
+        if kind == START_OF_SCAN {
+            // In coded data 0xff has a zero after it, unless it begins a marker.
+            return !rest.windows(END.len()).any(|bytes| bytes == END);
+        }
+        rest = match kind {
+            0xff => &rest[1..], // padding
+            _ => rest
+                .get(2 + usize::from(u16::from_be_bytes([high, low]))..)
+                .unwrap_or_default(),
+        };
+    }
+    true
 }
 
 fn unreadable(problem: image::ImageError) -> PictureError {
@@ -832,7 +861,7 @@ mod tests {
 
     #[test]
     fn unreadable_pictures_are_refused() {
-        assert!(matches!(decode(b"", None), Err(PictureError::Unreadable(_))));
+        assert!(matches!(decode(b"", None), Err(PictureError::NoBytes)));
         assert!(matches!(
             decode(b"not a picture at all", None),
             Err(PictureError::Unreadable(_))
