@@ -32,8 +32,8 @@ SegmentState: TypeAlias = Literal["sent", "accepted", "ready", "failed"]
 UNREAD_BYTES = 64 * 1024 * 1024
 """Most bytes of unread sound that are kept; beyond, gRPC's flow control stops the service."""
 
-# What an event takes beside its sound.
-_EVENT_BYTES = 512
+# Most events that are kept unread.
+_UNREAD_EVENTS = 100_000
 
 _IDLE_S = 60
 """Of the service, where a session says nothing else."""
@@ -172,14 +172,19 @@ class Conversation:
             case AudioSessionClosed():
                 self.report = event
         if not isinstance(event, AudioSessionOpened) and not self._is_left_out(event):
-            self._unread_bytes += _bytes_of(event)
+            if isinstance(event, SoundChunk):
+                self._unread_bytes += len(event.samples)
             self._unread.append(event)
         self.wake()
 
     def _is_left_out(self, event: SessionEvent) -> bool:
         """Whether nobody will take it: after the end is asked for, only so much is kept."""
         is_last = isinstance(event, AudioSessionClosed)
-        return self.closing and self._unread_bytes > UNREAD_BYTES and not is_last
+        return self.closing and self._has_much_unread and not is_last
+
+    @property
+    def _has_much_unread(self) -> bool:
+        return self._unread_bytes > UNREAD_BYTES or len(self._unread) > _UNREAD_EVENTS
 
     def _job_of(self, number: int) -> str:
         record = self._segments.get(number)
@@ -218,7 +223,7 @@ class Conversation:
     @property
     def is_full(self) -> bool:
         """Whether so much waits for its reader that nothing more is read."""
-        return self._unread_bytes > UNREAD_BYTES and not (self.ended or self.closing)
+        return self._has_much_unread and not (self.ended or self.closing)
 
     def asks(self) -> None:
         """The reader comes for what is next: what it took before has been played."""
@@ -230,8 +235,8 @@ class Conversation:
         """What is next, or that there is nothing more; None: it is not there yet."""
         if self._unread:
             event = self._unread.popleft()
-            self._unread_bytes -= _bytes_of(event)
             if isinstance(event, SoundChunk):
+                self._unread_bytes -= len(event.samples)
                 self._taken = event.first_sample + event.sample_count
                 self.wake()
             return (event,)
@@ -261,10 +266,6 @@ class Conversation:
         if record.error is not None:
             raise record.error
         return record if record.state == "ready" else None
-
-
-def _bytes_of(event: SessionEvent) -> int:
-    return _EVENT_BYTES + (len(event.samples) if isinstance(event, SoundChunk) else 0)
 
 
 def closed_here() -> MooredError:
