@@ -1,4 +1,4 @@
-"""Services that send what nobody asked for: the client takes no more memory than arrives, and says so."""
+"""Services that send what nobody asked for: it takes no more memory than what arrives."""
 
 from __future__ import annotations
 

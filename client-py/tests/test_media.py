@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import json
-import pickle
 import asyncio
 import io
+import json
 import pickle
 import threading
 import wave
@@ -254,7 +253,7 @@ def test_a_film_as_mp4(service: Service, ask: Ask, tmp_path: Path) -> None:
         result.save(tmp_path / "film.webp")
     with pytest.raises(ValueError, match='output="raw"'):
         _ = result.array
-    with pytest.raises(moored.InvalidRequest, match="raw, mp4 or raw):
+    with pytest.raises(moored.InvalidRequest, match="raw, mp4 or raw"):
         ask("generate_video", "waves", output="gif")
 
 

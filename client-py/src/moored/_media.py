@@ -246,8 +246,8 @@ class Film(_Made):
 
         `.mp4` is the file that came by `output="raw+mp4"`, the default, or by `output="mp4"`, and
         then the only one. Of frames, `.png` or `.apng`, `.webp` and `.gif` are animations, at the
-        film's rate to the nearest millisecond (`.gif`: hundredth of a second); they need `moored[images]`.
-        `.rgb` and `.raw` are its bytes as they are. Other formats are for other libraries: they
+        film's rate to the nearest millisecond (`.gif`: hundredth of a second); they need
+        `moored[images]`. `.rgb` and `.raw` are its bytes as they are. Other formats are for other libraries: they
         take `array`, or the frames as they come. `.mp4`, `.png` and `.webp` have the recipe in
         them. A file that is there is replaced by
         `overwrite` alone; else the name is counted up. Returns the path.
@@ -385,8 +385,8 @@ class Track(_Made):
 
         `.flac` is the file that came by `output="wav+flac"`, the default, or by `output="flac"`,
         and then the only one. Of samples, `.wav` is a WAV file, `.raw` and `.pcm` are the samples
-        alone. `.flac` and `.wav` have the recipe in them. Other formats are for other libraries: they
-        take `array`. A file that is there is replaced by
+        alone. `.flac` and `.wav` have the recipe in them. Other formats are for other libraries:
+        they take `array`. A file that is there is replaced by
         `overwrite` alone; else the name is counted up. Returns the path.
         """
         ending = Path(path).suffix.lower()
