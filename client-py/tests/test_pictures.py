@@ -142,7 +142,7 @@ def test_an_empty_file_is_refused(ask: Ask, tmp_path: Path) -> None:
         ("generate_image", {"init_image": tmp_path / "zero.png"}),
         ("generate_video", {"init_image": str(tmp_path / "zero.png")}),
     ):
-        with pytest.raises(moored.InvalidRequest, match="init_image: .*zero.png is empty"):
+        with pytest.raises(moored.InvalidRequest, match=r"init_image: .*zero.png is empty"):
             ask(call, "x", **given)
     with pytest.raises(moored.InvalidRequest, match=r"zero.png is empty"):
         ask("put_media", tmp_path / "zero.png")

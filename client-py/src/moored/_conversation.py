@@ -32,6 +32,8 @@ SegmentState: TypeAlias = Literal["sent", "accepted", "ready", "failed"]
 UNREAD_BYTES = 64 * 1024 * 1024
 """Most bytes of unread sound that are kept; beyond, gRPC's flow control stops the service."""
 
+# Most bytes of sound that are kept once the end is asked for; what comes beyond is dropped.
+_CLOSING_BYTES = UNREAD_BYTES
 # Most events that are kept unread.
 _UNREAD_EVENTS = 100_000
 
@@ -180,7 +182,7 @@ class Conversation:
     def _is_left_out(self, event: SessionEvent) -> bool:
         """Whether nobody will take it: after the end is asked for, only so much is kept."""
         is_last = isinstance(event, AudioSessionClosed)
-        return self.closing and self._has_much_unread and not is_last
+        return self.closing and self._unread_bytes > _CLOSING_BYTES and not is_last
 
     @property
     def _has_much_unread(self) -> bool:
