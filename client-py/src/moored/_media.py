@@ -249,7 +249,8 @@ class Film(_Made):
         film's rate to the nearest millisecond (`.gif`: hundredth of a second); they need
         `moored[images]`. `.rgb` and `.raw` are its bytes as they are. Other formats are for other
         libraries: they take `array`, or the frames as they come. `.mp4`, `.png` and `.webp` have
-        the recipe in them. A file that is there is replaced by `overwrite` alone; else the name is counted up. Returns the path.
+        the recipe in them. A file that is there is replaced by `overwrite` alone; else the name is
+        counted up. Returns the path.
         """
         ending = Path(path).suffix.lower()
         if ending == ".mp4" or self.media_type == MP4:
