@@ -12,6 +12,7 @@ from scripted import Service, accepted, done, event, pieces, track
 
 import moored
 from moored._generated import events_pb2, generation_pb2, model_pb2
+from moored._session_calls import SessionCall
 
 
 def film_of(total_bytes: int, **format_: Any) -> events_pb2.Event:
@@ -113,3 +114,29 @@ def test_a_track_without_channels(service: Service, ask: Ask) -> None:
     service.on("GenerateAudio", [accepted(), *chunks, done()])
     with pytest.raises(moored.InternalError, match="0 channels"):
         ask("generate_audio", "x")
+
+
+def opened(**more: int) -> generation_pb2.StreamAudioResponse:
+    settings = {"samples_per_second": 8000, "channels": 2, **more}
+    session = generation_pb2.AudioSessionOpened(session_id="session-1", **settings)
+    return generation_pb2.StreamAudioResponse(opened=session)
+
+
+@pytest.mark.parametrize("more", [{"channels": 0}, {"samples_per_second": 0}])
+def test_a_session_without_channels_or_rate(more: dict[str, int]) -> None:
+    call = SessionCall("box:1", generation_pb2.OpenAudioSession())
+    with pytest.raises(moored.InternalError, match="opened a session"):
+        call.hear(opened(**more))
+
+
+def test_a_session_that_goes_on_after_its_end_was_asked_for() -> None:
+    call = SessionCall("box:1", generation_pb2.OpenAudioSession())
+    call.hear(opened())
+    call.say_close()
+    sound = generation_pb2.SoundChunk(samples=bytes(1 << 20))
+    for _ in range(80):
+        call.hear(generation_pb2.StreamAudioResponse(sound=sound))
+    assert call._unread_bytes <= 66 << 20
+    closed = generation_pb2.AudioSessionClosed(reason="closed")
+    call.hear(generation_pb2.StreamAudioResponse(closed=closed))
+    assert call.report is not None
