@@ -379,7 +379,7 @@ def test_a_stream_gives_pictures_as_they_are_complete(
 ) -> None:
     chunks = [*pieces(b"a" * 150, index=1), *pieces(b"b" * 50, index=0)]
     service.on("GenerateImage", [accepted(), *chunks, done()])
-    with client.stream_image("x") as stream:
+    with client.stream_image("x", count=2) as stream:
         seen = [len(stream.pictures) for event in stream if isinstance(event, moored.Artifact)]
         assert seen == [0, 1, 2]
         assert stream.job_id == "job-1"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import pickle
 import threading
 import wave
@@ -63,15 +64,15 @@ def wav(samples: bytes) -> bytes:
     return file.getvalue()
 
 
-def pieces_of(ask: Ask, method: str, iterator: str) -> list[Any]:
+def pieces_of(ask: Ask, method: str, iterator: str, **more: Any) -> list[Any]:
     """Everything that `stream.frames()` or `stream.samples()` gives, and the result after it."""
     if ask.kind == "sync":
-        with moored.Client(ask.address) as client, getattr(client, method)("x") as stream:
+        with moored.Client(ask.address) as client, getattr(client, method)("x", **more) as stream:
             return [*getattr(stream, iterator)(), stream.result()]
 
     async def read() -> list[Any]:
         async with moored.AsyncClient(ask.address) as client:
-            stream = getattr(client, method)("x")
+            stream = getattr(client, method)("x", **more)
             seen = [one async for one in getattr(stream, iterator)()]
             return [*seen, await stream.result()]
 
@@ -221,11 +222,11 @@ def test_a_film_is_saved_raw_and_not_as_what_it_is_not(
     result = ask("generate_video", "waves")
     result.save(tmp_path / "film.rgb")
     assert (tmp_path / "film.rgb").read_bytes() == data
-    for name, why in (("film.mov", r"\.webp"), ("film", r"\.webp"), ("film.mp4", 'output="mp4"')):
+    for name, why in (("film.mov", r"\.webp"), ("film", r"\.webp"), ("film.mp4", 'or "mp4"')):
         with pytest.raises(ValueError, match=why):
             result.save(tmp_path / name)
         assert not (tmp_path / name).exists()
-    with pytest.raises(ValueError, match='output="mp4"'):
+    with pytest.raises(ValueError, match=r'output="raw.mp4"'):
         _ = result.mp4
 
 
@@ -246,14 +247,47 @@ def test_a_film_as_mp4(service: Service, ask: Ask, tmp_path: Path) -> None:
     assert (result.mp4, result.film.frame_count, result.frames_per_second) == (b"mp4", 9, 24)
     result.save(tmp_path / "film.mp4")
     assert (tmp_path / "film.mp4").read_bytes() == b"mp4"
-    with pytest.raises(FileExistsError):
-        result.save(tmp_path / "film.mp4")
+    with pytest.warns(UserWarning, match="film-2.mp4"):
+        assert result.save(tmp_path / "film.mp4") == tmp_path / "film-2.mp4"
     with pytest.raises(ValueError, match=r"\.mp4"):
         result.save(tmp_path / "film.webp")
     with pytest.raises(ValueError, match='output="raw"'):
         _ = result.array
-    with pytest.raises(moored.InvalidRequest, match="raw or mp4"):
+    with pytest.raises(moored.InvalidRequest, match="raw, mp4 or raw"):
         ask("generate_video", "waves", output="gif")
+
+
+def test_a_film_that_came_as_frames_and_as_mp4_gives_both(
+    service: Service, ask: Ask, tmp_path: Path
+) -> None:
+    data, chunks = film(9, size=50)
+    service.on("GenerateVideo", [accepted(), *chunks, *encoded("video/mp4"), done()])
+    result = ask("generate_video", "waves")
+    assert service.requests["GenerateVideo"].output == generation_pb2.RAW_FRAMES_AND_MP4
+    assert len(result.films) == 1
+    assert (bytes(result.data), result.mp4, result.array.shape[0]) == (data, b"mp4", 9)
+    assert result.save(tmp_path / "film.mp4").read_bytes() == b"mp4"
+    assert result.save(tmp_path / "film.webp").exists()
+    shown = result._repr_mimebundle_()
+    assert "<video" in shown["text/html"]
+    assert len(repr(result)) < 100
+    json.dumps(result.to_dict())
+    again = pickle.loads(pickle.dumps(result.film))
+    assert (again.mp4, bytes(again.data)) == (b"mp4", data)
+
+
+def test_a_track_that_came_as_wav_and_as_flac_gives_both(
+    service: Service, ask: Ask, tmp_path: Path
+) -> None:
+    samples = sound(20)
+    chunks = track(wav(samples), samples=20, media_type="audio/wav", size=50)
+    file = track(b"fLaC...", samples=20, media_type="audio/flac", size=5)
+    service.on("GenerateAudio", [accepted(), *chunks, *file, done()])
+    result = ask("generate_audio", "a drum")
+    assert result.flac == b"fLaC..."
+    assert result.save(tmp_path / "a.flac").read_bytes() == b"fLaC..."
+    assert result.save(tmp_path / "a.wav").read_bytes() == wav(samples)
+    assert "audio/flac" in result._repr_mimebundle_()["text/html"]
 
 
 def test_a_film_of_another_kind_is_kept_as_it_came(service: Service, ask: Ask) -> None:
@@ -369,7 +403,7 @@ def test_all_options_of_a_film_reach_the_service(service: Service, ask: Ask) -> 
         frames=81,
         frames_per_second=23.5,
         seconds=2.5,
-        output=generation_pb2.RAW_FRAMES,
+        output=generation_pb2.RAW_FRAMES_AND_MP4,
         steps=3,
         guidance=0.0,
         seed=0,
@@ -397,7 +431,7 @@ def test_a_track(service: Service, ask: Ask, tmp_path: Path, size: int) -> None:
     service.on("GenerateAudio", [accepted(), step(1), *chunks, done()])
     *arrived, result = pieces_of(ask, "stream_audio", "samples")
     assert isinstance(result, moored.AudioResult)
-    assert service.requests["GenerateAudio"].output == generation_pb2.WAV
+    assert service.requests["GenerateAudio"].output == generation_pb2.WAV_AND_FLAC
     assert bytes(result.track().data) == file
     assert result.array.shape == (50, CHANNELS)
     assert result.array.dtype == np.int16
@@ -449,7 +483,7 @@ def test_a_track_as_flac_is_a_file(service: Service, ask: Ask, tmp_path: Path) -
 
 def test_samples_are_not_saved_as_flac(service: Service, ask: Ask, tmp_path: Path) -> None:
     service.on("GenerateAudio", [accepted(), *track(sound(20), samples=20, size=7), done()])
-    with pytest.raises(ValueError, match='output="flac"'):
+    with pytest.raises(ValueError, match='or "flac"'):
         ask("generate_audio", "a drum").save(tmp_path / "track.flac")
     assert not list(tmp_path.iterdir())
 
@@ -486,7 +520,7 @@ def test_tracks_by_name_interleaved(service: Service, ask: Ask) -> None:
     assert result.track(index=1) is result.tracks[2]
     with pytest.raises(LookupError, match="no track 'bass' of item 0: 'voice' of item 0"):
         result.track("bass")
-    samples = pieces_of(ask, "stream_audio", "samples")[:-1]
+    samples = pieces_of(ask, "stream_audio", "samples", count=2)[:-1]
     for key, data in made.items():
         own = [one.data for one in samples if (one.index, one.track) == key]
         assert b"".join(own) == data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted import (
@@ -75,13 +76,18 @@ def test_an_example(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     waiting = events_pb2.Waiting(needed_bytes=3_000_000_000, patience_left_ms=4000)
-    pictures = [*pieces(png), *pieces(png, index=1)]
     end = done()
     end.done.model.adapters.add(id="styles/ink", layers={"transformer": 304}, rank=16)
-    service.on("GenerateImage", [accepted(), step(1), event(waiting=waiting), *pictures, end])
+
+    def paint(asked: Any, _: Any) -> Any:
+        pictures = [one for index in range(asked.count or 1) for one in pieces(png, index=index)]
+        return iter([accepted(), step(1), event(waiting=waiting), *pictures, end])
+
+    service.on("GenerateImage", paint)
     service.on("GenerateVideo", [accepted(), *film(2)[1], done()])
     flac = track(b"fLaC" + bytes(40), samples=5, media_type="audio/flac")
-    wanted = {generation_pb2.FLAC: flac, generation_pb2.WAV: track(sound(5), samples=5)}
+    pcm = track(sound(5), samples=5)
+    wanted = {generation_pb2.FLAC: flac, generation_pb2.WAV_AND_FLAC: pcm}
     service.on("GenerateAudio", lambda asked, _: iter([accepted(), *wanted[asked.output], done()]))
     service.on("PutMedia", generation_pb2.MediaInfo(id="media-1"))
     choices = {"full": 100, "4-bit": 30}

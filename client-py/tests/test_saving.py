@@ -267,8 +267,10 @@ def test_nothing_is_replaced_unless_asked_for(
     for result, names in saved:
         for path in (tmp_path / name for name in names):
             path.write_bytes(b"mine")
-            with pytest.raises(FileExistsError, match="overwrite=True"):
-                result.save(path)
+            with pytest.warns(UserWarning, match="exists already"):
+                beside = result.save(path)
+            assert beside == path.with_stem(f"{path.stem}-2")
+            assert beside.stat().st_size > 0
             assert path.read_bytes() == b"mine"
             result.save(path, overwrite=True)
             assert path.read_bytes() != b"mine"
@@ -334,3 +336,23 @@ def test_the_recipe_of_a_flac_is_read_from_its_comments(tmp_path: Path) -> None:
     for end in range(12, len(file)):
         path.write_bytes(file[:end])
         assert moored.read_recipe(path) in ({}, recipe)
+
+
+def test_a_full_disk_leaves_nothing(
+    service: Service,
+    client: moored.Client,
+    png: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = made(service, client, png)
+
+    def full(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        result.save(tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())

@@ -157,6 +157,7 @@ async def _filmed(
             frames_per_second=fps or None,
             init_image=start,
             seed=seed,
+            output="raw",
             preview_interval_s=preview_every_s or None,
             **sampling_options(steps, guidance, max_sequence_length),
             **job_options(**job),

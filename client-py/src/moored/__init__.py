@@ -66,6 +66,7 @@ from ._events import (
 )
 from ._latents import Latent
 from ._media import Film, Frame, Picture, Samples, Track
+from ._pictures import ImageInput
 from ._progress import AsyncProgress, Progress, describe, progress
 from ._records import (
     AdapterInfo,
@@ -116,7 +117,6 @@ from ._requests import (
     Control,
     FilmOutput,
     GenerateOptions,
-    ImageInput,
     ImageOptions,
     JobOptions,
     ModelLike,

@@ -6,11 +6,14 @@ A film and a track are kept once, in place; a picture's chunks are joined once, 
 from __future__ import annotations
 
 import bisect
+import mmap
 from collections.abc import Iterator
 
+from ._bounds import Bounds
 from ._errors import InternalError
 from ._events import Artifact
 from ._media import (
+    RAW_RGB,
     RAW_VIDEO,
     SAMPLE_BYTES,
     Film,
@@ -55,8 +58,9 @@ class _Spans:
 class Assembly:
     """A result that arrives."""
 
-    def __init__(self, first: Artifact) -> None:
+    def __init__(self, first: Artifact, bounds: Bounds) -> None:
         self.first = first
+        self.most_bytes = bounds.most_bytes(first)
         self.arrived = 0
         self.whole: Picture | Film | Track | None = None
         """What it is, once all of it is there."""
@@ -67,8 +71,8 @@ class Assembly:
         """Takes a piece; the last one must make it whole."""
         start = self._next if piece.offset is None else piece.offset
         end, total = start + len(piece.chunk), self.first.total_bytes
-        if total and end > total:
-            raise self._wrong(f"has more than its {total} bytes")
+        if end > self.most_bytes:
+            raise self._wrong(f"has more than its {self.most_bytes} bytes")
         span = self._there.add(start, end)
         if span is None:
             raise self._wrong(f"has bytes twice, from {start} to {end}")
@@ -95,8 +99,8 @@ class Assembly:
 class PictureAssembly(Assembly):
     """A picture that arrives. Its size may not be known before its end."""
 
-    def __init__(self, first: Artifact) -> None:
-        super().__init__(first)
+    def __init__(self, first: Artifact, bounds: Bounds) -> None:
+        super().__init__(first, bounds)
         # By the place where each begins; none of them is a part of another.
         self._chunks: dict[int, bytes] = {}
 
@@ -110,16 +114,33 @@ class PictureAssembly(Assembly):
             raise self._wrong(f"ended with bytes missing from {there} on")
         data = b"".join(self._chunks[start] for start in sorted(self._chunks))
         self._chunks.clear()
+        if first.media_type == RAW_RGB and first.image is not None:
+            whole = 3 * first.image.width * first.image.height
+            if whole != len(data):
+                raise self._wrong(f"has {len(data)} bytes where its pixels have {whole}")
         return Picture(first.index, first.media_type, data, first.metadata, first.track)
+
+
+# Up to here a result is allocated at once.
+_SMALL_BYTES = 1024 * 1024
 
 
 class _InPlace(Assembly):
     """What is kept in the place that it has in the end, so that views of its parts stay true."""
 
-    def __init__(self, first: Artifact) -> None:
-        super().__init__(first)
-        # What is not written yet takes no memory.
-        self._buffer = bytearray(first.total_bytes)
+    def __init__(self, first: Artifact, bounds: Bounds) -> None:
+        super().__init__(first, bounds)
+        self._buffer = self._memory(first.total_bytes)
+
+    def _memory(self, size: int) -> bytearray | mmap.mmap:
+        if size <= _SMALL_BYTES:
+            return bytearray(size)
+        # The system gives it page by page, as it is written: what is announced and never comes
+        # takes none. It has no views that stand in the way, as a growing bytearray would.
+        try:
+            return mmap.mmap(-1, size)
+        except (OSError, OverflowError, ValueError, MemoryError):
+            raise self._wrong(f"announces {size} bytes, which this machine does not have") from None
 
     def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
         end = start + len(chunk)
@@ -134,16 +155,19 @@ class _InPlace(Assembly):
 class FilmAssembly(_InPlace):
     """A film that arrives."""
 
-    def __init__(self, first: Artifact) -> None:
-        super().__init__(first)
+    def __init__(self, first: Artifact, bounds: Bounds) -> None:
         assert first.video is not None
         self._format = first.video
         self._frame_bytes = 3 * first.video.width * first.video.height
-        # Numbers of frames that are there and were not given yet, as they came.
-        self._ready: list[int] = []
         whole = self._frame_bytes * first.video.frames
         if first.media_type == RAW_VIDEO and whole != first.total_bytes:
-            raise self._wrong(f"has {first.total_bytes} bytes where its frames have {whole}")
+            raise InternalError(
+                f"Artifact {first.index} has {first.total_bytes} bytes where its frames have "
+                f"{whole}"
+            )
+        super().__init__(first, bounds)
+        # Numbers of frames that are there and were not given yet, as they came.
+        self._ready: list[int] = []
 
     def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
         super()._put(start, chunk, span)
@@ -184,8 +208,8 @@ class FilmAssembly(_InPlace):
 class TrackAssembly(_InPlace):
     """A track that arrives."""
 
-    def __init__(self, first: Artifact) -> None:
-        super().__init__(first)
+    def __init__(self, first: Artifact, bounds: Bounds) -> None:
+        super().__init__(first, bounds)
         assert first.audio is not None
         self._format = first.audio
         self._told = 0
@@ -223,10 +247,10 @@ class TrackAssembly(_InPlace):
         )
 
 
-def assembly_of(first: Artifact) -> Assembly:
+def assembly_of(first: Artifact, bounds: Bounds) -> Assembly:
     """What a result is put together in, by its first piece."""
     if first.video is not None:
-        return FilmAssembly(first)
+        return FilmAssembly(first, bounds)
     if first.audio is not None:
-        return TrackAssembly(first)
-    return PictureAssembly(first)
+        return TrackAssembly(first, bounds)
+    return PictureAssembly(first, bounds)

@@ -15,13 +15,15 @@ import grpc.aio
 
 from . import _requests as requests
 from ._async_sessions import AsyncAudioSession
-from ._channel import QUICK_S, RETRY_S, Line, client_id_of
+from ._bounds import Bounds
+from ._channel import QUICK_S, RETRY_S, Line, Process, client_id_of
 from ._claims import AsyncHold, AsyncReservedMemory
-from ._errors import InternalError, MooredError, error_of, not_ready
+from ._errors import MooredError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
-from ._latents import Latent, chunks_of
+from ._latents import Latent, LatentReader, chunks_of
 from ._mirror import mirror
 from ._options import spelled
+from ._pictures import ImageInput
 from ._records import (
     AdapterInfo,
     AudioTrackFormat,
@@ -42,7 +44,6 @@ from ._requests import (
     AudioOptions,
     FilmOutput,
     GenerateOptions,
-    ImageInput,
     ImageOptions,
     JobOptions,
     ModelLike,
@@ -115,6 +116,7 @@ class AsyncClient:
         self.client_id = client_id_of(client_id)
         self._metadata = self._line.metadata
         self._closed = False
+        self._process = Process()
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._made: AsyncStubs | None = None
@@ -413,19 +415,15 @@ class AsyncClient:
         """
         request = generation_pb2.GetLatentRequest(latent_id=requests.latent_id(latent))
         call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
-        info, chunks = None, list[bytes]()
+        read = LatentReader()
         try:
             async for chunk in call:
-                if info is None:
-                    info = mirror(LatentInfo, chunk.info)
-                chunks.append(chunk.chunk)
+                read.add(chunk)
         except grpc.RpcError as error:
-            raise error_of(error, self.endpoint, begun=info is not None) from error
+            raise error_of(error, self.endpoint, begun=read.has_begun) from None
         finally:
             call.cancel()
-        if info is None:
-            raise InternalError("The service sent a latent without its description")
-        return Latent(info, b"".join(chunks))
+        return read.finish()
 
     async def put_latent(
         self,
@@ -820,7 +818,7 @@ class AsyncClient:
                         return
             except grpc.RpcError as error:
                 if not requests.worth_waiting(error):
-                    raise error_of(error, self.endpoint) from error
+                    raise error_of(error, self.endpoint) from None
             finally:
                 call.cancel()
             await asyncio.sleep(max(0.0, min(RETRY_S, until - time.monotonic())))
@@ -832,6 +830,8 @@ class AsyncClient:
         """Ends all calls and closes the connection. Again is harmless."""
         if not self._closed:
             self._closed = True
+            if not self._process.is_this:
+                return  # after a fork: all of it is the parent's
             for stream in self._streams:
                 stream._drop()
             if self._thread_channel is not None:
@@ -852,8 +852,11 @@ class AsyncClient:
     def _stubs(self) -> AsyncStubs:
         if self._closed:
             raise RuntimeError("The client is closed")
+        if self._made is not None:
+            self._process.check("This AsyncClient")
         loop = asyncio.get_running_loop()
         if self._made is None:
+            self._process = Process()
             self._loop = loop
             self._channel = self._line.open_async()
             self._made = AsyncStubs(self._channel)
@@ -865,6 +868,8 @@ class AsyncClient:
     def _thread_stubs(self) -> Stubs:
         if self._closed:
             raise RuntimeError("The client is closed")
+        if self._thread_channel is not None:
+            self._process.check("This AsyncClient")
         if self._thread_channel is None:
             self._thread_channel = self._line.open()
         return Stubs(self._thread_channel)
@@ -875,7 +880,7 @@ class AsyncClient:
         try:
             return await method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_of(error, self.endpoint) from error
+            raise error_of(error, self.endpoint) from None
 
     async def _upload(
         self,
@@ -900,7 +905,7 @@ class AsyncClient:
             await ended.wait()
             return call.result()
         except grpc.RpcError as error:
-            raise error_of(error, self.endpoint) from error
+            raise error_of(error, self.endpoint) from None
         finally:
             call.cancel()
 
@@ -927,6 +932,6 @@ class AsyncClient:
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> AsyncEventStream[R]:
         call = method(request, timeout=timeout, metadata=self._metadata)
-        stream = AsyncEventStream(call, self.endpoint, finish)
+        stream = AsyncEventStream(call, self.endpoint, finish, Bounds.of(request))
         self._streams.add(stream)
         return stream

@@ -179,6 +179,7 @@ class AsyncAudioSession(BaseSession):
     def _said(self) -> AsyncSessionCall:
         if self._conversation is None:
             raise RuntimeError(NOT_OPEN)
+        self._conversation.process.check("This session")
         return self._conversation
 
     def _send(self, **message: Any) -> AsyncSegment:

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import ssl
+import weakref
 from pathlib import Path
 
 import grpc
@@ -88,6 +89,39 @@ def _user() -> str:
         return "somebody"  # an account without a name, as in some containers
 
 
+class Process:
+    """The process that something was made in. gRPC's connections and threads do not come along by a
+    fork, as gunicorn, Celery and multiprocessing do it: what is used after one asks here first."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def is_this(self) -> bool:
+        """Whether it is the one that runs."""
+        return self._id == os.getpid()
+
+    def check(self, what: str) -> None:
+        """Says why what was made before a fork does not work after it."""
+        if not self.is_this:
+            raise RuntimeError(f"{what} was made before a fork: make one in each process")
+
+
+# Channels that are open, and those of the processes that this one was forked from. The second are
+# kept: a channel that goes shuts its sockets down, which are the parent's too.
+_OPEN: weakref.WeakSet[object] = weakref.WeakSet()
+_OF_PARENTS: list[object] = []
+
+
+def _keep_those_of_parents() -> None:
+    _OF_PARENTS.extend(_OPEN)
+    _OPEN.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_those_of_parents)
+
+
 class Line:
     """A service's address, and what its channel needs: TLS and its roots, or neither; the token."""
 
@@ -122,15 +156,21 @@ class Line:
         """A channel for threads."""
         options = options_for(self._target)
         if self._credentials is None:
-            return grpc.insecure_channel(self._target, options)
-        return grpc.secure_channel(self._target, self._credentials, options)
+            channel = grpc.insecure_channel(self._target, options)
+        else:
+            channel = grpc.secure_channel(self._target, self._credentials, options)
+        _OPEN.add(channel)
+        return channel
 
     def open_async(self) -> grpc.aio.Channel:
         """A channel for the event loop that runs."""
         options = options_for(self._target)
         if self._credentials is None:
-            return grpc.aio.insecure_channel(self._target, options)
-        return grpc.aio.secure_channel(self._target, self._credentials, options)
+            channel = grpc.aio.insecure_channel(self._target, options)
+        else:
+            channel = grpc.aio.secure_channel(self._target, self._credentials, options)
+        _OPEN.add(channel)
+        return channel
 
 
 def _allowed(insecure_token: bool | None) -> bool:

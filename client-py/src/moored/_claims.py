@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ._channel import Process
 from ._records import FreedComponent
 
 Self = TypeVar("Self", bound="_Claim")
@@ -19,6 +20,7 @@ class _Claim:
     """Its handle."""
     released: bool | None = field(default=None, init=False)
     """None: not yet; True: it was given back; False: it had expired before."""
+    _process: Process = field(default_factory=Process, init=False, repr=False)
 
     def release(self) -> bool:
         """Gives it back. False: it had expired already. Again is harmless and says the same."""
@@ -30,7 +32,8 @@ class _Claim:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.release()
+        if self._process.is_this:  # else a fork of the one that holds it ends
+            self.release()
 
 
 @dataclass(eq=False)
@@ -40,6 +43,7 @@ class _AsyncClaim:
     """Its handle."""
     released: bool | None = field(default=None, init=False)
     """None: not yet; True: it was given back; False: it had expired before."""
+    _process: Process = field(default_factory=Process, init=False, repr=False)
 
     async def release(self) -> bool:
         """Gives it back. False: it had expired already. Again is harmless and says the same."""
@@ -51,7 +55,8 @@ class _AsyncClaim:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.release()
+        if self._process.is_this:
+            await self.release()
 
 
 @dataclass(eq=False)

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import grpc
 
 from . import _requests as requests
-from ._channel import QUICK_S, RETRY_S, Line, client_id_of
+from ._bounds import Bounds
+from ._channel import QUICK_S, RETRY_S, Line, Process, client_id_of
 from ._claims import Hold, ReservedMemory
-from ._errors import InternalError, MooredError, error_of, not_ready
+from ._errors import MooredError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
-from ._latents import Latent, chunks_of
+from ._latents import Latent, LatentReader, chunks_of
 from ._mirror import mirror
 from ._options import spelled
+from ._pictures import ImageInput
 from ._records import (
     AdapterInfo,
     AudioTrackFormat,
@@ -37,7 +39,6 @@ from ._requests import (
     AudioOptions,
     FilmOutput,
     GenerateOptions,
-    ImageInput,
     ImageOptions,
     JobOptions,
     ModelLike,
@@ -72,7 +73,8 @@ T = TypeVar("T")
 
 
 class Client:
-    """A connection to a moored service. Threads may share one.
+    """A connection to a moored service. Threads may share one, and processes that are forked: each
+    connects anew.
 
     with moored.Client() as client:
         client.generate_image("a red cube on a blue plane").save("cube.png")
@@ -108,6 +110,7 @@ class Client:
         self.client_id = client_id_of(client_id)
         self._metadata = self._line.metadata
         self._closed = False
+        self._process = Process()
         self._channel = self._line.open()
         self._made = Stubs(self._channel)
 
@@ -395,19 +398,15 @@ class Client:
         """
         request = generation_pb2.GetLatentRequest(latent_id=requests.latent_id(latent))
         call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
-        info, chunks = None, list[bytes]()
+        read = LatentReader()
         try:
             for chunk in call:
-                if info is None:
-                    info = mirror(LatentInfo, chunk.info)
-                chunks.append(chunk.chunk)
+                read.add(chunk)
         except grpc.RpcError as error:
-            raise error_of(error, self.endpoint, begun=info is not None) from error
+            raise error_of(error, self.endpoint, begun=read.has_begun) from None
         finally:
             call.cancel()
-        if info is None:
-            raise InternalError("The service sent a latent without its description")
-        return Latent(info, b"".join(chunks))
+        return read.finish()
 
     def put_latent(
         self,
@@ -788,7 +787,7 @@ class Client:
                         return
             except grpc.RpcError as error:
                 if not requests.worth_waiting(error):
-                    raise error_of(error, self.endpoint) from error
+                    raise error_of(error, self.endpoint) from None
             finally:
                 call.cancel()
             time.sleep(max(0.0, min(RETRY_S, until - time.monotonic())))
@@ -800,7 +799,8 @@ class Client:
         """Ends all calls and closes the connection. Again is harmless."""
         if not self._closed:
             self._closed = True
-            self._channel.close()
+            if self._process.is_this:
+                self._channel.close()
 
     def __enter__(self) -> Client:
         return self
@@ -815,13 +815,17 @@ class Client:
     def _stubs(self) -> Stubs:
         if self._closed:
             raise RuntimeError("The client is closed")
+        if not self._process.is_this:
+            # After a fork: the connection is the parent's.
+            self._process, self._channel = Process(), self._line.open()
+            self._made = Stubs(self._channel)
         return self._made
 
     def _unary(self, method: Callable[..., T], request: object, timeout: float | None) -> T:
         try:
             return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_of(error, self.endpoint) from error
+            raise error_of(error, self.endpoint) from None
 
     def _one_or_each(
         self,
@@ -846,4 +850,4 @@ class Client:
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> EventStream[R]:
         call = begun(method, request, timeout=timeout, metadata=self._metadata)
-        return EventStream(call, self.endpoint, finish)
+        return EventStream(call, self.endpoint, finish, Bounds.of(request))

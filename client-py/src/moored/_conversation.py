@@ -32,6 +32,11 @@ SegmentState: TypeAlias = Literal["sent", "accepted", "ready", "failed"]
 UNREAD_BYTES = 64 * 1024 * 1024
 """Most bytes of unread sound that are kept; beyond, gRPC's flow control stops the service."""
 
+# Most bytes of sound that are kept once the end is asked for; what comes beyond is dropped.
+_CLOSING_BYTES = UNREAD_BYTES
+# Most events that are kept unread.
+_UNREAD_EVENTS = 100_000
+
 _IDLE_S = 60
 """Of the service, where a session says nothing else."""
 
@@ -142,6 +147,11 @@ class Conversation:
             return
         match event:
             case AudioSessionOpened():
+                if not 1 <= event.channels <= 8 or event.samples_per_second < 1:
+                    raise InternalError(
+                        f"The service opened a session of {event.channels} channels of "
+                        f"{event.samples_per_second} samples a second"
+                    )
                 self.opened, self.model = event, event.model
                 self._idle_s = event.idle_seconds or self._idle_s
             case SegmentAccepted():
@@ -163,11 +173,20 @@ class Conversation:
                     self.model = event.model
             case AudioSessionClosed():
                 self.report = event
-            case SoundChunk():
+        if not isinstance(event, AudioSessionOpened) and not self._is_left_out(event):
+            if isinstance(event, SoundChunk):
                 self._unread_bytes += len(event.samples)
-        if not isinstance(event, AudioSessionOpened):
             self._unread.append(event)
         self.wake()
+
+    def _is_left_out(self, event: SessionEvent) -> bool:
+        """Whether nobody will take it: after the end is asked for, only so much is kept."""
+        is_last = isinstance(event, AudioSessionClosed)
+        return self.closing and self._unread_bytes > _CLOSING_BYTES and not is_last
+
+    @property
+    def _has_much_unread(self) -> bool:
+        return self._unread_bytes > UNREAD_BYTES or len(self._unread) > _UNREAD_EVENTS
 
     def _job_of(self, number: int) -> str:
         record = self._segments.get(number)
@@ -206,7 +225,7 @@ class Conversation:
     @property
     def is_full(self) -> bool:
         """Whether so much waits for its reader that nothing more is read."""
-        return self._unread_bytes > UNREAD_BYTES and not (self.ended or self.closing)
+        return self._has_much_unread and not (self.ended or self.closing)
 
     def asks(self) -> None:
         """The reader comes for what is next: what it took before has been played."""

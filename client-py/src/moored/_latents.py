@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ._errors import InternalError
 from ._extras import numpy
 from ._generated import generation_pb2, model_pb2
+from ._mirror import mirror
 from ._records import LatentInfo, TensorInfo
 
 if TYPE_CHECKING:
@@ -45,18 +47,53 @@ class Latent:
         np = numpy()
         dtype = _DTYPES.get(self.info.dtype)
         if dtype is None:
-            raise ValueError(f"{self.info.dtype} is no dtype that this version knows")
+            raise InternalError(f"{self.info.dtype} is no dtype that this version knows")
+        if len(self.data) % np.dtype(dtype).itemsize:
+            raise InternalError(f"The latent's {len(self.data)} bytes are no {self.info.dtype}")
         flat = np.frombuffer(self.data, dtype=dtype)
         if self.info.dtype == "bf16":
             flat = (flat.astype("<u4") << 16).view("<f4")
         tensors = self.info.tensors or (TensorInfo("", self.info.shape),)
         ends = [*itertools.accumulate(math.prod(tensor.shape) for tensor in tensors)]
         if ends[-1] != flat.size:
-            raise ValueError(f"The latent has {flat.size} numbers; its shapes say {ends[-1]}")
+            raise InternalError(f"The latent has {flat.size} numbers; its shapes say {ends[-1]}")
         return {
             tensor.name: flat[start:end].reshape(tensor.shape).copy()
             for tensor, start, end in zip(tensors, [0, *ends], ends, strict=False)
         }
+
+
+class LatentReader:
+    """A latent that arrives in chunks: no more than its description says."""
+
+    def __init__(self) -> None:
+        self._info: LatentInfo | None = None
+        self._data = bytearray()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of it is there."""
+        return self._info is not None
+
+    def add(self, chunk: generation_pb2.LatentChunk) -> None:
+        """Takes a chunk; the first one has the description."""
+        if self._info is None:
+            if not chunk.HasField("info"):
+                raise InternalError("The service sent a latent without its description")
+            self._info = mirror(LatentInfo, chunk.info)
+        if len(self._data) + len(chunk.chunk) > self._info.bytes:
+            raise InternalError(f"The service sent more than the latent's {self._info.bytes} bytes")
+        self._data += chunk.chunk
+
+    def finish(self) -> Latent:
+        """The latent, once the service has ended it."""
+        if self._info is None:
+            raise InternalError("The service sent a latent without its description")
+        if len(self._data) != self._info.bytes:
+            raise InternalError(
+                f"The service sent {len(self._data)} of the latent's {self._info.bytes} bytes"
+            )
+        return Latent(self._info, bytes(self._data))
 
 
 def chunks_of(

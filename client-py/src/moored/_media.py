@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ._errors import InternalError
 from ._extras import numpy, pillow
 from ._saving import (
     exif_of,
     picture_file,
     recipe_in,
-    refuse_existing,
     wav_file,
     with_recipe,
     write,
@@ -58,7 +60,7 @@ class _Made:
     def seed(self) -> int | None:
         """The seed that it was made with; None where the service did not tell."""
         said = self.metadata.get("seed")
-        return int(said) if said is not None else None
+        return _number(self.metadata, "seed") if said is not None else None
 
     @property
     def recipe(self) -> Mapping[str, Any]:
@@ -85,16 +87,31 @@ class Picture(_Made):
     def image(self) -> Image.Image:
         """A PIL image, decoded once. Needs `moored[images]`."""
         image: Image.Image
-        if self.media_type == RAW_RGB:
-            image = pillow().frombytes("RGB", self._size, self.data)
-        else:
-            image = pillow().open(io.BytesIO(self.data))
-            image.load()
+        opened = pillow()
+        try:
+            if self.media_type == RAW_RGB:
+                image = opened.frombytes("RGB", self._size, self.data)
+            else:
+                image = opened.open(io.BytesIO(self.data))
+                image.load()
+        except (OSError, ValueError, SyntaxError, opened.DecompressionBombError) as problem:
+            raise InternalError(
+                f"Picture {self.index} came as {self.media_type} that cannot be read: {problem}"
+            ) from None
         return image
 
     @property
     def _size(self) -> tuple[int, int]:
-        return int(self.metadata["width"]), int(self.metadata["height"])
+        width, height = _number(self.metadata, "width"), _number(self.metadata, "height")
+        if 3 * width * height != len(self.data):
+            raise InternalError(
+                f"Picture {self.index} has {len(self.data)} bytes, and is said to be "
+                f"{width}x{height}"
+            )
+        return width, height
+
+    def _repr_png_(self) -> bytes:
+        return self._png()
 
     @cached_property
     def array(self) -> NDArray[Any]:
@@ -108,11 +125,12 @@ class Picture(_Made):
         array: NDArray[Any] = numpy().asarray(self.image.convert("RGB"))
         return array
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Writes it to a file, with the recipe in it: `.png`, `.jpg` or `.webp`.
 
         A `.png` of a picture that came as one needs nothing more; the others need
-        `moored[images]`. A file that is there is replaced by `overwrite` alone.
+        `moored[images]`. A file that is there is replaced by
+        `overwrite` alone; else the name is counted up. Returns the path.
         """
         ending = Path(path).suffix.lower()
         if ending not in _PICTURES:
@@ -121,12 +139,11 @@ class Picture(_Made):
                 f"A picture is not saved as {named}: {', '.join(_PICTURES)}. Pillow has other "
                 "formats, without the recipe: .image.save(path)"
             )
-        refuse_existing(path, overwrite)
         if ending != ".png":
             data = picture_file(self.image, ending, self.metadata)
         else:
             data = with_recipe(self._png(), self.metadata)
-        write(path, data, overwrite)
+        return write(path, data, overwrite)
 
     def _png(self) -> bytes:
         if self.media_type == PNG:
@@ -178,11 +195,20 @@ class Film(_Made):
     height: int
     frame_count: int
     frames_per_second: float
-    _buffer: bytes | bytearray = field(repr=False)
+    _buffer: bytes | bytearray | mmap.mmap = field(repr=False)
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Width, height, seed, prompt and the like, as text."""
     track: str = ""
     """Which of several films of one item; empty where there is one alone."""
+    _file: bytes | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _kept(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        if self._file is None and self.media_type != MP4:
+            return {"text/plain": repr(self)}
+        return _shown(self, "video", MP4, self._mp4())
 
     @property
     def data(self) -> memoryview:
@@ -191,7 +217,7 @@ class Film(_Made):
 
     @property
     def mp4(self) -> bytes:
-        """The MP4 file, with the recipe in it, of a film that was asked for by `output="mp4"`."""
+        """The MP4 file, with the recipe in it, unless it came by `output="raw"`."""
         return bytes(self._mp4())
 
     @property
@@ -215,26 +241,24 @@ class Film(_Made):
         data = self._raw()[number * size : (number + 1) * size]
         return Frame(self.index, number, self.width, self.height, data, self.track)
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Writes it to a file, in the format of its ending.
 
-        `.mp4` is the file of a film that was asked for by `output="mp4"`, and the only one of such
-        a film. Of frames, `.png` or `.apng`, `.webp` and `.gif` are animations, at the film's rate
-        to the nearest millisecond (`.gif`: hundredth of a second); they need `moored[images]`.
-        `.rgb` and `.raw` are its bytes as they are. Other formats are for other libraries: they
-        take `array`, or the frames as they come. `.mp4`, `.png` and `.webp` have the recipe in
-        them. A file that is there is replaced by `overwrite` alone.
+        `.mp4` is the file that came by `output="raw+mp4"`, the default, or by `output="mp4"`, and
+        then the only one. Of frames, `.png` or `.apng`, `.webp` and `.gif` are animations, at the
+        film's rate to the nearest millisecond (`.gif`: hundredth of a second); they need
+        `moored[images]`. `.rgb` and `.raw` are its bytes as they are. Other formats are for other
+        libraries: they take `array`, or the frames as they come. `.mp4`, `.png` and `.webp` have
+        the recipe in them. A file that is there is replaced by `overwrite` alone; else the name is
+        counted up. Returns the path.
         """
         ending = Path(path).suffix.lower()
-        refuse_existing(path, overwrite)
         if ending == ".mp4" or self.media_type == MP4:
             if ending != ".mp4":
                 raise ValueError(f"It came as an MP4: name a file .mp4, not {ending or path!r}")
-            write(path, self._mp4(), overwrite)
-            return
+            return write(path, self._mp4(), overwrite)
         if ending in _RAW_ENDINGS:
-            write(path, self.data, overwrite)
-            return
+            return write(path, self.data, overwrite)
         if ending not in _ANIMATIONS:
             known = ", ".join((".mp4", *_ANIMATIONS, *_RAW_ENDINGS))
             raise ValueError(
@@ -253,7 +277,8 @@ class Film(_Made):
             **({"exif": exif_of(self.metadata)} if name == "WEBP" else {}),
         )
         data = file.getvalue()
-        write(path, with_recipe(data, self.metadata) if name == "PNG" else data, overwrite)
+        data = with_recipe(data, self.metadata) if name == "PNG" else data
+        return write(path, data, overwrite)
 
     def _durations(self, unit_ms: int) -> list[int]:
         """Milliseconds of each frame, in whole units. What is rounded does not add up."""
@@ -262,8 +287,13 @@ class Film(_Made):
         return [end - start for start, end in itertools.pairwise(ends)]
 
     def _mp4(self) -> memoryview:
+        if self._file is not None:
+            return memoryview(self._file)
         if self.media_type != MP4:
-            raise ValueError('It came as frames: ask for a file by output="mp4"')
+            raise ValueError(
+                'It came as frames alone: ask for output="raw+mp4", the default, or "mp4". Its '
+                "frames can be saved now, as .webp or .png"
+            )
         return self.data
 
     def _raw(self) -> memoryview:
@@ -314,9 +344,18 @@ class Track(_Made):
     channels: int
     sample_count: int
     """Samples of each channel."""
-    _buffer: bytes | bytearray = field(repr=False)
+    _buffer: bytes | bytearray | mmap.mmap = field(repr=False)
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Seed, prompt and the like, as text."""
+    _file: bytes | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _kept(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        if self._file is not None or self.media_type == FLAC:
+            return _shown(self, "audio", FLAC, self._flac())
+        return _shown(self, "audio", WAV, self._wav())
 
     @property
     def data(self) -> memoryview:
@@ -338,30 +377,29 @@ class Track(_Made):
 
     @property
     def flac(self) -> bytes:
-        """The FLAC file, with the recipe in it, of a track asked for by `output="flac"`."""
+        """The FLAC file, with the recipe in it, unless it came by `output="wav"` or `"raw"`."""
         return bytes(self._flac())
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Writes it to a file, in the format of its ending.
 
-        `.flac` is the file of a track that was asked for by `output="flac"`, and the only one of
-        such a track. Of samples, `.wav` is a WAV file, `.raw` and `.pcm` are the samples alone.
-        `.flac` and `.wav` have the recipe in them. Other formats are for other libraries: they
-        take `array`. A file that is there is replaced by `overwrite` alone.
+        `.flac` is the file that came by `output="wav+flac"`, the default, or by `output="flac"`,
+        and then the only one. Of samples, `.wav` is a WAV file, `.raw` and `.pcm` are the samples
+        alone. `.flac` and `.wav` have the recipe in them. Other formats are for other libraries:
+        they take `array`. A file that is there is replaced by
+        `overwrite` alone; else the name is counted up. Returns the path.
         """
         ending = Path(path).suffix.lower()
-        refuse_existing(path, overwrite)
         if ending == ".flac" or self.media_type == FLAC:
             if ending != ".flac":
                 raise ValueError(f"It came as FLAC: name a file .flac, not {ending or path!r}")
-            write(path, self._flac(), overwrite)
-        elif ending in (".raw", ".pcm"):
-            write(path, self._samples(), overwrite)
-        elif ending != ".wav":
+            return write(path, self._flac(), overwrite)
+        if ending in (".raw", ".pcm"):
+            return write(path, self._samples(), overwrite)
+        if ending != ".wav":
             named = repr(ending) if ending else "a file without an ending"
             raise ValueError(f"A track is not written as {named}: .flac, .wav, .raw, .pcm")
-        else:
-            write(path, self._wav(), overwrite)
+        return write(path, self._wav(), overwrite)
 
     def _wav(self) -> memoryview:
         if self.media_type == WAV:
@@ -370,8 +408,13 @@ class Track(_Made):
         return memoryview(wav_file(self._samples(), self.sample_rate, self.channels, recipe))
 
     def _flac(self) -> memoryview:
+        if self._file is not None:
+            return memoryview(self._file)
         if self.media_type != FLAC:
-            raise ValueError('It came as samples: ask for a FLAC by output="flac"')
+            raise ValueError(
+                'It came as samples alone: ask for output="wav+flac", the default, or "flac". They '
+                "can be saved now, as .wav"
+            )
         return self.data
 
     def _samples(self) -> memoryview:
@@ -382,6 +425,36 @@ class Track(_Made):
             raise ValueError(f"The samples of {self.media_type} are not known to this version")
         size = self.sample_count * self.channels * SAMPLE_BYTES
         return self.data[start : start + size]
+
+
+def _number(metadata: Mapping[str, str], name: str) -> int:
+    said = metadata.get(name, "")
+    # No longer than any number of 64 bits.
+    if not (said.isascii() and said.isdigit() and len(said) <= 20):
+        raise InternalError(f"The service sent a {name} that is no number: {said[:40]!r}")
+    return int(said)
+
+
+def _kept(made: Film | Track) -> dict[str, Any]:
+    """What is pickled: bytes in place of memory that is this process's own."""
+    state = dict(vars(made))
+    if isinstance(state["_buffer"], mmap.mmap):
+        state["_buffer"] = bytes(made.data)
+    return state
+
+
+# What a notebook keeps in its file without harm.
+_SHOWN_BYTES = 32 * 1024 * 1024
+
+
+def _shown(made: Film | Track, tag: str, media_type: str, file: memoryview) -> dict[str, Any]:
+    """A player for a notebook."""
+    if len(file) > _SHOWN_BYTES:
+        return {"text/plain": repr(made)}
+    source = f"data:{media_type};base64,{base64.b64encode(file).decode()}"
+    loops = " loop" if tag == "video" else ""
+    player = f'<{tag} controls{loops} src="{source}"></{tag}>'
+    return {"text/plain": repr(made), "text/html": player}
 
 
 def pixels_of(data: bytes | memoryview, *shape: int) -> NDArray[Any]:

@@ -104,7 +104,7 @@ def _hints(options: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     # Bases are not in the MRO of a TypedDict.
     for kind in (options, *_bases(options)):
-        names = {"Image": SimpleNamespace(Image=typing.Any), "os": os}
+        names = {"Image": SimpleNamespace(Image=typing.Any), "os": os, "NDArray": list, "Any": Any}
         hints = typing.get_type_hints(kind, localns=names, include_extras=True)
         inherited = {name for base in _bases(kind) for name in base.__annotations__}
         found |= {name: hints[name] for name in kind.__annotations__ if name not in inherited}

@@ -355,6 +355,10 @@ class ModelInfo:
     choices: tuple[QuantizationChoice, ...]
     media: str = ""
 
+    def __repr__(self) -> str:
+        told = [repr(self.id), self.media, "resident" if self.resident else "", self.problem]
+        return f"ModelInfo({', '.join(each for each in told if each)})"
+
 
 @mirrors(model_pb2.FreedComponent)
 @dataclass(frozen=True, slots=True)
@@ -532,6 +536,10 @@ class Status:
     text_encoding_bytes: int
     uptime_ms: int
     host: HostMemory | None = None
+
+    def __repr__(self) -> str:
+        cards = ", ".join(f"{card.id} {card.state}" for card in self.cards)
+        return f"Status({cards}; {len(self.jobs)} jobs, {self.latents} latents)"
 
 
 @mirrors(server_pb2.CardInfo)

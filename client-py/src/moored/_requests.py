@@ -5,30 +5,22 @@ Seconds here are milliseconds or a Duration there; None leaves a field to the se
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from ._errors import InvalidRequest
+from ._errors import InvalidRequest, Violation
 from ._generated import generation_pb2, hub_pb2, model_pb2, residency_pb2, rpc_pb2
 from ._options import put
+from ._pictures import WANTED, ImageInput, picture_bytes
 from ._records import LatentInfo, MediaInfo
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 M = TypeVar("M", bound=Message)
-
-ImageInput: TypeAlias = Union[bytes, bytearray, memoryview, str, "os.PathLike[str]", "Image.Image"]
-"""A picture: the bytes of a PNG, JPEG or WebP; a path to one; or a PIL image."""
 
 Priority: TypeAlias = Literal["low", "normal", "high"]
 """Share of the GPU time: `low` is a quarter of a normal share, `high` is four."""
@@ -36,9 +28,9 @@ Priority: TypeAlias = Literal["low", "normal", "high"]
 OutputFormat: TypeAlias = Literal["png", "raw"]
 """How pictures travel: as PNG, or as raw RGB, which costs more bytes and no encoding."""
 
-AudioOutput: TypeAlias = Literal["wav", "flac", "raw"]
-"""How tracks travel: as WAV, or as samples alone, 16-bit little-endian, as they are decoded; or as
-one FLAC file at the end."""
+AudioOutput: TypeAlias = Literal["wav", "flac", "raw", "wav+flac"]
+"""How tracks travel: as WAV, or as samples alone, 16-bit little-endian, as they are decoded; as one
+FLAC file at the end; or as WAV and FLAC both."""
 
 AudioTask: TypeAlias = Literal["repaint", "cover", "extract", "lego", "complete"]
 """What is made of the track that is given by `init_media`, or as the source of a session.
@@ -52,8 +44,8 @@ SegmentStart: TypeAlias = Literal["over", "now", "now_from_start"]
 """When a segment of a session sounds: when those before it are `over`; or as soon as it is there,
 `now` at the place where the one that sounds is, `now_from_start` from its beginning."""
 
-FilmOutput: TypeAlias = Literal["raw", "mp4"]
-"""How films travel: as raw frames, each as it is decoded, or as one MP4 file at the end."""
+FilmOutput: TypeAlias = Literal["raw", "mp4", "raw+mp4"]
+"""How films travel: as raw frames, each as it is decoded; as one MP4 file at the end; or both."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +224,8 @@ class ImageOptions(GenerateOptions, total=False):
     height: Annotated[int | None, "Pixels down; a multiple of 16."]
     init_image: Annotated[
         ImageInput | None,
-        "A picture to start from: bytes, a path or a PIL image. Scaled to the size.",
+        "A picture to start from: bytes, a path, a PIL image, an array or a result. "
+        "Scaled to the size.",
     ]
     mask: Annotated[
         PictureLike | None,
@@ -269,7 +262,8 @@ class VideoOptions(GenerateOptions, total=False):
     ]
     output: Annotated[
         FilmOutput | None,
-        "How films are sent: `raw` frames as they are decoded, or one `mp4`. Default: `raw`.",
+        "How films are sent: `raw` frames as they are decoded, one `mp4`, or both, `raw+mp4`. "
+        "Default: both.",
     ]
     preview_interval_s: Annotated[
         float | None, "Seconds between previews, at least 0.1. Default: none."
@@ -315,8 +309,8 @@ class AudioOptions(GenerateOptions, TrackOptions, total=False):
 
     output: Annotated[
         AudioOutput | None,
-        "How sound is sent: `wav` or `raw` samples as they are decoded, or one `flac`. "
-        "Default: `wav`.",
+        "How sound is sent: `wav` or `raw` samples as they are decoded, one `flac`, or `wav+flac`. "
+        "Default: `wav+flac`.",
     ]
 
 
@@ -445,7 +439,21 @@ _PRIORITIES = {
 
 
 # How a result travels unless it is said, by the name of the request.
-_OUTPUTS = {"GenerateVideoRequest": "raw", "GenerateAudioRequest": "wav"}
+_OUTPUTS = {"GenerateVideoRequest": "raw+mp4", "GenerateAudioRequest": "wav+flac"}
+
+
+_AT_LEAST_ONE = (
+    "steps",
+    "width",
+    "height",
+    "frames",
+    "count",
+    "max_sequence_length",
+    "frames_per_second",
+    "seconds",
+    "frames_at_a_time",
+    "bpm",
+)
 
 
 def _fill(message: Message, options: Mapping[str, Any]) -> None:
@@ -453,13 +461,19 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
     for option, value in options.items():
         if value is None:
             continue
+        if option in _AT_LEAST_ONE and isinstance(value, (int, float)) and value == 0:
+            # 0 is "left out" in a message: it would be the default without a word.
+            why = "is 0: leave it out for the default"
+            raise InvalidRequest(
+                f"{option} {why}", reason="INVALID_REQUEST", violations=[Violation(option, why)]
+            )
         match option:
             case "model":
                 put(message, option, model_of(value))
             case "init_image":
-                put(message, option, image_bytes(value))
+                put(message, option, _start_of(value))
             case "mask":
-                put(message, option, _picture_of(value, option, as_mask=True))
+                put(message, option, _picture_of(value, option))
             case "references":
                 for number, one in enumerate(_listed(value, option, "pictures")):
                     getattr(message, option).append(_picture_of(one, f"{option}[{number}]"))
@@ -514,21 +528,17 @@ def _listed(value: Any, option: str, wanted: str) -> Sequence[Any]:
     return value
 
 
-def _picture_of(
-    picture: PictureLike, option: str, *, as_mask: bool = False
-) -> generation_pb2.PictureInput:
+def _picture_of(picture: PictureLike, option: str) -> generation_pb2.PictureInput:
     if isinstance(picture, MediaInfo):
         return generation_pb2.PictureInput(media_id=picture.id)
-    given: Any = picture
-    is_pil = hasattr(given, "convert") and hasattr(given, "mode")
-    is_data = isinstance(given, (bytes, bytearray, memoryview, str, os.PathLike))
-    if not is_pil and not is_data:
-        wanted = "bytes, a path, a PIL image or the MediaInfo of put_media()"
-        raise TypeError(f"{option}: {wanted} is wanted, not a {type(given).__name__}")
-    # A grey PNG has no palette and no alpha. 16 bits are grey already; `convert` would cut them.
-    if as_mask and is_pil and not given.mode.startswith("I"):
-        given = given.convert("L")
-    return generation_pb2.PictureInput(data=image_bytes(given))
+    wanted = f"{WANTED}, or the MediaInfo of put_media()"
+    return generation_pb2.PictureInput(data=picture_bytes(picture, option, wanted))
+
+
+def _start_of(picture: Any) -> bytes:
+    if isinstance(picture, MediaInfo):
+        raise TypeError("init_image: what put_media() has uploaded is init_media=...")
+    return picture_bytes(picture, "init_image")
 
 
 def _control_of(control: Control, option: str) -> generation_pb2.Control:
@@ -695,7 +705,7 @@ def encode_request(
 ) -> generation_pb2.EncodeImageRequest:
     """The request of encode_image."""
     request = generation_pb2.EncodeImageRequest(
-        model=model_of(model), image=image_bytes(image), options=options
+        model=model_of(model), image=picture_bytes(image, "image"), options=options
     )
     _fill(request, {"width": width, "height": height, "seed": seed})
     return request
@@ -735,7 +745,9 @@ def audio_output_of(output: AudioOutput | None) -> generation_pb2.AudioFormat.Va
         return generation_pb2.FLAC
     if output == "raw":
         return generation_pb2.RAW_S16LE
-    raise InvalidRequest(f"output is wav, flac or raw, not {output!r}")
+    if output == "wav+flac":
+        return generation_pb2.WAV_AND_FLAC
+    raise InvalidRequest(f"output is wav, flac, wav+flac or raw, not {output!r}")
 
 
 _TASKS: Mapping[str, generation_pb2.AudioTask.ValueType] = {
@@ -760,7 +772,9 @@ def film_output_of(output: FilmOutput | None) -> generation_pb2.FilmFormat.Value
         return generation_pb2.RAW_FRAMES
     if output == "mp4":
         return generation_pb2.MP4
-    raise InvalidRequest(f"output is raw or mp4, not {output!r}")
+    if output == "raw+mp4":
+        return generation_pb2.RAW_FRAMES_AND_MP4
+    raise InvalidRequest(f"output is raw, mp4 or raw+mp4, not {output!r}")
 
 
 def pull_request(model: str, revision: str) -> hub_pb2.PullModelRequest:
@@ -784,17 +798,6 @@ def media_id(media: str | MediaInfo, option: str = "media") -> str:
             "first"
         )
     return media
-
-
-def image_bytes(image: ImageInput) -> bytes:
-    """The bytes of an encoded picture."""
-    if isinstance(image, (bytes, bytearray, memoryview)):
-        return bytes(image)
-    if isinstance(image, (str, os.PathLike)):
-        return Path(image).read_bytes()
-    encoded = io.BytesIO()
-    image.save(encoded, format="PNG")
-    return encoded.getvalue()
 
 
 def milliseconds(seconds: float) -> int:

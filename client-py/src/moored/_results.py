@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._assembly import Assembly, FilmAssembly, TrackAssembly, assembly_of
+from ._bounds import Bounds
 from ._errors import InternalError, MooredError
 from ._events import Accepted, Artifact, Done, Event, LatentKept
-from ._media import Film, Frame, Picture, Samples, Track
+from ._media import FLAC, MP4, RAW_VIDEO, WAV, Film, Frame, Picture, Samples, Track
 from ._records import FreedComponent, LatentInfo, ResolvedModel, StageReport
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class StageTiming:
     """Waiting for memory before it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JobResult:
     """What every finished job tells."""
 
@@ -98,16 +100,59 @@ class JobResult:
         """Components that did not have to be loaded, by name."""
         return self.done.resident_already
 
+    def to_dict(self) -> dict[str, Any]:
+        """What it tells, without pixels and sound, in values that `json.dumps` takes."""
+        return {
+            "job_id": self.job_id,
+            "seed": self.seed,
+            "model": self.model.key,
+            "total_ms": self.total_ms,
+            "timings": {name: asdict(timing) for name, timing in self.timings.items()},
+            "approximations": list(self.approximations),
+            "resident_already": list(self.resident_already),
+            "latents": [latent.id for latent in self.latents],
+            **self._described(),
+        }
+
+    def _described(self) -> dict[str, Any]:
+        return {}
+
+    def _says(self) -> list[str]:
+        """What a line about it says first."""
+        return []
+
+    def __repr__(self) -> str:
+        told = [*self._says(), f"seed {self.seed}", f"{self.total_ms / 1000:.1f} s", self.model.key]
+        return f"{type(self).__name__}({', '.join(told)})"
+
     def _without(self, what: str) -> LookupError:
         return LookupError(f"Job {self.job_id} gave no {what}; what it kept is in .latents")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ImageResult(JobResult):
     """The pictures of a job. Empty when only a latent was asked for."""
 
     pictures: tuple[Picture, ...] = ()
     """The pictures as they came, in order."""
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of the first picture: a PNG file, or raw pixels by `output="raw"`."""
+        return self._first().data
+
+    def _described(self) -> dict[str, Any]:
+        return {"pictures": [_description(one) for one in self.pictures]}
+
+    def _says(self) -> list[str]:
+        sizes = {
+            f"{p.metadata.get('width', '?')}x{p.metadata.get('height', '?')}" for p in self.pictures
+        }
+        number = f"{len(self.pictures)} of " if len(self.pictures) > 1 else ""
+        return [number + ", ".join(sorted(sizes))] if sizes else ["no picture"]
+
+    def _repr_png_(self) -> bytes | None:
+        return self.pictures[0]._png() if self.pictures else None
 
     @property
     def image(self) -> Image.Image:
@@ -124,13 +169,13 @@ class ImageResult(JobResult):
         """What the service says of the first picture, as text."""
         return self._first().metadata
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Writes the first picture to a file, with its recipe: `.png`, `.jpg` or `.webp`.
 
         Of several, `result.pictures` has the others. A file that is there is replaced by
-        `overwrite` alone.
+        `overwrite` alone; else the name is counted up. Returns the path.
         """
-        self._first().save(path, overwrite=overwrite)
+        return self._first().save(path, overwrite=overwrite)
 
     def _first(self) -> Picture:
         if not self.pictures:
@@ -138,7 +183,7 @@ class ImageResult(JobResult):
         return self.pictures[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VideoResult(JobResult):
     """The films of a job. Empty when only a latent was asked for."""
 
@@ -146,6 +191,33 @@ class VideoResult(JobResult):
     """The films as they came, in order."""
     tracks: tuple[Track, ...] = ()
     """Their sound, where the model makes any, in order."""
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of the first film: its frames, or the MP4 file by `output="mp4"`."""
+        return self.film.data
+
+    def _described(self) -> dict[str, Any]:
+        films = [
+            _description(one)
+            | {
+                "width": one.width,
+                "height": one.height,
+                "frames": one.frame_count,
+                "frames_per_second": one.frames_per_second,
+            }
+            for one in self.films
+        ]
+        return {"films": films, "tracks": [_description(one) for one in self.tracks]}
+
+    def _says(self) -> list[str]:
+        return [f"{one.frame_count} frames of {one.width}x{one.height}" for one in self.films]
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {
+            **(self.films[0]._repr_mimebundle_() if self.films else {}),
+            "text/plain": repr(self),
+        }
 
     @property
     def film(self) -> Film:
@@ -182,17 +254,42 @@ class VideoResult(JobResult):
         """What the service says of the first film, as text."""
         return self.film.metadata
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Writes the first film to a file; see Film.save for the formats."""
-        self.film.save(path, overwrite=overwrite)
+        return self.film.save(path, overwrite=overwrite)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AudioResult(JobResult):
     """The tracks of a job. Empty when only a latent was asked for."""
 
     tracks: tuple[Track, ...] = ()
     """The tracks as they came, in the order of their items."""
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of the first track: a WAV file, or what `output` says."""
+        return self.track().data
+
+    def _described(self) -> dict[str, Any]:
+        tracks = [
+            _description(one)
+            | {
+                "name": one.name,
+                "sample_rate": one.sample_rate,
+                "channels": one.channels,
+                "seconds": one.seconds,
+            }
+            for one in self.tracks
+        ]
+        return {"tracks": tracks}
+
+    def _says(self) -> list[str]:
+        return [f"{one.name or 'track'} of {one.seconds:.1f} s" for one in self.tracks]
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        first = self.tracks[0]._repr_mimebundle_() if self.tracks else {}
+        return {**first, "text/plain": repr(self)}
 
     def track(self, name: str | None = None, index: int = 0) -> Track:
         """A track of an item, by its name; by none, the first of the item."""
@@ -227,12 +324,12 @@ class AudioResult(JobResult):
         """What the service says of the first track, as text."""
         return self.track().metadata
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Writes the first track to a file; see Track.save for the formats."""
-        self.track().save(path, overwrite=overwrite)
+        return self.track().save(path, overwrite=overwrite)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LatentResult(JobResult):
     """The latent of a picture that was encoded."""
 
@@ -244,15 +341,32 @@ class LatentResult(JobResult):
         return self.latents[0]
 
 
+def _description(made: Picture | Film | Track) -> dict[str, Any]:
+    return {
+        "index": made.index,
+        "media_type": made.media_type,
+        "bytes": len(made.data),
+        "seed": made.seed,
+        "recipe": dict(made.recipe),
+    }
+
+
+# A result that comes as pieces, and the file of it that may come after them.
+_FILES = {RAW_VIDEO: MP4, WAV: FLAC}
+
+
 class Gathered:
     """What the events of a job have brought so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self._bounds = bounds or Bounds()
         self.job_id = ""
         self.done: Done | None = None
         self._latents: dict[int, LatentInfo] = {}
         # By index and track, in the order in which they began.
         self._assemblies: dict[tuple[int, str], Assembly] = {}
+        # Files that come after the pieces, of results that are whole.
+        self._files: dict[tuple[int, str], Assembly] = {}
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -291,20 +405,31 @@ class Gathered:
             # A joined job replays from its start.
             whole = {key: one for key, one in self._assemblies.items() if one.whole is not None}
             self._assemblies = whole
+            self._files.clear()
         elif isinstance(event, Artifact):
             self._add_piece(event)
         elif isinstance(event, LatentKept):
+            self._bounds.check_item(event.item, "latent")
             self._latents[event.item] = event.latent
         elif isinstance(event, Done):
             self.done = event
 
     def _add_piece(self, piece: Artifact) -> None:
         # Pieces of several artifacts, and of several tracks of one, may be interleaved.
+        self._bounds.check_item(piece.index, "result")
         key = (piece.index, piece.track)
-        assembly = self._assemblies.get(key)
+        assembly = self._files.get(key) or self._assemblies.get(key)
         if assembly is None or assembly.whole is not None:
-            assembly = self._assemblies[key] = assembly_of(piece)
+            before, assembly = assembly, assembly_of(piece, self._bounds)
+            is_file = before is not None and _FILES.get(before.first.media_type) == piece.media_type
+            (self._files if is_file else self._assemblies)[key] = assembly
+            self._bounds.check_tracks(len(self._assemblies))
         assembly.add(piece)
+        if assembly.whole is not None and self._files.get(key) is assembly:
+            del self._files[key]
+            made, file = self._assemblies[key], assembly.whole
+            if isinstance(made.whole, (Film, Track)):
+                made.whole = replace(made.whole, _file=bytes(file.data))
 
     def failed(self, error: MooredError) -> MooredError:
         """`error` with what the job left behind."""

@@ -11,9 +11,12 @@ writes, as the comment `COMMENT`. The command line writes and reads the same
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
+import secrets
 import struct
+import warnings
 import wave
 import zlib
 from collections.abc import Mapping
@@ -41,19 +44,46 @@ _QUALITY = 95
 _JPEG_EXIF_BYTES = 0xFFFF - 2
 
 
-def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: bool) -> None:
-    """Writes a file; one that is there already only where that is asked for."""
+def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: bool) -> Path:
+    """Writes a file, whole or not at all, and returns its path.
+
+    One that is there already is replaced where that is asked for; else the name is counted up, as
+    the command line counts: what was computed is not lost for a name that is taken.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)  # a pipe or a device; of a folder it says so
+        return target
+    if target.is_symlink() and overwrite:
+        target = target.resolve()
+    beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.part")
     try:
-        with Path(path).open("wb" if overwrite else "xb") as file:
-            file.write(data)
-    except FileExistsError:
-        raise refused(path) from None
+        beside.write_bytes(data)
+        if overwrite:
+            beside.replace(target)
+            return target
+        return _named(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
-def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
-    """Says so before the work of encoding is done."""
-    if not overwrite and Path(path).exists():
-        raise refused(path)
+def _named(beside: Path, target: Path) -> Path:
+    """Gives a file its name, or the first free one after it."""
+    for number in itertools.count(1):
+        free = target if number == 1 else target.with_stem(f"{target.stem}-{number}")
+        try:
+            os.link(beside, free)  # fails where the name is taken, by whomever
+        except FileExistsError:
+            continue
+        except OSError:
+            # A file system without links.
+            if free.exists():
+                continue
+            beside.replace(free)
+        if free != target:
+            warnings.warn(f"{target} exists already: saved as {free}", stacklevel=4)
+        return free
+    raise AssertionError("numbers do not end")
 
 
 def refused(path: str | os.PathLike[str]) -> FileExistsError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from . import _conversation
+from ._channel import Process
 from ._conversation import Conversation
 from ._generated import generation_pb2
 from ._session_events import SessionEvent
@@ -43,6 +44,7 @@ class SessionCall(Conversation):
         # Reentrant: what waits may speak.
         self.changed = threading.Condition(threading.RLock())
         self.outbox = Outbox()
+        self.process = Process()
         super().__init__(endpoint, request)
 
     def put(self, message: generation_pb2.StreamAudioRequest | None) -> None:
@@ -81,6 +83,8 @@ class SessionCall(Conversation):
 
     def drop(self) -> None:
         """Ends the call at both ends. One that has ended stays as it is."""
+        if not self.process.is_this:
+            return  # it is the parent's, and goes on there
         with self.changed:
             self.end(_conversation.closed_here())
         if self.call is not None:

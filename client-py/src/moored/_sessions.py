@@ -270,6 +270,8 @@ class AudioSession(BaseSession):
         return self.open()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._conversation is not None and not self._conversation.process.is_this:
+            return  # after a fork: it is the parent's
         said = self._said
         if kind is not None or said.error_told:
             said.drop()
@@ -286,6 +288,7 @@ class AudioSession(BaseSession):
     def _said(self) -> SessionCall:
         if self._conversation is None:
             raise RuntimeError(NOT_OPEN)
+        self._conversation.process.check("This session")
         return self._conversation
 
     def _send(self, **message: Any) -> Segment:

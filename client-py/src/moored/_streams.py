@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
+from ._bounds import Bounds
+from ._channel import Process
 from ._errors import Cancelled, InternalError, MooredError, error_of
 from ._events import Event, event_of
 from ._generated import hub_pb2, residency_pb2
@@ -51,6 +53,7 @@ class _Reading(Generic[T]):
     def __init__(self, call: Any, endpoint: str) -> None:
         self._call = call
         self._endpoint = endpoint
+        self._process = Process()
 
     def _read(self, message: Any) -> T | None:
         """The item of a message; None to pass over it."""
@@ -67,7 +70,8 @@ class _Reading(Generic[T]):
     def _end(self) -> None:
         """Ends the call at both ends. A call that has ended stays as it is."""
         self._ended = self._closed = True
-        self._call.cancel()
+        if self._process.is_this:  # else it is the parent's, and goes on there
+            self._call.cancel()
 
 
 def _awaited(inbox: Any) -> Any:
@@ -176,6 +180,7 @@ class Stream(_Reading[T]):
         return self
 
     def __next__(self) -> T:
+        self._process.check("This stream")
         while not self._ended:
             try:
                 if self._pump is None:
@@ -188,7 +193,7 @@ class Stream(_Reading[T]):
                 raise
             except grpc.RpcError as error:
                 self._ended = True
-                raise self._error(error) from error
+                raise self._error(error) from None
             except BaseException:
                 self.close()
                 raise
@@ -222,6 +227,7 @@ class AsyncStream(_Reading[T]):
         return self
 
     async def __anext__(self) -> T:
+        self._process.check("This stream")
         while not self._ended:
             try:
                 message = await self._call.read()
@@ -235,7 +241,7 @@ class AsyncStream(_Reading[T]):
                 item = self._read(message)
             except grpc.RpcError as error:
                 self._ended = True
-                raise self._error(error) from error
+                raise self._error(error) from None
             except asyncio.CancelledError:
                 # gRPC says the same for a call that somebody else has ended, and for a task that is
                 # cancelled. The first is no reason for the task to stop.
@@ -285,9 +291,15 @@ class AsyncStream(_Reading[T]):
 class _Events(_Reading[Event], Generic[R]):
     """What both kinds of event stream know of their job."""
 
-    def __init__(self, call: Any, endpoint: str, finish: Callable[[Gathered], R]) -> None:
+    def __init__(
+        self,
+        call: Any,
+        endpoint: str,
+        finish: Callable[[Gathered], R],
+        bounds: Bounds | None = None,
+    ) -> None:
         super().__init__(call, endpoint)
-        self._gathered = Gathered()
+        self._gathered = Gathered(bounds)
         self._finish = finish
         self._result: R | None = None
 

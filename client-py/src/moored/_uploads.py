@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from ._extras import numpy
 from ._generated import events_pb2, generation_pb2
 from ._latents import CHUNK_BYTES, Latent
-from ._media import FLAC, PNG, RAW_AUDIO, RAW_VIDEO, WAV, Film, Picture, Track
+from ._media import FLAC, PNG, RAW_AUDIO, RAW_VIDEO, WAV, Film, Frame, Picture, Track
+from ._pictures import is_array, picture_bytes, refused
 from ._records import AudioTrackFormat, ImageFormat, LatentInfo, MediaInfo, VideoFormat
-from ._requests import image_bytes
 from ._results import AudioResult, ImageResult, LatentResult, VideoResult
 
 if TYPE_CHECKING:
@@ -33,11 +32,12 @@ MediaInput: TypeAlias = Union[
     VideoResult,
     AudioResult,
     Picture,
+    Frame,
     Film,
     Track,
 ]
-"""A picture, a film or a track: bytes, a path, a PIL image, an array of frames or of samples, or a
-result."""
+"""A picture, a film or a track: bytes, a path, a PIL image, an array of a picture, of frames or of
+samples, or a result."""
 
 _ENDINGS = {
     ".png": PNG,
@@ -48,7 +48,7 @@ _ENDINGS = {
     ".flac": FLAC,
 }
 # Bytes of the beginning by which a format is recognised.
-_HEAD_BYTES = 16
+_HEAD_BYTES = 64
 _RAW = (
     "format=moored.VideoFormat(width, height, frames, frames_per_second) for raw frames, "
     "format=moored.AudioTrackFormat(samples_per_second, channels, samples) for raw samples"
@@ -62,15 +62,49 @@ _BEGINNINGS = (
     (0, b"fLaC", FLAC),
 )
 _FRAMES = "give its frames as an array, with frames_per_second=..."
-_SOUND = "convert it to a WAV or FLAC"
+_SOUND = "convert it to a WAV or FLAC, for example by `ffmpeg -i FILE OUT.flac`"
+_PICTURE = "convert it to a PNG, JPEG or WebP, or give a PIL image"
+# As `service/moored/src/tracks/containers.rs` names them; the first that fits.
 _NOT_DECODED = (
+    (0, b"RIFX", "a WAV in the byte order of big-endian machines", _SOUND),
+    (4, b"ftypM4A", "an M4A", _SOUND),
+    (4, b"ftypavif", "an AVIF", _PICTURE),
+    (4, b"ftypheic", "a HEIC", _PICTURE),
     (4, b"ftyp", "an MP4 or its like", _FRAMES),
     (0, b"\x1aE\xdf\xa3", "a WebM or Matroska", _FRAMES),
     (8, b"AVI ", "an AVI", _FRAMES),
     (0, b"GIF8", "a GIF", _FRAMES),
+    (0, b"II*\0", "a TIFF", _PICTURE),
+    (0, b"MM\0*", "a TIFF", _PICTURE),
+    (0, b"BM", "a BMP", _PICTURE),
+    (28, b"OpusHead", "Opus in an Ogg", _SOUND),
+    (28, b"\x7fFLAC", "FLAC in an Ogg", _SOUND),
+    (28, b"\x01vorbis", "Vorbis in an Ogg", _SOUND),
     (0, b"OggS", "an Ogg", _SOUND),
+    (8, b"AIFC", "an AIFF-C", _SOUND),
+    (8, b"AIFF", "an AIFF", _SOUND),
+    (0, b"caff", "a CAF", _SOUND),
+    (0, b"wvpk", "a WavPack", _SOUND),
     (0, b"ID3", "an MP3", _SOUND),
+    *((0, bytes([0xFF, second]), "an AAC", _SOUND) for second in (0xF0, 0xF1, 0xF8, 0xF9)),
+    *((0, bytes([0xFF, second]), "an MP3", _SOUND) for second in range(0xE2, 0xFF)),
 )
+_ID3_HEAD_BYTES, _ID3_HAS_FOOT = 10, 0x10
+
+
+def _behind_id3(head: bytes) -> int:
+    """How long the ID3v2 tag is that a file begins with (ID3v2.4.0, section 3.1); 0: none."""
+    if not head.startswith(b"ID3") or len(head) < _ID3_HEAD_BYTES:
+        return 0
+    length = 0
+    for byte in head[6:_ID3_HEAD_BYTES]:
+        length = length << 7 | byte & 0x7F
+    return length + _ID3_HEAD_BYTES * (2 if head[5] & _ID3_HAS_FOOT else 1)
+
+
+def _behind_tag(behind: bytes, head: bytes) -> bytes:
+    """The beginning of a FLAC after its tag; the tag itself of anything else, as an MP3 has it."""
+    return behind if behind.startswith(b"fLaC") else head
 
 
 class Upload(Iterator[generation_pb2.MediaChunk]):
@@ -128,7 +162,7 @@ def upload_of(
         raise ValueError(
             f"media_type and format are for bytes and files; leave them out of a {_name(media)}"
         )
-    if _is_array(media):
+    if is_array(media):
         if sample_rate is None:
             return _of_array(media, frames_per_second)
         if frames_per_second is not None:
@@ -152,6 +186,11 @@ def _of_file(media: Any, media_type: str | None, format: Any) -> Upload:
     # Opened here too, so that a missing file is an error before the call begins.
     with path.open("rb") as file:
         head, size = file.read(_HEAD_BYTES), os.fstat(file.fileno()).st_size
+        if tag := _behind_id3(head):
+            file.seek(tag)
+            head = _behind_tag(file.read(_HEAD_BYTES), head)
+    if not size and path.is_file():
+        raise refused("media", f"{os.fspath(path)} is empty: it has 0 bytes")
     found = _type_of(head, media_type, format, path.suffix.lower(), os.fspath(path))
     return _upload(found, format, size, _pieces_of_file(path))
 
@@ -159,17 +198,21 @@ def _of_file(media: Any, media_type: str | None, format: Any) -> Upload:
 def _of_bytes(media: Any, media_type: str | None, format: Any) -> Upload:
     data = memoryview(media)
     data = data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
-    found = _type_of(bytes(data[:_HEAD_BYTES]), media_type, format, "", "media")
+    if not len(data):
+        raise refused("media", "is empty: it has 0 bytes")
+    head = bytes(data[:_HEAD_BYTES])
+    if tag := _behind_id3(head):
+        head = _behind_tag(bytes(data[tag : tag + _HEAD_BYTES]), head)
+    found = _type_of(head, media_type, format, "", "media")
     return _upload(found, format, len(data), _pieces_of(data))
 
 
 def _of_array(frames: Any, frames_per_second: float | None) -> Upload:
     shape = tuple(frames.shape)
-    if frames.ndim == 3 and shape[-1] == 3:
-        raise ValueError(
-            "An array is a film, [frames, height, width, 3]; of a picture give a PIL image: "
-            "PIL.Image.fromarray(array)"
-        )
+    if frames_per_second is None and frames.ndim == 2 and min(shape) <= _MOST_CHANNELS:
+        raise ValueError("An array of samples has no rate: write sample_rate=...")
+    if frames_per_second is None and frames.ndim in (2, 3):
+        return _of_picture(frames)
     if frames.ndim == 4 and shape[-1] == 4:
         raise ValueError("A film has no transparency: write array[..., :3]")
     if frames.ndim != 4 or shape[-1] != 3 or 0 in shape:
@@ -232,13 +275,14 @@ def _of_object(media: Any) -> Upload:
     if isinstance(media, Track):
         data = media._wav()
         return _upload(WAV, None, len(data), _pieces_of(data))
-    if isinstance(media, Picture):
-        data = memoryview(media._png())
-        return _upload(PNG, None, len(data), _pieces_of(data))
-    if hasattr(media, "save") and hasattr(media, "mode"):
-        data = memoryview(image_bytes(media))
-        return _upload(PNG, None, len(data), _pieces_of(data))
+    if isinstance(media, (Picture, Frame)) or (hasattr(media, "save") and hasattr(media, "mode")):
+        return _of_picture(media)
     raise TypeError(_no_media(media))
+
+
+def _of_picture(media: Any) -> Upload:
+    data = memoryview(picture_bytes(media, "media"))
+    return _upload(PNG, None, len(data), _pieces_of(data))
 
 
 def _no_media(media: object) -> str:
@@ -321,12 +365,6 @@ def _pieces_of_file(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(CHUNK_BYTES):
             yield piece
-
-
-def _is_array(media: object) -> bool:
-    # Without numpy in memory there is no array.
-    np = sys.modules.get("numpy")
-    return np is not None and isinstance(media, np.ndarray)
 
 
 def _name(media: object) -> str:

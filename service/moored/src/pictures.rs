@@ -368,6 +368,12 @@ pub(crate) enum PictureError {
     /// It has no pixels.
     #[error("has no pixels")]
     Empty,
+    /// A failed download or paste.
+    #[error("is empty: it has 0 bytes")]
+    NoBytes,
+    /// A download that ended early.
+    #[error("is a JPEG that is cut off: its end is missing")]
+    CutOff,
 }
 
 /// The media type of an encoded picture, by its first bytes.
@@ -387,10 +393,14 @@ pub(crate) fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels
     Ok(Pixels { width, height, rgb })
 }
 
-/// Decodes a mask that a client sent: its grey, a byte for each pixel of this size. Colours are weighed as ITU-R 601 does.
+/// Decodes a mask that a client sent: its grey, a byte for each pixel of this size. Colours are weighed as ITU-R 601 does. Of
+/// white paint on a transparent ground it is the paint.
 pub(crate) fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, PictureError> {
     let picture = upright(data)?;
     let from = (picture.width(), picture.height());
+    if let Some(painted) = white_paint(&picture) {
+        return Ok(pipelines::resized(&painted, 1, from, size));
+    }
     if picture.color().has_color() {
         let rgb = pipelines::resized(&picture.into_rgb8(), 3, from, size);
         let grey = |pixel: &[u8]| {
@@ -401,6 +411,18 @@ pub(crate) fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, Pict
         return Ok(rgb.chunks_exact(3).map(grey).collect());
     }
     Ok(pipelines::resized(&picture.into_luma8(), 1, from, size))
+}
+
+/// How opaque each pixel is, where all of them are white and some of them transparent: a mask that somebody painted on an
+/// empty layer. By its colours alone it would be a mask of everything.
+fn white_paint(picture: &DynamicImage) -> Option<Vec<u8>> {
+    if !picture.color().has_alpha() {
+        return None;
+    }
+    let pixels = picture.to_luma_alpha8();
+    let is_white = pixels.pixels().all(|pixel| pixel[0] == u8::MAX);
+    let is_painted = pixels.pixels().any(|pixel| pixel[1] < u8::MAX);
+    (is_white && is_painted).then(|| pixels.pixels().map(|pixel| pixel[1]).collect())
 }
 
 /// Width and height of a picture that a client sent, upright, by its header: its pixels are not decoded.
@@ -417,9 +439,35 @@ pub(crate) fn size_of(data: &[u8]) -> Result<(u32, u32), PictureError> {
 /// Decodes a picture within limits, and turns it as its orientation says.
 fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
     let (decoder, orientation) = opened(data)?;
+    if is_cut_jpeg(data) {
+        return Err(PictureError::CutOff);
+    }
     let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
     picture.apply_orientation(orientation);
     Ok(picture)
+}
+
+/// Whether a JPEG has no end (ITU-T T.81, annex B): its decoder makes what is missing grey.
+fn is_cut_jpeg(data: &[u8]) -> bool {
+    const START_OF_SCAN: u8 = 0xda;
+    const END: [u8; 2] = [0xff, 0xd9];
+    let Some(mut rest) = data.strip_prefix(&[0xff, 0xd8]) else {
+        return false;
+    };
+    // Segments are passed over: a thumbnail in one of them has an end of its own.
+    while let &[0xff, kind, high, low, ..] = rest {
+        if kind == START_OF_SCAN {
+            // In coded data 0xff has a zero after it, unless it begins a marker.
+            return !rest.windows(END.len()).any(|bytes| bytes == END);
+        }
+        rest = match kind {
+            0xff => &rest[1..], // padding
+            _ => rest
+                .get(2 + usize::from(u16::from_be_bytes([high, low]))..)
+                .unwrap_or_default(),
+        };
+    }
+    true
 }
 
 fn unreadable(problem: image::ImageError) -> PictureError {
@@ -431,6 +479,9 @@ fn unreadable(problem: image::ImageError) -> PictureError {
 
 /// A picture within limits, by its header, and how it is to be turned.
 fn opened(data: &[u8]) -> Result<(impl ImageDecoder + '_, Orientation), PictureError> {
+    if data.is_empty() {
+        return Err(PictureError::NoBytes);
+    }
     let mut reader = ImageReader::new(Cursor::new(data))
         .with_guessed_format()
         .map_err(|problem| PictureError::Unreadable(problem.to_string()))?;
@@ -759,8 +810,58 @@ mod tests {
     }
 
     #[test]
+    fn white_paint_on_a_transparent_ground_is_a_mask_of_the_paint() {
+        let drawn = |colours: [u8; 3], ground: [u8; 4]| {
+            let pixel = |x: u32, _| match x < 2 {
+                true => image::Rgba([colours[0], colours[1], colours[2], 255]),
+                false => image::Rgba(ground),
+            };
+            let mut file = Cursor::new(Vec::new());
+            let drawn = image::RgbaImage::from_fn(4, 4, pixel);
+            drawn.write_to(&mut file, image::ImageFormat::Png).unwrap();
+            decode_mask(&file.into_inner(), (4, 4)).unwrap()[..4].to_vec()
+        };
+        assert_eq!(drawn([255; 3], [255, 255, 255, 0]), [255, 255, 0, 0]);
+        // Any other mask goes by its colours, whatever is transparent.
+        assert_eq!(drawn([255; 3], [0, 0, 0, 0]), [255, 255, 0, 0]);
+        assert_eq!(drawn([0; 3], [255, 255, 255, 0]), [0, 0, 255, 255]);
+        assert_eq!(drawn([255; 3], [255, 255, 255, 255]), [255; 4]);
+    }
+
+    /// A picture cut anywhere must not come with grey in place of what is missing.
+    #[test]
+    fn every_format_refuses_a_file_that_is_cut_off() {
+        let side = 48_usize;
+        let rgb: Vec<u8> = (0..3 * side * side).map(|n| (n * n / 7 % 251) as u8).collect();
+        let png = png(side as u32, side as u32, &rgb, None).unwrap();
+        let film = [rgb.as_slice(), &rgb].concat();
+        let apng = animated_png((side as u32, side as u32), 2, 8.0, &film).unwrap();
+        let mut files = vec![("APNG", apng)];
+        for (name, format) in [
+            ("JPEG", image::ImageFormat::Jpeg),
+            ("WebP", image::ImageFormat::WebP),
+            ("PNG", image::ImageFormat::Png),
+        ] {
+            let mut file = Cursor::new(Vec::new());
+            let picture = image::load_from_memory(&png).unwrap().into_rgb8();
+            picture.write_to(&mut file, format).unwrap();
+            files.push((name, file.into_inner()));
+        }
+        files.push(("PNG of ours", png));
+        for (name, file) in files {
+            assert!(decode(&file, None).is_ok(), "{name}");
+            // The pixels that are decoded of an animation are those of its first frame.
+            let tenths = if name == "APNG" { 4 } else { 10 };
+            for tenth in 0..tenths {
+                let cut = &file[..file.len() * tenth / 10];
+                assert!(decode(cut, None).is_err(), "{name}, {tenth} tenths");
+            }
+        }
+    }
+
+    #[test]
     fn unreadable_pictures_are_refused() {
-        assert!(matches!(decode(b"", None), Err(PictureError::Unreadable(_))));
+        assert!(matches!(decode(b"", None), Err(PictureError::NoBytes)));
         assert!(matches!(
             decode(b"not a picture at all", None),
             Err(PictureError::Unreadable(_))

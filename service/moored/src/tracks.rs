@@ -3,6 +3,7 @@
 //! Tracks of clients become 16-bit samples, whatever their format. Sizes in a file's header are not trusted: memory is
 //! allocated as samples are decoded, and at most that of the longest track.
 
+mod containers;
 mod flac;
 mod wav;
 
@@ -33,6 +34,18 @@ pub(crate) enum TrackError {
     /// It ends before its samples do.
     #[error("is a {0} file that is cut off")]
     CutOff(&'static str),
+    /// It ends before the samples do that it says it has.
+    #[error("is a {what} file that is cut off: {bytes} bytes of samples are missing at its end")]
+    Missing { what: &'static str, bytes: u64 },
+    /// It is a track in a format that is not read.
+    #[error("is {0}, which is not read: convert it, for example by `ffmpeg -i FILE OUT.flac`")]
+    Foreign(&'static str),
+    /// It is nothing that is known.
+    #[error("is neither WAV nor FLAC: convert it, for example by `ffmpeg -i FILE OUT.flac`")]
+    Unknown,
+    /// A failed download or copy.
+    #[error("is empty: it has 0 bytes")]
+    NoBytes,
     /// It has no samples.
     #[error("has no samples")]
     Empty,
@@ -134,7 +147,7 @@ impl TrackFormat {
     }
 }
 
-/// The samples of a WAV file: PCM of 8, 16, 24 or 32 bits, or numbers of 32 bits with a point, of which 1 is full scale.
+/// The samples of a WAV file: PCM of 8, 16, 24 or 32 bits, or numbers of 32 or 64 bits with a point, of which 1 is full scale.
 /// 16-bit samples are shared with the file. `room` is asked for the bytes of others before they are decoded,
 /// which ends when the caller goes.
 ///
@@ -163,20 +176,26 @@ pub(crate) fn read_flac<E: From<TrackError>>(
 
 /// Whether this is the start of a WAV or FLAC file.
 pub(crate) fn is_track(file: &[u8]) -> bool {
-    media_type(file).is_some()
+    media_type(file).is_ok()
 }
 
 /// The media type of a track's file, by its first bytes.
-pub(crate) fn media_type(file: &[u8]) -> Option<&'static str> {
-    if file.starts_with(flac::MARKER) {
-        return Some("audio/flac");
+///
+/// # Errors
+/// When it is none that is read: for people, what it is.
+pub(crate) fn media_type(file: &[u8]) -> Result<&'static str, TrackError> {
+    if containers::without_id3(file).starts_with(flac::MARKER) {
+        return Ok("audio/flac");
     }
-    (file.starts_with(b"RIFF") && file.get(8..12) == Some(b"WAVE")).then_some("audio/wav")
+    if wav::is_wav(file) {
+        return Ok("audio/wav");
+    }
+    Err(containers::refusal(file))
 }
 
 /// The recipe in a track's file, as JSON.
 pub(crate) fn recipe_of(file: &[u8]) -> Option<String> {
-    match media_type(file)? {
+    match media_type(file).ok()? {
         "audio/flac" => flac::recipe_of(file),
         _ => wav::recipe_of(file),
     }

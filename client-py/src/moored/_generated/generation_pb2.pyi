@@ -63,6 +63,10 @@ class _FilmFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front), with the recipe as its comment. Sides are even and
     at most 3840 and 2160. It comes when the last frame is decoded; sound comes as WAV.
     """
+    RAW_FRAMES_AND_MP4: _FilmFormat.ValueType  # 3
+    """Both: the raw frames as one artifact, and after it the MP4 as another of the same index and track. No MP4 comes where it
+    cannot be made, for its size or for the bytes that are unread.
+    """
 
 class FilmFormat(_FilmFormat, metaclass=_FilmFormatEnumTypeWrapper):
     """How a film is sent."""
@@ -74,6 +78,10 @@ RAW_FRAMES: FilmFormat.ValueType  # 1
 MP4: FilmFormat.ValueType  # 2
 """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front), with the recipe as its comment. Sides are even and
 at most 3840 and 2160. It comes when the last frame is decoded; sound comes as WAV.
+"""
+RAW_FRAMES_AND_MP4: FilmFormat.ValueType  # 3
+"""Both: the raw frames as one artifact, and after it the MP4 as another of the same index and track. No MP4 comes where it
+cannot be made, for its size or for the bytes that are unread.
 """
 global___FilmFormat = FilmFormat
 
@@ -155,6 +163,8 @@ class _AudioFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """16-bit little-endian samples, channels interleaved: as they are decoded."""
     FLAC: _AudioFormat.ValueType  # 3
     """16-bit, without loss: one file, which comes when the last sample is decoded."""
+    WAV_AND_FLAC: _AudioFormat.ValueType  # 4
+    """Both: the WAV as one artifact, and after it the FLAC as another of the same index and track."""
 
 class AudioFormat(_AudioFormat, metaclass=_AudioFormatEnumTypeWrapper):
     """How a track is sent. Files have the recipe in them as a comment."""
@@ -167,6 +177,8 @@ RAW_S16LE: AudioFormat.ValueType  # 2
 """16-bit little-endian samples, channels interleaved: as they are decoded."""
 FLAC: AudioFormat.ValueType  # 3
 """16-bit, without loss: one file, which comes when the last sample is decoded."""
+WAV_AND_FLAC: AudioFormat.ValueType  # 4
+"""Both: the WAV as one artifact, and after it the FLAC as another of the same index and track."""
 global___AudioFormat = AudioFormat
 
 class _OutputFormat:
@@ -289,7 +301,9 @@ class GenerateImageRequest(google.protobuf.message.Message):
     count: builtins.int
     """How many pictures, 1 to 64; 0 is 1. Picture i uses seed + i."""
     init_image: builtins.bytes
-    """Image to image: a PNG, JPEG or WebP to start from; scaled to width x height."""
+    """Image to image: a PNG, JPEG or WebP to start from, upright as its Exif says; scaled to width x height. Transparency is
+    left out: the colours that the file has under it are taken. Given and empty is refused, as in all fields of files.
+    """
     strength: builtins.float
     """Image to image: over 0 to 1, how much of the schedule runs. Absent: the model's (0.6; of FLUX.1 Fill 1)."""
     output: global___OutputFormat.ValueType
@@ -313,7 +327,8 @@ class GenerateImageRequest(google.protobuf.message.Message):
     @property
     def mask(self) -> global___PictureInput:
         """Inpainting: what changes of the picture that it starts from. White changes, black stays exactly as it is; grey between is
-        mixed. Scaled to width x height. FLUX.1 Fill generates the masked part anew; other models sample it from the start picture.
+        mixed. Scaled to width x height. What counts is the brightness of its colours, whatever is transparent; but in a
+        mask that is white all over, as of a white brush on an empty layer, what is opaque changes. FLUX.1 Fill generates the masked part anew; other models sample it from the start picture.
         """
 
     @property
@@ -340,7 +355,7 @@ class GenerateImageRequest(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         max_sequence_length: builtins.int = ...,
         count: builtins.int = ...,
-        init_image: builtins.bytes = ...,
+        init_image: builtins.bytes | None = ...,
         strength: builtins.float | None = ...,
         output: global___OutputFormat.ValueType = ...,
         omit_metadata: builtins.bool = ...,
@@ -354,10 +369,12 @@ class GenerateImageRequest(google.protobuf.message.Message):
         controls: collections.abc.Iterable[global___Control] | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "mask", b"mask", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "controls", b"controls", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "mask", b"mask", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "references", b"references", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "init_image", b"init_image", "mask", b"mask", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_seed", b"_seed", "_strength", b"_strength", "controls", b"controls", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "mask", b"mask", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "references", b"references", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_init_image", b"_init_image"]) -> typing.Literal["init_image"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
@@ -430,10 +447,12 @@ class PictureInput(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        data: builtins.bytes = ...,
+        data: builtins.bytes | None = ...,
         media_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "media_id", b"media_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_data", b"_data", "data", b"data"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_data", b"_data", "data", b"data", "media_id", b"media_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_data", b"_data"]) -> typing.Literal["data"] | None: ...
 
 global___PictureInput = PictureInput
 
@@ -486,7 +505,7 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     count: builtins.int
     """How many films, 1 to 64; 0 is 1. Film i uses seed + i."""
     init_image: builtins.bytes
-    """Image to video: a PNG, JPEG or WebP as the first frame; scaled to width x height."""
+    """Image to video: a PNG, JPEG or WebP as the first frame, read as that of GenerateImageRequest; scaled to width x height."""
     strength: builtins.float
     """How much of the schedule runs from what it starts from: over 0 to 1. Absent: 1."""
     keep_latent: builtins.bool
@@ -529,7 +548,7 @@ class GenerateVideoRequest(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         max_sequence_length: builtins.int = ...,
         count: builtins.int = ...,
-        init_image: builtins.bytes = ...,
+        init_image: builtins.bytes | None = ...,
         strength: builtins.float | None = ...,
         keep_latent: builtins.bool = ...,
         preview_interval_ms: builtins.int = ...,
@@ -542,10 +561,12 @@ class GenerateVideoRequest(google.protobuf.message.Message):
         frames_at_a_time: builtins.int = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "init_image", b"init_image", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_init_image", b"_init_image"]) -> typing.Literal["init_image"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
@@ -1295,14 +1316,15 @@ class EncodeImageRequest(google.protobuf.message.Message):
         self,
         *,
         model: model_pb2.ModelRef | None = ...,
-        image: builtins.bytes = ...,
+        image: builtins.bytes | None = ...,
         width: builtins.int = ...,
         height: builtins.int = ...,
         seed: builtins.int = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["model", b"model", "options", b"options"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["height", b"height", "image", b"image", "model", b"model", "options", b"options", "seed", b"seed", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_image", b"_image", "image", b"image", "model", b"model", "options", b"options"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_image", b"_image", "height", b"height", "image", b"image", "model", b"model", "options", b"options", "seed", b"seed", "width", b"width"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_image", b"_image"]) -> typing.Literal["image"] | None: ...
 
 global___EncodeImageRequest = EncodeImageRequest
 
@@ -1435,7 +1457,7 @@ class MediaInfo(google.protobuf.message.Message):
     """Handle, for `init_media_id` and its like."""
     media_type: builtins.str
     """`image/png`, `image/jpeg`, `image/webp`, `video/x-raw-rgb` (8 bits a channel, row-major, frame after frame), `audio/wav`
-    (PCM of 8 to 32 bits, or numbers of 32 bits with a point), `audio/flac` (8 to 24 bits) or `audio/x-raw-s16le` (16-bit
+    (also RF64 and of unknown length: PCM of 8 to 32 bits, or numbers of 32 or 64 bits with a point), `audio/flac` (8 to 24 bits) or `audio/x-raw-s16le` (16-bit
     little-endian, channels interleaved). Tracks have 1 or 2 channels of 8,000 to 192,000 samples a second, last an hour at
     most, and are kept as 16-bit samples.
     """

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use super::CliError;
 use super::arguments::Settings;
 use super::connection::Connection;
-use super::request::{Asked, read};
+use super::request::{Asked, read_media};
 use crate::proto::v1;
 use crate::tracks;
 
@@ -35,7 +35,7 @@ impl Brought {
     /// Those that the options of a track name.
     ///
     /// # Errors
-    /// When a file cannot be read, or is neither WAV nor FLAC.
+    /// When a file cannot be read, or is no track that is read.
     pub(super) fn of(settings: &Settings) -> Result<Brought, CliError> {
         let track = |path: Option<&Path>| path.map(TrackData::read).transpose();
         Ok(Brought {
@@ -69,9 +69,8 @@ impl Brought {
 
 impl TrackData {
     fn read(path: &Path) -> Result<TrackData, CliError> {
-        let data = Bytes::from(read(path)?);
-        let media_type = tracks::media_type(&data)
-            .ok_or_else(|| CliError::file(path, "is neither WAV nor FLAC: convert it to one of them"))?;
+        let data = read_media(path)?;
+        let media_type = tracks::media_type(&data).map_err(|problem| CliError::file(path, problem))?;
         Ok(TrackData { media_type, data })
     }
 

@@ -124,7 +124,7 @@ async fn generate_all(
         width: FILM_SIDE,
         height: FILM_SIDE,
         seed: Some(options.seed),
-        init_image: start.into(),
+        init_image: Some(start.into()),
         output: v1::FilmFormat::Mp4.into(),
         options: Some(of_demo()),
         ..Default::default()

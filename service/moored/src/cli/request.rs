@@ -3,6 +3,8 @@
 use std::io::{IsTerminal as _, Read as _};
 use std::path::Path;
 
+use bytes::Bytes;
+
 use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
 use crate::durations::millis;
@@ -167,7 +169,7 @@ fn picture_of(
         seed: common.seed,
         max_sequence_length: common.max_sequence_length,
         count: options.sampling.count,
-        init_image: pictures.init_image.into(),
+        init_image: pictures.init_image,
         mask: pictures.mask,
         references: pictures.references,
         controls: pictures.controls,
@@ -207,7 +209,7 @@ fn film_of(
         seed: common.seed,
         max_sequence_length: common.max_sequence_length,
         count: options.sampling.count,
-        init_image: pictures.init_image.into(),
+        init_image: pictures.init_image,
         strength: common.strength,
         omit_metadata,
         output: asked.film.into(),
@@ -226,8 +228,7 @@ fn sides(options: &Settings, recipe: &Recipe) -> (u32, u32) {
 
 /// The pictures that come with a request.
 struct Pictures {
-    /// Empty for none.
-    init_image: Vec<u8>,
+    init_image: Option<Bytes>,
     mask: Option<v1::PictureInput>,
     references: Vec<v1::PictureInput>,
     controls: Vec<v1::Control>,
@@ -236,15 +237,15 @@ struct Pictures {
 impl Pictures {
     /// Reads those that the options name; an error where the recipe was made with one that they do not name.
     fn read(options: &Settings, recipe: &Recipe) -> Result<Pictures, CliError> {
-        let init_image = options.init.as_deref().map(read).transpose()?.unwrap_or_default();
-        if init_image.is_empty() && recipe.strength.is_some() {
+        let init_image = options.init.as_deref().map(read_media).transpose()?;
+        if init_image.is_none() && recipe.strength.is_some() {
             return Err(CliError::Usage(
                 "that picture was made from another: name it with --init to repeat it".to_owned(),
             ));
         }
         let input = |path: &Path| -> Result<v1::PictureInput, CliError> {
             Ok(v1::PictureInput {
-                data: read(path)?.into(),
+                data: Some(read_media(path)?),
                 ..Default::default()
             })
         };
@@ -473,4 +474,13 @@ pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
     std::fs::read(path).map_err(|problem| CliError::file(path, problem))
+}
+
+/// The file of a picture or track. One of 0 bytes is what a failed download or copy leaves.
+pub(super) fn read_media(path: &Path) -> Result<Bytes, CliError> {
+    let data = read(path)?;
+    if data.is_empty() {
+        return Err(CliError::file(path, "is empty: it has 0 bytes"));
+    }
+    Ok(data.into())
 }

@@ -39,8 +39,8 @@ pub(super) struct Asked {
     pub(super) max_sequence_length: u32,
     pub(super) strength: Option<f32>,
     pub(super) count: u32,
-    /// A file in PNG, JPEG or WebP; empty for none.
-    pub(super) init_image: bytes::Bytes,
+    /// A file in PNG, JPEG or WebP.
+    pub(super) init_image: Option<bytes::Bytes>,
     pub(super) init_latent: Option<String>,
     /// Id of uploaded media.
     pub(super) init_media: Option<String>,
@@ -121,7 +121,6 @@ impl Asked {
     }
 
     pub(super) fn video(request: v1::GenerateVideoRequest) -> Asked {
-        let is_file = request.output == v1::FilmFormat::Mp4 as i32;
         asked! {
             request,
             call: "GenerateVideo",
@@ -129,7 +128,7 @@ impl Asked {
             height: request.height,
             init_image: request.init_image,
             preview_interval_ms: request.preview_interval_ms,
-            encoding: if is_file { Encoding::Mp4 } else { Encoding::Raw },
+            encoding: encoding_of_film(request.output),
             of_medium: OfMedium::Video {
                 frames: request.frames,
                 frames_per_second: request.frames_per_second,
@@ -144,6 +143,7 @@ impl Asked {
         let encoding = match v1::AudioFormat::try_from(request.output) {
             Ok(v1::AudioFormat::RawS16le) => Encoding::Raw,
             Ok(v1::AudioFormat::Flac) => Encoding::Flac,
+            Ok(v1::AudioFormat::WavAndFlac) => Encoding::WavAndFlac,
             Ok(v1::AudioFormat::Unspecified | v1::AudioFormat::Wav) | Err(_) => Encoding::Wav,
         };
         asked! {
@@ -281,6 +281,15 @@ impl Asked {
 /// A value that is named, else the default.
 pub(super) fn named(value: u32, default: u32) -> u32 {
     if value == 0 { default } else { value }
+}
+
+/// How a film is sent.
+pub(super) fn encoding_of_film(asked: i32) -> Encoding {
+    match v1::FilmFormat::try_from(asked) {
+        Ok(v1::FilmFormat::Mp4) => Encoding::Mp4,
+        Ok(v1::FilmFormat::RawFramesAndMp4) => Encoding::FramesAndMp4,
+        Ok(v1::FilmFormat::Unspecified | v1::FilmFormat::RawFrames) | Err(_) => Encoding::Raw,
+    }
 }
 
 /// Checks that what a request makes can be sent so: an MP4 cannot hold every size and rate.

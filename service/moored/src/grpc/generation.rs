@@ -9,7 +9,7 @@ use futures::Stream;
 use pipelines::{Image, InitImage, Medium, Model, Role};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::asked::{Asked, StartFrom, check_output};
+use super::asked::{Asked, StartFrom, check_output, encoding_of_film};
 use super::caller::Caller;
 use super::choose::Chosen;
 use super::convert::{latent_out, resolved};
@@ -351,7 +351,9 @@ impl Service {
             let field = if request.width == 0 { "width" } else { "height" };
             return Err(invalid(field, "one side is named: name both, or neither"));
         }
-        let given = self.given_picture("image", request.image).await?;
+        let given = self
+            .given_picture("image", request.image.unwrap_or_default())
+            .await?;
         let (width, height) = asked.unwrap_or(given.size);
         check_size((width, height), &*open.model)?;
         let image = Image {
@@ -398,8 +400,7 @@ impl Service {
             ))
         })?;
         let encoding = match of_latent.medium {
-            Medium::Video(_) if request.film_output == v1::FilmFormat::Mp4 as i32 => Encoding::Mp4,
-            Medium::Video(_) => Encoding::Raw,
+            Medium::Video(_) => encoding_of_film(request.film_output),
             _ if request.output == v1::OutputFormat::RawRgb as i32 => Encoding::Raw,
             Medium::Image(_) => Encoding::Png,
             Medium::Audio(_) => Encoding::Wav,

@@ -94,7 +94,7 @@ impl Service {
 
     async fn given_input(&self, field: &str, picture: &v1::PictureInput) -> Result<GivenPicture, Error> {
         let data = match picture.media_id.as_str() {
-            "" => picture.data.clone(),
+            "" => picture.data.clone().unwrap_or_default(),
             id => match self.media.get(field, id)? {
                 Media::Picture(picture) => picture,
                 Media::Clip(_) => return Err(invalid(field, "is no picture")),
@@ -116,7 +116,10 @@ impl Service {
             return from_clip(clip.clone());
         }
         let (field, picture) = match &asked.init_media {
-            None => ("init_image", asked.init_image.clone()),
+            None => match &asked.init_image {
+                None => return Ok((None, StartFrom::Nothing)),
+                Some(picture) => ("init_image", picture.clone()),
+            },
             Some(id) => match self.media.get(MEDIA, id)? {
                 Media::Clip(clip) => return from_clip(clip),
                 Media::Picture(_) if defaults.size().is_none() => {
@@ -125,7 +128,7 @@ impl Service {
                 Media::Picture(picture) => (MEDIA, picture),
             },
         };
-        if picture.is_empty() || defaults.size().is_none() {
+        if defaults.size().is_none() {
             return Ok((None, StartFrom::Nothing));
         }
         let given = self.given_picture(field, picture).await?;

@@ -47,6 +47,32 @@ pub(super) enum Encoding {
     Flac,
     /// A film as MP4, once it is whole; a track as WAV; a picture raw.
     Mp4,
+    /// A film raw, and then as MP4; a track as WAV; a picture raw.
+    FramesAndMp4,
+    /// A track as WAV, and then as FLAC; other media raw.
+    WavAndFlac,
+}
+
+/// Whether a result is sent as one file that is made of all its pieces.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum AsFile {
+    No,
+    Instead,
+    /// After the pieces; a client that has these needs no error where it cannot be made.
+    Beside,
+}
+
+impl Encoding {
+    fn as_file(self, format: &MediaFormat) -> AsFile {
+        match (format, self) {
+            (MediaFormat::Video { .. }, Encoding::Mp4) | (MediaFormat::Audio { .. }, Encoding::Flac) => {
+                AsFile::Instead
+            }
+            (MediaFormat::Video { .. }, Encoding::FramesAndMp4)
+            | (MediaFormat::Audio { .. }, Encoding::WavAndFlac) => AsFile::Beside,
+            _ => AsFile::No,
+        }
+    }
 }
 
 /// How the results of a job are sent.
@@ -106,6 +132,8 @@ struct ReceivedResult {
     covered: Covered,
     /// Where it is sent as one file.
     file: Option<Arc<SharedFile>>,
+    /// A file beside the pieces could not be made.
+    has_no_file: bool,
 }
 
 /// Which part of its result a piece is, in the order of sending.
@@ -173,34 +201,26 @@ impl ResultStream {
             is_last: come.covered.is_whole(piece.format.units()),
         };
         let (encodings, client) = (&self.encoder.encodings, self.encoder.client);
-        match (&piece.format, self.output.encoding) {
-            (MediaFormat::Video { .. }, Encoding::Mp4) | (MediaFormat::Audio { .. }, Encoding::Flac) => {
-                let file = match &come.file {
-                    Some(file) => file.clone(),
-                    None => {
-                        let of = FileOf {
-                            job: self.job.clone(),
-                            item,
-                            seed,
-                            track: piece.track.clone(),
-                            output: self.output.clone(),
-                        };
-                        let file = encodings.file(of, &piece.format, client)?;
-                        come.file.insert(file).clone()
-                    }
-                };
-                let (format, track) = (piece.format, piece.track.clone());
-                file.add(piece).await?;
-                match part.is_last {
-                    false => Ok(Box::new(std::iter::empty())),
-                    true => {
-                        come.file = None;
-                        let whole = file.whole().await?;
-                        file_chunks(item, seed, track, format, &self.output, whole).map_err(internal)
+        match (
+            self.output.encoding.as_file(&piece.format),
+            &piece.format,
+            self.output.encoding,
+        ) {
+            (AsFile::Instead, ..) => self.piece_of_file(item, seed, piece, part).await,
+            (AsFile::Beside, ..) if !come.has_no_file => {
+                let chunks = artifact(item, seed, piece.clone(), &self.output, part).map_err(internal)?;
+                let key = (item, piece.track.clone());
+                match self.piece_of_file(item, seed, piece, part).await {
+                    Ok(file) => Ok(Box::new(chunks.into_iter().chain(file))),
+                    Err(refused) => {
+                        tracing::debug!(%refused, "a result is sent without its file");
+                        let come = self.come.entry(key).or_default();
+                        (come.file, come.has_no_file) = (None, true);
+                        Ok(Box::new(chunks.into_iter()))
                     }
                 }
             }
-            (MediaFormat::Image { .. }, Encoding::Png) => {
+            (_, MediaFormat::Image { .. }, Encoding::Png) => {
                 let encoded = encodings.encode(item, seed, piece, &self.output, client).await?;
                 let count = encoded.chunks().len();
                 Ok(Box::new(
@@ -212,6 +232,40 @@ impl ResultStream {
                 Ok(Box::new(chunks.into_iter()))
             }
         }
+    }
+
+    /// Adds a piece to the file of its result, and gives the file once it is whole.
+    async fn piece_of_file(
+        &mut self,
+        item: u32,
+        seed: u64,
+        piece: Piece,
+        part: Part,
+    ) -> Result<Chunks, Status> {
+        let come = self.come.entry((item, piece.track.clone())).or_default();
+        let file = match &come.file {
+            Some(file) => file.clone(),
+            None => {
+                let of = FileOf {
+                    job: self.job.clone(),
+                    item,
+                    seed,
+                    track: piece.track.clone(),
+                    output: self.output.clone(),
+                };
+                let encodings = &self.encoder.encodings;
+                let file = encodings.file(of, &piece.format, self.encoder.client)?;
+                come.file.insert(file).clone()
+            }
+        };
+        let (format, track) = (piece.format, piece.track.clone());
+        file.add(piece).await?;
+        if !part.is_last {
+            return Ok(Box::new(std::iter::empty()));
+        }
+        come.file = None;
+        let whole = file.whole().await?;
+        file_chunks(item, seed, track, format, &self.output, whole).map_err(internal)
     }
 }
 
@@ -279,7 +333,10 @@ pub(super) fn artifact(
             let total = file.len() as u64;
             ("image/png", None, file, total, 0)
         }
-        (format @ MediaFormat::Audio { .. }, Encoding::Wav | Encoding::Mp4) => {
+        (
+            format @ MediaFormat::Audio { .. },
+            Encoding::Wav | Encoding::Mp4 | Encoding::FramesAndMp4 | Encoding::WavAndFlac,
+        ) => {
             let track = TrackFormat::of(&format).ok_or("no track")?;
             let header = wav_header(track, recipe.as_ref())?;
             let behind = header.len() as u64;
@@ -580,6 +637,25 @@ mod tests {
         assert_eq!(joined(&sent(&mut other, &[2..3]).await), made);
         drop((one, other));
         assert_eq!(bound.taken(), 0, "nothing is left");
+    }
+
+    #[tokio::test]
+    async fn a_film_comes_as_frames_and_then_as_mp4_where_both_are_wanted() {
+        let encodings = Arc::new(Encodings::new(Budget::new(1 << 20, 1 << 20)));
+        let mut stream = results(Encoding::FramesAndMp4, &encodings);
+        let chunks = sent(&mut stream, &[3..6, 0..3]).await;
+        let (raw, file): (Vec<_>, Vec<_>) = chunks
+            .into_iter()
+            .partition(|chunk| chunk.media_type == "video/x-raw-rgb");
+        let expected: Vec<u8> = (0..6).flat_map(|n| vec![40 * n as u8; 3 * 32 * 16]).collect();
+        assert_eq!(joined(&raw), expected);
+        assert!(raw.last().unwrap().last && file.last().unwrap().last);
+        assert!(file[0].format.is_some());
+        assert_eq!(pictures::recipe_of(&joined(&file)).unwrap().seed, 7);
+        // Where there is no room for the file, the frames come all the same.
+        let encodings = Arc::new(Encodings::new(Budget::new(100, 100)));
+        let mut stream = results(Encoding::FramesAndMp4, &encodings);
+        assert_eq!(joined(&sent(&mut stream, &[3..6, 0..3]).await), expected);
     }
 
     #[tokio::test]

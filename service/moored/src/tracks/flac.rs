@@ -10,6 +10,7 @@ use flac_codec::encode::{FlacSampleWriter, Options};
 use flac_codec::metadata::VorbisComment;
 use pipelines::Clip;
 
+use super::containers::{refusal, without_id3};
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
 use crate::encoded::EncodedFile;
 use crate::panics::caught;
@@ -110,9 +111,8 @@ type Head = [u8; MARKER.len() + 4 + STREAMINFO_BYTES];
 /// A file as it is decoded: the marker and the description of the stream; and the frames. Other blocks, which are tags and
 /// pictures, are passed over: they hold no sound, and their lengths are not trusted.
 fn stream_of(file: &[u8]) -> Result<(Cursor<Head>, &[u8]), TrackError> {
-    let mut rest = file
-        .strip_prefix(MARKER)
-        .ok_or_else(|| unreadable("it does not begin as one"))?;
+    let file = without_id3(file);
+    let mut rest = file.strip_prefix(MARKER).ok_or_else(|| refusal(file))?;
     let mut head = None;
     loop {
         let cut_off = || TrackError::CutOff("FLAC");
@@ -133,7 +133,7 @@ fn stream_of(file: &[u8]) -> Result<(Cursor<Head>, &[u8]), TrackError> {
 }
 
 pub(super) fn recipe_of(file: &[u8]) -> Option<String> {
-    let comments = flac_codec::metadata::read_block::<_, VorbisComment>(file);
+    let comments = flac_codec::metadata::read_block::<_, VorbisComment>(without_id3(file));
     comments.ok().flatten()?.get(COMMENT).map(str::to_owned)
 }
 

@@ -105,7 +105,7 @@ impl Asked {
             }
         }
         let mut one_of_both = |field: &str, picture: &v1::PictureInput| {
-            if picture.data.is_empty() == picture.media_id.is_empty() {
+            if picture.data.is_some() == !picture.media_id.is_empty() {
                 problems.push(RequestError::new(field, "needs data or a media_id, and not both"));
             }
         };
@@ -124,7 +124,7 @@ impl Asked {
 
     fn check_starts(&self, problems: &mut Vec<RequestError>) {
         let starts = [
-            ("init_image", !self.init_image.is_empty()),
+            ("init_image", self.init_image.is_some()),
             ("init_media_id", self.init_media.is_some()),
             ("init_latent_id", self.init_latent.is_some()),
         ];
