@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import moored
 import pytest
 from hub import Hub, Repository, files_of
 
-import moored
 from service import INSTANT_MODELS, ROOT, ReservedPort, Service, run
 
 SHORT, ID = "z-image-turbo", "Tongyi-MAI/Z-Image-Turbo"
@@ -126,7 +126,9 @@ def test_a_model_that_will_not_fit_is_not_downloaded_unasked(hub: Hub, alone: Ru
     assert hub.requests != [], "it goes on where it is told to"
 
 
-def test_a_service_is_asked_what_fits_before_it_downloads(hub: Hub, home: Path, tmp_path: Path) -> None:
+def test_a_service_is_asked_what_fits_before_it_downloads(
+    hub: Hub, home: Path, tmp_path: Path
+) -> None:
     env = hub.environment(home)
     service = Service(state=tmp_path / "state", devices=("sim:8GiB",), environment=env)
     try:
@@ -169,7 +171,9 @@ def test_models_without_a_service_are_those_of_this_machine(alone: Run) -> None:
     assert ID in {model["id"] for model in listed}
 
 
-def test_short_names_mean_the_model_wherever_one_is_named(hub: Hub, home: Path, tmp_path: Path) -> None:
+def test_short_names_mean_the_model_wherever_one_is_named(
+    hub: Hub, home: Path, tmp_path: Path
+) -> None:
     env = hub.environment(home)
     service = Service(state=tmp_path / "state", environment=env)
     try:
@@ -215,21 +219,31 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     assert service.stop() == 0
 
 
-def test_a_film_and_a_track_without_a_model_take_the_shipped_ones(demo: Service, tmp_path: Path) -> None:
+def test_a_film_and_a_track_without_a_model_take_the_shipped_ones(
+    demo: Service, tmp_path: Path
+) -> None:
     start = ROOT / "docs/demo.png"
     size = ("-W", "64", "-H", "64", "--frames", "37", "--steps", "1")
     film = ("film", "a circle moves", "--init", str(start), *size, "-o", "a.mp4")
     good(demo.run(*film, cwd=tmp_path))
-    good(demo.run("play", "one short note", "--seconds", "1", "--steps", "1", "-o", "a.wav", cwd=tmp_path))
+    good(
+        demo.run(
+            "play", "one short note", "--seconds", "1", "--steps", "1", "-o", "a.wav", cwd=tmp_path
+        )
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"a.mp4", "a.wav"}
     with demo.client() as client:
-        assert client.generate_audio("one note", seconds=1.0, steps=1).model.id == "moored/demo-sound"
+        assert (
+            client.generate_audio("one note", seconds=1.0, steps=1).model.id == "moored/demo-sound"
+        )
         assert client.plan_video("a circle", width=64, height=64, init_image=start).model.id == (
             "moored/demo-film"
         )
 
 
-def test_a_model_of_another_medium_is_refused_with_one_to_name(demo: Service, tmp_path: Path) -> None:
+def test_a_model_of_another_medium_is_refused_with_one_to_name(
+    demo: Service, tmp_path: Path
+) -> None:
     refused = demo.run("film", "a wave", "-m", "moored/demo", cwd=tmp_path)
     assert refused.returncode == 2
     for part in ("moored/demo makes pictures", "moored/demo-film"):
@@ -248,7 +262,9 @@ def test_the_only_model_of_a_medium_is_its_default(simulate: Any, tmp_path: Path
     with simulate("sim:24GiB", arguments=arguments).client() as client:
         film = client.generate_video("a wave", width=64, height=64, frames=2, steps=1)
         assert film.model.id == "video", "the configured default makes films"
-        assert client.generate_image("a cube", steps=1, width=64, height=64).model.id == "moored/demo"
+        assert (
+            client.generate_image("a cube", steps=1, width=64, height=64).model.id == "moored/demo"
+        )
 
 
 def test_a_refusal_names_the_smallest_need_and_a_model_that_fits(simulate: Any) -> None:
@@ -265,7 +281,9 @@ def test_a_refusal_names_the_smallest_need_and_a_model_that_fits(simulate: Any) 
         assert "full:" not in chosen
 
 
-def test_framepack_is_one_pull_and_one_model(hub: Hub, home: Path, alone: Run, tmp_path: Path) -> None:
+def test_framepack_is_one_pull_and_one_model(
+    hub: Hub, home: Path, alone: Run, tmp_path: Path
+) -> None:
     planned = alone("pull", "framepack", "--dry-run")
     assert "hunyuanvideo-community/HunyuanVideo" in planned.stderr
     good(alone("pull", "framepack"))
@@ -280,8 +298,14 @@ def test_framepack_is_one_pull_and_one_model(hub: Hub, home: Path, alone: Run, t
             theirs = [model for model in client.list_models() if not model.id.startswith("moored/")]
             assert [(model.id, model.problem) for model in theirs] == [(FRAMEPACK, "")]
             film = client.generate_video(
-                "a wave", model="framepack", width=48, height=32, frames=37, steps=1,
-                init_image=ROOT / "docs/demo.png", max_sequence_length=64,
+                "a wave",
+                model="framepack",
+                width=48,
+                height=32,
+                frames=37,
+                steps=1,
+                init_image=ROOT / "docs/demo.png",
+                max_sequence_length=64,
             )
             assert film.model.id == FRAMEPACK
     finally:
