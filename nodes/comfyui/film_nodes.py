@@ -178,5 +178,5 @@ async def _defaults_of(client: moored.AsyncClient, model: ModelRecipe) -> moored
             return listed.defaults
     # Whether it is there, and makes films, is the service's to say; whether memory is short, later.
     with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
-        await client.plan_video(model=model.ref)
+        await client.plan_model(model.ref)
     return moored.ModelDefaults(0, 0.0, 0, 0, 0)

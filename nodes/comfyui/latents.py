@@ -15,7 +15,6 @@ from .connection import Target
 from .failures import Failure
 from .follow import Deliver, Display, attend, follow
 from .handles import Bringing, Encoding, Generation, KeptLatent, ModelRecipe
-from .plans import plan_of
 
 T = TypeVar("T")
 
@@ -140,7 +139,7 @@ async def _bring(display: Display, target: Target, model: ModelRecipe, recipe: B
 
 async def _plan(display: Display, target: Target, model: ModelRecipe) -> moored.Plan:
     async def work(client: moored.AsyncClient, deliver: Deliver) -> moored.Plan:
-        return await plan_of(client, model.ref)
+        return await client.plan_model(model.ref)
 
     return await attend(display, target, work)
 

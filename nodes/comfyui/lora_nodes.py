@@ -13,7 +13,6 @@ from . import claims, connection
 from .failures import Failure, told
 from .follow import Deliver, Display, attend
 from .handles import ModelHandle, chosen_name
-from .plans import plan_of
 from .schema import CATEGORY, ModelType
 
 STRENGTH_AT_MOST = 10.0
@@ -98,7 +97,7 @@ class LoadLoRA(io.ComfyNode):
                 said = ""
                 # Whether memory is short is asked later, as in Load Model.
                 with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
-                    resolved = (await plan_of(client, recipe.ref)).model
+                    resolved = (await client.plan_model(recipe.ref)).model
                     said = _report(adapter, resolved)
                 await claims.use(client, target, recipe)
                 claims.rest(target, recipe)

@@ -20,7 +20,6 @@ from .handles import (
     chosen_name,
     formats_of,
 )
-from .plans import plan_of
 from .schema import CATEGORY, ModelType, ServerType, server_input
 
 WHEN_MISSING = ["stop with an error", "pull"]
@@ -190,7 +189,7 @@ async def _found(
     # What a request would need says all of that, and loads nothing. Whether memory is short is asked later.
     with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
         try:
-            return (await plan_of(client, recipe.ref)).model.choice
+            return (await client.plan_model(recipe.ref)).model.choice
         except moored.ModelNotFound:
             if not pull:
                 raise
@@ -198,5 +197,5 @@ async def _found(
             async for event in progress:
                 deliver(event)
             await progress.result()
-        return (await plan_of(client, recipe.ref)).model.choice
+        return (await client.plan_model(recipe.ref)).model.choice
     return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from faults import assert_at_rest, kill_worker, retries
 from numpy.typing import NDArray
 from PIL import Image
 from test_media import RATE, SIDE, assert_film
+from tiny_models import film_models
 from waiting import until
 
 from service import INSTANT_MODELS, ROOT, Service
@@ -48,17 +48,8 @@ def in_sections(folder: Path) -> tuple[str, ...]:
 
 def framepack(folder: Path) -> tuple[str, ...]:
     """Settings with `framepack` and `hunyuan`, the tiny models of the fixtures."""
-    models = folder / "models"
-    for name, parts in (
-        ("hunyuan", ("hunyuan-tiny",)),
-        ("framepack", ("hunyuan-tiny", "framepack-tiny")),
-    ):
-        for part in parts:
-            shutil.copytree(FIXTURES / part, models / name, dirs_exist_ok=True)
-        shutil.copytree(FIXTURES / "flux-tiny/text_encoder", models / name / "text_encoder_2")
-        shutil.copytree(FIXTURES / "flux-tiny/tokenizer", models / name / "tokenizer_2")
-        shutil.rmtree(models / name / "expected")
-    return ("--models", str(models))
+    film_models(folder / "models")
+    return ("--models", str(folder / "models"))
 
 
 def stages(events: list[moored.Event]) -> list[str]:

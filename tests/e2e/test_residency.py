@@ -179,6 +179,14 @@ def test_an_unload_frees_what_was_booked(simulate: Simulate) -> None:
         assert client.unload("flux-full").freed == (), "again is harmless"
 
 
+def test_an_unload_of_formats_without_a_model_unloads_nothing(simulate: Simulate) -> None:
+    with simulate("sim:64GiB").client() as client:
+        client.load("flux-full")
+        with pytest.raises(moored.InvalidRequest, match=r"model.id"):
+            client.unload(moored.ModelRef("", quantization="4-bit"))
+        assert client.status().cards[0].residents != ()
+
+
 def test_the_status_is_current_after_a_call(simulate: Simulate) -> None:
     """After a call has returned, the status shows its effect."""
     with simulate("sim:40GiB").client() as client:

@@ -650,6 +650,16 @@ class Client:
         request = residency_pb2.PlanRequest(audio=audio, card=audio.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
+    def plan_model(
+        self, model: ModelLike, *, card: str = "", timeout: float | None = QUICK_S
+    ) -> Plan:
+        """What the default request of a model would need, whatever the model generates.
+
+        Pictures that the model requires count with the request's size.
+        """
+        request = residency_pb2.PlanRequest(model=requests.model_of(model), card=card)
+        return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
+
     def status(self, *, timeout: float | None = QUICK_S) -> Status:
         """The memory and the jobs of each card."""
         request = residency_pb2.GetStatusRequest()

@@ -26,7 +26,6 @@ from moored_griptape.model_handle import (
     parse_loras,
 )
 from moored_griptape.run_node import in_a_sentence
-from moored_griptape.system_constraints import of_any_medium
 
 NO_LORA = "none"
 
@@ -147,7 +146,7 @@ async def _report(handle: ModelHandle) -> str:
     """What the LoRAs change, a line for each; raises where they do not fit the model."""
     async with service_client() as client:
         try:
-            plan = await of_any_medium(client)("", model=handle.ref)
+            plan = await client.plan_model(handle.ref)
         except moored.ModelNotFound:
             if handle.if_missing != PULL:
                 raise

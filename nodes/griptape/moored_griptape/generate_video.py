@@ -137,7 +137,7 @@ class MooredGenerateVideo(PreviewingNode):
                 return listed.defaults
         # Whether it is there, and makes films, is the service's to say; whether memory is short, later.
         with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
-            await client.plan_video(model=self._handle.ref)
+            await client.plan_model(self._handle.named)
         return moored.ModelDefaults(0, 0.0, 0, 0, 0)
 
     def _positive(self, name: str) -> float:

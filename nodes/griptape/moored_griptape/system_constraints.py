@@ -23,7 +23,7 @@ Needs = Callable[[moored.Plan], tuple[int, str]]
 Options = dict[str, Any]
 """Those of a request, whatever it generates."""
 Planner = Callable[..., Awaitable[moored.Plan]]
-"""`plan`, `plan_video` or `plan_audio` of a client."""
+"""A call of a client that plans, with a prompt and options."""
 
 
 class OverBudget(Exception):
@@ -127,7 +127,13 @@ class SystemConstraints:
         """The same for a whole model that is to be in."""
         options: Options = {"model": handle.ref, **self.job_options}
         tries = _quantized(handle, options)
-        await self._check_plan(client, of_any_medium(client), "", options, tries, _whole, log)
+
+        async def plan(
+            _prompt: str, *, model: moored.ModelRef | None, card: str = "", **_job: Any
+        ) -> moored.Plan:
+            return await client.plan_model(model or "", card=card)
+
+        await self._check_plan(client, plan, "", options, tries, _whole, log)
 
     async def _check_plan(
         self,
@@ -180,25 +186,6 @@ class SystemConstraints:
         if self.cpu_memory_gb is not None and card.kind == "cpu":
             limits.append((int(self.cpu_memory_gb * GB), "cpu_memory_gb"))
         return min(limits)
-
-
-def of_any_medium(client: moored.AsyncClient) -> Planner:
-    """A plan of what the model generates, for options that a request for any medium has."""
-
-    async def plan(prompt: str, **options: Any) -> moored.Plan:
-        refused: moored.InvalidRequest | None = None
-        for one in (client.plan, client.plan_video, client.plan_audio):
-            try:
-                return await one(prompt, **options)
-            except moored.InvalidRequest as error:
-                if [violation.field for violation in error.violations] != ["model"]:
-                    raise
-                # It may generate something else than was asked for.
-                refused = refused or error
-        assert refused is not None
-        raise refused
-
-    return plan
 
 
 def _quantized(handle: ModelHandle, options: Options) -> dict[str, Options]:

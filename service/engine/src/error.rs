@@ -93,6 +93,37 @@ impl fmt::Display for CancelledBy {
     }
 }
 
+/// The bound on jobs that a submission would exceed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobBound {
+    /// That of one client, by the name that it gives.
+    Client { client: String, limit: usize },
+    /// That of one address, whatever its clients call themselves.
+    Address { address: String, limit: usize },
+    /// The last places are for addresses that have no job.
+    Kept { places: usize },
+}
+
+impl fmt::Display for JobBound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const REMEDY: &str = "wait until some have ended or cancel some, or raise";
+        match self {
+            JobBound::Client { client, limit } => write!(
+                f,
+                "{client} has {limit} jobs in the queue, which are the most of one client: {REMEDY} queue.max_jobs_per_client"
+            ),
+            JobBound::Address { address, limit } => write!(
+                f,
+                "clients at {address} have {limit} jobs in the queue, which are the most of one address: {REMEDY} queue.max_jobs"
+            ),
+            JobBound::Kept { places } => write!(
+                f,
+                "the last {places} places of the queue are kept for addresses that have no job in it, and yours has some: {REMEDY} queue.max_jobs"
+            ),
+        }
+    }
+}
+
 /// Why a job failed. `Clone`, since all clients that joined a job get the same error.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
@@ -138,6 +169,9 @@ pub enum Error {
         /// Maximum of queued jobs.
         limit: usize,
     },
+    /// A client, or an address, has as many jobs as one may have.
+    #[error("{0}")]
+    TooManyJobs(JobBound),
     /// Init images of other jobs leave no room for the job's own.
     #[error(
         "init images of other jobs take {kept} of the {limit} that the queue keeps; try again in a while"

@@ -18,7 +18,7 @@ use crate::catalogue::{self, Makes};
 use crate::config::ModelSettings;
 use crate::hub;
 use crate::proto::v1;
-use crate::threads::on_thread;
+use crate::threads::FILES;
 use adapters::FoundAdapter;
 use listing::Listing;
 
@@ -182,7 +182,7 @@ impl Models {
     /// As [`Models::resolve`], on a blocking thread, since folders may be scanned.
     pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         let models = self.clone();
-        on_thread(move || models.resolve(model.as_ref())).await?
+        FILES.run(move || models.resolve(model.as_ref())).await?
     }
 
     /// Resolves a reference to the entry that it means.

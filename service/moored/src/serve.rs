@@ -26,9 +26,10 @@ use crate::memory;
 use crate::models::Models;
 use crate::preload;
 use crate::process::WorkerSettings;
+use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 use crate::proto::v1;
-use crate::telemetry;
+use crate::threads::Turns;
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -105,7 +106,7 @@ pub(crate) async fn run(
     let workers = WorkerPids::new(cards.len());
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
-    let limits = Limits::new(&config.limits);
+    let limits = Limits::new(&config.limits, token);
     grpc::paths::set_folders(folders_of_models(&config));
     let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
     let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
@@ -137,7 +138,7 @@ pub(crate) async fn run(
         max_message: config.service.max_message,
         policy,
         workers,
-        decoding: grpc::Decoding::new(),
+        decoding: Turns::of_decoding(),
         encodings: limits.encodings(),
         media: limits.media(config.queue.latent_ttl),
         latents: config.queue.latents,
@@ -154,7 +155,7 @@ pub(crate) async fn run(
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let serving = tokio::spawn(grpc::serve(service, token, listener, stopped_seen));
+    let serving = tokio::spawn(grpc::serve(service, listener, stopped_seen));
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),
@@ -321,12 +322,6 @@ fn start_card_tasks(
     stopped: &watch::Receiver<bool>,
 ) -> CardTasks {
     let (signals, received) = mpsc::unbounded_channel();
-    let filter = config.log.filter.as_deref().unwrap_or(telemetry::DEFAULT_FILTER);
-    let log = if config.log.json {
-        format!("json:{filter}")
-    } else {
-        filter.to_owned()
-    };
     let mut card_tasks = CardTasks {
         slots: Vec::with_capacity(cards.len()),
         signals: received,
@@ -340,7 +335,7 @@ fn start_card_tasks(
             device: device.clone(),
             headroom: config.cards.headroom,
             memory,
-            log: log.clone(),
+            log: config.log.clone(),
             lock_file: worker_lock(&config.service.state, card),
             plans_folder: config.service.state.join("plans"),
             fp8_products: config.cards.fp8_products,
@@ -370,6 +365,8 @@ fn start_queue(
 ) -> Queue {
     let settings = Settings {
         max_jobs: config.queue.max_jobs,
+        job_input_bytes: MOST_INPUT_BYTES,
+        max_jobs_per_client: config.queue.max_jobs_per_client,
         overtaking_bound: config.queue.overtaking_bound,
         patience: Patience {
             after_eviction_ms: millis(config.queue.patience_after_eviction),

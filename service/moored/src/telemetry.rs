@@ -22,7 +22,7 @@ const LIBRARIES: [&str; 8] = [
     "mio",
 ];
 
-/// Starts logging in a supervisor or a command.
+/// Starts logging in a process.
 pub(crate) fn start(log: &LogSettings) {
     let filter = log.filter.as_deref().unwrap_or(DEFAULT_FILTER);
     let filter = EnvFilter::try_new(directives(filter)).unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER));
@@ -42,13 +42,6 @@ pub(crate) fn start(log: &LogSettings) {
 fn directives(filter: &str) -> String {
     let quiet = LIBRARIES.map(|library| format!("{library}=info"));
     format!("{},{filter}", quiet.join(","))
-}
-
-/// Starts logging in a worker, whose lines mix with the supervisor's.
-pub(crate) fn start_worker(filter: &str) {
-    let json = filter.starts_with("json:");
-    let filter = Some(filter.trim_start_matches("json:").to_owned());
-    start(&LogSettings { filter, json });
 }
 
 /// Logs the age of this process. That includes the time in which the system loaded its libraries, which the process itself

@@ -19,11 +19,13 @@ import pytest
 from conftest import HUB_MODEL
 from lora_files import LAYERS, RANK, instant_adapter, random_lora, write_safetensors
 from PIL import Image
+from product import CASES, SEED, Row, generated, name_of, numbers_of, start_picture
 from prompts import RED, SIZE, Graph, Prompt
 from runs import Run
+from tiny_models import FIXTURES, picture_models
 from waiting import until
 
-from service import INSTANT_MODELS, ROOT, Service, slower_model
+from service import INSTANT_MODELS, Service, slower_model
 
 Serve = Callable[..., Service]
 
@@ -69,6 +71,48 @@ def scene(seed: int) -> Image.Image:
     """A picture to start from."""
     pixels = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize((64, 64), Image.Resampling.NEAREST)
+
+
+# The product: every shipped model in every precision.
+
+
+def add_row(comfyui: ComfyUI, graph: Graph, row: Row) -> str:
+    """The node that generates what a row of the product asks for."""
+    options = row.options | {"seed": SEED, "steps": row.steps}
+    match row.medium:
+        case "image":
+            return graph.text_to_image(row.prompt, **options)
+        case "video" if row.needs_picture:
+            start = graph.add("LoadImage", image=comfyui.upload("start.png", start_picture()))
+            return graph.image_to_video([start, 0], row.prompt, give_frames=True, **options)
+        case "video":
+            return graph.text_to_video(row.prompt, give_frames=True, **options)
+        case "audio":
+            return graph.text_to_music(row.prompt, **options)
+
+
+@pytest.mark.parametrize(("row", "precision"), CASES, ids=name_of)
+def test_a_shipped_model_generates_as_the_client_does(
+    comfyui: ComfyUI,
+    demo_service: Service,
+    client: moored.Client,
+    row: Row,
+    precision: str,
+) -> None:
+    graph = Graph(demo_service.address, model=row.model, quantization=precision)
+    made = add_row(comfyui, graph, row)
+    expected = numbers_of(generated(client, row, precision))
+    match row.medium:
+        case "image":
+            show = shown(graph, made)
+            same(comfyui.queue(graph.prompt).succeeded().pictures(show), [expected])
+        case "video":
+            show = shown(graph, made, 1)
+            same(comfyui.queue(graph.prompt).succeeded().pictures(show), list(expected))
+        case "audio":
+            graph.add("PreviewAudio", audio=[made, 0])
+            run = comfyui.queue(graph.prompt).succeeded()
+            assert run.texts(made)[-1].startswith("Done in")
 
 
 # Pictures.
@@ -283,18 +327,14 @@ def test_a_model_with_a_lora_is_held_and_unloaded_as_such(
 
 # Masks, references and ControlNets.
 
-TINY = ROOT / "service/pipelines/fixtures"
-
 
 @pytest.fixture(scope="module")
 def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with a tiny FLUX.1, the same as Kontext, and two ControlNets."""
     models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
-    for name in ("plain", "kontext"):
-        shutil.copytree(TINY / "flux-tiny", models / name)
-    shutil.copytree(TINY / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
+    picture_models(models)
     for name in ("single", "union"):
-        shutil.copytree(TINY / "flux-controlnet-tiny" / name, nets / name)
+        shutil.copytree(FIXTURES / "flux-controlnet-tiny" / name, nets / name)
     arguments = ("--models", str(models), "--set", f"models.adapters={json.dumps([str(nets)])}")
     service = Service(*arguments, state=tmp_path_factory.mktemp("editing"))
     with service.client():

@@ -259,7 +259,7 @@ class UnloadRequest(google.protobuf.message.Message):
     """Who unloads it, for the errors of jobs that are cancelled. Empty: the peer's address."""
     @property
     def model(self) -> model_pb2.ModelRef:
-        """Empty id: every model."""
+        """Absent or empty: every model. Formats, a revision or adapters without an id are refused."""
 
     def __init__(
         self,
@@ -426,6 +426,7 @@ class PlanRequest(google.protobuf.message.Message):
     GENERATE_FIELD_NUMBER: builtins.int
     VIDEO_FIELD_NUMBER: builtins.int
     AUDIO_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     CARD_FIELD_NUMBER: builtins.int
     card: builtins.str
     """The card to plan on; empty: the one that would be picked for the request."""
@@ -435,17 +436,22 @@ class PlanRequest(google.protobuf.message.Message):
     def video(self) -> generation_pb2.GenerateVideoRequest: ...
     @property
     def audio(self) -> generation_pb2.GenerateAudioRequest: ...
+    @property
+    def model(self) -> model_pb2.ModelRef:
+        """The default request of this model, whatever it generates. Pictures that the model requires count with the request's size."""
+
     def __init__(
         self,
         *,
         generate: generation_pb2.GenerateImageRequest | None = ...,
         video: generation_pb2.GenerateVideoRequest | None = ...,
         audio: generation_pb2.GenerateAudioRequest | None = ...,
+        model: model_pb2.ModelRef | None = ...,
         card: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["audio", b"audio", "generate", b"generate", "request", b"request", "video", b"video"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["audio", b"audio", "card", b"card", "generate", b"generate", "request", b"request", "video", b"video"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["generate", "video", "audio"] | None: ...
+    def HasField(self, field_name: typing.Literal["audio", b"audio", "generate", b"generate", "model", b"model", "request", b"request", "video", b"video"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["audio", b"audio", "card", b"card", "generate", b"generate", "model", b"model", "request", b"request", "video", b"video"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["generate", "video", "audio", "model"] | None: ...
 
 global___PlanRequest = PlanRequest
 

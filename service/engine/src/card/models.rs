@@ -19,6 +19,8 @@ pub(super) struct Models {
     catalogue: Catalogue,
     dtype: DType,
     opened: HashMap<OpenedKey, CachedModel>,
+    /// Number of uses so far: the time of the cache.
+    uses: u64,
 }
 
 type OpenedKey = (PathBuf, Quantization, Vec<AdapterFile>);
@@ -28,6 +30,8 @@ struct CachedModel {
     stamps: Stamps,
     /// As it was before its files were replaced: what was read then may still be resident.
     earlier: Option<Version>,
+    /// When it was used last.
+    used: u64,
 }
 
 /// A model as it was opened once.
@@ -51,12 +55,15 @@ impl Models {
             catalogue,
             dtype,
             opened: HashMap::new(),
+            uses: 0,
         }
     }
 
     /// An open model, if none of its files has changed.
-    fn current(&self, key: &OpenedKey) -> Option<Arc<dyn Model>> {
-        let known = self.opened.get(key)?;
+    fn current(&mut self, key: &OpenedKey) -> Option<Arc<dyn Model>> {
+        self.uses += 1;
+        let known = self.opened.get_mut(key)?;
+        known.used = self.uses;
         known
             .stamps
             .are_current()
@@ -104,23 +111,81 @@ impl Models {
         if !location.adapters.is_empty() {
             model = model.with_adapters(&location.adapters)?;
         }
+        let earlier = self.opened.remove(&model_key).map(|known| known.latest);
         if self.opened.len() >= CAPACITY {
-            self.opened.clear();
+            self.forget_least_recently_used();
         }
         let opened = CachedModel {
+            used: self.uses,
             stamps: Stamps::of(around, &*model),
             latest: Version {
                 model: Arc::clone(&model),
                 identities: BTreeSet::new(),
             },
-            earlier: self.opened.remove(&model_key).map(|known| known.latest),
+            earlier,
         };
         self.opened.insert(model_key, opened);
         Ok(model)
+    }
+
+    /// Only this one: orders of the others may name what they were before their files were replaced.
+    fn forget_least_recently_used(&mut self) {
+        let oldest = self.opened.iter().min_by_key(|(_, known)| known.used);
+        if let Some(key) = oldest.map(|(key, _)| key.clone()) {
+            self.opened.remove(&key);
+        }
     }
 }
 
 fn model_key_of(location: &ModelLocation) -> OpenedKey {
     let (path, quantization) = (location.path.clone(), location.quantization.clone());
     (path, quantization, location.adapters.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use pipelines::instant::Instant;
+
+    use super::*;
+
+    /// A file of a model in a folder.
+    fn write(folder: &std::path::Path, name: &str) -> ModelLocation {
+        let path = folder.join(format!("{name}.instant.json"));
+        let component = format!(r#"{{"name": "transformer", "bytes": 1048576, "identity": "{name}"}}"#);
+        std::fs::write(
+            &path,
+            format!(r#"{{"name": "{name}", "components": [{component}]}}"#),
+        )
+        .unwrap();
+        ModelLocation {
+            key: name.to_owned(),
+            path,
+            quantization: Quantization::NONE,
+            adapters: Vec::new(),
+            kept: Vec::new(),
+            identities: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_full_cache_forgets_the_least_recently_used_model_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut models = Models::new(Catalogue::new(vec![Box::new(Instant)]), DType::F32);
+        let used = write(folder.path(), "used");
+        let unused = write(folder.path(), "unused");
+        for location in [&unused, &used] {
+            models.open(location).unwrap();
+        }
+        for number in 0..CAPACITY {
+            models
+                .open(&write(folder.path(), &format!("other-{number}")))
+                .unwrap();
+            models.open(&used).unwrap();
+        }
+        assert!(models.opened_as(&used, &[]).is_some());
+        assert!(models.opened_as(&unused, &[]).is_none());
+        assert_eq!(models.opened.len(), CAPACITY);
+    }
 }

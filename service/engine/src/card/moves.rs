@@ -78,6 +78,7 @@ impl From<LoadError> for MoveError {
             LoadError::OutOfMemory { .. } => MoveError::NoRoom,
             LoadError::Io { .. }
             | LoadError::Damaged { .. }
+            | LoadError::Incomplete { .. }
             | LoadError::NotFinite { .. }
             | LoadError::UnsupportedTensor { .. }
             | LoadError::Unsupported(_) => MoveError::Model(error.to_string()),
@@ -142,7 +143,9 @@ impl Card {
             };
             match source.copy.map(&mut load) {
                 None => load(source.plan),
-                Some(Err(error @ (LoadError::Io { .. } | LoadError::Damaged { .. }))) => {
+                Some(Err(
+                    error @ (LoadError::Io { .. } | LoadError::Damaged { .. } | LoadError::Incomplete { .. }),
+                )) => {
                     tracing::warn!(component = component.name, %error, "a kept copy cannot be read: its checkpoint is");
                     from = "checkpoint";
                     load(source.plan)
@@ -177,10 +180,12 @@ impl Card {
 
     /// Its files were replaced while they were read: what came in is not what the identity says.
     fn take_back(&mut self, component: &Component, link: &mut dyn Link) -> Result<MoveError, MoveError> {
-        self.gpu.unload(&component.id)?;
+        let unloaded = self.gpu.unload(&component.id);
+        // Whatever the card says: the ledger must not wait for a load that has ended.
         self.ledger.abort_load(&component.id)?;
         self.reconcile_after_change()?;
         self.publish(link);
+        unloaded?;
         Ok(MoveError::replaced_while_read(&component.name))
     }
 

@@ -76,8 +76,12 @@ use crate::messages::{Command, Event};
 pub struct Settings {
     /// Most jobs in the queue; more are refused.
     pub max_jobs: usize,
+    /// Most jobs of one client, by its name.
+    pub max_jobs_per_client: usize,
     /// Most bytes of init images of all jobs together; a single job may exceed it.
     pub input_bytes: Bytes,
+    /// Most bytes of init images of a single job: what a worker can be sent in one command.
+    pub job_input_bytes: Bytes,
     /// How often a job may be overtaken.
     pub overtaking_bound: u32,
     /// Patience for late and foreign memory of jobs that set none.
@@ -125,7 +129,9 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings {
             max_jobs: 256,
+            max_jobs_per_client: 192,
             input_bytes: Bytes::gib(1),
+            job_input_bytes: Bytes(u64::MAX),
             overtaking_bound: 3,
             patience: Patience::default(),
             longest_patience: Duration::from_secs(600),

@@ -8,9 +8,11 @@ use std::time::{Duration, Instant, SystemTime};
 use engine::card::Card;
 use engine::library::{Entry, Library, OpenModel};
 use engine::messages::{Command, Failure, Outcome, StageWork, Work};
-use gpu::{CardDescription, ComponentTensors, CpuCard, Gpu, LoadError, LoadPlan, LoadProgress};
+use gpu::{
+    CardDescription, ComponentTensors, CpuCard, Gpu, GpuError, LoadError, LoadPlan, LoadProgress, Unloaded,
+};
 use pipelines::{Quantization, Role, Rung, StagePlan, Values};
-use residency::{Bytes, Component};
+use residency::{Bytes, Component, ComponentId};
 
 use crate::loads::{self, Ends, card, carry_out, cpu};
 use crate::one_tensor::catalogue;
@@ -57,7 +59,11 @@ fn entry(path: &Path) -> Entry {
 }
 
 /// Replaces a file while it is read.
-struct Meanwhile(Option<Box<dyn FnMut()>>);
+struct Meanwhile {
+    replace: Option<Box<dyn FnMut()>>,
+    /// Whether the card's answer to an unload is an error.
+    unloads_fail: bool,
+}
 
 impl Watch<CpuCard> for Meanwhile {
     fn load(
@@ -68,8 +74,8 @@ impl Watch<CpuCard> for Meanwhile {
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
         card.load(component, plan, progress)?;
-        if let Some(meanwhile) = &mut self.0 {
-            meanwhile();
+        if let Some(replace) = &mut self.replace {
+            replace();
         }
         Ok(())
     }
@@ -80,10 +86,17 @@ impl Watch<CpuCard> for Meanwhile {
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<ComponentTensors, LoadError> {
         let read = card.read_on_host(plan, progress)?;
-        if let Some(meanwhile) = &mut self.0 {
-            meanwhile();
+        if let Some(replace) = &mut self.replace {
+            replace();
         }
         Ok(read)
+    }
+    fn unload(&mut self, card: &mut CpuCard, id: &ComponentId) -> Result<Unloaded, GpuError> {
+        let unloaded = card.unload(id)?;
+        match self.unloads_fail {
+            true => Err(GpuError::Truth("the driver does not answer".into())),
+            false => Ok(unloaded),
+        }
     }
 }
 
@@ -99,16 +112,23 @@ struct Bench {
 
 impl Bench {
     fn new(size: u64) -> Bench {
-        Bench::with(size, |_| None)
+        Bench::with(size, false, |_| None)
     }
 
-    fn with(size: u64, meanwhile: impl FnOnce(PathBuf) -> Option<Box<dyn FnMut()>>) -> Bench {
+    fn with(
+        size: u64,
+        unloads_fail: bool,
+        replace: impl FnOnce(PathBuf) -> Option<Box<dyn FnMut()>>,
+    ) -> Bench {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model");
         write(&path, 1.0, size, 0);
         let watched = Watched {
             card: cpu(),
-            watch: Meanwhile(meanwhile(path.clone())),
+            watch: Meanwhile {
+                replace: replace(path.clone()),
+                unloads_fail,
+            },
         };
         Bench {
             path,
@@ -275,7 +295,7 @@ fn an_order_for_a_replaced_version_uses_its_resident_components() {
 
 #[test]
 fn a_file_that_is_replaced_while_it_is_read_is_not_kept() {
-    let mut bench = Bench::with(4, |path| {
+    let mut bench = Bench::with(4, false, |path| {
         Some(Box::new(move || replace(&path, Replaced::ByRename, 2.0, 4)))
     });
     let first = bench.open();
@@ -285,8 +305,32 @@ fn a_file_that_is_replaced_while_it_is_read_is_not_kept() {
 }
 
 #[test]
+fn a_load_that_cannot_be_taken_back_leaves_the_ledger_at_rest() {
+    let mut replaced = false;
+    let mut bench = Bench::with(4, true, |path| {
+        Some(Box::new(move || {
+            if !std::mem::replace(&mut replaced, true) {
+                replace(&path, Replaced::InPlace, 2.0, 4);
+            }
+        }))
+    });
+    let first = bench.open();
+    let ends = bench.load(&first);
+    assert!(
+        matches!(ends.outcome, Some(Outcome::Failed(_))),
+        "{:?}",
+        ends.outcome
+    );
+    assert_eq!(ends.resident, []);
+    replace(&bench.path, Replaced::ByRename, 1.0, 4);
+    write(&bench.path, 1.0, 4, 0);
+    let again = bench.open();
+    assert_eq!(resident_already(&bench.load(&again)), [""; 0]);
+}
+
+#[test]
 fn a_file_that_is_replaced_while_it_is_read_into_the_machines_memory_is_not_used() {
-    let mut bench = Bench::with(4, |path| {
+    let mut bench = Bench::with(4, false, |path| {
         Some(Box::new(move || replace(&path, Replaced::ByRename, 2.0, 4)))
     });
     let first = bench.open();

@@ -220,6 +220,33 @@ async fn a_reservation_is_renewed_by_its_id_and_grows_by_what_is_missing() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_reservation_that_grows_while_its_worker_restarts_is_refused_and_the_next_worker_takes_jobs() {
+    let (queue, mut worker) = one_card().await;
+    let minute = Duration::from_secs(60);
+    let asking = queue.clone();
+    let first = tokio::spawn(async move { asking.reserve("", Bytes::gib(2), minute, "game".into()).await });
+    let Wire::Command(Command::MakeRoom { id, .. }) = worker.next().await else {
+        panic!("room is to be made")
+    };
+    let answer = Answer::Unloaded {
+        freed: Vec::new(),
+        kept: Vec::new(),
+        short: Bytes::ZERO,
+    };
+    worker.say(Event::Answer { id, answer });
+    let first = first.await.unwrap().unwrap();
+    worker.die();
+    settle().await;
+
+    let more = queue.renew_reservation(&first.id, Bytes::gib(8), minute).await;
+    assert!(matches!(more, Err(Error::CardNotReady(_))), "{more:?}");
+
+    worker.ready();
+    let _job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    worker.order().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_worker_is_replaced_on_request_once_it_has_finished_what_it_runs() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();

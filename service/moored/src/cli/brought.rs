@@ -7,9 +7,8 @@ use bytes::Bytes;
 use super::CliError;
 use super::arguments::Settings;
 use super::connection::Connection;
-use super::request::read;
+use super::request::{Asked, read};
 use crate::proto::v1;
-use crate::proto::v1::plan_request::Request as Asked;
 use crate::tracks;
 
 /// Bytes of a message.

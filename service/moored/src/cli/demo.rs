@@ -15,12 +15,12 @@ use super::files::write;
 use super::generate::{Generated, generate, summary};
 use super::local::LocalService;
 use super::picture::{Canvas, picture};
+use super::request::Asked;
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::{ClientSettings, Config};
 use crate::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 use crate::proto::v1;
-use crate::proto::v1::plan_request::Request as Asked;
 
 /// One prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");

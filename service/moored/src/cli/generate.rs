@@ -12,14 +12,13 @@ use super::brought::Brought;
 use super::connection::{Connection, when_of};
 use super::files::{Target, Writing};
 use super::pull::WhenMissing;
-use super::request::{Wanted, medium_of, prompts_of, recipe_of, request_of};
+use super::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of};
 use super::results::Results;
 use super::show::Show;
 use super::{CliError, connection, interrupt, screen};
 use crate::config::ClientSettings;
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
-use crate::proto::v1::plan_request::Request as Asked;
 
 /// Generates a film, and writes it.
 pub(super) async fn film(client: &ClientSettings, mut options: Generate, json: bool) -> Result<(), CliError> {
@@ -231,7 +230,7 @@ pub(super) async fn plan(
     };
     let asked = request_of(&wanted, prompts.swap_remove(0), settings, false)?;
     let request = v1::PlanRequest {
-        request: Some(asked),
+        request: Some(asked.into()),
         card: settings.job.card.clone().unwrap_or_default(),
     };
     let connection = Connection::open(client).await?;

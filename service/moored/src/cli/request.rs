@@ -8,7 +8,24 @@ use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, Task
 use crate::durations::millis;
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
-use crate::proto::v1::plan_request::Request as Asked;
+
+/// A request for a result of any medium.
+#[derive(Clone, Debug)]
+pub(super) enum Asked {
+    Generate(v1::GenerateImageRequest),
+    Video(v1::GenerateVideoRequest),
+    Audio(v1::GenerateAudioRequest),
+}
+
+impl From<Asked> for v1::plan_request::Request {
+    fn from(asked: Asked) -> v1::plan_request::Request {
+        match asked {
+            Asked::Generate(image) => v1::plan_request::Request::Generate(image),
+            Asked::Video(video) => v1::plan_request::Request::Video(video),
+            Asked::Audio(audio) => v1::plan_request::Request::Audio(audio),
+        }
+    }
+}
 
 /// Parts of a request besides its prompt and its settings.
 pub(super) struct Wanted<'a> {

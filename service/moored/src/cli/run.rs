@@ -146,7 +146,7 @@ async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(
         return Ok(());
     };
     let request = v1::PlanRequest {
-        request: Some(first.clone()),
+        request: Some(first.clone().into()),
         card: first
             .options()
             .map(|options| options.card.clone())

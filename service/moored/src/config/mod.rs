@@ -15,7 +15,7 @@ use figment::providers::{Env, Format as _, Serialized, Toml};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
 use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 pub(crate) use hub::HubSettings;
 pub(crate) use reader::Mistakes;
@@ -150,6 +150,7 @@ impl CardSettings {
 #[derive(Clone, Debug)]
 pub(crate) struct QueueSettings {
     pub(crate) max_jobs: usize,
+    pub(crate) max_jobs_per_client: usize,
     pub(crate) overtaking_bound: u32,
     pub(crate) patience_after_eviction: Duration,
     pub(crate) patience_foreign: Duration,
@@ -188,6 +189,7 @@ impl UnloadWhenIdle {
 #[derive(Clone, Debug)]
 pub(crate) struct LimitSettings {
     pub(crate) connections: u64,
+    pub(crate) connections_per_client: u64,
     pub(crate) handshake: Duration,
     pub(crate) calls: u64,
     pub(crate) calls_per_client: u64,
@@ -225,7 +227,7 @@ pub(crate) struct ClientSettings {
 }
 
 /// `[log]`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct LogSettings {
     /// `None`: the default of the command.
     pub(crate) filter: Option<String>,

@@ -70,6 +70,7 @@ impl QueueSettings {
     pub(super) fn read(r: &mut Reader) -> QueueSettings {
         QueueSettings {
             max_jobs: r.at_least("queue.max_jobs", 1),
+            max_jobs_per_client: r.at_least("queue.max_jobs_per_client", 1),
             overtaking_bound: r.at_least("queue.overtaking_bound", 0),
             patience_after_eviction: r.duration("queue.patience_after_eviction"),
             patience_foreign: r.duration("queue.patience_foreign"),
@@ -89,6 +90,7 @@ impl LimitSettings {
     pub(super) fn read(r: &mut Reader) -> LimitSettings {
         LimitSettings {
             connections: r.at_least("limits.connections", 1),
+            connections_per_client: r.at_least("limits.connections_per_client", 1),
             handshake: r.some_time("limits.handshake"),
             calls: r.at_least("limits.calls", 1),
             calls_per_client: r.at_least("limits.calls_per_client", 1),

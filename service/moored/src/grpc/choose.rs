@@ -8,7 +8,7 @@ use engine::job::{JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{PlanReport, StageVerdict};
 use pipelines::{
-    AdapterFile, AdapterUse, Medium, Preset, Quantization, StrengthCurve, is_control_net_folder,
+    AdapterFile, AdapterUse, Medium, Model, Preset, Quantization, StrengthCurve, is_control_net_folder,
 };
 
 use super::generation::whole_run;
@@ -133,7 +133,22 @@ impl Service {
         options: JobOptions,
     ) -> Result<PlanReport, Error> {
         let open = self.open(&entry).await?;
-        let mut request = self.models.defaults(&entry.id, open.model.defaults());
+        let mut request = self.default_request(&entry, &*open.model);
+        if let Medium::Image(image) = &mut request.medium {
+            image.controls = controls_of(controls, &entry, (image.width, image.height));
+        }
+        let run = whole_run(AUTO, request);
+        let (card, work) = (options.card_hint.clone(), JobWork::Run(run));
+        self.queue
+            .plan_as_asked(JobSpec { options, entry, work }, &card)
+            .await
+    }
+
+    /// The default request of a model, with the configured values over the model's own, its adapters at full strength, and
+    /// stand-ins for the pictures that it requires.
+    pub(super) fn default_request(&self, entry: &Entry, model: &dyn Model) -> pipelines::Request {
+        let request = self.models.defaults(&entry.id, model.defaults());
+        let mut request = model.with_required_pictures(request);
         let used = |file: &AdapterFile| {
             Some(AdapterUse {
                 name: file.name.clone(),
@@ -143,14 +158,7 @@ impl Service {
         };
         let is_lora = |file: &&AdapterFile| !is_control_net_folder(&file.path);
         request.adapters = entry.adapters.iter().filter(is_lora).filter_map(used).collect();
-        if let Medium::Image(image) = &mut request.medium {
-            image.controls = controls_of(controls, &entry, (image.width, image.height));
-        }
-        let run = whole_run(AUTO, request);
-        let (card, work) = (options.card_hint.clone(), JobWork::Run(run));
-        self.queue
-            .plan_as_asked(JobSpec { options, entry, work }, &card)
-            .await
+        request
     }
 
     /// Returns when some card is ready: a plan needs its memory. At the start of a service that takes a moment.

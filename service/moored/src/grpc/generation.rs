@@ -3,7 +3,7 @@
 use std::pin::Pin;
 
 use engine::Error;
-use engine::job::{JobSpec, JobWork, Run, Start};
+use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
 use pipelines::{Image, InitImage, Medium, Model, Role};
@@ -206,16 +206,8 @@ impl Service {
         asked.model = Some(self.of_medium(asked.model.take(), asked.makes()).await?);
         let options = caller.options(asked.options.clone(), &self.cards())?;
         let adapters = self.models.adapters_named(asked.model.as_ref())?;
-        let opened = async {
-            let chosen = self
-                .chosen(asked.model.clone(), &asked.controls, &options)
-                .await?;
-            let open = self.open(&chosen.entry).await?;
-            Ok::<_, Error>((chosen, open))
-        };
-        let (Chosen { entry, reason }, open) = opened
-            .await
-            .map_err(|error| self.named_by_field(error, &adapters, &asked.controls))?;
+        let opened = self.opened(asked.model.clone(), &asked.controls, &options, &adapters);
+        let (Chosen { entry, reason }, open) = opened.await?;
         let mut defaults = self.models.defaults(&entry.id, open.model.defaults());
         defaults.adapters = Models::uses_of(&entry, &adapters)?;
         let (request, decoded) = self
@@ -253,6 +245,47 @@ impl Service {
             model,
             output,
             decoded,
+        })
+    }
+
+    /// The entry that a request means, and the open model. An error of an adapter names the field that names the adapter.
+    async fn opened(
+        &self,
+        model: Option<v1::ModelRef>,
+        controls: &[v1::Control],
+        options: &JobOptions,
+        adapters: &[v1::Adapter],
+    ) -> Result<(Chosen, OpenModel), Error> {
+        let opened = async {
+            let chosen = self.chosen(model, controls, options).await?;
+            let open = self.open(&chosen.entry).await?;
+            Ok((chosen, open))
+        };
+        let opened: Result<_, Error> = opened.await;
+        opened.map_err(|error| self.named_by_field(error, adapters, controls))
+    }
+
+    /// The default request of a model as a job to be planned.
+    pub(super) async fn prepare_default(&self, model: v1::ModelRef) -> Result<Prepared, Error> {
+        let options = JobOptions::default();
+        let adapters = self.models.adapters_named(Some(&model))?;
+        let opened = self.opened(Some(model), &[], &options, &adapters);
+        let (Chosen { entry, reason }, open) = opened.await?;
+        let mut request = self.default_request(&entry, &*open.model);
+        request.adapters = Models::uses_of(&entry, &adapters)?;
+        let model = v1::ResolvedModel {
+            choice: reason,
+            ..resolved(&entry, &open)
+        };
+        Ok(Prepared {
+            spec: JobSpec {
+                options,
+                entry,
+                work: JobWork::Run(whole_run("Plan", request)),
+            },
+            model,
+            output: Output::without_recipe(Encoding::Raw),
+            decoded: None,
         })
     }
 

@@ -31,7 +31,7 @@ use crate::process::other::OtherProcess;
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Planned;
 use crate::proto::v1::residency_server::Residency;
-use crate::threads::on_thread;
+use crate::threads::FILES;
 
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
@@ -56,7 +56,7 @@ impl Residency for Service {
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
         let models = self.models.clone();
         let listing = move || (models.list(), models.adapters());
-        let (found, adapters) = on_thread(listing).await.map_err(|e| status_of(&e))?;
+        let (found, adapters) = FILES.run(listing).await.map_err(|e| status_of(&e))?;
         let default = self.models.default_id(&found).unwrap_or_default();
         let report = self.queue.status_now().await;
         let mut models = Vec::with_capacity(found.len());
@@ -134,10 +134,14 @@ impl Residency for Service {
         let caller = Caller::of(&request);
         let request = request.into_inner();
         let client = caller.name(request.client_id).map_err(|e| status_of(&e))?;
-        let named = request.model.as_ref().filter(|model| !model.id.is_empty());
-        let entry = match named {
-            Some(model) => Some(self.entry_in_use(model).await.map_err(|e| status_of(&e))?),
-            None => None,
+        let entry = match request.model.unwrap_or_default() {
+            all if all == v1::ModelRef::default() => None,
+            model if model.id.is_empty() => {
+                let problem = "is empty, and formats, a revision or adapters are named: name their model, or leave all of it out \
+                               to unload every model";
+                return Err(status_of(&invalid("model.id", problem)));
+            }
+            model => Some(self.entry_in_use(&model).await.map_err(|e| status_of(&e))?),
         };
         let report = self
             .queue
@@ -201,15 +205,15 @@ impl Residency for Service {
         let caller = Caller::of(&request);
         let request = request.into_inner();
         let plan = async {
-            let asked = match request
+            let prepared = match request
                 .request
                 .unwrap_or(Planned::Generate(v1::GenerateImageRequest::default()))
             {
-                Planned::Generate(image) => Asked::image(image),
-                Planned::Video(video) => Asked::video(video),
-                Planned::Audio(audio) => Asked::audio(audio),
+                Planned::Generate(image) => self.prepare(Asked::image(image), &caller).await?,
+                Planned::Video(video) => self.prepare(Asked::video(video), &caller).await?,
+                Planned::Audio(audio) => self.prepare(Asked::audio(audio), &caller).await?,
+                Planned::Model(model) => self.prepare_default(model).await?,
             };
-            let prepared = self.prepare(asked, &caller).await?;
             let _decoded = prepared.decoded;
             let report = self
                 .queue

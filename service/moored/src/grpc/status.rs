@@ -70,9 +70,11 @@ fn status_with(error: &Error, words: &str) -> Status {
             details.push(memory(shortfall));
             details.push(retry(RETRY_MEMORY));
         }
-        Error::QueueFull { .. } | Error::InputsFull { .. } | Error::ClientLimit(_) | Error::ShuttingDown => {
-            details.push(retry(RETRY_FULL_QUEUE))
-        }
+        Error::QueueFull { .. }
+        | Error::TooManyJobs(_)
+        | Error::InputsFull { .. }
+        | Error::ClientLimit(_)
+        | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
         Error::ModelNotFound { .. }
         | Error::ModelDamaged(_)
@@ -190,7 +192,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::Invalid(_) | Error::Adapter { .. } | Error::LatentWithoutDecoder => {
             (Code::InvalidArgument, Reason::InvalidRequest)
         }
-        Error::ClientLimit(_) => (Code::ResourceExhausted, Reason::ClientLimit),
+        Error::ClientLimit(_) | Error::TooManyJobs(_) => (Code::ResourceExhausted, Reason::ClientLimit),
         Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
         Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
         Error::ModelChanged(_) => (Code::Aborted, Reason::ModelChanged),
@@ -219,7 +221,7 @@ const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
 const LONGEST_PROBLEM_CHARACTERS: usize = 300;
 const MOST_LISTED: usize = 12;
 
-fn cut(text: &str, longest: usize) -> String {
+pub(super) fn cut(text: &str, longest: usize) -> String {
     match text.char_indices().nth(longest) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),

@@ -22,7 +22,7 @@ use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
 use crate::proto::v1::event::Event as Kind;
-use crate::threads::on_thread;
+use crate::threads::ENCODING;
 use crate::tracks::{TrackFormat, wav_header};
 
 /// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
@@ -144,7 +144,9 @@ impl ResultStream {
                 height,
                 rgb,
             } => {
-                let encoded = on_thread(move || pictures::preview_jpeg(width, height, rgb)).await;
+                let encoded = ENCODING
+                    .run(move || pictures::preview_jpeg(width, height, rgb))
+                    .await;
                 let jpeg = encoded.map_err(|e| status_of(&e))?.map_err(internal)?.into();
                 Ok(Box::new(std::iter::once(Kind::Preview(v1::Preview {
                     jpeg,

@@ -13,7 +13,7 @@ const MAIN: &str = "main";
 const LONGEST_PART: usize = 96;
 const LONGEST_REVISION: usize = 250;
 /// Endings of files that can be pulled by name.
-pub(super) const FILES: [&str; 2] = [".safetensors", ".gguf"];
+pub(super) const FILES: [&str; 3] = [".safetensors", ".sft", ".gguf"];
 
 /// `owner/name`, a branch, a tag or a commit, and possibly one file. Its parts are safe in paths and in URLs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

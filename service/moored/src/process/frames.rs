@@ -5,12 +5,16 @@ use std::marker::PhantomData;
 
 use bytes::BytesMut;
 use postcard::ser_flavors::Size;
+use residency::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio_util::codec::Decoder;
 
 /// Most bytes of a message: a 4096 x 4096 picture with its latent takes far less.
 const LONGEST_FRAME_BYTES: usize = 1 << 30;
+
+/// Most bytes of the pictures, films and sounds of a request: the rest of a frame is for the values that stages compute of them.
+pub(crate) const MOST_INPUT_BYTES: Bytes = Bytes(LONGEST_FRAME_BYTES as u64 / 4 * 3);
 
 /// An invalid frame. Both ends are one build, so this is a bug of ours or a process that was killed in the middle of
 /// a frame.

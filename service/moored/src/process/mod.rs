@@ -10,6 +10,8 @@ use pipelines::Fp8Products;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::config::LogSettings;
+
 pub(crate) mod frames;
 mod inputs;
 pub(crate) mod other;
@@ -25,8 +27,8 @@ pub(crate) struct WorkerSettings {
     pub(crate) headroom: Bytes,
     /// How the card's memory is managed.
     pub(crate) memory: MemoryProfile,
-    /// Filter of tracing.
-    pub(crate) log: String,
+    /// Of the worker's log, whose lines mix with the supervisor's.
+    pub(crate) log: LogSettings,
     /// Lock file of the worker; `None` for a card that cannot be shared by mistake.
     pub(crate) lock_file: Option<PathBuf>,
     /// Folder of compiled cuDNN plans.

@@ -40,7 +40,7 @@ fn serve() -> Result<i32, FrameError> {
     let Some(configuration) = frames::read::<Configuration>(&mut pipe)? else {
         return Ok(SUCCESS);
     };
-    telemetry::start_worker(&configuration.settings.log);
+    telemetry::start(&configuration.settings.log);
     timeline.part("wait for its configuration");
     telemetry::tell_age("worker process");
     let events = start_writer(output);

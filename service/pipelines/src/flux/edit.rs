@@ -118,10 +118,11 @@ impl FluxModel {
             if let Some(modes) = modes
                 && each.mode.is_none_or(|mode| mode as usize >= modes)
             {
-                let problem = format!(
-                    "is missing or beyond those of {}, which is a union of {modes} modes",
-                    each.name
-                );
+                let (name, last) = (&each.name, modes.saturating_sub(1));
+                let problem = match each.mode {
+                    None => format!("is missing: {name} is a union ControlNet, whose modes are 0 to {last}"),
+                    Some(mode) => format!("is {mode}; the modes of {name} are 0 to {last}"),
+                };
                 return Some(RequestError::new(field("mode"), problem));
             }
         }

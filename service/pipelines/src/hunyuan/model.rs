@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::checkpoint::{MARKS, PARTS, PIPELINES, folders_of};
 use super::config::TransformerConfig;
-use super::layout::layout;
+use super::layout::{NAMES, layout};
 use super::places::TRANSFORMERS;
 use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
@@ -50,6 +50,10 @@ impl Family for Hunyuan {
         FAMILY
     }
 
+    fn title(&self) -> Option<&'static str> {
+        Some("HunyuanVideo and FramePack")
+    }
+
     fn pipelines(&self) -> &'static [&'static str] {
         &PIPELINES
     }
@@ -66,8 +70,8 @@ impl Family for Hunyuan {
         &TRANSFORMERS
     }
 
-    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
-        MARKS.naming_of(has).is_some()
+    fn is_transformer_file(&self, names: &[&str]) -> bool {
+        MARKS.naming_of(names).is_some()
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
@@ -130,7 +134,7 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
         (Some(image), Some(_)) => problems.extend(start_problem(image, (video.width, video.height))),
         (None, Some(_)) => refuse(
             "init_image",
-            "is missing: FramePack continues a picture, which is the first frame".to_owned(),
+            "is missing: FramePack makes a film from a picture, which is its first frame".to_owned(),
         ),
         (Some(_), None) => refuse(
             "init_image",
@@ -153,9 +157,9 @@ fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
                 frames.saturating_sub(1) / 4 * 4 + 1,
                 frames.saturating_sub(1).div_ceil(4) * 4 + 1,
             );
+            let examples = examples(below as usize, above.max(5) as usize);
             Err(format!(
-                "is {frames}; a multiple of 4 plus 1 is expected, such as {below} or {}",
-                above.max(5)
+                "is {frames}; a multiple of 4 plus 1 is expected, such as {examples}"
             ))
         }
         Some(order) => {
@@ -167,12 +171,19 @@ fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
                 count: above.count.saturating_sub(1).max(1),
                 ..above
             };
+            let examples = examples(below.frames(), above.frames());
             Err(format!(
-                "is {frames}; FramePack makes a multiple of 36 plus 1, such as {} or {}",
-                below.frames(),
-                above.frames()
+                "is {frames}; FramePack makes a multiple of 36 plus 1, such as {examples}"
             ))
         }
+    }
+}
+
+/// The next lengths below and above one that is refused, or the only one.
+fn examples(below: usize, above: usize) -> String {
+    match below == above {
+        true => below.to_string(),
+        false => format!("{below} or {above}"),
     }
 }
 
@@ -182,7 +193,12 @@ impl HunyuanModel {
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
     pub fn adapted(&self, files: &[AdapterFile]) -> Result<HunyuanModel, ModelError> {
-        let targets = [TargetComponent::denoiser(TRANSFORMER, &layout(&self.transformer))];
+        let targets = [TargetComponent::denoiser(
+            TRANSFORMER,
+            &layout(&self.transformer),
+            NAMES,
+            "",
+        )];
         let mut adapted = self.clone();
         adapted.parts.adapters =
             AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts.components)?;
@@ -250,6 +266,14 @@ impl Model for HunyuanModel {
         let video = request.video().map_err(|problem| vec![problem])?;
         self.stages(request, video)
             .map_err(|error| vec![RequestError::new("prompt", error.to_string())])
+    }
+
+    fn with_required_pictures(&self, mut request: Request) -> Request {
+        if let (Medium::Video(video), Some(_)) = (&mut request.medium, self.order()) {
+            let size = (video.width, video.height);
+            video.init_image.get_or_insert_with(|| InitImage::of_size(size));
+        }
+        request
     }
 
     fn request_of(&self, values: &[ValueShape]) -> Option<Request> {

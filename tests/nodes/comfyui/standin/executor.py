@@ -15,6 +15,7 @@ import itertools
 import queue
 import sys
 import threading
+import wave
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -323,7 +324,110 @@ class PreviewAny(io.ComfyNode):
         return io.NodeOutput(ui={"text": (str(source),)})
 
 
+class SolidMask(io.ComfyNode):
+    """A mask of one value."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        inputs = [io.Float.Input("value"), io.Int.Input("width"), io.Int.Input("height")]
+        return io.Schema("SolidMask", inputs=inputs, outputs=[io.Mask.Output()])
+
+    @classmethod
+    def execute(cls, value: float, width: int, height: int) -> io.NodeOutput:
+        """Makes it."""
+        return io.NodeOutput(torch.from_numpy(np.full((1, height, width), value, np.float32)))
+
+
+class MaskComposite(io.ComfyNode):
+    """A mask added to a part of another."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        inputs = [io.Mask.Input("destination"), io.Mask.Input("source")]
+        inputs += [io.Int.Input("x"), io.Int.Input("y"), io.String.Input("operation")]
+        return io.Schema("MaskComposite", inputs=inputs, outputs=[io.Mask.Output()])
+
+    @classmethod
+    def execute(
+        cls, destination: torch.Tensor, source: torch.Tensor, x: int, y: int, operation: str
+    ) -> io.NodeOutput:
+        """Adds it."""
+        assert operation == "add"
+        mask = destination.numpy().copy()
+        down, across = source.shape[-2:]
+        part = mask[:, y : y + down, x : x + across]
+        part += source.numpy()[:, : part.shape[1], : part.shape[2]]
+        return io.NodeOutput(torch.from_numpy(mask.clip(0, 1)))
+
+
+class LatentFlip(io.ComfyNode):
+    """A latent upside down."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        inputs = [io.Latent.Input("samples"), io.String.Input("flip_method")]
+        return io.Schema("LatentFlip", inputs=inputs, outputs=[io.Latent.Output()])
+
+    @classmethod
+    def execute(cls, samples: dict[str, Any], flip_method: str) -> io.NodeOutput:
+        """Flips it."""
+        assert flip_method.startswith("x-axis")
+        flipped = np.ascontiguousarray(samples["samples"].numpy()[..., ::-1, :])
+        return io.NodeOutput(samples | {"samples": torch.from_numpy(flipped)})
+
+
+class Canny(io.ComfyNode):
+    """Edges of a picture: where it changes from a pixel to the next."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        inputs = [io.Image.Input("image")]
+        inputs += [io.Float.Input("low_threshold"), io.Float.Input("high_threshold")]
+        return io.Schema("Canny", inputs=inputs, outputs=[io.Image.Output()])
+
+    @classmethod
+    def execute(
+        cls, image: torch.Tensor, low_threshold: float, high_threshold: float
+    ) -> io.NodeOutput:
+        """Finds them."""
+        grey = image.numpy().mean(axis=-1, keepdims=True)
+        edges = np.abs(np.diff(grey, axis=2, prepend=grey[:, :, :1])) > low_threshold
+        return io.NodeOutput(torch.from_numpy(np.repeat(edges, 3, axis=-1).astype(np.float32)))
+
+
+class LoadAudio(io.ComfyNode):
+    """A track that was brought, a WAV of 16 bits."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            "LoadAudio", inputs=[io.String.Input("audio")], outputs=[io.Audio.Output()]
+        )
+
+    @classmethod
+    def execute(cls, audio: str) -> io.NodeOutput:
+        """Loads it."""
+        server = PromptServer.instance
+        assert server is not None
+        folder = server.send.__self__.folder  # type: ignore[attr-defined]
+        with wave.open(str(folder / audio)) as track:
+            samples = np.frombuffer(track.readframes(track.getnframes()), "<i2")
+            samples = samples.reshape(1, -1, track.getnchannels()).transpose(0, 2, 1)
+            waveform = torch.from_numpy(samples.astype(np.float32) / np.float32(2**15))
+            return io.NodeOutput({"waveform": waveform, "sample_rate": track.getframerate()})
+
+
 CORE: dict[str, type[Any]] = {
+    "SolidMask": SolidMask,
+    "MaskComposite": MaskComposite,
+    "LatentFlip": LatentFlip,
+    "Canny": Canny,
+    "LoadAudio": LoadAudio,
     "LoadImage": LoadImage,
     "ImageBatch": ImageBatch,
     "GetVideoComponents": GetVideoComponents,

@@ -149,6 +149,12 @@ impl Core {
         reply: Reply<Result<Reserved, Error>>,
         now: Instant,
     ) {
+        if !self.cards[index].is_ready() {
+            // Its next worker would never see the command: what was sent to the last one is dropped.
+            let card = self.cards[index].description.id.clone();
+            let _ = reply.send(Err(self.view(now).not_ready(&card)));
+            return;
+        }
         let id = self.number();
         let pending = PendingRequest::Reserve { request, reply };
         self.cards[index].send_request(id, pending, Command::MakeRoom { id, bytes }, now);

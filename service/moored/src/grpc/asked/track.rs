@@ -87,7 +87,7 @@ impl AskedTrack {
             Ok(task) if !has_source => problem(
                 INIT_MEDIA,
                 format!(
-                    "is missing: {} needs a source, brought by PutMedia",
+                    "is missing: {} changes a track, so upload one first and name it here",
                     word_of(task)
                 ),
             ),

@@ -19,6 +19,7 @@ use residency::{
 
 use super::super::{Configuration, FromWorker, WorkerSettings};
 use super::*;
+use crate::config::LogSettings;
 
 fn component(name: &str) -> Component {
     Component {
@@ -381,7 +382,10 @@ fn configurations() -> [Configuration; 2] {
         device: device.parse().unwrap(),
         headroom: Bytes::mib(512),
         memory: MemoryProfile::of(ProfileName::Balanced, Bytes::gib(24)),
-        log: "info,gpu=debug".to_owned(),
+        log: LogSettings {
+            filter: Some("json:info,gpu=debug".to_owned()),
+            json: false,
+        },
         lock_file: lock_file.map(PathBuf::from),
         plans_folder: PathBuf::from("/state/plans"),
         fp8_products: Fp8Products::Always,
