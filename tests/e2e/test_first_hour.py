@@ -195,6 +195,8 @@ def test_models_without_a_service_are_those_of_this_machine(alone: Run) -> None:
     assert ID in good(done)
     assert "moored/demo" in done.stdout
     assert "no service answers" in done.stderr
+    elsewhere = alone("models", MOORED_ENDPOINT="http://192.0.2.1:1")
+    assert elsewhere.returncode == 3, "what is here says nothing of another machine"
     listed = [json.loads(line) for line in good(alone("models", "--json")).splitlines()]
     assert ID in {model["id"] for model in listed}
 
