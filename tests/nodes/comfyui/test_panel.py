@@ -106,7 +106,7 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
             )
             expect(page.locator("[data-account=scratch] .moored-number")).to_have_text("1.5 GiB")
             expect(bar).to_have_attribute(
-                "aria-label", re.compile("Models 1[16].*Working memory 1.5")
+                "aria-label", re.compile("Models 1[156].*Working memory 1.5")
             )
             expect(page.locator(".moored-notes")).to_have_text("2.0 GiB held by another process")
             expect(page.locator(".moored-card")).to_contain_text("busy")
