@@ -57,12 +57,12 @@ CASES = [
             "denoise",
             **AT,
         ),
-        "Waiting for 3.2 GB, python 4711 holds 14.0 GB, 4.0 s left",
+        "Waiting for 3.0 GiB, python 4711 holds 13.0 GiB, 4.0 s left",
     ),
     (
         event(evicting=events_pb2.Evicting(component=COMPONENT, card="cuda:0")),
         moored.Evicting(MIRRORED, "cuda:0", **AT),
-        "Evicting transformer, 11.9 GB",
+        "Evicting transformer, 11.1 GiB",
     ),
     (
         event(
@@ -74,7 +74,7 @@ CASES = [
             )
         ),
         moored.Loading(MIRRORED, 6_100_000_000, 11_900_000_000, "cuda:0", **AT),
-        "Loading transformer 6.1/11.9 GB",
+        "Loading transformer 5.7/11.1 GiB",
     ),
     (
         event(

@@ -45,7 +45,7 @@ def test_a_log_has_one_line_a_phase(service: Service, client: moored.Client) -> 
     assert result.seed == 7
     assert log.getvalue().splitlines() == [
         "Queued, 1 ahead",
-        "Loading vae 0.0/0.2 GB",
+        "Loading vae 0.0/0.2 GiB",
         "Denoising",
         "Done in 0.2 s",
     ]
@@ -67,7 +67,7 @@ def test_a_terminal_is_kept_up_to_date(service: Service, client: moored.Client) 
     lines = terminal.getvalue().split("\n")
     assert [line.split("\r\x1b[K")[-1] for line in lines] == [
         "Queued, next",
-        "Loading vae 0.2/0.2 GB",
+        "Loading vae 0.2/0.2 GiB",
         "Step 2/2",
         "Done in 0.2 s",
         "",

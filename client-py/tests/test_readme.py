@@ -32,7 +32,7 @@ EXAMPLES = re.findall(
 SAID = [
     "7 {'encode_text': 3, 'denoise': 100, 'decode': 21}\n",
     "",
-    "step 1 of 4\nWaiting for 3.0 GB, 4.0 s left\n2 pictures\n",
+    "step 1 of 4\nWaiting for 2.8 GiB, 4.0 s left\n2 pictures\n",
     "frame 0 1.0\nframe 1 2.0\n(2, 2, 4, 3) 24.0\n",
     "8000 (5, 2)\n",
     "2 42 0\n",

@@ -553,7 +553,6 @@ def test_doctor_reports_problems(tmp_path: Path) -> None:
     "command",
     [
         ["generate", PROMPT],
-        ["models"],
         ["load", "small"],
         ["unload", "--all"],
         ["pin", "small"],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
 import shutil
 import subprocess
@@ -10,16 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import moored
 import pytest
 from hub import Hub, Repository, files_of
 
-import moored
-from service import INSTANT_MODELS, ROOT, ReservedPort, Service, run
+from service import BINARY, INSTANT_MODELS, ROOT, ReservedPort, Service, run
 
 SHORT, ID = "z-image-turbo", "Tongyi-MAI/Z-Image-Turbo"
 LARGE = "hunyuan-video"
 FRAMEPACK = "lllyasviel/FramePackI2V_HY"
 FIXTURES = ROOT / "service/pipelines/fixtures"
+WAIT_S = 60
 SMALL = ("-W", "64", "-H", "64", "--steps", "1", "--seed", "3")
 
 Completed = subprocess.CompletedProcess[str]
@@ -126,6 +130,30 @@ def test_a_model_that_will_not_fit_is_not_downloaded_unasked(hub: Hub, alone: Ru
     assert hub.requests != [], "it goes on where it is told to"
 
 
+@pytest.mark.parametrize(("answer", "goes_on"), [("y\n", True), ("\n", False)])
+def test_in_a_terminal_it_is_asked(
+    hub: Hub, home: Path, tmp_path: Path, answer: str, goes_on: bool
+) -> None:
+    env = hub.environment(home, TERM="xterm") | {
+        "MOORED_ENDPOINT": f"http://{ReservedPort().address}",
+        "MOORED_SERVICE_STATE": str(tmp_path / "state"),
+    }
+    mine, theirs = pty.openpty()
+    size = ("-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
+    command = [str(BINARY), "run", LARGE, "a wave", "--device", "sim:8GiB", *size]
+    with subprocess.Popen(
+        command, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        os.write(mine, answer.encode())
+        with contextlib.suppress(OSError):
+            while os.read(mine, 1 << 16):
+                pass
+        assert process.wait(WAIT_S) == (0 if goes_on else 6)
+    os.close(mine)
+    assert bool(hub.requests) is goes_on
+
+
 def test_a_service_is_asked_what_fits_before_it_downloads(
     hub: Hub, home: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +195,8 @@ def test_models_without_a_service_are_those_of_this_machine(alone: Run) -> None:
     assert ID in good(done)
     assert "moored/demo" in done.stdout
     assert "no service answers" in done.stderr
+    elsewhere = alone("models", MOORED_ENDPOINT="http://192.0.2.1:1")
+    assert elsewhere.returncode == 3, "what is here says nothing of another machine"
     listed = [json.loads(line) for line in good(alone("models", "--json")).splitlines()]
     assert ID in {model["id"] for model in listed}
 
@@ -308,5 +338,10 @@ def test_framepack_is_one_pull_and_one_model(
                 max_sequence_length=64,
             )
             assert film.model.id == FRAMEPACK
+            # As it was pulled by versions that brought the transformer alone.
+            shutil.rmtree(home / "hub/models--lllyasviel--flux_redux_bfl")
+            client.unload()
+            with pytest.raises(moored.ModelUnsupported, match="moored pull framepack"):
+                client.plan_video("a wave", model="framepack")
     finally:
         assert service.stop() == 0

@@ -57,7 +57,7 @@ _STAGES = {
 
 
 def describe(event: Event | PullProgress | SessionEvent | AttachedAdapter) -> str:
-    """An event in a few words, for people: `Step 7/20`, `Loading transformer 6.1/11.9 GB`.
+    """An event in a few words, for people: `Step 7/20`, `Loading transformer 6.1/11.9 GiB`.
 
     And what an adapter changes: `304 layers of transformer, rank 16; 2 tensors ignored (a, b)`.
     """
@@ -99,7 +99,7 @@ def describe(event: Event | PullProgress | SessionEvent | AttachedAdapter) -> st
         case PullProgress(bytes_total=0):
             return "Asking the hub"
         case PullProgress():
-            return f"Pulling {_of(event.bytes_done, event.bytes_total)}"
+            return f"Pulling {_of(event.bytes_done, event.bytes_total, _on_disk)}"
         case Done():
             exact = "".join(f", approximated: {one}" for one in event.approximations)
             return f"Done in {_time(event.total_ms)}{exact}"
@@ -175,18 +175,24 @@ def _waiting(event: Waiting) -> str:
     return ", ".join(words)
 
 
+def _in_memory(size: int) -> tuple[float, str]:
+    """The unit of memory: as the service's own messages have it."""
+    return (2**30, "GiB") if size >= 2**30 / 10 else (2**20, "MiB")
+
+
+def _on_disk(size: int) -> tuple[float, str]:
+    """The unit of downloads: as hubs have it."""
+    return (1e9, "GB") if size >= 1e8 else (1e6, "MB")
+
+
 def _size(size: int) -> str:
-    divisor, unit = _unit(size)
+    divisor, unit = _in_memory(size)
     return f"{size / divisor:.1f} {unit}"
 
 
-def _of(done: int, total: int) -> str:
-    divisor, unit = _unit(total)
+def _of(done: int, total: int, unit_of: Callable[[int], tuple[float, str]] = _in_memory) -> str:
+    divisor, unit = unit_of(total)
     return f"{done / divisor:.1f}/{total / divisor:.1f} {unit}"
-
-
-def _unit(size: int) -> tuple[float, str]:
-    return (1e9, "GB") if size >= 1e8 else (1e6, "MB")
 
 
 def _time(milliseconds: int) -> str:

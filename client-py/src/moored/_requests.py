@@ -195,7 +195,9 @@ class GenerateOptions(JobOptions, SamplingOptions, total=False):
     """
 
     model: Annotated[
-        ModelLike | None, "`owner/name`, or a ModelRef. Default: the service's default model."
+        ModelLike | None,
+        "`owner/name`, a short name such as `flux-schnell`, or a ModelRef. Default: the service's "
+        "default model of pictures, films or music.",
     ]
     adapters: Annotated[
         Sequence[AdapterLike] | None,

@@ -89,7 +89,6 @@ async def build_workflow() -> None:
                 )
             )
         ).node_name
-            )
         await GriptapeNodes.ahandle_request(
             CreateConnectionRequest(
                 source_node_name=node0_name,

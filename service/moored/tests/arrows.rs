@@ -292,3 +292,16 @@ fn families_do_not_know_clients_or_residency_moves() {
         }
     }
 }
+
+#[test]
+fn the_workspace_has_one_program_which_cargo_runs_without_its_name() {
+    let crates = std::fs::read_dir(service())
+        .unwrap()
+        .map(|each| each.unwrap().path());
+    let has_program = |path: &std::path::PathBuf| {
+        let manifest = std::fs::read_to_string(path.join("Cargo.toml")).unwrap_or_default();
+        path.join("src/main.rs").exists() || path.join("src/bin").exists() || manifest.contains("[[bin]]")
+    };
+    let programs: Vec<_> = crates.filter(has_program).collect();
+    assert_eq!(programs, [service().join("moored")]);
+}

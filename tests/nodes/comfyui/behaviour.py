@@ -1056,7 +1056,7 @@ def test_pin_preload_and_unload_pass_on_what_they_get(comfyui: ComfyUI, serve: S
         passed = shown(graph, unload, slot=1)
         run = comfyui.queue(graph.prompt).succeeded()
         same(run.pictures(passed), run.pictures(show))
-        assert [text for text in run.texts(unload) if text.startswith("Freed 8.4 MB")]
+        assert [text for text in run.texts(unload) if text.startswith("Freed 8.0 MiB")]
         until(client, lambda status: not status.cards[0].residents)
 
 
@@ -1068,7 +1068,7 @@ def test_unload_says_what_stayed_and_why(comfyui: ComfyUI, serve: Serve) -> None
     run = comfyui.queue(graph.prompt).succeeded()
     (told,) = [text for text in run.texts(unload) if text.startswith("Freed")]
     freed, *kept = told.splitlines()
-    assert freed == "Freed 0.0 MB"
+    assert freed == "Freed 0.0 MiB"
     assert any(line.startswith("Kept ") and line.endswith(": pinned") for line in kept), kept
     assert len(kept) == 1, "what stayed for one reason is one line"
 
@@ -1144,4 +1144,4 @@ def test_the_status_is_asked_for_each_time(comfyui: ComfyUI, serve: Serve) -> No
         client.load("small")
         client.pin("small")
     (after,) = comfyui.queue(graph.prompt).succeeded().outputs[status]["text"]
-    assert "transformer of small+full: 4.2 MB (pinned)" in after
+    assert "transformer of small+full: 4.0 MiB (pinned)" in after

@@ -17,9 +17,9 @@ from playwright.sync_api import Browser, Page
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import moored  # noqa: E402
 from browser import PanelPage, chromium, instant_model, opened  # noqa: E402
 
-import moored  # noqa: E402
 from service import ROOT, Service  # noqa: E402
 
 DOCS = ROOT / "docs/comfyui"
@@ -30,7 +30,8 @@ DARK = "document.body.classList.add('dark-theme')"
 
 def shot(page: Page) -> Image.Image:
     """The panel as it looks now, without what is empty below it."""
-    height = page.evaluate("document.querySelector('.moored-panel').scrollHeight")
+    last = "[...document.querySelectorAll('.moored-panel li, .moored-panel .moored-notes')].at(-1)"
+    height = page.evaluate(f"{last}.getBoundingClientRect().bottom")
     page.set_viewport_size({"width": 340, "height": int(height) + 12})
     return Image.open(io.BytesIO(page.screenshot())).convert("RGB")
 
@@ -41,25 +42,21 @@ def at_work(folder: Path) -> Iterator[Service]:
     for name in MODELS:
         instant_model(folder / "models" / name.split("/")[0], name.split("/")[1], steps_ms=2000)
     service = Service(
-        "--models", str(folder / "models"), state=folder / "state", devices=("sim:48GiB",)
+        "--models",
+        str(folder / "models"),
+        state=folder / "state",
+        devices=("sim:48GiB,foreign=3GiB",),
     )
-    clients = [
-        service.client(client_id=name)
-        for name in ("comfyui-studio-4711", "anna@desk", "comfyui-studio-4711")
-    ]
+    clients = [service.client(client_id=name) for name in ("comfyui-studio-4711", "anna@desk")]
     try:
         clients[0].load(MODELS[1])
         clients[0].pin(MODELS[1])
         clients[0].reserve(4 * GIB, label="video editor", ttl_s=600)
-        streams = [clients[0].stream_image("x", model=MODELS[0], steps=100)]
-        for event in streams[0]:
-            if isinstance(event, moored.Step):
-                break
-        streams.append(clients[1].stream_image("x", model=MODELS[1], priority="low"))
-        next(iter(streams[1]))
+        running = clients[0].stream_image("x", model=MODELS[0], steps=100)
+        next(event for event in running if isinstance(event, moored.Step))
+        waiting = clients[1].stream_image("x", model=MODELS[1], priority="low")
+        next(iter(waiting))
         yield service
-        for stream in streams:
-            stream.cancel()
     finally:
         for client in clients:
             client.close()
@@ -70,7 +67,7 @@ def panels(browser: Browser, page_of: PanelPage, service: Service) -> Image.Imag
     """The panel in both themes, side by side."""
     page_of.settings(endpoint=service.address)
     with opened(browser, page_of) as page:
-        page.wait_for_selector(".moored-panel >> text=running")
+        page.wait_for_selector("[data-job] >> text=denoising")
         light = shot(page)
         page.evaluate(DARK)
         dark = shot(page)

@@ -106,7 +106,7 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
             )
             expect(page.locator("[data-account=scratch] .moored-number")).to_have_text("1.5 GiB")
             expect(bar).to_have_attribute(
-                "aria-label", re.compile("Models 1[27].*Working memory 1.6")
+                "aria-label", re.compile("Models 1[156].*Working memory 1.5")
             )
             expect(page.locator(".moored-notes")).to_have_text("2.0 GiB held by another process")
             expect(page.locator(".moored-card")).to_contain_text("busy")
@@ -504,6 +504,6 @@ def test_the_demo_model_is_seen_at_work(browser: Browser, panel: PanelPage, tmp_
             assert any(re.fullmatch(r"denoising, step \d+ of 40", each) for each in seen), seen
             residents = client.status().cards[0].residents
             size = sum(part.component.bytes for part in residents)
-            expect(page.locator("[data-key]")).to_contain_text(f"{size / 1e6:.1f} MB")
+            expect(page.locator("[data-key]")).to_contain_text(f"{size / 2**20:.1f} MiB")
     finally:
         service.kill()

@@ -60,6 +60,11 @@ def test_edit_image(engine: Headless, manifest: Path, demo_service: Service) -> 
     assert "came free" in nodes["Unload Models"]["result_details"]
 
 
+def test_generate_audio(engine: Headless, manifest: Path, demo_service: Service) -> None:
+    shown = run(manifest, "workflows/moored_generate_audio.py", demo_service)["nodes"]
+    assert "moored/demo-sound" in shown["Generate Audio"]["result_details"]
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_templates_load_whole_while_no_service_runs(nowhere: Headless, template: str) -> None:
     nowhere.do(nowhere.clear())

@@ -9,7 +9,7 @@ use serde_json::json;
 use super::connection::Connection;
 use super::names::short_revision;
 use super::pull::decimal;
-use super::{CliError, screen};
+use super::{CliError, local, screen};
 use crate::catalogue;
 use crate::config::{ClientSettings, Config};
 use crate::hub::{self, Reference};
@@ -20,7 +20,12 @@ use crate::proto::v1;
 pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {
     let mut residency = match Connection::open(&config.client).await {
         Ok(connection) => connection.residency(),
-        Err(CliError::Unreachable { endpoint, .. }) => return list_here(config, &endpoint, json),
+        // A service elsewhere has other models.
+        Err(CliError::Unreachable { endpoint, .. })
+            if local::address_of(&config.client.endpoint).is_some() =>
+        {
+            return list_here(config, &endpoint, json);
+        }
         Err(other) => return Err(other),
     };
     let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();

@@ -9,6 +9,7 @@ use engine::library::{Entry, OpenModel};
 use super::choose::{Chosen, left_open};
 use super::server::Service;
 use super::status::{invalid, short};
+use crate::catalogue;
 use crate::proto::v1;
 use crate::threads::FILES;
 
@@ -20,8 +21,9 @@ impl Service {
     pub(super) async fn open(&self, entry: &Arc<Entry>) -> Result<OpenModel, Error> {
         let (library, card, entry) = (self.library.clone(), self.first_card(), entry.clone());
         let path = entry.path.clone();
+        let id = entry.id.clone();
         let opened = self.library.aside(&path, move || library.open(&entry, &card));
-        opened.await
+        opened.await.map_err(|error| with_its_pull(error, &id))
     }
 
     /// The entry that a reference means: folders may be looked through, and formats chosen.
@@ -99,6 +101,18 @@ impl Service {
         let models = self.models.clone();
         let with = FILES.run(move || models.with_control_nets(&entry, &ids)).await?;
         with.map(Arc::new)
+    }
+}
+
+/// An error of opening a model of the catalogue that has parts in other repositories, with the pull that brings them.
+fn with_its_pull(error: Error, id: &str) -> Error {
+    let known = catalogue::find(id).filter(|known| !known.with.is_empty());
+    match (error, known) {
+        (Error::ModelUnsupported(problem), Some(known)) => Error::ModelUnsupported(format!(
+            "{problem}; `moored pull {}` brings its other parts",
+            known.name
+        )),
+        (error, _) => error,
     }
 }
 
