@@ -9,6 +9,7 @@ use tonic::service::Interceptor;
 use tonic::{Request, Status};
 
 use super::status::unauthenticated;
+use crate::bounded;
 
 /// The token that calls must carry, if there is one.
 #[derive(Clone)]
@@ -27,16 +28,15 @@ impl Token {
         let Some(file) = file else {
             return Ok(Token::expecting(None));
         };
-        let text = std::fs::read_to_string(file)
-            .map_err(|problem| format!("the token file {} cannot be read: {problem}", file.display()))?;
-        let token = text.trim();
+        let token = bounded::token(file)
+            .map_err(|problem| format!("the token file {} cannot be used: {problem}", file.display()))?;
         if token.len() < 16 {
             return Err(format!(
                 "the token in {} is shorter than 16 characters",
                 file.display()
             ));
         }
-        Ok(Token::expecting(Some(token)))
+        Ok(Token::expecting(Some(&token)))
     }
 
     fn expecting(token: Option<&str>) -> Token {

@@ -13,6 +13,7 @@ use super::paths;
 use crate::hub::{PullError, Reference};
 use crate::proto::v1;
 use crate::proto::v1::Reason;
+use crate::shown::is_obeyed;
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
@@ -144,6 +145,12 @@ const LONGEST_NAME_CHARACTERS: usize = 256;
 
 /// Refuses a name that is too long.
 pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
+    if name.chars().any(is_obeyed) {
+        return Err(invalid(
+            field,
+            "has control characters, or such that turn the direction of text: leave them out",
+        ));
+    }
     if name.len() <= LONGEST_NAME_CHARACTERS {
         return Ok(());
     }

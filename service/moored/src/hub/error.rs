@@ -3,6 +3,7 @@
 use residency::Bytes;
 
 use crate::proto::v1::Reason;
+use crate::shown::one_line;
 
 /// `Clone`, since all clients that joined a pull get its error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -127,11 +128,11 @@ impl PullError {
 /// Most characters of a hub's message that are shown.
 const MOST_SHOWN: usize = 200;
 
-/// A hub's message, safe for a terminal and a log: without control characters, and cut to a length.
+/// A hub's message, safe for a terminal and a log: escaped, and cut to a length.
 pub(super) fn shown(said: &str) -> String {
-    let plain = said.chars().filter(|character| !character.is_control());
-    let mut shown: String = plain.clone().take(MOST_SHOWN).collect();
-    if plain.count() > MOST_SHOWN {
+    let mut shown: String = said.chars().take(MOST_SHOWN).collect();
+    shown = one_line(&shown).into_owned();
+    if said.chars().nth(MOST_SHOWN).is_some() {
         shown.push('\u{2026}');
     }
     shown

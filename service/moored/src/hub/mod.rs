@@ -34,7 +34,7 @@ use meter::Meter;
 use selection::INDEX;
 use transfer::Transfer;
 
-use crate::config;
+use crate::{bounded, config};
 
 /// Files that are downloaded at the same time: one connection does not use the whole bandwidth.
 const AT_ONCE: usize = 4;
@@ -466,7 +466,7 @@ pub(crate) fn is_whole(snapshot: &Path) -> bool {
 fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
+    let Ok(index) = bounded::read(&snapshot.join(INDEX), bounded::TEXT_BYTES) else {
         if let Some(layout) = pipelines::catalogue().own_layout(&names) {
             let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
             return Ok(selection::missing(&folders, &names));
@@ -520,7 +520,7 @@ async fn is_transformer(
 fn has_base(snapshot: &Path) -> bool {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let index = std::fs::read(snapshot.join(INDEX)).unwrap_or_default();
+    let index = bounded::read(&snapshot.join(INDEX), bounded::TEXT_BYTES).unwrap_or_default();
     let Ok(class) = class_of("", &index) else {
         return false;
     };

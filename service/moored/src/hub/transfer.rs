@@ -4,6 +4,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -173,6 +174,12 @@ fn start_of(range: &str) -> Option<u64> {
     range.strip_prefix("bytes ")?.split_once('-')?.0.parse().ok()
 }
 
+/// Flags that open a file, never what a link names nor a pipe that waits.
+fn no_link() -> i32 {
+    let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+    flags.bits() as i32
+}
+
 /// A partially downloaded file.
 struct Partial {
     path: PathBuf,
@@ -195,7 +202,11 @@ impl Partial {
                     .write(true)
                     .create(true)
                     .truncate(false)
+                    .custom_flags(no_link())
                     .open(&path)?;
+                if !there.metadata()?.is_file() {
+                    return Err(std::io::Error::other("it is no regular file: remove it"));
+                }
                 if there.metadata()?.len() > file.size {
                     there.set_len(0)?;
                 }
@@ -257,7 +268,13 @@ impl Partial {
     fn start_over(&mut self) -> Result<(), PullError> {
         self.waiting.clear();
         self.length = 0;
-        let emptied = File::create(&self.path).map_err(|problem| failed(&self.path, &problem))?;
+        let emptied = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .custom_flags(no_link())
+            .open(&self.path)
+            .map_err(|problem| failed(&self.path, &problem))?;
         self.written = Some((emptied, Summing::start(&self.file.oid, self.file.size)));
         Ok(())
     }
