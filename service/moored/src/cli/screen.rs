@@ -125,6 +125,7 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Pull(error) => error.reason().as_str_name().to_owned(),
             CliError::File { .. } | CliError::Output(_) => "FILE".to_owned(),
             CliError::Exists(_) => "FILE_EXISTS".to_owned(),
+            CliError::NoModel(_) => "MODEL_NOT_FOUND".to_owned(),
             CliError::Usage(_) => "USAGE".to_owned(),
             CliError::Failed(_) => "FAILED".to_owned(),
             CliError::Wire(error) => error.reason().to_owned(),

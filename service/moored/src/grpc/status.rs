@@ -67,6 +67,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::Cancelled(_)
         | Error::SlowReader { .. }
         | Error::WorkerDied { .. }
+        | Error::WorkerSilent { .. }
         | Error::NotFinite { .. }
         | Error::LatentNotFound(_)
         | Error::LatentWithoutDecoder
@@ -193,7 +194,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::SlowReader { .. } => (Code::ResourceExhausted, Reason::SlowReader),
         Error::Deadline { .. } => (Code::DeadlineExceeded, Reason::Deadline),
         Error::Cancelled(_) => (Code::Cancelled, Reason::Cancelled),
-        Error::WorkerDied { .. } => (Code::Aborted, Reason::WorkerDied),
+        Error::WorkerDied { .. } | Error::WorkerSilent { .. } => (Code::Aborted, Reason::WorkerDied),
         Error::CardNotReady(_) => (Code::Unavailable, Reason::CardNotReady),
         Error::NotFinite { .. } => (Code::Internal, Reason::NotFinite),
         Error::LatentNotFound(_) => (Code::NotFound, Reason::LatentNotFound),

@@ -90,6 +90,15 @@ impl ModelCache {
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
+    /// The commits of which something is in the cache.
+    pub(super) fn commits(&self) -> Vec<String> {
+        let snapshots = children(&self.root.join(&self.folder_name).join("snapshots"));
+        let names = snapshots.iter().filter_map(|path| path.file_name()?.to_str());
+        let mut commits: Vec<String> = names.filter(|name| is_commit(name)).map(str::to_owned).collect();
+        commits.sort();
+        commits
+    }
+
     /// Waits for the lock of a content, against this program and others.
     pub(super) async fn lock(&self, oid: &Oid) -> Result<Lock, PullError> {
         let folder = self.root.join(".locks").join(&self.folder_name);

@@ -19,6 +19,20 @@ pub(crate) enum PullError {
         /// The requested model.
         id: String,
     },
+    /// Offline, and only commits of it are known, not the branch.
+    #[error(
+        "HF_HUB_OFFLINE is set, and {cache} does not say which commit {revision} of {id} is; there: {}. `moored pull {id}@{}` takes \
+         that, `moored models` lists it, or unset HF_HUB_OFFLINE",
+        .commits.join(", "), .commits[0]
+    )]
+    OfflineWithoutBranch {
+        id: String,
+        /// Cache folder.
+        cache: String,
+        revision: String,
+        /// The commits that are there: at least one.
+        commits: Vec<String>,
+    },
     /// Offline, and files are missing.
     #[error("HF_HUB_OFFLINE is set, and {id} is not complete in {cache}: {} missing; unset it to fetch that", list(.missing))]
     Offline {
@@ -112,6 +126,7 @@ impl PullError {
             PullError::ShuttingDown => Reason::ShuttingDown,
             PullError::NotAllowed { .. }
             | PullError::Offline { .. }
+            | PullError::OfflineWithoutBranch { .. }
             | PullError::Unreachable { .. }
             | PullError::NoSuchModel { .. }
             | PullError::NoSuchRevision { .. }

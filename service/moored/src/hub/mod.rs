@@ -413,9 +413,15 @@ impl Hub {
             cache: self.settings.cache.display().to_string(),
             missing,
         };
-        let commit = cache
-            .commit()
-            .ok_or_else(|| incomplete(vec!["all of it".to_owned()]))?;
+        let commit = cache.commit().ok_or_else(|| match &cache.commits()[..] {
+            [] => incomplete(vec!["all of it".to_owned()]),
+            commits => PullError::OfflineWithoutBranch {
+                id: model.id.clone(),
+                cache: self.settings.cache.display().to_string(),
+                revision: model.revision.clone(),
+                commits: commits.to_vec(),
+            },
+        })?;
         let path = cache.snapshot(&commit);
         let missing = match &model.file {
             Some(file) => Some(file.clone())
@@ -425,7 +431,11 @@ impl Hub {
             None => missing_of(&model.id, &path)?,
         };
         if !missing.is_empty() {
-            return Err(incomplete(missing));
+            let told = |file: String| match path.join(&file).is_symlink() {
+                true => format!("{file} (a link to a file that is not there)"),
+                false => file,
+            };
+            return Err(incomplete(missing.into_iter().map(told).collect()));
         }
         let files = match &model.file {
             Some(file) => vec![file.clone()],

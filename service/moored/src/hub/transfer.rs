@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use reqwest::StatusCode;
 use reqwest::header::{CONTENT_RANGE, RANGE};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::PullError;
 use super::cache::{ModelCache, create_folder, failed, failed_at};
@@ -41,6 +41,8 @@ pub(super) struct Transfer<'a> {
 enum Failure {
     /// Trying again may help.
     Transient(String),
+    /// As [`Failure::Transient`], and what came does not count: it came too slowly.
+    Slow(String),
     Final(PullError),
 }
 
@@ -83,9 +85,14 @@ impl Transfer<'_> {
         let mut fruitless = 0;
         while partial.length < self.file.size {
             let before = partial.length;
+            let mut is_slow = false;
             let problem = match self.attempt(&mut partial).await {
                 Ok(()) => "the response ended too early".to_owned(),
                 Err(Failure::Transient(problem)) => problem,
+                Err(Failure::Slow(problem)) => {
+                    is_slow = true;
+                    problem
+                }
                 Err(Failure::Final(error)) => {
                     partial.flush().await?;
                     return Err(error);
@@ -95,7 +102,7 @@ impl Transfer<'_> {
             if partial.length == self.file.size {
                 break;
             }
-            fruitless = if partial.length > before { 0 } else { fruitless + 1 };
+            fruitless = if partial.length > before && !is_slow { 0 } else { fruitless + 1 };
             tracing::debug!(
                 file = self.file.path,
                 at = partial.length,
@@ -152,6 +159,7 @@ impl Transfer<'_> {
                 ));
             }
         }
+        let mut pace = Pace::begin();
         loop {
             let chunk = timeout(SILENCE, answer.chunk()).await;
             let chunk = chunk
@@ -162,10 +170,47 @@ impl Transfer<'_> {
             let taken = &chunk[..chunk.len().min(room)];
             partial.take(taken).await.map_err(Failure::Final)?;
             self.meter.fetched(taken.len() as u64, &self.file.path);
+            if !pace.goes_on(taken.len() as u64, Instant::now()) {
+                return Err(Failure::Slow(format!(
+                    "less than {LEAST_BYTES} bytes came in {} s",
+                    WINDOW.as_secs()
+                )));
+            }
             if taken.len() < chunk.len() {
                 return Ok(()); // more than was announced: the checksum will say
             }
         }
+    }
+}
+
+/// Within this time...
+const WINDOW: Duration = Duration::from_secs(60);
+/// ...so many bytes come, or the place is given to another download: hubs that drip would hold all places.
+const LEAST_BYTES: u64 = 64 << 10;
+
+/// How fast bytes come.
+struct Pace {
+    since: Instant,
+    bytes: u64,
+}
+
+impl Pace {
+    fn begin() -> Pace {
+        Pace {
+            since: Instant::now(),
+            bytes: 0,
+        }
+    }
+
+    /// Counts bytes that came; false where they came too slowly.
+    fn goes_on(&mut self, bytes: u64, now: Instant) -> bool {
+        self.bytes += bytes;
+        if now.duration_since(self.since) < WINDOW {
+            return true;
+        }
+        let is_enough = self.bytes >= LEAST_BYTES;
+        (self.since, self.bytes) = (now, 0);
+        is_enough
     }
 }
 
@@ -307,4 +352,20 @@ async fn blocking<T: Send + 'static>(
             path: "the hub cache".to_owned(),
             problem: panic.to_string(),
         })?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_that_drip_are_too_slow() {
+        let mut pace = Pace::begin();
+        let begin = pace.since;
+        let drips = (1..=60).map(|second| pace.goes_on(1, begin + Duration::from_secs(second)));
+        assert_eq!(drips.filter(|goes_on| !goes_on).count(), 1, "once a minute");
+        let mut pace = Pace::begin();
+        let begin = pace.since;
+        assert!((1..=600).all(|second| pace.goes_on(2000, begin + Duration::from_secs(second))));
+    }
 }
