@@ -67,7 +67,9 @@ def target(server: Server | None = None) -> Target:
         return Target(named, "")
     set_file = str(settings.get(TOKEN_FILE_SETTING) or "").strip()
     # Read here, each time: a client reads its file once, and however long it is.
-    token_file = str(_in_token_folder(set_file)) if set_file else os.environ.get("MOORED_TOKEN_FILE", "")
+    token_file = (
+        str(_in_token_folder(set_file)) if set_file else os.environ.get("MOORED_TOKEN_FILE", "")
+    )
     return Target(named, _token(token_file) if token_file else None)
 
 
@@ -159,8 +161,8 @@ def _settings() -> dict[str, Any]:
 def _in_token_folder(named: str) -> Path:
     """The token file that the settings name: one that lies in the folder for them.
 
-    Whoever opens ComfyUI's page may write its settings, the address too: any other file would be one that they
-    can have sent to them.
+    Whoever opens ComfyUI's page may write its settings, the address too: any other file would be
+    one that they can have sent to them.
     """
     folder = Path(folder_paths.get_user_directory()) / TOKEN_FOLDER
     file = folder / Path(named).expanduser()

@@ -70,7 +70,12 @@ pub fn create_private_folder(folder: &Path) -> io::Result<()> {
 pub fn open_private(path: &Path) -> io::Result<File> {
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK; // a pipe would wait for its other end
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    options
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600);
     options.custom_flags(flags.bits() as i32).open(path)
 }
 

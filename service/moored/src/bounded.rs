@@ -16,9 +16,14 @@ pub(crate) const SETTING_BYTES: u64 = 4 << 20;
 /// What the system said; [`ErrorKind::InvalidInput`] for what is no regular file, [`ErrorKind::FileTooLarge`] beyond the bound.
 pub(crate) fn read(path: &Path, most: u64) -> std::io::Result<Vec<u8>> {
     let mut read = Vec::new();
-    gpu::open_regular(path)?.take(most.saturating_add(1)).read_to_end(&mut read)?;
+    gpu::open_regular(path)?
+        .take(most.saturating_add(1))
+        .read_to_end(&mut read)?;
     if read.len() as u64 > most {
-        let problem = format!("it has more than {}, the most that is read", residency::Bytes(most));
+        let problem = format!(
+            "it has more than {}, the most that is read",
+            residency::Bytes(most)
+        );
         return Err(Error::new(ErrorKind::FileTooLarge, problem));
     }
     Ok(read)
@@ -58,7 +63,10 @@ mod tests {
         std::fs::write(&file, "12345").unwrap();
         assert_eq!(read(&file, 5).unwrap(), b"12345");
         assert_eq!(read(&file, 4).unwrap_err().kind(), ErrorKind::FileTooLarge);
-        assert_eq!(read(Path::new("/dev/zero"), 5).unwrap_err().kind(), ErrorKind::InvalidInput);
+        assert_eq!(
+            read(Path::new("/dev/zero"), 5).unwrap_err().kind(),
+            ErrorKind::InvalidInput
+        );
         let pipe = folder.path().join("pipe");
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();
         assert_eq!(read(&pipe, 5).unwrap_err().kind(), ErrorKind::InvalidInput);

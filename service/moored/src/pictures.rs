@@ -535,7 +535,9 @@ pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
         let mut decoder = reader
             .map_err(|problem| problem.to_string())?
             .into_decoder()
-            .map_err(|problem| format!("cannot be read: recipes are in PNG, JPEG, WebP, MP4, WAV and FLAC files ({problem})"))?;
+            .map_err(|problem| {
+                format!("cannot be read: recipes are in PNG, JPEG, WebP, MP4, WAV and FLAC files ({problem})")
+            })?;
         let exif = decoder.exif_metadata().ok().flatten().unwrap_or_default();
         return parse(&exif::read(&exif).ok_or(NONE)?);
     }
@@ -551,7 +553,9 @@ pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
     // A few megabytes of it could become gigabytes.
     chunk
         .decompress_text_with_limit(LONGEST_RECIPE_BYTES)
-        .map_err(|problem| format!("has a recipe that is damaged, or longer than any of moored: {problem}"))?;
+        .map_err(|problem| {
+            format!("has a recipe that is damaged, or longer than any of moored: {problem}")
+        })?;
     parse(&chunk.get_text().map_err(|e| e.to_string())?)
 }
 

@@ -18,7 +18,9 @@ pub(crate) fn one_line(text: &str) -> Cow<'_, str> {
 
 /// A text of several lines: line breaks and tabs stay, the rest is escaped.
 pub(crate) fn lines(text: &str) -> Cow<'_, str> {
-    escaped(text, |character| !matches!(character, '\n' | '\t') && is_obeyed(character))
+    escaped(text, |character| {
+        !matches!(character, '\n' | '\t') && is_obeyed(character)
+    })
 }
 
 /// A value as JSON of one line. JSON itself leaves some of what terminals obey as it is.
@@ -62,7 +64,10 @@ mod tests {
         assert_eq!(one_line("fdp.\u{202e}gnp"), "fdp.\\u{202e}gnp");
         let value = serde_json::json!({"name": "a\x1b\u{9b}\u{202e}"});
         assert_eq!(json(&value), "{\"name\":\"a\\u001b\\u009b\\u202e\"}");
-        assert_eq!(serde_json::from_str::<serde_json::Value>(&json(&value)).unwrap(), value);
+        assert_eq!(
+            serde_json::from_str::<serde_json::Value>(&json(&value)).unwrap(),
+            value
+        );
         assert_eq!(one_line("Grün, 日本 🟥"), "Grün, 日本 🟥");
     }
 }

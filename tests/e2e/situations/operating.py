@@ -1,4 +1,4 @@
-"""Settings, folders, caches, and files of others on the command line: what operators and users of a terminal meet."""
+"""Settings, folders, caches, and files of others: what operators and users of a terminal meet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, PngImagePlugin
 
-from service import clean_environment
+from service import clean_environment, run
 
 from . import PROMPT, SMALL, Check, Place, Refused, Situation
 
@@ -42,7 +42,7 @@ def cache_without_refs(place: Place) -> Path:
 def pull_offline(place: Place) -> subprocess.CompletedProcess[str]:
     """A pull of what is there, without a network."""
     own = {"HF_HUB_CACHE": str(cache_without_refs(place)), "HF_HUB_OFFLINE": "1"}
-    return place.command("pull", "me/norefs", env=clean_environment() | own)
+    return run("pull", "me/norefs", env=clean_environment() | own)
 
 
 def names_the_commit(place: Place, done: subprocess.CompletedProcess[str]) -> None:
@@ -55,7 +55,7 @@ def names_the_commit(place: Place, done: subprocess.CompletedProcess[str]) -> No
 def doctor_at_home(place: Place) -> subprocess.CompletedProcess[str]:
     """Doctor, with a state folder that begins with a tilde."""
     own = {"HOME": str(place.root), "MOORED_SERVICE_STATE": "~/tilde-state"}
-    return place.command("doctor", env=clean_environment() | own)
+    return run("doctor", env=clean_environment() | own)
 
 
 def is_at_home(place: Place, done: subprocess.CompletedProcess[str]) -> None:
@@ -118,7 +118,7 @@ SITUATIONS = (
         name="hub-address-without-scheme",
         source="huggingface/huggingface_hub#2806",
         story="HF_ENDPOINT is a mirror's name alone, and the error is of a relative URL.",
-        command=("pull", "me/any"),
+        command=("models",),
         environment={"HF_ENDPOINT": "mirror.example/hub"},
         expected=Refused(("HF_ENDPOINT", "https://mirror.example/hub"), 2),
     ),

@@ -11,7 +11,8 @@ use tokio::time::Instant;
 
 use crate::fixture::{CARD, REDUCTIONS, entry, load, picture};
 use crate::worker::{
-    Wire, at_rest, cancelled_by, completed, end, events, one_card, one_card_with, one_cpu_with, settle, stage_of, start,
+    Wire, at_rest, cancelled_by, completed, end, events, one_card, one_card_with, one_cpu_with, settle,
+    stage_of, start,
 };
 
 /// In tests of cancels and deadlines.
@@ -371,7 +372,10 @@ async fn what_gives_no_sign_is_told_as_such_and_not_tried_again_on_a_cpu() {
         let ended = end(&mut job).await.unwrap_err();
         assert!(matches!(ended, Error::WorkerSilent { .. }), "{ended}");
         let told = ended.to_string();
-        assert!(told.contains("no sign for 20 s") && told.contains("queue.stall_limit"), "{told}");
+        assert!(
+            told.contains("no sign for 20 s") && told.contains("queue.stall_limit"),
+            "{told}"
+        );
         at_rest(&queue).await;
     }
 }

@@ -652,7 +652,9 @@ impl Arguments {
     /// Parses the command line. clap's global options would drop those before a command where there are some behind it, so
     /// each command has them once more.
     pub(super) fn read() -> Arguments {
-        let matches = whole_command().try_get_matches().unwrap_or_else(|mistake| hints::with_hint(mistake).exit());
+        let matches = whole_command()
+            .try_get_matches()
+            .unwrap_or_else(|mistake| hints::with_hint(mistake).exit());
         Arguments::of(&matches).unwrap_or_else(|mistake| mistake.exit())
     }
 

@@ -294,7 +294,12 @@ impl fmt::Display for Refusal {
         f.write_str(&shown::one_line(&self.message))?;
         if let Some(shortfall) = &self.shortfall {
             for holder in &shortfall.holders {
-                write!(f, "\n  {} holds {}", shown::one_line(&holder.name), residency::Bytes(holder.bytes))?;
+                write!(
+                    f,
+                    "\n  {} holds {}",
+                    shown::one_line(&holder.name),
+                    residency::Bytes(holder.bytes)
+                )?;
             }
             for fallback in &shortfall.fallbacks {
                 let when = when_of(fallback);

@@ -67,7 +67,11 @@ impl Arrived {
     /// A message for people, when bytes are missing.
     pub(super) fn file(&self) -> Result<Vec<u8>, String> {
         let came: u64 = self.chunks.values().map(|chunk| chunk.len() as u64).sum();
-        let is_whole = self.covered.is_whole(if self.total_bytes > 0 { self.total_bytes } else { came });
+        let is_whole = self.covered.is_whole(if self.total_bytes > 0 {
+            self.total_bytes
+        } else {
+            came
+        });
         if came == 0 || !is_whole {
             return Err("the result is not complete: a part of it did not come".to_owned());
         }

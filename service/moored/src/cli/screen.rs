@@ -94,7 +94,11 @@ async fn answer() -> Result<String, CliError> {
 
 /// Prints rows under a heading; in a pipe, with tabs between the columns.
 pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliError> {
-    let cells = |row: Vec<String>| row.iter().map(|cell| shown::one_line(cell).into_owned()).collect();
+    let cells = |row: Vec<String>| {
+        row.iter()
+            .map(|cell| shown::one_line(cell).into_owned())
+            .collect()
+    };
     let rows: Vec<Vec<String>> = rows.into_iter().map(cells).collect();
     if !std::io::stdout().is_terminal() {
         text(&heading.join("\t"))?;

@@ -10,8 +10,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use figment::{Figment, Provider as _};
 use figment::providers::{Env, Format as _, Serialized, Toml};
+use figment::{Figment, Provider as _};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
 use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
@@ -388,7 +388,9 @@ pub(crate) fn secret_variables() -> Vec<std::ffi::OsString> {
             || (name.starts_with("MOORED_") && name.contains("TOKEN"))
     };
     let names = std::env::vars_os().map(|(name, _)| name);
-    names.filter(|name| name.to_str().is_some_and(is_secret)).collect()
+    names
+        .filter(|name| name.to_str().is_some_and(is_secret))
+        .collect()
 }
 
 /// Settings with short names, which the Python client reads too.

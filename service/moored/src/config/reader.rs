@@ -344,14 +344,19 @@ impl Reader {
             if self.asked_for.contains(&name.as_str()) || self.open_tables.contains(&name.as_str()) {
                 continue;
             }
-            let is_section = |known: &&str| known.strip_prefix(name.as_str()).is_some_and(|rest| rest.starts_with('.'));
+            let is_section = |known: &&str| {
+                known
+                    .strip_prefix(name.as_str())
+                    .is_some_and(|rest| rest.starts_with('.'))
+            };
             let known = || self.asked_for.iter().chain(&self.open_tables);
             match value {
                 Value::Dict(_, inner) if !inner.is_empty() || known().any(is_section) => {
                     self.find_unknown(&name, inner);
                 }
                 Value::Dict(..) => {
-                    let sections = known().filter_map(|known| known.split_once('.').map(|(section, _)| section));
+                    let sections =
+                        known().filter_map(|known| known.split_once('.').map(|(section, _)| section));
                     let problem = not_there("section", meant(&name, sections));
                     self.mistake(&name, problem);
                 }

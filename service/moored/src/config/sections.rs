@@ -31,7 +31,11 @@ impl ModelSettings {
             folders: r.paths("models.folders"),
             adapters: r.paths("models.adapters"),
             default: r.optional_text("models.default"),
-            paths: r.table::<String>("models.paths").into_iter().map(|(id, path)| (id, in_home(&path))).collect(),
+            paths: r
+                .table::<String>("models.paths")
+                .into_iter()
+                .map(|(id, path)| (id, in_home(&path)))
+                .collect(),
             preload: r.words("models.preload"),
             pinned: r.words("models.pinned"),
             settings: r.table("models.settings"),

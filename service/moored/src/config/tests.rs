@@ -42,7 +42,10 @@ fn all_mistakes_are_reported_at_once() {
 #[test]
 fn what_cannot_be_meant_is_refused_with_what_to_write() {
     for (wrong, says) in [
-        ("cards.headroom = '99999999999999999999TiB'", "more than any machine has"),
+        (
+            "cards.headroom = '99999999999999999999TiB'",
+            "more than any machine has",
+        ),
         ("queue.stall_limit = '0s'", "is 0"),
         ("[nope]", "there is no such section"),
         ("[querue]", "no such section; queue is one"),
@@ -51,7 +54,10 @@ fn what_cannot_be_meant_is_refused_with_what_to_write() {
         ("hub.endpoint = 'mirror.example'", "as in https://mirror.example"),
     ] {
         let told = with(wrong).unwrap_err().to_string();
-        assert!(told.contains(says) && told.contains("has an error"), "{wrong}: {told}");
+        assert!(
+            told.contains(says) && told.contains("has an error"),
+            "{wrong}: {told}"
+        );
     }
 }
 

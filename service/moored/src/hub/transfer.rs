@@ -102,7 +102,11 @@ impl Transfer<'_> {
             if partial.length == self.file.size {
                 break;
             }
-            fruitless = if partial.length > before && !is_slow { 0 } else { fruitless + 1 };
+            fruitless = if partial.length > before && !is_slow {
+                0
+            } else {
+                fruitless + 1
+            };
             tracing::debug!(
                 file = self.file.path,
                 at = partial.length,

@@ -528,7 +528,10 @@ impl Core {
         let deaths = job.attempt.deaths;
         let stage = running.need.name.clone();
         // A CPU does not hang: what was silent for the whole limit there was slow, and would be so again.
-        let is_slow = kind == CardKind::Cpu && running.silent.is_some_and(|limit| limit >= self.settings.stall_limit);
+        let is_slow = kind == CardKind::Cpu
+            && running
+                .silent
+                .is_some_and(|limit| limit >= self.settings.stall_limit);
         if deaths > 1 || is_slow {
             self.learned.died(&job.entry.key, &running.need.shape(), id, now);
             let stage = stage.to_string();

@@ -15,8 +15,14 @@ const MEANT: [(&str, &str); 16] = [
     ("remove", "moored rm OWNER/NAME"),
     ("start", "moored serve"),
     ("top", "moored status --watch"),
-    ("stop", "Ctrl-C ends a service; `moored unload MODEL` frees a model's memory, `moored cancel JOB` ends a job"),
-    ("logs", "a service writes its log to standard error, where it was started (a unit: journalctl)"),
+    (
+        "stop",
+        "Ctrl-C ends a service; `moored unload MODEL` frees a model's memory, `moored cancel JOB` ends a job",
+    ),
+    (
+        "logs",
+        "a service writes its log to standard error, where it was started (a unit: journalctl)",
+    ),
     ("run", "moored run MODEL PROMPT"),
     ("generate", "moored generate PROMPT"),
     ("--size", "-W 512 -H 512"),
