@@ -381,12 +381,14 @@ fn account() -> Option<String> {
     })
 }
 
+/// Whether a variable has a secret, or says where one is.
+fn is_secret(name: &str) -> bool {
+    matches!(name, "HF_TOKEN" | "HUGGING_FACE_HUB_TOKEN" | "HF_TOKEN_PATH")
+        || (name.starts_with("MOORED_") && name.contains("TOKEN"))
+}
+
 /// Variables of this process with secrets in them, which no worker needs.
 pub(crate) fn secret_variables() -> Vec<std::ffi::OsString> {
-    let is_secret = |name: &str| {
-        matches!(name, "HF_TOKEN" | "HUGGING_FACE_HUB_TOKEN" | "HF_TOKEN_PATH")
-            || (name.starts_with("MOORED_") && name.contains("TOKEN"))
-    };
     let names = std::env::vars_os().map(|(name, _)| name);
     names
         .filter(|name| name.to_str().is_some_and(is_secret))
