@@ -1,4 +1,4 @@
-"""What answers at an address may be anything: the command line believes no size, and shows nothing that a terminal obeys."""
+"""What answers at an address may be anything: no size of it is believed, no name shown as it is."""
 
 from __future__ import annotations
 
