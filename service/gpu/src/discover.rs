@@ -52,7 +52,9 @@ pub enum DeviceSpecError {
     #[error("{given:?} is no device: write auto, cpu, cpu:16GiB, cuda, cuda:0, or sim:24GiB")]
     Unknown { given: String },
     /// Less memory than any model needs: a number alone is bytes.
-    #[error("{given} has {capacity} of memory, too little for anything: write its size with a unit, as in sim:24GiB")]
+    #[error(
+        "{given} has {capacity} of memory, too little for anything: write its size with a unit, as in sim:24GiB"
+    )]
     Tiny { given: String, capacity: Bytes },
     /// An invalid capacity of `cpu`.
     #[error("the capacity of cpu: {0}")]

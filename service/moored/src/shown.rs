@@ -44,7 +44,16 @@ fn escaped(text: &str, is_escaped: impl Fn(char) -> bool) -> Cow<'_, str> {
         return Cow::Borrowed(text);
     }
     let mut shown = String::with_capacity(text.len() + 16);
-    for character in text.chars() {
+    let mut colour = 0; // bytes of a colour that are still to come: colours are our own, and change nothing else
+    for (at, character) in text.char_indices() {
+        if character == '\x1b' {
+            colour = colour_bytes(&text[at..]);
+        }
+        if colour > 0 {
+            colour -= 1;
+            shown.push(character);
+            continue;
+        }
         match is_escaped(character) {
             true => shown.extend(character.escape_default()),
             false => shown.push(character),
@@ -53,13 +62,29 @@ fn escaped(text: &str, is_escaped: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
+/// How long the sequence is that sets a colour, where a text begins with one; else 0. Each of its characters is a byte.
+fn colour_bytes(text: &str) -> usize {
+    let Some(rest) = text.strip_prefix("\x1b[") else {
+        return 0;
+    };
+    let numbers = rest
+        .bytes()
+        .take_while(|byte| byte.is_ascii_digit() || *byte == b';')
+        .count();
+    if rest[numbers..].starts_with('m') {
+        numbers + 3
+    } else {
+        0
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn what_a_terminal_would_obey_is_escaped() {
-        assert_eq!(one_line("a\x1b[31m\nb\u{9b}"), "a\\u{1b}[31m\\nb\\u{9b}");
+        assert_eq!(one_line("a\x1b[2J\nb\u{9b}"), "a\\u{1b}[2J\\nb\\u{9b}");
         assert_eq!(lines("a\tb\n\x07\r"), "a\tb\n\\u{7}\\r");
         assert_eq!(one_line("fdp.\u{202e}gnp"), "fdp.\\u{202e}gnp");
         let value = serde_json::json!({"name": "a\x1b\u{9b}\u{202e}"});

@@ -291,7 +291,12 @@ fn insecure_token_takes_1_for_true() {
 
 #[test]
 fn variables_with_secrets_are_known() {
-    for secret in ["HF_TOKEN", "MOORED_TOKEN_FILE", "MOORED_SERVICE_TOKEN_FILE", "HUGGING_FACE_HUB_TOKEN"] {
+    for secret in [
+        "HF_TOKEN",
+        "MOORED_TOKEN_FILE",
+        "MOORED_SERVICE_TOKEN_FILE",
+        "HUGGING_FACE_HUB_TOKEN",
+    ] {
         assert!(is_secret(secret), "{secret}");
     }
     assert!(!is_secret("PATH") && !is_secret("MOORED_ENDPOINT") && !is_secret("HF_HOME"));

@@ -4,7 +4,7 @@ use clap::Error;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Commands and options of other programs, and what to write here.
-const MEANT: [(&str, &str); 16] = [
+const MEANT: [(&str, &str); 17] = [
     ("image", "moored generate \"a cat\""),
     ("imagine", "moored generate \"a cat\""),
     ("picture", "moored generate \"a cat\""),
@@ -23,6 +23,7 @@ const MEANT: [(&str, &str); 16] = [
         "logs",
         "a service writes its log to standard error, where it was started (a unit: journalctl)",
     ),
+    ("rn", "moored run MODEL PROMPT"),
     ("run", "moored run MODEL PROMPT"),
     ("generate", "moored generate PROMPT"),
     ("--size", "-W 512 -H 512"),
