@@ -128,6 +128,15 @@ def test_a_timeout_seen_first_by_the_service_is_a_deadline(service: Service, ask
         ask("status")
 
 
+def test_a_message_has_nothing_that_a_terminal_obeys(service: Service, ask: Ask) -> None:
+    said = "There is no \x1b]0;owned\x07\u202e model."
+    service.on("GetStatus", lambda request, context: context.abort(grpc.StatusCode.NOT_FOUND, said))
+    with pytest.raises(moored.MooredError, match="owned") as caught:
+        ask("status")
+    for text in (str(caught.value), caught.value.message):
+        assert text == "There is no \\x1b]0;owned\\x07\\u202e model."
+
+
 def test_error_details_of_another_domain_raise_a_plain_error(service: Service, ask: Ask) -> None:
     foreign = rpc_pb2.ErrorInfo(reason="MEMORY_TAKEN", domain="example.com")
     service.on("GetStatus", refusal(grpc.StatusCode.NOT_FOUND, "Elsewhere.", foreign))

@@ -25,6 +25,9 @@ T = TypeVar("T")
 ENDPOINT_SETTING = "moored.endpoint"
 TOKEN_FILE_SETTING = "moored.token_file"
 
+# The folder of ComfyUI's user directory that token files named in the settings lie in.
+TOKEN_FOLDER = "moored"
+
 # A token is a line of text. What is longer is another file, and must not leave this machine.
 TOKEN_AT_MOST_CHARACTERS = 4096
 
@@ -62,9 +65,11 @@ def target(server: Server | None = None) -> Target:
     named = _address(server.endpoint.strip()) if server and server.endpoint.strip() else usual
     if named != usual:
         return Target(named, "")
-    token_file = str(settings.get(TOKEN_FILE_SETTING) or "").strip()
+    set_file = str(settings.get(TOKEN_FILE_SETTING) or "").strip()
     # Read here, each time: a client reads its file once, and however long it is.
-    token_file = token_file or os.environ.get("MOORED_TOKEN_FILE", "")
+    token_file = (
+        str(_in_token_folder(set_file)) if set_file else os.environ.get("MOORED_TOKEN_FILE", "")
+    )
     return Target(named, _token(token_file) if token_file else None)
 
 
@@ -153,8 +158,29 @@ def _settings() -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
+def _in_token_folder(named: str) -> Path:
+    """The token file that the settings name: one that lies in the folder for them.
+
+    Whoever opens ComfyUI's page may write its settings, the address too: any other file would be
+    one that they can have sent to them.
+    """
+    folder = Path(folder_paths.get_user_directory()) / TOKEN_FOLDER
+    file = folder / Path(named).expanduser()
+    if file.resolve().parent != folder.resolve():
+        raise moored.Unauthenticated(
+            f"The token file of the settings has to lie in {folder}: put it there and write its name "
+            f"alone, or set MOORED_TOKEN_FILE where ComfyUI is started. {named} is not read"
+        )
+    return file
+
+
 def _address(endpoint: str) -> str:
     """An endpoint as the client spells it; empty: MOORED_ENDPOINT, else localhost."""
+    if endpoint.lower().startswith("unix:"):
+        raise moored.InvalidRequest(
+            f"{endpoint} is a socket of this machine, which a workflow or a setting may not name: set "
+            "MOORED_ENDPOINT where ComfyUI is started"
+        )
     try:
         return moored.AsyncClient(endpoint or None, token="").endpoint
     except ValueError as error:
@@ -162,8 +188,12 @@ def _address(endpoint: str) -> str:
 
 
 def _token(path: str) -> str:
+    file = Path(path).expanduser()
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8").strip()
+        if file.exists() and not file.is_file():
+            raise moored.Unauthenticated(f"The token file {path} is no file with text in it")
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(TOKEN_AT_MOST_CHARACTERS + 2).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise moored.Unauthenticated(f"The token file {path} cannot be read: {reason}") from error

@@ -65,7 +65,7 @@ def _remedy(error: moored.MooredError) -> str:
         case moored.UnencryptedToken():
             return ", where ComfyUI is started"
         case moored.Unauthenticated():
-            return ": name the right token file in ComfyUI's settings under moored"
+            return ": put the token's file into user/moored of ComfyUI and write its name in the settings under moored"
         case moored.Cancelled():
             return ": queue the prompt again"
         case (

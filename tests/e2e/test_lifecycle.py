@@ -74,11 +74,13 @@ def refused(
 # Ending.
 
 
-def test_sigterm_lets_running_jobs_finish(simulate: Simulate) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_running_jobs_finish(simulate: Simulate, sign: signal.Signals) -> None:
+    """SIGHUP comes when the terminal is closed."""
     service = simulate()
     with service.client() as client, end_of(worker_pid(client)) as worker_ended:
         with running(client, steps=100) as stream:
-            service.process.send_signal(signal.SIGTERM)
+            service.process.send_signal(sign)
             wait_for_log(service, "stopping: waiting")
             with pytest.raises((moored.ShuttingDown, moored.ConnectionFailed)) as late:
                 client.generate_image("too late", model="small", timeout=DEADLINE_S)
@@ -88,6 +90,25 @@ def test_sigterm_lets_running_jobs_finish(simulate: Simulate) -> None:
         assert len(stream.pictures) == 1
         assert service.process.wait(DEADLINE_S) == 0
         assert worker_ended(DEADLINE_S)
+
+
+def test_state_is_private_and_workers_have_no_secrets(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    secrets = {"HF_TOKEN": "hub-secret", "MOORED_TOKEN_FILE": "/nowhere/token-secret"}
+    before = os.umask(0)
+    try:
+        service = Service(state=state, environment=clean_environment() | secrets)
+    finally:
+        os.umask(before)
+    with service.client(token="") as client:
+        worker = Path(f"/proc/{worker_pid(client)}/environ").read_text()
+    assert "secret" not in worker
+    assert "PATH=" in worker
+    assert state.stat().st_mode & 0o777 == 0o700
+    files = [path for path in state.rglob("*") if path.is_file()]
+    assert files
+    assert [path for path in files if path.stat().st_mode & 0o077] == []
+    assert service.stop() == 0
 
 
 def test_sigterm_without_jobs_ends_at_once(simulate: Simulate) -> None:

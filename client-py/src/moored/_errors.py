@@ -63,6 +63,15 @@ class Violation:
     description: str
 
 
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What a terminal may obey: control characters, and those that set the direction of text."""
+
+
+def _plain(text: str) -> str:
+    """A message with what a terminal would obey escaped: parts of it are names that others gave."""
+    return _OBEYED.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+
+
 class MooredError(Exception):
     """Base of all errors of this package; its text is one sentence for people."""
 
@@ -95,6 +104,7 @@ class MooredError(Exception):
         shortfall: MemoryShortfall | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
+        message = _plain(message)
         super().__init__(message)
         self.message = message
         self.reason = reason

@@ -56,12 +56,12 @@ app.registerExtension({
     {
       id: "moored.token_file",
       name: "Token file",
-      tooltip: "A file on ComfyUI's machine that holds the service's token. Empty: MOORED_TOKEN_FILE, else none.",
+      tooltip: "Name of a file with the service's token, in the folder moored of ComfyUI's user directory. Empty: MOORED_TOKEN_FILE, else none.",
       category: ["moored", "Service", "token_file"],
       sortOrder: 2,
       type: "text",
       defaultValue: "",
-      attrs: { placeholder: "/home/me/moored.token" },
+      attrs: { placeholder: "token" },
       onChange: addressChanged,
     },
     {

@@ -1,6 +1,7 @@
 //! Errors of jobs, in one enum: the gRPC server converts each to a status.
 
 use std::fmt;
+use std::time::Duration;
 
 use pipelines::{Quantization, Request};
 use residency::{Bytes, Holder};
@@ -202,6 +203,18 @@ pub enum Error {
         stage: String,
         /// Number of worker deaths.
         deaths: u32,
+    },
+    /// A worker gave no sign for the longest time that it may, and was ended.
+    #[error(
+        "{card} gave no sign for {} s while it ran {stage} of this job (queue.stall_limit), and was started anew; it is not tried \
+         again: ask for a smaller picture or film, or raise queue.stall_limit",
+        .limit.as_secs()
+    )]
+    WorkerSilent {
+        card: String,
+        stage: String,
+        /// How long it was silent.
+        limit: Duration,
     },
     /// No card is ready.
     #[error("no card is ready: {0}")]

@@ -51,6 +51,11 @@ pub enum DeviceSpecError {
     /// An unknown kind of card.
     #[error("{given:?} is no device: write auto, cpu, cpu:16GiB, cuda, cuda:0, or sim:24GiB")]
     Unknown { given: String },
+    /// Less memory than any model needs: a number alone is bytes.
+    #[error(
+        "{given} has {capacity} of memory, too little for anything: write its size with a unit, as in sim:24GiB"
+    )]
+    Tiny { given: String, capacity: Bytes },
     /// An invalid capacity of `cpu`.
     #[error("the capacity of cpu: {0}")]
     Capacity(#[from] SizeError),
@@ -275,6 +280,9 @@ impl fmt::Display for DeviceChoice {
     }
 }
 
+/// A card with less holds nothing.
+const LEAST_CAPACITY: Bytes = Bytes(1 << 20);
+
 impl FromStr for DeviceSpec {
     type Err = DeviceSpecError;
 
@@ -282,6 +290,26 @@ impl FromStr for DeviceSpec {
         if let Some(options) = text.strip_prefix("cuda,") {
             return Ok(DeviceSpec::Cuda(format!("0,{options}").parse()?));
         }
+        let spec = DeviceSpec::parsed(text)?;
+        match &spec {
+            DeviceSpec::Cpu {
+                capacity: Some(capacity),
+            }
+            | DeviceSpec::Simulated(SimulatedSettings { capacity, .. })
+                if *capacity < LEAST_CAPACITY =>
+            {
+                Err(DeviceSpecError::Tiny {
+                    given: text.to_owned(),
+                    capacity: *capacity,
+                })
+            }
+            _ => Ok(spec),
+        }
+    }
+}
+
+impl DeviceSpec {
+    fn parsed(text: &str) -> Result<DeviceSpec, DeviceSpecError> {
         match text
             .split_once(':')
             .map_or((text, None), |(kind, rest)| (kind, Some(rest)))

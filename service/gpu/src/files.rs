@@ -1,8 +1,8 @@
 //! Files as they are on disk: what tells one version from another, and which are opened at all.
 
-use std::fs::{self, File, Metadata};
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt, OpenOptionsExt as _};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -49,6 +49,36 @@ impl From<Metadata> for FileStamp {
     }
 }
 
+/// Makes a folder that only this user may open, whatever the umask. One that is there stays as it is.
+///
+/// # Errors
+/// What the system said.
+pub fn create_private_folder(folder: &Path) -> io::Result<()> {
+    if let Some(above) = folder.parent() {
+        fs::create_dir_all(above)?;
+    }
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(problem) if problem.kind() == io::ErrorKind::AlreadyExists && folder.is_dir() => Ok(()),
+        made => made,
+    }
+}
+
+/// Opens a file to write it, or makes one that only this user may read, whatever the umask. Nothing is written through a link.
+///
+/// # Errors
+/// What the system said.
+pub fn open_private(path: &Path) -> io::Result<File> {
+    let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK; // a pipe would wait for its other end
+    let mut options = OpenOptions::new();
+    options
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600);
+    options.custom_flags(flags.bits() as i32).open(path)
+}
+
 /// Opens a regular file to read it. A pipe would wait for a writer for ever, and a device may have no end.
 ///
 /// # Errors
@@ -59,4 +89,27 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
     }
     File::open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn what_is_private_is_so_and_no_link_is_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let own = folder.path().join("above/state");
+        create_private_folder(&own).unwrap();
+        create_private_folder(&own).unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&own), 0o700);
+        let file = own.join("file");
+        open_private(&file).unwrap();
+        assert_eq!(mode(&file), 0o600);
+        let link = own.join("link");
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        assert!(open_private(&link).is_err(), "a link was followed");
+    }
 }

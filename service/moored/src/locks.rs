@@ -1,6 +1,6 @@
 //! Locks that keep two services off one card, and find workers that a killed service left behind.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -72,15 +72,9 @@ pub(crate) fn take(path: &Path) -> Result<Result<File, String>, LockError> {
         problem,
     };
     if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder).map_err(fails)?;
+        gpu::create_private_folder(folder).map_err(fails)?;
     }
-    let mut file = OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .read(true)
-        .write(true)
-        .open(path)
-        .map_err(fails)?;
+    let mut file = gpu::open_private(path).map_err(fails)?;
     match file.try_lock() {
         Ok(()) => {
             file.set_len(0).and_then(|()| file.rewind()).map_err(fails)?;

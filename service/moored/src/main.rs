@@ -1,5 +1,6 @@
 //! SERVES. The binary: command line, configuration, gRPC, supervisor and worker processes, telemetry.
 
+mod bounded;
 mod catalogue;
 mod cli;
 mod config;
@@ -19,6 +20,7 @@ mod process;
 mod proto;
 mod serve;
 mod sessions;
+mod shown;
 mod telemetry;
 mod threads;
 mod tracks;

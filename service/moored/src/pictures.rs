@@ -24,6 +24,8 @@ const PREVIEW_SIDE_PIXELS: u32 = 512;
 const PREVIEW_JPEG_QUALITY: u8 = 80;
 /// Name of the PNG text chunk that holds [`Recipe`] as JSON.
 const RECIPE_KEYWORD: &str = "moored";
+/// More than any recipe that moored writes: prompts and lyrics are bounded.
+const LONGEST_RECIPE_BYTES: usize = 4 << 20;
 /// Name of the chunk that holds it as other tools write it.
 const PARAMETERS_KEYWORD: &str = "parameters";
 /// JPEG quality of pictures, of 100.
@@ -584,7 +586,9 @@ pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
         let mut decoder = reader
             .map_err(|problem| problem.to_string())?
             .into_decoder()
-            .map_err(|problem| format!("cannot be read as PNG, JPEG or WebP: {problem}"))?;
+            .map_err(|problem| {
+                format!("cannot be read: recipes are in PNG, JPEG, WebP, MP4, WAV and FLAC files ({problem})")
+            })?;
         let exif = decoder.exif_metadata().ok().flatten().unwrap_or_default();
         return parse(&exif::read(&exif).ok_or(NONE)?);
     }
@@ -592,12 +596,17 @@ pub(crate) fn recipe_of(file: &[u8]) -> Result<Recipe, String> {
         .read_info()
         .map_err(|e| format!("it is no PNG: {e}"))?;
     let _ = reader.finish(); // text chunks may stand behind the pixels
-    let chunk = reader
-        .info()
-        .utf8_text
-        .iter()
+    let mut texts = reader.info().utf8_text.iter();
+    let mut chunk = texts
         .find(|chunk| chunk.keyword == RECIPE_KEYWORD)
-        .ok_or(NONE)?;
+        .ok_or(NONE)?
+        .clone();
+    // A few megabytes of it could become gigabytes.
+    chunk
+        .decompress_text_with_limit(LONGEST_RECIPE_BYTES)
+        .map_err(|problem| {
+            format!("has a recipe that is damaged, or longer than any of moored: {problem}")
+        })?;
     parse(&chunk.get_text().map_err(|e| e.to_string())?)
 }
 

@@ -167,7 +167,7 @@ pub(crate) async fn run(
 }
 
 fn make_state_folder(folder: &Path) -> Result<(), ServeError> {
-    std::fs::create_dir_all(folder).map_err(|problem| ServeError::State {
+    gpu::create_private_folder(folder).map_err(|problem| ServeError::State {
         folder: folder.to_owned(),
         problem,
     })
@@ -398,6 +398,7 @@ fn shut_down(
 ) -> Result<impl Future<Output = ()>, ServeError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Signals)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Signals)?;
+    let mut hangup = signal(SignalKind::hangup()).map_err(ServeError::Signals)?; // its terminal was closed
     Ok(async move {
         let asked = async {
             match stop {
@@ -408,6 +409,7 @@ fn shut_down(
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
+            _ = hangup.recv() => {}
             () = asked => {}
         }
         tracing::info!(
@@ -415,13 +417,27 @@ fn shut_down(
             drain.as_secs()
         );
         stopping.send_replace(true);
+        let deadline = Instant::now() + drain;
         tokio::select! {
-            () = queue.drain(Instant::now() + drain) => {}
+            () = queue.drain(deadline) => {}
+            never = tell_time_left(deadline) => match never {},
             _ = terminate.recv() => queue.drain(Instant::now()).await,
             _ = interrupt.recv() => queue.drain(Instant::now()).await,
         }
         stopped.send_replace(true);
     })
+}
+
+/// Says in the log how long the jobs that run still have.
+async fn tell_time_left(deadline: Instant) -> std::convert::Infallible {
+    const INTERVAL: Duration = Duration::from_secs(30);
+    loop {
+        tokio::time::sleep(INTERVAL).await;
+        let left = deadline.saturating_duration_since(Instant::now());
+        if !left.is_zero() {
+            tracing::info!("stopping: running jobs have {} s left", left.as_secs());
+        }
+    }
 }
 
 /// Folders that models lie in: `models.folders`, the hub cache, and the parent folder of each of `models.paths`.

@@ -49,9 +49,11 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def token_file(tmp_path: Path) -> str:
-    path = tmp_path / "token"
+    """A file in the folder for tokens; the setting is its name."""
+    path = tmp_path / "moored" / "token"
+    path.parent.mkdir()
     path.write_text("secret\n")
-    return str(path)
+    return "token"
 
 
 def test_without_settings_it_is_the_clients_own_rule(
@@ -92,10 +94,11 @@ def test_an_invalid_token_file_is_not_sent(
     content: str,
     named_by: str,
 ) -> None:
-    path = tmp_path / "other"
+    path = tmp_path / "moored" / "other"
+    path.parent.mkdir()
     path.write_text(content, encoding="utf-8")
     if named_by == "settings":
-        settings(token_file=str(path))
+        settings(token_file="other")
     else:
         monkeypatch.setenv("MOORED_TOKEN_FILE", str(path))
     with pytest.raises(moored.Unauthenticated, match="is not one line of plain letters") as refused:
@@ -104,9 +107,35 @@ def test_an_invalid_token_file_is_not_sent(
 
 
 def test_a_token_file_that_is_missing_is_named(connection: Any, settings: Settings) -> None:
-    settings(token_file="/nowhere/token")
-    with pytest.raises(moored.Unauthenticated, match="/nowhere/token .*No such file"):
+    settings(token_file="none-there")
+    with pytest.raises(moored.Unauthenticated, match="none-there .*No such file"):
         connection.target()
+
+
+@pytest.mark.parametrize("named", ["{elsewhere}", "../elsewhere", "link", "~/elsewhere", "."])
+def test_the_settings_name_no_file_outside_of_the_folder_for_tokens(
+    connection: Any, settings: Settings, tmp_path: Path, token_file: str, named: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("password\n")
+    (tmp_path / "moored" / "link").symlink_to(elsewhere)
+    settings(endpoint="https://stranger", token_file=named.format(elsewhere=elsewhere))
+    with pytest.raises(moored.Unauthenticated, match="has to lie in .*MOORED_TOKEN_FILE"):
+        connection.target()
+
+
+@pytest.mark.parametrize("address", ["unix:/var/run/docker.sock", "UNIX:/run/x"])
+def test_sockets_are_named_by_the_environment_alone(
+    connection: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    with pytest.raises(moored.InvalidRequest, match="MOORED_ENDPOINT"):
+        connection.target(connection.Server(address))
+    settings(endpoint=address)
+    with pytest.raises(moored.InvalidRequest, match="MOORED_ENDPOINT"):
+        connection.target()
+    settings()
+    monkeypatch.setenv("MOORED_ENDPOINT", "unix:/run/moored.sock")
+    assert connection.target().endpoint == "unix:/run/moored.sock"
 
 
 def test_an_address_that_is_none_is_told(connection: Any, settings: Settings) -> None:

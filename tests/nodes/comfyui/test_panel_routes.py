@@ -243,7 +243,10 @@ def test_the_token_is_sent_to_the_service_and_never_to_the_browser(
     assert said["problem"].endswith("Set the service's token file in Settings > moored.")
     assert panel.ask("/moored/models")[0] == 502
 
-    panel.settings(endpoint=service.address, token_file=str(token_file))
+    own = panel.user_directory / "moored" / "token"
+    own.parent.mkdir()
+    own.write_text(TOKEN)
+    panel.settings(endpoint=service.address, token_file="token")
     with service.client(token=TOKEN) as client:
         client.load(MODEL)
         answers = [

@@ -2,17 +2,20 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{self, Read};
+use std::io::{self, Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 
-use gpu::{FileStamp, open_regular};
+use gpu::{FileStamp, open_private, open_regular};
 use serde::{Deserialize, Serialize};
 
 /// Capacity of the cache, in files.
 const CAPACITY: usize = 4096;
+
+/// Most bytes of the cache file that are read: more than it can have.
+const LONGEST_CACHE_BYTES: u64 = 64 << 20;
 
 /// Bytes per read; a dropped hasher stops between two reads.
 const PIECE: usize = 1 << 20;
@@ -37,6 +40,8 @@ struct HashCache {
     cache: Option<PathBuf>,
     writing: Mutex<()>,
     stop: AtomicBool,
+    /// Whether the last writing of the cache file failed.
+    has_failed: AtomicBool,
 }
 
 #[derive(Default)]
@@ -65,6 +70,7 @@ impl Hasher {
             cache,
             writing: Mutex::new(()),
             stop: AtomicBool::new(false),
+            has_failed: AtomicBool::new(false),
         });
         let (background, tasks) = mpsc::channel::<Task>();
         let of_thread = shared.clone();
@@ -156,10 +162,19 @@ impl HashCache {
         let beside = cache.with_extension(format!("{}.new", std::process::id()));
         let written = serde_json::to_vec(&list)
             .map_err(io::Error::other)
-            .and_then(|json| fs::write(&beside, json))
+            .and_then(|json| {
+                let mut file = open_private(&beside)?;
+                file.set_len(0)?;
+                file.write_all(&json)
+            })
             .and_then(|()| fs::rename(&beside, cache));
+        // Told once: a full disk would warn at each file.
+        let had_failed = self.has_failed.swap(written.is_err(), Ordering::Relaxed);
         if let Err(error) = written {
-            tracing::warn!(file = %cache.display(), %error, "cannot remember hashes of files");
+            let _ = fs::remove_file(&beside); // what came of it takes space
+            if !had_failed {
+                tracing::warn!(file = %cache.display(), %error, "cannot remember hashes of files until this is mended");
+            }
         }
     }
 
@@ -169,9 +184,16 @@ impl HashCache {
 }
 
 fn read_cache(cache: &Path) -> BTreeMap<FileStamp, String> {
-    let Ok(json) = fs::read(cache) else {
-        return BTreeMap::new();
-    };
+    let mut json = Vec::new();
+    let read = open_regular(cache).and_then(|file| file.take(LONGEST_CACHE_BYTES).read_to_end(&mut json));
+    match read {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return BTreeMap::new(),
+        Err(error) => {
+            tracing::warn!(file = %cache.display(), %error, "hashes of files are computed anew");
+            return BTreeMap::new();
+        }
+    }
     let list: Vec<Remembered> = serde_json::from_slice(&json).unwrap_or_else(|error| {
         tracing::warn!(file = %cache.display(), %error, "hashes of files are computed anew");
         Vec::new()

@@ -48,6 +48,8 @@ pub(super) struct InFlight {
     pub(super) expected_ms: f64,
     /// When the last of its jobs was cancelled.
     pub(super) cancelled: Option<Instant>,
+    /// How long its worker gave no sign, where it was taken for hung because of that.
+    pub(super) silent: Option<Duration>,
 }
 
 impl InFlight {
@@ -71,6 +73,7 @@ impl InFlight {
             last_report: now,
             expected_ms,
             cancelled: None,
+            silent: None,
         }
     }
 }
@@ -124,6 +127,7 @@ impl InFlight {
             pace: Pace::default(),
             expected_ms: self.expected_ms,
             cancelled: None,
+            silent: self.silent,
         })
     }
 }

@@ -194,6 +194,11 @@ impl InFlight {
         Some((what, self.silence(settings) * RELAX_FACTOR / SILENCE_FACTOR))
     }
 
+    /// Notes why its worker is taken for hung: it gave no sign, unless a cancel is overdue.
+    pub(super) fn note_silence(&mut self, settings: &Settings, now: Instant) {
+        self.silent = (!self.is_cancel_overdue(settings, now)).then(|| self.silence(settings));
+    }
+
     /// How long a cancel may go unanswered.
     fn grace(&self, settings: &Settings) -> Duration {
         let steps = self.pace.step().map(|step| step * CANCEL_STEPS);

@@ -11,7 +11,8 @@ use tokio::time::Instant;
 
 use crate::fixture::{CARD, REDUCTIONS, entry, load, picture};
 use crate::worker::{
-    Wire, at_rest, cancelled_by, completed, end, events, one_card, one_card_with, settle, stage_of, start,
+    Wire, at_rest, cancelled_by, completed, end, events, one_card, one_card_with, one_cpu_with, settle,
+    stage_of, start,
 };
 
 /// In tests of cancels and deadlines.
@@ -348,6 +349,35 @@ async fn a_hung_worker_is_recycled() {
     worker.work(1).await;
     end(&mut job).await.unwrap();
     at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_gives_no_sign_is_told_as_such_and_not_tried_again_on_a_cpu() {
+    let settings = Settings {
+        stall_limit: Duration::from_secs(20),
+        ..Settings::default()
+    };
+    for (is_cpu, attempts) in [(true, 1), (false, 2)] {
+        let (queue, mut worker) = match is_cpu {
+            true => one_cpu_with(settings.clone()).await,
+            false => one_card_with(settings.clone()).await,
+        };
+        let mut job = queue.submit(load("a", "me", &["vae"])).await.unwrap();
+        for _ in 0..attempts {
+            worker.order().await;
+            assert!(matches!(worker.next().await, Wire::Recycle(_)));
+            worker.die();
+            worker.ready();
+        }
+        let ended = end(&mut job).await.unwrap_err();
+        assert!(matches!(ended, Error::WorkerSilent { .. }), "{ended}");
+        let told = ended.to_string();
+        assert!(
+            told.contains("no sign for 20 s") && told.contains("queue.stall_limit"),
+            "{told}"
+        );
+        at_rest(&queue).await;
+    }
 }
 
 /// A queued job, a waiting one, and a running one.

@@ -58,12 +58,16 @@ pub async fn settle() {
 }
 
 pub fn start(settings: Settings, cards: usize) -> (Queue, Vec<Worker>) {
+    start_on(settings, (0..cards).map(description).collect())
+}
+
+fn start_on(settings: Settings, cards: Vec<CardDescription>) -> (Queue, Vec<Worker>) {
     let (signals, received) = mpsc::unbounded_channel();
     let (mut slots, mut workers) = (Vec::new(), Vec::new());
-    for card in 0..cards {
+    for (card, description) in cards.into_iter().enumerate() {
         let (port, commands) = mpsc::unbounded_channel();
         slots.push(CardSlot {
-            description: description(card),
+            description,
             port: Box::new(Port(port)),
         });
         workers.push(Worker {
@@ -88,13 +92,25 @@ pub async fn one_card() -> (Queue, Worker) {
 }
 
 pub async fn one_card_with(settings: Settings) -> (Queue, Worker) {
-    let (queue, mut workers) = start(
-        Settings {
-            headroom: Bytes::ZERO,
-            ..settings
-        },
-        1,
-    );
+    one_of(description(0), settings).await
+}
+
+/// A queue with one CPU.
+pub async fn one_cpu_with(settings: Settings) -> (Queue, Worker) {
+    let cpu = CardDescription {
+        id: "cpu".into(),
+        kind: CardKind::Cpu,
+        ..description(0)
+    };
+    one_of(cpu, settings).await
+}
+
+async fn one_of(card: CardDescription, settings: Settings) -> (Queue, Worker) {
+    let settings = Settings {
+        headroom: Bytes::ZERO,
+        ..settings
+    };
+    let (queue, mut workers) = start_on(settings, vec![card]);
     let mut worker = workers.remove(0);
     worker.ready();
     settle().await;

@@ -313,6 +313,8 @@ fn invalid_settings_are_refused_with_the_allowed_values() {
         ("sim:1GiB,die-at=denoise:x", "denoise:2"),
         ("sim:1GiB,slack=no", "slack=keep"),
         ("sim:1GiB,foreign=2GiB", "exceed"),
+        ("sim:0", "too little"),
+        ("cpu:24", "too little"),
         ("gpu", "sim:24GiB"),
         ("cpu:", "24GiB"),
         ("cuda:x", "cuda:1"),

@@ -1,5 +1,6 @@
 //! The command line: commands and options.
 
+mod hints;
 mod play;
 
 use std::collections::HashMap;
@@ -227,8 +228,8 @@ impl Command {
 
 #[derive(Debug, Args)]
 pub(super) struct Serve {
-    /// Address to listen on
-    #[arg(long, value_name = "ADDRESS")]
+    /// Address to listen on, or a port of this machine alone
+    #[arg(long, visible_alias = "port", value_name = "ADDRESS")]
     listen: Option<String>,
     /// A card: auto, cpu, cpu:16GiB, cuda:0, sim:24GiB; may be repeated
     #[arg(long = "device", value_name = "DEVICE")]
@@ -680,7 +681,9 @@ impl Arguments {
     /// Parses the command line. clap's global options would drop those before a command where there are some behind it, so
     /// each command has them once more.
     pub(super) fn read() -> Arguments {
-        let matches = whole_command().get_matches();
+        let matches = whole_command()
+            .try_get_matches()
+            .unwrap_or_else(|mistake| hints::with_hint(mistake).exit());
         Arguments::of(&matches).unwrap_or_else(|mistake| mistake.exit())
     }
 
@@ -767,7 +770,7 @@ impl Arguments {
         match &self.command {
             Command::Serve(serve) => {
                 text("service.token_file", &self.common.token_file);
-                text("service.listen", &serve.listen);
+                text("service.listen", &serve.listen.as_deref().map(address_of));
                 text("service.state", &serve.state);
                 text("cards.policy", &serve.policy);
                 if !serve.devices.is_empty() {
@@ -799,6 +802,14 @@ impl Arguments {
             flags.push((name.to_owned(), value));
         }
         (self.common.config.clone(), flags)
+    }
+}
+
+/// An address to listen on; a port alone is one of loopback.
+fn address_of(listen: &str) -> String {
+    match listen.parse::<u16>() {
+        Ok(port) => format!("127.0.0.1:{port}"),
+        Err(_) => listen.to_owned(),
     }
 }
 

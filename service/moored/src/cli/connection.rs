@@ -17,6 +17,7 @@ use tonic_types::pb;
 
 use super::wire::{Answers, WireError};
 use super::{CliError, interrupt};
+use crate::bounded;
 use crate::config::ClientSettings;
 use crate::proto::v1;
 use crate::proto::v1::generation_client::GenerationClient;
@@ -24,6 +25,7 @@ use crate::proto::v1::hub_client::HubClient;
 use crate::proto::v1::jobs_client::JobsClient;
 use crate::proto::v1::residency_client::ResidencyClient;
 use crate::proto::v1::server_client::ServerClient;
+use crate::shown;
 
 /// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
@@ -182,8 +184,8 @@ impl Connection {
 
 /// The `authorization` header with the token of a file.
 fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
-    let token = std::fs::read_to_string(file).map_err(|problem| CliError::file(file, problem))?;
-    format!("Bearer {}", token.trim())
+    let token = bounded::token(file).map_err(|problem| CliError::file(file, problem))?;
+    format!("Bearer {token}")
         .parse()
         .map_err(|_| CliError::file(file, "holds no token"))
 }
@@ -195,7 +197,7 @@ fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
     let Some(file) = ca_file else {
         return Ok(config.with_native_roots());
     };
-    let pem = std::fs::read(file).map_err(|problem| CliError::file(file, problem))?;
+    let pem = bounded::read(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))?;
     Ok(config.ca_certificate(Certificate::from_pem(pem)))
 }
 
@@ -289,17 +291,22 @@ pub(super) fn when_of(fallback: &v1::Fallback) -> &'static str {
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)?;
+        f.write_str(&shown::one_line(&self.message))?;
         if let Some(shortfall) = &self.shortfall {
             for holder in &shortfall.holders {
-                write!(f, "\n  {} holds {}", holder.name, residency::Bytes(holder.bytes))?;
+                write!(
+                    f,
+                    "\n  {} holds {}",
+                    shown::one_line(&holder.name),
+                    residency::Bytes(holder.bytes)
+                )?;
             }
             for fallback in &shortfall.fallbacks {
                 let when = when_of(fallback);
                 write!(
                     f,
                     "\n  {} would fit {when} ({})",
-                    fallback.label,
+                    shown::one_line(&fallback.label),
                     residency::Bytes(fallback.peak_bytes)
                 )?;
             }

@@ -149,16 +149,16 @@ async fn generate_all(
             "pictures": sheet.len(), "seconds": seconds}),
         );
     }
+    let status = connection.residency().get_status(v1::GetStatusRequest {}).await?;
+    let status = status.into_inner();
     if screen::verbosity() > Verbosity::Normal {
-        let status = connection.residency().get_status(v1::GetStatusRequest {}).await?;
-        screen::text(&format!(
-            "\n{}\n",
-            picture(&status.into_inner(), Canvas::of_stdout())
-        ))?;
+        screen::text(&format!("\n{}\n", picture(&status, Canvas::of_stdout())))?;
     }
+    let cards: Vec<&str> = status.cards.iter().map(|card| card.name.as_str()).collect();
     screen::text(&format!(
-        "{} pictures, a film and a sound in {seconds:.1} s; look at {}",
+        "{} pictures, a film and a sound in {seconds:.1} s on {}; look at {}",
         sheet.len(),
+        cards.join(", "),
         path.display()
     ))?;
     let inventory = Inventory::of_service(&connection, headroom).await?;

@@ -187,7 +187,7 @@ fn driver_facts(_device: &DeviceSpec) -> Vec<String> {
 fn state_folder(config: &Config) -> Finding {
     let folder = &config.service.state;
     let probe = folder.join(".probe");
-    let tried = std::fs::create_dir_all(folder)
+    let tried = gpu::create_private_folder(folder)
         .and_then(|()| std::fs::write(&probe, b"x"))
         .and_then(|()| std::fs::remove_file(&probe));
     match tried {

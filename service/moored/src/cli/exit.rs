@@ -40,6 +40,7 @@ impl Exit {
                 Reason::DiskFull => Exit::File,
                 _ => Exit::Model,
             },
+            CliError::NoModel(_) => Exit::Model,
             CliError::InsecureToken { .. } => Exit::Token,
             CliError::File { .. } | CliError::Exists(_) | CliError::Output(_) => Exit::File,
             CliError::Interrupted(_) => interrupt::exit(),

@@ -10,6 +10,9 @@ use super::results::Arrived;
 use crate::pictures::{self, PictureFormat};
 use crate::proto::v1;
 
+/// Room for a picture: a disk with less is full.
+const PROBE_BYTES: usize = 1 << 20;
+
 /// Destination of the results of a command.
 #[derive(Clone, Debug)]
 pub(super) struct Target {
@@ -82,11 +85,16 @@ impl Target {
         self.place == Place::Stdout
     }
 
-    /// Refuses an existing file before anything is generated. Names of tracks are not known yet, and not checked.
+    /// Refuses an existing file, and a folder in which none can be written, before anything is generated. Names of tracks are not known yet, and not checked.
     pub(super) fn check(&self, results: u32) -> Result<(), CliError> {
-        let Place::File(path) = &self.place else {
-            return Ok(());
+        let path = match &self.place {
+            Place::Stdout => return Ok(()),
+            Place::Folder(folder) => return try_folder(folder),
+            Place::File(path) => path,
         };
+        if !path.exists() {
+            try_folder(path.parent().unwrap_or(Path::new("")))?;
+        }
         let there = (0..results)
             .map(|item| numbered(path, item, results, ""))
             .find(|path| path.is_file());
@@ -222,15 +230,72 @@ pub(super) fn write(path: &Path, contents: &[u8], force: bool) -> Result<(), Cli
         std::fs::create_dir_all(folder).map_err(|problem| CliError::file(folder, problem))?;
     }
     // A device or a pipe holds nothing that could be lost.
-    let is_free = force || path.metadata().is_ok_and(|found| !found.is_file());
-    let mut options = OpenOptions::new();
-    options.write(true);
-    match is_free {
-        true => options.create(true).truncate(true),
-        false => options.create_new(true),
+    if path.metadata().is_ok_and(|found| !found.is_file()) {
+        let mut there = OpenOptions::new().write(true).open(path).map_err(failed)?;
+        return there.write_all(contents).map_err(failed);
+    }
+    // Written beside and renamed: a full disk leaves neither a part of a file nor an old one emptied.
+    let beside = beside(path);
+    let written = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(&beside)
+        .and_then(|mut file| file.write_all(contents))
+        .and_then(|()| match force {
+            true => std::fs::rename(&beside, target_of(path)),
+            false => rename_unless_there(&beside, path),
+        });
+    if written.is_err() {
+        let _ = std::fs::remove_file(&beside); // the error of the writing is told
+    }
+    written.map_err(failed)
+}
+
+/// A name beside a file, of this process alone.
+fn beside(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".{name}.{}.part", std::process::id()))
+}
+
+/// The file that a path names: a link is followed, as it is when a file is overwritten in place.
+fn target_of(path: &Path) -> PathBuf {
+    std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
+}
+
+/// Gives a file its name, unless something has that name.
+fn rename_unless_there(from: &Path, to: &Path) -> std::io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(()),
+        // A file system without it: two commands at the same moment could meet here.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if to.symlink_metadata().is_err() => {
+            std::fs::rename(from, to)
+        }
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => Err(ErrorKind::AlreadyExists.into()),
+        Err(problem) => Err(problem.into()),
+    }
+}
+
+/// Tries whether a file can be written in a folder, before anything is computed for it.
+fn try_folder(folder: &Path) -> Result<(), CliError> {
+    let folder = match folder.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => folder,
     };
-    let mut file = options.open(path).map_err(failed)?;
-    file.write_all(contents).map_err(failed)
+    if !folder.exists() {
+        return match folder.parent() {
+            Some(above) => try_folder(above),
+            None => Ok(()),
+        };
+    }
+    let probe = folder.join(format!(".moored.{}.part", std::process::id()));
+    let tried = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(&probe)
+        .and_then(|mut file| file.write_all(&[0; PROBE_BYTES]));
+    let _ = std::fs::remove_file(&probe); // if it is there
+    tried.map_err(|problem| CliError::file(folder, problem))
 }
 
 #[cfg(test)]

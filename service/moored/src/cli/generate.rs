@@ -177,6 +177,11 @@ impl Order {
 
     fn write(&self, generated: &Generated, first: u32, json: bool) -> Result<(), CliError> {
         let done = &generated.done;
+        if generated.results.iter().next().is_none() {
+            return Err(CliError::Failed(
+                "the service says that it is done, and sent no result".to_owned(),
+            ));
+        }
         for (item, track, result) in generated.results.iter() {
             let file = self.target.encode(result)?;
             if self.target.is_stdout() {

@@ -88,6 +88,9 @@ pub(crate) enum CliError {
     /// A file is there already.
     #[error("{0} is there already: --force overwrites it, -o FILE names another")]
     Exists(String),
+    /// There is no such model.
+    #[error("{0}")]
+    NoModel(String),
     /// The arguments are invalid.
     #[error("{0}")]
     Usage(String),

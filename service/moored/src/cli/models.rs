@@ -209,7 +209,7 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
     let cached = id.parse::<Reference>().ok();
     let cached = cached.and_then(|reference| hub::size_in_cache(&config.hub.cache, &reference));
     if listed.is_none() && known.is_none() && cached.is_none() {
-        return Err(CliError::Failed(format!(
+        return Err(CliError::NoModel(format!(
             "nothing is known of {name}: the service does not list it, it has no short name, and it is not in {}{}",
             config.hub.cache.display(),
             catalogue::did_you_mean(name, [])
@@ -312,7 +312,7 @@ pub(super) async fn remove(config: &Config, name: &str, yes: bool, json: bool) -
     let reference: Reference = name.parse()?;
     let cache = &config.hub.cache;
     let Some(bytes) = hub::size_in_cache(cache, &reference) else {
-        return Err(CliError::Failed(format!(
+        return Err(CliError::NoModel(format!(
             "{} is not in {}; models in other folders are yours to remove",
             reference.listed_id(),
             cache.display()

@@ -5,6 +5,7 @@ use residency::Bytes;
 
 use super::names::short_key;
 use crate::proto::v1;
+use crate::shown;
 
 /// Bounds of the width of a drawing, in characters.
 const NARROWEST: usize = 60;
@@ -114,6 +115,7 @@ pub(super) fn picture(status: &v1::Status, canvas: Canvas) -> String {
         status.text_encodings,
         Bytes(status.text_encoding_bytes)
     ));
+    let lines: Vec<_> = lines.iter().map(|line| shown::one_line(line)).collect();
     lines.join("\n")
 }
 

@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
+use crate::bounded;
 use crate::durations::millis;
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
@@ -420,7 +421,9 @@ fn prompt_from_stdin() -> Result<String, CliError> {
         ));
     }
     let mut prompt = String::new();
-    std::io::stdin().read_to_string(&mut prompt)?;
+    std::io::stdin()
+        .take(bounded::TEXT_BYTES)
+        .read_to_string(&mut prompt)?;
     match prompt.trim() {
         "" => Err(CliError::Usage("standard input holds no prompt".to_owned())),
         trimmed => Ok(trimmed.to_owned()),
@@ -435,7 +438,7 @@ pub(super) fn prompts_of(
 ) -> Result<Vec<String>, CliError> {
     if let Some(file) = file {
         let text = if file == Path::new("-") {
-            std::io::read_to_string(std::io::stdin())?
+            std::io::read_to_string(std::io::stdin().take(bounded::TEXT_BYTES))?
         } else {
             text(file)?
         };
@@ -464,8 +467,7 @@ pub(super) fn prompts_of(
 }
 
 fn text(path: &Path) -> Result<String, CliError> {
-    let text = String::from_utf8(read(path)?);
-    text.map_err(|problem| CliError::file(path, problem.utf8_error()))
+    bounded::text(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
@@ -473,7 +475,7 @@ pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    std::fs::read(path).map_err(|problem| CliError::file(path, problem))
+    bounded::read(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 /// The file of a picture or track. One of 0 bytes is what a failed download or copy leaves.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use pipelines::Covered;
 
 use crate::pictures;
@@ -14,8 +15,8 @@ pub(super) struct Arrived {
     media_type: String,
     format: Option<Format>,
     total_bytes: u64,
-    /// In place: chunks come in any order.
-    data: Vec<u8>,
+    /// By offset, in any order. No place is taken for what has not come: sizes and offsets are what the service says.
+    chunks: BTreeMap<u64, Bytes>,
     covered: Covered,
     /// Where a chunk belongs that does not say so.
     next: u64,
@@ -45,11 +46,9 @@ impl Results {
         }
         let added = result.covered.add_once(start..end);
         added.map_err(|twice| format!("{of} is damaged: {twice}"))?;
-        let (start, place) = (start as usize, end as usize);
-        if result.data.len() < place {
-            result.data.resize(place, 0);
+        if !chunk.chunk.is_empty() {
+            result.chunks.insert(start, chunk.chunk);
         }
-        result.data[start..place].copy_from_slice(&chunk.chunk);
         result.next = end;
         Ok(())
     }
@@ -67,18 +66,42 @@ impl Arrived {
     /// # Errors
     /// A message for people, when bytes are missing.
     pub(super) fn file(&self) -> Result<Vec<u8>, String> {
-        if self.total_bytes > 0 && !self.covered.is_whole(self.total_bytes) {
+        let came: u64 = self.chunks.values().map(|chunk| chunk.len() as u64).sum();
+        let is_whole = self.covered.is_whole(if self.total_bytes > 0 {
+            self.total_bytes
+        } else {
+            came
+        });
+        if came == 0 || !is_whole {
             return Err("the result is not complete: a part of it did not come".to_owned());
         }
+        let data = self.chunks.values().flatten().copied().collect::<Vec<u8>>();
         match (&self.format, self.media_type.as_str()) {
             (Some(Format::Video(film)), "video/x-raw-rgb") => pictures::animated_png(
                 (film.width, film.height),
                 film.frames,
                 film.frames_per_second,
-                &self.data,
+                &data,
             ),
-            _ => Ok(self.data.clone()),
+            (_, media_type) if is_of_type(&data, media_type) => Ok(data),
+            (_, media_type) => Err(format!(
+                "the service sent other bytes than {media_type}: is it moored that answers there?"
+            )),
         }
+    }
+}
+
+/// Whether a file begins as its media type does; of types that are not known, any does.
+fn is_of_type(file: &[u8], media_type: &str) -> bool {
+    let at = |offset: usize, mark: &[u8]| file.get(offset..).is_some_and(|rest| rest.starts_with(mark));
+    match media_type {
+        "image/png" | "image/apng" => at(0, b"\x89PNG\r\n\x1a\n"),
+        "image/jpeg" => at(0, b"\xff\xd8\xff"),
+        "image/webp" => at(0, b"RIFF") && at(8, b"WEBP"),
+        "video/mp4" => at(4, b"ftyp"),
+        "audio/wav" | "audio/x-wav" => at(0, b"RIFF") && at(8, b"WAVE"),
+        "audio/flac" => at(0, b"fLaC"),
+        _ => true,
     }
 }
 
@@ -88,7 +111,7 @@ mod tests {
 
     fn chunk(offset: Option<u64>, chunk: &[u8]) -> v1::Artifact {
         v1::Artifact {
-            media_type: "video/mp4".to_owned(),
+            media_type: "video/x-test".to_owned(),
             total_bytes: 6,
             chunk: chunk.to_vec().into(),
             offset,
@@ -128,5 +151,30 @@ mod tests {
         assert!(refused(&[chunk(Some(0), b"ab"), chunk(Some(4), b"ef")]).contains("not complete"));
         assert!(refused(&[chunk(Some(4), b"efg")]).contains("more than its 6 bytes"));
         assert!(refused(&[chunk(Some(u64::MAX), b"a")]).contains("more than its 6 bytes"));
+    }
+
+    #[test]
+    fn no_announced_size_takes_memory() {
+        for offset in [u64::MAX, u64::MAX - 1, 10 << 30] {
+            let far = v1::Artifact {
+                total_bytes: 0,
+                ..chunk(Some(offset), b"a")
+            };
+            assert!(file(&[far]).is_err(), "{offset}");
+        }
+        let announced = v1::Artifact {
+            total_bytes: 1 << 60,
+            ..chunk(None, b"a")
+        };
+        assert!(file(&[announced]).unwrap_err().contains("not complete"));
+    }
+
+    #[test]
+    fn a_picture_of_other_bytes_is_refused() {
+        let picture = v1::Artifact {
+            media_type: "image/png".to_owned(),
+            ..chunk(None, b"GIF89a")
+        };
+        assert!(file(&[picture]).unwrap_err().contains("other bytes"));
     }
 }

@@ -1,4 +1,4 @@
-//! Output: the only module that prints.
+//! Output: the only module that prints. What others named or said is escaped here, whoever passes it on.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::io::{IsTerminal as _, Write as _};
@@ -10,11 +10,25 @@ use tokio::sync::oneshot;
 
 use super::arguments::Verbosity;
 use super::{CliError, interrupt};
+use crate::shown;
 
 /// Prints lines on standard output.
 pub(super) fn text(text: &str) -> Result<(), CliError> {
-    Ok(writeln!(std::io::stdout(), "{text}")?)
+    Ok(writeln!(std::io::stdout(), "{}", shown::lines(text))?)
 }
+
+/// Draws lines from the top of the terminal, over what is there.
+pub(super) fn redraw(text: &str) -> Result<(), CliError> {
+    let drawn = shown::lines(text).replace('\n', &format!("{END_OF_LINE}\n"));
+    Ok(writeln!(
+        std::io::stdout(),
+        "{TOP}{drawn}{END_OF_LINE}{END_OF_SCREEN}"
+    )?)
+}
+
+const TOP: &str = "\x1b[H";
+const END_OF_LINE: &str = "\x1b[K";
+const END_OF_SCREEN: &str = "\x1b[J";
 
 /// Writes bytes to standard output.
 pub(super) fn bytes(bytes: &[u8]) -> Result<(), CliError> {
@@ -36,20 +50,20 @@ pub(super) fn verbosity() -> Verbosity {
 
 /// Prints one JSON object on a line of its own.
 pub(super) fn json(value: &Value) -> Result<(), CliError> {
-    text(&value.to_string())
+    Ok(writeln!(std::io::stdout(), "{}", shown::json(value))?)
 }
 
 /// Prints a line on standard error, unless `--quiet` is given.
 pub(super) fn note(text: &str) {
     if verbosity() > Verbosity::Quiet {
-        eprintln!("{text}");
+        eprintln!("{}", shown::lines(text));
     }
 }
 
 /// Prints a line on standard error, if `--verbose` is given.
 pub(super) fn detail(text: &str) {
     if verbosity() > Verbosity::Normal {
-        eprintln!("{text}");
+        eprintln!("{}", shown::lines(text));
     }
 }
 
@@ -60,7 +74,7 @@ pub(super) fn can_ask(json: bool) -> bool {
 
 /// Asks a question on standard error; true for a yes. A signal ends the wait with an error.
 pub(super) async fn confirm(question: &str) -> Result<bool, CliError> {
-    eprint!("{question} [y/N] ");
+    eprint!("{} [y/N] ", shown::lines(question));
     std::io::stderr().flush()?;
     let answer = interrupt::or(answer()).await?;
     Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
@@ -80,6 +94,12 @@ async fn answer() -> Result<String, CliError> {
 
 /// Prints rows under a heading; in a pipe, with tabs between the columns.
 pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliError> {
+    let cells = |row: Vec<String>| {
+        row.iter()
+            .map(|cell| shown::one_line(cell).into_owned())
+            .collect()
+    };
+    let rows: Vec<Vec<String>> = rows.into_iter().map(cells).collect();
     if !std::io::stdout().is_terminal() {
         text(&heading.join("\t"))?;
         for row in rows {
@@ -109,6 +129,7 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Pull(error) => error.reason().as_str_name().to_owned(),
             CliError::File { .. } | CliError::Output(_) => "FILE".to_owned(),
             CliError::Exists(_) => "FILE_EXISTS".to_owned(),
+            CliError::NoModel(_) => "MODEL_NOT_FOUND".to_owned(),
             CliError::Usage(_) => "USAGE".to_owned(),
             CliError::Failed(_) => "FAILED".to_owned(),
             CliError::Wire(error) => error.reason().to_owned(),
@@ -119,11 +140,9 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::NotNow(_) => "MEMORY_TAKEN".to_owned(),
             CliError::Interrupted(_) => "CANCELLED".to_owned(),
         };
-        println!(
-            "{}",
-            json!({"event": "failed", "reason": reason, "message": error.to_string()})
-        );
+        let failed = json!({"event": "failed", "reason": reason, "message": error.to_string()});
+        println!("{}", shown::json(&failed));
     } else {
-        eprintln!("moored: {error}");
+        eprintln!("moored: {}", shown::lines(&error.to_string()));
     }
 }

@@ -10,6 +10,7 @@ use super::arguments::Verbosity;
 use super::{CliError, screen};
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
+use crate::shown;
 
 /// Shows events one by one.
 pub(super) struct Show {
@@ -180,7 +181,7 @@ impl Show {
             if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
             }
-            bar.set_message(title.to_owned());
+            bar.set_message(shown::one_line(title).into_owned());
             bar.enable_steady_tick(std::time::Duration::from_millis(100));
             Shown {
                 title: title.to_owned(),
@@ -238,9 +239,9 @@ const STEPS: &str = "{msg:28} {bar:30} step {pos}/{len}, {elapsed}, {eta} left";
 const SECTIONS: &str = "{msg:36} {bar:30} {percent}%, {elapsed}, {eta} left";
 const SPINNER: &str = "{msg:28} {spinner} {elapsed}";
 
-/// The line of an event, if it has one.
+/// The line of an event, if it has one: of one line, whatever the names in it have.
 fn words(kind: &Kind) -> Option<String> {
-    Some(match kind {
+    let words = match kind {
         Kind::Queued(queued) if queued.position == 0 => "queued, next".to_owned(),
         Kind::Queued(queued) => format!("queued, {} ahead", queued.position),
         Kind::Waiting(waiting) => {
@@ -290,7 +291,8 @@ fn words(kind: &Kind) -> Option<String> {
         Kind::Step(step) => format!("step {} of {}", step.n, step.of),
         Kind::Latent(kept) => format!("latent kept: {}", kept.latent.clone().unwrap_or_default().id),
         Kind::Accepted(_) | Kind::Preview(_) | Kind::Artifact(_) | Kind::Done(_) => return None,
-    })
+    };
+    Some(shown::one_line(&words).into_owned())
 }
 
 /// A component that left, as JSON.

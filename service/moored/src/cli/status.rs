@@ -15,9 +15,6 @@ use crate::proto::v1;
 
 /// Escape sequences: the cursor goes to the top, and each line and the screen are erased behind what is drawn, which does
 /// not flicker.
-const TOP: &str = "\x1b[H";
-const END_OF_LINE: &str = "\x1b[K";
-const END_OF_SCREEN: &str = "\x1b[J";
 
 pub(super) async fn run(client: &ClientSettings, options: Status, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
@@ -32,8 +29,7 @@ pub(super) async fn run(client: &ClientSettings, options: Status, json: bool) ->
     while let Some(status) = changes.next().await {
         let status = status?;
         if !json && std::io::stdout().is_terminal() {
-            let drawn = picture(&status, Canvas::of_stdout()).replace('\n', &format!("{END_OF_LINE}\n"));
-            screen::text(&format!("{TOP}{drawn}{END_OF_LINE}{END_OF_SCREEN}"))?;
+            screen::redraw(&picture(&status, Canvas::of_stdout()))?;
         } else {
             show(&status, json)?;
         }

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use super::reader::Reader;
+use super::reader::{Reader, from_home};
+use crate::bounded;
 
 /// URL of the hub unless `HF_ENDPOINT` names another.
 const ENDPOINT: &str = "https://huggingface.co";
@@ -40,7 +41,7 @@ impl fmt::Debug for HubToken {
 impl HubToken {
     /// The token, if there is one.
     pub(crate) fn read(&self) -> Option<String> {
-        let from_file = || std::fs::read_to_string(self.file.as_ref()?).ok();
+        let from_file = || bounded::token(self.file.as_ref()?).ok();
         let token = self.given.clone().or_else(from_file)?.trim().to_owned();
         Some(token).filter(|token| !token.is_empty())
     }
@@ -48,12 +49,25 @@ impl HubToken {
 
 impl HubSettings {
     pub(super) fn read(r: &mut Reader) -> HubSettings {
-        HubSettings::of(
+        let settings = HubSettings::of(
             r.optional_text("hub.endpoint"),
             r.optional_path("hub.cache"),
             r.flag("hub.pull"),
             |name| std::env::var(name).ok(),
-        )
+        );
+        let is_url = reqwest::Url::parse(&settings.endpoint)
+            .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
+        if !is_url {
+            r.mistake(
+                "hub.endpoint",
+                format!(
+                    "the hub's address, here or in HF_ENDPOINT, is {:?}: write it with its scheme, as in https://{}",
+                    settings.endpoint,
+                    settings.endpoint.trim_start_matches('/')
+                ),
+            );
+        }
+        settings
     }
 
     fn of(
@@ -64,17 +78,7 @@ impl HubSettings {
     ) -> HubSettings {
         let variable = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         let user = variable("HOME").map(PathBuf::from);
-        // As the other programs read them, since a shell does not where a variable is set by a file.
-        let path = |name: &str| {
-            let text = variable(name)?;
-            match (text.strip_prefix('~'), &user) {
-                (Some(""), Some(user)) => Some(user.clone()),
-                (Some(rest), Some(user)) if rest.starts_with('/') => {
-                    Some(user.join(rest.trim_start_matches('/')))
-                }
-                _ => Some(PathBuf::from(text)),
-            }
-        };
+        let path = |name: &str| Some(from_home(&variable(name)?, user.as_deref()));
         let is_on = |name: &str| {
             variable(name).is_some_and(|value| {
                 ["1", "true", "yes", "on"].contains(&value.trim().to_ascii_lowercase().as_str())

@@ -10,8 +10,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use figment::Figment;
 use figment::providers::{Env, Format as _, Serialized, Toml};
+use figment::{Figment, Provider as _};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
 use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
@@ -248,7 +248,13 @@ impl Config {
         let mut file_read = FileRead::NoneAt(None);
         match configuration_file(file) {
             Ok(FileRead::Read(path)) => {
-                figment = figment.merge(Toml::file_exact(&path));
+                // Told alone: what cannot be read says nothing of its settings.
+                let layer = Toml::file_exact(&path);
+                if let Err(problem) = layer.data() {
+                    let problem = format!("{}: {}", path.display(), problem.kind);
+                    return Err(Mistakes::one(problem.trim_end().to_owned()));
+                }
+                figment = figment.merge(layer);
                 file_read = FileRead::Read(path);
             }
             Ok(none) => file_read = none,
@@ -361,6 +367,7 @@ fn names_of_several(devices: &[DeviceChoice]) -> Vec<String> {
 fn configuration_file(named: Option<PathBuf>) -> Result<FileRead, String> {
     let named = named.or_else(|| std::env::var_os("MOORED_CONFIG").map(PathBuf::from));
     if let Some(path) = named {
+        let path = path.to_str().map_or_else(|| path.clone(), reader::in_home);
         if path.is_file() {
             return Ok(FileRead::Read(path));
         }
@@ -395,6 +402,20 @@ fn account() -> Option<String> {
         let name = fields.next()?;
         (fields.nth(1)? == id).then(|| name.to_owned())
     })
+}
+
+/// Whether a variable has a secret, or says where one is.
+fn is_secret(name: &str) -> bool {
+    matches!(name, "HF_TOKEN" | "HUGGING_FACE_HUB_TOKEN" | "HF_TOKEN_PATH")
+        || (name.starts_with("MOORED_") && name.contains("TOKEN"))
+}
+
+/// Variables of this process with secrets in them, which no worker needs.
+pub(crate) fn secret_variables() -> Vec<std::ffi::OsString> {
+    let names = std::env::vars_os().map(|(name, _)| name);
+    names
+        .filter(|name| name.to_str().is_some_and(is_secret))
+        .collect()
 }
 
 /// Settings with short names, which the Python client reads too.

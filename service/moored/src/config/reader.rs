@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -13,6 +13,7 @@ use residency::Bytes;
 use serde::de::DeserializeOwned;
 
 use super::{SHORT_NAMES, Setting, UnloadWhenIdle};
+use crate::shown;
 
 /// Everything that is wrong with the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,12 +26,16 @@ impl fmt::Display for Mistakes {
             several => write!(f, "the configuration has {several} errors:")?,
         }
         for mistake in &self.0 {
-            write!(f, "\n  {mistake}")?;
+            write!(f, "\n  {}", shown::lines(mistake))?;
         }
-        write!(
-            f,
-            "\n`moored config --defaults` prints every setting with what it means"
-        )
+        f.write_str("\n`moored config --defaults` prints every setting with what it means")
+    }
+}
+
+impl Mistakes {
+    /// The one thing that is wrong.
+    pub(super) fn one(mistake: String) -> Mistakes {
+        Mistakes(vec![mistake])
     }
 }
 
@@ -123,7 +128,7 @@ impl Reader {
 
     /// A folder or file for each string.
     pub(super) fn paths(&mut self, name: &'static str) -> Vec<PathBuf> {
-        self.texts(name).into_iter().map(PathBuf::from).collect()
+        self.texts(name).iter().map(|text| in_home(text)).collect()
     }
 
     /// A list of names, none of them empty.
@@ -154,12 +159,26 @@ impl Reader {
     pub(super) fn size(&mut self, name: &'static str) -> Bytes {
         let text = self.text(name);
         match text.parse::<bytesize::ByteSize>() {
-            Ok(size) => Bytes(size.as_u64()),
+            Ok(size) if size.as_u64() <= LARGEST_SIZE => Bytes(size.as_u64()),
+            Ok(_) => {
+                self.mistake(name, format!("{text:?} is more than any machine has"));
+                Bytes::ZERO
+            }
             Err(_) => {
                 self.mistake(name, format!("{text:?} is not a size such as \"512MiB\""));
                 Bytes::ZERO
             }
         }
+    }
+
+    /// A size of at least `least`.
+    pub(super) fn size_from(&mut self, name: &'static str, least: Bytes) -> Bytes {
+        let told = self.mistakes.len();
+        let size = self.size(name);
+        if size < least && self.mistakes.len() == told {
+            self.mistake(name, format!("is {size}; {least} is the least that is of use"));
+        }
+        size
     }
 
     /// A size, or "".
@@ -211,7 +230,7 @@ impl Reader {
 
     /// A path, or "".
     pub(super) fn optional_path(&mut self, name: &'static str) -> Option<PathBuf> {
-        self.optional_text(name).map(PathBuf::from)
+        self.optional_text(name).map(|text| in_home(&text))
     }
 
     /// A text, or "".
@@ -335,9 +354,26 @@ impl Reader {
             if self.asked_for.contains(&name.as_str()) || self.open_tables.contains(&name.as_str()) {
                 continue;
             }
+            let is_section = |known: &&str| {
+                known
+                    .strip_prefix(name.as_str())
+                    .is_some_and(|rest| rest.starts_with('.'))
+            };
+            let known = || self.asked_for.iter().chain(&self.open_tables);
             match value {
-                Value::Dict(_, inner) => self.find_unknown(&name, inner),
-                _ => self.mistake(&name, "there is no such setting"),
+                Value::Dict(_, inner) if !inner.is_empty() || known().any(is_section) => {
+                    self.find_unknown(&name, inner);
+                }
+                Value::Dict(..) => {
+                    let sections =
+                        known().filter_map(|known| known.split_once('.').map(|(section, _)| section));
+                    let problem = not_there("section", meant(&name, sections));
+                    self.mistake(&name, problem);
+                }
+                _ => {
+                    let problem = not_there("setting", meant(&name, known().copied()));
+                    self.mistake(&name, problem);
+                }
             }
         }
     }
@@ -388,6 +424,39 @@ impl Reader {
             _ => "flag".to_owned(),
         }
     }
+}
+
+/// Larger than the memory and the disks of any machine.
+const LARGEST_SIZE: u64 = 1 << 60;
+
+/// A path as it is written, in which a leading `~` is the user's home: a shell expands it only where it stands alone.
+pub(super) fn in_home(text: &str) -> PathBuf {
+    let home = std::env::var_os("HOME").filter(|home| !home.is_empty());
+    from_home(text, home.as_deref().map(Path::new))
+}
+
+/// A path in which a leading `~` is this folder.
+pub(super) fn from_home(text: &str, home: Option<&Path>) -> PathBuf {
+    match (text.strip_prefix('~'), home) {
+        (Some(""), Some(home)) => home.to_owned(),
+        (Some(rest), Some(home)) if rest.starts_with('/') => home.join(rest.trim_start_matches('/')),
+        _ => PathBuf::from(text),
+    }
+}
+
+fn not_there(what: &str, meant: Option<&str>) -> String {
+    match meant {
+        Some(meant) => format!("there is no such {what}; {meant} is one"),
+        None => format!("there is no such {what}"),
+    }
+}
+
+/// The name that was probably meant.
+fn meant<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    const ALIKE: f64 = 0.8;
+    let alike = known.map(|known| (strsim::jaro_winkler(name, known), known));
+    let best = alike.max_by(|(a, _), (b, _)| a.total_cmp(b))?;
+    (best.0 >= ALIKE).then_some(best.1)
 }
 
 /// The environment variable of a setting.

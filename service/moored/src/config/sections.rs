@@ -2,20 +2,23 @@
 
 use gpu::ProfileName;
 use pipelines::Fp8Products;
-use residency::Policy;
+use residency::{Bytes, Policy};
 
-use super::reader::Reader;
+use super::reader::{Reader, in_home};
 use super::{
     CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
     QueueSettings, ServiceSettings, state_folder, user_at_host,
 };
+
+/// A message of less has no room for a prompt and a small picture.
+const LEAST_MESSAGE: Bytes = Bytes(64 << 10);
 
 impl ServiceSettings {
     pub(super) fn read(r: &mut Reader) -> ServiceSettings {
         ServiceSettings {
             listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
             token_file: r.optional_path("service.token_file"),
-            max_message: r.size("service.max_message"),
+            max_message: r.size_from("service.max_message", LEAST_MESSAGE),
             drain: r.duration("service.drain"),
             state: r.optional_path("service.state").unwrap_or_else(state_folder),
         }
@@ -28,7 +31,11 @@ impl ModelSettings {
             folders: r.paths("models.folders"),
             adapters: r.paths("models.adapters"),
             default: r.optional_text("models.default"),
-            paths: r.table("models.paths"),
+            paths: r
+                .table::<String>("models.paths")
+                .into_iter()
+                .map(|(id, path)| (id, in_home(&path)))
+                .collect(),
             preload: r.words("models.preload"),
             pinned: r.words("models.pinned"),
             settings: r.table("models.settings"),
@@ -79,9 +86,9 @@ impl QueueSettings {
             latent_ttl: r.duration("queue.latent_ttl"),
             keep_alive: r.optional_duration("queue.keep_alive"),
             unload_when_idle: r.unload_when_idle("queue.unload_when_idle"),
-            stall_limit: r.duration("queue.stall_limit"),
-            stall_floor: r.duration("queue.stall_floor"),
-            cancel_limit: r.duration("queue.cancel_limit"),
+            stall_limit: r.some_time("queue.stall_limit"),
+            stall_floor: r.some_time("queue.stall_floor"),
+            cancel_limit: r.some_time("queue.cancel_limit"),
         }
     }
 }

@@ -51,6 +51,56 @@ fn all_mistakes_are_reported_at_once() {
 }
 
 #[test]
+fn what_cannot_be_meant_is_refused_with_what_to_write() {
+    for (wrong, says) in [
+        (
+            "cards.headroom = '99999999999999999999TiB'",
+            "more than any machine has",
+        ),
+        ("queue.stall_limit = '0s'", "is 0"),
+        ("[nope]", "there is no such section"),
+        ("[querue]", "no such section; queue is one"),
+        ("queue.max_jbs = 3", "no such setting; queue.max_jobs is one"),
+        ("service.max_message = '0'", "the least that is of use"),
+        ("hub.endpoint = 'mirror.example'", "as in https://mirror.example"),
+    ] {
+        let told = with(wrong).unwrap_err().to_string();
+        assert!(
+            told.contains(says) && told.contains("has an error"),
+            "{wrong}: {told}"
+        );
+    }
+}
+
+#[test]
+fn a_file_that_is_no_toml_is_one_error_with_its_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("moored.toml");
+    std::fs::write(&file, "[queue]\nmax_jobs = = 3\n").unwrap();
+    let told = Config::load(Some(file), Vec::new()).unwrap_err().to_string();
+    assert!(told.contains("has an error") && told.contains("line 2"), "{told}");
+    assert_eq!(told.matches("max_jobs").count(), 1, "{told}");
+}
+
+#[test]
+fn a_leading_tilde_is_a_home_in_every_path() {
+    let home = std::env::var("HOME").unwrap();
+    let config = with(
+        "models.folders = ['~/models']\nmodels.adapters = '~'\nmodels.paths = { 'me/a' = '~/a' }\nhub.cache = '~/hub'\n\
+         service.state = '~/state'\nclient.ca_file = '~/ca'\nquantization.keep_folder = '~/kept'",
+    )
+    .unwrap();
+    let under = |name: &str| PathBuf::from(&home).join(name);
+    assert_eq!(config.models.folders, [under("models")]);
+    assert_eq!(config.models.adapters, [PathBuf::from(&home)]);
+    assert_eq!(config.models.paths["me/a"], under("a"));
+    assert_eq!(config.hub.cache, under("hub"));
+    assert_eq!(config.service.state, under("state"));
+    assert_eq!(config.client.ca_file, Some(under("ca")));
+    assert_eq!(config.quantization.keep_folder, Some(under("kept")));
+}
+
+#[test]
 fn impossible_limits_are_mistakes() {
     let wrong = "limits.upload_idle = '0s'\nlimits.unread = 'soon'\nlimits.uploads_per_client = '1MiB'";
     let told = with(wrong).unwrap_err().to_string();
@@ -248,4 +298,17 @@ fn insecure_token_takes_1_for_true() {
     assert!(with("client.insecure_token = '1'").unwrap().client.insecure_token);
     assert!(!with("").unwrap().client.insecure_token);
     assert!(with("client.insecure_token = 'perhaps'").is_err());
+}
+
+#[test]
+fn variables_with_secrets_are_known() {
+    for secret in [
+        "HF_TOKEN",
+        "MOORED_TOKEN_FILE",
+        "MOORED_SERVICE_TOKEN_FILE",
+        "HUGGING_FACE_HUB_TOKEN",
+    ] {
+        assert!(is_secret(secret), "{secret}");
+    }
+    assert!(!is_secret("PATH") && !is_secret("MOORED_ENDPOINT") && !is_secret("HF_HOME"));
 }

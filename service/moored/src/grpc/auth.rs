@@ -8,6 +8,7 @@ use tonic::codegen::http::HeaderMap;
 use tonic::codegen::http::header::AUTHORIZATION;
 
 use super::limits::Client;
+use crate::bounded;
 
 /// The token that calls must carry, if there is one.
 #[derive(Clone)]
@@ -26,16 +27,15 @@ impl Token {
         let Some(file) = file else {
             return Ok(Token::expecting(None));
         };
-        let text = std::fs::read_to_string(file)
-            .map_err(|problem| format!("the token file {} cannot be read: {problem}", file.display()))?;
-        let token = text.trim();
+        let token = bounded::token(file)
+            .map_err(|problem| format!("the token file {} cannot be used: {problem}", file.display()))?;
         if token.len() < 16 {
             return Err(format!(
                 "the token in {} is shorter than 16 characters",
                 file.display()
             ));
         }
-        Ok(Token::expecting(Some(token)))
+        Ok(Token::expecting(Some(&token)))
     }
 
     /// Whether calls need one.

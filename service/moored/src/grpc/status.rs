@@ -14,6 +14,7 @@ use crate::catalogue::did_you_mean;
 use crate::hub::{PullError, Reference};
 use crate::proto::v1;
 use crate::proto::v1::Reason;
+use crate::shown::is_obeyed;
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
@@ -84,6 +85,7 @@ fn status_with(error: &Error, words: &str) -> Status {
         | Error::Cancelled(_)
         | Error::SlowReader { .. }
         | Error::WorkerDied { .. }
+        | Error::WorkerSilent { .. }
         | Error::NotFinite { .. }
         | Error::LatentNotFound(_)
         | Error::LatentWithoutDecoder
@@ -162,6 +164,12 @@ const LONGEST_NAME_CHARACTERS: usize = 256;
 
 /// Refuses a name that is too long.
 pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
+    if name.chars().any(is_obeyed) {
+        return Err(invalid(
+            field,
+            "has control characters, or such that turn the direction of text: leave them out",
+        ));
+    }
     if name.len() <= LONGEST_NAME_CHARACTERS {
         return Ok(());
     }
@@ -204,7 +212,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::SlowReader { .. } => (Code::ResourceExhausted, Reason::SlowReader),
         Error::Deadline { .. } => (Code::DeadlineExceeded, Reason::Deadline),
         Error::Cancelled(_) => (Code::Cancelled, Reason::Cancelled),
-        Error::WorkerDied { .. } => (Code::Aborted, Reason::WorkerDied),
+        Error::WorkerDied { .. } | Error::WorkerSilent { .. } => (Code::Aborted, Reason::WorkerDied),
         Error::CardNotReady(_) => (Code::Unavailable, Reason::CardNotReady),
         Error::NotFinite { .. } => (Code::Internal, Reason::NotFinite),
         Error::LatentNotFound(_) => (Code::NotFound, Reason::LatentNotFound),

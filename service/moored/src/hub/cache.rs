@@ -16,6 +16,7 @@ use super::checksum::Oid;
 use super::listing::repo;
 use super::reference::{Reference, is_commit};
 use super::selection::INDEX;
+use crate::bounded;
 
 /// Interval between attempts to take a lock that another program holds.
 const LOCK_POLL: Duration = Duration::from_millis(200);
@@ -85,8 +86,17 @@ impl ModelCache {
             return Some(self.model.revision.clone());
         }
         let refs = self.root.join(&self.folder_name).join("refs");
-        let commit = std::fs::read_to_string(refs.join(&self.model.revision)).ok()?;
+        let commit = bounded::text(&refs.join(&self.model.revision), 1 << 10).ok()?;
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
+    }
+
+    /// The commits of which something is in the cache.
+    pub(super) fn commits(&self) -> Vec<String> {
+        let snapshots = children(&self.root.join(&self.folder_name).join("snapshots"));
+        let names = snapshots.iter().filter_map(|path| path.file_name()?.to_str());
+        let mut commits: Vec<String> = names.filter(|name| is_commit(name)).map(str::to_owned).collect();
+        commits.sort();
+        commits
     }
 
     /// Waits for the lock of a content, against this program and others.
@@ -263,7 +273,12 @@ fn children(folder: &Path) -> Vec<PathBuf> {
     entries.flatten().map(|entry| entry.path()).collect()
 }
 
+/// Makes a folder of a repository. One that is a link is refused: it leads out of the cache.
 pub(super) fn create_folder(folder: &Path) -> Result<(), PullError> {
+    if folder.is_symlink() {
+        let problem = std::io::Error::other("it is a symbolic link, which is not written through: remove it");
+        return Err(failed(folder, &problem));
+    }
     std::fs::create_dir_all(folder).map_err(|problem| failed(folder, &problem))
 }
 

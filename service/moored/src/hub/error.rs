@@ -4,6 +4,7 @@ use residency::Bytes;
 
 use crate::catalogue::did_you_mean;
 use crate::proto::v1::Reason;
+use crate::shown::one_line;
 
 /// `Clone`, since all clients that joined a pull get its error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,6 +23,20 @@ pub(crate) enum PullError {
     NotAllowed {
         /// The requested model.
         id: String,
+    },
+    /// Offline, and only commits of it are known, not the branch.
+    #[error(
+        "HF_HUB_OFFLINE is set, and {cache} does not say which commit {revision} of {id} is; there: {}. `moored pull {id}@{}` takes \
+         that, `moored models` lists it, or unset HF_HUB_OFFLINE",
+        .commits.join(", "), .commits[0]
+    )]
+    OfflineWithoutBranch {
+        id: String,
+        /// Cache folder.
+        cache: String,
+        revision: String,
+        /// The commits that are there: at least one.
+        commits: Vec<String>,
     },
     /// Offline, and files are missing.
     #[error("HF_HUB_OFFLINE is set, and {id} is not complete in {cache}: {} missing; unset it to fetch that", list(.missing))]
@@ -116,6 +131,7 @@ impl PullError {
             PullError::ShuttingDown => Reason::ShuttingDown,
             PullError::NotAllowed { .. }
             | PullError::Offline { .. }
+            | PullError::OfflineWithoutBranch { .. }
             | PullError::Unreachable { .. }
             | PullError::NoSuchModel { .. }
             | PullError::NoSuchRevision { .. }
@@ -132,11 +148,11 @@ impl PullError {
 /// Most characters of a hub's message that are shown.
 const MOST_SHOWN: usize = 200;
 
-/// A hub's message, safe for a terminal and a log: without control characters, and cut to a length.
+/// A hub's message, safe for a terminal and a log: escaped, and cut to a length.
 pub(super) fn shown(said: &str) -> String {
-    let plain = said.chars().filter(|character| !character.is_control());
-    let mut shown: String = plain.clone().take(MOST_SHOWN).collect();
-    if plain.count() > MOST_SHOWN {
+    let mut shown: String = said.chars().take(MOST_SHOWN).collect();
+    shown = one_line(&shown).into_owned();
+    if said.chars().nth(MOST_SHOWN).is_some() {
         shown.push('\u{2026}');
     }
     shown

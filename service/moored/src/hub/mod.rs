@@ -34,7 +34,7 @@ use meter::Meter;
 use selection::INDEX;
 use transfer::Transfer;
 
-use crate::{catalogue, config};
+use crate::{bounded, catalogue, config};
 
 /// Files that are downloaded at the same time: one connection does not use the whole bandwidth.
 const AT_ONCE: usize = 4;
@@ -448,9 +448,15 @@ impl Hub {
             cache: self.settings.cache.display().to_string(),
             missing,
         };
-        let commit = cache
-            .commit()
-            .ok_or_else(|| incomplete(vec!["all of it".to_owned()]))?;
+        let commit = cache.commit().ok_or_else(|| match &cache.commits()[..] {
+            [] => incomplete(vec!["all of it".to_owned()]),
+            commits => PullError::OfflineWithoutBranch {
+                id: model.id.clone(),
+                cache: self.settings.cache.display().to_string(),
+                revision: model.revision.clone(),
+                commits: commits.to_vec(),
+            },
+        })?;
         let path = cache.snapshot(&commit);
         let missing = match &model.file {
             Some(file) => Some(file.clone())
@@ -460,7 +466,11 @@ impl Hub {
             None => missing_of(&model.id, &path)?,
         };
         if !missing.is_empty() {
-            return Err(incomplete(missing));
+            let told = |file: String| match path.join(&file).is_symlink() {
+                true => format!("{file} (a link to a file that is not there)"),
+                false => file,
+            };
+            return Err(incomplete(missing.into_iter().map(told).collect()));
         }
         let files = match &model.file {
             Some(file) => vec![file.clone()],
@@ -501,7 +511,7 @@ pub(crate) fn is_whole(snapshot: &Path) -> bool {
 fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let Ok(index) = std::fs::read(snapshot.join(INDEX)) else {
+    let Ok(index) = bounded::read(&snapshot.join(INDEX), bounded::TEXT_BYTES) else {
         if let Some(layout) = pipelines::catalogue().own_layout(&names) {
             let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
             return Ok(selection::missing(&folders, &names));
@@ -561,7 +571,7 @@ async fn is_transformer(
 fn has_base(snapshot: &Path) -> bool {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let index = std::fs::read(snapshot.join(INDEX)).unwrap_or_default();
+    let index = bounded::read(&snapshot.join(INDEX), bounded::TEXT_BYTES).unwrap_or_default();
     let Ok(class) = class_of("", &index) else {
         return false;
     };

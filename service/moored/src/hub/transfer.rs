@@ -4,12 +4,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use reqwest::StatusCode;
 use reqwest::header::{CONTENT_RANGE, RANGE};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::PullError;
 use super::cache::{ModelCache, create_folder, failed, failed_at};
@@ -40,6 +41,8 @@ pub(super) struct Transfer<'a> {
 enum Failure {
     /// Trying again may help.
     Transient(String),
+    /// As [`Failure::Transient`], and what came does not count: it came too slowly.
+    Slow(String),
     Final(PullError),
 }
 
@@ -82,9 +85,14 @@ impl Transfer<'_> {
         let mut fruitless = 0;
         while partial.length < self.file.size {
             let before = partial.length;
+            let mut is_slow = false;
             let problem = match self.attempt(&mut partial).await {
                 Ok(()) => "the response ended too early".to_owned(),
                 Err(Failure::Transient(problem)) => problem,
+                Err(Failure::Slow(problem)) => {
+                    is_slow = true;
+                    problem
+                }
                 Err(Failure::Final(error)) => {
                     partial.flush().await?;
                     return Err(error);
@@ -94,7 +102,11 @@ impl Transfer<'_> {
             if partial.length == self.file.size {
                 break;
             }
-            fruitless = if partial.length > before { 0 } else { fruitless + 1 };
+            fruitless = if partial.length > before && !is_slow {
+                0
+            } else {
+                fruitless + 1
+            };
             tracing::debug!(
                 file = self.file.path,
                 at = partial.length,
@@ -151,6 +163,7 @@ impl Transfer<'_> {
                 ));
             }
         }
+        let mut pace = Pace::begin();
         loop {
             let chunk = timeout(SILENCE, answer.chunk()).await;
             let chunk = chunk
@@ -161,6 +174,12 @@ impl Transfer<'_> {
             let taken = &chunk[..chunk.len().min(room)];
             partial.take(taken).await.map_err(Failure::Final)?;
             self.meter.fetched(taken.len() as u64, &self.file.path);
+            if !pace.goes_on(taken.len() as u64, Instant::now()) {
+                return Err(Failure::Slow(format!(
+                    "less than {LEAST_BYTES} bytes came in {} s",
+                    WINDOW.as_secs()
+                )));
+            }
             if taken.len() < chunk.len() {
                 return Ok(()); // more than was announced: the checksum will say
             }
@@ -168,9 +187,46 @@ impl Transfer<'_> {
     }
 }
 
+/// Within this time...
+const WINDOW: Duration = Duration::from_secs(60);
+/// ...so many bytes come, or the place is given to another download: hubs that drip would hold all places.
+const LEAST_BYTES: u64 = 64 << 10;
+
+/// How fast bytes come.
+struct Pace {
+    since: Instant,
+    bytes: u64,
+}
+
+impl Pace {
+    fn begin() -> Pace {
+        Pace {
+            since: Instant::now(),
+            bytes: 0,
+        }
+    }
+
+    /// Counts bytes that came; false where they came too slowly.
+    fn goes_on(&mut self, bytes: u64, now: Instant) -> bool {
+        self.bytes += bytes;
+        if now.duration_since(self.since) < WINDOW {
+            return true;
+        }
+        let is_enough = self.bytes >= LEAST_BYTES;
+        (self.since, self.bytes) = (now, 0);
+        is_enough
+    }
+}
+
 /// The first byte of `bytes 5-9/10`.
 fn start_of(range: &str) -> Option<u64> {
     range.strip_prefix("bytes ")?.split_once('-')?.0.parse().ok()
+}
+
+/// Flags that open a file, never what a link names nor a pipe that waits.
+fn no_link() -> i32 {
+    let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+    flags.bits() as i32
 }
 
 /// A partially downloaded file.
@@ -195,7 +251,11 @@ impl Partial {
                     .write(true)
                     .create(true)
                     .truncate(false)
+                    .custom_flags(no_link())
                     .open(&path)?;
+                if !there.metadata()?.is_file() {
+                    return Err(std::io::Error::other("it is no regular file: remove it"));
+                }
                 if there.metadata()?.len() > file.size {
                     there.set_len(0)?;
                 }
@@ -257,7 +317,13 @@ impl Partial {
     fn start_over(&mut self) -> Result<(), PullError> {
         self.waiting.clear();
         self.length = 0;
-        let emptied = File::create(&self.path).map_err(|problem| failed(&self.path, &problem))?;
+        let emptied = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .custom_flags(no_link())
+            .open(&self.path)
+            .map_err(|problem| failed(&self.path, &problem))?;
         self.written = Some((emptied, Summing::start(&self.file.oid, self.file.size)));
         Ok(())
     }
@@ -290,4 +356,20 @@ async fn blocking<T: Send + 'static>(
             path: "the hub cache".to_owned(),
             problem: panic.to_string(),
         })?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_that_drip_are_too_slow() {
+        let mut pace = Pace::begin();
+        let begin = pace.since;
+        let drips = (1..=60).map(|second| pace.goes_on(1, begin + Duration::from_secs(second)));
+        assert_eq!(drips.filter(|goes_on| !goes_on).count(), 1, "once a minute");
+        let mut pace = Pace::begin();
+        let begin = pace.since;
+        assert!((1..=600).all(|second| pace.goes_on(2000, begin + Duration::from_secs(second))));
+    }
 }

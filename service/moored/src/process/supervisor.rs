@@ -20,6 +20,7 @@ use tokio_util::codec::FramedRead;
 use super::frames::{self, FrameError, Frames};
 use super::inputs::RecentInputs;
 use super::{Configuration, FromWorker, WorkerSettings};
+use crate::config;
 
 /// Backoff between two starts: doubled from the first to the last while workers end before [`BACK_OFF_RESET_UPTIME`].
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
@@ -379,7 +380,11 @@ fn widen(pipe: &impl AsFd) {
 /// Starts this binary as a worker. It has a process group of its own, so that a Ctrl-C in the terminal
 /// reaches the supervisor alone, which then drains.
 fn spawn() -> std::io::Result<Child> {
-    tokio::process::Command::new(std::env::current_exe()?)
+    let mut worker = tokio::process::Command::new(std::env::current_exe()?);
+    for secret in config::secret_variables() {
+        worker.env_remove(secret); // a worker parses files of strangers
+    }
+    worker
         .arg("worker")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

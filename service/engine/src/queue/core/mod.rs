@@ -345,6 +345,9 @@ impl Core {
             {
                 self.learned.raise_stage_times(index, &what, usual);
             }
+            if let Some(running) = &mut card.in_flight {
+                running.note_silence(&self.settings, now);
+            }
             tracing::warn!(card = %card.description.id, ?limit, reason, "a worker is taken for hung");
             card.recycle(&reason);
         }

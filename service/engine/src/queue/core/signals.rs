@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use gpu::{CardDescription, CardKind};
 use pipelines::{RequestError, Role, Values};
 use residency::Bytes;
 use tokio::time::Instant;
@@ -514,7 +515,7 @@ impl Core {
         reason: &str,
         now: Instant,
     ) {
-        let card = self.cards[index].description.id.clone();
+        let CardDescription { id: card, kind, .. } = self.cards[index].description.clone();
         if !self.jobs.contains_key(id) {
             return;
         }
@@ -526,12 +527,17 @@ impl Core {
         job.attempt.deaths += u32::from(!is_asked_for);
         let deaths = job.attempt.deaths;
         let stage = running.need.name.clone();
-        if deaths > 1 {
+        // A CPU does not hang: what was silent for the whole limit there was slow, and would be so again.
+        let is_slow = kind == CardKind::Cpu
+            && running
+                .silent
+                .is_some_and(|limit| limit >= self.settings.stall_limit);
+        if deaths > 1 || is_slow {
             self.learned.died(&job.entry.key, &running.need.shape(), id, now);
-            let error = Error::WorkerDied {
-                card,
-                stage: stage.to_string(),
-                deaths,
+            let stage = stage.to_string();
+            let error = match running.silent {
+                Some(limit) => Error::WorkerSilent { card, stage, limit },
+                None => Error::WorkerDied { card, stage, deaths },
             };
             return self.fail(id, error, now);
         }
