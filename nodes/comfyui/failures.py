@@ -87,8 +87,10 @@ def _remedy(error: moored.MooredError) -> str:
         case moored.MemoryShortage() if error.fallbacks:
             labels = [one.label for one in error.fallbacks[:FALLBACKS_AT_MOST]]
             return f": this would fit: {', or '.join(labels)}"
-        case moored.NeverFits() | moored.OutOfMemory():
-            return ": choose a smaller picture, or a smaller quantization in Load Model"
+        case moored.NeverFits():
+            return ": no smaller size and no quantization of it fits, so choose another model in Load Model"
+        case moored.OutOfMemory():
+            return ": choose a smaller picture, or another model in Load Model"
         case moored.MemoryTaken():
             return ": queue the prompt again when that memory is free, or raise patience_s"
         case moored.ModelNotFound():

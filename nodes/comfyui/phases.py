@@ -11,7 +11,7 @@ HOLDERS_AT_MOST = 2
 
 
 def phase(event: Any) -> str:
-    """`Queued 2nd`, `Loading transformer 6.1/11.9 GB`, `Section 2/4, step 7/20`; empty for what is not said.
+    """`Queued 2nd`, `Loading transformer 6.1/11.9 GiB`, `Section 2/4, step 7/20`; empty for what is not said.
 
     Of a job's beginning, what the service chose and why, where the quantization is left to it.
     """
@@ -35,8 +35,8 @@ def ordinal(number: int) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people: `11.9 GB`."""
-    divisor, unit = (1e9, "GB") if count >= 1e8 else (1e6, "MB")
+    """Bytes for people: `11.9 GiB`."""
+    divisor, unit = (2**30, "GiB") if count >= 2**30 / 10 else (2**20, "MiB")
     return f"{count / divisor:.1f} {unit}"
 
 

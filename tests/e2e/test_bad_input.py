@@ -506,7 +506,11 @@ BROKEN: dict[str, tuple[Breaker, tuple[type[moored.MooredError], ...], str]] = {
     "half-an-encoder": (cut(CLIP, 0.9), DAMAGED, CLIP),
     "empty-weights": (write(TRANSFORMER, b""), DAMAGED, TRANSFORMER),
     "garbage-weights": (write(TRANSFORMER, random.Random(3).randbytes(9999)), DAMAGED, TRANSFORMER),
-    "page-for-weights": (write(TRANSFORMER, b"<!DOCTYPE html><html>"), DAMAGED, TRANSFORMER),
+    "page-for-weights": (
+        write(TRANSFORMER, b"<!DOCTYPE html><html>"),
+        (moored.ModelUnsupported,),
+        TRANSFORMER,
+    ),
     "pointer-for-weights": (
         write(TRANSFORMER, b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"),
         DAMAGED,

@@ -308,10 +308,10 @@ def test_an_unknown_handle_is_refused_with_the_name_of_the_option(
 @pytest.mark.parametrize(
     ("model", "start", "why"),
     [
-        ("small", "film", "GenerateImage needs a picture"),
-        ("small", "track", "GenerateImage needs a picture"),
-        ("video", "track", "GenerateVideo needs a picture or a film"),
-        ("track", "film", "GenerateAudio needs a track"),
+        ("small", "film", "is not a picture, from which"),
+        ("small", "track", "is not a picture, from which"),
+        ("video", "track", "is not a picture or a film, from which"),
+        ("track", "film", "is not a track, from which"),
         ("track", "picture", "a track starts from a track"),
     ],
 )

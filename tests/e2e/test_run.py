@@ -208,9 +208,10 @@ def test_the_catalogue_lists_what_fits_the_card(tmp_path: Path, alone: Run) -> N
     shown = good(alone("models", "--available", MOORED_CARDS_DEVICES="sim:24GiB"))
     heading, *rows = (line.split("\t") for line in shown.splitlines())
     (dev,) = (dict(zip(heading, row, strict=True)) for row in rows if row[0] == "flux-dev")
-    assert dev["fits this card"] == "8-bit"
-    assert dev["download"] == "33.7 GB"
-    assert "Non-Commercial" in dev["licence"]
+    assert (dev["fits"], dev["download"], dev["makes"]) == ("8-bit", "34 GB", "pictures")
+    told = json.loads(good(alone("info", "flux-dev", "--json")))
+    assert "Non-Commercial" in told["licence"]
+    assert "8-bit 16.1 GiB" in told["memory"]
 
 
 def test_info_prints_the_facts_of_a_model(hub: Hub, alone: Run, tmp_path: Path) -> None:

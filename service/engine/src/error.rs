@@ -45,6 +45,18 @@ pub struct Shortfall {
     pub holders: Vec<Holder>,
     /// Alternatives that would fit, the closest first.
     pub fallbacks: Vec<Fallback>,
+    /// Where nothing would fit: the formats in which the model needs the least, and what it needs then.
+    pub smallest: Option<(String, Bytes)>,
+}
+
+impl Shortfall {
+    /// `; quantization 4-bit (nf4) needs 6.7 GiB, and is the smallest`, where that is known.
+    fn smallest_in_words(&self) -> String {
+        match &self.smallest {
+            Some((label, needed)) => format!("; {label}, the smallest, needs {needed}"),
+            None => String::new(),
+        }
+    }
 }
 
 /// What cancelled a job. Clients are named as they name themselves, or by their address.
@@ -81,6 +93,37 @@ impl fmt::Display for CancelledBy {
     }
 }
 
+/// The bound on jobs that a submission would exceed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobBound {
+    /// That of one client, by the name that it gives.
+    Client { client: String, limit: usize },
+    /// That of one address, whatever its clients call themselves.
+    Address { address: String, limit: usize },
+    /// The last places are for addresses that have no job.
+    Kept { places: usize },
+}
+
+impl fmt::Display for JobBound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const REMEDY: &str = "wait until some have ended or cancel some, or raise";
+        match self {
+            JobBound::Client { client, limit } => write!(
+                f,
+                "{client} has {limit} jobs in the queue, which are the most of one client: {REMEDY} queue.max_jobs_per_client"
+            ),
+            JobBound::Address { address, limit } => write!(
+                f,
+                "clients at {address} have {limit} jobs in the queue, which are the most of one address: {REMEDY} queue.max_jobs"
+            ),
+            JobBound::Kept { places } => write!(
+                f,
+                "the last {places} places of the queue are kept for addresses that have no job in it, and yours has some: {REMEDY} queue.max_jobs"
+            ),
+        }
+    }
+}
+
 /// Why a job failed. `Clone`, since all clients that joined a job get the same error.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
@@ -109,7 +152,10 @@ pub enum Error {
     #[error("{0}")]
     ModelUnsupported(String),
     /// The job exceeds the capacity of the card.
-    #[error("{} needs {} at its peak, and the card can give {} at the most", .0.stage, .0.needed, .0.capacity)]
+    #[error(
+        "{} needs {} at its peak, and the card can give {} at the most{}",
+        .0.stage, .0.needed, .0.capacity, .0.smallest_in_words()
+    )]
     NeverFits(Box<Shortfall>),
     /// The patience for foreign or late memory is exhausted.
     #[error("{} needs {} and {} are free: memory is held by others; try again, or allow_low_memory", .0.stage, .0.needed, .0.free)]
@@ -123,6 +169,9 @@ pub enum Error {
         /// Maximum of queued jobs.
         limit: usize,
     },
+    /// A client, or an address, has as many jobs as one may have.
+    #[error("{0}")]
+    TooManyJobs(JobBound),
     /// Init images of other jobs leave no room for the job's own.
     #[error(
         "init images of other jobs take {kept} of the {limit} that the queue keeps; try again in a while"

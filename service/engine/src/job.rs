@@ -62,7 +62,7 @@ impl JobState {
 pub struct JobOptions {
     /// Name of the client, for fair queueing.
     pub client: String,
-    /// Whose unread results are bounded together, whatever name they go by: the client's address.
+    /// Whose jobs and unread results are bounded together, whatever name they go by: the client's address; empty without one.
     pub account: String,
     pub priority: Priority,
     /// For late or foreign memory; `None` for the service's setting.

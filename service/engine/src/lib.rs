@@ -15,4 +15,4 @@ mod standing;
 
 mod error;
 
-pub use error::{CancelledBy, Change, ChangedTo, Error, Fallback, Shortfall};
+pub use error::{CancelledBy, Change, ChangedTo, Error, Fallback, JobBound, Shortfall};

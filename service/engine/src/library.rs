@@ -652,7 +652,7 @@ fn error_of(error: ModelError) -> Error {
     let message = error.to_string();
     match error {
         ModelError::NotAPipeline { .. } | ModelError::Unsupported { .. } => Error::ModelUnsupported(message),
-        ModelError::Damaged { .. } => Error::ModelDamaged(message),
+        ModelError::Damaged { .. } | ModelError::Incomplete { .. } => Error::ModelDamaged(message),
         ModelError::Quantization { .. } => Error::Invalid(vec![RequestError {
             field: "model.quantization.components".to_owned(),
             problem: message,

@@ -109,6 +109,14 @@ impl DeviceSpec {
         }
     }
 
+    /// Whether a display is driven by it: other programs of a desktop want its memory too.
+    pub fn drives_display(&self) -> bool {
+        match self {
+            DeviceSpec::Cpu { .. } | DeviceSpec::Simulated(_) => false,
+            DeviceSpec::Cuda(settings) => cuda_drives_display(settings),
+        }
+    }
+
     /// The same card under a stable name: NVIDIA cards by their full UUIDs.
     ///
     /// # Errors
@@ -168,6 +176,16 @@ fn describe_cuda(settings: &CudaSettings) -> Result<CardDescription, OpenError> 
     Err(OpenError::NoCuda {
         device: format!("cuda:{settings}"),
     })
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_drives_display(settings: &CudaSettings) -> bool {
+    crate::nvml::NvmlCard::open(&settings.which).is_ok_and(|card| card.drives_display())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_drives_display(_: &CudaSettings) -> bool {
+    false
 }
 
 #[cfg(feature = "cuda")]

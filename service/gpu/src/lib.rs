@@ -35,7 +35,7 @@ mod timeline;
 
 pub use allocator::CountingAllocator;
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
-pub use checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry};
+pub use checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry, git_lfs_pointer};
 pub use cpu::{CpuCard, CpuSettings};
 #[cfg(feature = "cuda")]
 pub use cuda::library_workspace;

@@ -203,6 +203,12 @@ impl NvmlCard {
         foreign_holders(foreign, &processes, &[std::process::id()], process_name)
     }
 
+    /// Whether a display is driven by it, as on a desktop; false if the driver does not say.
+    pub fn drives_display(&self) -> bool {
+        let active = self.device().map(|device| device.is_display_active());
+        matches!(active, Ok(Ok(true)))
+    }
+
     fn device(&self) -> Result<Device<'static>, NvmlError> {
         match library()?.device_by_uuid(self.uuid.as_str()) {
             Ok(device) => Ok(device),

@@ -1,5 +1,6 @@
 //! SERVES. The binary: command line, configuration, gRPC, supervisor and worker processes, telemetry.
 
+mod catalogue;
 mod cli;
 mod config;
 mod durations;
@@ -11,6 +12,7 @@ mod hub;
 mod locks;
 mod memory;
 mod models;
+mod panics;
 mod pictures;
 mod preload;
 mod process;
@@ -28,6 +30,7 @@ use std::process::ExitCode;
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 
 fn main() -> ExitCode {
+    panics::bound_reports();
     gpu::allocator::share_heaps(2);
     cli::run()
 }

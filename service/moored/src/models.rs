@@ -14,10 +14,11 @@ use engine::library::Entry;
 use gpu::WeightFormat;
 use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 
+use crate::catalogue::{self, Makes};
 use crate::config::ModelSettings;
 use crate::hub;
 use crate::proto::v1;
-use crate::threads::on_thread;
+use crate::threads::FILES;
 use adapters::FoundAdapter;
 use listing::Listing;
 
@@ -158,10 +159,30 @@ impl Models {
         }
     }
 
+    /// The models of requests for a medium that name none, in the order in which they are tried: the configured one, which may
+    /// make something else, and the shipped one if it is listed.
+    pub(crate) fn defaults_of(&self, makes: Makes, listing: &[Found]) -> Vec<String> {
+        let configured = self
+            .settings
+            .default
+            .iter()
+            .map(|id| match find(listing, id, "") {
+                Some(found) => found.id,
+                None => id.clone(),
+            });
+        let shipped = match makes {
+            Makes::Image => SHIPPED_ID,
+            Makes::Video => SHIPPED_FILM_ID,
+            Makes::Audio => SHIPPED_SOUND_ID,
+        };
+        let shipped = listing.iter().find(|found| found.id == shipped);
+        configured.chain(shipped.map(|found| found.id.clone())).collect()
+    }
+
     /// As [`Models::resolve`], on a blocking thread, since folders may be scanned.
     pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
         let models = self.clone();
-        on_thread(move || models.resolve(model.as_ref())).await?
+        FILES.run(move || models.resolve(model.as_ref())).await?
     }
 
     /// Resolves a reference to the entry that it means.
@@ -385,7 +406,7 @@ fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     find(listing, id, revision).or_else(by_name)
 }
 
-/// The model with this id, or the only one whose last part of the id it is.
+/// The model with this id, the only one whose last part of the id it is, or the one with this short name.
 fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     let fits = |m: &&Found| {
         revision.is_empty() || m.revision.starts_with(revision) || m.refs.iter().any(|name| name == revision)
@@ -399,7 +420,11 @@ fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
         .filter(|m| m.id.rsplit('/').next() == Some(id));
     match (by_name.next(), by_name.next()) {
         (Some(only), None) => Some(only.clone()),
-        _ => None,
+        (Some(_), Some(_)) => None,
+        (None, _) => {
+            let id = catalogue::id_of(id)?;
+            listing.iter().filter(fits).find(|m| m.id == id).cloned()
+        }
     }
 }
 
@@ -448,7 +473,10 @@ fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
                 // A pipeline's own transformer is in a folder; what lies beside its index is another.
                 let is_pipeline = is_pipeline(&snapshot.path);
                 let files = files_in(&snapshot, holds).into_iter();
-                let is_model = |file: &Found| !is_pipeline || file.path.parent() == Some(&snapshot.path);
+                let is_model = |file: &Found| {
+                    !is_pipeline
+                        || (file.path.parent() == Some(&snapshot.path) && !hub::is_of_folder(&file.path))
+                };
                 found.extend(files.filter(is_model));
                 found.extend(is_pipeline.then_some(snapshot));
             }
@@ -485,7 +513,7 @@ fn files_in(snapshot: &Found, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
 /// Whether a folder can be opened: a pipeline, or a transformer alone that finds the rest beside it.
 fn is_pipeline(folder: &Path) -> bool {
     let catalogue = pipelines::catalogue();
-    folder.join("model_index.json").is_file()
+    (folder.join("model_index.json").is_file() && !catalogue.holds_parts_alone(folder))
         || catalogue.has_transformer(folder)
         || catalogue.has_own_layout(folder)
 }

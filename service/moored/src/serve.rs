@@ -29,6 +29,7 @@ use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 use crate::proto::v1;
+use crate::threads::Turns;
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -105,12 +106,14 @@ pub(crate) async fn run(
     let workers = WorkerPids::new(cards.len());
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
-    let limits = Limits::new(&config.limits);
+    let limits = Limits::new(&config.limits, token);
     grpc::paths::set_folders(folders_of_models(&config));
     let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
+    let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
     let queue = start_queue(
         &config,
         policy,
+        config.queue.unload_when_idle.after(is_desktop),
         library.clone(),
         card_tasks.slots,
         card_tasks.signals,
@@ -135,7 +138,7 @@ pub(crate) async fn run(
         max_message: config.service.max_message,
         policy,
         workers,
-        decoding: grpc::Decoding::new(),
+        decoding: Turns::of_decoding(),
         encodings: limits.encodings(),
         media: limits.media(config.queue.latent_ttl),
         latents: config.queue.latents,
@@ -152,7 +155,7 @@ pub(crate) async fn run(
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let serving = tokio::spawn(grpc::serve(service, token, listener, stopped_seen));
+    let serving = tokio::spawn(grpc::serve(service, listener, stopped_seen));
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),
@@ -355,6 +358,7 @@ fn start_card_tasks(
 fn start_queue(
     config: &Config,
     policy: Option<Policy>,
+    unload_when_idle: Option<Duration>,
     library: Arc<Library>,
     slots: Vec<CardSlot>,
     received: mpsc::UnboundedReceiver<CardSignal>,
@@ -362,6 +366,7 @@ fn start_queue(
     let settings = Settings {
         max_jobs: config.queue.max_jobs,
         job_input_bytes: MOST_INPUT_BYTES,
+        max_jobs_per_client: config.queue.max_jobs_per_client,
         overtaking_bound: config.queue.overtaking_bound,
         patience: Patience {
             after_eviction_ms: millis(config.queue.patience_after_eviction),
@@ -374,7 +379,7 @@ fn start_queue(
         latent_ttl: config.queue.latent_ttl,
         keep_alive: config.queue.keep_alive,
         keep_alive_of: keep_alive_of_models(config),
-        unload_when_idle: config.queue.unload_when_idle,
+        unload_when_idle,
         stall_limit: config.queue.stall_limit,
         stall_floor: config.queue.stall_floor,
         cancel_limit: config.queue.cancel_limit,

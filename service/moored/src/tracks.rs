@@ -12,6 +12,7 @@ pub(crate) use flac::TrackFile;
 pub(crate) use wav::header as wav_header;
 
 use crate::pictures::Recipe;
+use crate::threads::{Caller, Gone};
 
 /// Rates of tracks that are brought: from telephones to the best of sound cards. A model resamples, and may take fewer.
 const LEAST_SAMPLES_PER_SECOND: u32 = 8_000;
@@ -52,9 +53,18 @@ pub(crate) enum TrackError {
     /// It is too long for its format.
     #[error("{0} bytes of samples are too many for WAV; ask for FLAC, or for the samples alone")]
     TooLongForWav(u64),
+    /// Nobody waits for it any more.
+    #[error("is no longer asked for: its client has gone")]
+    Gone,
     /// It cannot be written.
     #[error("the FLAC encoder failed: {0}")]
     Encoder(String),
+}
+
+impl From<Gone> for TrackError {
+    fn from(Gone: Gone) -> TrackError {
+        TrackError::Gone
+    }
 }
 
 /// What a track is.
@@ -125,26 +135,30 @@ impl TrackFormat {
 }
 
 /// The samples of a WAV file: PCM of 8, 16, 24 or 32 bits, or numbers of 32 bits with a point, of which 1 is full scale.
-/// 16-bit samples are shared with the file. `room` is asked for the bytes of others before they are decoded.
+/// 16-bit samples are shared with the file. `room` is asked for the bytes of others before they are decoded,
+/// which ends when the caller goes.
 ///
 /// # Errors
-/// When it is no such file, or a track that no model takes; and what `room` refuses with.
+/// When it is no such file, or a track that no model takes; what `room` refuses with; and when the caller has gone.
 pub(crate) fn read_wav<E: From<TrackError>>(
     file: &bytes::Bytes,
+    caller: &Caller,
     room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
-    wav::read(file, room)
+    wav::read(file, caller, room)
 }
 
-/// The samples of a FLAC file of 8 to 24 bits. `room` is asked for the bytes of each frame as it is decoded.
+/// The samples of a FLAC file of 8 to 24 bits. `room` is asked for the bytes of all before they are decoded,
+/// or of each frame as it is, where the file does not say how many there are.
 ///
 /// # Errors
 /// As [`read_wav`].
 pub(crate) fn read_flac<E: From<TrackError>>(
     file: &[u8],
+    caller: &Caller,
     room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
-    flac::read(file, room)
+    flac::read(file, caller, room)
 }
 
 /// Whether this is the start of a WAV or FLAC file.

@@ -10,8 +10,10 @@ use residency::{Bytes, Component};
 
 use crate::adapters::{AdapterError, AdapterFile, AdapterReport, is_control_net_class};
 use crate::bounds::{self, too_many_references};
-use crate::checkpoint::{checkpoint_stem, is_single_file};
-use crate::files::{pipeline_class, transformer_class};
+use crate::checkpoint::{
+    checkpoint_stem, class_not_run, file_not_run, is_lora, is_single_file, part_in_file,
+};
+use crate::files::{incomplete, pipeline_class, root_class, transformer_class, unsupported};
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
 use crate::media::{Piece, SampleFormat};
@@ -99,7 +101,14 @@ pub enum ModelError {
         /// What was searched for.
         problem: String,
     },
-    /// A file is missing, truncated, or contradicts its header.
+    /// A file is missing or truncated, or only stands for one.
+    #[error("{} is not complete: {problem}", path.display())]
+    Incomplete {
+        path: PathBuf,
+        /// What is missing, and what to do.
+        problem: String,
+    },
+    /// A file contradicts its header, or another.
     #[error("{} is damaged: {problem}", path.display())]
     Damaged { path: PathBuf, problem: String },
     /// Recognized and not supported.
@@ -466,6 +475,11 @@ pub trait Family: Send + Sync {
     /// The family's identifier: `flux`.
     fn name(&self) -> &'static str;
 
+    /// What people call its models; `None` for a family that has none to be downloaded.
+    fn title(&self) -> Option<&'static str> {
+        None
+    }
+
     /// The `model_index.json` classes that it opens.
     fn pipelines(&self) -> &'static [&'static str] {
         &[]
@@ -507,8 +521,8 @@ pub trait Family: Send + Sync {
         &[]
     }
 
-    /// Whether a single file holds one of its transformers, from whether it has tensors whose names begin so.
-    fn is_transformer_file(&self, _has: &dyn Fn(&str) -> bool) -> bool {
+    /// Whether a single file with tensors of these names holds one of its transformers.
+    fn is_transformer_file(&self, _names: &[&str]) -> bool {
         false
     }
 
@@ -589,12 +603,21 @@ impl Catalogue {
         Some(folders.filter(|folder| *folder != TRANSFORMER).collect())
     }
 
+    /// Whether a folder holds parts of another pipeline that a family reads, and nothing that is run by itself.
+    pub fn holds_parts_alone(&self, folder: &Path) -> bool {
+        let class = pipeline_class(folder).ok().flatten().unwrap_or_default();
+        let mut parts = self.families.iter().flat_map(|family| family.parts());
+        !self.pipelines().any(|known| known == class) && parts.any(|(known, _)| *known == class)
+    }
+
     /// Whether a single file with tensors of these names holds a transformer that a family opens.
     pub fn is_transformer_file(&self, names: &[&str]) -> bool {
-        let has = |beginning: &str| names.iter().any(|name| name.starts_with(beginning));
-        self.families
-            .iter()
-            .any(|family| family.is_transformer_file(&has))
+        // A LoRA of all layers has names that begin as those of the transformer do.
+        !is_lora(names)
+            && self
+                .families
+                .iter()
+                .any(|family| family.is_transformer_file(names))
     }
 
     /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.
@@ -640,11 +663,40 @@ impl Catalogue {
         transformer_class(folder).is_some_and(|class| self.is_transformer(&class))
     }
 
+    /// Refuses what is known and not run: another model, by its class or its tensors, and a download that has not ended.
+    fn check_is_run(&self, path: &Path) -> Result<(), ModelError> {
+        let ending = path.extension().and_then(|ending| ending.to_str());
+        if ending.is_some_and(|ending| UNFINISHED.contains(&ending)) {
+            return Err(incomplete(path, "its download has not ended: download it again"));
+        }
+        let class = match pipeline_class(path)? {
+            None => root_class(path),
+            class => class,
+        };
+        let is_run = |class: &str| self.pipelines().any(|run| run == class) || self.is_transformer(class);
+        let relative = match class.filter(|class| !is_run(class)) {
+            Some(class) => class_not_run(&class).map(|name| format!("{name} ({class})")),
+            None => file_not_run(path)?.map(str::to_owned),
+        };
+        match relative {
+            None => Ok(()),
+            Some(relative) => {
+                let run: Vec<&str> = self.families.iter().filter_map(|family| family.title()).collect();
+                let problem = format!(
+                    "it is {relative}; the models that run here are {}",
+                    run.join(", ")
+                );
+                Err(unsupported(path, problem))
+            }
+        }
+    }
+
     /// Opens a checkpoint by its headers.
     ///
     /// # Errors
     /// [`ModelError`]; [`ModelError::NotAPipeline`] if no family recognizes it.
     pub fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
+        self.check_is_run(path)?;
         for family in &self.families {
             if let Some(model) = family.open(path, precision)? {
                 return Ok(model);
@@ -662,10 +714,13 @@ impl Catalogue {
                     known.join(", ")
                 )
             }
-            None => format!(
-                "it has neither a model_index.json nor the tensors of {}",
-                self.names().collect::<Vec<_>>().join(", ")
-            ),
+            None => match part_in_file(path) {
+                Some(part) => format!("it is {part}"),
+                None => format!(
+                    "it has neither a model_index.json nor the tensors of {}",
+                    self.names().collect::<Vec<_>>().join(", ")
+                ),
+            },
         };
         Err(ModelError::NotAPipeline {
             path: path.to_owned(),
@@ -673,6 +728,9 @@ impl Catalogue {
         })
     }
 }
+
+/// Endings of files that a download has not finished.
+const UNFINISHED: [&str; 5] = ["incomplete", "part", "crdownload", "aria2", "download"];
 
 /// The format that most quantized bytes of these tensors have.
 pub(crate) fn format_of_plan<'a>(

@@ -1,6 +1,6 @@
 //! Reading of models' configuration files, and errors about files.
 
-use std::io::Read as _;
+use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -22,17 +22,28 @@ pub(crate) fn unsupported(path: &Path, problem: impl Into<String>) -> ModelError
     }
 }
 
+pub(crate) fn incomplete(path: &Path, problem: impl Into<String>) -> ModelError {
+    ModelError::Incomplete {
+        path: path.to_owned(),
+        problem: problem.into(),
+    }
+}
+
 /// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers have half of it.
 const LONGEST_TEXT: u64 = 64 << 20;
 
 /// Reads a text file.
 ///
 /// # Errors
-/// [`ModelError::Damaged`] for what cannot be read, is no regular file, or is too long.
+/// [`ModelError::Incomplete`] for what is missing, [`ModelError::Damaged`] for what cannot be read, is no regular file, or
+/// is too long.
 pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     let unreadable = |e: std::io::Error| damaged(path, format!("it cannot be read: {e}"));
     let mut text = String::new();
-    let file = gpu::open_regular(path).map_err(unreadable)?;
+    let file = gpu::open_regular(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => incomplete(path, "it is missing: download the model again"),
+        _ => unreadable(error),
+    })?;
     let read = file.take(LONGEST_TEXT + 1).read_to_string(&mut text);
     match read.map_err(unreadable)? as u64 > LONGEST_TEXT {
         true => Err(damaged(
@@ -45,12 +56,25 @@ pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
 
 /// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and an empty one for
 /// nothing but defaults.)
+///
+/// # Errors
+/// [`ModelError::Incomplete`] for what is missing, empty, cut off, or a pointer of git-lfs; [`ModelError::Damaged`] for
+/// what is no such JSON.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
     let text = read_text(path)?;
+    if text.trim().is_empty() {
+        return Err(incomplete(path, "it is empty: download it again"));
+    }
+    if let Some(problem) = gpu::git_lfs_pointer(text.as_bytes()) {
+        return Err(incomplete(path, problem));
+    }
     if !text.trim_start().starts_with('{') {
         return Err(damaged(path, "it is no JSON object"));
     }
-    serde_json::from_str(&text).map_err(|e| damaged(path, format!("it cannot be parsed: {e}")))
+    serde_json::from_str(&text).map_err(|error| match error.is_eof() {
+        true => incomplete(path, format!("it ends too early ({error}): download it again")),
+        false => damaged(path, format!("it cannot be parsed: {error}")),
+    })
 }
 
 /// Reads a configuration and validates it.

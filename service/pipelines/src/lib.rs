@@ -42,7 +42,7 @@ pub mod z_image;
 
 pub use adapters::{
     AdapterError, AdapterFile, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
-    StrengthCurve, is_adapter_folder, is_control_net_folder,
+    StrengthCurve, adapter_stem, is_adapter_folder, is_control_net_folder,
 };
 pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use covered::{Covered, Twice};

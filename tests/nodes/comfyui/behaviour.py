@@ -621,7 +621,7 @@ def test_a_model_of_another_medium_is_told(
     shown(graph, graph.film_parts(graph.text_to_video(seconds=seconds)))
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
-    assert "generates image" in run.error
+    assert "makes pictures" in run.error
     assert "Traceback" not in run.error
 
 
@@ -701,7 +701,7 @@ def test_loading_is_told_by_bytes(comfyui: ComfyUI, serve: Serve) -> None:
     run = comfyui.queue(graph.prompt).succeeded()
     loading = [text for text in run.texts() if text.startswith("Loading transformer")]
     assert loading
-    assert all(text.endswith("/23.8 GB") for text in loading)
+    assert all(text.endswith("/22.2 GiB") for text in loading)
     with service.client() as client:
         assert residents(client).keys() >= {"transformer", "vae"}
 
@@ -729,9 +729,9 @@ def test_waiting_is_told_with_who_holds_the_memory(
     shown(graph, graph.text_to_image(patience_s=30.0))
     run = comfyui.queue(graph.prompt)
     text = run.text("Waiting for").what
-    assert "GB needed" in text
-    assert "GB free" in text
-    assert "blender 4242 holds 21.5 GB" in text
+    assert "GiB needed" in text
+    assert "GiB free" in text
+    assert "blender 4242 holds 20.0 GiB" in text
     assert " s left" in text
     world.unlink()
     run.succeeded()

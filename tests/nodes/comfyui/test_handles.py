@@ -294,6 +294,9 @@ def test_what_would_fit_is_told(pack: ModuleType) -> None:
     short = moored.MemoryShortfall(2, 1, 1, (), fallbacks, "denoise")
     said = pack.failures.sentence(moored.NeverFits("too large", shortfall=short))
     assert said == "Too large: this would fit: 512x512, or quantization 8-bit."
+    nothing = pack.failures.sentence(moored.NeverFits("too large"))
+    assert "another model in Load Model" in nothing
+    assert "smaller quantization" not in nothing, "there is none that fits"
 
 
 # The interrupt button, and several of one node: ComfyUI gathers them all before it looks at any.

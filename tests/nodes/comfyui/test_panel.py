@@ -81,7 +81,7 @@ def gigabytes(memory: moored.MemoryAccounts, account: str) -> str:
     size = sum(getattr(memory, each) for each in LEGEND[account])
     if size == 0:
         return "0"
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
@@ -92,7 +92,7 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
         expect(page.get_by_text("No model is in memory.")).to_be_visible()
         expect(page.get_by_text("No job is running or queued.")).to_be_visible()
         expect(page.get_by_title("Attention: cpu loops")).to_be_visible()
-        expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
+        expect(page.locator(".moored-notes")).to_have_text("2.0 GiB held by another process")
         bar = page.locator(".moored-bar")
         with generating(service):
             job = page.locator("[data-job]")
@@ -104,11 +104,11 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
             page.wait_for_function(
                 "step => document.querySelector('[data-job] progress').value > step", arg=step
             )
-            expect(page.locator("[data-account=scratch] .moored-number")).to_have_text("1.6 GB")
+            expect(page.locator("[data-account=scratch] .moored-number")).to_have_text("1.5 GiB")
             expect(bar).to_have_attribute(
                 "aria-label", re.compile("Models 1[27].*Working memory 1.6")
             )
-            expect(page.locator(".moored-notes")).to_have_text("2.1 GB held by another process")
+            expect(page.locator(".moored-notes")).to_have_text("2.0 GiB held by another process")
             expect(page.locator(".moored-card")).to_contain_text("busy")
         until(client, lambda status: not status.jobs and status.cards[0].state == "ready")
         expect(page.locator("[data-job]")).to_have_count(0)
@@ -130,10 +130,10 @@ def test_bars_follow_a_job_and_end_at_the_figures_of_the_service(
 def test_unload_frees_a_model(browser: Browser, panel: PanelPage, start: Start) -> None:
     with start().client() as client, opened(browser, panel) as page:
         client.load(MODEL)
-        expect(entry(page)).to_contain_text("17.2 GB")
+        expect(entry(page)).to_contain_text("16.0 GiB")
         expect(entry(page)).to_contain_text("transformer")
         button(page, f"Unload {KEY}").click()
-        expect(page.get_by_role("status")).to_have_text(f"Unloaded {KEY}: 17.2 GB came free.")
+        expect(page.get_by_role("status")).to_have_text(f"Unloaded {KEY}: 16.0 GiB came free.")
         assert client.status().cards[0].residents == ()
         expect(entry(page)).to_have_count(0)
 

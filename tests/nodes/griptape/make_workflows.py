@@ -27,6 +27,8 @@ EDIT = (
     "a large red circle at the top left and a small green star in the centre on a yellow background"
 )
 FILM_MODEL = "hunyuanvideo-community/HunyuanVideo"
+MUSIC_MODEL = "moored/demo-sound"
+MUSIC_PROMPT = "three high short notes, then a low long one, square wave"
 FILM_PROMPT = "a lighthouse on a cliff while waves break below it, evening light"
 
 
@@ -66,6 +68,17 @@ async def generate_video(engine: Headless) -> None:
     await engine.connect(limits, "system_constraints", film, "system_constraints")
 
 
+async def generate_audio(engine: Headless) -> None:
+    """The included model of sounds, limits, a melody."""
+    model = await engine.node(
+        "DiffusionModel", at=(0, 0), model=MUSIC_MODEL, quantization_mode="None"
+    )
+    limits = await engine.node("GPUConfiguration", at=(0, 600))
+    track = await engine.node("GenerateAudio", at=(700, 0), prompt=MUSIC_PROMPT)
+    await engine.connect(model, "model_handle", track, "model")
+    await engine.connect(limits, "system_constraints", track, "system_constraints")
+
+
 DESCRIPTIONS = {
     "moored_text_to_image": (text_to_image, "A picture from a prompt, within limits."),
     "moored_edit_image": (
@@ -73,6 +86,7 @@ DESCRIPTIONS = {
         "A picture, and a change of it; the model is loaded and unloaded.",
     ),
     "moored_generate_video": (generate_video, "A film from a prompt, within limits."),
+    "moored_generate_audio": (generate_audio, "A melody from a prompt, within limits."),
 }
 
 

@@ -64,7 +64,7 @@ def test_a_film_asks_for_the_values_of_its_model_once_that_was_pulled(pulling: H
     assert pulling.do(pulling.run()).failed(), "the shipped model makes no films"
     shown = dict(node.parameter_output_values)
     assert "Pulled me/mine" in shown["logs"]
-    assert "generates image" in shown["result_details"]
+    assert "makes pictures" in shown["result_details"]
 
 
 def test_a_missing_model_is_not_pulled_unasked(pulling: Headless, hub: Hub) -> None:

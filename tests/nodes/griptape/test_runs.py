@@ -244,7 +244,7 @@ def test_an_invalid_track_request_fails_with_one_sentence(
     nowhere.do(nowhere.set(node, prompt="x", seconds=1e9))
     assert "seconds" in fails(nowhere, node)
     nowhere.do(nowhere.set(node, seconds=0, model="small"))
-    assert "generates image" in fails(nowhere, node)
+    assert "makes pictures" in fails(nowhere, node)
     assert "audio" not in outputs(node)
 
 

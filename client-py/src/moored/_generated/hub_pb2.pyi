@@ -17,7 +17,7 @@ class PullModelRequest(google.protobuf.message.Message):
     ID_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """`owner/name`; of one file of a repository, such as an adapter or a transformer in GGUF, `owner/name:file`. What a
+    """`owner/name`, or a short name; of one file of a repository, such as an adapter or a transformer in GGUF, `owner/name:file`. What a
     transformer lacks is fetched from the pipeline that its page names as its base.
     """
     revision: builtins.str

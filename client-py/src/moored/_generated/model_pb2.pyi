@@ -23,7 +23,8 @@ class ModelRef(google.protobuf.message.Message):
     QUANTIZATION_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """`owner/name`, or the name of a model folder. Empty: the service's default model. Or an entry as reports call it,
+    """`owner/name`, the name of a model folder, or a short name as `moored models --available` lists them (`flux-schnell`). Empty: the
+    service's default model of what is asked for: pictures, films or music. Or an entry as reports call it,
     quantization included: `owner/name+4-bit`, `owner/name+text_encoder_2=nf4,transformer=int8`; `owner/name+auto`.
     """
     revision: builtins.str

@@ -107,10 +107,10 @@ function merge(into, from) {
 
 export const fill = (text, values) => text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
 
-// As the client's own words for events: GB from 0.1 on, else MB.
+// As the client's own words for events: GiB from 0.1 on, else MiB.
 export function size(bytes) {
   if (bytes === 0) return "0";
-  const [unit, name] = bytes >= 1e8 ? [1e9, "GB"] : [1e6, "MB"];
+  const [unit, name] = bytes >= 2 ** 30 / 10 ? [2 ** 30, "GiB"] : [2 ** 20, "MiB"];
   return `${(bytes / unit).toFixed(1)} ${name}`;
 }
 

@@ -186,9 +186,10 @@ impl Card {
                 ModelError::NotAPipeline { .. } | ModelError::Unsupported { .. } => {
                     Failure::Unsupported { message }
                 }
-                ModelError::Damaged { .. } | ModelError::Quantization { .. } | ModelError::Adapter { .. } => {
-                    Failure::Model { message }
-                }
+                ModelError::Damaged { .. }
+                | ModelError::Incomplete { .. }
+                | ModelError::Quantization { .. }
+                | ModelError::Adapter { .. } => Failure::Model { message },
             })
         })
     }

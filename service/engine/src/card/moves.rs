@@ -78,6 +78,7 @@ impl From<LoadError> for MoveError {
             LoadError::OutOfMemory { .. } => MoveError::NoRoom,
             LoadError::Io { .. }
             | LoadError::Damaged { .. }
+            | LoadError::Incomplete { .. }
             | LoadError::NotFinite { .. }
             | LoadError::UnsupportedTensor { .. }
             | LoadError::Unsupported(_) => MoveError::Model(error.to_string()),
@@ -142,7 +143,9 @@ impl Card {
             };
             match source.copy.map(&mut load) {
                 None => load(source.plan),
-                Some(Err(error @ (LoadError::Io { .. } | LoadError::Damaged { .. }))) => {
+                Some(Err(
+                    error @ (LoadError::Io { .. } | LoadError::Damaged { .. } | LoadError::Incomplete { .. }),
+                )) => {
                     tracing::warn!(component = component.name, %error, "a kept copy cannot be read: its checkpoint is");
                     from = "checkpoint";
                     load(source.plan)

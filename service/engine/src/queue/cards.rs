@@ -250,6 +250,7 @@ impl CardRecord {
             capacity: self.ledger.total(),
             holders: self.ledger.holders(),
             fallbacks: Vec::new(),
+            smallest: None,
         }
     }
 

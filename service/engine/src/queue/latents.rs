@@ -91,6 +91,7 @@ impl Latents {
                 capacity: self.bound,
                 holders: Vec::new(),
                 fallbacks: Vec::new(),
+                smallest: None,
             })));
         }
         self.make_room(wanted);

@@ -76,6 +76,8 @@ use crate::messages::{Command, Event};
 pub struct Settings {
     /// Most jobs in the queue; more are refused.
     pub max_jobs: usize,
+    /// Most jobs of one client, by its name.
+    pub max_jobs_per_client: usize,
     /// Most bytes of init images of all jobs together; a single job may exceed it.
     pub input_bytes: Bytes,
     /// Most bytes of init images of a single job: what a worker can be sent in one command.
@@ -127,6 +129,7 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings {
             max_jobs: 256,
+            max_jobs_per_client: 192,
             input_bytes: Bytes::gib(1),
             job_input_bytes: Bytes(u64::MAX),
             overtaking_bound: 3,

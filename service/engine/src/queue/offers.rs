@@ -140,9 +140,15 @@ impl View<'_> {
         let Some(need) = self.need_on(job, index, card) else {
             return Error::Internal("a step was refused that the job does not have".to_owned());
         };
+        let fallbacks = self.fallbacks(job, &self.usable_cards(job));
+        let smallest = match fallbacks.is_empty() {
+            true => self.smallest(job, card),
+            false => None,
+        };
         Error::NeverFits(Box::new(Shortfall {
             capacity,
-            fallbacks: self.fallbacks(job, &self.usable_cards(job)),
+            fallbacks,
+            smallest,
             ..self.cards[card].shortfall(&need, needed)
         }))
     }
@@ -158,7 +164,20 @@ impl View<'_> {
             capacity: self.cards[card].ledger.total(),
             holders: shortage.holders.clone(),
             fallbacks: self.fallbacks(job, &self.usable_cards(job)),
+            smallest: None,
         }
+    }
+
+    /// The formats in which the job's model needs the least on a card, and what it needs; `None` if nothing is smaller.
+    fn smallest(&self, job: &JobRecord, card: usize) -> Option<(String, Bytes)> {
+        let dtype = &self.cards[card].description.compute_dtype;
+        let request = job.run().map(|run| run.request.without_media_data());
+        let needs = job.reductions().iter().filter_map(|reduction| {
+            let open = reduction.models.get(dtype)?;
+            let stages = self.stages_with(job, open, request.as_ref(), card)?;
+            Some((reduction.label.clone(), peak_of(&stages)))
+        });
+        needs.min_by_key(|(_, needed)| *needed)
     }
 
     /// What would fit on one of these cards instead, the closest first: the same request of the model in fewer bytes, then

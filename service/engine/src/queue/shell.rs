@@ -49,6 +49,8 @@ impl Shell {
                 biased;
                 count = signals.recv_many(&mut signalled, BATCH), if workers_can_speak => {
                     workers_can_speak = count > 0;
+                    // Calls come in beside them, however much the workers say.
+                    asked.extend(std::iter::from_fn(|| inputs.try_recv().ok()).take(BATCH));
                 }
                 count = inputs.recv_many(&mut asked, BATCH) => if count == 0 { break },
                 () = tokio::time::sleep_until(wake.unwrap_or_else(far_away)), if wake.is_some() => {}

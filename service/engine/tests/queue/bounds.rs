@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use engine::Error;
 use engine::job::{JobEventKind, JobSpec, JobState};
 use engine::queue::{Job, Queue, Settings};
+use engine::{Error, JobBound};
 use pipelines::InitImage;
 use residency::Bytes;
 use tokio::time::Instant;
@@ -253,4 +253,49 @@ async fn the_unread_results_of_one_account_are_bounded_together() {
     while worker.try_work().await {}
     assert_eq!(pictures(&mut again).await, 2, "what was read counts no more");
     at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn places_of_the_queue_are_bounded_by_client_and_address_and_the_last_are_kept_for_others() {
+    let (queue, _worker) = one_card_with(Settings {
+        max_jobs: 16,
+        max_jobs_per_client: 8,
+        ..Settings::default()
+    })
+    .await;
+    let mut jobs = Vec::new();
+    let mut submit = async |client: &str, address: &str| {
+        let mut spec = picture("a", client, &format!("{}", jobs.len()));
+        spec.options.account = address.into();
+        match queue.submit(spec).await {
+            Ok(job) => {
+                jobs.push(job);
+                Ok(())
+            }
+            Err(Error::TooManyJobs(bound)) => Err(Some(bound)),
+            Err(Error::QueueFull { limit: 16 }) => Err(None),
+            Err(other) => panic!("{other}"),
+        }
+    };
+    for _ in 0..8 {
+        assert_eq!(submit("greedy", "10.0.0.1").await, Ok(()));
+    }
+    let of_client = JobBound::Client {
+        client: "greedy".into(),
+        limit: 8,
+    };
+    assert_eq!(submit("greedy", "10.0.0.9").await, Err(Some(of_client)));
+    for name in 0..6 {
+        assert_eq!(submit(&format!("name {name}"), "10.0.0.1").await, Ok(()));
+    }
+    let of_address = JobBound::Address {
+        address: "10.0.0.1".into(),
+        limit: 14,
+    };
+    assert_eq!(submit("another name", "10.0.0.1").await, Err(Some(of_address)));
+    assert_eq!(submit("b", "10.0.0.2").await, Ok(()), "a place was kept");
+    let kept = JobBound::Kept { places: 2 };
+    assert_eq!(submit("b", "10.0.0.2").await, Err(Some(kept)));
+    assert_eq!(submit("c", "10.0.0.3").await, Ok(()));
+    assert_eq!(submit("d", "10.0.0.4").await, Err(None), "all places are taken");
 }

@@ -117,9 +117,9 @@ impl HeaderReader<'_> {
     fn has(&self, length: u64) -> Result<(), Problem> {
         let end = self.position.saturating_add(length);
         if end > self.size {
-            return Err(Problem::Damaged(format!(
-                "its header ends behind the end of the file: it claims {length} bytes at byte {}, and the file has \
-                 {} in all (was it cut short?)",
+            return Err(Problem::Incomplete(format!(
+                "its header ends after the end of the file: it claims {length} bytes at byte {}, and the file has \
+                 {} in all (was it cut short?): download it again",
                 self.position, self.size
             )));
         }
@@ -136,8 +136,8 @@ impl HeaderReader<'_> {
         let left = self.size.min(MAX_HEADER_BYTES) - self.position;
         match count.checked_mul(each) {
             Some(bytes) if bytes <= left => Ok(()),
-            _ => Err(Problem::Damaged(format!(
-                "its header claims {count} {what}, and {left} bytes are left for it"
+            _ => Err(Problem::Incomplete(format!(
+                "its header claims {count} {what}, and {left} bytes are left for it (was it cut short?): download it again"
             ))),
         }
     }
@@ -436,8 +436,8 @@ impl GgufData {
         let end = self.start.saturating_add(info.offset).saturating_add(length);
         let missing = end.saturating_sub(self.size);
         if missing > 0 {
-            return Err(damaged(format!(
-                "ends {missing} bytes behind the end of the file (was it cut short?)"
+            return Err(Problem::Incomplete(format!(
+                "tensor {name} ends {missing} bytes after the end of the file (was it cut short?): download it again"
             )));
         }
         if let Some(original) = original {

@@ -6,8 +6,11 @@
 //! type. The format is detected by the first bytes, not by the file's name.
 
 mod gguf;
+mod no_checkpoint;
 mod pth;
 mod safetensors;
+
+pub use no_checkpoint::git_lfs_pointer;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -86,8 +89,8 @@ impl CheckpointFile {
     /// executed.
     ///
     /// # Errors
-    /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Damaged`] if it is truncated or its header
-    /// contradicts itself or the file, [`LoadError::UnsupportedTensor`] if a tensor is stored in a type that this
+    /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Incomplete`] if it is truncated, or only stands for a
+    /// file, [`LoadError::Damaged`] if its header contradicts itself or the file, [`LoadError::UnsupportedTensor`] if a tensor is stored in a type that this
     /// build cannot read, [`LoadError::Unsupported`] if a pickle is more than a state dict.
     pub fn open(path: &Path) -> Result<CheckpointFile, LoadError> {
         let io = |source| LoadError::Io {
@@ -155,6 +158,8 @@ impl CheckpointFile {
 /// A problem before it is attributed to a file.
 enum Problem {
     Damaged(String),
+    /// The file ends early, or is not there itself.
+    Incomplete(String),
     Unsupported(String),
     UnsupportedTensor {
         tensor: String,
@@ -176,6 +181,10 @@ impl Problem {
     fn at(self, path: &Path) -> LoadError {
         match self {
             Problem::Damaged(problem) => LoadError::Damaged {
+                file: path.to_owned(),
+                problem: shortened(problem),
+            },
+            Problem::Incomplete(problem) => LoadError::Incomplete {
                 file: path.to_owned(),
                 problem: shortened(problem),
             },
@@ -220,10 +229,18 @@ struct FileHeader {
 
 /// Reads the header of a file of `size` bytes, in the format that its first bytes indicate.
 fn contents(file: &mut File, size: u64) -> Result<FileHeader, Problem> {
-    let mut first = [0; 8];
-    let known = first.len().min(usize::try_from(size).unwrap_or(usize::MAX));
-    file.read_exact(&mut first[..known]).map_err(Problem::reading)?;
+    let mut beginning = Vec::new();
+    Read::by_ref(file)
+        .take(no_checkpoint::BEGINNING)
+        .read_to_end(&mut beginning)
+        .map_err(Problem::reading)?;
     file.rewind().map_err(Problem::Io)?;
+    let mut first = [0; 8];
+    let known = first.len().min(beginning.len());
+    first[..known].copy_from_slice(&beginning[..known]);
+    if let Some(problem) = no_checkpoint::problem(&beginning) {
+        return Err(problem);
+    }
     match first {
         [b'G', b'G', b'U', b'F', ..] => gguf::read(file, size),
         // An archive begins with its first entry, or with its directory if it is empty.

@@ -217,6 +217,10 @@ fn check_directory(file: &mut File, size: u64) -> Result<(), Problem> {
     let mut tail = Vec::new();
     let behind = (END.1 + LOCATOR.1) as u64 + MAX_COMMENT_BYTES;
     let begin = size.saturating_sub(behind);
+    let cut_off = || {
+        let problem = "its archive has no end: was its download interrupted? Download it again";
+        Problem::Incomplete(problem.to_owned())
+    };
     file.seek(SeekFrom::Start(begin)).map_err(Problem::Io)?;
     file.take(behind)
         .read_to_end(&mut tail)
@@ -225,10 +229,12 @@ fn check_directory(file: &mut File, size: u64) -> Result<(), Problem> {
         entries <= MAX_DIRECTORY_BYTES / MIN_ENTRY_BYTES
             && size.saturating_sub(directory) <= MAX_DIRECTORY_BYTES
     };
+    let mut has_end = false;
     for at in 0..tail.len().saturating_sub(END.1 - 1) {
         if !tail[at..].starts_with(END.0) {
             continue;
         }
+        has_end = true;
         let (before, end) = tail.split_at(at);
         let (entries, directory) = (number::<2>(end, 10), number::<4>(end, 16));
         let locator = before.len().checked_sub(LOCATOR.1).map(|at| &before[at..]);
@@ -252,7 +258,10 @@ fn check_directory(file: &mut File, size: u64) -> Result<(), Problem> {
             return Err(damaged("claims a directory of more than is allowed"));
         }
     }
-    Ok(())
+    match has_end {
+        true => Ok(()),
+        false => Err(cut_off()),
+    }
 }
 
 /// A little-endian number of `N` bytes.

@@ -49,9 +49,8 @@ pub(super) fn read(file: &mut File, size: u64) -> Result<FileHeader, Problem> {
 /// Reads the length prefix and validates it before anything is allocated for the header.
 fn header_length(file: &mut File, size: u64) -> Result<u64, Problem> {
     if size < PREFIX {
-        return Err(Problem::Damaged(format!(
-            "it has {} bytes, fewer than its own length needs",
-            size
+        return Err(Problem::Incomplete(format!(
+            "it has {size} bytes, fewer than its own length needs: download it again"
         )));
     }
     let mut prefix = [0; PREFIX as usize];
@@ -64,8 +63,8 @@ fn header_length(file: &mut File, size: u64) -> Result<u64, Problem> {
         )));
     }
     if length > size - PREFIX {
-        return Err(Problem::Damaged(format!(
-            "its header claims more bytes than the file has behind its length, which are {}",
+        return Err(Problem::Incomplete(format!(
+            "its header claims more bytes than the file has after its length, which are {}: download it again",
             size - PREFIX
         )));
     }
@@ -131,8 +130,9 @@ impl SafetensorsData {
         }
         if end > self.length {
             let missing = end - self.length;
-            return Err(damaged(format!(
-                "ends {missing} bytes behind the end of the file"
+            return Err(Problem::Incomplete(format!(
+                "tensor {name} ends {missing} bytes after the end of the file: was its download interrupted? Download \
+                 it again"
             )));
         }
         let (shape, bytes) = extent(stored, &raw.shape)

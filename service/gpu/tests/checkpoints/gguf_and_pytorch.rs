@@ -33,7 +33,7 @@ fn open_bytes(bytes: &[u8]) -> Result<CheckpointFile, LoadError> {
 #[track_caller]
 fn damaged(bytes: &[u8], words: &str) {
     match open_bytes(bytes) {
-        Err(error @ LoadError::Damaged { .. }) => {
+        Err(error @ (LoadError::Damaged { .. } | LoadError::Incomplete { .. })) => {
             assert!(error.to_string().contains(words), "{error} lacks {words:?}");
         }
         other => panic!("not refused as damaged ({words}): {other:?}"),
@@ -247,7 +247,7 @@ fn truncated_files_are_refused() {
                 continue;
             }
             match open_bytes(&bytes[..length]) {
-                Err(LoadError::Damaged { .. }) => {}
+                Err(LoadError::Damaged { .. } | LoadError::Incomplete { .. }) => {}
                 other => panic!("{name}, {length} of {} bytes: {other:?}", bytes.len()),
             }
         }
@@ -328,7 +328,7 @@ fn contradictory_gguf_headers_are_refused_with_the_reason() {
         [2, 4]
     );
 
-    damaged(&good().data(31).bytes(), "w ends 1 bytes behind the end");
+    damaged(&good().data(31).bytes(), "w ends 1 bytes after the end");
     damaged(
         &good().counts(u64::MAX, 0).bytes(),
         "claims 18446744073709551615 tensors",
@@ -390,7 +390,7 @@ fn malformed_gguf_metadata_is_refused() {
     let array = |element: u32, count: u64| [&element.to_le_bytes()[..], &count.to_le_bytes()].concat();
     damaged(
         &new().key("k", 8, &u64::MAX.to_le_bytes()).bytes(),
-        "ends behind the end of the file",
+        "ends after the end of the file",
     );
     damaged(&new().key("k", 9, &array(0, u64::MAX)).bytes(), "numbers");
     damaged(&new().key("k", 9, &array(12, 1 << 61)).bytes(), "numbers");

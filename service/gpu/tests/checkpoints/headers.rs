@@ -105,7 +105,7 @@ fn contradictory_headers_are_refused_with_the_reason() {
         (
             r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#,
             4,
-            "w ends 4 bytes behind",
+            "w ends 4 bytes after",
         ),
         (
             r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#,
@@ -153,7 +153,7 @@ fn contradictory_headers_are_refused_with_the_reason() {
     for (header, data_bytes, word) in cases {
         let file = with_header(header, *data_bytes);
         match CheckpointFile::open(file.path()) {
-            Err(error @ LoadError::Damaged { .. }) => {
+            Err(error @ (LoadError::Damaged { .. } | LoadError::Incomplete { .. })) => {
                 assert!(
                     error.to_string().contains(word),
                     "{header}: {error} lacks {word:?}"
@@ -190,14 +190,17 @@ fn false_lengths_cause_no_allocation() {
     for (length, word) in cases {
         let file = raw_file(length, b"{}", b"");
         let error = CheckpointFile::open(file.path()).unwrap_err();
-        assert!(matches!(error, LoadError::Damaged { .. }));
+        assert!(matches!(
+            error,
+            LoadError::Damaged { .. } | LoadError::Incomplete { .. }
+        ));
         assert!(error.to_string().contains(word), "{length}: {error}");
     }
     let mut short = tempfile::NamedTempFile::new().unwrap();
     short.write_all(b"1234567").unwrap();
     assert!(matches!(
         CheckpointFile::open(short.path()),
-        Err(LoadError::Damaged { .. })
+        Err(LoadError::Incomplete { .. })
     ));
     let utf = raw_file(3, b"{\xff}", b"");
     assert!(

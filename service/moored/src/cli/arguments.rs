@@ -15,6 +15,7 @@ use residency::Bytes;
 pub(super) use play::{Play, TaskChoice, TrackSettings};
 
 use super::{CliError, cards, version};
+use crate::catalogue::Makes;
 use crate::config::Flags;
 use crate::pictures::Recipe;
 use crate::proto::v1;
@@ -23,7 +24,7 @@ use crate::proto::v1;
 #[derive(Debug, Parser)]
 #[command(name = "moored", version = version::SHORT, long_version = version::LONG, propagate_version = true)]
 #[command(
-    after_help = "Start here: `moored demo`, then `moored models --available` and `moored run flux-schnell \"a cat\"`."
+    after_help = "Start here: `moored demo`, then `moored models --available`, which shows what fits your card."
 )]
 pub(super) struct Arguments {
     #[command(flatten)]
@@ -105,10 +106,10 @@ pub(super) enum Command {
     Demo(Demo),
     /// Start the service
     Serve(Serve),
-    /// List available models
+    /// List the models that are here; with --available those that can be downloaded by a short name
     #[command(visible_alias = "list")]
     Models {
-        /// List the models that have a short name, and which of them fit this card
+        /// List the models that can be downloaded by a short name, and which of them fit this card
         #[arg(long)]
         available: bool,
         /// List the adapters: LoRA (--lora) and ControlNets (--control)
@@ -117,7 +118,7 @@ pub(super) enum Command {
     },
     /// Show a model: sizes, formats, defaults, licence
     Info {
-        /// A model of the service, a short name, or OWNER/NAME
+        /// A model of the service, a short name (`moored models --available`), or OWNER/NAME
         model: String,
     },
     /// Download a model from the hub
@@ -210,7 +211,8 @@ impl Command {
             | Command::Recycle(_)
             | Command::Jobs { .. }
             | Command::Cancel { .. } => Some(&["client"]),
-            Command::Models { .. } | Command::Info { .. } => Some(&["client", "hub"]),
+            Command::Models { .. } => Some(&["client", "hub", "models", "cards"]),
+            Command::Info { .. } => Some(&["client", "hub"]),
             Command::Pull { .. } | Command::Rm { .. } => Some(&["hub"]),
             Command::Completions { .. } | Command::Man { .. } => Some(&[]),
             Command::Run(_)
@@ -249,7 +251,7 @@ pub(super) struct Serve {
 pub(super) struct Generate {
     /// The prompt; read from standard input when it is left out or "-"
     pub(super) prompt: Option<String>,
-    /// The model [default: the service's]
+    /// A model of the service, a short name, or OWNER/NAME [default: the service's for pictures, films or music]
     #[arg(short, long, value_name = "ID")]
     pub(super) model: Option<String>,
     /// Download the model if it is missing, without asking
@@ -269,6 +271,9 @@ pub(super) struct Run {
     pub(super) model: String,
     /// The prompt; read from standard input when it is left out or "-"
     pub(super) prompt: Option<String>,
+    /// Download the model without asking, also if it will not fit this card
+    #[arg(long, visible_alias = "yes")]
+    pub(super) pull: bool,
     /// Card for the service, if one is started: auto, cpu, cuda:0
     #[arg(long, default_value = "auto")]
     pub(super) device: String,
@@ -284,7 +289,7 @@ pub(super) struct Run {
 pub(super) struct Plan {
     /// The prompt; read from standard input when it is left out or "-"
     pub(super) prompt: Option<String>,
-    /// The model [default: the service's]
+    /// A model of the service, a short name, or OWNER/NAME [default: the service's for pictures, films or music]
     #[arg(short, long, value_name = "ID")]
     pub(super) model: Option<String>,
     #[command(flatten)]
@@ -423,8 +428,7 @@ pub(super) struct JobSettings {
 }
 
 /// Medium of a result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum MediumChoice {
     /// A picture, written as PNG
     Image,
@@ -432,6 +436,26 @@ pub(super) enum MediumChoice {
     Video,
     /// A track, written as WAV or FLAC
     Audio,
+}
+
+impl From<MediumChoice> for Makes {
+    fn from(medium: MediumChoice) -> Makes {
+        match medium {
+            MediumChoice::Image => Makes::Image,
+            MediumChoice::Video => Makes::Video,
+            MediumChoice::Audio => Makes::Audio,
+        }
+    }
+}
+
+impl From<Makes> for MediumChoice {
+    fn from(makes: Makes) -> MediumChoice {
+        match makes {
+            Makes::Image => MediumChoice::Image,
+            Makes::Video => MediumChoice::Video,
+            Makes::Audio => MediumChoice::Audio,
+        }
+    }
 }
 
 impl MediumChoice {
@@ -530,6 +554,11 @@ impl Formats {
             formats.adapters = Formats::of_recipe(recipe).adapters;
         }
         formats
+    }
+
+    /// The preset that is given.
+    pub(super) fn preset(&self) -> Option<&str> {
+        self.quantization.as_deref()
     }
 
     /// Whether no format is given.

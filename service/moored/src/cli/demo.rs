@@ -5,9 +5,11 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use image::{Rgb, RgbImage, imageops};
+use residency::Bytes;
 use serde_json::json;
 
 use super::arguments::{Demo, Verbosity};
+use super::available::Inventory;
 use super::connection::Connection;
 use super::files::write;
 use super::generate::{Generated, generate, summary};
@@ -40,9 +42,10 @@ pub(super) async fn run(mut config: Config, options: Demo, as_json: bool) -> Res
     config.client.token_file = None;
     let state = std::env::temp_dir().join(format!("moored-demo-{}", std::process::id()));
     config.service.state = state.clone();
+    let headroom = config.cards.headroom;
     let outcome = match LocalService::start(config).await {
         Ok((service, client)) => {
-            let generated = generate_all(&client, &options, as_json).await;
+            let generated = generate_all(&client, headroom, &options, as_json).await;
             generated.and(service.end().await)
         }
         Err(problem) => Err(problem),
@@ -83,7 +86,12 @@ fn check_free(options: &Demo) -> Result<(), CliError> {
     }
 }
 
-async fn generate_all(client: &ClientSettings, options: &Demo, as_json: bool) -> Result<(), CliError> {
+async fn generate_all(
+    client: &ClientSettings,
+    headroom: Bytes,
+    options: &Demo,
+    as_json: bool,
+) -> Result<(), CliError> {
     let connection = Connection::open(client).await?;
     let mut sheet = Vec::new();
     let mut start = Vec::new();
@@ -153,7 +161,14 @@ async fn generate_all(client: &ClientSettings, options: &Demo, as_json: bool) ->
         sheet.len(),
         path.display()
     ))?;
-    screen::note("next: `moored models --available`, and `moored run flux-schnell \"a cat\"` for a real one");
+    let inventory = Inventory::of_service(&connection, headroom).await?;
+    let command = inventory
+        .first_command()
+        .map(|command| format!(", and for a real one {command}"));
+    screen::note(&format!(
+        "next: `moored models --available`{}",
+        command.unwrap_or_default()
+    ));
     Ok(())
 }
 

@@ -7,6 +7,7 @@ use residency::Bytes;
 use serde_json::json;
 
 use super::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
+use super::available::Inventory;
 use super::brought::Brought;
 use super::connection::{Connection, when_of};
 use super::files::{Target, Writing};
@@ -209,12 +210,18 @@ impl Order {
 }
 
 /// Prints a plan. Fails, with codes of their own, where it can never run or not now.
-pub(super) async fn plan(client: &ClientSettings, options: Plan, json: bool) -> Result<(), CliError> {
+pub(super) async fn plan(
+    client: &ClientSettings,
+    headroom: Bytes,
+    options: Plan,
+    json: bool,
+) -> Result<(), CliError> {
     let settings = &options.settings;
     let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
     let mut prompts = prompts_of(options.prompt.as_deref(), None, recipe.as_ref())?;
+    let medium = medium_of(settings, None, recipe.as_ref());
     let wanted = Wanted {
-        medium: medium_of(settings, None, recipe.as_ref()),
+        medium,
         film: v1::FilmFormat::RawFrames,
         track: v1::AudioFormat::Wav,
         model: options.model.as_deref(),
@@ -231,7 +238,13 @@ pub(super) async fn plan(client: &ClientSettings, options: Plan, json: bool) -> 
     if json {
         screen::json(&plan_json(&plan))?;
     } else {
-        show_plan(&plan)?;
+        let instead = match plan.runs_now {
+            true => None,
+            false => Inventory::of_service(&connection, headroom)
+                .await?
+                .fitting_instead(medium.into(), &plan),
+        };
+        show_plan(&plan, instead.as_deref())?;
     }
     let verdict = |verdict: &str| plan.stages.iter().find(|stage| stage.verdict == verdict);
     if let Some(stage) = verdict("never") {
@@ -249,7 +262,8 @@ pub(super) async fn plan(client: &ClientSettings, options: Plan, json: bool) -> 
     Ok(())
 }
 
-fn show_plan(plan: &v1::PlanResponse) -> Result<(), CliError> {
+/// Prints a plan; where nothing of the model fits, with what to take instead.
+fn show_plan(plan: &v1::PlanResponse, instead: Option<&str>) -> Result<(), CliError> {
     let rows = plan.stages.iter().map(|stage| {
         let scratch = if stage.scratch_learned {
             "measured"
@@ -291,7 +305,10 @@ fn show_plan(plan: &v1::PlanResponse) -> Result<(), CliError> {
         ));
     }
     if told.is_empty() {
-        screen::text("nothing smaller is known that would fit: try fewer pixels, or a smaller model")?;
+        screen::text(&match instead {
+            Some(instead) => format!("nothing smaller of it would fit; {instead}"),
+            None => "nothing smaller is known that would fit".to_owned(),
+        })?;
     }
     let never = plan.stages.iter().any(|stage| stage.verdict == "never");
     let when = if never {

@@ -3,9 +3,9 @@
 
 mod adapter;
 mod arguments;
+mod available;
 mod brought;
 mod cards;
-mod catalogue;
 mod connection;
 mod demo;
 mod doctor;
@@ -94,6 +94,17 @@ pub(crate) enum CliError {
     /// The command failed for another reason.
     #[error("{0}")]
     Failed(String),
+    /// There is no model of this name, here or in the catalogue.
+    #[error(
+        "there is no model {name}: `moored models` lists those that are here, `moored models --available` those with a short \
+         name, and OWNER/NAME is one of the hub{suggestion}"
+    )]
+    NoModel {
+        /// As requested.
+        name: String,
+        /// The names that may have been meant, as a question; or empty.
+        suggestion: String,
+    },
     /// The planned request can never run on this card.
     #[error("{0}")]
     DoesNotFit(String),
@@ -198,11 +209,11 @@ async fn ask(config: &Config, command: Command, json: bool) -> Result<(), CliErr
     let client = &config.client;
     match command {
         Command::Doctor => doctor::run(config.clone(), json).await,
-        Command::Plan(options) => generate::plan(client, options, json).await,
+        Command::Plan(options) => generate::plan(client, config.cards.headroom, options, json).await,
         Command::Status(options) => status::run(client, options, json).await,
-        Command::Models { available: true, .. } => models::available(config, json).await,
+        Command::Models { available: true, .. } => available::list(config, json).await,
         Command::Models { adapters: true, .. } => models::list_adapters(client, json).await,
-        Command::Models { .. } => models::list(client, json).await,
+        Command::Models { .. } => models::list(config, json).await,
         Command::Info { model } => models::info(config, &model, json).await,
         Command::Pull { model, dry_run } => pull::run(config.hub.clone(), &model, dry_run, json).await,
         Command::Rm { model, yes } => models::remove(config, &model, yes, json).await,

@@ -2,23 +2,27 @@
 
 use std::collections::BTreeMap;
 
-use gpu::{CardKind, DeviceChoice};
-use pipelines::FULL;
+use pipelines::{FULL, Preset};
 use residency::Bytes;
 use serde_json::json;
 
-use super::catalogue::{self, PRESETS};
 use super::connection::Connection;
 use super::names::short_revision;
 use super::pull::decimal;
 use super::{CliError, screen};
+use crate::catalogue;
 use crate::config::{ClientSettings, Config};
 use crate::hub::{self, Reference};
 use crate::models::Models;
 use crate::proto::v1;
 
-pub(super) async fn list(client: &ClientSettings, json: bool) -> Result<(), CliError> {
-    let mut residency = Connection::open(client).await?.residency();
+/// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.
+pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {
+    let mut residency = match Connection::open(&config.client).await {
+        Ok(connection) => connection.residency(),
+        Err(CliError::Unreachable { endpoint, .. }) => return list_here(config, &endpoint, json),
+        Err(other) => return Err(other),
+    };
     let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
     let v1::ListModelsResponse {
         models: listed,
@@ -94,6 +98,29 @@ pub(super) async fn list(client: &ClientSettings, json: bool) -> Result<(), CliE
     Ok(())
 }
 
+/// Lists the models that a service of this configuration would have.
+fn list_here(config: &Config, endpoint: &str, json: bool) -> Result<(), CliError> {
+    let models = Models::new(config.models.clone(), config.hub.cache.clone());
+    let found = models.list();
+    if json {
+        return found.iter().try_for_each(|model| {
+            screen::json(&json!({"id": model.id, "revision": model.revision, "path": model.path.display().to_string()}))
+        });
+    }
+    let rows = found.iter().map(|model| {
+        vec![
+            model.id.clone(),
+            short_revision(&model.revision).to_owned(),
+            model.path.display().to_string(),
+        ]
+    });
+    screen::table(&["model", "revision", "folder or file"], rows.collect())?;
+    screen::note(&format!(
+        "no service answers at {endpoint}: these are the models of this machine's folders and hub cache"
+    ));
+    Ok(())
+}
+
 /// Lists the adapters of the service.
 pub(super) async fn list_adapters(client: &ClientSettings, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
@@ -158,141 +185,10 @@ fn formats(model: &v1::ModelInfo) -> String {
     }
 }
 
-/// Models and card of the service that answers, else of this machine.
-struct Inventory {
-    /// Ids of its models.
-    ids: Vec<String>,
-    /// The largest card.
-    card: Option<Card>,
-}
-
-struct Card {
-    id: String,
-    total: Bytes,
-    is_cpu: bool,
-}
-
-impl Inventory {
-    async fn of(config: &Config) -> Result<Inventory, CliError> {
-        match Connection::open(&config.client).await {
-            Ok(connection) => Ok(Inventory::of_service(&connection).await?),
-            Err(CliError::Unreachable { .. }) => Ok(Inventory::of_this_machine(config)),
-            Err(other) => Err(other),
-        }
-    }
-
-    async fn of_service(connection: &Connection) -> Result<Inventory, tonic::Status> {
-        let listed = connection
-            .residency()
-            .list_models(v1::ListModelsRequest {})
-            .await?;
-        let info = connection
-            .server()
-            .get_server_info(v1::GetServerInfoRequest {})
-            .await?;
-        let cards = info.into_inner().cards.into_iter().map(|card| Card {
-            id: card.id,
-            total: Bytes(card.total_bytes),
-            is_cpu: card.kind == "cpu",
-        });
-        Ok(Inventory {
-            ids: listed
-                .into_inner()
-                .models
-                .into_iter()
-                .map(|model| model.id)
-                .collect(),
-            card: cards.max_by_key(|card| card.total),
-        })
-    }
-
-    fn of_this_machine(config: &Config) -> Inventory {
-        let models = Models::new(config.models.clone(), config.hub.cache.clone());
-        let devices = DeviceChoice::resolve(&config.cards.devices).map(|found| found.devices);
-        let described = devices
-            .unwrap_or_default()
-            .into_iter()
-            .filter_map(|device| device.describe().ok());
-        let cards = described.map(|card| Card {
-            total: card.total,
-            is_cpu: card.kind == CardKind::Cpu,
-            id: card.id,
-        });
-        Inventory {
-            ids: models.list().iter().map(|model| model.id.clone()).collect(),
-            card: cards.max_by_key(|card| card.total),
-        }
-    }
-}
-
-/// Lists the models of the catalogue, and which fit the card.
-pub(super) async fn available(config: &Config, json: bool) -> Result<(), CliError> {
-    let place = Inventory::of(config).await?;
-    let best = |model: &catalogue::Model| {
-        place
-            .card
-            .as_ref()
-            .map(|card| model.best_on(card.total, card.is_cpu))
-    };
-    let models = catalogue::all()?;
-    if json {
-        return models.iter().try_for_each(|model| {
-            let memory: serde_json::Map<String, serde_json::Value> = PRESETS
-                .iter()
-                .zip(model.memory_gib)
-                .map(|(preset, gib)| ((*preset).to_owned(), gib.into()))
-                .collect();
-            screen::json(
-                &json!({"name": model.name, "id": model.id, "licence": model.licence,
-                "needs_terms": model.needs_terms, "download_gb": model.download_gb, "memory_gib": memory,
-                "fits": best(model).flatten(), "here": place.ids.contains(&model.id), "about": model.about}),
-            )
-        });
-    }
-    let rows = models.iter().map(|model| {
-        let [full, eight, four] = model.memory_gib;
-        vec![
-            model.name.clone(),
-            if place.ids.contains(&model.id) { "yes" } else { "" }.to_owned(),
-            match best(model) {
-                None => "unknown".to_owned(),
-                Some(None) => "no".to_owned(),
-                Some(Some(preset)) => preset.to_owned(),
-            },
-            format!("{:.1} GB", model.download_gb),
-            format!("{full:.1} / {eight:.1} / {four:.1} GiB"),
-            match model.needs_terms {
-                true => format!("{}; accept its terms", model.licence),
-                false => model.licence.clone(),
-            },
-            format!("{}: {}", model.id, model.about),
-        ]
-    });
-    screen::table(
-        &[
-            "name",
-            "here",
-            "fits this card",
-            "download",
-            "memory full / 8-bit / 4-bit",
-            "licence",
-            "model",
-        ],
-        rows.collect(),
-    )?;
-    if let Some(card) = &place.card {
-        screen::note(&format!(
-            "this card: {}, {}; try `moored run flux-schnell \"a cat\"`",
-            card.id, card.total
-        ));
-    }
-    Ok(())
-}
-
 /// Prints what the service and the catalogue know of one model.
 pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), CliError> {
-    let known = catalogue::find(name)?;
-    let id = known.as_ref().map_or(name, |model| &model.id);
+    let known = catalogue::find(name);
+    let id = known.map_or(name, |model| &model.id);
     let listed = match Connection::open(&config.client).await {
         Ok(connection) => {
             let listed = connection
@@ -309,12 +205,13 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
     let cached = cached.and_then(|reference| hub::size_in_cache(&config.hub.cache, &reference));
     if listed.is_none() && known.is_none() && cached.is_none() {
         return Err(CliError::Failed(format!(
-            "nothing is known of {name}: the service does not list it, it has no short name, and it is not in {}",
-            config.hub.cache.display()
+            "nothing is known of {name}: the service does not list it, it has no short name, and it is not in {}{}",
+            config.hub.cache.display(),
+            catalogue::did_you_mean(name, [])
         )));
     }
     let mut facts: Vec<(&str, String)> = vec![("model", id.to_owned())];
-    if let Some(known) = &known {
+    if let Some(known) = known {
         facts.push(("short name", known.name.clone()));
         facts.push(("about", known.about.clone()));
         facts.push(("licence", known.licence.clone()));
@@ -328,6 +225,24 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
             ));
         }
         facts.push(("download", format!("{:.1} GB", known.download_gb)));
+        if !known.with.is_empty() {
+            facts.push(("pulled with", known.with.join(", ")));
+        }
+        let sizes = |size: &dyn Fn(Preset) -> Bytes| {
+            let sizes = Preset::ALL.map(|preset| format!("{} {}", preset.as_str(), size(preset)));
+            sizes.join(", ")
+        };
+        // What the service says of a model that is here is exact.
+        if listed.is_none() {
+            facts.push(("memory", sizes(&|preset| known.memory(preset))));
+        }
+        facts.push((
+            "card",
+            format!(
+                "needs at the least: {}",
+                sizes(&|preset| known.need(preset, false))
+            ),
+        ));
     }
     if let Some(bytes) = cached {
         let state = format!("{} in {}", decimal(bytes), config.hub.cache.display());
@@ -389,7 +304,7 @@ fn facts_of(model: &v1::ModelInfo) -> Vec<(&'static str, String)> {
 
 /// Removes a model from the hub cache of this machine, all of its revisions.
 pub(super) async fn remove(config: &Config, name: &str, yes: bool, json: bool) -> Result<(), CliError> {
-    let reference = catalogue::reference(name)?;
+    let reference: Reference = name.parse()?;
     let cache = &config.hub.cache;
     let Some(bytes) = hub::size_in_cache(cache, &reference) else {
         return Err(CliError::Failed(format!(

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::arguments::Verbosity;
 use super::connection::{Connection, Refusal};
 use super::names::short_revision;
-use super::{CliError, catalogue, screen};
+use super::{CliError, screen};
 use crate::config;
 use crate::hub::{Base, Hub, Progress, PullPlan, Reference};
 use crate::proto::v1;
@@ -31,7 +31,7 @@ pub(super) async fn run(
     dry_run: bool,
     json: bool,
 ) -> Result<(), CliError> {
-    here(hub, &catalogue::reference(model)?, dry_run, json).await
+    here(hub, &model.parse()?, dry_run, json).await
 }
 
 /// Pulls into the hub cache of this machine, without a service, and prints the plan first.
@@ -148,16 +148,6 @@ impl WhenMissing {
         let named = model.map_or("", |model| &model.id);
         let missing = Some(&refused.model).filter(|missing| named.is_empty() || named == *missing);
         let Some(model) = missing.and_then(|missing| Reference::of_entry(missing)) else {
-            if let Some(known) = missing
-                .map(|missing| catalogue::find(missing))
-                .transpose()?
-                .flatten()
-            {
-                screen::note(&format!(
-                    "{0} is the short name of {1}: `moored run {0}` knows it; elsewhere write {1}",
-                    known.name, known.id
-                ));
-            }
             return Err(CliError::Refused(refused));
         };
         if !self.confirm(connection, &model, &refused).await? {

@@ -5,11 +5,15 @@
 
 use std::time::Duration;
 
+use pipelines::Preset;
+
 use super::arguments::Run;
+use super::available::{self, Inventory};
 use super::connection::Connection;
 use super::generate::Order;
 use super::local::{self, LocalService};
-use super::{CliError, catalogue, interrupt, pull, screen};
+use super::{CliError, interrupt, pull, screen};
+use crate::catalogue;
 use crate::config::Config;
 use crate::hub::Reference;
 use crate::models::Models;
@@ -22,9 +26,9 @@ const AUTO: &str = "auto";
 const DRAIN: Duration = Duration::from_secs(3600);
 
 pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<(), CliError> {
+    let known = catalogue::find_entry(&options.model);
     if options.settings.medium.is_none() {
-        let known = catalogue::find(options.model.split('+').next().unwrap_or_default())?;
-        options.settings.medium = known.map(|model| model.medium);
+        options.settings.medium = known.map(|model| model.makes.into());
     }
     let mut order = Order::of(
         Some(&options.model),
@@ -41,8 +45,13 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
     };
     let (connection, own) = match Connection::open(&config.client).await {
         Ok(connection) => {
-            let is_there = interrupt::or(is_listed(&connection, &options.model)).await?;
-            order.set_model(&named(&options.model, is_there, tell)?);
+            let found = Inventory::of_service(&connection, config.cards.headroom);
+            let place = interrupt::or(found).await?;
+            let is_there = place.has(&options.model);
+            order.set_model(&named(&options.model, is_there, &place, tell)?);
+            if !is_there {
+                confirm_fit(&options, &place, json).await?;
+            }
             (connection, None)
         }
         Err(CliError::Unreachable { endpoint, problem }) => {
@@ -50,9 +59,11 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
                 return Err(CliError::Unreachable { endpoint, problem });
             };
             let models = Models::new(config.models.clone(), config.hub.cache.clone());
-            let model = named(&options.model, is_here(&models, &options.model), tell)?;
+            let place = Inventory::of_this_machine(&config);
+            let model = named(&options.model, is_here(&models, &options.model), &place, tell)?;
             order.set_model(&model);
             if let Some(reference) = Reference::of_entry(&model).filter(|_| !is_here(&models, &model)) {
+                confirm_fit(&options, &place, json).await?;
                 interrupt::or(pull::here(config.hub.clone(), &reference, false, json)).await?;
             }
             tell(&format!(
@@ -82,25 +93,41 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
     }
 }
 
-/// The id of the model: one that exists takes precedence over a short name.
-fn named(typed: &str, is_there: bool, tell: impl Fn(&str)) -> Result<String, CliError> {
+/// The name of the model for the service: one that exists takes precedence over a short name.
+///
+/// # Errors
+/// When it is none that is there, has a short name, or could be on a hub.
+fn named(typed: &str, is_there: bool, place: &Inventory, tell: impl Fn(&str)) -> Result<String, CliError> {
     if is_there {
         return Ok(typed.to_owned());
     }
-    if let Some(known) = catalogue::find(typed.split('+').next().unwrap_or_default())? {
+    if let Some(known) = catalogue::find_entry(typed) {
         tell(&format!("{} is {} ({})", known.name, known.id, known.licence));
+    } else if Reference::of_entry(typed).is_none() {
+        return Err(CliError::NoModel {
+            name: typed.to_owned(),
+            suggestion: catalogue::did_you_mean(typed, place.ids.iter().map(String::as_str)),
+        });
     }
-    catalogue::full_name(typed)
+    Ok(typed.to_owned())
 }
 
-/// Whether the service has a model with exactly this id.
-async fn is_listed(connection: &Connection, name: &str) -> Result<bool, CliError> {
-    let listed = connection
-        .residency()
-        .list_models(v1::ListModelsRequest {})
-        .await?;
-    let name = name.split('+').next().unwrap_or_default();
-    Ok(listed.into_inner().models.iter().any(|model| model.id == name))
+/// Before a model of the catalogue is downloaded: whether it fits the card.
+async fn confirm_fit(options: &Run, place: &Inventory, json: bool) -> Result<(), CliError> {
+    let (Some(model), Some(card)) = (catalogue::find_entry(&options.model), &place.card) else {
+        return Ok(());
+    };
+    if options.pull {
+        return Ok(());
+    }
+    let preset = match (options.settings.formats.preset(), options.model.split_once('+')) {
+        (Some(AUTO), _) | (None, None | Some((_, AUTO))) => None,
+        (Some(preset), _) | (None, Some((_, preset))) => match Preset::named(preset) {
+            Some(preset) => Some(preset),
+            None => return Ok(()), // formats by component: the planner says
+        },
+    };
+    available::confirm_fit(model, preset, card, json).await
 }
 
 /// Whether the model is among these models.
@@ -112,7 +139,6 @@ fn is_here(models: &Models, name: &str) -> bool {
     models.resolve(Some(&named)).is_ok()
 }
 
-/// The card that a request is to run on; empty: any.
 /// Has the service pull the model where it is missing, and tells which formats it chooses. A request that is wrong is
 /// reported when it is sent.
 async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(), CliError> {

@@ -150,6 +150,7 @@ impl CardSettings {
 #[derive(Clone, Debug)]
 pub(crate) struct QueueSettings {
     pub(crate) max_jobs: usize,
+    pub(crate) max_jobs_per_client: usize,
     pub(crate) overtaking_bound: u32,
     pub(crate) patience_after_eviction: Duration,
     pub(crate) patience_foreign: Duration,
@@ -157,16 +158,38 @@ pub(crate) struct QueueSettings {
     pub(crate) latents: Bytes,
     pub(crate) latent_ttl: Duration,
     pub(crate) keep_alive: Option<Duration>,
-    pub(crate) unload_when_idle: Option<Duration>,
+    pub(crate) unload_when_idle: UnloadWhenIdle,
     pub(crate) stall_limit: Duration,
     pub(crate) stall_floor: Duration,
     pub(crate) cancel_limit: Duration,
+}
+
+/// When models are unloaded that no job has needed for a while.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UnloadWhenIdle {
+    Never,
+    After(Duration),
+    /// After a while, if a card drives a display.
+    OnDesktops,
+}
+
+impl UnloadWhenIdle {
+    /// Time without a job after which models are unloaded.
+    pub(crate) fn after(self, is_desktop: bool) -> Option<Duration> {
+        const ON_DESKTOPS: Duration = Duration::from_secs(600);
+        match self {
+            UnloadWhenIdle::Never => None,
+            UnloadWhenIdle::After(time) => Some(time),
+            UnloadWhenIdle::OnDesktops => is_desktop.then_some(ON_DESKTOPS),
+        }
+    }
 }
 
 /// `[limits]`.
 #[derive(Clone, Debug)]
 pub(crate) struct LimitSettings {
     pub(crate) connections: u64,
+    pub(crate) connections_per_client: u64,
     pub(crate) handshake: Duration,
     pub(crate) calls: u64,
     pub(crate) calls_per_client: u64,

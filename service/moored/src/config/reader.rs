@@ -12,7 +12,7 @@ use figment::{Figment, Metadata, Profile, Provider, Source};
 use residency::Bytes;
 use serde::de::DeserializeOwned;
 
-use super::{SHORT_NAMES, Setting};
+use super::{SHORT_NAMES, Setting, UnloadWhenIdle};
 
 /// Everything that is wrong with the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -197,6 +197,16 @@ impl Reader {
             return None;
         }
         Some(self.duration(name))
+    }
+
+    /// A duration, "" for never, or "auto".
+    pub(super) fn unload_when_idle(&mut self, name: &'static str) -> UnloadWhenIdle {
+        if self.peek(name).is_some_and(|text| text == "auto") {
+            self.asked_for.push(name);
+            return UnloadWhenIdle::OnDesktops;
+        }
+        self.optional_duration(name)
+            .map_or(UnloadWhenIdle::Never, UnloadWhenIdle::After)
     }
 
     /// A path, or "".

@@ -70,6 +70,7 @@ impl QueueSettings {
     pub(super) fn read(r: &mut Reader) -> QueueSettings {
         QueueSettings {
             max_jobs: r.at_least("queue.max_jobs", 1),
+            max_jobs_per_client: r.at_least("queue.max_jobs_per_client", 1),
             overtaking_bound: r.at_least("queue.overtaking_bound", 0),
             patience_after_eviction: r.duration("queue.patience_after_eviction"),
             patience_foreign: r.duration("queue.patience_foreign"),
@@ -77,7 +78,7 @@ impl QueueSettings {
             latents: r.size("queue.latents"),
             latent_ttl: r.duration("queue.latent_ttl"),
             keep_alive: r.optional_duration("queue.keep_alive"),
-            unload_when_idle: r.optional_duration("queue.unload_when_idle"),
+            unload_when_idle: r.unload_when_idle("queue.unload_when_idle"),
             stall_limit: r.duration("queue.stall_limit"),
             stall_floor: r.duration("queue.stall_floor"),
             cancel_limit: r.duration("queue.cancel_limit"),
@@ -89,6 +90,7 @@ impl LimitSettings {
     pub(super) fn read(r: &mut Reader) -> LimitSettings {
         LimitSettings {
             connections: r.at_least("limits.connections", 1),
+            connections_per_client: r.at_least("limits.connections_per_client", 1),
             handshake: r.some_time("limits.handshake"),
             calls: r.at_least("limits.calls", 1),
             calls_per_client: r.at_least("limits.calls_per_client", 1),

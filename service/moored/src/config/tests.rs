@@ -15,6 +15,17 @@ fn the_embedded_defaults_are_valid_and_every_setting_is_read() {
     assert_eq!(config.service.listen.port(), 50051);
     assert_eq!(config.cards.headroom, Bytes::mib(256));
     assert_eq!(config.queue.keep_alive, None);
+    let unload = config.queue.unload_when_idle;
+    assert_eq!(
+        unload.after(false),
+        None,
+        "only a desktop's other programs want the memory"
+    );
+    assert_eq!(unload.after(true), Some(Duration::from_secs(600)));
+    for (text, time) in [("", None), ("2m", Some(Duration::from_secs(120)))] {
+        let config = with(&format!("queue.unload_when_idle = '{text}'")).unwrap();
+        assert_eq!(config.queue.unload_when_idle.after(true), time, "{text:?}");
+    }
     assert!(
         config.sources.iter().all(|setting| setting.source == "default"),
         "{:?}",

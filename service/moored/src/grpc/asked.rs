@@ -10,6 +10,7 @@ use track::{AskedTrack, seconds_of};
 
 use super::status::invalid;
 use super::stream::Encoding;
+use crate::catalogue::Makes;
 use crate::films::FilmFormat;
 use crate::proto::v1;
 
@@ -158,6 +159,15 @@ impl Asked {
         check_output("output", self.encoding, request)
     }
 
+    /// What is asked for.
+    pub(super) fn makes(&self) -> Makes {
+        match self.of_medium {
+            OfMedium::Image => Makes::Image,
+            OfMedium::Video { .. } => Makes::Video,
+            OfMedium::Audio(_) => Makes::Audio,
+        }
+    }
+
     /// Id of the uploaded track whose timbre is taken.
     pub(super) fn reference_media(&self) -> Option<&str> {
         match &self.of_medium {
@@ -185,7 +195,10 @@ impl Asked {
         let sides =
             |width, height| of_image.unwrap_or((named(self.width, width), named(self.height, height)));
         let wrong_start = |wanted: &str| {
-            let problem = format!("{} needs {wanted}, and that is none", self.call);
+            let problem = format!(
+                "is not {wanted}, from which alone {} can start",
+                self.makes().in_words()
+            );
             Err(invalid("init_media_id", problem))
         };
         match (medium, &self.of_medium) {
@@ -225,11 +238,8 @@ impl Asked {
                 track.fill(audio, clip)?;
             }
             (made, _) => {
-                let problem = format!(
-                    "generates {}, and {} was called; `moored models` lists what each model generates",
-                    made.name(),
-                    self.call
-                );
+                let made = Makes::of(made).in_words();
+                let problem = format!("makes {made}, and {} are asked for", self.makes().in_words());
                 return Err(invalid("model", problem));
             }
         }
@@ -408,7 +418,7 @@ mod tests {
             .request(defaults, StartFrom::Clip(film(9)), of_16)
             .unwrap_err()
             .to_string();
-        assert!(refused.contains("GenerateImage needs a picture"), "{refused}");
+        assert!(refused.contains("is not a picture"), "{refused}");
     }
 
     #[test]
@@ -453,9 +463,6 @@ mod tests {
             .request(image, StartFrom::Nothing, of_16)
             .unwrap_err()
             .to_string();
-        assert!(
-            refused.contains("generates image") && refused.contains("GenerateAudio"),
-            "{refused}"
-        );
+        assert!(refused.contains("makes pictures, and music"), "{refused}");
     }
 }

@@ -1,14 +1,13 @@
 //! The bearer token.
 
-use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tonic::service::Interceptor;
-use tonic::{Request, Status};
+use tonic::codegen::http::HeaderMap;
+use tonic::codegen::http::header::AUTHORIZATION;
 
-use super::status::unauthenticated;
+use super::limits::Client;
 
 /// The token that calls must carry, if there is one.
 #[derive(Clone)]
@@ -39,6 +38,11 @@ impl Token {
         Ok(Token::expecting(Some(token)))
     }
 
+    /// Whether calls need one.
+    pub(super) fn is_set(&self) -> bool {
+        self.expected.is_some()
+    }
+
     fn expecting(token: Option<&str>) -> Token {
         Token {
             expected: token.map(Arc::from),
@@ -47,28 +51,25 @@ impl Token {
     }
 }
 
-impl Interceptor for Token {
-    fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
-        let Some(expected) = &self.expected else {
-            return Ok(request);
-        };
-        let sent = request
-            .metadata()
-            .get("authorization")
-            .and_then(|value| value.to_str().ok());
-        let refused = match sent.and_then(bearer) {
-            Some(token) if same(token.as_bytes(), expected.as_bytes()) => return Ok(request),
-            Some(_) => "the token is wrong",
-            None => "this service requires a token: send `authorization: Bearer TOKEN`",
-        };
-        self.log_refusal(request.remote_addr(), refused);
-        Err(unauthenticated(refused))
-    }
-}
-
 impl Token {
+    /// Looks for the token in the headers of a call.
+    ///
+    /// # Errors
+    /// When there is none, or a wrong one: why, for people.
+    pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), &'static str> {
+        let Some(expected) = &self.expected else {
+            return Ok(());
+        };
+        let sent = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+        match sent.and_then(bearer) {
+            Some(token) if same(token.as_bytes(), expected.as_bytes()) => Ok(()),
+            Some(_) => Err("the token is wrong"),
+            None => Err("this service requires a token: send `authorization: Bearer TOKEN`"),
+        }
+    }
+
     /// Logs a refusal; one a second at the most, so that an attack cannot fill the disk.
-    fn log_refusal(&self, client: Option<SocketAddr>, why: &str) {
+    pub(super) fn log_refusal(&self, client: Client, why: &str) {
         let mut last_refusal_log = self
             .last_refusal_log
             .lock()
@@ -78,7 +79,7 @@ impl Token {
             return;
         }
         *last_refusal_log = Some(Instant::now());
-        let client = client.map_or_else(|| "unknown".to_owned(), |client| client.ip().to_string());
+        let client = client.map_or_else(|| "unknown".to_owned(), |client| client.to_string());
         tracing::warn!(client, why, "a call was refused");
     }
 }
@@ -101,13 +102,8 @@ mod tests {
     use super::*;
 
     fn call(token: &Token, header: Option<&'static str>) -> bool {
-        let mut request = Request::new(());
-        if let Some(header) = header {
-            request
-                .metadata_mut()
-                .insert("authorization", header.parse().unwrap());
-        }
-        token.clone().call(request).is_ok()
+        let headers = header.map(|header| (AUTHORIZATION, header.parse().unwrap()));
+        token.check(&headers.into_iter().collect()).is_ok()
     }
 
     #[test]

@@ -11,9 +11,12 @@ use tokio::time::Instant;
 use tonic::Request;
 
 use super::convert::priority_in;
-use super::limits::Client;
+use super::limits::{Client, client_at};
 use super::status::{invalid, short};
 use crate::proto::v1;
+
+/// What the names begin with by which sessions hold their models: no client's.
+pub(super) const SESSION: &str = "session-";
 
 /// The shortest beginning of a UUID that stands for it: `GPU-` and four digits.
 const SHORTEST_UUID: usize = 8;
@@ -47,7 +50,7 @@ impl Caller {
 
     /// The client whose limits the call counts against.
     pub(super) fn client(&self) -> Client {
-        self.address.map(|address| address.ip())
+        self.address.and_then(client_at)
     }
 
     /// The client's name: as it gives it, or its address.
@@ -58,6 +61,12 @@ impl Caller {
         short("client_id", &client_id)?;
         if client_id.chars().any(char::is_control) {
             return Err(invalid("client_id", "has control characters: leave them out"));
+        }
+        if client_id.starts_with(SESSION) {
+            return Err(invalid(
+                "client_id",
+                format!("begins with {SESSION:?}, as the holders of sessions do: give another name"),
+            ));
         }
         if !client_id.is_empty() {
             tracing::Span::current().record("client", &client_id);

@@ -89,6 +89,8 @@ impl Service {
         candidates.dedup(); // where all is stored quantized
         let (in_use, others): (Vec<_>, Vec<_>) = candidates.into_iter().partition(is_in_use);
         let mut refused: Option<String> = None;
+        // Why the last one was refused, which has the fewest bytes.
+        let mut smallest = String::new();
         let mut possible = None;
         for formats in in_use.into_iter().chain(others) {
             let entry = Arc::new(stored.quantized(formats));
@@ -103,7 +105,8 @@ impl Service {
                 };
                 return Ok(Chosen::new(entry, &reason));
             }
-            refused.get_or_insert_with(|| reason_against(&entry.quantization, &plan));
+            smallest = reason_against(&entry.quantization, &plan);
+            refused.get_or_insert_with(|| smallest.clone());
             if plan
                 .stages
                 .iter()
@@ -112,8 +115,14 @@ impl Service {
                 possible = Some(entry);
             }
         }
-        let entry = possible.unwrap_or(stored);
-        Ok(Chosen::new(entry, &refused.unwrap_or_default()))
+        match possible {
+            Some(entry) => Ok(Chosen::new(entry, &refused.unwrap_or_default())),
+            // Nothing was chosen: no format is named.
+            None => Ok(Chosen {
+                entry: stored,
+                reason: format!("nothing fits: {smallest}"),
+            }),
+        }
     }
 
     /// A plan of the model's default request, with these options.

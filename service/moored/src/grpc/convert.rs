@@ -11,6 +11,7 @@ use pipelines::{AdapterReport, FULL, Medium, Request, ValueShape};
 use residency::{Component, Fits, Holder, MemorySummary};
 
 use super::residency::{freed_out, kept_out};
+use super::status::cut;
 use crate::durations::millis;
 use crate::proto::v1;
 use crate::proto::v1::event::Event as Kind;
@@ -162,12 +163,17 @@ pub(super) fn resolved(entry: &Entry, open: &OpenModel) -> v1::ResolvedModel {
     }
 }
 
+/// Of a name in a file of others; errors cut theirs too.
+const LONGEST_NAME_CHARACTERS: usize = 300;
 /// Most names of ignored tensors that are told.
 const IGNORED_TOLD: usize = 100;
 
 fn adapter_out(report: AdapterReport) -> v1::AttachedAdapter {
     let ignored_count = report.ignored.len() as u32;
+    let ignored = report.ignored.iter().take(IGNORED_TOLD);
+    let ignored = ignored.map(|name| cut(name, LONGEST_NAME_CHARACTERS)).collect();
     v1::AttachedAdapter {
+        ignored,
         id: report.name,
         layers: report
             .layers
@@ -175,7 +181,6 @@ fn adapter_out(report: AdapterReport) -> v1::AttachedAdapter {
             .map(|(component, layers)| (component, layers as u32))
             .collect(),
         rank: report.rank as u32,
-        ignored: report.ignored.into_iter().take(IGNORED_TOLD).collect(),
         ignored_count,
     }
 }

@@ -12,7 +12,7 @@ use super::shared_files::SharedFile;
 use super::status::{client_limit, internal, status_of};
 use super::stream::{Output, Part, artifact};
 use crate::proto::v1::event::Event as Kind;
-use crate::threads::on_thread;
+use crate::threads::ENCODING;
 
 /// The encoded results that a stream still sends.
 pub(crate) struct Encodings {
@@ -67,7 +67,7 @@ impl Encodings {
         let encoded = self.find_or_begin(index, seed, piece, output);
         let (shared, bound) = (encoded.clone(), self.bound.clone());
         let encode = || async move {
-            let chunks = on_thread(move || {
+            let chunks = ENCODING.run_of(("results", client), move |_| {
                 artifact(
                     shared.index,
                     shared.seed,

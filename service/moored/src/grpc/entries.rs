@@ -10,7 +10,7 @@ use super::choose::{Chosen, left_open};
 use super::server::Service;
 use super::status::{invalid, short};
 use crate::proto::v1;
-use crate::threads::on_thread;
+use crate::threads::FILES;
 
 /// Most components that formats can be named for.
 const MOST_FORMATS: usize = 64;
@@ -97,7 +97,7 @@ impl Service {
         }
         let ids: Vec<String> = controls.iter().map(|control| control.id.clone()).collect();
         let models = self.models.clone();
-        let with = on_thread(move || models.with_control_nets(&entry, &ids)).await?;
+        let with = FILES.run(move || models.with_control_nets(&entry, &ids)).await?;
         with.map(Arc::new)
     }
 }

@@ -20,6 +20,7 @@ use super::server::Service;
 use super::sessions::SessionStream;
 use super::status::{invalid, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
+use crate::catalogue::Makes;
 use crate::models::Models;
 use crate::pictures::Recipe;
 use crate::proto::v1;
@@ -191,13 +192,18 @@ impl Service {
         output: Output,
         caller: &Caller,
     ) -> Result<EventStream, Error> {
+        let instead = match &spec.work {
+            JobWork::Run(run) => self.fitting_instead(Makes::of(&run.request.medium), &spec.entry.id),
+            JobWork::Load { .. } => None,
+        };
         let job = self.queue.submit(spec).await?;
-        Ok(events_of(job, model, output, self.encoder(caller)))
+        Ok(events_of(job, model, output, self.encoder(caller), instead))
     }
 
     /// Turns a request into a job, with the model's defaults in.
-    pub(super) async fn prepare(&self, asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
+    pub(super) async fn prepare(&self, mut asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
         asked.check()?;
+        asked.model = Some(self.of_medium(asked.model.take(), asked.makes()).await?);
         let options = caller.options(asked.options.clone(), &self.cards())?;
         let adapters = self.models.adapters_named(asked.model.as_ref())?;
         let opened = self.opened(asked.model.clone(), &asked.controls, &options, &adapters);
@@ -299,6 +305,11 @@ impl Service {
             if let Some(of_latent) = model.request_of(&values) {
                 defaults.medium = of_latent.medium;
             }
+        }
+        if Makes::of(&defaults.medium) != asked.makes() {
+            return Err(self
+                .other_medium(&entry.id, &defaults.medium, asked.makes())
+                .await);
         }
         let (given, start) = self.given_pictures(asked, &defaults.medium, model).await?;
         let references = Service::references_of(&given, model)?;

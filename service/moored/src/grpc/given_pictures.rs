@@ -10,13 +10,13 @@ use pipelines::{Clip, ControlUse, InitImage, Mask, Medium, Model, Picture, Pictu
 
 use super::asked::{Asked, StartFrom, named};
 use super::limits::{Client, Taken};
-use super::media::{Media, words_of_excess};
+use super::media::{Media, PICTURES, words_of_excess};
 use super::server::Service;
 use super::status::invalid;
 use crate::models::Models;
 use crate::pictures;
 use crate::proto::v1;
-use crate::threads::on_thread;
+use crate::threads::PLANNING;
 
 const MASK: &str = "mask";
 const REFERENCES: &str = "references";
@@ -83,7 +83,7 @@ impl Service {
     pub(super) async fn given_picture(&self, field: &str, data: Bytes) -> Result<GivenPicture, Error> {
         let encoded = data.clone();
         // A header is small: it does not wait for pictures that are decoded.
-        let size = on_thread(move || pictures::size_of(&encoded)).await?;
+        let size = PLANNING.run(move || pictures::size_of(&encoded)).await?;
         let size = size.map_err(|problem| invalid(field, problem.to_string()))?;
         Ok(GivenPicture {
             field: field.to_owned(),
@@ -161,7 +161,9 @@ impl Service {
             return Ok(None);
         }
         let (asked, model) = (request.clone(), model.clone());
-        let planned = on_thread(move || model.plan(&asked)).await?;
+        let planned = PLANNING
+            .run_of(("plans", client), move |_| model.plan(&asked))
+            .await?;
         planned.map_err(Error::Invalid)?;
         let bytes = request.medium.pictures().iter().map(Picture::whole_bytes).sum();
         let taken = self.limits.picture_bytes().take(client, bytes);
@@ -169,7 +171,7 @@ impl Service {
         for picture in request.medium.pictures_mut() {
             if let Some(given) = given.take(picture.slot) {
                 let size = (*picture.width, *picture.height);
-                *picture.data = self.decoded(given, picture.slot, size).await?.into();
+                *picture.data = self.decoded(given, picture.slot, size, client).await?.into();
             }
         }
         Ok(Some(taken))
@@ -181,15 +183,16 @@ impl Service {
         given: GivenPicture,
         slot: PictureSlot,
         size: (u32, u32),
+        client: Client,
     ) -> Result<Vec<u8>, Error> {
         let GivenPicture { field, data, .. } = given;
-        let decode = move || match slot {
+        let decode = move |_: &_| match slot {
             PictureSlot::Mask => pictures::decode_mask(&data, size),
             PictureSlot::Start | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
                 pictures::decode(&data, Some(size)).map(|pixels| pixels.rgb)
             }
         };
-        let decoded = self.decoding.run(decode).await?;
+        let decoded = self.decoding.run_of((PICTURES, client), decode).await?;
         decoded.map_err(|problem| invalid(&field, problem.to_string()))
     }
 }

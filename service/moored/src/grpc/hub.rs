@@ -12,6 +12,7 @@ use crate::hub::{Progress, PullError, PullUpdate, Pulled, Reference};
 use crate::proto::v1;
 use crate::proto::v1::hub_server::Hub;
 use crate::proto::v1::pull_event::Event;
+use crate::threads::FILES;
 
 /// Least time between two progress events of one listener.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -56,9 +57,9 @@ impl Hub for Service {
                     PullUpdate::End(Ok(pulled)) => {
                         // The listing has the model before the client is told.
                         let look = move || drop((models.rescan(), models.rescan_adapters()));
-                        let looked = tokio::task::spawn_blocking(look).await;
-                        if let Err(panic) = looked {
-                            tracing::warn!(%panic, "models could not be looked for");
+                        let looked = FILES.run(look).await;
+                        if let Err(problem) = looked {
+                            tracing::warn!(%problem, "models could not be looked for");
                         }
                         yield event(Event::Pulled(pulled.into()));
                         return;

@@ -12,7 +12,6 @@ use pipelines::{Clip, MediaFormat};
 use tokio::time::Instant;
 use tonic::{Status, Streaming};
 
-use super::decoding::Decoding;
 use super::limits::{Budget, Client, Exceeded, Taken};
 use super::status::{client_limit, invalid, short, status_of};
 use super::stream::{format_out, raw_media_type};
@@ -21,8 +20,11 @@ use crate::pictures;
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format as OfArtifact;
 use crate::proto::v1::media_info::Format;
-use crate::threads::on_thread;
+use crate::threads::{Caller, Turns};
 use crate::tracks::{self, TrackError, TrackFormat};
+
+/// What each counts at least: an entry, and a task that ends it, take memory too.
+const LEAST_BYTES: u64 = 4 << 10;
 
 /// Media of a client, as requests use it.
 #[derive(Clone, Debug, PartialEq)]
@@ -62,7 +64,7 @@ impl MediaStore {
         self: &Arc<MediaStore>,
         mut chunks: Streaming<v1::MediaChunk>,
         client: Client,
-        decoding: &Decoding,
+        decoding: &Turns,
     ) -> Result<v1::MediaInfo, Status> {
         let mut taken = self.bound.nothing(client);
         let mut info: Option<v1::MediaInfo> = None;
@@ -78,11 +80,12 @@ impl MediaStore {
         data.shrink_to_fit(); // what is held is what is counted
         let data = Bytes::from(data);
         let info = info.ok_or_else(|| status_of(&invalid("info", "is missing on the first chunk")))?;
-        let (media, taken) = read_on_thread(info, data, taken, decoding).await?;
-        Ok(self.put(media, taken))
+        let (media, taken) = read_on_thread(info, data, taken, client, decoding).await?;
+        self.put(media, taken)
     }
 
-    fn put(self: &Arc<MediaStore>, media: Media, taken: Taken) -> v1::MediaInfo {
+    fn put(self: &Arc<MediaStore>, media: Media, mut taken: Taken) -> Result<v1::MediaInfo, Status> {
+        taken.at_least(LEAST_BYTES).map_err(refused)?;
         let id = format!("media-{}", uuid::Uuid::new_v4().simple());
         let info = self.info(&id, &media);
         let until = Instant::now() + self.ttl;
@@ -95,7 +98,7 @@ impl MediaStore {
             },
         );
         tokio::spawn(expire(Arc::downgrade(self), id, until));
-        info
+        Ok(info)
     }
 
     /// Media by its id; that is a use.
@@ -174,6 +177,10 @@ async fn expire(store: Weak<MediaStore>, id: String, mut until: Instant) {
     }
 }
 
+/// Kinds of decoding, each with its own share of the turns of a client.
+pub(super) const PICTURES: &str = "pictures";
+const TRACKS: &str = "tracks";
+
 /// Why media is not taken.
 #[derive(Debug)]
 enum MediaRefusal {
@@ -194,22 +201,23 @@ impl From<TrackError> for MediaRefusal {
     }
 }
 
-/// As [`read`], on a thread that may block; a picture is decoded when it is its turn.
+/// As [`read`], on a thread that may block, when it is the client's turn; tracks do not keep a client's pictures from theirs.
 async fn read_on_thread(
     info: v1::MediaInfo,
     data: Bytes,
     mut taken: Taken,
-    decoding: &Decoding,
+    client: Client,
+    decoding: &Turns,
 ) -> Result<(Media, Taken), Status> {
-    let is_picture = info.media_type.starts_with("image/");
-    let work = move || {
-        let media = read(&info, data, &mut taken)?;
+    let kind = match info.media_type.starts_with("image/") {
+        true => PICTURES,
+        false => TRACKS,
+    };
+    let work = move |caller: &Caller| {
+        let media = read(&info, data, &mut taken, caller)?;
         Ok::<_, MediaRefusal>((media, taken))
     };
-    let read = match is_picture {
-        true => decoding.run(work).await,
-        false => on_thread(work).await,
-    };
+    let read = decoding.run_of((kind, client), work).await;
     read.map_err(|panic| status_of(&panic))?
         .map_err(|refusal| match refusal {
             MediaRefusal::Invalid(problem) => status_of(&problem),
@@ -219,7 +227,12 @@ async fn read_on_thread(
 
 /// Media as its description says. `taken` has the bytes that came; what they are decoded to is taken beside them as it is
 /// made, and then instead of them.
-fn read(info: &v1::MediaInfo, data: Bytes, taken: &mut Taken) -> Result<Media, MediaRefusal> {
+fn read(
+    info: &v1::MediaInfo,
+    data: Bytes,
+    taken: &mut Taken,
+    caller: &Caller,
+) -> Result<Media, MediaRefusal> {
     let wrong = |problem: String| invalid("chunk", problem);
     let mut decoded = 0;
     let mut room = |bytes| {
@@ -231,8 +244,8 @@ fn read(info: &v1::MediaInfo, data: Bytes, taken: &mut Taken) -> Result<Media, M
             pictures::decode(&data, None).map_err(|problem| wrong(problem.to_string()))?;
             Ok(Media::Picture(data))
         }
-        ("audio/wav", _) => tracks::read_wav(&data, &mut room).map(Media::Clip),
-        ("audio/flac", _) => tracks::read_flac(&data, &mut room).map(Media::Clip),
+        ("audio/wav", _) => tracks::read_wav(&data, caller, &mut room).map(Media::Clip),
+        ("audio/flac", _) => tracks::read_flac(&data, caller, &mut room).map(Media::Clip),
         (
             "video/x-raw-rgb",
             Some(Format::Video(v1::VideoFormat {
@@ -334,7 +347,19 @@ mod tests {
 
     /// Media that nothing bounds.
     fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, MediaRefusal> {
-        super::read(info, data, &mut Budget::new(u64::MAX, u64::MAX).nothing(None))
+        let mut taken = Budget::new(u64::MAX, u64::MAX).nothing(None);
+        super::read(info, data, &mut taken, &Caller::staying())
+    }
+
+    #[tokio::test]
+    async fn short_media_count_as_much_as_their_entries_take() {
+        let store = store(3 * LEAST_BYTES);
+        for _ in 0..3 {
+            put(&store, track(1), 2);
+        }
+        let refused = store.put(track(1), store.bound.nothing(None)).unwrap_err();
+        assert!(refused.message().contains("limits.media"), "{refused}");
+        assert_eq!(store.lock().len(), 3);
     }
 
     fn track(samples: u64) -> Media {
@@ -347,27 +372,28 @@ mod tests {
     }
 
     fn put(store: &Arc<MediaStore>, media: Media, bytes: u64) -> String {
-        store.put(media, store.bound.take(None, bytes).unwrap()).id
+        let taken = store.bound.take(None, bytes).unwrap();
+        store.put(media, taken).unwrap().id
     }
 
     #[tokio::test(start_paused = true)]
     async fn unused_media_expires_and_releases_its_bytes() {
-        let store = store(100);
-        let used = put(&store, track(20), 40);
-        let unused = put(&store, track(20), 40);
+        let store = store(10_000);
+        let used = put(&store, track(20), 5_000);
+        let unused = put(&store, track(20), 5_000);
         tokio::time::sleep(Duration::from_secs(9)).await;
         assert_eq!(store.get("init_media_id", &used).unwrap(), track(20));
         tokio::time::sleep(Duration::from_secs(2)).await;
         assert!(store.get("init_media_id", &unused).is_err());
-        assert_eq!(store.bound.taken(), 40, "the unused one is gone from memory");
+        assert_eq!(store.bound.taken(), 5_000, "the unused one is gone from memory");
         tokio::time::sleep(Duration::from_secs(11)).await;
         assert_eq!(store.bound.taken(), 0);
     }
 
     #[tokio::test(start_paused = true)]
     async fn released_media_is_gone_at_once() {
-        let store = store(100);
-        let id = put(&store, track(20), 40);
+        let store = store(10_000);
+        let id = put(&store, track(20), 5_000);
         assert!(store.release(&id));
         assert!(!store.release(&id));
         assert!(store.get("init_media_id", &id).is_err());
@@ -434,8 +460,8 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_picture_waits_for_its_turn_to_be_decoded_and_a_track_does_not() {
-        let decoding = Decoding::new();
+    async fn pictures_and_tracks_wait_for_their_turn_to_be_decoded() {
+        let decoding = Turns::of_decoding();
         let picture = Bytes::from(pictures::png(1, 1, &[1, 2, 3], None).unwrap());
         let reading = |media_type: &str, data: Bytes| {
             let info = v1::MediaInfo {
@@ -443,17 +469,17 @@ mod tests {
                 ..Default::default()
             };
             let taken = Budget::new(u64::MAX, u64::MAX).nothing(None);
-            read_on_thread(info, data, taken, &decoding)
+            read_on_thread(info, data, taken, None, &decoding)
         };
-        let turns = decoding.all_turns();
-        let mut waiting = Box::pin(reading("image/png", picture.clone()));
-        // The clock stands while a thread works: this time is over only where none does.
-        let early = tokio::time::timeout(Duration::from_secs(1), &mut waiting).await;
-        assert!(early.is_err(), "it is decoded before its turn");
-        reading("audio/flac", silence()).await.unwrap();
-        drop(turns);
-        let (media, _) = waiting.await.unwrap();
-        assert_eq!(media, Media::Picture(picture));
+        for (media_type, data) in [("image/png", picture), ("audio/flac", silence())] {
+            let turns = decoding.all_turns();
+            let mut waiting = Box::pin(reading(media_type, data));
+            // The clock stands while a thread works: this time is over only where none does.
+            let early = tokio::time::timeout(Duration::from_secs(1), &mut waiting).await;
+            assert!(early.is_err(), "{media_type} is decoded before its turn");
+            drop(turns);
+            waiting.await.unwrap();
+        }
     }
 
     #[test]
@@ -469,13 +495,14 @@ mod tests {
         let came = file.len() as u64;
         let bound = Budget::new(40_000, 40_000);
         let mut taken = bound.take(None, came).unwrap();
-        let read = super::read(&info, file.clone(), &mut taken).unwrap();
+        let caller = Caller::staying();
+        let read = super::read(&info, file.clone(), &mut taken, &caller).unwrap();
         assert!(matches!(&read, Media::Clip(clip) if clip.data.len() == 32_000));
         assert_eq!(bound.taken(), 32_000);
         drop(taken);
         let small = Budget::new(20_000, 20_000);
         let mut taken = small.take(None, came).unwrap();
-        let refused = super::read(&info, file, &mut taken);
+        let refused = super::read(&info, file, &mut taken, &caller);
         assert!(matches!(
             refused,
             Err(MediaRefusal::NoRoom(Exceeded::Client(20_000)))

@@ -3,10 +3,10 @@
 
 mod asked;
 mod auth;
+mod by_medium;
 mod caller;
 mod choose;
 mod convert;
-mod decoding;
 mod encodings;
 mod entries;
 mod generation;
@@ -26,6 +26,5 @@ mod status;
 mod stream;
 
 pub(crate) use auth::Token;
-pub(crate) use decoding::Decoding;
 pub(crate) use limits::Limits;
 pub(crate) use server::{Service, policy_name, serve};

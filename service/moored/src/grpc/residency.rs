@@ -31,7 +31,7 @@ use crate::process::other::OtherProcess;
 use crate::proto::v1;
 use crate::proto::v1::plan_request::Request as Planned;
 use crate::proto::v1::residency_server::Residency;
-use crate::threads::on_thread;
+use crate::threads::FILES;
 
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
@@ -56,7 +56,7 @@ impl Residency for Service {
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
         let models = self.models.clone();
         let listing = move || (models.list(), models.adapters());
-        let (found, adapters) = on_thread(listing).await.map_err(|e| status_of(&e))?;
+        let (found, adapters) = FILES.run(listing).await.map_err(|e| status_of(&e))?;
         let default = self.models.default_id(&found).unwrap_or_default();
         let report = self.queue.status_now().await;
         let mut models = Vec::with_capacity(found.len());

@@ -13,14 +13,13 @@ use tonic::service::Routes;
 use tonic::transport::Server as Transport;
 use tonic::{Request, Response, Status};
 
-use super::auth::Token;
 use super::caller::Caller;
-use super::decoding::Decoding;
 use super::encodings::Encodings;
 use super::health;
 use super::limits::{Limited, Limits};
 use super::media::MediaStore;
 use super::residency::kind_out;
+use super::status::status_of;
 use super::stream::ResultEncoder;
 use crate::host::Host;
 use crate::hub::Pulls;
@@ -32,6 +31,7 @@ use crate::proto::v1::hub_server::HubServer;
 use crate::proto::v1::jobs_server::JobsServer;
 use crate::proto::v1::residency_server::ResidencyServer;
 use crate::proto::v1::server_server::{Server, ServerServer};
+use crate::threads::{FILES, Turns};
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
 const CAPABILITIES: [&str; 14] = [
@@ -74,7 +74,7 @@ pub(crate) struct Service {
     pub(crate) policy: Option<Policy>,
     pub(crate) host: Arc<Host>,
     pub(crate) workers: WorkerPids,
-    pub(crate) decoding: Decoding,
+    pub(crate) decoding: Turns,
     /// What all latents may take, as set.
     pub(crate) latents: Bytes,
     /// Bounds on what clients have open.
@@ -134,7 +134,6 @@ pub(crate) fn policy_name(policy: Option<Policy>) -> &'static str {
 /// Serves until `stopped` becomes true; calls that run then are finished by the queue's drain.
 pub(crate) async fn serve(
     service: Service,
-    token: Token,
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), tonic::transport::Error> {
@@ -150,12 +149,9 @@ pub(crate) async fn serve(
     };
     macro_rules! limited {
         ($server:ident) => {
-            tonic::service::interceptor::InterceptedService::new(
-                $server::new(service.clone())
-                    .max_decoding_message_size(limit)
-                    .max_encoding_message_size(limit),
-                token.clone(),
-            )
+            $server::new(service.clone())
+                .max_decoding_message_size(limit)
+                .max_encoding_message_size(limit)
         };
     }
     let mut routes = Routes::builder();
@@ -202,6 +198,9 @@ impl Server for Service {
             None => String::new(),
         };
         let cards = self.cards();
+        let models = self.models.clone();
+        let default_model = FILES.run(move || models.default_id(&models.known())).await;
+        let default_model = default_model.map_err(|e| status_of(&e))?.unwrap_or_default();
         Ok(Response::new(v1::ServerInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             capabilities: CAPABILITIES
@@ -221,7 +220,7 @@ impl Server for Service {
                     compute_dtype: card.compute_dtype.clone(),
                 })
                 .collect(),
-            default_model: self.models.default_id(&self.models.known()).unwrap_or_default(),
+            default_model,
             families: pipelines::catalogue().names().map(str::to_owned).collect(),
             max_message_bytes: self.max_message.0,
         }))

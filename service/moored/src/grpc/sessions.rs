@@ -25,7 +25,7 @@ use super::caller::Caller;
 use super::convert::{Converted, convert};
 use super::limits::{Budget, Client, Exceeded, Taken};
 use super::server::Service;
-use super::status::{client_limit, invalid, status_of};
+use super::status::{client_limit, cut, invalid, status_of};
 use crate::durations::millis;
 use crate::proto::v1;
 use crate::proto::v1::stream_audio_request::Message as Asked;
@@ -45,6 +45,8 @@ const MOST_UNSENT: usize = 8;
 const MOST_KEPT: usize = 512;
 /// Longest message of a client: lyrics and curves are far shorter.
 const LONGEST_MESSAGE_BYTES: usize = 1 << 20;
+/// Of the message of an error in the log.
+const LONGEST_LOGGED_CHARACTERS: usize = 300;
 /// The shortest silence of the transport that is told as a gap: less is the clock's.
 const SHORTEST_GAP: Duration = Duration::from_millis(20);
 /// The shortest chunk that sound is made in while it is ahead, in parts of a second.
@@ -113,6 +115,19 @@ struct UnderWay {
     done: Option<v1::Done>,
 }
 
+/// How a session ended, for the log: of an error its code and message, and not its details.
+fn words_of_end(ended: &Result<Option<Ending>, Status>) -> String {
+    match ended {
+        Ok(Some(ending)) => ending.name().to_owned(),
+        Ok(None) => "client_gone".to_owned(),
+        Err(status) => format!(
+            "{:?}: {}",
+            status.code(),
+            cut(status.message(), LONGEST_LOGGED_CHARACTERS)
+        ),
+    }
+}
+
 struct Session {
     maker: Maker,
     opened: Opened,
@@ -168,7 +183,7 @@ impl Session {
             segments = self.segments,
             samples,
             gaps = self.gaps,
-            ?ended,
+            ended = words_of_end(&ended),
             "a session ended"
         );
         let last = match ended {

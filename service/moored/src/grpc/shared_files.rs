@@ -13,7 +13,7 @@ use super::stream::Output;
 use crate::encoded::EncodedFile;
 use crate::films::{FilmFile, FilmFormat};
 use crate::pictures::Recipe;
-use crate::threads::on_thread;
+use crate::threads::ENCODING;
 use crate::tracks::{TrackFile, TrackFormat};
 
 /// Which result of which job, and how it is sent.
@@ -128,7 +128,7 @@ impl SharedFile {
     pub(super) async fn add(&self, piece: Piece) -> Result<(), Status> {
         let mut state = self.state.clone().lock_owned().await;
         let recipe = self.of.output.recipe_of(self.of.seed);
-        let added = on_thread(move || {
+        let added = ENCODING.run(move || {
             let timeline = Timeline::begin("encode a file");
             let State {
                 unfinished,

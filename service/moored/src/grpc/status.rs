@@ -10,6 +10,7 @@ use tonic_types::pb;
 
 use super::convert::{fallback_out, holder_out};
 use super::paths;
+use crate::catalogue::did_you_mean;
 use crate::hub::{PullError, Reference};
 use crate::proto::v1;
 use crate::proto::v1::Reason;
@@ -22,8 +23,23 @@ const RETRY_FULL_QUEUE: Duration = Duration::from_secs(2);
 const RETRY_MEMORY: Duration = Duration::from_secs(5);
 const RETRY_CARD: Duration = Duration::from_secs(1);
 
+/// The gRPC status of an error of a job; where no form of its model fits the card, with what to take instead.
+pub(crate) fn status_of_job(error: &Error, instead: Option<&str>) -> Status {
+    match (error, instead) {
+        (Error::NeverFits(shortfall), Some(instead)) if shortfall.fallbacks.is_empty() => {
+            status_with(error, &format!("{}; {instead}", words_of(error)))
+        }
+        _ => status_of(error),
+    }
+}
+
 /// The gRPC status of an error.
 pub(crate) fn status_of(error: &Error) -> Status {
+    status_with(error, &words_of(error))
+}
+
+/// The gRPC status of an error, in these words.
+fn status_with(error: &Error, words: &str) -> Status {
     if matches!(error, Error::LatentWithoutDecoder) {
         return status_of(&invalid(
             "info.vae_id",
@@ -54,9 +70,11 @@ pub(crate) fn status_of(error: &Error) -> Status {
             details.push(memory(shortfall));
             details.push(retry(RETRY_MEMORY));
         }
-        Error::QueueFull { .. } | Error::InputsFull { .. } | Error::ClientLimit(_) | Error::ShuttingDown => {
-            details.push(retry(RETRY_FULL_QUEUE))
-        }
+        Error::QueueFull { .. }
+        | Error::TooManyJobs(_)
+        | Error::InputsFull { .. }
+        | Error::ClientLimit(_)
+        | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
         Error::ModelNotFound { .. }
         | Error::ModelDamaged(_)
@@ -75,7 +93,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::TooLargeToJoin(_)
         | Error::Internal(_) => {}
     }
-    with_details(code, &words_of(error), details)
+    with_details(code, words, details)
 }
 
 /// The gRPC status of a failed pull.
@@ -95,7 +113,7 @@ pub(crate) fn words_of(error: &Error) -> String {
     let words = match error {
         Error::ModelNotFound { id } => match Reference::of_entry(id) {
             Some(model) => format!("{error}; if it is in a hub: `moored pull {model}`"),
-            None => error.to_string(),
+            None => format!("{error}{}", did_you_mean(id, [])),
         },
         error => error.to_string(),
     };
@@ -174,7 +192,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::Invalid(_) | Error::Adapter { .. } | Error::LatentWithoutDecoder => {
             (Code::InvalidArgument, Reason::InvalidRequest)
         }
-        Error::ClientLimit(_) => (Code::ResourceExhausted, Reason::ClientLimit),
+        Error::ClientLimit(_) | Error::TooManyJobs(_) => (Code::ResourceExhausted, Reason::ClientLimit),
         Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
         Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
         Error::ModelChanged(_) => (Code::Aborted, Reason::ModelChanged),
@@ -203,7 +221,7 @@ const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
 const LONGEST_PROBLEM_CHARACTERS: usize = 300;
 const MOST_LISTED: usize = 12;
 
-fn cut(text: &str, longest: usize) -> String {
+pub(super) fn cut(text: &str, longest: usize) -> String {
     match text.char_indices().nth(longest) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),
@@ -351,6 +369,7 @@ mod tests {
             capacity: residency::Bytes::gib(80),
             holders: Vec::new(),
             fallbacks: Vec::new(),
+            smallest: None,
         };
         let status = status_of(&Error::MemoryTaken(Box::new(shortfall)));
         assert_eq!(status.code(), Code::ResourceExhausted);

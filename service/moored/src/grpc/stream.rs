@@ -16,13 +16,13 @@ use super::convert::{Converted, convert, event};
 use super::encodings::Encodings;
 use super::limits::Client;
 use super::shared_files::{FileOf, SharedFile};
-use super::status::{internal, status_of};
+use super::status::{internal, status_of, status_of_job};
 use crate::encoded::{EncodedFile, FilePosition};
 use crate::pictures::{self, Recipe};
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
 use crate::proto::v1::event::Event as Kind;
-use crate::threads::on_thread;
+use crate::threads::ENCODING;
 use crate::tracks::{TrackFormat, wav_header};
 
 /// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
@@ -64,19 +64,21 @@ pub(super) struct ResultEncoder {
     pub(super) client: Client,
 }
 
-/// The events of a job until its end. Dropping the stream drops the job, which cancels it.
+/// The events of a job until its end. Dropping the stream drops the job, which cancels it. Where no form of the model fits
+/// the card, `instead` tells what does.
 pub(super) fn events_of(
     mut job: Job,
     model: v1::ResolvedModel,
     output: Output,
     encoder: ResultEncoder,
+    instead: Option<String>,
 ) -> EventStream {
     let mut results = ResultStream::new(job.id.to_string(), output, encoder);
     Box::pin(async_stream::try_stream! {
         while let Some(happened) = job.next().await {
             match convert(&happened, &model) {
                 Converted::Event(kind) => yield event(&job.id, happened.at_ms, *kind),
-                Converted::Failed(error) => Err(status_of(&error))?,
+                Converted::Failed(error) => Err(status_of_job(&error, instead.as_deref()))?,
                 Converted::Media => {
                     let at_ms = happened.at_ms;
                     for kind in results.encode(happened).await? {
@@ -142,7 +144,9 @@ impl ResultStream {
                 height,
                 rgb,
             } => {
-                let encoded = on_thread(move || pictures::preview_jpeg(width, height, rgb)).await;
+                let encoded = ENCODING
+                    .run(move || pictures::preview_jpeg(width, height, rgb))
+                    .await;
                 let jpeg = encoded.map_err(|e| status_of(&e))?.map_err(internal)?.into();
                 Ok(Box::new(std::iter::once(Kind::Preview(v1::Preview {
                     jpeg,

@@ -2,6 +2,7 @@
 
 use residency::Bytes;
 
+use crate::catalogue::did_you_mean;
 use crate::proto::v1::Reason;
 
 /// `Clone`, since all clients that joined a pull get its error.
@@ -9,9 +10,13 @@ use crate::proto::v1::Reason;
 pub(crate) enum PullError {
     /// Not a valid `owner/name`.
     #[error(
-        "{0:?} names no model of a hub: write OWNER/NAME, OWNER/NAME@REVISION, or a short name that `moored models --available` lists"
+        "{name:?} names no model of a hub: write OWNER/NAME, OWNER/NAME@REVISION, or a short name that `moored models --available` lists{}",
+        did_you_mean(name, [])
     )]
-    Name(String),
+    Name {
+        /// As requested.
+        name: String,
+    },
     /// Clients may not pull models: `hub.pull` is off.
     #[error("this service pulls no models for its clients (hub.pull): run `moored pull {id}` on its machine")]
     NotAllowed {
@@ -105,7 +110,7 @@ impl PullError {
     /// The reason that the API reports.
     pub(crate) fn reason(&self) -> Reason {
         match self {
-            PullError::Name(_) => Reason::InvalidRequest,
+            PullError::Name { .. } => Reason::InvalidRequest,
             PullError::NotAPipeline(_) => Reason::ModelUnsupported,
             PullError::DiskFull { .. } => Reason::DiskFull,
             PullError::ShuttingDown => Reason::ShuttingDown,

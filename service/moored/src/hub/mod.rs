@@ -34,7 +34,7 @@ use meter::Meter;
 use selection::INDEX;
 use transfer::Transfer;
 
-use crate::config;
+use crate::{catalogue, config};
 
 /// Files that are downloaded at the same time: one connection does not use the whole bandwidth.
 const AT_ONCE: usize = 4;
@@ -107,11 +107,17 @@ impl RepositoryPart {
     }
 }
 
-/// What is pulled for a model: its own files, and those of its base.
+/// What is pulled for a model: its own files, and those that it takes of other repositories.
 struct Parts {
     own: RepositoryPart,
-    base: Option<RepositoryPart>,
+    others: Vec<RepositoryPart>,
     kind: Base,
+}
+
+impl Parts {
+    fn all(&self) -> impl Iterator<Item = &RepositoryPart> {
+        std::iter::once(&self.own).chain(&self.others)
+    }
 }
 
 /// A content of the pipeline, and the paths of the files that have it.
@@ -184,14 +190,13 @@ impl Hub {
                 base: Base::Own,
             });
         }
-        let Parts { own, base, kind } = self.parts(&HubSession::open(&self.settings)?, model).await?;
-        let all = || std::iter::once(&own).chain(&base);
+        let parts = self.parts(&HubSession::open(&self.settings)?, model).await?;
         Ok(PullPlan {
-            bytes_total: sum(all().map(|part| part.contents.bytes())),
-            bytes_missing: sum(all().map(|part| part.contents.bytes_missing(&part.cache))),
-            files_total: all().map(|part| part.contents.files()).sum(),
-            revision: own.contents.commit,
-            base: kind,
+            bytes_total: sum(parts.all().map(|part| part.contents.bytes())),
+            bytes_missing: sum(parts.all().map(|part| part.contents.bytes_missing(&part.cache))),
+            files_total: parts.all().map(|part| part.contents.files()).sum(),
+            revision: parts.own.contents.commit,
+            base: parts.kind,
         })
     }
 
@@ -206,8 +211,8 @@ impl Hub {
             return self.whole_in_cache(model, &cache);
         }
         let session = HubSession::open(&self.settings)?;
-        let Parts { own, base, .. } = self.parts(&session, model).await?;
-        let all = || std::iter::once(&own).chain(&base);
+        let parts = self.parts(&session, model).await?;
+        let all = || parts.all();
         cache.check_room(sum(all().map(|part| part.contents.bytes_missing(&part.cache))))?;
         let missing: Vec<(&RepositoryPart, &Content)> = all().flat_map(RepositoryPart::missing).collect();
         let to_come = sum(missing.iter().map(|(_, content)| content.file.size));
@@ -242,11 +247,11 @@ impl Hub {
             .buffer_unordered(AT_ONCE)
             .try_collect::<()>()
             .await?;
-        // The base first: a model is found when its file is linked.
-        if let Some(base) = &base {
-            base.link()?;
+        // The others first: a model is found when its file is linked.
+        for other in &parts.others {
+            other.link()?;
         }
-        let snapshot = own.link()?;
+        let snapshot = parts.own.link()?;
         Ok(Pulled {
             id: model.listed_id(),
             path: model
@@ -256,7 +261,7 @@ impl Hub {
             bytes_total,
             bytes_fetched: meter.bytes_fetched(),
             files_total,
-            revision: own.contents.commit,
+            revision: parts.own.contents.commit,
         })
     }
 
@@ -269,20 +274,50 @@ impl Hub {
             Some(file) => is_transformer(session, model, &listing.commit, file).await?,
             None => false,
         };
-        let (kind, base) = match (is_alone, &listing.base) {
-            (false, _) => (Base::Own, None),
-            (true, None) => (Base::Unknown, None),
+        let (kind, others) = match (is_alone, &listing.base) {
+            (false, _) => self.with_it(session, model).await?,
+            (true, None) => (Base::Unknown, Vec::new()),
             // A base that cannot be run is as none: the file may be used with another.
             (true, Some(base)) => match self.base(session, base).await {
-                Err(PullError::NotAPipeline(_)) => (Base::Unknown, None),
-                found => found?,
+                Err(PullError::NotAPipeline(_)) => (Base::Unknown, Vec::new()),
+                found => found.map(|(kind, base)| (kind, base.into_iter().collect()))?,
             },
         };
         Ok(Parts {
             own: self.part(model, listing, wanted)?,
-            base,
+            others,
             kind,
         })
+    }
+
+    /// What the catalogue names to be pulled with a model: of a pipeline of the family all but its transformer, of another
+    /// repository what is read of it.
+    async fn with_it(
+        &self,
+        session: &HubSession,
+        model: &Reference,
+    ) -> Result<(Base, Vec<RepositoryPart>), PullError> {
+        let known = catalogue::find(&model.id).filter(|_| model.file.is_none());
+        let mut others = Vec::new();
+        let mut kind = Base::Own;
+        for other in known.iter().flat_map(|known| &known.with) {
+            let other: Reference = other.parse()?;
+            match self.base(session, &other).await? {
+                (base @ Base::Pipeline(_), part) => {
+                    others.extend(part);
+                    if kind == Base::Own {
+                        kind = base;
+                    }
+                }
+                (Base::Own | Base::Unknown, _) => {
+                    let listing = session.list(&other).await?;
+                    let names: Vec<&str> = listing.files.iter().map(|file| file.path.as_str()).collect();
+                    let wanted = self.wanted(session, &other, &listing.commit, &names).await?;
+                    others.push(self.part(&other, listing, wanted)?);
+                }
+            }
+        }
+        Ok((kind, others))
     }
 
     /// The parts of a pipeline without its transformer. Where they are in the cache the hub is not asked.
@@ -492,6 +527,12 @@ pub(crate) fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) 
     });
     files.sort();
     files
+}
+
+/// Whether a file has the name of the weights that a folder is read from.
+pub(crate) fn is_of_folder(file: &Path) -> bool {
+    let name = file.file_name().and_then(|name| name.to_str());
+    name.is_some_and(selection::is_of_folder)
 }
 
 /// Whether a file is one of several shards of weights.

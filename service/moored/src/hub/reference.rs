@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use super::PullError;
 use super::checksum::is_hex;
+use crate::catalogue;
 
 /// The default revision.
 const MAIN: &str = "main";
@@ -12,7 +13,7 @@ const MAIN: &str = "main";
 const LONGEST_PART: usize = 96;
 const LONGEST_REVISION: usize = 250;
 /// Endings of files that can be pulled by name.
-pub(super) const FILES: [&str; 2] = [".safetensors", ".gguf"];
+pub(super) const FILES: [&str; 3] = [".safetensors", ".sft", ".gguf"];
 
 /// `owner/name`, a branch, a tag or a commit, and possibly one file. Its parts are safe in paths and in URLs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -24,15 +25,15 @@ pub(crate) struct Reference {
 }
 
 impl Reference {
+    /// A model by its id on the hub, or by its short name.
+    ///
     /// # Errors
     /// When the id or the revision is not valid on a hub.
     pub(crate) fn new(id: &str, revision: &str) -> Result<Reference, PullError> {
-        let wrong = || {
-            PullError::Name(format!(
-                "{id}{}{revision}",
-                if revision.is_empty() { "" } else { "@" }
-            ))
+        let wrong = || PullError::Name {
+            name: format!("{id}{}{revision}", if revision.is_empty() { "" } else { "@" }),
         };
+        let id = catalogue::id_of(id).unwrap_or(id);
         let (owner, name) = id.split_once('/').ok_or_else(wrong)?;
         let revision = if revision.is_empty() { MAIN } else { revision };
         let is_revision = revision.len() <= LONGEST_REVISION && revision.split('/').all(is_part);
@@ -60,7 +61,9 @@ impl Reference {
                 file: Some(file.to_owned()),
                 ..self
             }),
-            false => Err(PullError::Name(format!("{self}:{file}"))),
+            false => Err(PullError::Name {
+                name: format!("{self}:{file}"),
+            }),
         }
     }
 
@@ -108,13 +111,15 @@ pub(super) fn is_part(part: &str) -> bool {
 impl FromStr for Reference {
     type Err = PullError;
 
-    /// `owner/name` or `owner/name@revision`, and behind a colon a file.
+    /// `owner/name` or `owner/name@revision`, and behind a colon a file; a short name in place of `owner/name`.
     fn from_str(text: &str) -> Result<Reference, PullError> {
         if let Some((repository, file)) = text.split_once(':') {
             return repository.parse::<Reference>()?.with_file(file);
         }
         match text.split_once('@') {
-            Some((_, "")) => Err(PullError::Name(text.to_owned())),
+            Some((_, "")) => Err(PullError::Name {
+                name: text.to_owned(),
+            }),
             Some((id, revision)) => Reference::new(id, revision),
             None => Reference::new(text, ""),
         }
@@ -154,6 +159,10 @@ mod tests {
         for wrong in ["me/mine:", "me/mine:../ink.safetensors", "me/mine:ink.bin"] {
             assert!(wrong.parse::<Reference>().is_err(), "{wrong}");
         }
+        assert_eq!(
+            read("flux-schnell@v1"),
+            is("black-forest-labs/FLUX.1-schnell", "v1")
+        );
         let long = format!("me/{}", "x".repeat(97));
         for wrong in [
             "mine",
@@ -186,5 +195,9 @@ mod tests {
         assert_eq!(id("me/mine+4-bit").as_deref(), Some("me/mine"));
         assert_eq!(id("me/mine@v1+vae=nf4").as_deref(), Some("me/mine@v1"));
         assert_eq!(id("demo"), None);
+        assert_eq!(
+            id("flux-schnell+4-bit").as_deref(),
+            Some("black-forest-labs/FLUX.1-schnell")
+        );
     }
 }

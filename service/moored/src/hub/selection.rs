@@ -99,17 +99,21 @@ fn of_folder<'a>(names: &[&'a str]) -> Result<Vec<&'a str>, String> {
     Ok(chosen)
 }
 
-/// The weights of this stem: one file, or an index with its shards.
+/// The weights of this stem: one file, or an index with its shards. Where there are both, diffusers takes the index, and
+/// transformers, whose stem is `model`, the file.
 fn in_safetensors<'a>(stem: &str, names: &[&'a str]) -> Option<Vec<&'a str>> {
     let single = format!("{stem}.safetensors");
-    if let Some(single) = names.iter().find(|name| **name == single) {
-        return Some(vec![single]);
-    }
+    let single = || Some(vec![*names.iter().find(|name| **name == single)?]);
     let index = format!("{stem}.safetensors.index.json");
-    let index = names.iter().find(|name| **name == index)?;
-    let mut files = vec![*index];
-    files.extend(names.iter().filter(|name| shard_of(stem, name).is_some()));
-    (files.len() > 1).then_some(files)
+    let sharded = || {
+        let mut files = vec![*names.iter().find(|name| **name == index)?];
+        files.extend(names.iter().filter(|name| shard_of(stem, name).is_some()));
+        (files.len() > 1).then_some(files)
+    };
+    match stem {
+        "model" => single().or_else(sharded),
+        _ => sharded().or_else(single),
+    }
 }
 
 /// Number and count of a shard, `model-00001-of-00002.safetensors`.
@@ -229,6 +233,13 @@ pub(super) fn of_file(id: &str, file: &str, files: &[&str]) -> Result<Vec<String
 /// Whether a file may be pulled by its name.
 pub(super) fn is_weights(file: &str) -> bool {
     FILES.iter().any(|ending| file.ends_with(ending))
+}
+
+/// Whether weights of this name are those of their folder, rather than a model of their own.
+pub(super) fn is_of_folder(name: &str) -> bool {
+    STEMS
+        .iter()
+        .any(|stem| name.strip_prefix(stem) == Some(".safetensors"))
 }
 
 /// Whether a file is one of several shards.
@@ -416,6 +427,27 @@ mod tests {
             one_shard.contains("vae/model-00002-of-00002.safetensors is missing"),
             "{one_shard}"
         );
+    }
+
+    #[test]
+    fn of_a_file_and_shards_the_shards_of_diffusers_are_taken_and_the_file_of_transformers() {
+        for (stem, taken) in [
+            (
+                "diffusion_pytorch_model",
+                &[".safetensors.index.json", "-00001-of-00001.safetensors"][..],
+            ),
+            ("model", &[".safetensors"]),
+        ] {
+            let there = [
+                ".safetensors",
+                ".safetensors.index.json",
+                "-00001-of-00001.safetensors",
+            ];
+            let there = there.map(|ending| format!("{stem}{ending}"));
+            let there: Vec<&str> = there.iter().map(String::as_str).collect();
+            let taken: Vec<String> = taken.iter().map(|ending| format!("{stem}{ending}")).collect();
+            assert_eq!(in_safetensors(stem, &there).unwrap(), taken);
+        }
     }
 
     #[test]

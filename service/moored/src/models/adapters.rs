@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use engine::Error;
 use engine::library::Entry;
-use pipelines::{AdapterFile, AdapterUse, StrengthCurve, is_adapter_folder, is_control_net_folder};
+use pipelines::{
+    AdapterFile, AdapterUse, StrengthCurve, adapter_stem, is_adapter_folder, is_control_net_folder,
+};
 
 use super::{Models, children, hub_model, invalid, is_pipeline, shipped_folder};
 use crate::hub;
@@ -14,9 +16,6 @@ use crate::proto::v1;
 
 /// Most adapters of one request.
 const MOST_ADAPTERS: usize = 16;
-
-/// Ending of adapters in one file.
-const ENDING: &str = ".safetensors";
 
 /// Prefix of the ids of adapters that ship with the project.
 const SHIPPED: &str = "moored/";
@@ -213,7 +212,7 @@ impl Models {
 
 /// An adapter by its id, with or without its ending, or by the path of its file.
 fn find<'a>(there: &'a [FoundAdapter], asked: &str) -> Option<&'a FoundAdapter> {
-    let name = asked.strip_suffix(ENDING).unwrap_or(asked);
+    let name = adapter_stem(asked).unwrap_or(asked);
     let path = Path::new(asked);
     let is_it = |adapter: &&FoundAdapter| {
         adapter.id == name
@@ -224,7 +223,7 @@ fn find<'a>(there: &'a [FoundAdapter], asked: &str) -> Option<&'a FoundAdapter> 
 
 /// Whether adapters are just those that a reference names, in order.
 pub(super) fn are_named(adapters: &[AdapterFile], asked: &[v1::Adapter]) -> bool {
-    let name = |asked: &v1::Adapter| asked.id.strip_suffix(ENDING).unwrap_or(&asked.id).to_owned();
+    let name = |asked: &v1::Adapter| adapter_stem(&asked.id).unwrap_or(&asked.id).to_owned();
     let names = adapters.iter().map(|file| file.name.clone());
     names.eq(asked.iter().map(name))
 }
@@ -286,7 +285,7 @@ fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>
             if depth > 1 {
                 scan(&child, &format!("{prefix}{name}/"), depth - 1, found);
             }
-        } else if let Some(stem) = name.strip_suffix(ENDING) {
+        } else if let Some(stem) = adapter_stem(name) {
             found.push(FoundAdapter {
                 id: format!("{prefix}{stem}"),
                 path: child,

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Cursor, Read as _, Seek, SeekFrom, Write};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
@@ -13,7 +12,9 @@ use pipelines::Clip;
 
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
 use crate::encoded::EncodedFile;
+use crate::panics::caught;
 use crate::pictures::Recipe;
+use crate::threads::Caller;
 
 /// What a file begins with.
 pub(super) const MARKER: &[u8; 4] = b"fLaC";
@@ -46,6 +47,7 @@ fn unreadable(problem: impl ToString) -> TrackError {
 
 pub(super) fn read<E: From<TrackError>>(
     file: &[u8],
+    caller: &Caller,
     mut room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
     let (head, frames) = stream_of(file)?;
@@ -62,11 +64,16 @@ pub(super) fn read<E: From<TrackError>>(
         let (least, most) = BITS.into_inner();
         return Err(unreadable(format!("{bits} bits a sample; {least} to {most} are read")).into());
     }
+    // Before anything is decoded, if the file says how much it is: it is refused where it has another number.
+    if declared.is_some() {
+        room(format.samples * format.unit_bytes())?;
+    }
     let mut data = Vec::new();
     format.samples = 0;
     loop {
+        caller.check().map_err(TrackError::from)?;
         // Of a damaged frame the decoder may panic: there is nothing in it that could be left half changed for others.
-        let decoded = catch_unwind(AssertUnwindSafe(|| reader.fill_buf().map(|_| ())));
+        let decoded = caught(|| reader.fill_buf().map(|_| ()));
         decoded
             .map_err(|_| unreadable("a frame is damaged"))?
             .map_err(damaged)?;
@@ -74,7 +81,9 @@ pub(super) fn read<E: From<TrackError>>(
         if frame.is_empty() {
             break;
         }
-        room(frame.len() as u64 * SAMPLE_BYTES)?;
+        if declared.is_none() {
+            room(frame.len() as u64 * SAMPLE_BYTES)?;
+        }
         data.extend(
             frame
                 .iter()

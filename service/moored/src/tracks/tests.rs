@@ -53,11 +53,11 @@ fn read(file: &Bytes) -> Result<Clip, TrackError> {
     let mut asked = 0;
     let room = |bytes| {
         asked += bytes;
-        Ok(())
+        Ok::<(), TrackError>(())
     };
     let clip = match media_type(file) {
-        Some("audio/flac") => read_flac(file, room),
-        _ => read_wav(file, room),
+        Some("audio/flac") => read_flac(file, &Caller::staying(), room),
+        _ => read_wav(file, &Caller::staying(), room),
     }?;
     assert!(asked == 0 || asked == clip.data.len() as u64);
     Ok(clip)
@@ -291,19 +291,65 @@ fn decoding_a_small_file_of_long_silence_stops_at_the_memory_limit() {
     };
     let file = flac(format, &vec![0; 2 * 48_000 * 60], None);
     assert!(file.len() < 20_000);
-    let mut left = 1 << 20;
-    let refused = read_flac(&file, |bytes| {
-        left -= i64::try_from(bytes).unwrap();
-        match left >= 0 {
-            true => Ok(()),
-            false => Err(TrackError::TooLong),
-        }
+    // The number of samples is in the last 36 bits before the checksum of 16 bytes: 0 is not known.
+    let mut unsaid = file.to_vec();
+    unsaid[22..26].fill(0);
+    for (file, asked_at_most) in [(file.to_vec(), 1), (unsaid, 1000)] {
+        let (mut left, mut asked) = (1_i64 << 20, 0);
+        let refused = read_flac(&file, &Caller::staying(), |bytes| {
+            asked += 1;
+            left -= i64::try_from(bytes).unwrap();
+            match left >= 0 {
+                true => Ok(()),
+                false => Err(TrackError::TooLong),
+            }
+        });
+        assert_eq!(refused, Err(TrackError::TooLong));
+        assert!(
+            asked <= asked_at_most,
+            "before it is decoded, if it says how much it is"
+        );
+        assert!(
+            asked == 1 || left > -(1 << 16),
+            "it was told with the first frame that did not fit"
+        );
+    }
+}
+
+#[test]
+fn decoding_ends_when_the_client_has_gone() {
+    let samples = sound(STEREO);
+    let float = spec(32, SampleFormat::Float);
+    let wav = wav(float, |writer| {
+        (0..10).for_each(|_| writer.write_sample(0.5_f32).unwrap());
     });
-    assert_eq!(refused, Err(TrackError::TooLong));
-    assert!(
-        left > -(1 << 16),
-        "it was told with the first frame that did not fit"
-    );
+    for file in [flac(STEREO, &samples, None), wav] {
+        let read = |file: &Bytes| match media_type(file) {
+            Some("audio/flac") => read_flac(file, &Caller::gone(), |_| Ok(())),
+            _ => read_wav(file, &Caller::gone(), |_| Ok(())),
+        };
+        assert_eq!(read(&file), Err(TrackError::Gone));
+    }
+}
+
+/// A file of one frame at which the decoder panics: its residuals are in more partitions than it has samples.
+#[test]
+fn a_frame_at_which_the_decoder_panics_is_damaged() {
+    let mut file = [&b"fLaC\x80\0\0\x22\0\x10\0\x10\0\0\0\0\0\0"[..], &[0; 24]].concat();
+    let rate_channels_bits: u32 = 48_000 << 12 | 15 << 4;
+    file[18..22].copy_from_slice(&rate_channels_bits.to_be_bytes());
+    let head = [0xff, 0xf8, 0x60, 0, 0, 15];
+    let checksum = head.iter().fold(0_u8, |sum, byte| {
+        (0..8).fold(sum ^ byte, |sum, _| sum << 1 ^ if sum >> 7 == 1 { 7 } else { 0 })
+    });
+    file.extend(head);
+    file.push(checksum);
+    file.extend([0x10, 0x3c, 0, 0, 0, 0, 0, 0]);
+    let damaged = TrackError::Unreadable {
+        what: "FLAC",
+        problem: "a frame is damaged".to_owned(),
+    };
+    assert_eq!(read(&file.into()), Err(damaged));
 }
 
 #[test]

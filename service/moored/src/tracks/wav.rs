@@ -9,6 +9,7 @@ use pipelines::Clip;
 
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
 use crate::pictures::Recipe;
+use crate::threads::Caller;
 
 /// Chunks of a file with their identifiers and lengths.
 const CHUNK_HEAD_BYTES: usize = 8;
@@ -83,6 +84,7 @@ type WavFile<'a> = WavReader<Cursor<&'a [u8]>>;
 
 pub(super) fn read<E: From<TrackError>>(
     file: &Bytes,
+    caller: &Caller,
     mut room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
     let mut reader = WavReader::new(Cursor::new(&file[..])).map_err(damaged)?;
@@ -103,7 +105,7 @@ pub(super) fn read<E: From<TrackError>>(
     }
     room(samples * SAMPLE_BYTES)?;
     let mut data = Vec::with_capacity((samples * SAMPLE_BYTES) as usize);
-    decode(&mut reader, spec, &mut data)?;
+    decode(&mut reader, spec, caller, &mut data)?;
     Ok(format.clip(data.into()))
 }
 
@@ -119,17 +121,31 @@ fn shared(file: &Bytes, mut reader: WavFile<'_>, bytes: u64) -> Result<Bytes, Tr
     }
 }
 
-fn decode(reader: &mut WavFile<'_>, spec: WavSpec, data: &mut Vec<u8>) -> Result<(), TrackError> {
+/// Samples that are decoded between two looks at whether the client is there.
+const UNLOOKED: u64 = 1 << 16;
+
+fn decode(
+    reader: &mut WavFile<'_>,
+    spec: WavSpec,
+    caller: &Caller,
+    data: &mut Vec<u8>,
+) -> Result<(), TrackError> {
+    let look = |number: u64| match number % UNLOOKED {
+        0 => caller.check(),
+        _ => Ok(()),
+    };
     let bits = u32::from(spec.bits_per_sample);
     match spec.sample_format {
         SampleFormat::Int => {
-            for sample in reader.samples::<i32>() {
+            for (number, sample) in (0..).zip(reader.samples::<i32>()) {
+                look(number)?;
                 data.extend(to_16_bits(sample.map_err(damaged)?, bits).to_le_bytes());
             }
         }
         SampleFormat::Float => {
             let channels = u64::from(spec.channels);
             for (number, sample) in (0_u64..).zip(reader.samples::<f32>()) {
+                look(number)?;
                 let sample = sample.map_err(damaged)?;
                 if !sample.is_finite() {
                     return Err(TrackError::NotFinite {

@@ -140,7 +140,7 @@ struct Sizes<'a> {
 impl Sizes<'_> {
     /// Sides of a tensor.
     fn shape<const N: usize>(&self, name: &str) -> Result<[usize; N], ModelError> {
-        let shape = self.places.checkpoint.tensor(name)?.shape;
+        let shape = self.places.checkpoint.tensor(name)?.with_ones_of(&[2; N]).shape;
         let wrong = |shape: Vec<usize>| {
             damaged(
                 &self.places.place,

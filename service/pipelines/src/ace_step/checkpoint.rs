@@ -13,7 +13,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::checkpoint::{Checkpoint, PREFIXES, companion, folders_in, is_single_file, open};
+use super::layout::NAMES;
+use crate::checkpoint::{Checkpoint, companion, folders_in, has_marks, is_single_file, open, prefixes};
 use crate::files::{pipeline_class, read_json, unsupported};
 use crate::{ModelError, OwnLayout};
 
@@ -160,10 +161,10 @@ fn of_folder(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
     parts(&folder, checkpoint, config, &places, folder.clone()).map(Some)
 }
 
-/// Prefix of the tensors of a file, from whether there are tensors whose names begin so; `None` if it is no such model.
-pub(super) fn prefix_of(has: &dyn Fn(&str) -> bool) -> Option<&'static str> {
-    let mut prefixes = PREFIXES.into_iter();
-    prefixes.find(|prefix| MARKS.iter().all(|mark| has(&format!("{prefix}{mark}"))))
+/// What is in front of all names of a file's tensors; `None` if it is no such model.
+pub(super) fn prefix_of<'a>(names: &[&'a str]) -> Option<&'a str> {
+    let mut prefixes = prefixes(names.iter().copied()).into_iter();
+    prefixes.find(|prefix| has_marks(names, prefix, NAMES, MARKS.into_iter()))
 }
 
 fn of_file(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
@@ -176,11 +177,12 @@ fn of_file(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
         return Ok(None);
     }
     let file = open(path)?;
-    let has = |beginning: &str| file.tensors().any(|(name, _)| name.starts_with(beginning));
-    let Some(prefix) = prefix_of(&has) else {
+    let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
+    let Some(prefix) = prefix_of(&names) else {
         return Ok(None);
     };
-    let checkpoint = Checkpoint::of_file(&file, |name| name.strip_prefix(prefix).map(str::to_owned))?;
+    let name_of = |name: &str| name.strip_prefix(prefix).map(|name| NAMES.authors(name));
+    let checkpoint = Checkpoint::of_file(&file, name_of)?;
     let folder = path.parent().unwrap_or(Path::new(".")).to_owned();
     let sidecar = path.with_extension("moored.json");
     let written: Sidecar = match sidecar.is_file() {

@@ -1,7 +1,7 @@
 //! Names and shapes of the tensors in diffusers, and what the authors' files call them.
 
 use super::config::{ConditionConfig, LayerConfig, SINUSOIDS, TokenConfig, TransformerConfig};
-use crate::checkpoint::{Shapes, TensorSpec};
+use crate::checkpoint::{LayerNames, Shapes, TensorSpec};
 
 /// Learned embedding of no condition, in the condition encoder.
 pub(super) const NULL: &str = "null_condition_emb";
@@ -137,24 +137,20 @@ impl TokenConfig {
     }
 }
 
-/// Parts of names in diffusers, and what the authors' files have in their place.
-const ORIGINAL: [(&str, &str); 8] = [
-    ("proj_in_conv.", "proj_in.1."),
-    ("proj_out_conv.", "proj_out.1."),
-    (".to_q.", ".q_proj."),
-    (".to_k.", ".k_proj."),
-    (".to_v.", ".v_proj."),
-    (".to_out.0.", ".o_proj."),
-    (".norm_q.", ".q_norm."),
-    (".norm_k.", ".k_norm."),
-];
+/// Parts of the authors' names, and what diffusers has in their place.
+pub(super) const NAMES: LayerNames = LayerNames(&[
+    ("proj_in.1", &["proj_in_conv"]),
+    ("proj_out.1", &["proj_out_conv"]),
+    ("q_proj", &["to_q"]),
+    ("k_proj", &["to_k"]),
+    ("v_proj", &["to_v"]),
+    ("o_proj", &["to_out.0"]),
+    ("q_norm", &["norm_q"]),
+    ("k_norm", &["norm_k"]),
+]);
 
-/// The authors' name of a tensor, without the prefix of its component.
-pub(super) fn original_of(name: &str) -> String {
-    ORIGINAL
-        .iter()
-        .fold(name.to_owned(), |name, (ours, theirs)| name.replace(ours, theirs))
-}
+/// What the authors' names of the transformer begin with.
+pub(super) const DECODER: &str = "decoder.";
 
 /// These tensors in the authors' file, where a component's names begin with `prefix`.
 pub(super) fn in_original(shapes: Shapes, prefix: &str) -> Vec<TensorSpec> {
@@ -162,7 +158,7 @@ pub(super) fn in_original(shapes: Shapes, prefix: &str) -> Vec<TensorSpec> {
         // The embedding of no condition is of no component there.
         tensor: match name.as_str() {
             NULL => name.clone(),
-            _ => format!("{prefix}{}", original_of(&name)),
+            _ => format!("{prefix}{}", NAMES.authors(&name)),
         },
         ..TensorSpec::whole(name, shape)
     });
@@ -215,7 +211,7 @@ mod tests {
             ("proj_in_conv.bias", "proj_in.1.bias"),
             ("scale_shift_table", "scale_shift_table"),
         ] {
-            assert_eq!(original_of(ours), theirs);
+            assert_eq!(NAMES.authors(ours), theirs);
         }
     }
 }

@@ -35,3 +35,12 @@ pub use model::{AceStep, AceStepModel};
 pub use sampling::sigmas;
 pub use tokens::{AudioDetokenizer, AudioTokenizer, Tokens};
 pub use transformer::{Conditioning, Item, Times, Transformer};
+
+/// The further names of the transformer's layers, and its tensors.
+#[cfg(test)]
+pub(crate) fn names_and_layout(
+    config: &TransformerConfig,
+) -> (crate::checkpoint::LayerNames, Vec<crate::checkpoint::TensorSpec>) {
+    let specs = layout::in_original(config.tensor_shapes(), layout::DECODER);
+    (layout::NAMES, specs)
+}

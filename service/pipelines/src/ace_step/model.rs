@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::checkpoint::{self, FOLDERS, PIPELINES};
 use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
+use super::layout::{DECODER, NAMES};
 use super::plan::{DENOISE, LATENT};
 use super::stages::Stage;
 use super::tasks::{self, Abilities};
@@ -42,6 +43,10 @@ impl Family for AceStep {
         FAMILY
     }
 
+    fn title(&self) -> Option<&'static str> {
+        Some("ACE-Step 1.5")
+    }
+
     fn pipelines(&self) -> &'static [&'static str] {
         &PIPELINES
     }
@@ -62,8 +67,8 @@ impl Family for AceStep {
         checkpoint::has_own_layout(folder)
     }
 
-    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
-        checkpoint::prefix_of(has).is_some()
+    fn is_transformer_file(&self, names: &[&str]) -> bool {
+        checkpoint::prefix_of(names).is_some()
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
@@ -103,6 +108,8 @@ impl AceStepModel {
         let targets = [TargetComponent::denoiser(
             TRANSFORMER,
             &self.transformer.adapted(),
+            NAMES,
+            DECODER,
         )];
         let mut adapted = self.clone();
         adapted.parts.adapters = AdapterSet::open(files, NAME, &targets, &mut adapted.parts.components)?;

@@ -8,12 +8,15 @@ use candle_core::DType;
 use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, TensorEntry, TensorSource};
 
 use super::scales::{Configured, read_number};
-use super::spelling::{PairPart, layers_and_parts};
+use super::spelling::{PairPart, layers_and_parts, unsupported_kind};
 use super::targets::{LayerPart, TargetComponent, TargetLayer};
 use super::{AdapterError, AdapterFile, AdapterReport};
-use crate::checkpoint::{ComponentFiles, Rows};
+use crate::checkpoint::{ComponentFiles, Rows, known_by_names};
 use crate::files::root_class;
 use crate::{ModelError, ModelFile};
+
+/// Endings of adapters in one file.
+const ENDINGS: [&str; 2] = ["safetensors", "sft"];
 
 /// Names of an adapter's weights in a folder of peft or diffusers.
 const WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
@@ -105,13 +108,20 @@ fn open(
     let checkpoint = CheckpointFile::open(&weights).map_err(of_header)?;
     let configuration = Some(file.path.join(CONFIGURATION)).filter(|path| is_folder && path.is_file());
 
-    let (pairs, unknown) = pairs(&checkpoint, targets)?;
-    let tensors = checkpoint.tensors().count();
+    let (pairs, unknown) = pairs(&checkpoint, targets, file.ignores_unknown)?;
+    let names: Vec<&str> = checkpoint.tensors().map(|(name, _)| name).collect();
     if let Some(first) = unknown.first() {
         if pairs.is_empty() {
+            if let Some(kind) = unsupported_kind(first) {
+                return Err(kind.refusal(first));
+            }
+            let is_pair = |name: &&str| layers_and_parts(name).next().is_some();
+            if let Some(known) = known_by_names(&names).filter(|_| !names.iter().any(is_pair)) {
+                return Err(AdapterError::File(format!("it is no LoRA: it is {known}")));
+            }
             return Err(AdapterError::OtherFamily {
                 family,
-                tensors,
+                tensors: names.len(),
                 first: first.clone(),
             });
         }
@@ -209,15 +219,24 @@ fn of_header(error: LoadError) -> AdapterError {
 /// Pairs by target component and by the layer's name in the file, with the layers that it stands for.
 type Pairs<'a> = BTreeMap<(usize, &'a str), (&'a [LayerPart], Pair<'a>)>;
 
-/// The pairs of a file, and the names of its tensors that are of no target.
+/// The pairs of a file, and the names of its tensors that are of no target, or of an unsupported kind that may be left out.
 fn pairs<'a>(
     checkpoint: &'a CheckpointFile,
     targets: &'a [TargetComponent],
+    ignores_unknown: bool,
 ) -> Result<(Pairs<'a>, Vec<String>), AdapterError> {
     let mut pairs = Pairs::new();
     let mut unknown = Vec::new();
     for (tensor, entry) in checkpoint.tensors() {
-        let found = layers_and_parts(tensor)?.find_map(|(layer, part)| {
+        match unsupported_kind(tensor) {
+            Some(kind) if kind.is_separate && ignores_unknown => {
+                unknown.push(tensor.to_owned());
+                continue;
+            }
+            Some(kind) => return Err(kind.refusal(tensor)),
+            None => {}
+        }
+        let found = layers_and_parts(tensor).find_map(|(layer, part)| {
             let mut targets = targets.iter().enumerate();
             let (index, parts) = targets.find_map(|(index, target)| Some((index, target.find(layer)?)))?;
             Some((index, layer, part, parts))
@@ -343,6 +362,13 @@ fn matrix(entry: &TensorEntry) -> Option<[usize; 2]> {
         [rows, columns] | [rows, columns, 1, 1] => Some([rows, columns]),
         _ => None,
     }
+}
+
+/// The name of an adapter in one file without its ending; `None` for a file of another kind.
+pub fn adapter_stem(name: &str) -> Option<&str> {
+    let (stem, ending) = name.rsplit_once('.')?;
+    let is_one = |known: &&str| ending.eq_ignore_ascii_case(known);
+    (!stem.is_empty() && ENDINGS.iter().any(is_one)).then_some(stem)
 }
 
 /// Whether a folder is an adapter of peft or of diffusers.

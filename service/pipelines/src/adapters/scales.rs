@@ -9,14 +9,14 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-use gpu::{Stored, TensorEntry};
-use half::{bf16, f16};
+use gpu::TensorEntry;
 use regex::Regex;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 
 use super::AdapterError;
+use crate::checkpoint::number_of;
 
 /// Maximum length of a configuration in bytes.
 const MAX_CONFIGURATION: u64 = 1 << 20;
@@ -232,21 +232,12 @@ pub(super) fn read_number(path: &Path, tensor: &str, entry: &TensorEntry) -> Res
         file.read_exact(&mut bytes[..width])
     };
     read().map_err(|e| AdapterError::File(format!("{} cannot be read: {e}", path.display())))?;
-    let [a, b, c, d, ..] = bytes;
-    match entry.stored {
-        Stored::F64 => Ok(f64::from_le_bytes(bytes)),
-        Stored::F32 => Ok(f64::from(f32::from_le_bytes([a, b, c, d]))),
-        Stored::F16 => Ok(f64::from(f16::from_le_bytes([a, b]))),
-        Stored::Bf16 => Ok(f64::from(bf16::from_le_bytes([a, b]))),
-        Stored::I64 => Ok(i64::from_le_bytes(bytes) as f64),
-        Stored::I32 => Ok(f64::from(i32::from_le_bytes([a, b, c, d]))),
-        Stored::I8 => Ok(f64::from(a as i8)),
-        Stored::U8 => Ok(f64::from(a)),
-        Stored::F8E4M3 | Stored::Gguf(_) => Err(AdapterError::Scale(format!(
-            "tensor {tensor} is stored as {:?} where a number is expected",
-            entry.stored
-        ))),
-    }
+    number_of(entry.stored, &bytes).ok_or_else(|| {
+        let stored = entry.stored;
+        AdapterError::Scale(format!(
+            "tensor {tensor} is stored as {stored:?} where a number is expected"
+        ))
+    })
 }
 
 #[cfg(test)]

@@ -41,13 +41,19 @@ const ENDINGS: [(&str, PairPart); 17] = [
     (".alpha", PairPart::Alpha),
 ];
 
-/// Parts of names by which unsupported kinds are known.
-const UNSUPPORTED: [(&str, &str); 18] = [
-    ("lokr_", "LoKr"),
-    ("hada_", "LoHa"),
+/// Parts of names by which kinds are known that change how a pair is meant: without them the rest would be wrong.
+const CHANGING: [(&str, &str); 5] = [
     ("dora_scale", "DoRA"),
     ("lora_magnitude_vector", "DoRA"),
     ("lora_mid", "LoCon with a middle convolution"),
+    ("query_norm.scale", "a control adapter of Black Forest Labs"),
+    ("key_norm.scale", "a control adapter of Black Forest Labs"),
+];
+
+/// Parts of names by which kinds are known that stand for themselves: what is left without them is what it is with them.
+const SEPARATE: [(&str, &str); 13] = [
+    ("lokr_", "LoKr"),
+    ("hada_", "LoHa"),
     ("lora_embedding_", "an adapter of an embedding"),
     ("boft_", "BOFT"),
     ("oft_", "OFT"),
@@ -57,38 +63,67 @@ const UNSUPPORTED: [(&str, &str); 18] = [
     ("ia3_l", "IA3"),
     ("on_input", "IA3"),
     (".bias_", "a bias in a sparse form"),
-    ("query_norm.scale", "a control adapter of Black Forest Labs"),
-    ("key_norm.scale", "a control adapter of Black Forest Labs"),
     ("lora_B.bias", "a bias beside its pairs"),
     ("lora_up.bias", "a bias beside its pairs"),
 ];
 
-/// Endings of names by which unsupported kinds are known.
-const UNSUPPORTED_ENDINGS: [(&str, &str); 4] = [
+/// As [`CHANGING`], by endings.
+const CHANGING_ENDINGS: [(&str, &str); 2] = [
     (".reshape_weight", "a layer of another shape"),
     (".set_weight", "a whole weight"),
+];
+
+/// As [`SEPARATE`], by endings.
+const SEPARATE_ENDINGS: [(&str, &str); 2] = [
     (".diff_b", "a difference of a bias"),
     (".diff", "a difference of a whole weight"),
 ];
 
-/// The layers that a tensor may belong to, as the file names them, each with the tensor's part: one for each known ending.
-///
-/// # Errors
-/// [`AdapterError::Unsupported`] for a kind that is known and not supported.
-pub(super) fn layers_and_parts(tensor: &str) -> Result<impl Iterator<Item = (&str, PairPart)>, AdapterError> {
-    let mut parts = UNSUPPORTED.iter();
-    let mut endings = UNSUPPORTED_ENDINGS.iter();
-    let known = parts
-        .find(|(part, _)| tensor.contains(part))
-        .or_else(|| endings.find(|(ending, _)| tensor.ends_with(ending)));
-    if let Some((_, kind)) = known {
-        return Err(AdapterError::Unsupported {
-            kind,
+/// A kind of tensors that is known and not supported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct UnsupportedKind {
+    /// For display: `LoKr`, `DoRA`.
+    pub(super) name: &'static str,
+    /// Whether the rest of the adapter is what it is without them.
+    pub(super) is_separate: bool,
+}
+
+impl UnsupportedKind {
+    /// The refusal of this tensor.
+    pub(super) fn refusal(self, tensor: &str) -> AdapterError {
+        AdapterError::Unsupported {
+            kind: self.name,
             tensor: tensor.to_owned(),
-        });
+        }
     }
+}
+
+/// The unsupported kind of a tensor, if it is of one.
+pub(super) fn unsupported_kind(tensor: &str) -> Option<UnsupportedKind> {
+    let part = |kinds: &[(&str, &'static str)]| {
+        kinds
+            .iter()
+            .find(|(part, _)| tensor.contains(part))
+            .map(|(_, name)| *name)
+    };
+    let ending = |kinds: &[(&str, &'static str)]| {
+        kinds
+            .iter()
+            .find(|(end, _)| tensor.ends_with(end))
+            .map(|(_, name)| *name)
+    };
+    let changing = part(&CHANGING).or_else(|| ending(&CHANGING_ENDINGS));
+    let separate = || part(&SEPARATE).or_else(|| ending(&SEPARATE_ENDINGS));
+    Some(UnsupportedKind {
+        name: changing.or_else(separate)?,
+        is_separate: changing.is_none(),
+    })
+}
+
+/// The layers that a tensor may belong to, as the file names them, each with the tensor's part: one for each known ending.
+pub(super) fn layers_and_parts(tensor: &str) -> impl Iterator<Item = (&str, PairPart)> {
     let known = ENDINGS.iter();
-    Ok(known.filter_map(move |(ending, part)| Some((tensor.strip_suffix(ending)?, *part))))
+    known.filter_map(move |(ending, part)| Some((tensor.strip_suffix(ending)?, *part)))
 }
 
 #[cfg(test)]
@@ -96,10 +131,7 @@ mod tests {
     use super::*;
 
     fn kind(tensor: &str) -> Option<&'static str> {
-        match layers_and_parts(tensor) {
-            Err(AdapterError::Unsupported { kind, .. }) => Some(kind),
-            _ => None,
-        }
+        unsupported_kind(tensor).map(|kind| kind.name)
     }
 
     #[test]

@@ -2,21 +2,11 @@
 
 use std::collections::HashMap;
 
-use crate::checkpoint::{Rows, TensorSpec};
+use crate::checkpoint::{LayerNames, Rows, TensorSpec, unwrapped};
 
-/// Prefixes of the denoiser's layers in files: none, diffusers, ComfyUI and ai-toolkit, peft, kohya, OneTrainer, and
+/// What programs that write `_` for `.` put in front of the names of the denoiser's layers: kohya, OneTrainer, and
 /// SimpleTuner.
-const DENOISER: [&str; 9] = [
-    "",
-    "transformer.",
-    "diffusion_model.",
-    "model.diffusion_model.",
-    "base_model.model.",
-    "base_model.model.transformer.",
-    "lora_unet_",
-    "lora_transformer_",
-    "lycoris_",
-];
+const JOINED: [&str; 3] = ["lora_unet_", "lora_transformer_", "lycoris_"];
 
 /// A layer that a name in a file stands for, or a part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,16 +31,23 @@ pub(super) struct TargetLayer {
 pub(crate) struct TargetComponent {
     /// Name of the component in the base.
     pub(crate) name: &'static str,
-    prefixes: Vec<&'static str>,
+    /// What its layers' names in files begin with; `None` for a denoiser, whose names have what checkpoints have in front.
+    prefixes: Option<Vec<&'static str>>,
     pub(super) layers: Vec<TargetLayer>,
     /// By every name of a layer, with dots and with underscores: its parts.
     by_name: HashMap<String, Vec<LayerPart>>,
 }
 
 impl TargetComponent {
-    /// The layers of a denoiser, whose weights are these tensors.
-    pub(crate) fn denoiser(name: &'static str, specs: &[TensorSpec]) -> TargetComponent {
-        TargetComponent::of(name, DENOISER.to_vec(), specs, &[])
+    /// The layers of a denoiser, whose weights are these tensors, with `names` as further names. `optional` is the part at the
+    /// front of layers' names that may be there or be left out.
+    pub(crate) fn denoiser(
+        name: &'static str,
+        specs: &[TensorSpec],
+        names: LayerNames,
+        optional: &str,
+    ) -> TargetComponent {
+        TargetComponent::of(name, None, specs, names, optional)
     }
 
     /// The layers of a text encoder, whose names in files begin with one of `prefixes`. `optional` is a part of layers'
@@ -61,14 +58,15 @@ impl TargetComponent {
         specs: &[TensorSpec],
         optional: &str,
     ) -> TargetComponent {
-        TargetComponent::of(name, prefixes.to_vec(), specs, &[optional])
+        TargetComponent::of(name, Some(prefixes.to_vec()), specs, LayerNames(&[]), optional)
     }
 
     fn of(
         name: &'static str,
-        prefixes: Vec<&'static str>,
+        prefixes: Option<Vec<&'static str>>,
         specs: &[TensorSpec],
-        optional: &[&str],
+        names: LayerNames,
+        optional: &str,
     ) -> TargetComponent {
         let mut component = TargetComponent {
             name,
@@ -99,16 +97,15 @@ impl TargetComponent {
                 first: 0,
                 count: outputs,
             }];
-            component.add(layer, index, &whole);
-            for optional in optional {
-                match layer.strip_prefix(optional) {
-                    Some(short) if !optional.is_empty() => component.add(short, index, &whole),
-                    _ if !optional.is_empty() => component.add(&format!("{optional}{layer}"), index, &whole),
-                    _ => {}
+            let with_optional = |name: &str| match name.strip_prefix(optional) {
+                Some(short) => short.to_owned(),
+                None => format!("{optional}{name}"),
+            };
+            for (name, rows) in [(layer, &whole), (in_file, &spec.rows)] {
+                for name in names.all(name) {
+                    component.add(&with_optional(&name), index, rows);
+                    component.add(&name, index, rows);
                 }
-            }
-            if in_file != layer {
-                component.add(in_file, index, &spec.rows);
             }
         }
         component
@@ -126,12 +123,12 @@ impl TargetComponent {
         }
     }
 
-    /// Adds a further name for what `of` stands for; of fused layers only the first `outputs` rows, if given.
-    pub(crate) fn alias(&mut self, name: &str, of: &str, outputs: Option<usize>) {
+    /// Adds a further name for the first `outputs` rows of the fused layers that `of` stands for.
+    pub(crate) fn alias_of_first_rows(&mut self, name: &str, of: &str, outputs: usize) {
         let parts = self.by_name.get(of).cloned().unwrap_or_default();
         let within = |part: &LayerPart| {
             let last = part.rows.iter().map(|rows| rows.first + rows.count).max();
-            outputs.is_none_or(|outputs| last.is_some_and(|last| last <= outputs))
+            last.is_some_and(|last| last <= outputs)
         };
         let parts = parts.into_iter().filter(within).collect();
         self.by_name.insert(name.to_owned(), parts);
@@ -139,13 +136,16 @@ impl TargetComponent {
 
     /// What a layer's name in a file stands for; `None` if it is of no layer of this component.
     pub(super) fn find(&self, name: &str) -> Option<&[LayerPart]> {
-        let mut stripped = self
-            .prefixes
-            .iter()
-            .filter_map(|prefix| name.strip_prefix(prefix));
-        stripped
-            .find_map(|name| self.by_name.get(name))
-            .map(Vec::as_slice)
+        let known = |name: &str| self.by_name.get(name).map(Vec::as_slice);
+        match &self.prefixes {
+            Some(prefixes) => prefixes
+                .iter()
+                .find_map(|prefix| known(name.strip_prefix(prefix)?)),
+            None => unwrapped(name, &['.']).find_map(known).or_else(|| {
+                let mut joined = JOINED.iter().filter_map(|prefix| name.strip_prefix(prefix));
+                joined.find_map(|name| unwrapped(name, &['.', '_']).find_map(known))
+            }),
+        }
     }
 }
 

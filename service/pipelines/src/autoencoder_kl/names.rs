@@ -15,7 +15,17 @@ pub(crate) fn autoencoder_of_single_file(
     shapes: Shapes,
     wanted: Requested,
 ) -> Result<ComponentFiles, ModelError> {
-    component_of_file(file, diffusers_name_of_bfl, shapes, wanted)
+    component_of_file(file, name_in_single_file, shapes, wanted)
+}
+
+/// The diffusers name of a tensor of a single file: in Black Forest Labs' names or in diffusers', with what programs put in
+/// front of all of them.
+fn name_in_single_file(name: &str) -> Option<String> {
+    let mut prefixes = ["first_stage_model.", "vae."].into_iter();
+    let name = prefixes
+        .find_map(|prefix| name.strip_prefix(prefix))
+        .unwrap_or(name);
+    diffusers_name_of_bfl(name).or_else(|| Some(name.to_owned()))
 }
 
 /// The diffusers name of a tensor of `ae.safetensors`; `None` for an unknown name.
@@ -94,4 +104,23 @@ fn index(text: &str) -> Option<usize> {
 
 fn resolution(text: &str) -> Option<usize> {
     index(text).filter(|level| *level < RESOLUTIONS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_single_file_has_the_names_of_its_authors_or_of_diffusers_after_any_prefix() {
+        let ours = "decoder.mid_block.resnets.0.conv1.weight";
+        for theirs in [
+            "decoder.mid.block_1.conv1.weight",
+            "first_stage_model.decoder.mid.block_1.conv1.weight",
+            "vae.decoder.mid.block_1.conv1.weight",
+            ours,
+            "vae.decoder.mid_block.resnets.0.conv1.weight",
+        ] {
+            assert_eq!(name_in_single_file(theirs).as_deref(), Some(ours), "{theirs}");
+        }
+    }
 }

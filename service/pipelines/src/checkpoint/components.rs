@@ -2,6 +2,7 @@
 //! here, by name and shape, so that an incomplete checkpoint is refused when it is opened.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
@@ -11,7 +12,7 @@ use super::role::{QuantizeRole, RoleOf};
 use super::spec::TensorSpec;
 use super::stored::{Checkpoint, SUPPORTED, StoredAs, StoredTensor, foreign, quantized_by};
 use crate::family::format_of_plan;
-use crate::files::{damaged, unsupported};
+use crate::files::{damaged, incomplete, unsupported};
 use crate::{Formats, ModelError, ModelFile, Precision};
 
 /// Names and shapes of tensors.
@@ -85,8 +86,13 @@ impl Wanted {
 /// Converts an error of a header reader.
 pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
     match error {
+        LoadError::Io { file, source } if source.kind() == ErrorKind::NotFound => incomplete(
+            &file,
+            "it is missing: was its download interrupted? Download it again",
+        ),
         LoadError::Io { file, source } => damaged(&file, format!("it cannot be read: {source}")),
         LoadError::Damaged { file, problem } => ModelError::Damaged { path: file, problem },
+        LoadError::Incomplete { file, problem } => incomplete(&file, problem),
         LoadError::UnsupportedTensor {
             file,
             tensor,
@@ -136,7 +142,8 @@ fn sources(
     for spec in specs {
         let tensor = spec.tensor.as_str();
         if !found.contains_key(tensor) {
-            found.insert(tensor, (checkpoint.tensor(tensor)?, 0));
+            let stored = checkpoint.tensor(tensor)?.with_ones_of(&spec.shape);
+            found.insert(tensor, (stored, 0));
         }
         let Some((stored, covered)) = found.get_mut(tensor) else {
             continue;
@@ -171,16 +178,10 @@ fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Requested) -> Result
         rows,
     } = spec;
     let role = (wanted.role_of)(name);
-    let mut stored = match role {
+    let stored = match role {
         QuantizeRole::Quantized => stored.clone().into_unscaled_fp8(),
         QuantizeRole::AsStored | QuantizeRole::Full => stored.clone(),
     };
-    // BFL stores some matrices as 1x1 convolutions: the same elements in the same order.
-    if let [outputs, inputs, 1, 1] = *stored.shape
-        && shape.len() == 2
-    {
-        stored.shape = vec![outputs, inputs];
-    }
     let wrong = |expected: &str| {
         let (held, found) = (&stored.held, &stored.shape);
         let problem = match held {
@@ -310,6 +311,7 @@ pub(crate) fn exact_component(
     what: &str,
 ) -> Result<ComponentFiles, ModelError> {
     let sources = sources(&checkpoint, specs, wanted)?;
+    checkpoint.check_unscaled(specs)?;
     let known: BTreeSet<String> = specs.iter().map(|spec| spec.tensor.clone()).collect();
     if let Some((name, file)) = checkpoint.left_over(&known) {
         let problem = format!("tensor {name} is no part of {what}; {SUPPORTED}");

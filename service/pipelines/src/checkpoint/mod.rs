@@ -1,9 +1,15 @@
 //! The content of checkpoints, by their headers: how tensors are stored and quantized (`stored`), where required
-//! tensors are (`spec`), which of them may be quantized (`role`), and components as files (`components`).
+//! tensors are (`spec`), which of them may be quantized (`role`), components as files (`components`), the names of layers in files of
+//! other programs (`names`), and models that are known and not run (`relatives`).
 
 mod component_set;
 mod components;
+mod names;
+mod numbers;
 mod recognise;
+mod relatives;
+#[cfg(test)]
+mod renamed;
 mod role;
 mod single_file;
 mod spec;
@@ -14,11 +20,13 @@ pub(crate) use components::{
     ComponentFiles, Requested, Shapes, Wanted, component_of_checkpoint, component_of_file,
     component_of_folder, component_of_specs, exact_component, open, whole,
 };
-pub(crate) use recognise::{Marks, Naming, Recognised};
+pub(crate) use names::{LayerNames, prefixes, unwrapped};
+pub(crate) use numbers::number_of;
+pub(crate) use recognise::{Marks, Naming, Recognised, has_marks};
+pub(crate) use relatives::{class_not_run, file_not_run, is_lora, known_by_names, part_in_file};
 pub(crate) use role::{QuantizeRole, RoleOf};
 pub(crate) use single_file::{
-    PREFIXES, base_beside, beside, checkpoint_stem, companion, folders_in, is_single_file, named_base,
-    of_hub_cache,
+    base_beside, beside, checkpoint_stem, companion, folders_in, is_single_file, named_base, of_hub_cache,
 };
 pub(crate) use spec::{Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};

@@ -3,14 +3,15 @@
 use std::path::{Path, PathBuf};
 
 use super::components::open;
-use super::single_file::{PREFIXES, base_folder, is_single_file};
+use super::names::{LayerNames, prefixes};
+use super::single_file::{base_folder, is_single_file};
 use super::stored::Checkpoint;
 use crate::ModelError;
 use crate::files::{pipeline_class, unsupported};
 
 /// A naming scheme of the tensors in a single file.
 pub(crate) trait Naming: Copy {
-    /// Name prefixes that only this family's transformer has, quantized or not.
+    /// Beginnings of authors' or diffusers' names that only this family's transformer has, quantized or not.
     fn marks(self) -> &'static [&'static str];
 }
 
@@ -24,6 +25,8 @@ pub(crate) struct Marks<N: 'static> {
     pub(crate) pipelines: &'static [&'static str],
     /// Naming schemes of single files.
     pub(crate) namings: &'static [N],
+    /// Further names of its layers in single files.
+    pub(crate) names: LayerNames,
     /// A tensor of single files that is never used.
     pub(crate) unused: Option<&'static str>,
     /// What `X.moored.json` beside a single file may say beside its base.
@@ -59,16 +62,16 @@ impl<N: Naming> Marks<N> {
             return Ok(None);
         }
         let file = open(path)?;
-        let has = |beginning: &str| file.tensors().any(|(name, _)| name.starts_with(beginning));
-        let Some((prefix, naming)) = self.naming_of(has) else {
+        let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
+        let Some((prefix, naming)) = self.naming_of(&names) else {
             return Ok(None);
         };
         let name_of = |name: &str| {
-            let name = name.strip_prefix(prefix)?;
-            (self.unused != Some(name)).then(|| name.to_owned())
+            let name = self.names.authors(name.strip_prefix(prefix)?);
+            (self.unused != Some(name.as_str())).then_some(name)
         };
         Ok(Some(Recognised::SingleFile {
-            checkpoint: Checkpoint::of_file(&file, name_of)?,
+            checkpoint: Checkpoint::of_file(&file, name_of)?.with_scales_beside(name_of)?,
             path: path.to_owned(),
             naming,
             base: base_folder(path, self.family, self.sidecar_keys, &|folder| {
@@ -77,13 +80,17 @@ impl<N: Naming> Marks<N> {
         }))
     }
 
-    /// Prefix and naming scheme of the tensors of a file, from whether there are tensors whose names begin so; `None` if it
-    /// does not hold the family's transformer.
-    pub(crate) fn naming_of(&self, has: impl Fn(&str) -> bool) -> Option<(&'static str, N)> {
-        let mut pairs = PREFIXES
-            .iter()
-            .flat_map(|prefix| self.namings.iter().map(move |naming| (*prefix, *naming)));
-        pairs.find(|(prefix, naming)| naming.marks().iter().all(|mark| has(&format!("{prefix}{mark}"))))
+    /// What is in front of all names of a file's tensors, and their naming scheme; `None` if it does not hold the family's
+    /// transformer.
+    pub(crate) fn naming_of<'a>(&self, names: &[&'a str]) -> Option<(&'a str, N)> {
+        let all = |naming: N| naming.marks().iter().copied();
+        prefixes(names.iter().copied()).into_iter().find_map(|prefix| {
+            let naming = self
+                .namings
+                .iter()
+                .find(|naming| has_marks(names, prefix, self.names, all(**naming)));
+            Some((prefix, *naming?))
+        })
     }
 
     /// Whether a folder's `model_index.json` names a pipeline of this family.
@@ -106,4 +113,16 @@ impl<N: Naming> Marks<N> {
         }
         Ok(is_run)
     }
+}
+
+/// Whether some names begin with each of these marks, without what is in front of them and as their authors write them.
+pub(crate) fn has_marks<'m>(
+    names: &[&str],
+    prefix: &str,
+    spellings: LayerNames,
+    mut marks: impl Iterator<Item = &'m str>,
+) -> bool {
+    let own = names.iter().filter_map(|name| name.strip_prefix(prefix));
+    let own: Vec<String> = own.map(|name| spellings.authors(name)).collect();
+    marks.all(|mark| own.iter().any(|name| name.starts_with(mark)))
 }

@@ -8,11 +8,8 @@ use serde::Deserialize;
 use crate::ModelError;
 use crate::files::{damaged, read_json, read_text, unsupported};
 
-/// Optional prefixes of all tensor names of the transformer.
-pub(crate) const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
-
 /// Extensions of single files.
-const EXTENSIONS: [&str; 4] = ["safetensors", "gguf", "pth", "pt"];
+const EXTENSIONS: [&str; 5] = ["safetensors", "sft", "gguf", "pth", "pt"];
 
 /// Whether a path is a file that may be a checkpoint.
 pub(crate) fn is_single_file(path: &Path) -> bool {
@@ -242,6 +239,7 @@ mod tests {
         for (name, stem) in [
             ("flux1-dev-Q4_K_S.gguf", Some("flux1-dev-Q4_K_S")),
             ("MINE.SAFETENSORS", Some("MINE")),
+            ("flux1-dev.sft", Some("flux1-dev")),
             ("old.pt", Some("old")),
             ("quick.instant.json", Some("quick")),
             ("mine.moored.json", None),

@@ -10,10 +10,12 @@
 //! | GGUF | `X.weight` in blocks |
 //!
 //! Shapes and types of all parts are validated by headers. Values are not examined: scales that are not finite are
-//! accepted, and the stage that computes with them fails (`StageError::NotFinite`). The one value that is read here,
-//! the offset of doubly quantized scales, must be finite.
+//! accepted, and the stage that computes with them fails (`StageError::NotFinite`). Few values are read here: the offset of
+//! doubly quantized scales, which must be finite, and some codes of fp8 without scales (`scales_beside`).
 
+mod files;
 mod parts;
+mod scales_beside;
 mod unread;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,11 +28,12 @@ use gpu::{
 };
 use serde::Deserialize;
 
+use files::{WeightFiles, no_weights};
 use unread::{check_configuration, check_metadata};
 
 use super::components::open;
 use super::spec::Rows;
-use crate::files::{damaged, read_json, unsupported};
+use crate::files::{damaged, incomplete, read_json, unsupported};
 use crate::{ModelError, ModelFile};
 
 pub(crate) use unread::{SUPPORTED, foreign, quantized_by};
@@ -102,6 +105,33 @@ impl StoredTensor {
     /// The file of its data.
     pub(crate) fn file(&self) -> &Path {
         &self.file
+    }
+
+    /// The same numbers with as many dimensions of one in front and after the others as `expected` has. Programs write a
+    /// matrix as a convolution of one pixel, and a row as `[n]` or `[1, n]`.
+    pub(crate) fn with_ones_of(mut self, expected: &[usize]) -> StoredTensor {
+        let inner = |shape: &[usize]| {
+            let first = shape.iter().position(|&side| side != 1).unwrap_or(shape.len());
+            let last = shape
+                .iter()
+                .rposition(|&side| side != 1)
+                .map_or(first, |last| last + 1);
+            (first, last)
+        };
+        let (first, last) = inner(expected);
+        let (own_first, own_last) = inner(&self.shape);
+        let fitted = [
+            &expected[..first],
+            &self.shape[own_first..own_last],
+            &expected[last..],
+        ];
+        let fitted = fitted.concat();
+        // The rows of quantized weights have their scales.
+        let keeps_rows = rows_and_columns(&fitted) == rows_and_columns(&self.shape);
+        if fitted.len() == expected.len() && (keeps_rows || matches!(self.held, StoredAs::Plain(_))) {
+            self.shape = fitted;
+        }
+        self
     }
 
     /// Reinterprets fp8 as codes without scales.
@@ -235,7 +265,15 @@ impl Checkpoint {
                 return Err(damaged(index, format!("{shard:?} is no plain file name")));
             }
             if !shards.contains_key(&shard) {
-                let file = open(&folder.join(&shard))?;
+                let path = folder.join(&shard);
+                if !path.exists() {
+                    let problem = format!(
+                        "{shard}, of which {} tells, is missing: was a download interrupted? Download it again",
+                        index.file_name().unwrap_or_default().display()
+                    );
+                    return Err(incomplete(folder, problem));
+                }
+                let file = open(&path)?;
                 check_metadata(&file)?;
                 shards.insert(shard.clone(), file);
             }
@@ -262,25 +300,18 @@ impl Checkpoint {
     /// When there are none, or they are quantized in an unsupported way.
     pub(crate) fn of_folder(folder: &Path) -> Result<Checkpoint, ModelError> {
         check_configuration(&folder.join("config.json"))?;
-        for (single, index) in weights_in(folder) {
-            if single.is_file() {
-                return Checkpoint::of_file(&open(&single)?, |name| Some(name.to_owned()));
+        match WeightFiles::in_folder(folder)? {
+            Some(WeightFiles::Single(file)) => {
+                Checkpoint::of_file(&open(&file)?, |name| Some(name.to_owned()))
             }
-            if index.is_file() {
-                return Checkpoint::of_index(&index, folder);
-            }
+            Some(WeightFiles::Index(index)) => Checkpoint::of_index(&index, folder),
+            None => Err(no_weights(folder)),
         }
-        Err(damaged(
-            folder,
-            "it has neither diffusion_pytorch_model.safetensors, model.safetensors nor an index",
-        ))
     }
 
     /// Whether a folder has the weights of a component.
     pub(crate) fn is_in(folder: &Path) -> bool {
-        weights_in(folder)
-            .iter()
-            .any(|(single, index)| single.is_file() || index.is_file())
+        !matches!(WeightFiles::in_folder(folder), Ok(None))
     }
 
     /// Number of blocks whose tensors have names that begin with `{kind}.0.`, `{kind}.1.` and so on.
@@ -392,16 +423,6 @@ pub(crate) fn heads(path: &Path, width: usize, head: usize) -> Result<usize, Mod
             format!("{width} channels do not divide into heads of {head}"),
         )),
     }
-}
-
-/// Where a component's folder may have its weights: one file, or the index of several, in the order of lookup.
-fn weights_in(folder: &Path) -> [(PathBuf, PathBuf); 2] {
-    ["diffusion_pytorch_model", "model"].map(|stem| {
-        (
-            folder.join(format!("{stem}.safetensors")),
-            folder.join(format!("{stem}.safetensors.index.json")),
-        )
-    })
 }
 
 /// A tensor without further parts.

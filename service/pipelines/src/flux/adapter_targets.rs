@@ -1,7 +1,7 @@
 //! The layers of FLUX that adapters may change.
 
 use super::config::TransformerConfig;
-use super::layout::layout;
+use super::layout::{XLABS, layout};
 use crate::adapters::TargetComponent;
 use crate::checkpoint::{ComponentSet, whole};
 use crate::text::clip::ClipConfig;
@@ -31,31 +31,14 @@ pub(super) fn adapter_targets(
     t5: &T5Config,
     components: &ComponentSet,
 ) -> Vec<TargetComponent> {
-    let mut denoiser = TargetComponent::denoiser("transformer", &layout(transformer));
-    // XLabs names the processors of attention: 1 is the picture's, 2 the text's.
-    for i in 0..transformer.num_layers {
-        for (number, stream) in [(1, "img"), (2, "txt")] {
-            for (theirs, layer) in [("qkv", "qkv"), ("proj", "proj")] {
-                denoiser.alias(
-                    &format!("double_blocks.{i}.processor.{theirs}_lora{number}"),
-                    &format!("double_blocks.{i}.{stream}_attn.{layer}"),
-                    None,
-                );
-            }
-        }
-    }
+    let mut denoiser = TargetComponent::denoiser("transformer", &layout(transformer), XLABS, "");
+    // XLabs' processors of single blocks have the first rows of a layer that is fused.
     let projections = 3 * transformer.width();
     for i in 0..transformer.num_single_layers {
-        let processor = format!("single_blocks.{i}.processor");
-        denoiser.alias(
-            &format!("{processor}.qkv_lora"),
+        denoiser.alias_of_first_rows(
+            &format!("single_blocks.{i}.processor.qkv_lora"),
             &format!("single_blocks.{i}.linear1"),
-            Some(projections),
-        );
-        denoiser.alias(
-            &format!("{processor}.proj_lora"),
-            &format!("single_blocks.{i}.linear2"),
-            None,
+            projections,
         );
     }
     let clip = whole(clip.tensor_shapes(&|name| components.has_tensor("text_encoder", name)));

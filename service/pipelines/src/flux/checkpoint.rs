@@ -12,7 +12,7 @@
 use std::path::Path;
 
 use super::config::TransformerConfig;
-use super::layout::layout;
+use super::layout::{NAMES, layout};
 use crate::ModelError;
 use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
 use crate::files::damaged;
@@ -46,7 +46,8 @@ pub(super) enum FluxNaming {
 impl checkpoint::Naming for FluxNaming {
     fn marks(self) -> &'static [&'static str] {
         match self {
-            FluxNaming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0."],
+            // HunyuanVideo has blocks of the same names, and convolves its input.
+            FluxNaming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0.", "img_in.weight"],
             FluxNaming::Diffusers => &[
                 "transformer_blocks.0.",
                 "single_transformer_blocks.0.",
@@ -62,6 +63,7 @@ pub(super) const MARKS: Marks<FluxNaming> = Marks {
     class_prefix: "Flux",
     pipelines: &PIPELINES,
     namings: &[FluxNaming::Bfl, FluxNaming::Diffusers],
+    names: NAMES,
     unused: None,
     sidecar_keys: &[],
 };
@@ -99,7 +101,7 @@ pub(super) fn config_of_single_file(
             "txt_in.weight",
             "vector_in.in_layer.weight",
             "guidance_in.in_layer.weight",
-            "double_blocks.0.img_attn.norm.query_norm.scale",
+            "double_blocks.0.img_attn.norm.query_norm.weight",
             "final_layer.linear.weight",
             "double_blocks",
             "single_blocks",

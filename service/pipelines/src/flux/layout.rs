@@ -3,7 +3,7 @@
 //! feed-forwards, and has shift before scale in its last layer.
 
 use super::config::TransformerConfig;
-use crate::checkpoint::TensorSpec;
+use crate::checkpoint::{LayerNames, TensorSpec};
 use crate::mmdit::{BlockNames, Layout, SingleNames, StreamNames};
 
 /// Names of the blocks in a single file of Black Forest Labs.
@@ -12,23 +12,38 @@ const BFL: BlockNames = BlockNames {
         StreamNames {
             modulation: "img_mod.lin",
             projections: "img_attn.qkv",
-            norms: ["img_attn.norm.query_norm.scale", "img_attn.norm.key_norm.scale"],
+            norms: ["img_attn.norm.query_norm.weight", "img_attn.norm.key_norm.weight"],
             output: "img_attn.proj",
             feed_forward: ["img_mlp.0", "img_mlp.2"],
         },
         StreamNames {
             modulation: "txt_mod.lin",
             projections: "txt_attn.qkv",
-            norms: ["txt_attn.norm.query_norm.scale", "txt_attn.norm.key_norm.scale"],
+            norms: ["txt_attn.norm.query_norm.weight", "txt_attn.norm.key_norm.weight"],
             output: "txt_attn.proj",
             feed_forward: ["txt_mlp.0", "txt_mlp.2"],
         },
     ],
     single: SingleNames {
         modulation: "modulation.lin",
-        norms: ["norm.query_norm.scale", "norm.key_norm.scale"],
+        norms: ["norm.query_norm.weight", "norm.key_norm.weight"],
     },
 };
+
+/// Further names of the layers in single files: programs differ in the names of norms alone.
+pub(super) const NAMES: LayerNames = LayerNames(&[]);
+
+/// What XLabs' adapters call the layers: processors of attention, 1 the picture's and 2 the text's.
+pub(super) const XLABS: LayerNames = LayerNames(&[
+    ("img_attn.qkv", &["processor.qkv_lora1"]),
+    ("img_attn.proj", &["processor.proj_lora1"]),
+    ("txt_attn.qkv", &["processor.qkv_lora2"]),
+    ("txt_attn.proj", &["processor.proj_lora2"]),
+    (
+        "single_blocks.*.linear2",
+        &["single_blocks.*.processor.proj_lora"],
+    ),
+]);
 
 /// All tensors of a transformer of this configuration.
 pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {

@@ -25,3 +25,15 @@ pub use model::{Flux, FluxModel};
 pub use positions::{positions, rotations};
 pub use stages::{POOLED, SEQUENCE, Stage};
 pub use transformer::{Conditioning, Prompted, StepBuffers, Transformer, denoise_scratch, pack, unpack};
+
+/// The further names of the transformer's layers, those in adapters of XLabs, and its tensors.
+#[cfg(test)]
+pub(crate) fn names_and_layout(
+    config: &TransformerConfig,
+) -> (
+    crate::checkpoint::LayerNames,
+    crate::checkpoint::LayerNames,
+    Vec<crate::checkpoint::TensorSpec>,
+) {
+    (layout::NAMES, layout::XLABS, layout::layout(config))
+}

@@ -41,6 +41,10 @@ impl Family for Flux {
         FAMILY
     }
 
+    fn title(&self) -> Option<&'static str> {
+        Some("FLUX.1")
+    }
+
     fn pipelines(&self) -> &'static [&'static str] {
         &PIPELINES
     }
@@ -49,8 +53,8 @@ impl Family for Flux {
         &FOLDERS
     }
 
-    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
-        MARKS.naming_of(has).is_some()
+    fn is_transformer_file(&self, names: &[&str]) -> bool {
+        MARKS.naming_of(names).is_some()
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {

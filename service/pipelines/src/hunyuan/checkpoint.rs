@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use super::config::TransformerConfig;
-use super::layout::layout;
+use super::layout::{NAMES, layout};
 use crate::ModelError;
 use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
 use crate::files::damaged;
@@ -71,6 +71,7 @@ pub(super) const MARKS: Marks<HunyuanNaming> = Marks {
     class_prefix: "HunyuanVideo",
     pipelines: &PIPELINES,
     namings: &[HunyuanNaming::Tencent, HunyuanNaming::Diffusers],
+    names: NAMES,
     unused: None,
     sidecar_keys: &["image_encoder", "sampling_order"],
 };

@@ -4,7 +4,7 @@
 
 use super::config::TransformerConfig;
 use super::patches::{FULL, HALF, Patch, QUARTER};
-use crate::checkpoint::TensorSpec;
+use crate::checkpoint::{LayerNames, TensorSpec};
 use crate::mmdit::{BlockNames, Layout, SINUSOIDS, SingleNames, StreamNames};
 
 /// Names of the blocks in a single file of Tencent's.
@@ -30,6 +30,45 @@ const TENCENT: BlockNames = BlockNames {
         norms: ["q_norm.weight", "k_norm.weight"],
     },
 };
+
+/// Names of the layers in files that ComfyUI wrote, whose blocks are FLUX's.
+pub(super) const NAMES: LayerNames = LayerNames(&[
+    ("img_attn_qkv", &["img_attn.qkv"]),
+    ("img_attn_proj", &["img_attn.proj"]),
+    ("img_attn_q_norm", &["img_attn.norm.query_norm"]),
+    ("img_attn_k_norm", &["img_attn.norm.key_norm"]),
+    ("img_mlp.fc1", &["img_mlp.0"]),
+    ("img_mlp.fc2", &["img_mlp.2"]),
+    ("img_mod.linear", &["img_mod.lin"]),
+    ("txt_attn_qkv", &["txt_attn.qkv"]),
+    ("txt_attn_proj", &["txt_attn.proj"]),
+    ("txt_attn_q_norm", &["txt_attn.norm.query_norm"]),
+    ("txt_attn_k_norm", &["txt_attn.norm.key_norm"]),
+    ("txt_mlp.fc1", &["txt_mlp.0"]),
+    ("txt_mlp.fc2", &["txt_mlp.2"]),
+    ("txt_mod.linear", &["txt_mod.lin"]),
+    ("single_blocks.*.q_norm", &["single_blocks.*.norm.query_norm"]),
+    ("single_blocks.*.k_norm", &["single_blocks.*.norm.key_norm"]),
+    ("modulation.linear", &["modulation.lin"]),
+    ("self_attn_qkv", &["self_attn.qkv"]),
+    ("self_attn_proj", &["self_attn.proj"]),
+    (
+        "individual_token_refiner.blocks.*.mlp.fc1",
+        &["individual_token_refiner.blocks.*.mlp.0"],
+    ),
+    (
+        "individual_token_refiner.blocks.*.mlp.fc2",
+        &["individual_token_refiner.blocks.*.mlp.2"],
+    ),
+    ("t_embedder.mlp.0", &["t_embedder.in_layer"]),
+    ("t_embedder.mlp.2", &["t_embedder.out_layer"]),
+    ("c_embedder.linear_1", &["c_embedder.in_layer"]),
+    ("c_embedder.linear_2", &["c_embedder.out_layer"]),
+    ("time_in.mlp.0", &["time_in.in_layer"]),
+    ("time_in.mlp.2", &["time_in.out_layer"]),
+    ("guidance_in.mlp.0", &["guidance_in.in_layer"]),
+    ("guidance_in.mlp.2", &["guidance_in.out_layer"]),
+]);
 
 /// All tensors of a transformer of this configuration.
 pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {

@@ -23,3 +23,11 @@ mod transformer;
 
 pub use config::TransformerConfig;
 pub use model::{Hunyuan, HunyuanModel};
+
+/// The further names of the transformer's layers, and its tensors.
+#[cfg(test)]
+pub(crate) fn names_and_layout(
+    config: &TransformerConfig,
+) -> (crate::checkpoint::LayerNames, Vec<crate::checkpoint::TensorSpec>) {
+    (layout::NAMES, layout::layout(config))
+}

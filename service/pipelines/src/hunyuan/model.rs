@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::checkpoint::{MARKS, PARTS, PIPELINES, folders_of};
 use super::config::TransformerConfig;
-use super::layout::layout;
+use super::layout::{NAMES, layout};
 use super::places::TRANSFORMERS;
 use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
@@ -50,6 +50,10 @@ impl Family for Hunyuan {
         FAMILY
     }
 
+    fn title(&self) -> Option<&'static str> {
+        Some("HunyuanVideo and FramePack")
+    }
+
     fn pipelines(&self) -> &'static [&'static str] {
         &PIPELINES
     }
@@ -66,8 +70,8 @@ impl Family for Hunyuan {
         &TRANSFORMERS
     }
 
-    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
-        MARKS.naming_of(has).is_some()
+    fn is_transformer_file(&self, names: &[&str]) -> bool {
+        MARKS.naming_of(names).is_some()
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
@@ -189,7 +193,12 @@ impl HunyuanModel {
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
     pub fn adapted(&self, files: &[AdapterFile]) -> Result<HunyuanModel, ModelError> {
-        let targets = [TargetComponent::denoiser(TRANSFORMER, &layout(&self.transformer))];
+        let targets = [TargetComponent::denoiser(
+            TRANSFORMER,
+            &layout(&self.transformer),
+            NAMES,
+            "",
+        )];
         let mut adapted = self.clone();
         adapted.parts.adapters =
             AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts.components)?;

@@ -7,7 +7,7 @@
 
 mod llama;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use super::shared::Shared;
 use crate::family::ModelError;
-use crate::files::{damaged, read_json, read_text};
+use crate::files::{damaged, incomplete, read_json, read_text};
 
 pub use llama::{LlamaTokenizer, TemplatedIds};
 
@@ -325,8 +325,8 @@ impl BpeFiles {
             return Err(damaged(&words_file, "it has no words"));
         }
         Ok(BpeFiles {
+            merges: read_merges(&merges_file, &ids)?,
             vocabulary: json!(ids),
-            merges: read_merges(&merges_file)?,
             added: Value::Null,
             template: Value::Null,
             words_file,
@@ -481,11 +481,23 @@ fn id_of(file: &Path, tokenizer: &Tokenizer, token: &str) -> Result<u32, ModelEr
         .ok_or_else(|| damaged(file, format!("the vocabulary has no {token:?}")))
 }
 
-/// Parses `merges.txt`: a pair per line, the most frequent first; the first line may contain a version.
-fn read_merges(path: &Path) -> Result<Value, ModelError> {
+/// Parses `merges.txt`: a pair per line, the most frequent first; the first line may contain a version. Every word of the
+/// vocabulary that is longer than a letter must be made by a pair: a file that was cut off would give other tokens.
+fn read_merges(path: &Path, vocabulary: &BTreeMap<String, u32>) -> Result<Value, ModelError> {
     let text = read_text(path)?;
-    let lines = text
+    let lines: Vec<&str> = text
         .lines()
-        .filter(|line| !line.starts_with("#version") && !line.is_empty());
-    Ok(lines.collect())
+        .filter(|line| !line.starts_with("#version") && !line.is_empty())
+        .collect();
+    let made: BTreeSet<String> = lines.iter().map(|line| line.replacen(' ', "", 1)).collect();
+    let is_letter = |word: &str| word.strip_suffix("</w>").unwrap_or(word).chars().count() <= 1;
+    let is_special = |word: &str| word.starts_with('<') && word.ends_with('>');
+    let unmade = |word: &&String| !is_letter(word) && !is_special(word) && !made.contains(*word);
+    match vocabulary.keys().find(unmade) {
+        Some(word) => Err(incomplete(
+            path,
+            format!("no pair makes {word:?}, a word of the vocabulary: was it cut off? Download it again"),
+        )),
+        None => Ok(lines.into()),
+    }
 }

@@ -9,7 +9,7 @@
 use std::path::Path;
 
 use super::config::TransformerConfig;
-use super::layout::{PATCH_IN, UNUSED, layout};
+use super::layout::{NAMES, PATCH_IN, UNUSED, layout};
 use crate::ModelError;
 use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
 use crate::files::damaged;
@@ -43,6 +43,7 @@ pub(super) const MARKS: Marks<ZImageNaming> = Marks {
     class_prefix: "ZImage",
     pipelines: &PIPELINES,
     namings: &[ZImageNaming::Own, ZImageNaming::Diffusers],
+    names: NAMES,
     unused: Some(UNUSED),
     sidecar_keys: &[],
 };
@@ -75,7 +76,7 @@ pub(super) fn config_of_single_file(
         ZImageNaming::Own => ["x_embedder.weight", "layers.0.attention.q_norm.weight"],
         ZImageNaming::Diffusers => ["all_x_embedder.2-1.weight", "layers.0.attention.norm_q.weight"],
     };
-    let sides = |name: &str| match *checkpoint.tensor(name)?.shape {
+    let sides = |name: &str| match *checkpoint.tensor(name)?.with_ones_of(&[2, 2]).shape {
         [rows, columns] => Ok((rows, columns)),
         _ => Err(damaged(path, format!("tensor {name} is no matrix"))),
     };

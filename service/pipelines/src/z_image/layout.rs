@@ -3,7 +3,7 @@
 
 use super::config::TransformerConfig;
 use super::transformer::SINUSOIDS;
-use crate::checkpoint::{Rows, TensorSpec};
+use crate::checkpoint::{LayerNames, Rows, TensorSpec};
 
 /// In diffusers the first and the last layers are named by patch size: two by two, one in time.
 pub(super) const PATCH_IN: &str = "all_x_embedder.2-1";
@@ -12,6 +12,9 @@ pub(super) const LAST: &str = "all_final_layer.2-1";
 /// The single file has one patch size.
 const SINGLE_PATCH_IN: &str = "x_embedder";
 const SINGLE_LAST: &str = "final_layer";
+
+/// Further names of its layers: all programs have its own names, or diffusers'.
+pub(super) const NAMES: LayerNames = LayerNames(&[]);
 
 /// A tensor of the published single file that no version of the model uses.
 pub(super) const UNUSED: &str = "norm_final.weight";

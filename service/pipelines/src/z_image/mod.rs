@@ -22,3 +22,11 @@ pub use positions::{Lengths, positions, rotations};
 pub use transformer::{
     Conditioning, StepBuffers, Transformer, denoise_scratch, latent_of, patches_of, times,
 };
+
+/// The further names of the transformer's layers, and its tensors.
+#[cfg(test)]
+pub(crate) fn names_and_layout(
+    config: &TransformerConfig,
+) -> (crate::checkpoint::LayerNames, Vec<crate::checkpoint::TensorSpec>) {
+    (layout::NAMES, layout::layout(config))
+}

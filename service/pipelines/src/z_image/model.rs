@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
-use super::layout::layout;
+use super::layout::{NAMES, layout};
 use super::positions::Lengths;
 use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
 use super::transformer::{denoise_scratch, is_modulator};
@@ -42,6 +42,10 @@ impl Family for ZImage {
         FAMILY
     }
 
+    fn title(&self) -> Option<&'static str> {
+        Some("Z-Image")
+    }
+
     fn pipelines(&self) -> &'static [&'static str] {
         &PIPELINES
     }
@@ -50,8 +54,8 @@ impl Family for ZImage {
         &FOLDERS
     }
 
-    fn is_transformer_file(&self, has: &dyn Fn(&str) -> bool) -> bool {
-        MARKS.naming_of(has).is_some()
+    fn is_transformer_file(&self, names: &[&str]) -> bool {
+        MARKS.naming_of(names).is_some()
     }
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
@@ -93,7 +97,12 @@ impl ZImageModel {
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
     pub fn adapted(&self, files: &[AdapterFile]) -> Result<ZImageModel, ModelError> {
-        let targets = [TargetComponent::denoiser(TRANSFORMER, &layout(&self.transformer))];
+        let targets = [TargetComponent::denoiser(
+            TRANSFORMER,
+            &layout(&self.transformer),
+            NAMES,
+            "",
+        )];
         let mut adapted = self.clone();
         adapted.parts.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.parts.components)?;
         Ok(adapted)

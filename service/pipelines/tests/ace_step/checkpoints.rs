@@ -123,17 +123,39 @@ fn a_single_file_for_comfyui_takes_its_companions_beside_it() {
     std::fs::create_dir(&models).expect("a folder");
     let file = models.join("acestep_v1.5_turbo.safetensors");
     let all = authors_tensors();
-    let all: HashMap<String, Tensor> = all
-        .into_iter()
-        .map(|(name, tensor)| (format!("model.diffusion_model.{name}"), tensor))
-        .collect();
-    candle_core::safetensors::save(&all, &file).expect("a file");
+    let write = |rename: &dyn Fn(&str) -> String| {
+        let all = all.iter().map(|(name, tensor)| (rename(name), tensor.clone()));
+        candle_core::safetensors::save(&all.collect::<HashMap<_, _>>(), &file).expect("a file");
+    };
+    write(&|name| format!("model.diffusion_model.{name}"));
     write_companions(root.path(), &models.join("silence_latent.pt"));
     let model = catalogue().open(&file, &F32).expect("a sound model");
     assert_eq!(model.defaults().steps, 8, "its name says turbo");
     // Windows of 128 are those of the published models: here all layers see everything.
     let opened = OpenModel::of(model);
-    let latent = on_cpu(&cover(&opened)["latent"]);
+    let expected = cover(&opened)["latent"].clone();
+    // Under the names of other programs it is the same.
+    let in_diffusers = |name: &str| {
+        name.replace(".q_proj.", ".to_q.")
+            .replace(".o_proj.", ".to_out.0.")
+            .replace(".k_norm.weight", ".norm_k.scale")
+            .replace("proj_in.1.", "proj_in_conv.")
+    };
+    let under = |prefix: &'static str| move |name: &str| format!("{prefix}{name}");
+    let renamings: [&dyn Fn(&str) -> String; 4] = [
+        &in_diffusers,
+        &under("diffusion_model."),
+        &under("module."),
+        &under("model._orig_mod."),
+    ];
+    for rename in renamings {
+        write(rename);
+        let found = cover(&OpenModel::of(
+            catalogue().open(&file, &F32).expect("a sound model"),
+        ));
+        assert_eq!(found["latent"], expected);
+    }
+    let latent = on_cpu(&expected);
     let finite = latent.abs().and_then(|latent| latent.max_all());
     assert!(finite.and_then(|most| most.to_scalar::<f32>()).expect("a number") < 100.0);
 }

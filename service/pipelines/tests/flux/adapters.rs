@@ -403,7 +403,13 @@ fn files_that_are_no_adapter_of_the_model_are_refused_by_name() {
     );
     assert!(unsupported("diff.safetensors").starts_with("a difference"));
     unsupported("bfl-control.safetensors");
-    for name in ["wan", "sdxl-kohya", "vae"] {
+    let vae = refusal("vae.safetensors");
+    assert!(
+        vae.to_string()
+            .starts_with("it is no LoRA: it is the autoencoder"),
+        "{vae}"
+    );
+    for name in ["wan", "sdxl-kohya"] {
         let error = refusal(&format!("{name}.safetensors"));
         assert!(
             matches!(error, AdapterError::OtherFamily { .. }),

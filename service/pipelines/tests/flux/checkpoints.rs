@@ -120,7 +120,7 @@ fn a_single_file_with_prefixed_names_and_other_tensors_is_read() {
 }
 
 /// Splits the transformer of a copy into two shards with an index.
-fn shard(folder: &Path) -> PathBuf {
+pub(crate) fn shard(folder: &Path) -> PathBuf {
     let whole = folder.join(WEIGHTS);
     let tensors: BTreeMap<String, Tensor> = candle_core::safetensors::load(&whole, &candle_core::Device::Cpu)
         .expect("tensors")
@@ -168,10 +168,62 @@ fn sharded_files_are_one_component() {
         std::fs::write(&index, sound.replace(from, to)).expect("the index");
         let result = try_open(folder.path());
         assert!(
-            matches!(result, Err(ModelError::Damaged { .. })),
+            matches!(
+                result,
+                Err(ModelError::Damaged { .. } | ModelError::Incomplete { .. })
+            ),
             "{to}: {:?}",
             result.err()
         );
+    }
+}
+
+#[test]
+fn of_two_sets_of_weights_the_index_counts_or_neither() {
+    let folder = copy_of(&["flux-tiny"]);
+    let index = shard(folder.path());
+    let sound = std::fs::read_to_string(&index).expect("the index");
+    // An older file of the same weights, negated, beside the shards: diffusers takes the shards.
+    let stray = tensors(&format!("flux-tiny/{WEIGHTS}"));
+    let stray: HashMap<String, Tensor> = stray
+        .into_iter()
+        .map(|(name, tensor)| (name, tensor.neg().expect("a tensor")))
+        .collect();
+    candle_core::safetensors::save(&stray, folder.path().join(WEIGHTS)).expect("a file");
+    assert_tensors(&open(folder.path()), &tensors(&format!("flux-tiny/{WEIGHTS}")));
+    // Transformers takes the single file, so of its weights there must be one kind.
+    let text = folder.path().join("text_encoder_2/model.safetensors.index.json");
+    std::fs::write(&text, sound).expect("an index");
+    let refused = try_open(folder.path());
+    let Err(ModelError::Unsupported { problem, .. }) = refused else {
+        panic!("{:?}", refused.err())
+    };
+    assert!(problem.contains("two sets of weights"), "{problem}");
+}
+
+#[test]
+fn weights_that_are_not_read_are_told_and_variants_alone_are_read() {
+    let weights = "transformer/diffusion_pytorch_model";
+    let of = |ending: &str| {
+        let folder = copy_of(&["flux-tiny"]);
+        let to = folder.path().join(format!("{weights}.{ending}"));
+        std::fs::rename(folder.path().join(WEIGHTS), to).expect("a file");
+        try_open(folder.path())
+    };
+    for variant in ["fp16.safetensors", "bf16.safetensors"] {
+        assert!(matches!(of(variant), Ok(Some(_))), "{variant}");
+    }
+    for (ending, told) in [
+        ("bin", "its weights are in diffusion_pytorch_model.bin"),
+        ("safetensors.incomplete", "has not ended"),
+        (
+            "ema.safetensors",
+            "it has diffusion_pytorch_model.ema.safetensors",
+        ),
+        ("txt", "its weights are missing"),
+    ] {
+        let error = of(ending).map(|_| ()).expect_err("no weights").to_string();
+        assert!(error.contains(told) && !error.contains("damaged"), "{error}");
     }
 }
 
@@ -199,7 +251,8 @@ fn damaged_files_are_named() {
             let folder = copy_of(&["flux-tiny"]);
             spoil(&folder.path().join(file));
             let result = try_open(folder.path());
-            let Err(ModelError::Damaged { path, .. }) = &result else {
+            let (Err(ModelError::Damaged { path, .. }) | Err(ModelError::Incomplete { path, .. })) = &result
+            else {
                 panic!("{file}: {:?}", result.err())
             };
             let component = file.split('/').next().expect("a folder");
@@ -215,7 +268,7 @@ fn damaged_files_are_named() {
         let folder = copy_of(&["flux-tiny"]);
         std::fs::write(folder.path().join(file), "{").expect("a file");
         assert!(
-            matches!(try_open(folder.path()), Err(ModelError::Damaged { .. })),
+            matches!(try_open(folder.path()), Err(ModelError::Incomplete { .. })),
             "{file}"
         );
     }
@@ -330,6 +383,14 @@ fn other_paths_are_not_recognized() {
     );
     assert!(matches!(try_open(empty.path()), Ok(None)));
     let catalogue = Catalogue::new(vec![Box::new(Flux)]);
+    assert!(matches!(
+        catalogue.open(empty.path(), &F32),
+        Err(ModelError::Unsupported { problem, .. }) if problem.starts_with("it is Wan")
+    ));
+    write_json(
+        &empty.path().join("model_index.json"),
+        serde_json::json!({"_class_name": "NobodysPipeline"}),
+    );
     assert!(matches!(
         catalogue.open(empty.path(), &F32),
         Err(ModelError::NotAPipeline { .. })

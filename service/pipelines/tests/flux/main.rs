@@ -7,6 +7,7 @@ mod adapters;
 mod checkpoints;
 mod components;
 mod controls;
+mod cut_off;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
 mod edits;

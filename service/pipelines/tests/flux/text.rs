@@ -469,13 +469,13 @@ fn damaged_tokenizers_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let error = ClipTokenizer::open(folder.path()).unwrap_err();
     assert!(
-        matches!(&error, ModelError::Damaged { path, .. } if path.ends_with("vocab.json")),
+        matches!(&error, ModelError::Incomplete { path, .. } if path.ends_with("vocab.json")),
         "{error}"
     );
     std::fs::write(folder.path().join("tokenizer.json"), "{\"model\": {}").unwrap();
     let error = T5Tokenizer::open(folder.path()).unwrap_err();
     assert!(
-        matches!(&error, ModelError::Damaged { path, .. } if path.ends_with("tokenizer.json")),
+        matches!(&error, ModelError::Incomplete { path, .. } if path.ends_with("tokenizer.json")),
         "{error}"
     );
     std::fs::write(

@@ -27,11 +27,11 @@ fn a_truncated_or_missing_shard_is_refused() {
     for kept in [bytes.len() - 1, 100, 4, 0] {
         std::fs::write(&shard, &bytes[..kept]).expect("a file");
         let error = says(&folder, &["00002-of-00002"]);
-        assert!(matches!(error, ModelError::Damaged { .. }), "{error}");
+        assert!(matches!(error, ModelError::Incomplete { .. }), "{error}");
     }
     std::fs::remove_file(&shard).expect("a file");
     let error = says(&folder, &["00002-of-00002"]);
-    assert!(matches!(error, ModelError::Damaged { .. }), "{error}");
+    assert!(matches!(error, ModelError::Incomplete { .. }), "{error}");
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn missing_parts_are_named() {
         let whole = section_folder(false);
         std::fs::remove_dir_all(whole.path().join(part)).expect("a folder");
         let error = says(whole.path(), &[part]);
-        assert!(matches!(error, ModelError::Damaged { .. }), "{error}");
+        assert!(matches!(error, ModelError::Incomplete { .. }), "{error}");
     }
     let root = TempDir::new().expect("a folder");
     let file = root.path().join("hunyuan.safetensors");

@@ -213,6 +213,7 @@ impl Core {
                     capacity: ledger.total(),
                     holders: ledger.holders(),
                     fallbacks: less_of(bytes - short),
+                    smallest: None,
                 })))
             }
             Answer::Trimmed(_) => Err(Error::Internal(

@@ -9,9 +9,10 @@ use residency::{Bytes, ComponentId, Policy};
 use tokio::time::Instant;
 
 use super::Core;
-use crate::error::{CancelledBy, Error};
-use crate::job::{JobEvent, JobEventKind, JobId, JobReport, JobSpec, JobWork, Latent};
+use crate::error::{CancelledBy, Error, JobBound};
+use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobSpec, JobWork, Latent};
 use crate::library::{Entry, OpenModel};
+use crate::queue::Settings;
 use crate::queue::core::Effect;
 use crate::queue::latents::shapes_of;
 use crate::queue::listener::{Joined, Mailbox, Unread};
@@ -22,6 +23,9 @@ use crate::queue::report::{JobInfo, PlanReport};
 use crate::queue::request::{OpenModels, Submission};
 use crate::queue::steps::{Steps, decodable, steps_of, steps_of_load};
 use crate::queue::swap::Swap;
+
+/// The part of the places that is kept for addresses without jobs: an eighth.
+const KEPT_PART: usize = 8;
 
 impl Core {
     pub(in crate::queue) fn submit(&mut self, submission: Submission, now: Instant) -> Result<Joined, Error> {
@@ -42,11 +46,7 @@ impl Core {
                 return self.join_ended(&submission.spec);
             }
         }
-        if self.jobs.len() >= self.settings.max_jobs {
-            return Err(Error::QueueFull {
-                limit: self.settings.max_jobs,
-            });
-        }
+        self.check_places(&submission.spec.options)?;
         if matches!(&submission.spec.work, JobWork::Run(run) if run.request.lacks_media_data()) {
             let problem = "a request came without the data of its media, and can only be planned";
             return Err(Error::Internal(problem.to_owned()));
@@ -121,7 +121,49 @@ impl Core {
         self.replan = true;
     }
 
-    /// A job is refused whose init images no worker can be sent, and while the init images of those before it leave no room for its own.
+    /// Places of the queue are shared before fair shares begin: a client and an address have so many at the most, and the last
+    /// places are for addresses that have none. A transport without addresses has clients alone.
+    fn check_places(&self, options: &JobOptions) -> Result<(), Error> {
+        let Settings {
+            max_jobs,
+            max_jobs_per_client,
+            ..
+        } = self.settings;
+        if self.jobs.len() >= max_jobs {
+            return Err(Error::QueueFull { limit: max_jobs });
+        }
+        let places = max_jobs / KEPT_PART;
+        let shared = max_jobs - places;
+        let (client, address) = (&options.client, &options.account);
+        let own = self.count(|others| others.client == *client);
+        if own >= max_jobs_per_client {
+            return Err(Error::TooManyJobs(JobBound::Client {
+                client: client.clone(),
+                limit: max_jobs_per_client,
+            }));
+        }
+        let of_address = match address.is_empty() {
+            true => own,
+            false => self.count(|others| others.account == *address),
+        };
+        if places > 0 && of_address >= shared && !address.is_empty() {
+            return Err(Error::TooManyJobs(JobBound::Address {
+                address: address.clone(),
+                limit: shared,
+            }));
+        }
+        if self.jobs.len() >= shared && of_address > 0 {
+            return Err(Error::TooManyJobs(JobBound::Kept { places }));
+        }
+        Ok(())
+    }
+
+    fn count(&self, are_meant: impl Fn(&JobOptions) -> bool) -> usize {
+        self.jobs.values().filter(|job| are_meant(&job.options)).count()
+    }
+
+    /// A job is refused whose init images no worker can be sent, and while the init images of those before it leave no room for
+    /// its own.
     fn check_input_bytes(&self, work: &JobWork) -> Result<(), Error> {
         let (own, others) = (input_bytes(work), self.jobs.values());
         let most = self.settings.job_input_bytes;

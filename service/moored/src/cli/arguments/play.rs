@@ -10,7 +10,7 @@ use super::{Formats, Generate, JobSettings, MediumChoice, OutputArguments, Promp
 pub(in crate::cli) struct Play {
     /// The prompt: style, instruments, mood; read from standard input when it is left out or "-"
     pub(in crate::cli) prompt: Option<String>,
-    /// The model [default: the service's]
+    /// A model of the service, a short name, or OWNER/NAME [default: the service's for pictures, films or music]
     #[arg(short, long, value_name = "ID")]
     pub(in crate::cli) model: Option<String>,
     /// Download the model if it is missing, without asking

@@ -183,7 +183,7 @@ impl AskedTrack {
         {
             return Err(invalid(
                 INIT_MEDIA,
-                "GenerateAudio needs a track, and that is none",
+                "is not a track, from which alone music can start",
             ));
         }
         audio.task = self.task(source.as_ref())?;

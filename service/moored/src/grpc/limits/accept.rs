@@ -13,7 +13,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, Sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use super::budget::{Budget, Taken};
+use super::budget::client_at;
+use super::entrance::{Entrance, Place};
 
 /// Pause before the next attempt when the system has no descriptor or memory for a connection.
 const PAUSE: Duration = Duration::from_millis(250);
@@ -24,11 +25,19 @@ const HANDSHAKE_BYTES: usize = 24 + 9;
 
 pub(in crate::grpc) type Connections = Pin<Box<dyn Stream<Item = io::Result<LimitedConnection>> + Send>>;
 
+/// What a connection must have done soon.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Handshake {
+    pub(super) limit: Duration,
+    /// Whether that is a call that counts, too, and not the beginning of HTTP/2 alone.
+    pub(super) needs_call: bool,
+}
+
 /// The connections of a listener; the stream never ends.
 pub(in crate::grpc) fn accepted(
     listener: TcpListener,
-    bound: Arc<Budget>,
-    handshake: Duration,
+    entrance: Arc<Entrance>,
+    handshake: Handshake,
 ) -> Connections {
     Box::pin(async_stream::stream! {
         let (mut full, mut out) = (LogInterval::default(), LogInterval::default());
@@ -44,12 +53,11 @@ pub(in crate::grpc) fn accepted(
                     continue;
                 }
             };
-            match bound.take(Some(address.ip()), 1) {
-                Ok(taken) => yield Ok(LimitedConnection::new(stream, address, handshake, taken)),
-                Err(_) => if full.allow() {
-                    tracing::warn!(client = %address.ip(), "a connection was closed: there are as many as limits.connections allows");
-                }
+            let (place, left) = entrance.enter(client_at(address));
+            if let Some(Some(client)) = left && full.allow() {
+                tracing::warn!(%client, "a connection without a call was closed to make room for a new one: a quarter of limits.connections is for those");
             }
+            yield Ok(LimitedConnection::new(stream, address, handshake, place));
         }
     })
 }
@@ -78,45 +86,83 @@ impl LogInterval {
     }
 }
 
-/// A connection that counts against the bound, and is closed when its HTTP/2 handshake takes too long.
+/// A connection that has a place, and is closed when its handshake takes too long or its place is another's.
 #[derive(Debug)]
 pub(in crate::grpc) struct LimitedConnection<S = TcpStream> {
     stream: S,
-    info: TcpConnectInfo,
+    info: ConnectionInfo,
+    handshake: Handshake,
     /// Deadline of the handshake; `None` once it has come.
     deadline: Option<Pin<Box<Sleep>>>,
     missing: usize,
-    _taken: Taken,
+}
+
+/// What the calls of a connection know of it.
+#[derive(Clone, Debug)]
+pub(in crate::grpc) struct ConnectionInfo {
+    pub(super) tcp: TcpConnectInfo,
+    pub(super) place: Arc<Place>,
 }
 
 impl LimitedConnection {
-    fn new(stream: TcpStream, address: SocketAddr, handshake: Duration, taken: Taken) -> LimitedConnection {
+    fn new(
+        stream: TcpStream,
+        address: SocketAddr,
+        handshake: Handshake,
+        place: Arc<Place>,
+    ) -> LimitedConnection {
         // Without it every small answer waits 40 ms for an acknowledgement. An error means that the connection is closed.
         let _ = stream.set_nodelay(true);
-        let info = TcpConnectInfo {
+        let tcp = TcpConnectInfo {
             local_addr: stream.local_addr().ok(),
             remote_addr: Some(address),
         };
-        LimitedConnection::over(stream, info, handshake, taken)
+        LimitedConnection::over(stream, ConnectionInfo { tcp, place }, handshake)
     }
 }
 
 impl<S> LimitedConnection<S> {
-    fn over(stream: S, info: TcpConnectInfo, handshake: Duration, taken: Taken) -> LimitedConnection<S> {
+    fn over(stream: S, info: ConnectionInfo, handshake: Handshake) -> LimitedConnection<S> {
         LimitedConnection {
             stream,
             info,
-            deadline: Some(Box::pin(tokio::time::sleep(handshake))),
+            handshake,
+            deadline: Some(Box::pin(tokio::time::sleep(handshake.limit))),
             missing: HANDSHAKE_BYTES,
-            _taken: taken,
         }
+    }
+
+    /// Why the connection must end now, if it must.
+    fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
+        if self.info.place.poll_closed(context.waker()) {
+            let problem = "another connection has its place: it made no call that counts";
+            return Poll::Ready(io::Error::new(io::ErrorKind::ConnectionAborted, problem));
+        }
+        let (needs_call, is_known) = (self.handshake.needs_call, self.info.place.is_known());
+        if self.missing == 0 && (is_known || !needs_call) {
+            self.deadline = None;
+        }
+        let Some(deadline) = &mut self.deadline else {
+            return Poll::Pending;
+        };
+        while deadline.as_mut().poll(context).is_ready() {
+            if self.missing > 0 || !self.info.place.is_in_use() {
+                let problem = match self.missing {
+                    0 => "the client made no call with the token",
+                    _ => "the client sent no HTTP/2 preface",
+                };
+                return Poll::Ready(io::Error::new(io::ErrorKind::TimedOut, problem));
+            }
+            deadline.as_mut().reset(Instant::now() + self.handshake.limit);
+        }
+        Poll::Pending
     }
 }
 
 impl<S> Connected for LimitedConnection<S> {
-    type ConnectInfo = TcpConnectInfo;
+    type ConnectInfo = ConnectionInfo;
 
-    fn connect_info(&self) -> TcpConnectInfo {
+    fn connect_info(&self) -> ConnectionInfo {
         self.info.clone()
     }
 }
@@ -127,29 +173,27 @@ impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        // Also while the client keeps sending: frames without a call are no calls.
+        if let Poll::Ready(end) = self.poll_end(context) {
+            return Poll::Ready(Err(end));
+        }
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
-        let Some(deadline) = &mut self.deadline else {
-            return read;
-        };
-        if read.is_pending() {
-            let late = || io::Error::new(io::ErrorKind::TimedOut, "the client sent no HTTP/2 preface");
-            return deadline.as_mut().poll(context).map(|()| Err(late()));
-        }
         self.missing = self.missing.saturating_sub(buffer.filled().len() - before);
-        if self.missing == 0 {
-            self.deadline = None;
-        }
         read
     }
 }
 
+/// A client that does not read ends too, which only writing shows.
 impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(end) = self.poll_end(context) {
+            return Poll::Ready(Err(end));
+        }
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
@@ -158,6 +202,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
         context: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(end) = self.poll_end(context) {
+            return Poll::Ready(Err(end));
+        }
         Pin::new(&mut self.stream).poll_write_vectored(context, slices)
     }
 
@@ -180,28 +227,44 @@ mod tests {
 
     use super::*;
 
+    use crate::grpc::limits::Budget;
+
     const LIMIT: Duration = Duration::from_secs(10);
+    const OPEN: Handshake = Handshake {
+        limit: LIMIT,
+        needs_call: false,
+    };
+    const TOKEN: Handshake = Handshake {
+        limit: LIMIT,
+        needs_call: true,
+    };
+
+    fn entrance() -> Arc<Entrance> {
+        Entrance::new(Budget::new(9, 9), 9)
+    }
 
     fn connection(
-        bound: &Arc<Budget>,
+        entrance: &Arc<Entrance>,
+        handshake: Handshake,
     ) -> (
         tokio::io::DuplexStream,
         LimitedConnection<tokio::io::DuplexStream>,
     ) {
         let (client, server) = tokio::io::duplex(1024);
-        let info = TcpConnectInfo {
+        let tcp = TcpConnectInfo {
             local_addr: None,
             remote_addr: None,
         };
-        let taken = bound.take(None, 1).unwrap();
-        (client, LimitedConnection::over(server, info, LIMIT, taken))
+        let (place, _) = entrance.enter(None);
+        let info = ConnectionInfo { tcp, place };
+        (client, LimitedConnection::over(server, info, handshake))
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_without_a_complete_preface_is_closed() {
-        let bound = Budget::new(9, 9);
+        let entrance = entrance();
         for said in [&b""[..], b"PRI * HTTP/2.0\r\n"] {
-            let (mut client, mut server) = connection(&bound);
+            let (mut client, mut server) = connection(&entrance, OPEN);
             client.write_all(said).await.unwrap();
             let began = Instant::now();
             let mut read = Vec::new();
@@ -209,38 +272,66 @@ mod tests {
             assert_eq!((end.kind(), read), (io::ErrorKind::TimedOut, said.to_vec()));
             assert_eq!(began.elapsed(), LIMIT);
         }
-        assert_eq!(bound.taken(), 0);
+        assert_eq!(entrance.newcomers(), 0);
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_may_be_idle_after_its_handshake() {
-        let bound = Budget::new(9, 9);
-        let (mut client, mut server) = connection(&bound);
-        client.write_all(&[7; HANDSHAKE_BYTES]).await.unwrap();
-        let mut said = [0; HANDSHAKE_BYTES];
-        server.read_exact(&mut said).await.unwrap();
-        let more = tokio::time::timeout(LIMIT * 1000, server.read_u8()).await;
-        assert!(more.is_err(), "{more:?}");
+        let entrance = entrance();
+        for (handshake, calls) in [(OPEN, false), (TOKEN, true)] {
+            let (mut client, mut server) = connection(&entrance, handshake);
+            client.write_all(&[7; HANDSHAKE_BYTES]).await.unwrap();
+            let mut said = [0; HANDSHAKE_BYTES];
+            server.read_exact(&mut said).await.unwrap();
+            if calls {
+                server.info.place.admit().unwrap();
+            }
+            let more = tokio::time::timeout(LIMIT * 1000, server.read_u8()).await;
+            assert!(more.is_err(), "{more:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_without_a_call_with_the_token_is_closed_whatever_it_sends() {
+        let entrance = entrance();
+        let (mut client, mut server) = connection(&entrance, TOKEN);
+        let public = server.info.place.public_call();
+        let sends = tokio::spawn(async move {
+            while client.write_all(&[7; HANDSHAKE_BYTES]).await.is_ok() {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        });
+        let began = Instant::now();
+        let mut read = vec![0; 1 << 20];
+        let meanwhile = tokio::time::timeout(LIMIT * 3, server.read_exact(&mut read)).await;
+        assert!(meanwhile.is_err(), "a call of health is open: {meanwhile:?}");
+        drop(public);
+        let end = server.read_exact(&mut read).await.unwrap_err();
+        assert_eq!(end.kind(), io::ErrorKind::TimedOut);
+        assert!(began.elapsed() <= LIMIT * 4, "{:?}", began.elapsed());
+        drop(server);
+        sends.await.unwrap();
     }
 
     #[tokio::test]
-    async fn connections_beyond_the_bound_are_closed_and_later_ones_are_taken() {
+    async fn the_oldest_connection_without_a_call_makes_room_for_a_new_one() {
         use futures::StreamExt as _;
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let bound = Budget::new(1, 1);
-        let mut connections = accepted(listener, bound.clone(), LIMIT);
-        let _first_client = TcpStream::connect(address).await.unwrap();
-        let first = connections.next().await.unwrap().unwrap();
-        let mut second_client = TcpStream::connect(address).await.unwrap();
-        let mut nothing = [0];
-        let closed = tokio::select! {
-            _ = connections.next() => panic!("a second one was taken"),
-            read = second_client.read(&mut nothing) => read,
-        };
-        assert!(matches!(closed, Ok(0) | Err(_)), "{closed:?}");
-        drop(first);
+        let entrance = Entrance::new(Budget::new(1, 1), 1);
+        let mut connections = accepted(listener, entrance, OPEN);
+        let _clients = [
+            TcpStream::connect(address).await.unwrap(),
+            TcpStream::connect(address).await.unwrap(),
+        ];
+        let mut first = connections.next().await.unwrap().unwrap();
+        let read = tokio::spawn(async move { first.read_u8().await });
+        let second = connections.next().await.unwrap().unwrap();
+        let end = read.await.unwrap().unwrap_err();
+        assert_eq!(end.kind(), io::ErrorKind::ConnectionAborted);
+        second.info.place.admit().unwrap();
         let _third_client = TcpStream::connect(address).await.unwrap();
-        assert!(connections.next().await.unwrap().is_ok());
+        let third = connections.next().await.unwrap().unwrap();
+        assert!(third.info.place.admit().is_err(), "the known one stays");
     }
 }

@@ -1,7 +1,7 @@
 //! A bounded quantity, with one bound for each client and one for all together.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use residency::Bytes;
@@ -9,11 +9,28 @@ use residency::Bytes;
 /// A client, by its address: a name can be changed at will. `None`: a transport without addresses.
 pub(crate) type Client = Option<IpAddr>;
 
+/// The part of an address in IPv6 by which clients are told apart: whoever has an address there has all of its /64.
+const NETWORK_OF_IPV6: u128 = !(u64::MAX as u128);
+/// The part of a bound that is kept for clients that have none: an eighth.
+const KEPT_PART: u64 = 8;
+
+/// The client at an address.
+pub(crate) fn client_at(address: SocketAddr) -> Client {
+    Some(match address.ip().to_canonical() {
+        IpAddr::V6(ip) if !ip.is_loopback() => {
+            IpAddr::V6(Ipv6Addr::from_bits(ip.to_bits() & NETWORK_OF_IPV6))
+        }
+        ip => ip,
+    })
+}
+
 /// Two bounds, and the amounts taken.
 #[derive(Debug)]
 pub(crate) struct Budget {
     bound: u64,
     bound_per_client: u64,
+    /// The last of the bound, for clients that have none.
+    kept: u64,
     taken: Mutex<AllTaken>,
 }
 
@@ -55,9 +72,19 @@ impl Exceeded {
 
 impl Budget {
     pub(crate) fn new(bound: u64, bound_per_client: u64) -> Arc<Budget> {
+        Budget::keeping(bound, bound_per_client, 0)
+    }
+
+    /// As [`Budget::new`], and the last eighth is for clients that have none.
+    pub(super) fn with_places_kept(bound: u64, bound_per_client: u64) -> Arc<Budget> {
+        Budget::keeping(bound, bound_per_client, bound / KEPT_PART)
+    }
+
+    fn keeping(bound: u64, bound_per_client: u64, kept: u64) -> Arc<Budget> {
         Arc::new(Budget {
             bound,
             bound_per_client,
+            kept,
             taken: Mutex::default(),
         })
     }
@@ -106,7 +133,8 @@ impl Taken {
         if own.saturating_add(more) > self.budget.bound_per_client {
             return Err(Exceeded::Client(self.budget.bound_per_client));
         }
-        if all.sum.saturating_add(more) > self.budget.bound {
+        let kept = if own > 0 { self.budget.kept } else { 0 };
+        if all.sum.saturating_add(more).saturating_add(kept) > self.budget.bound {
             return Err(Exceeded::All(self.budget.bound));
         }
         if more > 0 {
@@ -126,6 +154,11 @@ impl Taken {
                 Ok(())
             }
         }
+    }
+
+    /// Takes more where it is less than this.
+    pub(crate) fn at_least(&mut self, amount: u64) -> Result<(), Exceeded> {
+        self.grow(amount.saturating_sub(self.amount))
     }
 
     fn give_back(&mut self, amount: u64) {
@@ -153,6 +186,29 @@ impl Drop for Taken {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_last_places_are_for_clients_that_have_none() {
+        let budget = Budget::with_places_kept(16, 15);
+        let client = |last: u8| Some(IpAddr::from([10, 0, 0, last]));
+        let mut greedy = budget.take(client(1), 14).unwrap();
+        assert_eq!(greedy.grow(1), Err(Exceeded::All(16)));
+        let mut other = budget.take(client(2), 1).unwrap();
+        assert_eq!(other.grow(1), Err(Exceeded::All(16)));
+        let last = budget.take(client(3), 1);
+        assert!(last.is_ok());
+        assert!(budget.take(client(4), 1).is_err());
+    }
+
+    #[test]
+    fn a_client_of_ipv6_has_the_whole_of_its_64() {
+        let client = |address: &str| client_at(address.parse().unwrap());
+        assert_eq!(client("[2001:db8::1]:1"), client("[2001:db8::ffff:1:2]:3"));
+        assert_ne!(client("[2001:db8::1]:1"), client("[2001:db8:0:1::1]:1"));
+        assert_eq!(client("[::ffff:10.0.0.1]:1"), client("10.0.0.1:2"));
+        assert_ne!(client("10.0.0.1:2"), client("10.0.0.2:2"));
+        assert_eq!(client("[::1]:5"), Some("::1".parse().unwrap()));
+    }
 
     #[test]
     fn both_bounds_hold_and_dropped_amounts_are_given_back() {

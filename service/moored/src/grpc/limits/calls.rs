@@ -5,39 +5,20 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use tokio::time::Instant;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
-use tonic::transport::server::TcpConnectInfo;
 use tracing::Instrument as _;
 
 use super::Limits;
+use super::accept::ConnectionInfo;
 use super::budget::{Client, Exceeded, Taken};
+use super::entrance::PublicCall;
+use super::methods::{Requests, is_public, is_spare};
 use super::uploads::Upload;
-use crate::grpc::status::client_limit;
-
-/// Methods whose requests carry media or latents.
-const LARGE: [&str; 6] = [
-    "GenerateImage",
-    "GenerateVideo",
-    "EncodeImage",
-    "PutLatent",
-    "PutMedia",
-    "Plan",
-];
-/// The method whose handler counts the bytes as they come, and keeps them.
-const SELF_COUNTED: &str = "PutMedia";
-/// Most bytes of a request of another method. A prompt is 40 KB at the most.
-const SMALL_REQUEST_BYTES: u64 = 1 << 20;
-/// The method whose request lasts as long as a session: it has its own limit of silence, and its messages are short.
-const SESSION: &str = "StreamAudio";
-/// Longest silence of a session's client; the session itself ends earlier.
-const SESSION_IDLE: Duration = Duration::from_secs(2 * 3600);
-/// Methods that show health, status and jobs, or cancel: they may use the spare calls.
-const SPARE: [&str; 4] = ["Check", "GetStatus", "List", "Cancel"];
+use crate::grpc::status::{client_limit, unauthenticated};
 
 /// A service whose calls are counted.
 #[derive(Clone)]
@@ -52,29 +33,98 @@ impl<S> Limited<S> {
     }
 }
 
+/// A call that is counted, until this is dropped.
+pub(super) struct OpenCall {
+    _taken: Taken,
+    public: Option<PublicCall>,
+}
+
+impl OpenCall {
+    pub(super) fn counted(taken: Taken) -> OpenCall {
+        OpenCall {
+            _taken: taken,
+            public: None,
+        }
+    }
+}
+
 impl Limits {
+    /// Lets a call in: with the token to the places of its client, without it to the few of methods that need none.
+    fn admit(
+        &self,
+        connection: Option<&ConnectionInfo>,
+        path: &str,
+        headers: &http::HeaderMap,
+    ) -> Result<OpenCall, Status> {
+        let client = client_of(connection);
+        match self.token.check(headers) {
+            Ok(()) => {
+                let known = connection.map_or(Ok(()), |connection| connection.place.admit());
+                known.map_err(|exceeded| {
+                    client_limit(refusal(
+                        exceeded,
+                        "connections",
+                        "close some",
+                        "limits.connections",
+                    ))
+                })?;
+                self.call(client, path).map(OpenCall::counted)
+            }
+            Err(_) if is_public(path) => {
+                let taken = self.public_calls.take(client, 1).map_err(|exceeded| {
+                    let (Exceeded::Client(most) | Exceeded::All(most)) = exceeded;
+                    client_limit(format!(
+                        "{most} calls without the token are open, which are the most: send the token, or try again later"
+                    ))
+                })?;
+                Ok(OpenCall {
+                    _taken: taken,
+                    public: connection.map(|connection| connection.place.public_call()),
+                })
+            }
+            Err(refused) => {
+                self.token.log_refusal(client, refused);
+                Err(unauthenticated(refused))
+            }
+        }
+    }
+
     /// Counts a call until the result is dropped.
-    fn call(&self, client: Client, method: &str) -> Result<Taken, Status> {
+    fn call(&self, client: Client, path: &str) -> Result<Taken, Status> {
         self.calls.take(client, 1).or_else(|exceeded| {
-            if SPARE.contains(&method)
+            if is_spare(path)
                 && let Ok(spare) = self.spare_calls.take(client, 1)
             {
                 return Ok(spare);
             }
-            Err(client_limit(match exceeded {
-                Exceeded::Client(bound) => {
-                    format!("this client has {bound} calls open, which are the most: end some, or raise limits.calls_per_client")
-                }
-                Exceeded::All(bound) => {
-                    format!("{bound} calls are open, which are the most: try again, or raise limits.calls")
-                }
-            }))
+            Err(client_limit(refusal(
+                exceeded,
+                "calls",
+                "end some",
+                "limits.calls",
+            )))
         })
     }
 
     /// Drops answers that are not read, for as long as this is polled.
     pub(in crate::grpc) async fn watch(&self) {
         self.readers.watch().await;
+    }
+}
+
+fn client_of(connection: Option<&ConnectionInfo>) -> Client {
+    connection.and_then(|connection| connection.place.client())
+}
+
+/// The refusal of one more of what is open, for people.
+fn refusal(exceeded: Exceeded, what: &str, remedy: &str, setting: &str) -> String {
+    match exceeded {
+        Exceeded::Client(bound) => format!(
+            "this client has {bound} {what} open, which are the most: {remedy}, or raise {setting}_per_client"
+        ),
+        Exceeded::All(bound) => format!(
+            "{bound} {what} may be open, and the last are kept for clients that have none: try again, or raise {setting}"
+        ),
     }
 }
 
@@ -91,37 +141,29 @@ where
         self.inner.poll_ready(context)
     }
 
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        let address = request.extensions().get::<TcpConnectInfo>();
-        let client: Client = address
-            .and_then(|info| info.remote_addr)
-            .map(|address| address.ip());
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        let connection = request.extensions().get::<ConnectionInfo>().cloned();
+        let client = client_of(connection.as_ref());
+        if let Some(connection) = &connection {
+            request.extensions_mut().insert(connection.tcp.clone()); // where tonic looks for the address
+        }
         let path = request.uri().path().trim_start_matches('/').to_owned();
-        let method = path.rsplit('/').next().unwrap_or_default();
         let limits = self.limits.clone();
-        let call = match limits.call(client, method) {
+        let call = match limits.admit(connection.as_ref(), &path, request.headers()) {
             Ok(call) => call,
             Err(refusal) => return Box::pin(std::future::ready(Ok(refusal.into_http()))),
         };
-        let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
-        let is_session = method == SESSION;
-        let longest = match LARGE.contains(&method) {
-            true => u64::MAX,
-            false if is_session => u64::MAX, // it bounds each message
-            false => SMALL_REQUEST_BYTES,
-        };
+        let requests = Requests::of(&path);
+        let longest = requests.longest_bytes(call.public.is_some());
+        let idle = requests.idle(limits.upload_idle);
         let span = match client {
             Some(address) => {
                 tracing::info_span!("call", method = path, %address, client = tracing::field::Empty)
             }
             None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
         };
-        let idle = match is_session {
-            true => SESSION_IDLE,
-            false => limits.upload_idle,
-        };
-        // A session takes its messages one by one, and keeps none.
-        let counted = (method != SELF_COUNTED && !is_session).then(|| uploaded.clone());
+        let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
+        let counted = (requests.are_counted() && call.public.is_none()).then(|| uploaded.clone());
         let request = request.map(|body| Body::new(Upload::new(body, counted, longest, idle)));
         let answer = span.in_scope(|| self.inner.call(request));
         let of_answer = span.clone();

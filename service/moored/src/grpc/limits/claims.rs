@@ -37,8 +37,11 @@ impl Claims {
     pub(crate) fn begin(&self, client: Client, key: String, ttl: Duration) -> Result<Claim<'_>, Status> {
         let now = Instant::now();
         let mut made = self.lock();
+        made.retain(|_, own| {
+            own.retain(|_, each| each.until > now);
+            !own.is_empty()
+        });
         let own = made.entry(client).or_default();
-        own.retain(|_, each| each.until > now);
         let known = own.get(&key).map(|each| (each.id.clone(), each.until));
         if known.is_none() && own.len() >= self.most_per_client {
             let (what, most) = (self.what, self.most_per_client);
@@ -47,12 +50,15 @@ impl Claims {
             )));
         }
         let (id, _) = known.clone().unwrap_or((String::new(), now));
-        own.insert(key.clone(), Made { id, until: now + ttl });
+        let until = now + ttl;
+        own.insert(key.clone(), Made { id, until });
         Ok(Claim {
             claims: self,
             client,
             key,
+            until,
             known,
+            is_granted: false,
         })
     }
 
@@ -87,29 +93,47 @@ pub(crate) struct Claim<'a> {
     claims: &'a Claims,
     client: Client,
     key: String,
+    until: Instant,
+    /// The claim of this key before, with an empty id where it was not granted yet.
     known: Option<(String, Instant)>,
+    is_granted: bool,
 }
 
 impl Claim<'_> {
     pub(crate) fn granted(mut self, id: &str) {
-        let mut made = self.claims.lock();
-        if let Some(each) = made.get_mut(&self.client).and_then(|own| own.get_mut(&self.key)) {
-            id.clone_into(&mut each.id);
-            self.known = Some((each.id.clone(), each.until));
-        }
+        let made = Made {
+            id: id.to_owned(),
+            until: self.until,
+        };
+        let mut all = self.claims.lock();
+        // Also where another request of this key has failed meanwhile.
+        let own = all.entry(self.client).or_default();
+        own.insert(self.key.clone(), made);
+        self.is_granted = true;
     }
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
+        if self.is_granted {
+            return;
+        }
         let mut made = self.claims.lock();
         let Some(own) = made.get_mut(&self.client) else {
             return;
         };
-        match self.known.take() {
-            Some((id, until)) => own.insert(std::mem::take(&mut self.key), Made { id, until }),
-            None => own.remove(&self.key),
-        };
+        let known = self.known.take().unwrap_or((String::new(), self.until));
+        // One that was granted to another request of this key since then stays.
+        if own.get(&self.key).is_some_and(|each| each.id == known.0) {
+            let (id, until) = known;
+            match id.is_empty() {
+                true => own.remove(&self.key),
+                false => own.insert(std::mem::take(&mut self.key), Made { id, until }),
+            };
+        }
+        if own.is_empty() {
+            made.remove(&self.client);
+        }
     }
 }
 
@@ -158,5 +182,33 @@ mod tests {
         assert!(claim(&claims, "b"));
         drop(claims.begin(None, "b".to_owned(), TTL)); // a renewal that fails leaves what there was
         assert!(!claim(&claims, "c"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_two_requests_with_one_key_the_granted_one_counts_whatever_the_other_does() {
+        for the_first_fails in [false, true] {
+            let claims = Claims::new("holds", 1);
+            let first = claims.begin(None, "a".to_owned(), TTL).unwrap();
+            let second = claims.begin(None, "a".to_owned(), TTL).unwrap();
+            let (failed, granted) = match the_first_fails {
+                true => (first, second),
+                false => (second, first),
+            };
+            match the_first_fails {
+                true => {
+                    drop(failed);
+                    granted.granted("id");
+                }
+                false => {
+                    granted.granted("id");
+                    drop(failed);
+                }
+            }
+            assert_eq!(claims.key_of("id"), "a");
+            assert!(!claim(&claims, "b"), "it counts");
+            claims.end("id");
+            assert!(claims.lock().is_empty());
+            assert!(claim(&claims, "b"));
+        }
     }
 }

@@ -5,6 +5,8 @@ mod accept;
 mod budget;
 mod calls;
 mod claims;
+mod entrance;
+mod methods;
 mod sent;
 mod uploads;
 
@@ -13,21 +15,27 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 
-pub(super) use accept::accepted;
-pub(crate) use budget::{Budget, Client, Exceeded, Taken};
+use accept::{Handshake, accepted};
+pub(crate) use budget::{Budget, Client, Exceeded, Taken, client_at};
 pub(super) use calls::Limited;
 use claims::Claims;
+use entrance::Entrance;
 use sent::Readers;
 
+use super::auth::Token;
 use super::encodings::Encodings;
 use super::media::MediaStore;
 use crate::config;
 
 /// The bounds of one service.
 pub(crate) struct Limits {
-    connections: Arc<Budget>,
+    entrance: Arc<Entrance>,
     handshake: Duration,
+    /// Whose calls count.
+    token: Token,
     calls: Arc<Budget>,
+    /// Calls that need no token and have none.
+    public_calls: Arc<Budget>,
     /// Calls to look at jobs and cards, or to cancel, beyond `calls`.
     spare_calls: Arc<Budget>,
     uploads: Arc<Budget>,
@@ -43,13 +51,22 @@ pub(crate) struct Limits {
 
 /// Most of the spare calls at a time.
 const SPARE_CALLS: u64 = 64;
+/// Most calls without the token at a time, of all clients and of one: probes of health, and tools that ask what there is.
+const PUBLIC_CALLS: u64 = 32;
+const PUBLIC_CALLS_PER_CLIENT: u64 = 8;
+/// Connections that have made no call yet are so many of those that have: a quarter.
+const NEWCOMERS_PART: u64 = 4;
 
 impl Limits {
-    pub(crate) fn new(settings: &config::LimitSettings) -> Arc<Limits> {
+    pub(crate) fn new(settings: &config::LimitSettings, token: Token) -> Arc<Limits> {
+        let connections = Budget::with_places_kept(settings.connections, settings.connections_per_client);
+        let newcomers = usize::try_from(settings.connections / NEWCOMERS_PART).unwrap_or(usize::MAX);
         Arc::new(Limits {
-            connections: Budget::new(settings.connections, settings.connections),
+            entrance: Entrance::new(connections, newcomers),
             handshake: settings.handshake,
-            calls: Budget::new(settings.calls, settings.calls_per_client),
+            token,
+            calls: Budget::with_places_kept(settings.calls, settings.calls_per_client),
+            public_calls: Budget::new(PUBLIC_CALLS, PUBLIC_CALLS_PER_CLIENT),
             spare_calls: Budget::new(SPARE_CALLS, SPARE_CALLS),
             uploads: Budget::new(settings.uploads.0, settings.uploads_per_client.0),
             upload_idle: settings.upload_idle,
@@ -83,6 +100,10 @@ impl Limits {
 
     /// The connections of a listener.
     pub(super) fn accept(&self, listener: TcpListener) -> accept::Connections {
-        accepted(listener, self.connections.clone(), self.handshake)
+        let handshake = Handshake {
+            limit: self.handshake,
+            needs_call: self.token.is_set(),
+        };
+        accepted(listener, self.entrance.clone(), handshake)
     }
 }

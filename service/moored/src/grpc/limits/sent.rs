@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use tonic::Status;
 use tonic::body::Body;
 
-use super::budget::Taken;
+use super::calls::OpenCall;
 use crate::grpc::status::client_limit;
 
 /// The answers that are being sent.
@@ -38,7 +38,7 @@ impl Readers {
     }
 
     /// Watches an answer, whose call counts until it is sent.
-    pub(super) fn follow(&self, body: Body, call: Taken, span: tracing::Span) -> Sent {
+    pub(super) fn follow(&self, body: Body, call: OpenCall, span: tracing::Span) -> Sent {
         let answer = Arc::new(Mutex::new(Answer {
             body: Some(body),
             ready_since: Some(Instant::now()),
@@ -95,7 +95,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) struct Sent {
     answer: Arc<Mutex<Answer>>,
     span: tracing::Span,
-    _call: Taken,
+    _call: OpenCall,
 }
 
 impl http_body::Body for Sent {
@@ -152,7 +152,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_unread_answer_ends_with_an_error_for_its_late_reader() {
         let (readers, budget) = (Readers::new(UNREAD), Budget::new(9, 9));
-        let call = || budget.take(None, 1).unwrap();
+        let call = || OpenCall::counted(budget.take(None, 1).unwrap());
         let mut unread = readers.follow(UnfinishedBody::body(&[5, 5]), call(), tracing::Span::none());
         let mut waiting = readers.follow(UnfinishedBody::body(&[5]), call(), tracing::Span::none());
         for sent in [&mut unread, &mut waiting] {

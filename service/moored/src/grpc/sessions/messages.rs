@@ -5,6 +5,7 @@ use std::time::Duration;
 use engine::Error;
 use tonic::Status;
 
+use crate::grpc::caller::SESSION;
 use crate::grpc::convert::event;
 use crate::grpc::status::{all_valid, invalid, reason_of, status_of};
 use crate::proto::v1;
@@ -44,7 +45,7 @@ impl Opened {
     ) -> Opened {
         let set = |value: u32, default: u32| if value == 0 { default } else { value };
         Opened {
-            session_id: format!("session-{}", uuid::Uuid::new_v4().simple()),
+            session_id: format!("{SESSION}{}", uuid::Uuid::new_v4().simple()),
             model,
             samples_per_second,
             channels,

@@ -14,6 +14,7 @@ use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
 use super::messages::{Opened, check_open, check_segment, no_sound};
 use super::versions::Versions;
+use crate::catalogue::Makes;
 use crate::grpc::asked::Asked;
 use crate::grpc::caller::Caller;
 use crate::grpc::convert::resolved;
@@ -250,7 +251,8 @@ impl Service {
         model: &v1::ModelRef,
         options: &JobOptions,
     ) -> Result<(Arc<Entry>, (u32, u32), v1::ResolvedModel), Error> {
-        let chosen = self.chosen(Some(model.clone()), &[], options).await?;
+        let model = self.of_medium(Some(model.clone()), Makes::Audio).await?;
+        let chosen = self.chosen(Some(model), &[], options).await?;
         let open = self.open(&chosen.entry).await?;
         let format = open
             .model

@@ -11,6 +11,7 @@ use serde::Deserialize;
 
 use super::{Checkpoint, LocatedTensor, NF4_STATE, SCALES, SUPPORTED, StoredAs, StoredTensor, plain};
 use crate::ModelError;
+use crate::checkpoint::number_of;
 use crate::files::{damaged, unsupported};
 
 /// Maximum length of the JSON of one tensor in bytes.
@@ -152,7 +153,7 @@ impl Checkpoint {
         let (rows, columns) = rows_and_columns(&place.entry.shape);
         // Scales per column, or per block of the matrix, may have the same count as rows: the shape is decisive.
         let held = match (scales.entry.stored, scales.entry.shape.as_slice()) {
-            (Stored::F32, [] | [1] | [1, 1]) => Fp8Scales::Tensor,
+            (stored, [] | [1] | [1, 1]) if stored.is_float() => Fp8Scales::Tensor,
             (Stored::F32, &[count] | &[count, 1]) if count == rows => Fp8Scales::Rows,
             (stored, shape) => {
                 let problem = format!(
@@ -162,12 +163,19 @@ impl Checkpoint {
                 return Err(unsupported(&place.file, problem));
             }
         };
+        let scale_piece = match scales.entry.stored {
+            Stored::F32 => scales.piece(),
+            stored => {
+                let number = number_of(stored, &self.small(scales)?).unwrap_or(f64::NAN) as f32;
+                SourcePiece::Inline(Arc::from(number.to_le_bytes()))
+            }
+        };
         let format = WeightFormat::Fp8(held);
         let parts = format
             .layout(rows, columns)
             .into_iter()
             .map(|(part, range)| match part {
-                WeightPart::Scales => scales.piece(),
+                WeightPart::Scales => scale_piece.clone(),
                 WeightPart::Padding => zeros(range.len()),
                 _ => place.piece(),
             });

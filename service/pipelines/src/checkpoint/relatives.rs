@@ -1,0 +1,558 @@
+//! Models that people have beside those that run here, by their tensors' names, by the class of their configuration, or by
+//! the architecture that a GGUF file names: they are refused by name. Several have names that begin like those of a model that
+//! runs.
+
+use std::path::Path;
+
+use super::components::open;
+use super::single_file::is_single_file;
+use crate::ModelError;
+
+/// A model that does not run here.
+struct Relative {
+    /// For display, behind "it is".
+    name: &'static str,
+    /// Beginnings of the classes of its pipelines and transformers.
+    classes: &'static [&'static str],
+    /// What GGUF files call it, where no model that runs is called so too.
+    architectures: &'static [&'static str],
+    /// Parts of tensors' names: all of one set tell that it is this.
+    marks: &'static [&'static [&'static str]],
+}
+
+/// A relative without classes and architectures.
+const fn marked(name: &'static str, marks: &'static [&'static [&'static str]]) -> Relative {
+    Relative {
+        name,
+        classes: &[],
+        architectures: &[],
+        marks,
+    }
+}
+
+/// A LoRA.
+const LORA: Relative = marked(
+    "a LoRA, which is used with a model: put it in a folder of adapters and name it with --lora",
+    &[
+        &[".lora_A."],
+        &[".lora_B."],
+        &[".lora_down."],
+        &[".lora_up."],
+        &["lora.down."],
+        &[".lokr_w"],
+        &[".hada_w"],
+        &[".processor.", "_lora"],
+    ],
+);
+
+/// Whole models, and what is no model; the first that fits counts.
+const RELATIVES: [Relative; 38] = [
+    LORA,
+    Relative {
+        name: "a ControlNet, which is used with a model: of FLUX.1 its folder in diffusers' layout is read",
+        classes: &[],
+        architectures: &[],
+        marks: &[
+            &["controlnet_blocks."],
+            &["controlnet_x_embedder."],
+            &["controlnet_cond_embedding."],
+            &["control_model."],
+            &["zero_convs.0."],
+            &["input_hint_block."],
+            &["control_layers.0."],
+        ],
+    },
+    marked(
+        "an IP-Adapter",
+        &[&["ip_adapter."], &["image_proj.", "to_k_ip"], &["ip_adapter_"]],
+    ),
+    marked("a textual inversion", &[&["emb_params"], &["string_to_param"]]),
+    Relative {
+        name: "FLUX.1 Redux",
+        classes: &["FluxPriorRedux", "ReduxImageEncoder"],
+        architectures: &[],
+        marks: &[&["redux_up.", "redux_down."]],
+    },
+    Relative {
+        name: "FLUX.2 (dev or klein)",
+        classes: &["Flux2"],
+        architectures: &["flux2"],
+        marks: &[&["double_stream_modulation_img."]],
+    },
+    Relative {
+        name: "Chroma",
+        classes: &["Chroma"],
+        architectures: &["chroma"],
+        marks: &[&["distilled_guidance_layer."]],
+    },
+    Relative {
+        name: "Ovis-Image",
+        classes: &["Ovis"],
+        architectures: &[],
+        marks: &[&["double_blocks.0.img_mlp.down_proj."]],
+    },
+    Relative {
+        name: "Ovi",
+        classes: &["Ovi"],
+        architectures: &[],
+        marks: &[
+            &["audio_model.blocks.0.", "video_model.blocks.0."],
+            &["cross_attn.k_fusion."],
+        ],
+    },
+    Relative {
+        name: "HunyuanVideo 1.5 or HunyuanImage 2.1",
+        classes: &["HunyuanVideo15", "HunyuanImage"],
+        architectures: &[],
+        marks: &[&["byt5_in."], &["context_embedder_2."]],
+    },
+    Relative {
+        name: "HunyuanDiT",
+        classes: &["HunyuanDiT", "HunyuanDiT2D"],
+        architectures: &[],
+        marks: &[&["text_embedding_padding"]],
+    },
+    Relative {
+        name: "OmniGen",
+        classes: &["OmniGen"],
+        architectures: &["omnigen"],
+        marks: &[&["llm.layers.0.self_attn.qkv_proj."], &["ref_image_refiner."]],
+    },
+    Relative {
+        name: "Lumina Image 2",
+        classes: &["Lumina"],
+        architectures: &[],
+        marks: &[&["noise_refiner.0.adaLN_modulation.1."], &["time_caption_embed."]],
+    },
+    Relative {
+        name: "Qwen-Image",
+        classes: &["QwenImage"],
+        architectures: &["qwen_image"],
+        marks: &[&["txt_norm.", "transformer_blocks.0.img_mod.1."]],
+    },
+    Relative {
+        name: "Stable Diffusion 3",
+        classes: &["StableDiffusion3", "SD3"],
+        architectures: &["sd3"],
+        marks: &[
+            &["joint_blocks.0.context_block."],
+            &["pos_embed.proj.", "transformer_blocks.0.norm1_context."],
+        ],
+    },
+    Relative {
+        name: "AuraFlow",
+        classes: &["AuraFlow"],
+        architectures: &["aura", "auraflow"],
+        marks: &[
+            &["double_layers.0.attn.w1q."],
+            &["joint_transformer_blocks.0.", "register_tokens"],
+        ],
+    },
+    Relative {
+        name: "Anima",
+        classes: &["Anima"],
+        architectures: &["anima"],
+        marks: &[&["llm_adapter."]],
+    },
+    Relative {
+        name: "Cosmos",
+        classes: &["Cosmos"],
+        architectures: &["cosmos"],
+        marks: &[
+            &["blocks.block0.blocks.0."],
+            &["blocks.0.adaln_modulation_self_attn."],
+            &["time_embed.t_embedder.", "norm_out.linear_1."],
+        ],
+    },
+    Relative {
+        name: "HiDream",
+        classes: &["HiDream"],
+        architectures: &["hidream"],
+        marks: &[&["double_stream_blocks.0.block."]],
+    },
+    Relative {
+        name: "Mochi",
+        classes: &["Mochi"],
+        architectures: &["mochi"],
+        marks: &[&["t5_y_embedder."], &["blocks.0.attn.qkv_x."]],
+    },
+    Relative {
+        name: "SANA",
+        classes: &["Sana"],
+        architectures: &["sana"],
+        marks: &[&["mlp.inverted_conv."], &["ff.conv_inverted."]],
+    },
+    Relative {
+        name: "LTX-Video",
+        classes: &["LTX"],
+        architectures: &["ltxv"],
+        marks: &[
+            &["patchify_proj."],
+            &["transformer_blocks.0.scale_shift_table", "time_embed.emb."],
+        ],
+    },
+    Relative {
+        name: "PixArt",
+        classes: &["PixArt"],
+        architectures: &["pixart"],
+        marks: &[
+            &["t_block.1.", "y_embedder.y_proj."],
+            &["adaln_single.", "pos_embed.proj."],
+        ],
+    },
+    Relative {
+        name: "CogVideoX or CogView",
+        classes: &["CogVideoX", "CogView"],
+        architectures: &["cogvideox"],
+        marks: &[&["patch_embed.text_proj."], &["mixins.patch_embed."]],
+    },
+    Relative {
+        name: "Kandinsky 5",
+        classes: &["Kandinsky"],
+        architectures: &[],
+        marks: &[&["visual_transformer_blocks.0."], &["text_transformer_blocks.0."]],
+    },
+    Relative {
+        name: "Wan 2.1 or 2.2",
+        classes: &["Wan"],
+        architectures: &["wan"],
+        marks: &[
+            &["patch_embedding.", "blocks.0.cross_attn.", "text_embedding.0."],
+            &["patch_embedding.", "condition_embedder.time_proj."],
+        ],
+    },
+    Relative {
+        name: "Stable Cascade",
+        classes: &["StableCascade", "Wuerstchen"],
+        architectures: &[],
+        marks: &[&["clip_txt_pooled_mapper."], &["effnet_mapper."]],
+    },
+    Relative {
+        name: "ACE-Step 1, of which version 1.5 runs here",
+        classes: &["ACEStepTransformer2DModel"],
+        architectures: &[],
+        marks: &[&["genre_embedder.", "lyric_embs."]],
+    },
+    Relative {
+        name: "Stable Audio",
+        classes: &["StableAudio"],
+        architectures: &[],
+        marks: &[&["pretransform.model."]],
+    },
+    Relative {
+        name: "Kolors",
+        classes: &["Kolors"],
+        architectures: &[],
+        marks: &[&["encoder_hid_proj.", "add_embedding.linear_1."]],
+    },
+    Relative {
+        name: "Stable Video Diffusion",
+        classes: &["StableVideoDiffusion", "UNetSpatioTemporal"],
+        architectures: &[],
+        marks: &[&[".time_stack."], &["temporal_transformer_blocks.0."]],
+    },
+    marked("AnimateDiff", &[&["motion_modules.0."]]),
+    Relative {
+        name: "Stable Diffusion XL",
+        classes: &["StableDiffusionXL"],
+        architectures: &["sdxl"],
+        marks: &[
+            &["input_blocks.0.0.", "label_emb.0.0."],
+            &[
+                "down_blocks.0.resnets.0.time_emb_proj.",
+                "add_embedding.linear_1.",
+            ],
+            &["conditioner.embedders."],
+        ],
+    },
+    Relative {
+        name: "Stable Diffusion 1 or 2",
+        classes: &["StableDiffusion", "UNet2DCondition", "AltDiffusion"],
+        architectures: &["sd1"],
+        marks: &[
+            &["input_blocks.0.0.", "time_embed.0."],
+            &["down_blocks.0.resnets.0.time_emb_proj."],
+            &["cond_stage_model."],
+        ],
+    },
+    Relative {
+        name: "FLUX.3",
+        classes: &["Flux3"],
+        architectures: &["flux3"],
+        marks: &[],
+    },
+    Relative {
+        name: "Krea 2",
+        classes: &["Krea"],
+        architectures: &[],
+        marks: &[],
+    },
+    Relative {
+        name: "Allegro, EasyAnimate, Latte or another model of films",
+        classes: &["Allegro", "EasyAnimate", "Latte", "SkyReels", "ConsisID"],
+        architectures: &[],
+        marks: &[],
+    },
+    marked(
+        "an upscaler (ESRGAN or the like)",
+        &[
+            &["RRDB_trunk."],
+            &["rdb1.conv1."],
+            &["RDB1.conv1."],
+            &["residual_group.blocks.0."],
+            &["upsampler.0.", "layers.0.residual_group"],
+        ],
+    ),
+];
+
+/// What is part of a model and comes as a file of its own.
+const PARTS: [Relative; 6] = [
+    marked(
+        "the autoencoder (VAE) of a model: name the file of the model itself",
+        &[
+            &["decoder.mid.block_1."],
+            &["decoder.mid_block."],
+            &["decoder.middle.0.residual."],
+            &["decoder.block.0.snake1."],
+            &["decoder.conv_in.", "encoder.conv_in."],
+        ],
+    ),
+    Relative {
+        name: "the text encoder (T5) of a model: name the file of the model itself",
+        classes: &["T5", "UMT5"],
+        architectures: &["t5", "t5encoder"],
+        marks: &[
+            &["block.0.layer.0.SelfAttention.q."],
+            &["token_embedding.", "blocks.0.ffn.gate.0."],
+        ],
+    },
+    marked(
+        "a picture encoder (CLIP or SigLIP) of a model: name the file of the model itself",
+        &[
+            &["vision_model.encoder.layers.0."],
+            &["visual.transformer.resblocks.0."],
+        ],
+    ),
+    marked(
+        "the text encoder (CLIP) of a model: name the file of the model itself",
+        &[
+            &["text_model.encoder.layers.0."],
+            &["transformer.resblocks.0."],
+            &["token_embedding.", "positional_embedding"],
+        ],
+    ),
+    Relative {
+        name: "a language model (such as Qwen or LLaMA), of which models have one as text encoder: name the file of the \
+               model itself",
+        classes: &["Qwen2", "Qwen3", "Llama", "Mistral", "Gemma"],
+        architectures: &[
+            "llama", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma2", "gemma3", "mistral3", "clip", "phi3",
+        ],
+        marks: &[
+            &["layers.0.self_attn.q_proj.", "layers.0.mlp.gate_proj."],
+            &["blk.0.attn_q.", "token_embd."],
+        ],
+    },
+    marked(
+        "a model of depth, faces or segments",
+        &[
+            &["pretrained.blocks.0.", "depth_head."],
+            &["image_encoder.blocks.0.", "mask_decoder."],
+        ],
+    ),
+];
+
+impl Relative {
+    fn has_class(&self, class: &str) -> bool {
+        self.classes.iter().any(|beginning| class.starts_with(beginning))
+    }
+
+    fn has_marks(&self, names: &[&str]) -> bool {
+        let is_there = |mark: &&str| names.iter().any(|name| name.contains(mark));
+        self.marks.iter().any(|set| set.iter().all(is_there))
+    }
+}
+
+/// The model with a pipeline or transformer of this class, if it is known.
+pub(crate) fn class_not_run(class: &str) -> Option<&'static str> {
+    let mut all = RELATIVES.iter().chain(&PARTS);
+    all.find(|relative| relative.has_class(class))
+        .map(|relative| relative.name)
+}
+
+/// The model in a single file, if it is known and does not run; `None` for any other path.
+///
+/// # Errors
+/// When the file cannot be read.
+pub(crate) fn file_not_run(path: &Path) -> Result<Option<&'static str>, ModelError> {
+    match is_single_file(path) {
+        true => Ok(in_file(path, &RELATIVES)?),
+        false => Ok(None),
+    }
+}
+
+/// The part of a model that a single file has, if it is known.
+pub(crate) fn part_in_file(path: &Path) -> Option<&'static str> {
+    is_single_file(path)
+        .then(|| in_file(path, &PARTS).ok().flatten())
+        .flatten()
+}
+
+/// Whether tensors of these names are those of a LoRA.
+pub(crate) fn is_lora(names: &[&str]) -> bool {
+    LORA.has_marks(names)
+}
+
+/// What tensors of these names are, of all that is known.
+pub(crate) fn known_by_names(names: &[&str]) -> Option<&'static str> {
+    let mut all = RELATIVES.iter().chain(&PARTS);
+    all.find(|relative| relative.has_marks(names))
+        .map(|relative| relative.name)
+}
+
+fn in_file(path: &Path, relatives: &[Relative]) -> Result<Option<&'static str>, ModelError> {
+    let file = open(path)?;
+    let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
+    let architecture = file.metadata().get("general.architecture").map(String::as_str);
+    let is_it = |relative: &&Relative| {
+        relative.has_marks(&names)
+            || architecture.is_some_and(|named| relative.architectures.contains(&named))
+    };
+    Ok(relatives.iter().find(is_it).map(|relative| relative.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn relatives_are_known_by_their_tensors() {
+        for (name, tensors) in [
+            (
+                "FLUX.2",
+                &[
+                    "double_blocks.0.img_attn.qkv.weight",
+                    "double_stream_modulation_img.lin.weight",
+                ][..],
+            ),
+            (
+                "Chroma",
+                &[
+                    "distilled_guidance_layer.in_proj.weight",
+                    "double_blocks.0.img_attn.qkv.weight",
+                ],
+            ),
+            (
+                "Lumina",
+                &[
+                    "noise_refiner.0.attention.qkv.weight",
+                    "noise_refiner.0.adaLN_modulation.1.weight",
+                ],
+            ),
+            (
+                "XL",
+                &[
+                    "model.diffusion_model.input_blocks.0.0.weight",
+                    "model.diffusion_model.label_emb.0.0.weight",
+                ],
+            ),
+            (
+                "Stable Diffusion 1",
+                &[
+                    "model.diffusion_model.input_blocks.0.0.weight",
+                    "model.diffusion_model.time_embed.0.weight",
+                ],
+            ),
+            (
+                "Wan",
+                &[
+                    "patch_embedding.weight",
+                    "text_embedding.0.weight",
+                    "blocks.0.cross_attn.k.weight",
+                ],
+            ),
+            (
+                "Ovi",
+                &[
+                    "audio_model.blocks.0.norm3.weight",
+                    "video_model.blocks.0.norm3.weight",
+                ],
+            ),
+            (
+                "Qwen-Image",
+                &["txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"],
+            ),
+            (
+                "HunyuanVideo 1.5",
+                &["byt5_in.fc1.weight", "double_blocks.0.img_attn_qkv.weight"],
+            ),
+            (
+                "a LoRA",
+                &["lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight"],
+            ),
+            (
+                "ControlNet",
+                &[
+                    "controlnet_blocks.0.weight",
+                    "transformer_blocks.0.attn.to_q.weight",
+                ],
+            ),
+            (
+                "Ovis-Image",
+                &[
+                    "double_blocks.0.img_mlp.down_proj.weight",
+                    "double_blocks.0.img_attn.qkv.weight",
+                ],
+            ),
+            (
+                "OmniGen",
+                &[
+                    "time_caption_embed.linear_1.weight",
+                    "ref_image_refiner.0.norm1.weight",
+                ],
+            ),
+            ("VAE", &["decoder.mid.block_1.conv1.weight"]),
+            ("T5", &["encoder.block.0.layer.0.SelfAttention.q.weight"]),
+            ("upscaler", &["body.0.rdb1.conv1.weight"]),
+        ] {
+            let found = known_by_names(tensors).unwrap_or_default();
+            assert!(found.contains(name), "{name}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn no_model_that_runs_is_taken_for_a_relative() {
+        for tensors in [
+            &[
+                "double_blocks.0.img_attn.qkv.weight",
+                "single_blocks.0.linear1.weight",
+                "vae.decoder.mid.block_1.conv1.weight",
+            ][..],
+            &[
+                "transformer_blocks.0.norm1_context.linear.weight",
+                "x_embedder.weight",
+            ],
+            &[
+                "noise_refiner.0.attention.qkv.weight",
+                "noise_refiner.0.adaLN_modulation.0.weight",
+                "x_pad_token",
+            ],
+            &[
+                "txt_in.individual_token_refiner.blocks.0.self_attn.qkv.weight",
+                "double_blocks.0.img_attn.qkv.weight",
+            ],
+            &[
+                "decoder.layers.0.self_attn.q_proj.weight",
+                "encoder.lyric_encoder.norm.weight",
+                "null_condition_emb",
+            ],
+        ] {
+            let found = RELATIVES.iter().find(|relative| relative.has_marks(tensors));
+            assert_eq!(found.map(|relative| relative.name), None, "{tensors:?}");
+        }
+        for class in crate::catalogue().pipelines() {
+            let found = class_not_run(class);
+            assert!(found.is_none(), "{class}: {found:?}");
+        }
+    }
+}

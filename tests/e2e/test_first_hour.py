@@ -1,0 +1,288 @@
+"""What a new user tries first: names, typos, cards that are too small, and commands that name no model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub import Hub, Repository, files_of
+
+import moored
+from service import INSTANT_MODELS, ROOT, ReservedPort, Service, run
+
+SHORT, ID = "z-image-turbo", "Tongyi-MAI/Z-Image-Turbo"
+LARGE = "hunyuan-video"
+FRAMEPACK = "lllyasviel/FramePackI2V_HY"
+FIXTURES = ROOT / "service/pipelines/fixtures"
+SMALL = ("-W", "64", "-H", "64", "--steps", "1", "--seed", "3")
+
+Completed = subprocess.CompletedProcess[str]
+Run = Callable[..., Completed]
+
+
+def good(done: Completed) -> str:
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout
+
+
+def framepack_repositories() -> dict[str, Repository]:
+    """FramePack's transformer alone, and the two repositories that it takes the rest from; all tiny."""
+    base = files_of(FIXTURES / "hunyuan-tiny")
+    for part, folder in (("text_encoder_2", "text_encoder"), ("tokenizer_2", "tokenizer")):
+        files = files_of(FIXTURES / "flux-tiny" / folder)
+        base |= {f"{part}/{name}": content for name, content in files.items()}
+    base = {name: content for name, content in base.items() if not name.startswith("expected")}
+    tiny = FIXTURES / "framepack-tiny"
+    vision = {"model_index.json": json.dumps({"_class_name": "FluxPriorReduxPipeline"}).encode()}
+    for folder in ("image_encoder", "feature_extractor"):
+        vision |= {f"{folder}/{name}": data for name, data in files_of(tiny / folder).items()}
+    return {
+        FRAMEPACK: Repository(files_of(tiny / "transformer")),
+        "hunyuanvideo-community/HunyuanVideo": Repository(base),
+        "lllyasviel/flux_redux_bfl": Repository(vision),
+    }
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A hub that has tiny models under the names of large ones."""
+    with Hub() as hub:
+        hub.repositories[ID] = Repository(files_of(ROOT / "demo/model"))
+        hub.repositories |= framepack_repositories()
+        yield hub
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def alone(hub: Hub, home: Path, tmp_path: Path) -> Run:
+    """A command where no service runs, in a folder of its own."""
+    port = ReservedPort()
+    env = hub.environment(home) | {
+        "MOORED_ENDPOINT": f"http://{port.address}",
+        "MOORED_SERVICE_STATE": str(tmp_path / "state"),
+    }
+
+    def command(*arguments: str, **variables: str) -> Completed:
+        return run(*arguments, env=env | variables, cwd=tmp_path)
+
+    return command
+
+
+def available(alone: Run, device: str) -> tuple[dict[str, str], str]:
+    """What the table says of each model on a card, and the notes below it."""
+    told = alone("models", "--available", MOORED_CARDS_DEVICES=device)
+    heading, *rows = (line.split("\t") for line in good(told).splitlines())
+    column = heading.index("fits")
+    return {row[0]: row[column] for row in rows}, told.stderr
+
+
+@pytest.mark.parametrize("device", ["sim:2GiB", "sim:4GiB", "sim:6GiB", "sim:8GiB", "sim:16GiB"])
+def test_the_command_to_try_is_of_a_model_that_fits(alone: Run, device: str) -> None:
+    fits, told = available(alone, device)
+    (tried,) = re.findall(r"moored run (\S+)", told)
+    assert fits[tried] not in ("no", "unknown")
+    assert "no" in fits.values(), "some of them are too large for so small a card"
+    assert tried != "flux-schnell", "it wants a login first"
+
+
+def test_nothing_is_tried_where_nothing_fits_and_a_cpu_is_called_slow(alone: Run) -> None:
+    fits, told = available(alone, "sim:1GiB")
+    assert set(fits.values()) == {"no"}
+    assert "moored run" not in told
+    fits, told = available(alone, "cpu:16GiB")
+    assert fits[SHORT] == "8-bit, slow"
+    assert "slow on a CPU" in told
+
+
+def test_help_names_no_model_that_a_card_may_refuse(alone: Run) -> None:
+    said = good(alone("--help"))
+    assert "moored models --available" in said
+    assert "flux" not in said.lower().replace("flux, z-image", "")
+
+
+def test_a_model_that_will_not_fit_is_not_downloaded_unasked(hub: Hub, alone: Run) -> None:
+    def told(*more: str) -> Completed:
+        return alone("run", LARGE, "a wave", "--device", "sim:8GiB", *more)
+
+    refused = told()
+    assert refused.returncode == 6, refused.stderr
+    assert hub.requests == []
+    for part in ("GiB", "sim:0", "nothing was downloaded", "--pull"):
+        assert part in refused.stderr
+    assert "framepack" not in told().stderr, "nor does any other film on this card"
+    on_larger = alone("run", LARGE, "a wave", "--device", "sim:16GiB").stderr
+    assert "framepack fits" in on_larger, on_larger
+    told("--pull", "-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
+    assert hub.requests != [], "it goes on where it is told to"
+
+
+def test_a_service_is_asked_what_fits_before_it_downloads(hub: Hub, home: Path, tmp_path: Path) -> None:
+    env = hub.environment(home)
+    service = Service(state=tmp_path / "state", devices=("sim:8GiB",), environment=env)
+    try:
+        service.client().close()
+        refused = service.run("run", LARGE, "a wave", env=env, cwd=tmp_path)
+        assert refused.returncode == 6, refused.stderr
+        assert hub.requests == []
+    finally:
+        assert service.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("fluks", "flux-schnell"),
+        ("flux", "flux-dev"),
+        ("hunyuan", "hunyuan-video"),
+        ("acestep+4-bit", "ace-step"),
+        ("dem", "moored/demo"),
+    ],
+)
+def test_a_mistyped_name_is_told_before_anything_starts(
+    hub: Hub, alone: Run, typed: str, meant: str
+) -> None:
+    done = alone("run", typed, "a cat")
+    assert done.returncode == 5, done.stderr
+    assert "did you mean" in done.stderr
+    assert meant in done.stderr
+    assert "starting one" not in done.stderr
+    assert hub.requests == []
+
+
+def test_models_without_a_service_are_those_of_this_machine(alone: Run) -> None:
+    good(alone("pull", SHORT))
+    done = alone("models")
+    assert ID in good(done)
+    assert "moored/demo" in done.stdout
+    assert "no service answers" in done.stderr
+    listed = [json.loads(line) for line in good(alone("models", "--json")).splitlines()]
+    assert ID in {model["id"] for model in listed}
+
+
+def test_short_names_mean_the_model_wherever_one_is_named(hub: Hub, home: Path, tmp_path: Path) -> None:
+    env = hub.environment(home)
+    service = Service(state=tmp_path / "state", environment=env)
+    try:
+        with service.client() as client:
+            missing = service.run("generate", "a cube", "-m", SHORT, *SMALL, env=env, cwd=tmp_path)
+            assert missing.returncode == 5
+            assert f"moored pull {ID}" in missing.stderr
+            with pytest.raises(moored.ModelNotFound):
+                client.generate_image("a cube", model=SHORT)
+            assert client.plan_pull(SHORT).id == ID
+            with pytest.raises(moored.InvalidRequest, match="did you mean z-image-turbo"):
+                client.plan_pull("z-image-turb")
+            client.pull_model(SHORT)
+            for name in (SHORT, SHORT.upper(), f"{SHORT}+full", f"{SHORT}@main"):
+                made = client.generate_image("a cube", model=name, width=64, height=64, steps=1)
+                assert made.model.id == ID, name
+            quantized = client.generate_image(
+                "a cube", model=f"{SHORT}+4-bit", width=64, height=64, steps=1
+            )
+            assert quantized.model.key.endswith("+4-bit")
+            for command in (
+                ("generate", "a cube", "-m", SHORT, *SMALL, "-o", "a.png"),
+                ("run", f"{SHORT}+8-bit", "a cube", *SMALL, "-o", "b.png"),
+                ("plan", "a cube", "-m", SHORT, *SMALL),
+                ("load", SHORT),
+                ("pin", SHORT),
+                ("pin", SHORT, "--off"),
+                ("unload", SHORT),
+                ("info", SHORT),
+            ):
+                good(service.run(*command, env=env, cwd=tmp_path))
+        good(run("rm", SHORT, "--yes", env=env))
+    finally:
+        assert service.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with the shipped models alone."""
+    service = Service(state=tmp_path_factory.mktemp("demo"))
+    service.client().close()
+    yield service
+    assert service.stop() == 0
+
+
+def test_a_film_and_a_track_without_a_model_take_the_shipped_ones(demo: Service, tmp_path: Path) -> None:
+    start = ROOT / "docs/demo.png"
+    size = ("-W", "64", "-H", "64", "--frames", "37", "--steps", "1")
+    film = ("film", "a circle moves", "--init", str(start), *size, "-o", "a.mp4")
+    good(demo.run(*film, cwd=tmp_path))
+    good(demo.run("play", "one short note", "--seconds", "1", "--steps", "1", "-o", "a.wav", cwd=tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"a.mp4", "a.wav"}
+    with demo.client() as client:
+        assert client.generate_audio("one note", seconds=1.0, steps=1).model.id == "moored/demo-sound"
+        assert client.plan_video("a circle", width=64, height=64, init_image=start).model.id == (
+            "moored/demo-film"
+        )
+
+
+def test_a_model_of_another_medium_is_refused_with_one_to_name(demo: Service, tmp_path: Path) -> None:
+    refused = demo.run("film", "a wave", "-m", "moored/demo", cwd=tmp_path)
+    assert refused.returncode == 2
+    for part in ("moored/demo makes pictures", "moored/demo-film"):
+        assert part in refused.stderr
+    assert "Generate" not in refused.stderr, "a person calls no procedure"
+    with demo.client() as client, pytest.raises(moored.InvalidRequest, match="moored/demo-sound"):
+        client.generate_audio("a waltz", model="moored/demo-film")
+
+
+def test_the_only_model_of_a_medium_is_its_default(simulate: Any, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name in ("small", "video"):
+        shutil.copy(INSTANT_MODELS / f"{name}.instant.json", models)
+    arguments = ("--models", str(models), "--set", "models.default=video")
+    with simulate("sim:24GiB", arguments=arguments).client() as client:
+        film = client.generate_video("a wave", width=64, height=64, frames=2, steps=1)
+        assert film.model.id == "video", "the configured default makes films"
+        assert client.generate_image("a cube", steps=1, width=64, height=64).model.id == "moored/demo"
+
+
+def test_a_refusal_names_the_smallest_need_and_a_model_that_fits(simulate: Any) -> None:
+    arguments = ("--models", str(INSTANT_MODELS))
+    model = moored.ModelRef("flux-full", quantization="auto")
+    with simulate("sim:5GiB", arguments=arguments).client() as client:
+        with pytest.raises(moored.NeverFits) as refused:
+            client.generate_image("a cube", model=model)
+        said = str(refused.value)
+        assert re.search(r"nf4-double, the smallest, needs [\d.]+ GiB", said), said
+        assert "z-image-turbo fits this card" in said
+        chosen = client.plan("a cube", model=model).model.choice
+        assert chosen.startswith("nothing fits: "), chosen
+        assert "full:" not in chosen
+
+
+def test_framepack_is_one_pull_and_one_model(hub: Hub, home: Path, alone: Run, tmp_path: Path) -> None:
+    planned = alone("pull", "framepack", "--dry-run")
+    assert "hunyuanvideo-community/HunyuanVideo" in planned.stderr
+    good(alone("pull", "framepack"))
+    cached = {folder.name for folder in (home / "hub").glob("models--*")}
+    assert len(cached) == 3, cached
+    base = home / "hub/models--hunyuanvideo-community--HunyuanVideo"
+    assert list(base.glob("snapshots/*/vae/*.safetensors"))
+    assert not list(base.glob("snapshots/*/transformer/*.safetensors")), "FramePack has its own"
+    service = Service(state=tmp_path / "s", environment=hub.environment(home))
+    try:
+        with service.client() as client:
+            theirs = [model for model in client.list_models() if not model.id.startswith("moored/")]
+            assert [(model.id, model.problem) for model in theirs] == [(FRAMEPACK, "")]
+            film = client.generate_video(
+                "a wave", model="framepack", width=48, height=32, frames=37, steps=1,
+                init_image=ROOT / "docs/demo.png", max_sequence_length=64,
+            )
+            assert film.model.id == FRAMEPACK
+    finally:
+        assert service.stop() == 0
