@@ -12,7 +12,7 @@ use super::status::invalid;
 use crate::catalogue::{self, Makes, Room};
 use crate::models::Found;
 use crate::proto::v1;
-use crate::threads::on_thread;
+use crate::threads::FILES;
 
 impl Service {
     /// The reference of a request for this medium, with a model where it names none: the configured default or the shipped
@@ -45,7 +45,7 @@ impl Service {
     /// The model of requests for this medium that name none.
     async fn default_of(&self, makes: Makes) -> Result<Option<String>, Error> {
         let models = self.models.clone();
-        let listing = on_thread(move || models.list()).await?;
+        let listing = FILES.run(move || models.list()).await?;
         for id in self.models.defaults_of(makes, &listing) {
             // A default that cannot be opened is refused by its own error.
             match listing.iter().find(|found| found.id == id) {
