@@ -166,3 +166,17 @@ def test_a_failed_decode_leaves_its_latent(service: Service, ask: Ask) -> None:
         ask("generate_image", "x")
     assert [latent.id for latent in caught.value.latents] == ["lat-1"]
     assert caught.value.job_id == "job-1"
+
+
+def test_a_violation_is_a_clause_with_the_names_of_a_program() -> None:
+    names = {"init_image": "the image", "controls[].mode": "the mode of ControlNet {number}"}
+    violations = [
+        moored.Violation("init_image", "is missing: name one"),
+        moored.Violation("controls[1].mode", "is 7; the modes are 0 to 5"),
+        moored.Violation("width", "70 is odd"),
+    ]
+    error = moored.InvalidRequest("as the service says it", violations=violations)
+    assert error.in_words(names) == (
+        "the image is missing: name one; the mode of ControlNet 2 is 7; the modes are 0 to 5; width: 70 is odd"
+    )
+    assert moored.QueueFull("the queue is full").in_words(names) == "the queue is full"

@@ -247,10 +247,13 @@ def test_a_plan(service: Service, ask: Ask) -> None:
     assert (request.WhichOneof("request"), request.video.frames) == ("video", 9)
     assert (request.card, request.video.options.card) == ("cpu", "cpu")
     assert ask("plan_audio", "x", seconds=2.5, card="cpu") == plan
-    assert ask("plan_model", moored.ModelRef("me/film", quantization="auto"), card="cpu") == plan
     request = service.requests["Plan"]
     assert (request.WhichOneof("request"), request.audio.seconds) == ("audio", 2.5)
     assert (request.card, request.audio.options.card) == ("cpu", "cpu")
+    assert ask("plan_model", moored.ModelRef("me/film", quantization="auto"), card="cpu") == plan
+    request = service.requests["Plan"]
+    assert (request.WhichOneof("request"), request.model.id) == ("model", "me/film")
+    assert (request.model.quantization.preset, request.card) == ("auto", "cpu")
 
 
 def status(uptime_ms: int = 9) -> residency_pb2.Status:

@@ -11,6 +11,29 @@ import moored
 from .node_text import show_on
 
 FALLBACKS_AT_MOST = 3
+INPUTS = {
+    "model": "the model",
+    "model.id": "the model",
+    "model.quantization.preset": "quantization",
+    "model.quantization.components": "formats",
+    "model.adapters": "the LoRAs",
+    "model.adapters[].id": "LoRA {number}",
+    "model.adapters[].strength": "the strength of LoRA {number}",
+    "init_image": "the image",
+    "init_latent": "the latent",
+    "init_media": "the audio",
+    "references": "the reference images",
+    "controls": "the ControlNets",
+    "controls[].id": "ControlNet {number}",
+    "controls[].image": "the image of ControlNet {number}",
+    "controls[].mode": "the mode of ControlNet {number}",
+    "controls[].scale": "the strength of ControlNet {number}",
+    "controls[].start": "the start_percent of ControlNet {number}",
+    "controls[].end": "the end_percent of ControlNet {number}",
+    "frames_per_second": "fps",
+    "window": "the part from start_seconds to end_seconds",
+}
+"""Inputs of the nodes, by the fields of a request that go by another name."""
 
 
 class Failure(RuntimeError):
@@ -41,7 +64,7 @@ def told(node_id: str | None) -> Iterator[None]:
 
 def sentence(error: moored.MooredError) -> str:
     """What happened, and the remedy that ComfyUI has for it."""
-    return f"{_capitalised(error.message.rstrip('. '))}{_remedy(error)}."
+    return f"{_capitalised(error.in_words(INPUTS).rstrip('. '))}{_remedy(error)}."
 
 
 def _capitalised(text: str) -> str:
@@ -49,8 +72,18 @@ def _capitalised(text: str) -> str:
     return text[:1].upper() + text[1:] if re.match(r"[a-z]+(?:'s)?:?(?:[\s,]|$)", text) else text
 
 
+def _lacks_picture(error: moored.InvalidRequest) -> bool:
+    """Whether a film needs a picture: of the nodes that make films, Text to Video gives none."""
+    return any(
+        one.field == "init_image" and one.description.startswith("is missing")
+        for one in error.violations
+    )
+
+
 def _remedy(error: moored.MooredError) -> str:
     match error:
+        case moored.InvalidRequest() if _lacks_picture(error):
+            return ": use Image to Video"
         case moored.MemoryShortage() if error.fallbacks:
             labels = [one.label for one in error.fallbacks[:FALLBACKS_AT_MOST]]
             return f": this would fit: {', or '.join(labels)}"

@@ -62,6 +62,40 @@ class Violation:
     field: str
     description: str
 
+    def clause(self, names: Mapping[str, str]) -> str:
+        """The violation as a clause, with the field by the name that a program has for it.
+
+        `names` has names by field; of a field in a list, `controls[2].mode`, by `controls[].mode`, where
+        `{number}` stands for the place in the list, counted from 1. Other fields keep their names.
+        """
+        places = _PLACE.findall(self.field)
+        subject = names.get(_PLACE.sub("[]", self.field), self.field)
+        if places:
+            subject = subject.replace("{number}", str(int(places[-1]) + 1))
+        colon = "" if self.description.partition(" ")[0] in _VERBS else ":"
+        return f"{subject}{colon} {self.description}"
+
+
+_PLACE = re.compile(r"\[(\d+)\]")
+_VERBS = frozenset(
+    (
+        "is",
+        "are",
+        "was",
+        "has",
+        "have",
+        "names",
+        "takes",
+        "must",
+        "says",
+        "comes",
+        "ends",
+        "does",
+        "holds",
+    )
+)
+"""Words with which a description begins that goes on from its field as a sentence."""
+
 
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """What a terminal may obey: control characters, and those that set the direction of text."""
@@ -115,6 +149,11 @@ class MooredError(Exception):
         self.job_id = ""
         self.latents = ()
         self.results = ()
+
+    def in_words(self, names: Mapping[str, str]) -> str:
+        """The sentence, with the fields of a request by a program's own names: see `Violation.clause`."""
+        clauses = [violation.clause(names) for violation in self.violations]
+        return "; ".join(clauses) or self.message
 
 
 class InvalidRequest(MooredError):

@@ -183,9 +183,30 @@ def _constraints_input() -> Parameter:
     )
 
 
+_INPUTS = {
+    "model": "the model",
+    "model.id": "the model",
+    "model.quantization.preset": "quantization_mode",
+    "model.quantization.components": "quantization_mode",
+    "model.adapters": "the LoRAs",
+    "model.adapters[].id": "LoRA {number}",
+    "model.adapters[].strength": "the strength of LoRA {number}",
+    "init_image": "input_image",
+    "init_media": "input_audio",
+    "references": "reference_image",
+    "controls": "the ControlNets",
+    "controls[].id": "ControlNet {number}",
+    "controls[].image": "control_image",
+    "controls[].mode": "the mode of ControlNet {number}",
+    "frames_per_second": "fps",
+}
+"""Inputs of the nodes, by the fields of a request that go by another name."""
+
+
 def in_a_sentence(error: Exception) -> str:
     """What went wrong and what to do, for a person in front of the editor."""
-    text = " ".join(str(error).split()).rstrip(".")
+    words = error.in_words(_INPUTS) if isinstance(error, moored.MooredError) else str(error)
+    text = " ".join(words.split()).rstrip(".")
     more: list[str] = []
     match error:
         case moored.ConnectionFailed(job_id="", cause="unreachable"):
@@ -203,8 +224,6 @@ def in_a_sentence(error: Exception) -> str:
             more = [f"or set if_missing of Diffusion Model to `{PULL}`"]
         case moored.MemoryShortage():
             more = _shortage(error)
-        case moored.QueueFull() | moored.ClientLimit() if error.retry_after_s:
-            more = [f"run again in {error.retry_after_s:.0f} s"]
     return "; ".join([text, *more]) + "."
 
 

@@ -69,9 +69,9 @@ pub(crate) struct Recipe {
     /// Seconds and strengths of the parts of a track; empty for one strength.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) strengths: Vec<(f32, f32)>,
-    /// Start and end of the part that was made anew, in seconds.
+    /// Start and end of the part that was made anew, in seconds; without an end it goes to that of the source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) window: Option<(f32, f32)>,
+    pub(crate) window: Option<(f32, Option<f32>)>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) bpm: Option<u32>,
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -235,7 +235,7 @@ impl Recipe {
             &AudioTask::Repaint {
                 start_seconds,
                 end_seconds,
-            } => self.window = Some((start_seconds, end_seconds)),
+            } => self.window = Some(window_of(start_seconds, end_seconds)),
             AudioTask::Extract { track } => self.tracks = vec![track.clone()],
             AudioTask::Lego {
                 track,
@@ -243,7 +243,7 @@ impl Recipe {
                 end_seconds,
             } => {
                 self.tracks = vec![track.clone()];
-                self.window = Some((*start_seconds, *end_seconds));
+                self.window = Some(window_of(*start_seconds, *end_seconds));
             }
             AudioTask::Complete { tracks } => self.tracks.clone_from(tracks),
         }
@@ -253,6 +253,11 @@ impl Recipe {
         ]);
         init_audio.is_some()
     }
+}
+
+/// A window as a recipe has it: JSON has no infinite number.
+fn window_of(start_seconds: f32, end_seconds: f32) -> (f32, Option<f32>) {
+    (start_seconds, Some(end_seconds).filter(|end| end.is_finite()))
 }
 
 /// The names of what was given.

@@ -13,7 +13,7 @@ use crate::bounds::{self, too_many_references};
 use crate::checkpoint::{
     checkpoint_stem, class_not_run, file_not_run, is_lora, is_single_file, part_in_file,
 };
-use crate::files::{incomplete, pipeline_class, root_class, transformer_class, unsupported};
+use crate::files::{incomplete, pipeline_class, recorded, root_class, transformer_class, unsupported};
 use crate::host::HostTensor;
 use crate::identity::ModelFile;
 use crate::media::{Piece, SampleFormat};
@@ -698,7 +698,9 @@ impl Catalogue {
     pub fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
         self.check_is_run(path)?;
         for family in &self.families {
-            if let Some(model) = family.open(path, precision)? {
+            let (opened, read) = recorded(|| family.open(path, precision));
+            if let Some(model) = opened? {
+                model.parts().set_read(read);
                 return Ok(model);
             }
         }

@@ -1,7 +1,9 @@
 //! Reading of models' configuration files, and errors about files.
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -29,6 +31,46 @@ pub(crate) fn incomplete(path: &Path, problem: impl Into<String>) -> ModelError 
     }
 }
 
+thread_local! {
+    /// What is read on this thread while models are opened, the innermost last.
+    static READING: RefCell<Vec<ReadFiles>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Text files that were read, by path, with the hashes of their contents.
+pub(crate) type ReadFiles = BTreeMap<PathBuf, [u8; 32]>;
+
+/// What `work` returns, and the text files that it read on this thread.
+pub(crate) fn recorded<T>(work: impl FnOnce() -> T) -> (T, ReadFiles) {
+    /// Ends the recording, also where the work panics.
+    struct Recording;
+    impl Drop for Recording {
+        fn drop(&mut self) {
+            READING.with_borrow_mut(Vec::pop);
+        }
+    }
+    READING.with_borrow_mut(|reading| reading.push(ReadFiles::new()));
+    let recording = Recording;
+    let done = work();
+    let read = READING.with_borrow_mut(|reading| reading.last_mut().map(std::mem::take));
+    drop(recording);
+    (done, read.unwrap_or_default())
+}
+
+/// Counts a text file as read on this thread.
+pub(crate) fn count_as_read(path: &Path, text: &str) {
+    let hash = *blake3::hash(text.as_bytes()).as_bytes();
+    count_all_as_read(&ReadFiles::from([(path.to_owned(), hash)]));
+}
+
+/// Counts files as read on this thread that another thread read for it, or that are shared with what was opened before.
+pub(crate) fn count_all_as_read(files: &ReadFiles) {
+    READING.with_borrow_mut(|reading| {
+        if let Some(reading) = reading.last_mut() {
+            reading.extend(files.iter().map(|(path, hash)| (path.clone(), *hash)));
+        }
+    });
+}
+
 /// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers have half of it.
 const LONGEST_TEXT: u64 = 64 << 20;
 
@@ -50,7 +92,10 @@ pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
             path,
             format!("it has more than {LONGEST_TEXT} bytes, and is read as text"),
         )),
-        false => Ok(text),
+        false => {
+            count_as_read(path, &text);
+            Ok(text)
+        }
     }
 }
 

@@ -132,6 +132,15 @@ impl SchedulerConfig {
     /// The sigmas of `steps` steps over a picture of `tokens` tokens, descending from 1, and a final 0: `steps + 1`
     /// values. Rounded to f32 where the reference rounds.
     pub fn sigmas(&self, steps: u32, tokens: usize) -> Vec<f32> {
+        self.sigmas_of_mu(steps, self.mu(tokens))
+    }
+
+    /// [`SchedulerConfig::sigmas`], with an exponent of the dynamic shift of at most `most`.
+    pub fn sigmas_with_most_mu(&self, steps: u32, tokens: usize, most: f64) -> Vec<f32> {
+        self.sigmas_of_mu(steps, self.mu(tokens).min(most))
+    }
+
+    fn sigmas_of_mu(&self, steps: u32, mu: f64) -> Vec<f32> {
         let last = 1.0 / f64::from(steps);
         let stride = (last - 1.0) / f64::from(steps.saturating_sub(1).max(1));
         let linear = (0..steps).map(|i| {
@@ -141,7 +150,6 @@ impl SchedulerConfig {
                 1.0 + f64::from(i) * stride
             }
         });
-        let mu = self.mu(tokens);
         linear
             .map(|sigma| self.shifted(sigma as f32, mu))
             .chain([0.0])
@@ -262,6 +270,41 @@ mod tests {
             assert_eq!(config.check(), Ok(()));
             assert!(config.sigmas(4, 1024).iter().all(|sigma| sigma.is_finite()));
         }
+    }
+
+    /// `mu = min(calculate_shift(...), math.log(7.0))` of diffusers' `HunyuanVideoFramepackPipeline`, and then
+    /// `exp(mu) / (exp(mu) + (1 / sigma - 1))`.
+    #[test]
+    fn a_dynamic_shift_stays_below_its_bound() {
+        let dynamic = SchedulerConfig {
+            use_dynamic_shifting: true,
+            ..SchedulerConfig::default()
+        };
+        let most = 7f64.ln();
+        // calculate_shift is 0.5 at 256 tokens and 1.15 at 4096: ln 7 is reached between 8797 and 8799.
+        for (tokens, shift) in [
+            (256, 0.5f64.exp()),
+            (4096, 1.15f64.exp()),
+            (8_799, 7.0),
+            (20_000, 7.0),
+        ] {
+            let found = dynamic.sigmas_with_most_mu(4, tokens, most);
+            for (sigma, found) in [1.0, 0.75, 0.5, 0.25].into_iter().zip(found) {
+                let expected = shift / (shift + (1.0 / sigma - 1.0));
+                assert!(
+                    (f64::from(found) - expected).abs() < 1e-6,
+                    "{tokens}: {found}, {expected}"
+                );
+            }
+        }
+        assert_eq!(
+            dynamic.sigmas_with_most_mu(4, 8_797, most),
+            dynamic.sigmas(4, 8_797)
+        );
+        assert_ne!(
+            dynamic.sigmas_with_most_mu(4, 8_799, most),
+            dynamic.sigmas(4, 8_799)
+        );
     }
 
     #[test]

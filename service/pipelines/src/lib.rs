@@ -21,6 +21,7 @@ pub mod instant;
 mod layer_norm;
 mod linear;
 mod media;
+mod memo;
 mod mmdit;
 pub mod noise;
 mod out_of_memory;
@@ -53,6 +54,7 @@ pub use family::{
 pub use host::{HostTensor, HostType};
 pub use identity::{ModelFile, digest_of_names, provisional_identity};
 pub use media::{MediaFormat, Piece, SampleFormat};
+pub use memo::{Memo, identity_of_values};
 pub use ops::{
     AttentionPaths, Fp8Products, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans,
     prepare, set_fp8_products,

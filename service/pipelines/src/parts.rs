@@ -1,11 +1,18 @@
 //! What open models of all families have in common.
 
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
 use gpu::LoadPlan;
 use residency::Component;
 
 use crate::adapters::AdapterSet;
 use crate::checkpoint::ComponentSet;
+use crate::files::ReadFiles;
 use crate::{ModelFile, Precision, Request};
+
+/// Names of files, and of a folder, that only the pipeline as a whole and its sampling go by.
+const OF_SAMPLING: [&str; 3] = ["model_index.json", "moored.json", "scheduler"];
 
 /// The parts that every open model has, whatever it computes: [`Model`](crate::Model) answers from them what planners ask of
 /// its components.
@@ -20,6 +27,8 @@ pub struct ModelParts {
     pub(crate) components: ComponentSet,
     /// What is attached to them.
     pub(crate) adapters: AdapterSet,
+    /// The text files that were read when it was opened: [`Catalogue::open`](crate::Catalogue::open) puts them in.
+    read: Arc<OnceLock<ReadFiles>>,
 }
 
 impl ModelParts {
@@ -36,7 +45,42 @@ impl ModelParts {
             large: large.to_vec(),
             components,
             adapters: AdapterSet::default(),
+            read: Arc::default(),
         }
+    }
+
+    /// Puts in the text files that were read when the model was opened.
+    pub(crate) fn set_read(&self, read: ReadFiles) {
+        self.read.get_or_init(|| read);
+    }
+
+    /// Hash of what the configurations say that a stage with these components may go by: all text files that were read, but those
+    /// of the other components, and those of the pipeline as a whole and of its schedule, which belong to sampling.
+    pub(crate) fn configuration_of(&self, components: &[String]) -> [u8; 32] {
+        let others = self
+            .components
+            .all()
+            .iter()
+            .map(|component| component.name.as_str());
+        let others: Vec<&str> = others
+            .filter(|name| !components.iter().any(|own| own == name))
+            .collect();
+        let is_of_others = |path: &Path| {
+            let folder = path.parent().and_then(Path::file_name).unwrap_or_default();
+            let file = path.file_name().unwrap_or_default();
+            others.iter().any(|other| folder == *other)
+                || OF_SAMPLING.iter().any(|name| folder == *name || file == *name)
+        };
+        let mut hash = blake3::Hasher::new();
+        let read = self.read.get().into_iter().flatten();
+        for (path, content) in read.chain(self.adapters.read()) {
+            if !is_of_others(path) {
+                // Where the model is does not count.
+                hash.update(path.file_name().unwrap_or_default().as_encoded_bytes());
+                hash.update(content);
+            }
+        }
+        *hash.finalize().as_bytes()
     }
 
     /// The parts of a model that has no components yet, computed in this precision.

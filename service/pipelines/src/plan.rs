@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::family::StageError;
 use crate::host::HostTensor;
+use crate::memo::Memo;
 
 /// Host tensors by name: inputs and outputs of stages.
 pub type Values = BTreeMap<String, HostTensor>;
@@ -107,14 +108,6 @@ pub(crate) fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
-/// Adds the token ids of a text to the hash of a memo: which ids, and where they end.
-pub(crate) fn hash_ids(hash: &mut blake3::Hasher, ids: &[u32]) {
-    hash.update(&(ids.len() as u64).to_le_bytes());
-    ids.iter().for_each(|id| {
-        hash.update(&id.to_le_bytes());
-    });
-}
-
 /// Name and shape of a value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ValueShape {
@@ -161,9 +154,9 @@ pub struct StagePlan {
     pub gives: Vec<String>,
     /// Whether it runs once per item, rather than once per request.
     pub per_item: bool,
-    /// Cache key of the outputs: the same memo and components give the same values, which other jobs may reuse.
+    /// What the stage reads of the request, where other jobs may take its values ([`identity_of_values`](crate::identity_of_values)).
     /// `None`: the values are specific to this job. A stage that runs once per item is never cached.
-    pub memo: Option<String>,
+    pub memo: Option<Memo>,
     /// What previews of its state need beside it; `None`: it sends none. Whether the stage fits does not depend on them:
     /// without this memory it runs without previews.
     pub preview: Option<PreviewNeed>,

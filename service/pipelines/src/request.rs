@@ -363,6 +363,32 @@ impl Request {
         }
     }
 
+    /// Adds all of it to a hash: its fields, and the data of its pictures, films and tracks.
+    pub(crate) fn hash_into(&self, hash: &mut blake3::Hasher) {
+        // Numbers that are not finite are equal in JSON; such requests are refused.
+        let fields = serde_json::to_vec(&self.without_media_data()).unwrap_or_default();
+        let pictures = self.medium.pictures();
+        let reference = match &self.medium {
+            Medium::Audio(audio) => audio.reference.as_ref(),
+            Medium::Image(_) | Medium::Video(_) => None,
+        };
+        let clips = self.medium.init_clip().into_iter().chain(reference);
+        let data = pictures.iter().map(|picture| &picture.data[..]);
+        let data = data.chain(clips.map(|clip| &clip.data[..]));
+        for part in std::iter::once(&fields[..]).chain(data) {
+            hash.update(&(part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+    }
+
+    /// A request of which a stage reads the prompt alone, up to its longest length, and what `medium` has.
+    pub(crate) fn of_prompt(&self, medium: Medium) -> Request {
+        Request {
+            prompt: self.prompt.clone(),
+            ..Request::of(medium, 1, 0.0, self.max_sequence_length)
+        }
+    }
+
     /// Bytes of the pictures, films and tracks that it contains.
     pub fn input_bytes(&self) -> u64 {
         let pictures = self.medium.pictures();

@@ -612,3 +612,17 @@ def test_nodes_that_miss_the_same_latent_make_it_once(
         latent.id = "lost"
         assert asyncio.run(prompt()) == [f"made-{times - 1}"] * 3
         assert len(made) == times
+
+
+def test_a_refusal_names_inputs_of_the_nodes_and_the_node_that_fits(pack: ModuleType) -> None:
+    def said(field: str, description: str) -> str:
+        violation = moored.Violation(field, description)
+        error = moored.InvalidRequest(f"{field}: {description}", violations=[violation])
+        return str(pack.failures.sentence(error))
+
+    assert said("references", "are not taken by this model; FLUX.1 Kontext takes one") == (
+        "The reference images are not taken by this model; FLUX.1 Kontext takes one."
+    )
+    assert said("init_image", "is missing: FramePack makes a film from a picture") == (
+        "The image is missing: FramePack makes a film from a picture: use Image to Video."
+    )

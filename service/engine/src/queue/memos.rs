@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use pipelines::Values;
-use residency::{Bytes, Component};
+use residency::Bytes;
 
 /// The cache.
 pub(super) struct Memos {
@@ -22,16 +22,6 @@ impl Memos {
             bytes: Bytes::ZERO,
             uses: 0,
         }
-    }
-
-    /// The key of what a stage gives: its components, and its memo.
-    pub(super) fn key(components: &[Component], memo: &str) -> String {
-        let mut key = String::new();
-        for component in components {
-            key.push_str(&component.id.0);
-            key.push('|');
-        }
-        key + memo
     }
 
     pub(super) fn contains(&self, key: &str) -> bool {

@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{Covered, MediaFormat, Piece, Role, SharedPass, StagePlan, ValueShape, Values};
+use pipelines::{
+    Covered, MediaFormat, Piece, Role, SharedPass, StagePlan, ValueShape, Values, identity_of_values,
+};
 use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
 use super::listener::{Mailbox, Unread};
-use super::memos::Memos;
 use super::reductions::{Reduction, Reductions};
 use super::replay::Replay;
 use super::request::OpenModels;
@@ -481,9 +482,12 @@ impl JobRecord {
     /// The key under which other jobs may reuse a stage's values, on cards of a dtype. `None`: they may not; values of a
     /// stage that runs once per item never are.
     pub(super) fn memo_key(&self, stage: usize, dtype: &str) -> Option<String> {
-        let stage = self.plan(dtype).get(stage).filter(|stage| !stage.per_item)?;
-        let memo = stage.memo.as_ref()?;
-        Some(Memos::key(&self.components(&stage.components, dtype), memo))
+        let model = &self.models.get(dtype)?.model;
+        let identities = |names: &[String]| {
+            let components = self.components(names, dtype).into_iter();
+            components.map(|component| component.id.0.to_string()).collect()
+        };
+        identity_of_values(&**model, self.plan(dtype), stage, &identities)
     }
 
     /// What its latents belong to: the first component that decodes.

@@ -8,9 +8,9 @@ use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use pipelines::{
-    Family, Formats, HostTensor, HostType, Image, Medium, Model, ModelError, ModelParts, Observer, Precision,
-    Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError, StagePlan,
-    StageRun, ValueShape, Values,
+    Family, Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer,
+    Precision, Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError,
+    StagePlan, StageRun, ValueShape, Values,
 };
 use residency::{Bytes, Component, ComponentId};
 
@@ -144,7 +144,10 @@ impl Model for FakeModel {
         let mut stages = vec![StagePlan {
             gives: vec!["sequence".into()],
             per_item: *request.prompt == *EACH_ITEM,
-            memo: Some(request.prompt.clone()),
+            memo: Some(Memo::of(Request {
+                prompt: request.prompt.clone(),
+                ..Request::of(Medium::Image(Image::of(0, 0)), 1, 0.0, 1)
+            })),
             section: None,
             shared: None,
             reads_media: true,

@@ -387,7 +387,7 @@ fn track_of(
             None => strengths_of(&recipe.strengths),
         },
         window_start_seconds: track.from.or(recipe.window.map(|(start, _)| start)),
-        window_end_seconds: track.to.or(recipe.window.map(|(_, end)| end)),
+        window_end_seconds: track.to.or(recipe.window.and_then(|(_, end)| end)),
         beats_per_minute: track.bpm.or(recipe.bpm),
         key: word(&track.key, recipe.key),
         time_signature: word(&track.time_signature, recipe.time_signature),

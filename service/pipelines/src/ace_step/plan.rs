@@ -22,11 +22,12 @@ use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
-use crate::plan::{hash_ids, names, rungs_of};
+use crate::memo::Memo;
+use crate::plan::{names, rungs_of};
 use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::TokenizeError;
-use crate::{Audio, AudioTask, Clip, Request, RequestError, Role, Rung, StagePlan, ValueShape};
+use crate::{Audio, AudioTask, Clip, Medium, Request, RequestError, Role, Rung, StagePlan, ValueShape};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -71,26 +72,23 @@ pub(super) struct Prompt {
 }
 
 impl Prompt {
-    fn memo(&self) -> String {
-        let mut hash = blake3::Hasher::new();
-        for ids in [Some(&self.text), Some(&self.lyrics), self.plain_text.as_ref()] {
-            hash_ids(&mut hash, ids.map_or(&[][..], Vec::as_slice));
-        }
-        format!("ace-step:text:{}", hash.finalize().to_hex())
-    }
-
     /// Tokens of a condition of a text.
     fn attended(&self, text: &[u32]) -> usize {
         self.lyrics.len() + 1 + text.len()
     }
 }
 
-/// Memo of what is encoded of a clip.
-fn memo_of_clip(what: &str, clip: &Clip) -> String {
-    let mut hash = blake3::Hasher::new();
-    hash.update(format!("{:?}", clip.format).as_bytes());
-    hash.update(&clip.data);
-    format!("ace-step:{what}:{}", hash.finalize().to_hex())
+/// A request of which a stage reads what this has.
+fn of_audio(audio: Audio) -> Request {
+    Request::of(Medium::Audio(audio), 1, 0.0, 1)
+}
+
+/// A clip's format alone, which says how long it is.
+fn without_data(clip: &Clip) -> Clip {
+    Clip {
+        format: clip.format,
+        data: bytes::Bytes::new(),
+    }
 }
 
 impl AceStepModel {
@@ -145,6 +143,50 @@ impl AceStepModel {
         })
     }
 
+    /// What [`AceStepModel::prompt`] reads of a request. Windows and strengths of the source are none of it.
+    fn text_memo(&self, request: &Request, audio: &Audio) -> Memo {
+        let task = match audio.task.clone() {
+            AudioTask::Repaint { .. } => AudioTask::Repaint {
+                start_seconds: 0.0,
+                end_seconds: 0.0,
+            },
+            AudioTask::Lego { track, .. } => AudioTask::Lego {
+                track,
+                start_seconds: 0.0,
+                end_seconds: 0.0,
+            },
+            other => other,
+        };
+        let read = Audio {
+            seconds: audio.seconds,
+            lyrics: audio.lyrics.clone(),
+            init_audio: audio.init_audio.as_ref().map(without_data),
+            task,
+            beats_per_minute: audio.beats_per_minute,
+            key: audio.key.clone(),
+            time_signature: audio.time_signature.clone(),
+            language: audio.language.clone(),
+            ..Audio::default()
+        };
+        Memo::of(Request {
+            // Whether it is below 1 says whether a cover is mixed.
+            strength: if request.strength < 1.0 { 0.5 } else { 1.0 },
+            ..request.of_prompt(Medium::Audio(read))
+        })
+    }
+
+    /// What the condition stage reads of a request without a reference: its length, and whether it is guided.
+    fn condition_memo(&self, request: &Request, audio: &Audio) -> Memo {
+        Memo::of(Request {
+            guidance: if self.is_guided(request) { 2.0 } else { 0.0 },
+            ..of_audio(Audio {
+                seconds: audio.seconds,
+                init_audio: audio.init_audio.as_ref().map(without_data),
+                ..Audio::default()
+            })
+        })
+    }
+
     /// The stages of a valid request.
     pub(super) fn stages(
         &self,
@@ -153,15 +195,23 @@ impl AceStepModel {
     ) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let prompt = self.prompt(request, audio);
         let prompt = prompt.map_err(|error| vec![RequestError::new("prompt", error.to_string())])?;
-        let mut stages = vec![self.text_stage(&prompt)];
+        let mut stages = vec![self.text_stage(&prompt, self.text_memo(request, audio))];
         let source = audio.init_audio.as_ref().filter(|_| !request.from_values);
         if let Some(clip) = source {
             let samples = samples_at(clip, self.vae.sampling_rate).next_multiple_of(self.vae.hop().max(1));
-            stages.push(self.encode_stage((ENCODE_SOURCE, SOURCE), clip, samples));
+            let read = Audio {
+                init_audio: Some(clip.clone()),
+                ..Audio::default()
+            };
+            stages.push(self.encode_stage((ENCODE_SOURCE, SOURCE), read, samples));
         }
         if let Some(clip) = &audio.reference {
             let samples = samples_of_timbre(self.vae.sampling_rate);
-            stages.push(self.encode_stage((ENCODE_REFERENCE, REFERENCE), clip, samples));
+            let read = Audio {
+                reference: Some(clip.clone()),
+                ..Audio::default()
+            };
+            stages.push(self.encode_stage((ENCODE_REFERENCE, REFERENCE), read, samples));
         }
         stages.push(self.condition_stage(request, audio, &prompt));
         if audio.task == AudioTask::Cover {
@@ -177,7 +227,7 @@ impl AceStepModel {
         ValueShape::new(name, vec![ids.len(), self.text.hidden_size])
     }
 
-    fn text_stage(&self, prompt: &Prompt) -> StagePlan {
+    fn text_stage(&self, prompt: &Prompt, memo: Memo) -> StagePlan {
         let dtype = self.precision.dtype;
         let longest = prompt
             .text
@@ -195,7 +245,7 @@ impl AceStepModel {
         StagePlan {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(TEXT_ENCODER)),
             gives: names(&gives),
-            memo: Some(prompt.memo()),
+            memo: Some(memo),
             ..StagePlan::of(
                 ENCODE_TEXT,
                 Role::Encode,
@@ -205,12 +255,13 @@ impl AceStepModel {
         }
     }
 
-    fn encode_stage(&self, (name, gives): (&str, &str), clip: &Clip, samples: usize) -> StagePlan {
+    /// The stage that encodes a clip, which is all that `read` has.
+    fn encode_stage(&self, (name, gives): (&str, &str), read: Audio, samples: usize) -> StagePlan {
         let ladder = encode_ladder(&self.vae, samples, self.precision.dtype);
         StagePlan {
             shape: format!("{samples} samples"),
             gives: names(&[gives]),
-            memo: Some(memo_of_clip(gives, clip)),
+            memo: Some(Memo::of(of_audio(read))),
             reads_media: true,
             ..StagePlan::of(name, Role::Encode, [VAE], rungs_of(ladder, Bytes::ZERO))
         }
@@ -241,7 +292,6 @@ impl AceStepModel {
             longest.next_multiple_of(MULTIPLE),
             prompt.lyrics.len().next_multiple_of(MULTIPLE),
         );
-        let frames = self.frames(audio);
         let scratch = Bytes(ConditionEncoder::scratch(
             &self.condition,
             (text, lyrics, timbre),
@@ -251,8 +301,7 @@ impl AceStepModel {
             .components
             .dequantizing(CONDITION_ENCODER, lyrics.max(timbre), |_| true);
         // The sample of a reference depends on the seed.
-        let memo =
-            (!has_reference).then(|| format!("{}:{frames}:{}", prompt.memo(), self.is_guided(request)));
+        let memo = (!has_reference).then(|| self.condition_memo(request, audio));
         StagePlan {
             shape: format!(
                 "t{text} l{lyrics}{}",

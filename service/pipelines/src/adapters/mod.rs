@@ -54,6 +54,13 @@ pub const MAX_POINTS: usize = 256;
 pub const MAX_STRENGTH: f32 = 100.0;
 
 impl StrengthCurve {
+    /// 0 in all steps.
+    pub(crate) fn zero() -> StrengthCurve {
+        StrengthCurve {
+            points: vec![(0.0, 0.0)],
+        }
+    }
+
     /// The same strength in every step.
     ///
     /// # Errors

@@ -17,6 +17,7 @@ use serde_json::Value;
 
 use super::AdapterError;
 use crate::checkpoint::number_of;
+use crate::files::count_as_read;
 
 /// Maximum length of a configuration in bytes.
 const MAX_CONFIGURATION: u64 = 1 << 20;
@@ -128,6 +129,7 @@ impl Configured {
         let mut text = String::new();
         let read = file.take(MAX_CONFIGURATION).read_to_string(&mut text);
         read.map_err(|e| refused(e.to_string()))?;
+        count_as_read(path, &text);
         let configuration = serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
         Configured::of(configuration)
     }

@@ -11,6 +11,7 @@ use super::open::{Adapter, AdapterPart, open_adapters};
 use super::targets::TargetComponent;
 use super::{AdapterFile, AdapterReport, AdapterUse};
 use crate::checkpoint::ComponentSet;
+use crate::files::{ReadFiles, recorded};
 use crate::linear::SIDE_BY_SIDE;
 use crate::{ModelError, RequestError, Rung, StageError};
 
@@ -35,7 +36,11 @@ impl UsedAs {
 
 /// The adapters of an open model.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct AdapterSet(Vec<Adapter>);
+pub(crate) struct AdapterSet {
+    adapters: Vec<Adapter>,
+    /// The text files that were read when they were opened.
+    read: ReadFiles,
+}
 
 impl AdapterSet {
     /// Opens adapters for a model of `family` (its display name), and adds their components to the model's.
@@ -48,19 +53,30 @@ impl AdapterSet {
         targets: &[TargetComponent],
         components: &mut ComponentSet,
     ) -> Result<AdapterSet, ModelError> {
-        let opened = open_adapters(files, family, targets, components.dtype())?;
-        let adapters = opened.into_iter().map(|(adapter, files)| {
+        let (opened, read) = recorded(|| open_adapters(files, family, targets, components.dtype()));
+        let adapters = opened?.into_iter().map(|(adapter, files)| {
             for (part, files) in adapter.parts.iter().zip(files) {
                 components.push(&part.component, files);
             }
             adapter
         });
-        Ok(AdapterSet(adapters.collect()))
+        Ok(AdapterSet {
+            adapters: adapters.collect(),
+            read,
+        })
+    }
+
+    /// The text files that were read when they were opened.
+    pub(crate) fn read(&self) -> &ReadFiles {
+        &self.read
     }
 
     /// What they change.
     pub(crate) fn reports(&self) -> Vec<AdapterReport> {
-        self.0.iter().map(|adapter| adapter.report.clone()).collect()
+        self.adapters
+            .iter()
+            .map(|adapter| adapter.report.clone())
+            .collect()
     }
 
     /// Problems of a request's adapters: those that the model was not opened with.
@@ -73,7 +89,7 @@ impl AdapterSet {
     }
 
     fn adapter(&self, name: &str) -> Option<&Adapter> {
-        self.0.iter().find(|adapter| adapter.report.name == name)
+        self.adapters.iter().find(|adapter| adapter.report.name == name)
     }
 
     /// The parts for a component of the adapters that a request uses.
@@ -104,7 +120,7 @@ impl AdapterSet {
 
     /// Predicted scratch of the terms of a component's layers, which are computed one after the other.
     pub(crate) fn scratch(&self, base: &str, tokens: usize, dtype: DType) -> Bytes {
-        let parts = self.0.iter().flat_map(|adapter| &adapter.parts);
+        let parts = self.adapters.iter().flat_map(|adapter| &adapter.parts);
         let of_part = |part: &AdapterPart| {
             let rank = SIDE_BY_SIDE * part.rank;
             let of_shape = |shape: &[usize; 2]| ops::low_rank_scratch(*shape, rank, tokens, dtype);
@@ -133,13 +149,19 @@ impl AdapterSet {
         std::iter::once(whole).chain(from_host).collect()
     }
 
-    /// Adds what changes these text encoders to the identity of encoded text: the strengths of the adapters that have a part
-    /// for one of them. The components of the adapters are a part of that identity already.
-    pub(crate) fn hash_text(&self, bases: &[&str], uses: &[AdapterUse], hash: &mut blake3::Hasher) {
-        for (each, part) in bases.iter().flat_map(|base| self.parts(uses, base, UsedAs::Text)) {
-            hash.update(part.component.as_bytes());
-            hash.update(&each.text_strength.to_le_bytes());
-        }
+    /// The uses that change these text encoders, with what they read of them: the strength in text encoders.
+    pub(crate) fn text_uses(&self, bases: &[&str], uses: &[AdapterUse]) -> Vec<AdapterUse> {
+        let is_one = |each: &&AdapterUse| {
+            let one = std::slice::from_ref(*each);
+            bases
+                .iter()
+                .any(|base| self.parts(one, base, UsedAs::Text).next().is_some())
+        };
+        let of_text = |each: &AdapterUse| AdapterUse {
+            strength: super::StrengthCurve::zero(),
+            ..each.clone()
+        };
+        uses.iter().filter(is_one).map(of_text).collect()
     }
 
     /// Attaches the adapters that a request uses on a component.

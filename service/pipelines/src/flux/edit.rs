@@ -12,8 +12,11 @@ use super::model::FluxModel;
 use super::transformer::pack;
 use crate::bounds::PIXELS_PER_TOKEN;
 use crate::family::Model;
+use crate::memo::Memo;
 use crate::start::{CHANGES, steps_run};
-use crate::{ControlUse, Image, InitImage, Mask, Request, RequestError, StageError, StagePlan, ValueShape};
+use crate::{
+    ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, StageError, StagePlan, ValueShape,
+};
 
 /// Names of the stages. That of a control picture is followed by its number.
 pub(super) const ENCODE_CONTROL: &str = "encode_control_";
@@ -150,12 +153,13 @@ impl FluxModel {
         }
         let stage = |reference: &InitImage| {
             let size = Image::of(reference.width, reference.height);
-            let mut hash = blake3::Hasher::new();
-            hash.update(&reference.width.to_le_bytes());
-            hash.update(&reference.rgb);
+            let read = Image {
+                references: vec![reference.clone()],
+                ..size.clone()
+            };
             StagePlan {
                 per_item: false,
-                memo: Some(format!("flux-reference:{}", hash.finalize().to_hex())),
+                memo: Some(Memo::of(Request::of(Medium::Image(read), 1, 0.0, 1))),
                 ..autoencoder.encode_stage_named(ENCODE_REFERENCE, REFERENCE, &size)
             }
         };

@@ -18,8 +18,9 @@ use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
+use crate::memo::Memo;
 use crate::mmdit::is_modulator;
-use crate::plan::{hash_ids, names};
+use crate::plan::names;
 use crate::sampling::Denoiser;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -136,6 +137,7 @@ impl FluxModel {
         };
         let scratch = (self.clip.scratch(pooled, dtype) + encoder("text_encoder", pooled))
             .max(self.t5.scratch(tokens, dtype) + encoder("text_encoder_2", tokens));
+        self.check_prompt(request)?;
         let (bases, uses) = (["text_encoder", "text_encoder_2"], &request.adapters);
         let components = self.parts.adapters.beside(&bases, uses, UsedAs::Text);
         Ok(StagePlan {
@@ -144,28 +146,21 @@ impl FluxModel {
                 self.parts.components.as_multiplied("text_encoder_2")
             ),
             gives: names(&[POOLED, SEQUENCE]),
-            memo: Some(self.text_memo(request)?),
+            memo: Some(Memo::of(Request {
+                adapters: self.parts.adapters.text_uses(&bases, uses),
+                ..request.of_prompt(Medium::Image(Image::of(0, 0)))
+            })),
             ..StagePlan::of(ENCODE_TEXT, Role::Encode, components, vec![Rung::whole(scratch)])
         })
     }
 
-    /// Memo of the tokens of a prompt.
-    fn text_memo(&self, request: &Request) -> Result<String, RequestError> {
+    /// Refuses a prompt that a tokenizer cannot encode.
+    fn check_prompt(&self, request: &Request) -> Result<(), RequestError> {
         let refused = |error: TokenizeError| RequestError::new("prompt", error.to_string());
-        let clip = self.clip_tokenizer.encode(&request.prompt).map_err(refused)?;
-        let t5 = self
-            .t5_tokenizer
-            .encode(&request.prompt, request.max_sequence_length as usize);
-        let t5 = t5.map_err(refused)?;
-        let mut hash = blake3::Hasher::new();
-        for ids in [clip, t5] {
-            hash_ids(&mut hash, &ids);
-        }
-        let encoders = ["text_encoder", "text_encoder_2"];
-        self.parts
-            .adapters
-            .hash_text(&encoders, &request.adapters, &mut hash);
-        Ok(format!("flux:{}", hash.finalize().to_hex()))
+        let most = request.max_sequence_length as usize;
+        self.clip_tokenizer.encode(&request.prompt).map_err(refused)?;
+        self.t5_tokenizer.encode(&request.prompt, most).map_err(refused)?;
+        Ok(())
     }
 
     fn denoise_stage(&self, request: &Request, image: &Image) -> StagePlan {

@@ -12,7 +12,9 @@ use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{PIXELS_PER_TOKEN, problems};
 use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder};
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, damaged, pipeline_class, read_json, unsupported};
+use crate::files::{
+    check_pairs, checked, count_all_as_read, damaged, pipeline_class, read_json, recorded, unsupported,
+};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -89,12 +91,12 @@ impl FluxModel {
         check_widths(base, &transformer, &vae, &clip, &t5)?;
         // Reading vocabularies dominates the time to open a model: two threads read them.
         let (clip_tokenizer, t5_tokenizer) = std::thread::scope(|scope| {
-            let t5 = scope.spawn(|| T5Tokenizer::shared(&base.join("tokenizer_2")));
+            let t5 = scope.spawn(|| recorded(|| T5Tokenizer::shared(&base.join("tokenizer_2"))));
             let clip = ClipTokenizer::shared(&base.join("tokenizer"));
-            (
-                clip,
-                t5.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
-            )
+            let t5 = t5.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let (t5, read) = t5;
+            count_all_as_read(&read);
+            (clip, t5)
         });
         let clip_tokenizer = clip_tokenizer?;
         if clip_tokenizer.length() > clip.max_position_embeddings {

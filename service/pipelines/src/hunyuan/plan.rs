@@ -7,11 +7,12 @@ use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{TokenCounts, denoise_scratch};
 use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
+use crate::memo::Memo;
 use crate::mmdit::is_modulator;
-use crate::plan::{hash_ids, names, only_value, rungs_of};
+use crate::plan::{names, only_value, rungs_of};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
-use crate::{PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
+use crate::{Medium, PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -150,21 +151,17 @@ impl HunyuanModel {
         request: &Request,
         prompt: &TemplatedIds,
     ) -> Result<StagePlan, TokenizeError> {
-        let clip = self.clip_tokenizer.encode(&request.prompt)?;
+        self.clip_tokenizer.encode(&request.prompt)?; // refuses what it cannot encode
         let dtype = self.precision.dtype;
         let tokens = prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
         let pooled = self.clip_tokenizer.length();
         let scratch = (self.llama.scratch(tokens, dtype)
             + self.parts.components.dequantizing(LLAMA, tokens, |_| true))
         .max(self.clip.scratch(pooled, dtype) + self.parts.components.dequantizing(CLIP, pooled, |_| true));
-        let mut hash = blake3::Hasher::new();
-        for ids in [&prompt.ids, &clip] {
-            hash_ids(&mut hash, ids);
-        }
         Ok(StagePlan {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(LLAMA)),
             gives: names(&[POOLED, TEXT]),
-            memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
+            memo: Some(Memo::of(request.of_prompt(Medium::Video(Video::default())))),
             ..StagePlan::of(
                 ENCODE_TEXT,
                 Role::Encode,
@@ -177,13 +174,13 @@ impl HunyuanModel {
     fn encode_vision_stage(&self, video: &Video) -> StagePlan {
         let vision = self.framepack.as_ref().map(|framepack| &framepack.vision);
         let scratch = vision.map_or(Bytes::ZERO, |vision| vision.scratch(self.precision.dtype));
-        let mut hash = blake3::Hasher::new();
-        if let Some(image) = &video.init_image {
-            hash.update(&image.width.to_le_bytes()).update(&image.rgb);
-        }
+        let read = Video {
+            init_image: video.init_image.clone(),
+            ..Video::default()
+        };
         StagePlan {
             gives: names(&[VISION_STATES]),
-            memo: Some(format!("hunyuan-video:{}", hash.finalize().to_hex())),
+            memo: Some(Memo::of(Request::of(Medium::Video(read), 1, 0.0, 1))),
             reads_media: true,
             ..StagePlan::of(ENCODE_VISION, Role::Encode, [VISION], vec![Rung::whole(scratch)])
         }

@@ -34,6 +34,9 @@ use crate::vision::processor::bytes_through_floats;
 use crate::vision::siglip::SiglipEncoder;
 use crate::{HostTensor, InitImage, Observer, Request, StageError, StageRun, Values};
 
+/// Largest factor of a dynamic shift of FramePack's sigmas, whose exponent is thus at most its logarithm.
+const MOST_SHIFT: f64 = 7.0;
+
 /// A stage of one request.
 pub(super) struct Stage<'a> {
     pub(super) model: &'a HunyuanModel,
@@ -257,7 +260,11 @@ impl Stage<'_> {
                 vision,
             }),
         };
-        let sigmas = self.model.scheduler.sigmas(request.steps, tokens.sampled);
+        let scheduler = &self.model.scheduler;
+        let sigmas = match section {
+            Some(_) => scheduler.sigmas_with_most_mu(request.steps, tokens.sampled, MOST_SHIFT.ln()),
+            None => scheduler.sigmas(request.steps, tokens.sampled),
+        };
         let steps = sigmas.len() - 1;
         self.observer.check_cancelled()?;
         let mut conditioning = transformer.condition(&prompted, &sigmas[..steps])?;

@@ -21,9 +21,10 @@ use crate::family::{
 };
 use crate::files::read_json;
 use crate::media::{MediaFormat, Piece, SampleFormat};
+use crate::memo::Memo;
 use crate::parts::ModelParts;
 use crate::plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values, only_value};
-use crate::request::{Medium, Request, RequestError};
+use crate::request::{Audio, Image, Medium, Request, RequestError, Video};
 use crate::rounds::{Round, adapters_in_key, check_shared, is_in_rounds, shared_pass};
 use crate::start::is_from_latent;
 
@@ -80,6 +81,15 @@ fn bytes_in(described: &DescribedComponent, format: Option<WeightFormat>) -> Byt
 }
 
 /// Adds a component that is allocated, and not read: its identity is in the model's file.
+/// The same medium, without what was asked of it.
+fn nothing_of(medium: &Medium) -> Medium {
+    match medium {
+        Medium::Image(_) => Medium::Image(Image::of(0, 0)),
+        Medium::Video(_) => Medium::Video(Video::default()),
+        Medium::Audio(_) => Medium::Audio(Audio::default()),
+    }
+}
+
 fn push(parts: &mut ModelParts, id: String, name: String, bytes: Bytes) {
     let component = Component {
         id: ComponentId::new(id),
@@ -284,7 +294,6 @@ impl InstantModel {
             _ => (vec![latent()], Vec::new()),
         };
         let is_text = name == ENCODE_TEXT;
-        let prompt = blake3::hash(request.prompt.as_bytes()).to_hex();
         let adapters = request.adapters.iter().filter(|_| name == DENOISE);
         let adapters = adapters.map(|each| component_of(&each.name));
         let components = self.named(components).into_iter().chain(adapters);
@@ -298,7 +307,7 @@ impl InstantModel {
             takes,
             gives,
             per_item: !is_text,
-            memo: is_text.then(|| format!("instant:{prompt}:{tokens}")),
+            memo: is_text.then(|| Memo::of(request.of_prompt(nothing_of(&request.medium)))),
             preview: (name == DENOISE && request.preview).then(|| PreviewNeed {
                 components: self.named(&["vae"]),
                 scratch: Bytes::ZERO,

@@ -13,7 +13,7 @@ use crate::media::{MediaFormat, Piece};
 use crate::plan::{Role, StagePlan, ValueShape, Values};
 use crate::quantization::Preset;
 use crate::request::{Clip, InitImage, Request};
-use crate::{MAX_SLOTS, Quantization};
+use crate::{MAX_SLOTS, Memo, Quantization};
 
 const PRECISION: Precision = Precision::full(DType::F32);
 
@@ -563,7 +563,7 @@ fn a_kept_latent_runs_only_the_remaining_steps() {
 #[test]
 fn the_text_memo_depends_on_prompt_and_length() {
     let model = open(&sample("small"));
-    let memos = |request: &Request| -> Vec<Option<String>> {
+    let memos = |request: &Request| -> Vec<Option<Memo>> {
         let stages = model.plan(request).unwrap().into_iter();
         stages.map(|plan| plan.memo).collect()
     };

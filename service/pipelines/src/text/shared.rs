@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use crate::files::{ReadFiles, count_all_as_read, recorded};
 use crate::{ModelError, ModelFile};
 
 /// The files that a tokenizer may be read from.
@@ -16,7 +17,7 @@ const FILES: [&str; 5] = [
 ];
 
 /// Tokenizers of one kind that are open, by the versions of their files. This keeps none of them open.
-pub(crate) struct Shared<T>(Mutex<BTreeMap<Vec<ModelFile>, Weak<T>>>);
+pub(crate) struct Shared<T>(Mutex<BTreeMap<Vec<ModelFile>, (Weak<T>, ReadFiles)>>);
 
 impl<T> Shared<T> {
     pub(crate) const fn new() -> Shared<T> {
@@ -37,13 +38,19 @@ impl<T> Shared<T> {
             .filter_map(|name| ModelFile::at(&folder.join(name)).ok());
         let files: Vec<ModelFile> = files.collect();
         let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(shared) = lock().get(&files).and_then(Weak::upgrade) {
+        let shared = lock()
+            .get(&files)
+            .and_then(|(tokenizer, read)| Some((tokenizer.upgrade()?, read.clone())));
+        if let Some((shared, read)) = shared {
+            count_all_as_read(&read);
             return Ok(shared);
         }
-        let tokenizer = Arc::new(open(folder)?); // two may do so at once: the later one is shared
+        let (opened, read) = recorded(|| open(folder));
+        count_all_as_read(&read);
+        let tokenizer = Arc::new(opened?); // two may do so at once: the later one is shared
         let mut open = lock();
-        open.retain(|_, tokenizer| tokenizer.strong_count() > 0);
-        open.insert(files, Arc::downgrade(&tokenizer));
+        open.retain(|_, (tokenizer, _)| tokenizer.strong_count() > 0);
+        open.insert(files, (Arc::downgrade(&tokenizer), read));
         Ok(tokenizer)
     }
 }
@@ -86,7 +93,7 @@ mod tests {
             .lock()
             .expect("a lock")
             .values()
-            .filter(|one| one.strong_count() > 0)
+            .filter(|(one, _)| one.strong_count() > 0)
             .count();
         assert_eq!(there, 1, "nobody has the others");
         drop(kept);

@@ -15,6 +15,7 @@ use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
 use crate::family::smaller_sides;
 use crate::flow_match::SchedulerConfig;
+use crate::memo::Memo;
 use crate::plan::names;
 use crate::sampling::Denoiser;
 use crate::start::{is_from_latent, steps_run};
@@ -138,7 +139,7 @@ impl ZImageModel {
         }
     }
 
-    fn encode_text_stage(&self, ids: &[u32]) -> StagePlan {
+    fn encode_text_stage(&self, request: &Request, ids: &[u32]) -> StagePlan {
         // Prompts of similar length share their learned peaks.
         let tokens = ids.len().next_multiple_of(MULTIPLE);
         let is_quantized = self.parts.components.is_quantized(TEXT_ENCODER);
@@ -147,7 +148,11 @@ impl ZImageModel {
         StagePlan {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(TEXT_ENCODER)),
             gives: names(&[CAPTION]),
-            memo: Some(memo(ids)),
+            memo: Some(Memo::of(Request {
+                // A longer limit gives the same tokens.
+                max_sequence_length: ids.len() as u32,
+                ..request.of_prompt(Medium::Image(Image::of(0, 0)))
+            })),
             ..StagePlan::of(
                 ENCODE_TEXT,
                 Role::Encode,
@@ -190,15 +195,6 @@ impl ZImageModel {
     }
 }
 
-/// Memo of the tokens of a prompt.
-fn memo(ids: &[u32]) -> String {
-    let mut hash = blake3::Hasher::new();
-    for id in ids {
-        hash.update(&id.to_le_bytes());
-    }
-    format!("z-image:{}", hash.finalize().to_hex())
-}
-
 impl Model for ZImageModel {
     fn parts(&self) -> &ModelParts {
         &self.parts
@@ -218,7 +214,7 @@ impl Model for ZImageModel {
         let image = request.image().map_err(refused)?;
         let ids = self.tokens(request);
         let ids = ids.map_err(|error| vec![RequestError::new("prompt", error.to_string())])?;
-        let mut stages = vec![self.encode_text_stage(&ids)];
+        let mut stages = vec![self.encode_text_stage(request, &ids)];
         if image.init_image.is_some() && !request.from_values {
             stages.push(self.autoencoder().encode_stage(image));
         }

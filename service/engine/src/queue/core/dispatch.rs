@@ -360,9 +360,10 @@ impl Core {
             Some(_) => run.preview_interval_ms,
             None => 0,
         };
+        let read = plan.request_for(&run.request);
         let request = match plan.reads_media {
-            true => run.request.of_item(step.item),
-            false => run.request.without_media_data().of_item(step.item),
+            true => read.of_item(step.item),
+            false => read.without_media_data().of_item(step.item),
         };
         Ok(Work::Stage(Box::new(StageWork {
             plan,

@@ -233,19 +233,20 @@ impl AskedTrack {
         })
     }
 
-    /// The window, in a source: what is left open goes to its start and its end.
+    /// The window, in a source: what is left open goes to its start and its end. An open end is infinite, since a model may
+    /// make a little more than the source has: a number would leave its last frame as it was.
     fn window_in(&self, source: Option<&Clip>) -> Result<(f32, f32), Error> {
         let seconds = source.map_or(0.0, |source| seconds_of(&source.format));
         let start = self.window_start_seconds.unwrap_or(0.0);
-        let end = self.window_end_seconds.unwrap_or(seconds);
-        for (field, second) in [(WINDOW_START, start), (WINDOW_END, end)] {
-            if second > seconds + WINDOW_SLACK_SECONDS {
+        for (field, second) in self.window() {
+            if let Some(second) = second.filter(|second| *second > seconds + WINDOW_SLACK_SECONDS) {
                 let problem = format!("{second} is behind the end of the source, which lasts {seconds} s");
                 return Err(invalid(field, problem));
             }
         }
-        match start < end.min(seconds) {
-            true => Ok((start, end.min(seconds))),
+        let end = self.window_end_seconds.map(|end| end.min(seconds));
+        match start < end.unwrap_or(seconds) {
+            true => Ok((start, end.unwrap_or(f32::INFINITY))),
             false => Err(invalid(
                 WINDOW_START,
                 format!("{start} leaves nothing of the source, which lasts {seconds} s"),
@@ -397,8 +398,8 @@ mod tests {
             start_seconds,
             end_seconds,
         };
-        assert_eq!(task(None, None).unwrap(), repaint(0.0, 2.0));
-        assert_eq!(task(Some(0.5), None).unwrap(), repaint(0.5, 2.0));
+        assert_eq!(task(None, None).unwrap(), repaint(0.0, f32::INFINITY));
+        assert_eq!(task(Some(0.5), None).unwrap(), repaint(0.5, f32::INFINITY));
         assert_eq!(task(None, Some(2.005)).unwrap(), repaint(0.0, 2.0));
         for (start, end, field) in [
             (None, Some(2.5), "window_end_seconds"),

@@ -9,8 +9,8 @@ use engine::messages::{
 };
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
-    Audio, Clip, Fp8Products, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Piece, Preset,
-    Quantization, Request, Role, Rung, StagePlan, ValueShape, Values, Video,
+    Audio, Clip, Fp8Products, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Memo, Piece,
+    Preset, Quantization, Request, Role, Rung, StagePlan, ValueShape, Values, Video,
 };
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Policy, ReservationId,
@@ -79,7 +79,7 @@ pub(in crate::process) fn stage(medium: Medium) -> StageWork {
             takes: vec![ValueShape::new("sequence", vec![1, 2, 300])],
             gives: vec!["latent".to_owned()],
             per_item: true,
-            memo: Some("a memo".to_owned()),
+            memo: Some(Memo::of(Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1))),
             section: None,
             shared: None,
             reads_media: true,

@@ -1,0 +1,409 @@
+//! Values that are kept for other jobs, over all families: whatever a request, a precision or a configuration changes, a stage
+//! either gives values of another identity, or the same values.
+
+#![allow(clippy::expect_used, clippy::unwrap_used)] // What tests share is outside of them.
+
+#[path = "../../../ops/tests/device/mod.rs"]
+mod device;
+#[path = "../numbers/mod.rs"]
+mod numbers;
+#[path = "../open_model/mod.rs"]
+mod open_model;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::DType;
+use pipelines::{
+    Audio, AudioTask, Clip, Image, InitImage, MediaFormat, Medium, Model, Precision, Preset, Quantization,
+    Request, StageError, Unobserved, Values, Video, catalogue, identity_of_values,
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::numbers::fixtures;
+use crate::open_model::{F32, OpenModel, copy};
+
+/// A model in a folder of its own, and a request of it.
+struct Case {
+    name: &'static str,
+    /// Fixtures that are copied over each other: from, and where to.
+    folders: &'static [(&'static str, &'static str)],
+    request: fn() -> Request,
+    /// The component that a precision changes.
+    quantized: &'static str,
+}
+
+const CASES: [Case; 6] = [
+    Case {
+        name: "flux",
+        folders: &[("flux-tiny", "")],
+        request: || of(Medium::Image(Image::of(64, 64))),
+        quantized: "text_encoder_2",
+    },
+    Case {
+        name: "kontext",
+        folders: &[("flux-tiny", ""), ("flux-kontext-tiny", "")],
+        request: || {
+            of(Medium::Image(Image {
+                references: vec![picture(64, 9)],
+                ..Image::of(64, 64)
+            }))
+        },
+        quantized: "text_encoder_2",
+    },
+    Case {
+        name: "z-image",
+        folders: &[("z-image-tiny", ""), ("flux-tiny/vae", "vae")],
+        request: || Request {
+            guidance: 0.0,
+            ..of(Medium::Image(Image::of(64, 64)))
+        },
+        quantized: "text_encoder",
+    },
+    Case {
+        name: "framepack",
+        folders: &[
+            ("hunyuan-tiny", ""),
+            ("flux-tiny/text_encoder", "text_encoder_2"),
+            ("flux-tiny/tokenizer", "tokenizer_2"),
+            ("framepack-tiny", ""),
+        ],
+        request: || {
+            of(Medium::Video(Video {
+                width: 64,
+                height: 64,
+                frames: 37,
+                frames_per_second: 30.0,
+                init_image: Some(picture(64, 9)),
+                ..Video::default()
+            }))
+        },
+        quantized: "text_encoder",
+    },
+    Case {
+        name: "ace-step",
+        folders: &[("ace-tiny", "")],
+        request: || of(Medium::Audio(track(AudioTask::TextToMusic, None))),
+        quantized: "text_encoder",
+    },
+    Case {
+        name: "ace-step-cover",
+        folders: &[("ace-tiny", "")],
+        request: || Request {
+            strength: 0.6,
+            ..of(Medium::Audio(track(AudioTask::Cover, Some(8000))))
+        },
+        quantized: "text_encoder",
+    },
+];
+
+fn of(medium: Medium) -> Request {
+    Request {
+        prompt: "a small red cat".to_owned(),
+        seed: 7,
+        ..Request::of(medium, 2, 1.0, 64)
+    }
+}
+
+fn picture(side: u32, shade: u8) -> InitImage {
+    let pixels = (0..3 * side * side).map(|i| (i as u8).wrapping_mul(shade));
+    InitImage {
+        width: side,
+        height: side,
+        rgb: pixels.collect::<Vec<u8>>().into(),
+    }
+}
+
+fn track(task: AudioTask, source: Option<u64>) -> Audio {
+    let clip = |samples: u64| Clip {
+        format: MediaFormat::Audio {
+            samples_per_second: 8000,
+            channels: 2,
+            samples,
+        },
+        data: (0..4 * samples)
+            .map(|i| (i % 251) as u8)
+            .collect::<Vec<u8>>()
+            .into(),
+    };
+    Audio {
+        seconds: 1.0,
+        init_audio: source.map(clip),
+        task,
+        ..Audio::default()
+    }
+}
+
+/// Each field of a request changed, by name.
+fn other_requests(request: &Request) -> Vec<(String, Request)> {
+    let mut others: Vec<(String, Request)> = Vec::new();
+    let mut add = |name: &str, change: &dyn Fn(&mut Request)| {
+        let mut other = request.clone();
+        change(&mut other);
+        others.push((name.to_owned(), other));
+    };
+    add("prompt", &|r| r.prompt = "a large blue hat".to_owned());
+    add("steps", &|r| r.steps = 3);
+    add("guidance", &|r| r.guidance = 4.0);
+    add("seed", &|r| r.seed = 8);
+    add("max_sequence_length", &|r| r.max_sequence_length = 48);
+    add("strength", &|r| r.strength = 1.0);
+    add("slots", &|r| r.slots = 2);
+    match &request.medium {
+        Medium::Image(_) => {
+            add("size", &|r| {
+                if let Medium::Image(image) = &mut r.medium {
+                    (image.width, image.height) = (96, 48);
+                }
+            });
+            add("reference", &|r| {
+                if let Medium::Image(image) = &mut r.medium
+                    && let Some(reference) = image.references.first_mut()
+                {
+                    *reference = picture(64, 11);
+                }
+            });
+        }
+        Medium::Video(_) => {
+            add("length", &|r| {
+                if let Medium::Video(video) = &mut r.medium {
+                    video.frames = 73;
+                }
+            });
+            add("start", &|r| {
+                if let Medium::Video(video) = &mut r.medium {
+                    video.init_image = Some(picture(64, 11));
+                }
+            });
+        }
+        Medium::Audio(_) => {
+            let mut audio = |name: &str, change: &dyn Fn(&mut Audio)| {
+                add(name, &|r| {
+                    if let Medium::Audio(audio) = &mut r.medium {
+                        change(audio);
+                    }
+                });
+            };
+            audio("seconds", &|a| a.seconds = 2.0);
+            audio("lyrics", &|a| a.lyrics = "la la".to_owned());
+            audio("tempo", &|a| a.beats_per_minute = Some(96));
+            audio("key", &|a| a.key = "C major".to_owned());
+            audio("metre", &|a| a.time_signature = "3".to_owned());
+            audio("language", &|a| a.language = "de".to_owned());
+            audio("decode_from_seconds", &|a| a.decode_from_seconds = 0.5);
+            audio("source", &|a| {
+                if let Some(clip) = &mut a.init_audio {
+                    clip.data = clip.data.iter().map(|byte| byte ^ 1).collect::<Vec<u8>>().into();
+                }
+            });
+            audio("longer source", &|a| {
+                if a.init_audio.is_some() {
+                    *a = track(a.task.clone(), Some(16_000));
+                }
+            });
+        }
+    }
+    others
+}
+
+/// The numbers, truths and short texts of a JSON document, by their pointers, each with another value.
+fn changed_leaves(document: &Value) -> Vec<(String, Value)> {
+    fn visit(place: String, value: &Value, into: &mut Vec<(String, Value)>) {
+        match value {
+            Value::Object(fields) => {
+                for (name, field) in fields {
+                    visit(
+                        format!("{place}/{}", name.replace('~', "~0").replace('/', "~1")),
+                        field,
+                        into,
+                    );
+                }
+            }
+            Value::Array(items) if items.len() <= 4 => {
+                for (index, item) in items.iter().enumerate() {
+                    visit(format!("{place}/{index}"), item, into);
+                }
+            }
+            Value::Number(number) => into.push((
+                place,
+                match number.as_i64() {
+                    Some(whole) => (whole + 1).into(),
+                    None => (number.as_f64().unwrap_or(1.0) * 1.25).into(),
+                },
+            )),
+            Value::Bool(truth) => into.push((place, (!truth).into())),
+            Value::Array(_) | Value::String(_) | Value::Null => {}
+        }
+    }
+    let mut leaves = Vec::new();
+    visit(String::new(), document, &mut leaves);
+    leaves
+}
+
+/// The configurations of a model: JSON files of a few kilobytes.
+fn configurations(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            found.extend(configurations(&path));
+        } else if path.extension().is_some_and(|ending| ending == "json")
+            && entry.metadata().unwrap().len() < 8 << 10
+        {
+            found.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// What a stage gives, by the stage's name, with the identity under which other jobs may take it.
+type Kept = BTreeMap<String, (String, Values)>;
+
+/// The identities of the stages of a request, by name; `None` where the model refuses it.
+fn identities(model: &dyn Model, request: &Request) -> Option<BTreeMap<String, String>> {
+    let plan = model.plan(request).ok()?;
+    let identify = |names: &[String]| {
+        let of = |name: &String| {
+            model
+                .components()
+                .iter()
+                .find(|component| component.name == *name)
+        };
+        names
+            .iter()
+            .map(|name| of(name).expect("a component").id.0.to_string())
+            .collect()
+    };
+    let identity = |index: usize| identity_of_values(model, &plan, index, &identify);
+    let named = plan.iter().enumerate();
+    Some(
+        named
+            .filter_map(|(index, stage)| Some((stage.name.clone(), identity(index)?)))
+            .collect(),
+    )
+}
+
+/// The values of all stages that other jobs may take; `None` where a stage fails.
+fn kept(opened: &OpenModel, request: &Request) -> Option<Kept> {
+    let identities = identities(&*opened.model, request)?;
+    let plan = opened.model.plan(request).ok()?;
+    let mut values = Values::new();
+    let mut kept = Kept::new();
+    for stage in plan.iter().filter(|stage| identities.contains_key(&stage.name)) {
+        let given: Result<Values, StageError> = opened.run(stage, 0, request, &values, &mut Unobserved);
+        let given = given.ok()?;
+        values.extend(given.clone());
+        kept.insert(stage.name.clone(), (identities[&stage.name].clone(), given));
+    }
+    Some(kept)
+}
+
+impl Case {
+    fn folder(&self) -> TempDir {
+        let folder = TempDir::new().unwrap();
+        for (from, to) in self.folders {
+            copy(&fixtures().join(from), &folder.path().join(to));
+        }
+        folder
+    }
+
+    /// Holds what a changed model or request keeps against what the first one keeps.
+    fn check(&self, change: &str, before: &Kept, opened: &Arc<dyn Model>, request: &Request) {
+        let Some(identities) = identities(&**opened, request) else {
+            return;
+        };
+        let has_same = |name: &String| {
+            let known = before.get(name).map(|(identity, _)| identity);
+            known.is_some() && known == identities.get(name)
+        };
+        if !identities.keys().any(has_same) {
+            return;
+        }
+        let Some(after) = kept(&OpenModel::of(Arc::clone(opened)), request) else {
+            return;
+        };
+        for (name, (identity, values)) in &after {
+            let Some((known, same)) = before.get(name) else {
+                continue;
+            };
+            assert!(
+                identity != known || values == same,
+                "{}: {change} changes what {name} gives, and not its identity",
+                self.name
+            );
+        }
+    }
+}
+
+#[test]
+fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
+    for case in &CASES {
+        let folder = case.folder();
+        let open = |precision: &Precision| catalogue().open(folder.path(), precision);
+        let model = open(&F32).expect("a model");
+        let opened = OpenModel::of(Arc::clone(&model));
+        let request = (case.request)();
+        model.plan(&request).expect(case.name);
+        let before = kept(&opened, &request).expect("stages that run");
+        assert!(!before.is_empty(), "{} keeps nothing", case.name);
+
+        for (field, other) in other_requests(&request) {
+            case.check(&field, &before, &model, &other);
+        }
+        let quantized = Quantization::of(Preset::Full, [(case.quantized, "int8")]).expect("a format");
+        let precision = Precision {
+            dtype: DType::F32,
+            quantization: quantized,
+        };
+        case.check("int8", &before, &open(&precision).expect("a model"), &request);
+
+        for path in configurations(folder.path()) {
+            let text = fs::read_to_string(&path).unwrap();
+            let document: Value = serde_json::from_str(&text).unwrap();
+            for (place, value) in changed_leaves(&document) {
+                let mut changed = document.clone();
+                *changed.pointer_mut(&place).unwrap() = value;
+                fs::write(&path, changed.to_string()).unwrap();
+                if let Ok(model) = open(&F32) {
+                    case.check(
+                        &format!("{place} of {}", path.display()),
+                        &before,
+                        &model,
+                        &request,
+                    );
+                }
+            }
+            fs::write(&path, text).unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_is_read_by_sampling_alone_changes_no_identity_of_encoded_text() {
+    for case in &CASES {
+        let folder = case.folder();
+        let model = catalogue().open(folder.path(), &F32).expect("a model");
+        let request = (case.request)();
+        let before = identities(&*model, &request).expect(case.name);
+        for (field, other) in other_requests(&request) {
+            if ["steps", "seed"].contains(&field.as_str()) {
+                assert_eq!(
+                    identities(&*model, &other).as_ref(),
+                    Some(&before),
+                    "{}: {field}",
+                    case.name
+                );
+            }
+        }
+        let schedule = folder.path().join("scheduler/scheduler_config.json");
+        if let Ok(text) = fs::read_to_string(&schedule) {
+            fs::write(&schedule, format!("{text}\n")).unwrap();
+            let other = catalogue().open(folder.path(), &F32).expect("a model");
+            assert_eq!(identities(&*other, &request), Some(before), "{}", case.name);
+        }
+    }
+}
