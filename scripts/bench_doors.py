@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measures what calls with the token take while connections and calls without it are attempted.
 
-Eight clients with the token ask for the status again and again: alone, beside 520 connections that say nothing
-(each opened again once it is closed), and beside 9 x 150 `Health/Watch` without the token (again and again too).
-Each of these connections comes from an address of its own. The 99th percentile of a call may be twice that of
-calls alone.
+Eight clients with the token ask for the status again and again: alone, beside 520 connections that say
+nothing (each opened again once it is closed), and beside 9 x 150 `Health/Watch` without the token (again and
+again too). Each of these connections comes from an address of its own. The 99th percentile of a call may be
+twice that of calls alone.
 
     export MOORED_BINARY=target/release/moored PYTHONPATH=client-py/src:tests:tests/e2e
     .venv/bin/python scripts/bench_doors.py

@@ -122,7 +122,7 @@ def test_one_client_cannot_fill_the_queue(simulate: Simulate, opened: ExitStack)
     service = simulate(arguments=("--set", "queue.max_jobs_per_client=3"))
 
     def submit(client: moored.Client, seed: int) -> None:
-        size = {"width": 64, "height": 64, "steps": 1000}
+        size = {"width": 64, "height": 64, "steps": 200}
         events = client.stream_image("long", model="slow", seed=seed, **size)
         opened.callback(events.close)
         next(iter(events))
