@@ -9,7 +9,7 @@ from pathlib import Path
 
 import moored
 import pytest
-from http2 import HEADERS, PREFACE, RST_STREAM, Http2, message
+from http2 import GOAWAY, HEADERS, PREFACE, RST_STREAM, Http2, message
 from waiting import wait_until
 
 from service import INSTANT_MODELS, Service, clean_environment
@@ -18,7 +18,6 @@ Simulate = Callable[..., Service]
 
 TOKEN = "a token of these tests"
 EMPTY_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-PING = bytes([0, 0, 8, 6, 0, 0, 0, 0, 0]) + bytes(8)
 NEWCOMERS = 128
 """Connections without a call that are open at a time: a quarter of `limits.connections`."""
 
@@ -67,7 +66,7 @@ def test_connections_that_never_make_a_call_keep_nobody_out(
     for number in range(520):
         source = f"127.0.1.{number % addresses + 1}"
         silent.append(opened.enter_context(silent_connection(service, source)))
-    with service.client(token=TOKEN) as after:
+    with moored.Client(service.address, token=TOKEN) as after:
         for client in (before, after):
             assert client.status().cards
             client.generate_image("here", model="small", width=64, height=64)
@@ -77,20 +76,18 @@ def test_connections_that_never_make_a_call_keep_nobody_out(
     )
 
 
-def test_a_connection_without_a_call_with_the_token_is_closed_whatever_it_sends(
-    simulate: Simulate, tmp_path: Path
+def test_a_connection_without_a_call_with_the_token_is_closed_although_it_answers(
+    simulate: Simulate, opened: ExitStack, tmp_path: Path
 ) -> None:
     service = with_token(simulate, tmp_path, "limits.handshake=500ms")
-    with silent_connection(service, "127.0.0.30") as pings, suppress(ConnectionError):
-        pings.settimeout(20)
-        pings.sendall(PING)
-        while pings.recv(1000):
-            pings.sendall(PING)
-    connection = Http2(service.address, token=TOKEN)
-    stream = connection.call("Server/GetServerInfo")
-    connection.write(stream, message(b""), end=True)
-    connection.wait_for(lambda: (HEADERS, stream) in connection.frames)
-    connection.close()
+    called, answers = (Http2(service.address, token=token) for token in (TOKEN, ""))
+    for each in (called, answers):
+        opened.callback(each.close)
+    stream = called.call("Server/GetServerInfo")
+    called.write(stream, message(b""), end=True)
+    called.wait_for(lambda: (HEADERS, stream) in called.frames)
+    answers.wait_for(lambda: (GOAWAY, 0) in answers.frames)
+    assert (GOAWAY, 0) not in called.frames
 
 
 def test_calls_without_the_token_take_no_places_of_those_with_it(
