@@ -18,8 +18,9 @@ Simulate = Callable[..., Service]
 
 TOKEN = "a token of these tests"
 EMPTY_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-NEWCOMERS = 128
-"""Connections without a call that are open at a time: a quarter of `limits.connections`."""
+SILENT = 70
+NEWCOMERS = 16
+"""Connections without a call that are open at a time: a quarter of `limits.connections`, 64."""
 
 
 @pytest.fixture
@@ -60,10 +61,10 @@ def is_closed(connection: socket.socket) -> bool:
 def test_connections_that_never_make_a_call_keep_nobody_out(
     simulate: Simulate, opened: ExitStack, tmp_path: Path, addresses: int
 ) -> None:
-    service = with_token(simulate, tmp_path, "limits.handshake=10m")
+    service = with_token(simulate, tmp_path, "limits.handshake=10m", "limits.connections=64")
     before = opened.enter_context(service.client(token=TOKEN))
     silent = []
-    for number in range(520):
+    for number in range(SILENT):
         source = f"127.0.1.{number % addresses + 1}"
         silent.append(opened.enter_context(silent_connection(service, source)))
     with moored.Client(service.address, token=TOKEN) as after:
@@ -71,7 +72,7 @@ def test_connections_that_never_make_a_call_keep_nobody_out(
             assert client.status().cards
             client.generate_image("here", model="small", width=64, height=64)
     wait_until(
-        lambda: sum(is_closed(each) for each in silent) >= 520 - NEWCOMERS,
+        lambda: sum(is_closed(each) for each in silent) >= SILENT - NEWCOMERS,
         "the oldest of the silent ones were closed",
     )
 
