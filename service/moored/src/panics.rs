@@ -34,7 +34,10 @@ pub(crate) fn bound_reports() {
         if let Some(left_out) = left_out {
             report(panic);
             if left_out > 0 {
-                tracing::error!(left_out, "panics before this one were not reported, at most one a second is");
+                tracing::error!(
+                    left_out,
+                    "panics before this one were not reported, at most one a second is"
+                );
             }
         }
     }));

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use engine::{Error, JobBound};
 use engine::job::{JobEventKind, JobSpec, JobState};
 use engine::queue::{Job, Queue, Settings};
+use engine::{Error, JobBound};
 use pipelines::InitImage;
 use residency::Bytes;
 use tokio::time::Instant;

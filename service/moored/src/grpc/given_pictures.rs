@@ -161,7 +161,9 @@ impl Service {
             return Ok(None);
         }
         let (asked, model) = (request.clone(), model.clone());
-        let planned = PLANNING.run_of(("plans", client), move |_| model.plan(&asked)).await?;
+        let planned = PLANNING
+            .run_of(("plans", client), move |_| model.plan(&asked))
+            .await?;
         planned.map_err(Error::Invalid)?;
         let bytes = request.medium.pictures().iter().map(Picture::whole_bytes).sum();
         let taken = self.limits.picture_bytes().take(client, bytes);

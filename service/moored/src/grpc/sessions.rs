@@ -122,7 +122,11 @@ fn words_of_end(ended: &Result<Option<Ending>, Status>) -> String {
     match ended {
         Ok(Some(ending)) => ending.name().to_owned(),
         Ok(None) => "client_gone".to_owned(),
-        Err(status) => format!("{:?}: {}", status.code(), cut(status.message(), LONGEST_LOGGED_CHARACTERS)),
+        Err(status) => format!(
+            "{:?}: {}",
+            status.code(),
+            cut(status.message(), LONGEST_LOGGED_CHARACTERS)
+        ),
     }
 }
 
@@ -275,16 +279,20 @@ impl Session {
                 })?;
             }
             Some(Asked::ReplaceSource(source)) => {
-                self.ask(bytes, SegmentStart::AtOnceFromStart, |number, _| Work::ReplaceSource {
-                    number,
-                    media_id: source.media_id,
+                self.ask(bytes, SegmentStart::AtOnceFromStart, |number, _| {
+                    Work::ReplaceSource {
+                        number,
+                        media_id: source.media_id,
+                    }
                 })?;
             }
             Some(Asked::ReplaceModel(model)) => {
-                self.ask(bytes, SegmentStart::AtOnce, |number, place_seconds| Work::ReplaceModel {
-                    number,
-                    model: model.model,
-                    place_seconds,
+                self.ask(bytes, SegmentStart::AtOnce, |number, place_seconds| {
+                    Work::ReplaceModel {
+                        number,
+                        model: model.model,
+                        place_seconds,
+                    }
                 })?;
             }
             Some(Asked::Played(head)) => self.head.set_by_client(head.sample, self.timeline.made()),

@@ -142,7 +142,9 @@ impl ResultStream {
                 height,
                 rgb,
             } => {
-                let encoded = ENCODING.run(move || pictures::preview_jpeg(width, height, rgb)).await;
+                let encoded = ENCODING
+                    .run(move || pictures::preview_jpeg(width, height, rgb))
+                    .await;
                 let jpeg = encoded.map_err(|e| status_of(&e))?.map_err(internal)?.into();
                 Ok(Box::new(std::iter::once(Kind::Preview(v1::Preview {
                     jpeg,

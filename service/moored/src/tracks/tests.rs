@@ -305,7 +305,10 @@ fn decoding_a_small_file_of_long_silence_stops_at_the_memory_limit() {
             }
         });
         assert_eq!(refused, Err(TrackError::TooLong));
-        assert!(asked <= asked_at_most, "before it is decoded, if it says how much it is");
+        assert!(
+            asked <= asked_at_most,
+            "before it is decoded, if it says how much it is"
+        );
         assert!(
             asked == 1 || left > -(1 << 16),
             "it was told with the first frame that did not fit"

@@ -61,7 +61,12 @@ impl Limits {
             Ok(()) => {
                 let known = connection.map_or(Ok(()), |connection| connection.place.admit());
                 known.map_err(|exceeded| {
-                    client_limit(refusal(exceeded, "connections", "close some", "limits.connections"))
+                    client_limit(refusal(
+                        exceeded,
+                        "connections",
+                        "close some",
+                        "limits.connections",
+                    ))
                 })?;
                 self.call(client, path).map(OpenCall::counted)
             }
@@ -92,7 +97,12 @@ impl Limits {
             {
                 return Ok(spare);
             }
-            Err(client_limit(refusal(exceeded, "calls", "end some", "limits.calls")))
+            Err(client_limit(refusal(
+                exceeded,
+                "calls",
+                "end some",
+                "limits.calls",
+            )))
         })
     }
 

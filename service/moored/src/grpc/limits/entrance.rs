@@ -52,7 +52,10 @@ impl Entrance {
     ///
     /// # Errors
     /// When none has had the time for its first call yet: when one will have had it.
-    pub(super) fn enter(self: &Arc<Entrance>, client: Client) -> Result<(Arc<Place>, Option<Client>), Instant> {
+    pub(super) fn enter(
+        self: &Arc<Entrance>,
+        client: Client,
+    ) -> Result<(Arc<Place>, Option<Client>), Instant> {
         let mut newcomers = lock(&self.newcomers);
         let there: Vec<Arc<Place>> = newcomers.iter().filter_map(Weak::upgrade).collect();
         let full = there.len() >= self.most_newcomers;
