@@ -10,7 +10,7 @@ import pytest
 
 from service import BINARY, INSTANT_MODELS, Service
 
-pytest.register_assert_rewrite("faults", "waiting")
+pytest.register_assert_rewrite("faults", "http2", "waiting")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -409,7 +409,7 @@ def test_a_too_long_message_ends_the_session_with_the_limit(simulate: Simulate) 
     with pytest.raises(grpc.RpcError) as refused:
         list(raw(service, opening(), segment(lyrics="x" * (2 << 20))))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "1048576" in refused.value.details()
+    assert "262144" in refused.value.details()
     with service.client() as client:
         assert_at_rest(client)
 

@@ -43,8 +43,10 @@ const MOST_UNDER_WAY: usize = 32;
 const MOST_UNSENT: usize = 8;
 /// Messages that must not be lost and wait for the transport: beyond, the client is one that does not read.
 const MOST_KEPT: usize = 512;
-/// Longest message of a client: lyrics and curves are far shorter.
-const LONGEST_MESSAGE_BYTES: usize = 1 << 20;
+/// Longest message of a client: lyrics and curves are shorter.
+const LONGEST_MESSAGE_BYTES: usize = 256 << 10;
+/// What a message counts at least while it waits: what is made of it takes memory too.
+const LEAST_MESSAGE_BYTES: usize = 1 << 10;
 /// Of the message of an error in the log.
 const LONGEST_LOGGED_CHARACTERS: usize = 300;
 /// The shortest silence of the transport that is told as a gap: less is the clock's.
@@ -141,6 +143,7 @@ struct Session {
     /// Bytes of the segments' sound, counted against the client.
     taken: BTreeMap<u32, Taken>,
     sound_bytes: std::sync::Arc<Budget>,
+    message_bytes: std::sync::Arc<Budget>,
     client: Client,
     unsent: VecDeque<SessionMessage>,
     gaps: u32,
@@ -160,6 +163,7 @@ impl Session {
             under_way: BTreeMap::new(),
             taken: BTreeMap::new(),
             sound_bytes: service.limits.sound_bytes(),
+            message_bytes: service.limits.message_bytes(),
             client: maker.client(),
             unsent: VecDeque::from([SessionMessage::Opened(opened.told())]),
             gaps: 0,
@@ -268,23 +272,27 @@ impl Session {
             Some(Asked::Segment(segment)) => {
                 let start = messages::start_in(segment.start);
                 let track = segment.track.unwrap_or_default();
-                self.ask(start, |number, place_seconds| Work::Segment {
+                self.ask(bytes, start, |number, place_seconds| Work::Segment {
                     number,
                     track: Box::new(track),
                     place_seconds,
                 })?;
             }
             Some(Asked::ReplaceSource(source)) => {
-                self.ask(SegmentStart::AtOnceFromStart, |number, _| Work::ReplaceSource {
-                    number,
-                    media_id: source.media_id,
+                self.ask(bytes, SegmentStart::AtOnceFromStart, |number, _| {
+                    Work::ReplaceSource {
+                        number,
+                        media_id: source.media_id,
+                    }
                 })?;
             }
             Some(Asked::ReplaceModel(model)) => {
-                self.ask(SegmentStart::AtOnce, |number, place_seconds| Work::ReplaceModel {
-                    number,
-                    model: model.model,
-                    place_seconds,
+                self.ask(bytes, SegmentStart::AtOnce, |number, place_seconds| {
+                    Work::ReplaceModel {
+                        number,
+                        model: model.model,
+                        place_seconds,
+                    }
                 })?;
             }
             Some(Asked::Played(head)) => self.head.set_by_client(head.sample, self.timeline.made()),
@@ -301,7 +309,12 @@ impl Session {
     }
 
     /// Gives a segment its number, and has it made.
-    fn ask(&mut self, start: SegmentStart, work: impl FnOnce(u32, f32) -> Work) -> Result<(), Status> {
+    fn ask(
+        &mut self,
+        bytes: usize,
+        start: SegmentStart,
+        work: impl FnOnce(u32, f32) -> Work,
+    ) -> Result<(), Status> {
         self.segments += 1;
         let number = self.segments;
         if self.under_way.len() >= MOST_UNDER_WAY {
@@ -309,6 +322,14 @@ impl Session {
                 format!("{MOST_UNDER_WAY} segments are under way, which are the most: wait for one");
             return self.keep(messages::refused(number, &client_limit(problem)));
         }
+        let bytes = bytes.max(LEAST_MESSAGE_BYTES) as u64;
+        let bytes = match self.message_bytes.take(self.client, bytes) {
+            Ok(bytes) => bytes,
+            Err(exceeded) => {
+                let problem = exceeded.words("requests under way", "wait for some", "limits.uploads");
+                return self.keep(messages::refused(number, &client_limit(problem)));
+            }
+        };
         self.timeline.expect(number, start);
         let under_way = UnderWay {
             model: self.opened.model.clone(),
@@ -320,7 +341,7 @@ impl Session {
             SegmentStart::AtOnce => self.timeline.place_seconds(),
             SegmentStart::AtOnceFromStart | SegmentStart::WhenOver => 0.0,
         };
-        self.maker.make(work(number, place));
+        self.maker.make_counted(work(number, place), bytes);
         Ok(())
     }
 

@@ -53,7 +53,12 @@ pub(in crate::grpc) fn accepted(
                     continue;
                 }
             };
-            let (place, left) = entrance.enter(client_at(address));
+            let (place, left) = loop {
+                match entrance.enter(client_at(address)) {
+                    Ok(entered) => break entered,
+                    Err(ready) => tokio::time::sleep_until(ready).await,
+                }
+            };
             if let Some(Some(client)) = left && full.allow() {
                 tracing::warn!(%client, "a connection without a call was closed to make room for a new one: a quarter of limits.connections is for those");
             }
@@ -255,7 +260,7 @@ mod tests {
             local_addr: None,
             remote_addr: None,
         };
-        let (place, _) = entrance.enter(None);
+        let (place, _) = entrance.enter(None).unwrap();
         let info = ConnectionInfo { tcp, place };
         (client, LimitedConnection::over(server, info, handshake))
     }

@@ -105,6 +105,11 @@ impl Budget {
         }
     }
 
+    /// Whether a client has something of it.
+    pub(super) fn has(&self, client: Client) -> bool {
+        self.lock().clients.contains_key(&client)
+    }
+
     /// The amount of all clients together.
     #[cfg(test)]
     pub(crate) fn taken(&self) -> u64 {

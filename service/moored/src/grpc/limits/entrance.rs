@@ -1,11 +1,19 @@
 //! Places of connections. One that has made no call yet (none with the token, where there is one) is a newcomer's, in a small
 //! pool of its own: however many newcomers there are, they take no place of a client that has shown its token.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Waker;
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::budget::{Budget, Client, Exceeded, Taken};
+
+/// The time that a newcomer has for its first call, however many others come. More than the pool has places for in it wait until
+/// they are accepted.
+const FIRST_CALL: Duration = Duration::from_millis(500);
 
 /// The newcomers, and the places of those that are known.
 #[derive(Debug)]
@@ -21,6 +29,7 @@ pub(in crate::grpc) struct Entrance {
 pub(in crate::grpc) struct Place {
     entrance: Arc<Entrance>,
     client: Client,
+    came: Instant,
     /// Taken by its first call that counts.
     known: Mutex<Option<Taken>>,
     /// Calls without a token that are open.
@@ -38,28 +47,54 @@ impl Entrance {
         })
     }
 
-    /// A place for a connection. Where there are as many newcomers as there may be, the oldest of the client that has most of them
-    /// is closed, and its client is returned.
-    pub(super) fn enter(self: &Arc<Entrance>, client: Client) -> (Arc<Place>, Option<Client>) {
+    /// A place for a connection. Where there are as many newcomers as there may be, one of them is closed, and its client is returned:
+    /// of addresses that no known connection has, the oldest of the client that has most.
+    ///
+    /// # Errors
+    /// When none has had the time for its first call yet: when one will have had it.
+    pub(super) fn enter(
+        self: &Arc<Entrance>,
+        client: Client,
+    ) -> Result<(Arc<Place>, Option<Client>), Instant> {
+        let mut newcomers = lock(&self.newcomers);
+        let there: Vec<Arc<Place>> = newcomers.iter().filter_map(Weak::upgrade).collect();
+        let full = there.len() >= self.most_newcomers;
+        let leaves = full.then(|| self.to_leave(&there)).flatten();
+        let begun_at = leaves.map(|leaves| leaves.came + FIRST_CALL);
+        if let Some(ready) = begun_at.filter(|ready| *ready > Instant::now()) {
+            return Err(ready);
+        }
         let place = Arc::new(Place {
             entrance: self.clone(),
             client,
+            came: Instant::now(),
             known: Mutex::default(),
             public_calls: AtomicU64::new(0),
             is_closed: AtomicBool::new(false),
             waker: Mutex::default(),
         });
-        let mut newcomers = lock(&self.newcomers);
-        let there: Vec<Arc<Place>> = newcomers.iter().filter_map(Weak::upgrade).collect();
-        let full = there.len() >= self.most_newcomers;
-        let leaves = full.then(|| oldest_of_the_most(&there)).flatten();
         newcomers.retain(|each| each.strong_count() > 0 && leaves.is_none_or(|leaves| !is(each, leaves)));
         newcomers.push(Arc::downgrade(&place));
         drop(newcomers);
         if let Some(leaves) = leaves {
             leaves.close();
         }
-        (place, leaves.map(|leaves| leaves.client))
+        Ok((place, leaves.map(|leaves| leaves.client)))
+    }
+
+    /// Which newcomer makes room for another.
+    fn to_leave<'a>(&self, there: &'a [Arc<Place>]) -> Option<&'a Arc<Place>> {
+        let is_stranger = |place: &&Arc<Place>| !self.known.has(place.client);
+        let mut counts: HashMap<Client, usize> = HashMap::new();
+        for place in there.iter().filter(is_stranger) {
+            *counts.entry(place.client).or_default() += 1;
+        }
+        let most = counts.values().copied().max();
+        let of_the_most = |place: &&Arc<Place>| counts.get(&place.client).copied() == most;
+        match most {
+            Some(_) => there.iter().find(of_the_most),
+            None => there.first(),
+        }
     }
 
     #[cfg(test)]
@@ -67,18 +102,6 @@ impl Entrance {
         let newcomers = lock(&self.newcomers);
         newcomers.iter().filter(|each| each.strong_count() > 0).count()
     }
-}
-
-/// The first place of the client that has most of them.
-fn oldest_of_the_most(places: &[Arc<Place>]) -> Option<&Arc<Place>> {
-    let mut counts: std::collections::HashMap<Client, usize> = std::collections::HashMap::new();
-    for place in places {
-        *counts.entry(place.client).or_default() += 1;
-    }
-    let most = counts.values().copied().max()?;
-    places
-        .iter()
-        .find(|place| counts.get(&place.client) == Some(&most))
 }
 
 fn is(weak: &Weak<Place>, place: &Arc<Place>) -> bool {
@@ -165,26 +188,37 @@ mod tests {
         place.poll_closed(Waker::noop())
     }
 
-    #[test]
-    fn newcomers_make_room_for_each_other_and_take_nothing_from_known_connections() {
+    #[tokio::test(start_paused = true)]
+    async fn newcomers_make_room_for_each_other_and_take_nothing_from_known_connections() {
         let entrance = Entrance::new(Budget::new(2, 1), 3);
-        let (known, _) = entrance.enter(client(1));
+        let enter = async |of: u8| loop {
+            match entrance.enter(client(of)) {
+                Ok((place, left)) => break (place, left.flatten()),
+                Err(ready) => tokio::time::sleep_until(ready).await,
+            }
+        };
+        let (known, _) = enter(1).await;
         known.admit().unwrap();
-        let newcomers: Vec<_> = [2, 3, 3].map(|of| entrance.enter(client(of)).0).into();
-        let (other, left) = entrance.enter(client(4));
-        assert_eq!(left, Some(client(3)), "the client with most of them");
-        let closed: Vec<bool> = newcomers.iter().map(|each| is_closed(each)).collect();
+        let newcomers = [enter(2).await.0, enter(3).await.0, enter(3).await.0];
+        let began = Instant::now();
+        assert_eq!(entrance.enter(client(4)).err(), Some(began + FIRST_CALL));
+        let (other, left) = enter(4).await;
+        assert_eq!(left, client(3), "the client with most of them");
+        assert_eq!(began.elapsed(), FIRST_CALL, "each had the time for a call");
+        let closed = newcomers.each_ref().map(|each| is_closed(each));
         assert_eq!(closed, [false, true, false], "and of that the oldest");
-        // Each with an address of its own: the oldest leaves, and whoever comes last has time for a call.
-        let many: Vec<_> = (10..200).map(|of| entrance.enter(client(of)).0).collect();
-        assert!(is_closed(&other) && !is_closed(&known));
-        assert_eq!(entrance.newcomers(), 3);
-        let (last, _) = entrance.enter(client(5));
+        // At the address of a known one several may come: others leave, each with an address of its own.
+        let (same, _) = enter(1).await;
+        let mut many = Vec::new();
+        for of in 10..60 {
+            many.push(enter(of).await);
+        }
+        assert!(is_closed(&other) && !is_closed(&known) && !is_closed(&same));
+        let (last, _) = enter(5).await;
         assert_eq!(last.admit(), Ok(()));
         assert_eq!(last.admit(), Ok(()), "it is one already");
-        let (more, _) = entrance.enter(client(1));
-        assert_eq!(more.admit(), Err(Exceeded::Client(1)));
-        drop((many, known));
-        assert_eq!(more.admit(), Ok(()));
+        assert_eq!(same.admit(), Err(Exceeded::Client(1)));
+        drop(known);
+        assert_eq!(same.admit(), Ok(()));
     }
 }

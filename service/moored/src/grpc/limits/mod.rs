@@ -93,6 +93,11 @@ impl Limits {
         self.media.clone()
     }
 
+    /// The bound on messages of sessions that are not looked at yet, which is that on requests under way.
+    pub(super) fn message_bytes(&self) -> Arc<Budget> {
+        self.uploads.clone()
+    }
+
     /// The bound on sound of sessions, which is that on results: both are made and not read.
     pub(super) fn sound_bytes(&self) -> Arc<Budget> {
         self.results.clone()

@@ -88,7 +88,7 @@ pub(super) enum Report {
 
 /// Handle to the task that makes segments. Dropping it cancels their jobs and releases the model.
 pub(super) struct Maker {
-    works: mpsc::UnboundedSender<Work>,
+    works: mpsc::UnboundedSender<(Work, Option<Taken>)>,
     reports: mpsc::Receiver<Report>,
     task: JoinHandle<()>,
     client: Client,
@@ -97,7 +97,12 @@ pub(super) struct Maker {
 impl Maker {
     /// At most as many are under way as the session allows, so the queue to it is bounded.
     pub(super) fn make(&self, work: Work) {
-        let _ = self.works.send(work); // its task ends with this handle alone
+        let _ = self.works.send((work, None)); // its task ends with this handle alone
+    }
+
+    /// As [`Maker::make`], of a message whose bytes count against its client until it is looked at.
+    pub(super) fn make_counted(&self, work: Work, bytes: Taken) {
+        let _ = self.works.send((work, Some(bytes)));
     }
 
     pub(super) async fn report(&mut self) -> Report {
@@ -280,8 +285,8 @@ impl Service {
 }
 
 impl Making {
-    async fn run(mut self, mut asked: mpsc::UnboundedReceiver<Work>) {
-        while let Some(work) = asked.recv().await {
+    async fn run(mut self, mut asked: mpsc::UnboundedReceiver<(Work, Option<Taken>)>) {
+        while let Some((work, _bytes)) = asked.recv().await {
             match work {
                 Work::Segment {
                     number,
