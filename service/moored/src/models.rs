@@ -2,6 +2,7 @@
 
 mod adapters;
 mod listing;
+mod names;
 
 use std::collections::HashMap;
 use std::io::Read as _;
@@ -21,6 +22,7 @@ use crate::proto::v1;
 use crate::threads::on_thread;
 use adapters::FoundAdapter;
 use listing::Listing;
+use names::Named;
 
 /// Id of the model that ships with the project, and is the default where nothing else is.
 pub(crate) const SHIPPED_ID: &str = "moored/demo";
@@ -57,6 +59,28 @@ impl Found {
             refs: Vec::new(),
             path,
         }
+    }
+}
+
+impl Named for Found {
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn set_id(&mut self, id: String) {
+        self.id = id;
+    }
+
+    fn revision(&self) -> &str {
+        &self.revision
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn stem(name: &str) -> Option<&str> {
+        pipelines::catalogue().single_file_stem(name)
     }
 }
 
@@ -108,7 +132,7 @@ impl Models {
     }
 
     fn scan(&self) -> Vec<Found> {
-        // What is configured by path comes first, then the folders in their order; the first of an id and
+        // What is configured by path comes first, then the folders in their order; the first of a file's name and
         // revision wins. A hub cache lists the revision of `main` first, which the stable sort keeps.
         let configured = self
             .settings
@@ -118,15 +142,7 @@ impl Models {
         let folders = self.settings.folders.iter().chain([&self.hub_cache]);
         let scanned = folders.flat_map(|folder| scan(folder, &|file| self.holds_transformer(file)));
         let shipped = shipped_models().map(|(id, path)| Found::at(id.to_owned(), path));
-        let mut found: Vec<Found> = Vec::new();
-        for model in configured.chain(scanned).chain(shipped) {
-            if !found
-                .iter()
-                .any(|other| other.id == model.id && other.revision == model.revision)
-            {
-                found.push(model);
-            }
-        }
+        let mut found = names::distinct(configured.chain(scanned).chain(shipped));
         found.sort_by(|a, b| a.id.cmp(&b.id));
         found
     }
@@ -206,7 +222,10 @@ impl Models {
         };
         let found = find_named(&self.list(), &id, &model.revision)
             .or_else(|| find_named(&self.rescan(), &id, &model.revision))
-            .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
+            .ok_or_else(|| match names::ambiguous(&self.list(), &id) {
+                Some(problem) => invalid("model.id", problem),
+                None => Error::ModelNotFound { id: id.clone() },
+            })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
         self.with_adapters(entry, adapters, from_key).map(Arc::new)
     }
@@ -224,7 +243,8 @@ impl Models {
     /// `None` for any other. A model with exactly that id takes precedence.
     fn by_key_with_adapters(&self, model: &v1::ModelRef) -> Result<Option<v1::ModelRef>, Error> {
         let (base, adapters) = Entry::adapters_in_key(&model.id);
-        if adapters.is_empty() || self.known().iter().any(|found| found.id == model.id) {
+        let is_listed = |listing: &[Found]| find_named(listing, &model.id, &model.revision).is_some();
+        if adapters.is_empty() || is_listed(&self.known()) || is_listed(&self.list()) {
             return Ok(None);
         }
         if !model.adapters.is_empty() {
@@ -392,32 +412,39 @@ fn named_by_key<'a>(
 
 /// [`find`], where the id may include the revision: `owner/name@main`, of one file `owner/name@main:file` too.
 fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
-    if let Ok(file) = id.parse::<hub::Reference>()
-        && file.file.is_some()
-        && revision.is_empty()
-        && id.contains('@')
-    {
-        return find(listing, &file.listed_id(), &file.revision);
-    }
+    let of_file = || {
+        let file: hub::Reference = id.parse().ok()?;
+        let is_with_revision = file.file.is_some() && revision.is_empty() && id.contains('@');
+        is_with_revision.then(|| find(listing, &file.listed_id(), &file.revision))?
+    };
     let by_name = || {
         let (name, named) = id.rsplit_once('@')?;
         find(listing, name, named).filter(|found| found.revision.starts_with(revision))
     };
-    find(listing, id, revision).or_else(by_name)
+    find(listing, id, revision).or_else(of_file).or_else(by_name)
 }
 
-/// The model with this id, the only one whose last part of the id it is, or the one with this short name.
+/// The model that is called so, the only one whose last part of the id it is, or the one with this short name; a path of
+/// Windows means the folders of it.
 fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
+    names::spellings(id).find_map(|id| find_spelled(listing, &id, revision))
+}
+
+fn find_spelled(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     let fits = |m: &&Found| {
         revision.is_empty() || m.revision.starts_with(revision) || m.refs.iter().any(|name| name == revision)
     };
     if let Some(found) = listing.iter().filter(fits).find(|m| m.id == id) {
         return Some(found.clone());
     }
+    if let Some(found) = listing.iter().filter(fits).find(|m| names::is_called(*m, id)) {
+        return Some(found.clone());
+    }
+    let is_last = |whole: &str| whole.rsplit('/').next() == Some(id);
     let mut by_name = listing
         .iter()
         .filter(fits)
-        .filter(|m| m.id.rsplit('/').next() == Some(id));
+        .filter(|m| is_last(&m.id) || m.id_with_ending().is_some_and(|whole| is_last(&whole)));
     match (by_name.next(), by_name.next()) {
         (Some(only), None) => Some(only.clone()),
         (Some(_), Some(_)) => None,

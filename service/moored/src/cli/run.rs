@@ -30,6 +30,7 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
     if options.settings.medium.is_none() {
         options.settings.medium = known.map(|model| model.makes.into());
     }
+    options.settings.formats.settle_here(&config).await?;
     let mut order = Order::of(
         Some(&options.model),
         options.prompt.as_deref(),

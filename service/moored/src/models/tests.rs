@@ -231,3 +231,56 @@ fn a_key_matches_by_the_first_digits_of_its_revision() {
         assert!(!is_key(key, asked), "{asked}");
     }
 }
+
+#[test]
+fn what_is_listed_can_be_named() {
+    let folder = folder_with(&[
+        "a,b.safetensors",
+        "v1:2.gguf",
+        "a&b.safetensors",
+        "a.safetensors",
+        "100%.safetensors",
+        "with space.sft",
+        "at@home.safetensors",
+        "plus+4-bit.safetensors",
+        "plus.safetensors",
+        "back\\slash.safetensors",
+        "flux/deep.safetensors",
+        "LOUD.SAFETENSORS",
+        "twin.gguf",
+        "twin.safetensors",
+        "beside/model_index.json",
+        "beside.gguf",
+    ]);
+    let models = models(folder.path());
+    let means = |id: &str| models.resolve(Some(&reference(id))).map(|entry| entry.key.clone());
+    let listed = models.list();
+    let own: Vec<&Found> = listed
+        .iter()
+        .filter(|found| found.path.starts_with(folder.path()))
+        .collect();
+    assert_eq!(own.len(), 16);
+    for found in own {
+        let id = &found.id;
+        assert_eq!(means(id), Ok(format!("{id}+full")));
+        assert_eq!(means(&format!("{id}+8-bit")), Ok(format!("{id}+8-bit")));
+        if let Some(whole) = found.id_with_ending() {
+            assert_eq!(means(&whole), Ok(format!("{id}+full")), "{whole}");
+        }
+    }
+    for (asked, id) in [
+        ("flux\\deep.safetensors", "flux/deep"),
+        ("flux\\deep", "flux/deep"),
+        ("deep.safetensors", "flux/deep"),
+        ("back\\slash", "back\\slash"),
+        ("LOUD.SAFETENSORS", "LOUD"),
+        ("twin.gguf", "twin.gguf"),
+        ("beside", "beside"),
+        ("beside.gguf", "beside.gguf"),
+    ] {
+        assert_eq!(means(asked), Ok(format!("{id}+full")), "{asked}");
+    }
+    let refused = means("twin").unwrap_err().to_string();
+    assert!(refused.contains("twin.gguf or twin.safetensors"), "{refused}");
+    assert!(matches!(means("twin.pt"), Err(Error::ModelNotFound { .. })));
+}
