@@ -185,7 +185,7 @@ def _constraints_input() -> Parameter:
 
 def in_a_sentence(error: Exception) -> str:
     """What went wrong and what to do, for a person in front of the editor."""
-    text = " ".join(str(error).split()).rstrip(".")
+    text = " ".join(_said(error).split()).rstrip(".")
     more: list[str] = []
     match error:
         case moored.ConnectionFailed(job_id="", cause="unreachable"):
@@ -206,6 +206,12 @@ def in_a_sentence(error: Exception) -> str:
         case moored.QueueFull() | moored.ClientLimit() if error.retry_after_s:
             more = [f"run again in {error.retry_after_s:.0f} s"]
     return "; ".join([text, *more]) + "."
+
+
+def _said(error: Exception) -> str:
+    """The words of an error; of a missing model without the call of Python that lists models."""
+    model = error.metadata.get("model") if isinstance(error, moored.ModelNotFound) else None
+    return f"there is no model {model}" if model else str(error)
 
 
 def _shortage(error: moored.MemoryShortage) -> list[str]:

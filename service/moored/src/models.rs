@@ -1,6 +1,7 @@
 //! The models that requests can name: folders are scanned, ids resolved, defaults merged.
 
 mod adapters;
+mod comfyui;
 mod listing;
 mod names;
 
@@ -93,6 +94,19 @@ pub(crate) struct Models {
     adapter_listing: Listing<FoundAdapter>,
     /// Which files of the hub cache hold a transformer alone, by the paths of their contents, which never change.
     transformers: Mutex<HashMap<PathBuf, bool>>,
+    /// What was read of files in ComfyUI's folders, by their paths, while they are of this length and time.
+    read: Mutex<HashMap<PathBuf, (u64, Option<SystemTime>, Option<String>)>>,
+    /// Files of ComfyUI's folders that are no models that run here, of the last scan.
+    others: Mutex<Vec<OtherFile>>,
+}
+
+/// A file in a folder of models that is none that runs here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct OtherFile {
+    /// Its path in its folder.
+    pub(crate) name: String,
+    /// What it is, in words.
+    pub(crate) what: String,
 }
 
 impl Models {
@@ -103,12 +117,30 @@ impl Models {
             listing: Listing::default(),
             adapter_listing: Listing::default(),
             transformers: Mutex::default(),
+            read: Mutex::default(),
+            others: Mutex::default(),
         }
     }
 
     /// The configured folders of models, without the hub cache.
     pub(crate) fn folders(&self) -> &[PathBuf] {
         &self.settings.folders
+    }
+
+    /// The configured folders of ComfyUI.
+    pub(crate) fn comfyui(&self) -> &[PathBuf] {
+        &self.settings.comfyui
+    }
+
+    /// What is wrong with ComfyUI's files of further folders.
+    pub(crate) fn problems_of_comfyui(&self) -> Vec<String> {
+        let places = self.settings.comfyui.iter().map(|folder| comfyui::places(folder));
+        places.filter_map(|(_, problem)| problem).collect()
+    }
+
+    /// Files of ComfyUI's folders that are no models that run here, as the last scan found them.
+    pub(crate) fn others(&self) -> Vec<OtherFile> {
+        self.others.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Whether a model lies in the hub cache.
@@ -142,9 +174,50 @@ impl Models {
         let folders = self.settings.folders.iter().chain([&self.hub_cache]);
         let scanned = folders.flat_map(|folder| scan(folder, &|file| self.holds_transformer(file)));
         let shipped = shipped_models().map(|(id, path)| Found::at(id.to_owned(), path));
-        let mut found = names::distinct(configured.chain(scanned).chain(shipped));
+        let comfyui = self.scan_comfyui().into_iter();
+        let mut found = names::distinct(configured.chain(scanned).chain(comfyui).chain(shipped));
         found.sort_by(|a, b| a.id.cmp(&b.id));
         found
+    }
+
+    /// The folders of ComfyUI with this meaning.
+    fn folders_of_comfyui(&self, wanted: comfyui::Meaning) -> Vec<PathBuf> {
+        let places = self.settings.comfyui.iter().flat_map(|folder| comfyui::places(folder).0);
+        let wanted = places.filter(|(meaning, _)| *meaning == wanted);
+        wanted.map(|(_, folder)| folder).collect()
+    }
+
+    /// The models in ComfyUI's folders, by their paths in them, as ComfyUI names them. What else is there is kept apart.
+    fn scan_comfyui(&self) -> Vec<Found> {
+        let (mut models, mut others) = (Vec::new(), Vec::new());
+        for folder in self.folders_of_comfyui(comfyui::Meaning::Models) {
+            for found in models_below(&folder, "", DEPTH_OF_COMFYUI) {
+                match self.what_else(&found.path) {
+                    None => models.push(found),
+                    Some(what) => others.push(OtherFile {
+                        name: found.id_with_ending().unwrap_or(found.id),
+                        what,
+                    }),
+                }
+            }
+        }
+        *self.others.lock().unwrap_or_else(PoisonError::into_inner) = others;
+        models
+    }
+
+    /// What a file is that is no model that runs here. Each is read once, until it is changed.
+    fn what_else(&self, path: &Path) -> Option<String> {
+        let metadata = path.metadata().ok().filter(std::fs::Metadata::is_file)?;
+        let stamp = (metadata.len(), metadata.modified().ok());
+        let known = || self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((length, time, what)) = known().get(path)
+            && (*length, *time) == stamp
+        {
+            return what.clone();
+        }
+        let what = pipelines::catalogue().what_else(path);
+        known().insert(path.to_owned(), (stamp.0, stamp.1, what.clone()));
+        what
     }
 
     /// Whether a file of a hub cache holds a transformer alone. Each content is read once.
@@ -521,6 +594,28 @@ fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
                     .unwrap_or_default();
                 found.push(Found::at(format!("{name}/{own}"), grandchild));
             }
+        }
+    }
+    found
+}
+
+/// Depth of folders in ComfyUI's that are looked through.
+const DEPTH_OF_COMFYUI: usize = 4;
+
+/// Models in a folder and the folders in it, by their paths in it.
+fn models_below(folder: &Path, prefix: &str, depth: usize) -> Vec<Found> {
+    let mut found = Vec::new();
+    for child in children(folder) {
+        let name = child.file_name().and_then(|name| name.to_str());
+        let Some(name) = name.filter(|name| !name.starts_with('.')) else {
+            continue;
+        };
+        if let Some(id) = single_file_id(&child) {
+            found.push(Found::at(format!("{prefix}{id}"), child));
+        } else if is_pipeline(&child) {
+            found.push(Found::at(format!("{prefix}{name}"), child));
+        } else if child.is_dir() && depth > 1 {
+            found.extend(models_below(&child, &format!("{prefix}{name}/"), depth - 1));
         }
     }
     found

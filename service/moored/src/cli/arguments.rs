@@ -239,6 +239,9 @@ pub(super) struct Serve {
     /// A folder to look for models in; may be repeated
     #[arg(long = "models", value_name = "FOLDER")]
     models: Vec<String>,
+    /// ComfyUI's folder, whose models and adapters are to be found too; may be repeated
+    #[arg(long = "comfyui", value_name = "FOLDER")]
+    comfyui: Vec<String>,
     /// How memory is freed: shared (evict only as much as the next stage needs) or exclusive (keep one large component at a time)
     #[arg(long)]
     policy: Option<String>,
@@ -810,6 +813,9 @@ impl Arguments {
                 }
                 if !serve.models.is_empty() {
                     flags.push(("models.folders".to_owned(), Some(serve.models.clone().into())));
+                }
+                if !serve.comfyui.is_empty() {
+                    flags.push(("models.comfyui".to_owned(), Some(serve.comfyui.clone().into())));
                 }
             }
             Command::Demo(Demo { device, .. }) => {

@@ -360,7 +360,10 @@ async fn follow(connection: &Connection, request: Asked, show: &mut Show) -> Res
             Some(Kind::Artifact(chunk)) => {
                 generated.results.add(chunk).map_err(CliError::Failed)?;
             }
-            Some(Kind::Accepted(accepted)) => generated.model = accepted.model.unwrap_or_default().id,
+            Some(Kind::Accepted(accepted)) => {
+                show.left_out(&accepted);
+                generated.model = accepted.model.unwrap_or_default().id;
+            }
             Some(Kind::Done(done)) => {
                 generated.done = done;
                 return Ok(generated);

@@ -10,6 +10,7 @@ use pipelines::{
     AdapterFile, AdapterUse, StrengthCurve, adapter_stem, is_adapter_folder, is_control_net_folder,
 };
 
+use super::comfyui::Meaning;
 use super::names::{self, Named};
 use super::{Models, children, hub_model, invalid, is_pipeline, shipped_folder};
 use crate::hub;
@@ -105,6 +106,15 @@ impl Models {
         let mut found = Vec::new();
         for folder in &self.settings.adapters {
             scan(folder, "", DEPTH, &mut found);
+        }
+        for folder in self.folders_of_comfyui(Meaning::Loras) {
+            scan(&folder, "", DEPTH, &mut found);
+        }
+        for folder in self.folders_of_comfyui(Meaning::ControlNets) {
+            let mut nets = Vec::new();
+            scan(&folder, "", DEPTH, &mut nets);
+            // A file alone is of a layout that is not read.
+            found.extend(nets.into_iter().filter(FoundAdapter::is_control_net));
         }
         for repository in children(&self.hub_cache) {
             let name = repository.file_name().and_then(|name| name.to_str());
