@@ -182,7 +182,11 @@ impl Models {
 
     /// The folders of ComfyUI with this meaning.
     fn folders_of_comfyui(&self, wanted: comfyui::Meaning) -> Vec<PathBuf> {
-        let places = self.settings.comfyui.iter().flat_map(|folder| comfyui::places(folder).0);
+        let places = self
+            .settings
+            .comfyui
+            .iter()
+            .flat_map(|folder| comfyui::places(folder).0);
         let wanted = places.filter(|(meaning, _)| *meaning == wanted);
         wanted.map(|(_, folder)| folder).collect()
     }

@@ -229,7 +229,11 @@ fn tell_models(config: &Config, models: &Models) {
     for folder in missing_folders(config) {
         tracing::warn!(folder = %folder.display(), "models.folders names a folder that is not there");
     }
-    for folder in models.comfyui().iter().filter(|folder| !folder.join("models").is_dir()) {
+    for folder in models
+        .comfyui()
+        .iter()
+        .filter(|folder| !folder.join("models").is_dir())
+    {
         tracing::warn!(folder = %folder.display(), "models.comfyui names a folder that has no folder `models`");
     }
     for problem in models.problems_of_comfyui() {
@@ -237,7 +241,11 @@ fn tell_models(config: &Config, models: &Models) {
     }
     let listing = models.known();
     for other in models.others() {
-        tracing::info!(file = other.name, what = other.what, "a file of ComfyUI that does not run here");
+        tracing::info!(
+            file = other.name,
+            what = other.what,
+            "a file of ComfyUI that does not run here"
+        );
     }
     let mut ids: Vec<&str> = listing.iter().map(|model| model.id.as_str()).collect();
     ids.dedup();

@@ -244,7 +244,11 @@ impl std::fmt::Display for LeftOut {
             1 => ("last token".to_owned(), "is"),
             several => (format!("last {several} tokens"), "are"),
         };
-        write!(f, "the {last} of the {} {are} left out: the model reads {}", self.field, self.limit)?;
+        write!(
+            f,
+            "the {last} of the {} {are} left out: the model reads {}",
+            self.field, self.limit
+        )?;
         match self.set_by {
             Some(field) => write!(f, " ({field})"),
             None => Ok(()),

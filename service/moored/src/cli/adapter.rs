@@ -62,7 +62,9 @@ impl TypedAdapter {
         let is_listed = |reading: &&v1::Adapter| {
             let is_it = |id: &String| {
                 let names = [reading.id.clone(), slashed(&reading.id)];
-                names.iter().any(|name| name == id || adapter_stem(name) == Some(id))
+                names
+                    .iter()
+                    .any(|name| name == id || adapter_stem(name) == Some(id))
             };
             std::path::Path::new(&reading.id).is_absolute() || listed.iter().any(is_it)
         };
@@ -72,7 +74,9 @@ impl TypedAdapter {
             // The whole text alone can be read, and it is no name.
             (None, Some(problem)) if self.readings.len() == 1 => {
                 let text = &self.text;
-                return Err(CliError::Usage(format!("--lora {text}: no LoRA is called so, and {problem}")));
+                return Err(CliError::Usage(format!(
+                    "--lora {text}: no LoRA is called so, and {problem}"
+                )));
             }
             (None, _) => self.readings.last(),
         };
@@ -128,7 +132,10 @@ pub(super) async fn settle(
 
 /// Names of the adapters of a service.
 pub(super) async fn listed(connection: &Connection) -> Result<Vec<String>, CliError> {
-    let listed = connection.residency().list_models(v1::ListModelsRequest {}).await?;
+    let listed = connection
+        .residency()
+        .list_models(v1::ListModelsRequest {})
+        .await?;
     let adapters = listed.into_inner().adapters.into_iter();
     Ok(adapters.map(|adapter| adapter.id).collect())
 }
@@ -199,7 +206,11 @@ mod tests {
     /// What a text means where these are listed.
     fn meant(text: &str, listed: &[&str]) -> v1::Adapter {
         let listed: Vec<String> = listed.iter().map(|name| (*name).to_owned()).collect();
-        TypedAdapter::parse(text).unwrap().settled(&listed).unwrap().adapter()
+        TypedAdapter::parse(text)
+            .unwrap()
+            .settled(&listed)
+            .unwrap()
+            .adapter()
     }
 
     #[test]

@@ -502,7 +502,9 @@ fn name_and_picture(text: &str) -> Result<(String, PathBuf), String> {
         .map(|(at, _)| (&text[..at], &text[at + 1..]))
         .filter(|(name, picture)| !name.is_empty() && !picture.is_empty());
     let splits: Vec<(&str, &str)> = splits.collect();
-    let there = splits.iter().find(|(_, picture)| PathBuf::from(picture).is_file());
+    let there = splits
+        .iter()
+        .find(|(_, picture)| PathBuf::from(picture).is_file());
     let (name, picture) = there
         .or(splits.first())
         .ok_or("write a ControlNet and its picture, such as canny=edges.png")?;
@@ -586,7 +588,11 @@ impl Formats {
         let listed = async || match Connection::open(&config.client).await {
             Err(CliError::Unreachable { .. }) => {
                 let models = Models::new(config.models.clone(), config.hub.cache.clone());
-                Ok(models.adapters().iter().map(|adapter| adapter.id.clone()).collect())
+                Ok(models
+                    .adapters()
+                    .iter()
+                    .map(|adapter| adapter.id.clone())
+                    .collect())
             }
             connection => adapter::listed(&connection?).await,
         };

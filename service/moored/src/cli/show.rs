@@ -111,7 +111,10 @@ impl Show {
     /// Tells which ends of the request's texts are not read.
     pub(super) fn left_out(&self, accepted: &v1::Accepted) {
         if self.form != Form::Json {
-            accepted.left_out.iter().for_each(|left_out| screen::note(&left_out.message));
+            accepted
+                .left_out
+                .iter()
+                .for_each(|left_out| screen::note(&left_out.message));
         }
     }
 

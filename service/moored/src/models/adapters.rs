@@ -481,20 +481,31 @@ mod tests {
         let used = |asked: &[v1::Adapter]| {
             let entry = models.with_adapters(base(), asked, false).unwrap();
             let uses = Models::uses_of(&entry, asked).unwrap();
-            let strengths = |each: &AdapterUse| (each.name.clone(), each.strength.at(0, 3), each.strength.at(2, 3));
+            let strengths =
+                |each: &AdapterUse| (each.name.clone(), each.strength.at(0, 3), each.strength.at(2, 3));
             uses.iter().map(strengths).collect::<Vec<_>>()
         };
         let named = |name: &str, first: f32, last: f32| (name.to_owned(), first, last);
-        let twice = [adapter("ink", Some(0.5)), adapter("oil", None), adapter("ink.safetensors", Some(0.25))];
+        let twice = [
+            adapter("ink", Some(0.5)),
+            adapter("oil", None),
+            adapter("ink.safetensors", Some(0.25)),
+        ];
         assert_eq!(used(&twice), [named("ink", 0.75, 0.75), named("oil", 1.0, 1.0)]);
-        assert_eq!(used(&[adapter("ink", Some(0.0)), adapter("ink", Some(2.0))]), [named("ink", 2.0, 2.0)]);
+        assert_eq!(
+            used(&[adapter("ink", Some(0.0)), adapter("ink", Some(2.0))]),
+            [named("ink", 2.0, 2.0)]
+        );
         assert_eq!(used(&[adapter("ink", Some(1.0)), adapter("ink", Some(-1.0))]), []);
         let point = |position, strength| v1::StrengthPoint { position, strength };
         let curved = v1::Adapter {
             curve: vec![point(0.0, 1.0), point(1.0, 0.0)],
             ..adapter("ink", None)
         };
-        assert_eq!(used(&[curved.clone(), adapter("ink", Some(0.5))]), [named("ink", 1.5, 0.5)]);
+        assert_eq!(
+            used(&[curved.clone(), adapter("ink", Some(0.5))]),
+            [named("ink", 1.5, 0.5)]
+        );
         assert_eq!(used(&[curved.clone(), curved]), [named("ink", 2.0, 0.0)]);
     }
 

@@ -42,7 +42,14 @@ pub(super) type Place = (Meaning, PathBuf);
 /// folders is the other half.
 pub(super) fn places(installation: &Path) -> (Vec<Place>, Option<String>) {
     // ComfyUI looks into the older name of the folder of transformers first.
-    let own = ["checkpoints", "loras", "unet", "diffusion_models", "diffusers", "controlnet"];
+    let own = [
+        "checkpoints",
+        "loras",
+        "unet",
+        "diffusion_models",
+        "diffusers",
+        "controlnet",
+    ];
     let own = own.iter().filter_map(|name| {
         let folder = installation.join("models").join(name);
         Some((Meaning::of(name)?, folder))
@@ -136,9 +143,19 @@ mod tests {
         assert!(has(Meaning::Models, Path::new("/else/where")));
         assert!(has(Meaning::ControlNets, &folder.path().join("shared/nets")));
         assert!(has(Meaning::Models, &folder.path().join("models/unet")));
-        assert!(places.iter().all(|(_, path)| !path.ends_with("VAE")), "a companion");
-        let first = places.iter().find(|(meaning, _)| *meaning == Meaning::Models).unwrap();
-        assert_eq!(first.1, folder.path().join("shared/transformers"), "the default goes first");
+        assert!(
+            places.iter().all(|(_, path)| !path.ends_with("VAE")),
+            "a companion"
+        );
+        let first = places
+            .iter()
+            .find(|(meaning, _)| *meaning == Meaning::Models)
+            .unwrap();
+        assert_eq!(
+            first.1,
+            folder.path().join("shared/transformers"),
+            "the default goes first"
+        );
     }
 
     #[test]

@@ -93,6 +93,9 @@ pub(super) fn meanings<T: Named>(listed: &[T], asked: &str) -> Vec<String> {
 pub(super) fn ambiguous<T: Named>(listed: &[T], asked: &str) -> Option<String> {
     match &meanings(listed, asked)[..] {
         [] | [_] => None,
-        several => Some(format!("{asked:?} could be {}: write one of them", several.join(" or "))),
+        several => Some(format!(
+            "{asked:?} could be {}: write one of them",
+            several.join(" or ")
+        )),
     }
 }

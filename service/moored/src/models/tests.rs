@@ -253,7 +253,11 @@ fn what_is_listed_can_be_named() {
         "beside.gguf",
     ]);
     let models = models(folder.path());
-    let means = |id: &str| models.resolve(Some(&reference(id))).map(|entry| entry.key.clone());
+    let means = |id: &str| {
+        models
+            .resolve(Some(&reference(id)))
+            .map(|entry| entry.key.clone())
+    };
     let listed = models.list();
     let own: Vec<&Found> = listed
         .iter()
@@ -297,7 +301,9 @@ fn the_folders_of_comfyui_are_read_by_their_meaning() {
         "models/checkpoints/damaged.safetensors",
     ]);
     let write = |path: &str, tensors: &[&str]| {
-        let entry = |name: &&str| format!("{name:?}: {{\"dtype\": \"F32\", \"shape\": [1], \"data_offsets\": [0, 4]}}");
+        let entry = |name: &&str| {
+            format!("{name:?}: {{\"dtype\": \"F32\", \"shape\": [1], \"data_offsets\": [0, 4]}}")
+        };
         let header = tensors.iter().take(1).map(|name| entry(name)).collect::<String>();
         let header = format!("{{{header}}}");
         let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
@@ -307,7 +313,10 @@ fn the_folders_of_comfyui_are_read_by_their_meaning() {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, bytes).unwrap();
     };
-    write("models/diffusion_models/flux/chroma.safetensors", &["distilled_guidance_layer.in_proj.weight"]);
+    write(
+        "models/diffusion_models/flux/chroma.safetensors",
+        &["distilled_guidance_layer.in_proj.weight"],
+    );
     write("models/checkpoints/strange.safetensors", &["anything.weight"]);
     let settings = ModelSettings {
         comfyui: vec![folder.path().to_owned()],
@@ -315,9 +324,15 @@ fn the_folders_of_comfyui_are_read_by_their_meaning() {
     };
     let models = Models::new(settings, folder.path().join("no-hub-cache"));
     let listed = models.list();
-    let own = listed.iter().filter(|found| found.path.starts_with(folder.path()));
+    let own = listed
+        .iter()
+        .filter(|found| found.path.starts_with(folder.path()));
     let own: Vec<&str> = own.map(|found| found.id.as_str()).collect();
-    assert_eq!(own, ["base", "damaged"], "what is damaged says so when it is opened");
+    assert_eq!(
+        own,
+        ["base", "damaged"],
+        "what is damaged says so when it is opened"
+    );
     let others: Vec<(String, String)> = models
         .others()
         .into_iter()

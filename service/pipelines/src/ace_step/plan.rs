@@ -20,9 +20,9 @@ use super::prompts::{MAX_LYRIC_TOKENS, caption, lyrics, seconds_of};
 use super::sound::{samples_at, samples_of_timbre};
 use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
-use crate::family::LeftOut;
 use super::transformer::is_modulator;
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
+use crate::family::LeftOut;
 use crate::plan::{hash_ids, names, rungs_of};
 use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
@@ -153,7 +153,8 @@ impl AceStepModel {
 
     /// Tokens that the text encoder knows.
     fn known(&self, ids: Vec<u32>) -> Result<Vec<u32>, TokenizeError> {
-        self.tokenizer.check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
+        self.tokenizer
+            .check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
         Ok(ids)
     }
 
@@ -169,7 +170,10 @@ impl AceStepModel {
             limit: MAX_LYRIC_TOKENS,
             set_by: None,
         });
-        LeftOut::of_prompt(prompt, request).into_iter().chain(sung).collect()
+        LeftOut::of_prompt(prompt, request)
+            .into_iter()
+            .chain(sung)
+            .collect()
     }
 
     /// The stages of a valid request.

@@ -153,13 +153,17 @@ impl FluxModel {
     fn text_memo(&self, request: &Request) -> Result<String, RequestError> {
         let refused = |error: TokenizeError| RequestError::new("prompt", error.to_string());
         let clip = self.clip_tokenizer.encode(&request.prompt).map_err(refused)?;
-        let known = self.clip_tokenizer.check_known(&clip, "text_encoder", self.clip.vocab_size);
+        let known = self
+            .clip_tokenizer
+            .check_known(&clip, "text_encoder", self.clip.vocab_size);
         known.map_err(refused)?;
         let t5 = self
             .t5_tokenizer
             .encode(&request.prompt, request.max_sequence_length as usize);
         let t5 = t5.map_err(refused)?;
-        let known = self.t5_tokenizer.check_known(&t5, "text_encoder_2", self.t5.vocab_size);
+        let known = self
+            .t5_tokenizer
+            .check_known(&t5, "text_encoder_2", self.t5.vocab_size);
         known.map_err(refused)?;
         let mut hash = blake3::Hasher::new();
         for ids in [clip, t5] {

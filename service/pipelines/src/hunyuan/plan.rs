@@ -154,7 +154,8 @@ impl HunyuanModel {
         prompt: &TemplatedIds,
     ) -> Result<StagePlan, TokenizeError> {
         let clip = self.clip_tokenizer.encode(&request.prompt)?;
-        self.clip_tokenizer.check_known(&clip, CLIP, self.clip.vocab_size)?;
+        self.clip_tokenizer
+            .check_known(&clip, CLIP, self.clip.vocab_size)?;
         let dtype = self.precision.dtype;
         let tokens = prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
         let pooled = self.clip_tokenizer.length();

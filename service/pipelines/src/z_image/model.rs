@@ -121,7 +121,8 @@ impl ZImageModel {
     pub(super) fn tokens(&self, request: &Request) -> Result<Vec<u32>, TokenizeError> {
         let most = request.max_sequence_length as usize;
         let ids = self.tokenizer.encode_turn(&request.prompt, most)?;
-        self.tokenizer.check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
+        self.tokenizer
+            .check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
         Ok(ids)
     }
 
