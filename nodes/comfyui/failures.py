@@ -64,12 +64,18 @@ def told(node_id: str | None) -> Iterator[None]:
 
 def sentence(error: moored.MooredError) -> str:
     """What happened, and the remedy that ComfyUI has for it."""
-    return f"{_capitalised(error.in_words(INPUTS).rstrip('. '))}{_remedy(error)}."
+    return f"{_capitalised(_said(error).rstrip('. '))}{_remedy(error)}."
 
 
 def _capitalised(text: str) -> str:
     """A sentence that begins with a word begins with a capital; an address or a name stays as it is."""
     return text[:1].upper() + text[1:] if re.match(r"[a-z]+(?:'s)?:?(?:[\s,]|$)", text) else text
+
+
+def _said(error: moored.MooredError) -> str:
+    """The words of an error; of a missing model without the call of Python that lists models."""
+    model = error.metadata.get("model") if isinstance(error, moored.ModelNotFound) else None
+    return f"there is no model {model}" if model else error.in_words(INPUTS)
 
 
 def _lacks_picture(error: moored.InvalidRequest) -> bool:

@@ -62,6 +62,7 @@ from ._events import (
     Retrying,
     StageStarted,
     Step,
+    TextLeftOut,
     Waiting,
 )
 from ._latents import Latent
@@ -302,6 +303,7 @@ __all__ = [
     "Step",
     "Superseded",
     "TensorInfo",
+    "TextLeftOut",
     "Track",
     "Unauthenticated",
     "UnencryptedToken",

@@ -484,7 +484,7 @@ def _from_details(value: bytes, text: str) -> MooredError | None:
         return None
     if info is None or info.domain != DOMAIN:
         return None
-    message = text or status.message or info.reason
+    message = _as_calls(text or status.message or info.reason)
     if violations:
         message = _as_options(message)
         violations = [
@@ -513,6 +513,11 @@ _OPTIONS = {
     "paced_by_client": "paced",
 }
 _FIELDS = re.compile(rf"\b({'|'.join(_OPTIONS)})\b")
+
+
+def _as_calls(text: str) -> str:
+    """Names the client's call in place of the command that lists models."""
+    return text.replace("`moored models`", "`client.list_models()`")
 
 
 def _as_options(text: str) -> str:

@@ -47,16 +47,33 @@ class BaseEvent:
     at_ms: int = 0
 
 
+@mirrors(events_pb2.TextLeftOut)
+@dataclass(frozen=True, slots=True)
+class TextLeftOut:
+    """The end of a text that the model does not read: the text is longer than its limit."""
+
+    field: str
+    """`prompt`, `lyrics`."""
+    tokens: int
+    """Tokens that are left out."""
+    limit: int
+    """Tokens that are read, with those that the model adds."""
+    message: str
+    """The sentence for people."""
+
+
 @mirrors(events_pb2.Accepted)
 @dataclass(frozen=True, slots=True)
 class Accepted(BaseEvent):
     """The job is recorded. First event of every stream.
 
-    `joined`: an idempotency key matched a job that was there already.
+    `joined`: an idempotency key matched a job that was there already. `left_out`: the ends of texts that
+    the model does not read.
     """
 
     model: ResolvedModel
     joined: bool
+    left_out: tuple[TextLeftOut, ...] = ()
 
 
 @mirrors(events_pb2.Queued)
@@ -220,6 +237,7 @@ class Done(BaseEvent):
     model: ResolvedModel
     freed: tuple[FreedComponent, ...] = ()
     kept: tuple[KeptComponent, ...] = ()
+    left_out: tuple[TextLeftOut, ...] = ()
 
 
 Event: TypeAlias = (

@@ -64,8 +64,9 @@ def describe(event: Event | PullProgress | SessionEvent | AttachedAdapter) -> st
     # Longer than most functions here: one case an event, and mypy sees that none is missing.
     match event:
         case Accepted():
-            word = "Joined" if event.joined else "Accepted"
-            return f"{word}, {event.model.choice}" if event.model.choice else word
+            said = ["Joined" if event.joined else "Accepted", event.model.choice]
+            said += [left_out.message for left_out in event.left_out]
+            return ", ".join(part for part in said if part)
         case Queued():
             place = f"{event.position} ahead" if event.position else "next"
             soon = event.estimate_ms
@@ -102,6 +103,7 @@ def describe(event: Event | PullProgress | SessionEvent | AttachedAdapter) -> st
             return f"Pulling {_of(event.bytes_done, event.bytes_total, _on_disk)}"
         case Done():
             exact = "".join(f", approximated: {one}" for one in event.approximations)
+            exact += "".join(f", {left_out.message}" for left_out in event.left_out)
             return f"Done in {_time(event.total_ms)}{exact}"
         case AttachedAdapter():
             return _changes(event)
@@ -205,7 +207,9 @@ def _time(milliseconds: int) -> str:
 def _phase(event: Event) -> tuple[object, ...] | None:
     """What shares a line with it; None for what is not shown."""
     match event:
-        case Preview() | Artifact() | LatentKept() | Accepted(model=ResolvedModel(choice="")):
+        case Preview() | Artifact() | LatentKept():
+            return None
+        case Accepted(model=ResolvedModel(choice=""), left_out=()):
             return None
         case Evicting() | Loading():
             return (type(event), event.component.id, event.component.name)

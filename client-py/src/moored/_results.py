@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ._assembly import Assembly, FilmAssembly, TrackAssembly, assembly_of
 from ._bounds import Bounds
 from ._errors import InternalError, MooredError
-from ._events import Accepted, Artifact, Done, Event, LatentKept
+from ._events import Accepted, Artifact, Done, Event, LatentKept, TextLeftOut
 from ._media import FLAC, MP4, RAW_VIDEO, WAV, Film, Frame, Picture, Samples, Track
 from ._records import FreedComponent, LatentInfo, ResolvedModel, StageReport
 
@@ -94,6 +94,11 @@ class JobResult:
         Empty: exactly the reference.
         """
         return self.done.approximations
+
+    @property
+    def left_out(self) -> tuple[TextLeftOut, ...]:
+        """The ends of the prompt and the lyrics that the model did not read, since they are too long."""
+        return self.done.left_out
 
     @property
     def resident_already(self) -> tuple[str, ...]:

@@ -119,6 +119,8 @@ class ProgressLog:
         self.timings({**timings, "total_s": result.total_ms / 1000})
         for adapter in result.model.adapters:
             self.line(f"LoRA {lora_words(adapter)}")
+        for left_out in result.left_out:
+            self.line(f"Left out: {left_out.message}")
         for one in result.approximations:
             self.line(f"Memory forced an approximation: {one}")
 

@@ -205,8 +205,7 @@ _INPUTS = {
 
 def in_a_sentence(error: Exception) -> str:
     """What went wrong and what to do, for a person in front of the editor."""
-    words = error.in_words(_INPUTS) if isinstance(error, moored.MooredError) else str(error)
-    text = " ".join(words.split()).rstrip(".")
+    text = " ".join(_said(error).split()).rstrip(".")
     more: list[str] = []
     match error:
         case moored.ConnectionFailed(job_id="", cause="unreachable"):
@@ -225,6 +224,14 @@ def in_a_sentence(error: Exception) -> str:
         case moored.MemoryShortage():
             more = _shortage(error)
     return "; ".join([text, *more]) + "."
+
+
+def _said(error: Exception) -> str:
+    """The words of an error; of a missing model without the call of Python that lists models."""
+    model = error.metadata.get("model") if isinstance(error, moored.ModelNotFound) else None
+    if model:
+        return f"there is no model {model}"
+    return error.in_words(_INPUTS) if isinstance(error, moored.MooredError) else str(error)
 
 
 def _shortage(error: moored.MemoryShortage) -> list[str]:

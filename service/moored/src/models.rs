@@ -1,7 +1,9 @@
 //! The models that requests can name: folders are scanned, ids resolved, defaults merged.
 
 mod adapters;
+mod comfyui;
 mod listing;
+mod names;
 
 use std::collections::HashMap;
 use std::io::Read as _;
@@ -21,6 +23,7 @@ use crate::proto::v1;
 use crate::threads::FILES;
 use adapters::FoundAdapter;
 use listing::Listing;
+use names::Named;
 
 /// Id of the model that ships with the project, and is the default where nothing else is.
 pub(crate) const SHIPPED_ID: &str = "moored/demo";
@@ -60,6 +63,28 @@ impl Found {
     }
 }
 
+impl Named for Found {
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn set_id(&mut self, id: String) {
+        self.id = id;
+    }
+
+    fn revision(&self) -> &str {
+        &self.revision
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn stem(name: &str) -> Option<&str> {
+        pipelines::catalogue().single_file_stem(name)
+    }
+}
+
 /// Finds models by id.
 pub(crate) struct Models {
     settings: ModelSettings,
@@ -69,6 +94,19 @@ pub(crate) struct Models {
     adapter_listing: Listing<FoundAdapter>,
     /// Which files of the hub cache hold a transformer alone, by the paths of their contents, which never change.
     transformers: Mutex<HashMap<PathBuf, bool>>,
+    /// What was read of files in ComfyUI's folders, by their paths, while they are of this length and time.
+    read: Mutex<HashMap<PathBuf, (u64, Option<SystemTime>, Option<String>)>>,
+    /// Files of ComfyUI's folders that are no models that run here, of the last scan.
+    others: Mutex<Vec<OtherFile>>,
+}
+
+/// A file in a folder of models that is none that runs here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct OtherFile {
+    /// Its path in its folder.
+    pub(crate) name: String,
+    /// What it is, in words.
+    pub(crate) what: String,
 }
 
 impl Models {
@@ -79,12 +117,30 @@ impl Models {
             listing: Listing::default(),
             adapter_listing: Listing::default(),
             transformers: Mutex::default(),
+            read: Mutex::default(),
+            others: Mutex::default(),
         }
     }
 
     /// The configured folders of models, without the hub cache.
     pub(crate) fn folders(&self) -> &[PathBuf] {
         &self.settings.folders
+    }
+
+    /// The configured folders of ComfyUI.
+    pub(crate) fn comfyui(&self) -> &[PathBuf] {
+        &self.settings.comfyui
+    }
+
+    /// What is wrong with ComfyUI's files of further folders.
+    pub(crate) fn problems_of_comfyui(&self) -> Vec<String> {
+        let places = self.settings.comfyui.iter().map(|folder| comfyui::places(folder));
+        places.filter_map(|(_, problem)| problem).collect()
+    }
+
+    /// Files of ComfyUI's folders that are no models that run here, as the last scan found them.
+    pub(crate) fn others(&self) -> Vec<OtherFile> {
+        self.others.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Whether a model lies in the hub cache.
@@ -108,7 +164,7 @@ impl Models {
     }
 
     fn scan(&self) -> Vec<Found> {
-        // What is configured by path comes first, then the folders in their order; the first of an id and
+        // What is configured by path comes first, then the folders in their order; the first of a file's name and
         // revision wins. A hub cache lists the revision of `main` first, which the stable sort keeps.
         let configured = self
             .settings
@@ -118,17 +174,54 @@ impl Models {
         let folders = self.settings.folders.iter().chain([&self.hub_cache]);
         let scanned = folders.flat_map(|folder| scan(folder, &|file| self.holds_transformer(file)));
         let shipped = shipped_models().map(|(id, path)| Found::at(id.to_owned(), path));
-        let mut found: Vec<Found> = Vec::new();
-        for model in configured.chain(scanned).chain(shipped) {
-            if !found
-                .iter()
-                .any(|other| other.id == model.id && other.revision == model.revision)
-            {
-                found.push(model);
-            }
-        }
+        let comfyui = self.scan_comfyui().into_iter();
+        let mut found = names::distinct(configured.chain(scanned).chain(comfyui).chain(shipped));
         found.sort_by(|a, b| a.id.cmp(&b.id));
         found
+    }
+
+    /// The folders of ComfyUI with this meaning.
+    fn folders_of_comfyui(&self, wanted: comfyui::Meaning) -> Vec<PathBuf> {
+        let places = self
+            .settings
+            .comfyui
+            .iter()
+            .flat_map(|folder| comfyui::places(folder).0);
+        let wanted = places.filter(|(meaning, _)| *meaning == wanted);
+        wanted.map(|(_, folder)| folder).collect()
+    }
+
+    /// The models in ComfyUI's folders, by their paths in them, as ComfyUI names them. What else is there is kept apart.
+    fn scan_comfyui(&self) -> Vec<Found> {
+        let (mut models, mut others) = (Vec::new(), Vec::new());
+        for folder in self.folders_of_comfyui(comfyui::Meaning::Models) {
+            for found in models_below(&folder, "", DEPTH_OF_COMFYUI) {
+                match self.what_else(&found.path) {
+                    None => models.push(found),
+                    Some(what) => others.push(OtherFile {
+                        name: found.id_with_ending().unwrap_or(found.id),
+                        what,
+                    }),
+                }
+            }
+        }
+        *self.others.lock().unwrap_or_else(PoisonError::into_inner) = others;
+        models
+    }
+
+    /// What a file is that is no model that runs here. Each is read once, until it is changed.
+    fn what_else(&self, path: &Path) -> Option<String> {
+        let metadata = path.metadata().ok().filter(std::fs::Metadata::is_file)?;
+        let stamp = (metadata.len(), metadata.modified().ok());
+        let known = || self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((length, time, what)) = known().get(path)
+            && (*length, *time) == stamp
+        {
+            return what.clone();
+        }
+        let what = pipelines::catalogue().what_else(path);
+        known().insert(path.to_owned(), (stamp.0, stamp.1, what.clone()));
+        what
     }
 
     /// Whether a file of a hub cache holds a transformer alone. Each content is read once.
@@ -206,7 +299,10 @@ impl Models {
         };
         let found = find_named(&self.list(), &id, &model.revision)
             .or_else(|| find_named(&self.rescan(), &id, &model.revision))
-            .ok_or_else(|| Error::ModelNotFound { id: id.clone() })?;
+            .ok_or_else(|| match names::ambiguous(&self.list(), &id) {
+                Some(problem) => invalid("model.id", problem),
+                None => Error::ModelNotFound { id: id.clone() },
+            })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
         self.with_adapters(entry, adapters, from_key).map(Arc::new)
     }
@@ -224,7 +320,8 @@ impl Models {
     /// `None` for any other. A model with exactly that id takes precedence.
     fn by_key_with_adapters(&self, model: &v1::ModelRef) -> Result<Option<v1::ModelRef>, Error> {
         let (base, adapters) = Entry::adapters_in_key(&model.id);
-        if adapters.is_empty() || self.known().iter().any(|found| found.id == model.id) {
+        let is_listed = |listing: &[Found]| find_named(listing, &model.id, &model.revision).is_some();
+        if adapters.is_empty() || is_listed(&self.known()) || is_listed(&self.list()) {
             return Ok(None);
         }
         if !model.adapters.is_empty() {
@@ -392,32 +489,39 @@ fn named_by_key<'a>(
 
 /// [`find`], where the id may include the revision: `owner/name@main`, of one file `owner/name@main:file` too.
 fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
-    if let Ok(file) = id.parse::<hub::Reference>()
-        && file.file.is_some()
-        && revision.is_empty()
-        && id.contains('@')
-    {
-        return find(listing, &file.listed_id(), &file.revision);
-    }
+    let of_file = || {
+        let file: hub::Reference = id.parse().ok()?;
+        let is_with_revision = file.file.is_some() && revision.is_empty() && id.contains('@');
+        is_with_revision.then(|| find(listing, &file.listed_id(), &file.revision))?
+    };
     let by_name = || {
         let (name, named) = id.rsplit_once('@')?;
         find(listing, name, named).filter(|found| found.revision.starts_with(revision))
     };
-    find(listing, id, revision).or_else(by_name)
+    find(listing, id, revision).or_else(of_file).or_else(by_name)
 }
 
-/// The model with this id, the only one whose last part of the id it is, or the one with this short name.
+/// The model that is called so, the only one whose last part of the id it is, or the one with this short name; a path of
+/// Windows means the folders of it.
 fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
+    names::spellings(id).find_map(|id| find_spelled(listing, &id, revision))
+}
+
+fn find_spelled(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     let fits = |m: &&Found| {
         revision.is_empty() || m.revision.starts_with(revision) || m.refs.iter().any(|name| name == revision)
     };
     if let Some(found) = listing.iter().filter(fits).find(|m| m.id == id) {
         return Some(found.clone());
     }
+    if let Some(found) = listing.iter().filter(fits).find(|m| names::is_called(*m, id)) {
+        return Some(found.clone());
+    }
+    let is_last = |whole: &str| whole.rsplit('/').next() == Some(id);
     let mut by_name = listing
         .iter()
         .filter(fits)
-        .filter(|m| m.id.rsplit('/').next() == Some(id));
+        .filter(|m| is_last(&m.id) || m.id_with_ending().is_some_and(|whole| is_last(&whole)));
     match (by_name.next(), by_name.next()) {
         (Some(only), None) => Some(only.clone()),
         (Some(_), Some(_)) => None,
@@ -494,6 +598,28 @@ fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
                     .unwrap_or_default();
                 found.push(Found::at(format!("{name}/{own}"), grandchild));
             }
+        }
+    }
+    found
+}
+
+/// Depth of folders in ComfyUI's that are looked through.
+const DEPTH_OF_COMFYUI: usize = 4;
+
+/// Models in a folder and the folders in it, by their paths in it.
+fn models_below(folder: &Path, prefix: &str, depth: usize) -> Vec<Found> {
+    let mut found = Vec::new();
+    for child in children(folder) {
+        let name = child.file_name().and_then(|name| name.to_str());
+        let Some(name) = name.filter(|name| !name.starts_with('.')) else {
+            continue;
+        };
+        if let Some(id) = single_file_id(&child) {
+            found.push(Found::at(format!("{prefix}{id}"), child));
+        } else if is_pipeline(&child) {
+            found.push(Found::at(format!("{prefix}{name}"), child));
+        } else if child.is_dir() && depth > 1 {
+            found.extend(models_below(&child, &format!("{prefix}{name}/"), depth - 1));
         }
     }
     found

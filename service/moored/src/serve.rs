@@ -230,7 +230,24 @@ fn tell_models(config: &Config, models: &Models) {
     for folder in missing_folders(config) {
         tracing::warn!(folder = %folder.display(), "models.folders names a folder that is not there");
     }
+    for folder in models
+        .comfyui()
+        .iter()
+        .filter(|folder| !folder.join("models").is_dir())
+    {
+        tracing::warn!(folder = %folder.display(), "models.comfyui names a folder that has no folder `models`");
+    }
+    for problem in models.problems_of_comfyui() {
+        tracing::warn!("models.comfyui: {problem}");
+    }
     let listing = models.known();
+    for other in models.others() {
+        tracing::info!(
+            file = other.name,
+            what = other.what,
+            "a file of ComfyUI that does not run here"
+        );
+    }
     let mut ids: Vec<&str> = listing.iter().map(|model| model.id.as_str()).collect();
     ids.dedup();
     match missing_default(config, models) {
@@ -440,7 +457,7 @@ async fn tell_time_left(deadline: Instant) -> std::convert::Infallible {
     }
 }
 
-/// Folders that models lie in: `models.folders`, the hub cache, and the parent folder of each of `models.paths`.
+/// Folders that models lie in: `models.folders`, `models.comfyui`, the hub cache, and the parent folder of each of `models.paths`.
 fn folders_of_models(config: &Config) -> Vec<PathBuf> {
     let around = |path: &PathBuf| path.parent().map(PathBuf::from);
     let apart = config.models.paths.values().filter_map(around);
@@ -448,6 +465,7 @@ fn folders_of_models(config: &Config) -> Vec<PathBuf> {
         .models
         .folders
         .iter()
+        .chain(&config.models.comfyui)
         .cloned()
         .chain([config.hub.cache.clone()]);
     let absolute = |folder: PathBuf| std::path::absolute(&folder).unwrap_or(folder);

@@ -212,6 +212,50 @@ impl StageError {
     }
 }
 
+/// The end of a text that a model does not read: the text is longer than its limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftOut {
+    /// The field of the text: `prompt`, `lyrics`.
+    pub field: &'static str,
+    /// Tokens that are left out.
+    pub tokens: usize,
+    /// Tokens that are read, with those that the model adds.
+    pub limit: usize,
+    /// The field that sets the limit; `None` for one of the model.
+    pub set_by: Option<&'static str>,
+}
+
+impl LeftOut {
+    /// Of a prompt, as many tokens beyond the request's limit; none for 0, or where they cannot be counted.
+    pub(crate) fn of_prompt(tokens: Result<usize, TokenizeError>, request: &Request) -> Option<LeftOut> {
+        let tokens = tokens.ok().filter(|tokens| *tokens > 0)?;
+        Some(LeftOut {
+            field: "prompt",
+            tokens,
+            limit: request.max_sequence_length as usize,
+            set_by: Some("max_sequence_length"),
+        })
+    }
+}
+
+impl std::fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (last, are) = match self.tokens {
+            1 => ("last token".to_owned(), "is"),
+            several => (format!("last {several} tokens"), "are"),
+        };
+        write!(
+            f,
+            "the {last} of the {} {are} left out: the model reads {}",
+            self.field, self.limit
+        )?;
+        match self.set_by {
+            Some(field) => write!(f, " ({field})"),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Inputs of one run of a stage.
 #[derive(Clone, Copy)]
 pub struct StageRun<'a> {
@@ -353,6 +397,12 @@ pub trait Model: Send + Sync {
 
     /// A default request whose decode takes values of these shapes; `None` if there is none.
     fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
+
+    /// The ends of a request's texts that the model does not read. What one encoder leaves out and another reads (CLIP reads
+    /// the beginning of a prompt for its mood, 77 tokens by design) is not among them.
+    fn left_out(&self, _request: &Request) -> Vec<LeftOut> {
+        Vec::new()
+    }
 
     /// Most reference pictures of one request.
     fn most_references(&self) -> usize {
@@ -629,6 +679,19 @@ impl Catalogue {
             let names: Vec<&str> = opened.tensors().map(|(name, _)| name).collect();
             self.is_transformer_file(&names)
         })
+    }
+
+    /// What a single file is that is no model that runs here, in words; `None` for one that runs, and where the file cannot be
+    /// read, which opening it tells.
+    pub fn what_else(&self, file: &Path) -> Option<String> {
+        match file_not_run(file) {
+            Ok(None) if !self.holds_transformer(file) => {
+                let part = part_in_file(file).unwrap_or("not known here");
+                Some(part.to_owned())
+            }
+            Ok(other) => other.map(str::to_owned),
+            Err(_) => None,
+        }
     }
 
     /// What is read of a repository in the layout of a family's authors, from the names of all files there.

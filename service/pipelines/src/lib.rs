@@ -48,8 +48,8 @@ pub use adapters::{
 pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use covered::{Covered, Twice};
 pub use family::{
-    BASE_CONFIGURATION, Catalogue, Family, Model, ModelError, Observer, OwnLayout, Precision, StageError,
-    StageRun, Unobserved,
+    BASE_CONFIGURATION, Catalogue, Family, LeftOut, Model, ModelError, Observer, OwnLayout, Precision,
+    StageError, StageRun, Unobserved,
 };
 pub use host::{HostTensor, HostType};
 pub use identity::{ModelFile, digest_of_names, provisional_identity};

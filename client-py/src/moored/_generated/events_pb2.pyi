@@ -93,22 +93,60 @@ class Accepted(google.protobuf.message.Message):
 
     MODEL_FIELD_NUMBER: builtins.int
     JOINED_FIELD_NUMBER: builtins.int
+    LEFT_OUT_FIELD_NUMBER: builtins.int
     joined: builtins.bool
     """True when an idempotency key matched a job that was there already: its events are replayed or joined."""
     @property
     def model(self) -> model_pb2.ResolvedModel:
         """The entry that it will use."""
 
+    @property
+    def left_out(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TextLeftOut]:
+        """The ends of the request's texts that the model does not read."""
+
     def __init__(
         self,
         *,
         model: model_pb2.ResolvedModel | None = ...,
         joined: builtins.bool = ...,
+        left_out: collections.abc.Iterable[global___TextLeftOut] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["joined", b"joined", "model", b"model"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["joined", b"joined", "left_out", b"left_out", "model", b"model"]) -> None: ...
 
 global___Accepted = Accepted
+
+@typing.final
+class TextLeftOut(google.protobuf.message.Message):
+    """The end of a text that a model does not read, since the text is longer than its limit. A model with several encoders is told of
+    by the one that reads most of a prompt: CLIP reads the first 77 tokens by design, beside T5 or LLaMA.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    field: builtins.str
+    """`prompt`, `lyrics`."""
+    tokens: builtins.int
+    """Tokens that are left out."""
+    limit: builtins.int
+    """Tokens that are read, with those that the model adds."""
+    message: builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        field: builtins.str = ...,
+        tokens: builtins.int = ...,
+        limit: builtins.int = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "limit", b"limit", "message", b"message", "tokens", b"tokens"]) -> None: ...
+
+global___TextLeftOut = TextLeftOut
 
 @typing.final
 class Queued(google.protobuf.message.Message):
@@ -650,6 +688,7 @@ class Done(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     FREED_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    LEFT_OUT_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """Seed of the first item; item i used seed + i."""
     total_ms: builtins.int
@@ -678,6 +717,10 @@ class Done(google.protobuf.message.Message):
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.KeptComponent]:
         """What stayed of it, and why."""
 
+    @property
+    def left_out(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TextLeftOut]:
+        """As in `accepted`."""
+
     def __init__(
         self,
         *,
@@ -689,9 +732,10 @@ class Done(google.protobuf.message.Message):
         model: model_pb2.ResolvedModel | None = ...,
         freed: collections.abc.Iterable[model_pb2.FreedComponent] | None = ...,
         kept: collections.abc.Iterable[model_pb2.KeptComponent] | None = ...,
+        left_out: collections.abc.Iterable[global___TextLeftOut] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["approximations", b"approximations", "freed", b"freed", "kept", b"kept", "model", b"model", "resident_already", b"resident_already", "seed", b"seed", "stages", b"stages", "total_ms", b"total_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["approximations", b"approximations", "freed", b"freed", "kept", b"kept", "left_out", b"left_out", "model", b"model", "resident_already", b"resident_already", "seed", b"seed", "stages", b"stages", "total_ms", b"total_ms"]) -> None: ...
 
 global___Done = Done
 

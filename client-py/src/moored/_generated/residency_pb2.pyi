@@ -33,21 +33,49 @@ class ListModelsResponse(google.protobuf.message.Message):
 
     MODELS_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
+    OTHERS_FIELD_NUMBER: builtins.int
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelInfo]: ...
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[model_pb2.AdapterInfo]:
         """Adapters that can be named, by name."""
 
+    @property
+    def others(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___OtherFile]:
+        """Files in ComfyUI's folders of models that are none that runs here."""
+
     def __init__(
         self,
         *,
         models: collections.abc.Iterable[global___ModelInfo] | None = ...,
         adapters: collections.abc.Iterable[model_pb2.AdapterInfo] | None = ...,
+        others: collections.abc.Iterable[global___OtherFile] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "models", b"models"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "models", b"models", "others", b"others"]) -> None: ...
 
 global___ListModelsResponse = ListModelsResponse
+
+@typing.final
+class OtherFile(google.protobuf.message.Message):
+    """A file that is no model that runs here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    WHAT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its path in its folder."""
+    what: builtins.str
+    """What it is: `Stable Diffusion XL`."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        what: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "what", b"what"]) -> None: ...
+
+global___OtherFile = OtherFile
 
 @typing.final
 class ModelInfo(google.protobuf.message.Message):

@@ -15,9 +15,12 @@ use residency::Bytes;
 
 pub(super) use play::{Play, TaskChoice, TrackSettings};
 
+use super::adapter::{self, TypedAdapter};
+use super::connection::Connection;
 use super::{CliError, cards, version};
 use crate::catalogue::Makes;
-use crate::config::Flags;
+use crate::config::{ClientSettings, Config, Flags};
+use crate::models::Models;
 use crate::pictures::Recipe;
 use crate::proto::v1;
 
@@ -237,6 +240,9 @@ pub(super) struct Serve {
     /// A folder to look for models in; may be repeated
     #[arg(long = "models", value_name = "FOLDER")]
     models: Vec<String>,
+    /// ComfyUI's folder, whose models and adapters are to be found too; may be repeated
+    #[arg(long = "comfyui", value_name = "FOLDER")]
+    comfyui: Vec<String>,
     /// How memory is freed: shared (evict only as much as the next stage needs) or exclusive (keep one large component at a time)
     #[arg(long)]
     policy: Option<String>,
@@ -481,20 +487,29 @@ pub(super) struct Formats {
     #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format, help_heading = "Weights")]
     formats: Vec<(String, String)>,
     /// A LoRA, by its name in `moored models --adapters`, and its strength [default: 1]; may be repeated. NAME:0.8,
-    /// NAME:1,0.5,0 changes it over the steps, NAME:0.8:0 sets another strength for the text encoders
-    #[arg(long = "lora", value_name = "NAME[:STRENGTH]", value_parser = super::adapter::adapter_of, help_heading = "Weights")]
-    adapters: Vec<v1::Adapter>,
+    /// NAME:1,0.5,0 changes it over the steps, NAME:0.8:0 sets another strength for the text encoders. A name with colons is
+    /// written as it is listed; \: is a colon of the name in any case
+    #[arg(long = "lora", value_name = "NAME[:STRENGTH]", value_parser = TypedAdapter::parse, help_heading = "Weights")]
+    adapters: Vec<TypedAdapter>,
     /// Ignore LoRA tensors that match no layer of the model
     #[arg(long, requires = "adapters", help_heading = "Weights")]
     lora_ignore_unknown: bool,
 }
 
 fn name_and_picture(text: &str) -> Result<(String, PathBuf), String> {
-    let (name, picture) = text
-        .split_once('=')
-        .filter(|(name, picture)| !name.is_empty() && !picture.is_empty())
+    // A name may have this character too: the picture is the longest path that is there.
+    let splits = text
+        .match_indices('=')
+        .map(|(at, _)| (&text[..at], &text[at + 1..]))
+        .filter(|(name, picture)| !name.is_empty() && !picture.is_empty());
+    let splits: Vec<(&str, &str)> = splits.collect();
+    let there = splits
+        .iter()
+        .find(|(_, picture)| PathBuf::from(picture).is_file());
+    let (name, picture) = there
+        .or(splits.first())
         .ok_or("write a ControlNet and its picture, such as canny=edges.png")?;
-    Ok((name.to_owned(), picture.into()))
+    Ok(((*name).to_owned(), picture.into()))
 }
 
 fn start_and_end(text: &str) -> Result<(f32, f32), String> {
@@ -528,7 +543,7 @@ impl Formats {
             formats: named
                 .map(|(component, format)| (component.to_owned(), format.to_owned()))
                 .collect(),
-            adapters: recipe.adapters.iter().map(super::adapter::of_recipe).collect(),
+            adapters: recipe.adapters.iter().map(TypedAdapter::of_recipe).collect(),
             lora_ignore_unknown: false,
         }
     }
@@ -555,6 +570,34 @@ impl Formats {
             formats.adapters = Formats::of_recipe(recipe).adapters;
         }
         formats
+    }
+
+    /// Settles what the adapters mean, by the list of a service where that is needed.
+    ///
+    /// # Errors
+    /// As [`adapter::settle`].
+    pub(super) async fn settle(&mut self, client: &ClientSettings) -> Result<(), CliError> {
+        let listed = async || adapter::listed(&Connection::open(client).await?).await;
+        adapter::settle(&mut self.adapters, listed).await
+    }
+
+    /// As [`Formats::settle`], by the list of this machine where no service answers.
+    ///
+    /// # Errors
+    /// As [`adapter::settle`].
+    pub(super) async fn settle_here(&mut self, config: &Config) -> Result<(), CliError> {
+        let listed = async || match Connection::open(&config.client).await {
+            Err(CliError::Unreachable { .. }) => {
+                let models = Models::new(config.models.clone(), config.hub.cache.clone());
+                Ok(models
+                    .adapters()
+                    .iter()
+                    .map(|adapter| adapter.id.clone())
+                    .collect())
+            }
+            connection => adapter::listed(&connection?).await,
+        };
+        adapter::settle(&mut self.adapters, listed).await
     }
 
     /// The preset that is given.
@@ -590,9 +633,10 @@ impl Formats {
             adapters: self
                 .adapters
                 .iter()
+                .map(TypedAdapter::adapter)
                 .map(|adapter| v1::Adapter {
                     ignore_unknown: adapter.ignore_unknown || self.lora_ignore_unknown,
-                    ..adapter.clone()
+                    ..adapter
                 })
                 .collect(),
             ..Default::default()
@@ -778,6 +822,9 @@ impl Arguments {
                 }
                 if !serve.models.is_empty() {
                     flags.push(("models.folders".to_owned(), Some(serve.models.clone().into())));
+                }
+                if !serve.comfyui.is_empty() {
+                    flags.push(("models.comfyui".to_owned(), Some(serve.comfyui.clone().into())));
                 }
             }
             Command::Demo(Demo { device, .. }) => {

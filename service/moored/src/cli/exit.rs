@@ -45,7 +45,6 @@ impl Exit {
             CliError::File { .. } | CliError::Exists(_) | CliError::Output(_) => Exit::File,
             CliError::Interrupted(_) => interrupt::exit(),
             CliError::Wire(error) => error.exit(),
-            CliError::NoModel { .. } => Exit::Model,
             CliError::DoesNotFit(_) => Exit::DoesNotFit,
             CliError::NotNow(_) => Exit::TryAgain,
             CliError::Serve(_) | CliError::Failed(_) => Exit::Failed,

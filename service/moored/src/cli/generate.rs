@@ -34,7 +34,8 @@ pub(super) async fn film(client: &ClientSettings, mut options: Generate, json: b
 }
 
 /// Generates, and writes the results.
-pub(super) async fn run(client: &ClientSettings, options: Generate, json: bool) -> Result<(), CliError> {
+pub(super) async fn run(client: &ClientSettings, mut options: Generate, json: bool) -> Result<(), CliError> {
+    options.settings.formats.settle(client).await?;
     let order = Order::of(
         options.model.as_deref(),
         options.prompt.as_deref(),
@@ -218,9 +219,10 @@ impl Order {
 pub(super) async fn plan(
     client: &ClientSettings,
     headroom: Bytes,
-    options: Plan,
+    mut options: Plan,
     json: bool,
 ) -> Result<(), CliError> {
+    options.settings.formats.settle(client).await?;
     let settings = &options.settings;
     let recipe = settings.from.as_deref().map(recipe_of).transpose()?;
     let mut prompts = prompts_of(options.prompt.as_deref(), None, recipe.as_ref())?;
@@ -363,7 +365,10 @@ async fn follow(connection: &Connection, request: Asked, show: &mut Show) -> Res
             Some(Kind::Artifact(chunk)) => {
                 generated.results.add(chunk).map_err(CliError::Failed)?;
             }
-            Some(Kind::Accepted(accepted)) => generated.model = accepted.model.unwrap_or_default().id,
+            Some(Kind::Accepted(accepted)) => {
+                show.left_out(&accepted);
+                generated.model = accepted.model.unwrap_or_default().id;
+            }
             Some(Kind::Done(done)) => {
                 generated.done = done;
                 return Ok(generated);

@@ -97,17 +97,6 @@ pub(crate) enum CliError {
     /// The command failed for another reason.
     #[error("{0}")]
     Failed(String),
-    /// There is no model of this name, here or in the catalogue.
-    #[error(
-        "there is no model {name}: `moored models` lists those that are here, `moored models --available` those with a short \
-         name, and OWNER/NAME is one of the hub{suggestion}"
-    )]
-    NoModel {
-        /// As requested.
-        name: String,
-        /// The names that may have been meant, as a question; or empty.
-        suggestion: String,
-    },
     /// The planned request can never run on this card.
     #[error("{0}")]
     DoesNotFit(String),

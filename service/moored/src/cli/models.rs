@@ -32,6 +32,7 @@ pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {
     let v1::ListModelsResponse {
         models: listed,
         adapters,
+        others,
     } = residency
         .list_models(v1::ListModelsRequest {})
         .await?
@@ -100,7 +101,26 @@ pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {
         };
         screen::note(&format!("{adapters} there too: `moored models --adapters`"));
     }
+    if !others.is_empty() {
+        screen::note(&others_in_words(&others));
+    }
     Ok(())
+}
+
+/// The files that do not run here in one line, counted by what they are.
+fn others_in_words(others: &[v1::OtherFile]) -> String {
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for other in others {
+        *counts.entry(other.what.as_str()).or_default() += 1;
+    }
+    let counted: Vec<String> = counts
+        .iter()
+        .map(|(what, count)| match count {
+            1 => (*what).to_owned(),
+            several => format!("{what} ({several} files)"),
+        })
+        .collect();
+    format!("in ComfyUI's folders and not run here: {}", counted.join("; "))
 }
 
 /// Lists the models that a service of this configuration would have.

@@ -15,7 +15,8 @@ use super::{CliError, connection, screen};
 use crate::config::ClientSettings;
 use crate::proto::v1;
 
-pub(super) async fn load(client: &ClientSettings, options: Load, json: bool) -> Result<(), CliError> {
+pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool) -> Result<(), CliError> {
+    options.formats.settle(client).await?;
     let (old, components, prove) = (
         options.replace.clone(),
         options.components.join(", "),
@@ -80,7 +81,8 @@ async fn bring_in(
     done.ok_or_else(connection::cut)
 }
 
-pub(super) async fn unload(client: &ClientSettings, options: Unload, json: bool) -> Result<(), CliError> {
+pub(super) async fn unload(client: &ClientSettings, mut options: Unload, json: bool) -> Result<(), CliError> {
+    options.formats.settle(client).await?;
     if options.model.is_none() && !options.all {
         return Err(CliError::Usage(
             "name the model to unload, or --all for every model".to_owned(),
@@ -159,7 +161,8 @@ fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), 
     Ok(())
 }
 
-pub(super) async fn pin(client: &ClientSettings, options: Pin, json: bool) -> Result<(), CliError> {
+pub(super) async fn pin(client: &ClientSettings, mut options: Pin, json: bool) -> Result<(), CliError> {
+    options.formats.settle(client).await?;
     let model = options.formats.of(&options.model)?;
     let connection = Connection::open(client).await?;
     let request = v1::PinRequest {

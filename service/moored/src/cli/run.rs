@@ -30,6 +30,7 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
     if options.settings.medium.is_none() {
         options.settings.medium = known.map(|model| model.makes.into());
     }
+    options.settings.formats.settle_here(&config).await?;
     let mut order = Order::of(
         Some(&options.model),
         options.prompt.as_deref(),
@@ -104,10 +105,11 @@ fn named(typed: &str, is_there: bool, place: &Inventory, tell: impl Fn(&str)) ->
     if let Some(known) = catalogue::find_entry(typed) {
         tell(&format!("{} is {} ({})", known.name, known.id, known.licence));
     } else if Reference::of_entry(typed).is_none() {
-        return Err(CliError::NoModel {
-            name: typed.to_owned(),
-            suggestion: catalogue::did_you_mean(typed, place.ids.iter().map(String::as_str)),
-        });
+        let meant = catalogue::did_you_mean(typed, place.ids.iter().map(String::as_str));
+        return Err(CliError::NoModel(format!(
+            "there is no model {typed}: `moored models` lists those that are here, `moored models --available` those with a short \
+             name, and OWNER/NAME is one of the hub{meant}"
+        )));
     }
     Ok(typed.to_owned())
 }

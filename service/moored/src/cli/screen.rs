@@ -135,7 +135,6 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Wire(error) => error.reason().to_owned(),
             CliError::Lost { .. } => "CONNECTION_LOST".to_owned(),
             CliError::InsecureToken { .. } => "INSECURE_TOKEN".to_owned(),
-            CliError::NoModel { .. } => "MODEL_NOT_FOUND".to_owned(),
             CliError::DoesNotFit(_) => "NEVER_FITS".to_owned(),
             CliError::NotNow(_) => "MEMORY_TAKEN".to_owned(),
             CliError::Interrupted(_) => "CANCELLED".to_owned(),

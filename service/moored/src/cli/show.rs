@@ -109,6 +109,16 @@ impl Show {
         }
     }
 
+    /// Tells which ends of the request's texts are not read.
+    pub(super) fn left_out(&self, accepted: &v1::Accepted) {
+        if self.form != Form::Json {
+            accepted
+                .left_out
+                .iter()
+                .for_each(|left_out| screen::note(&left_out.message));
+        }
+    }
+
     /// Takes the last bar off the screen.
     pub(super) fn end(&mut self) {
         if let Some(shown) = self.bar.take() {
@@ -295,6 +305,11 @@ fn words(kind: &Kind) -> Option<String> {
     Some(shown::one_line(&words).into_owned())
 }
 
+/// The end of a text that the model does not read, as JSON.
+fn left_out_json(left_out: &v1::TextLeftOut) -> serde_json::Value {
+    json!({"field": left_out.field, "tokens": left_out.tokens, "limit": left_out.limit, "message": left_out.message})
+}
+
 /// A component that left, as JSON.
 pub(super) fn freed_json(freed: &v1::FreedComponent) -> serde_json::Value {
     let name = freed.component.clone().unwrap_or_default().name;
@@ -311,7 +326,8 @@ pub(super) fn kept_json(kept: &v1::KeptComponent) -> serde_json::Value {
 fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
     let mut object = match kind {
         Kind::Accepted(accepted) => json!({"event": "accepted", "joined": accepted.joined,
-            "model": accepted.model.clone().unwrap_or_default().key}),
+            "model": accepted.model.clone().unwrap_or_default().key,
+            "left_out": accepted.left_out.iter().map(left_out_json).collect::<Vec<_>>()}),
         Kind::Queued(queued) => {
             json!({"event": "queued", "position": queued.position, "estimate_ms": queued.estimate_ms})
         }
@@ -347,6 +363,7 @@ fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
         }
         Kind::Done(done) => json!({"event": "done", "seed": done.seed, "total_ms": done.total_ms,
             "resident_already": done.resident_already, "approximations": done.approximations,
+            "left_out": done.left_out.iter().map(left_out_json).collect::<Vec<_>>(),
             "stages": done.stages.iter().map(|s| json!({"name": s.name, "run_ms": s.run_ms, "move_ms": s.move_ms,
                 "wait_ms": s.wait_ms, "peak_scratch_bytes": s.peak_scratch_bytes, "peak_bytes": s.peak_bytes,
                 "predicted_scratch_bytes": s.predicted_scratch_bytes, "chunking": s.chunking, "cached": s.cached,

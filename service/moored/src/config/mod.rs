@@ -76,6 +76,8 @@ pub(crate) struct ModelSettings {
     pub(crate) folders: Vec<PathBuf>,
     /// Folders of adapters.
     pub(crate) adapters: Vec<PathBuf>,
+    /// Folders of ComfyUI, whose models and adapters are found too.
+    pub(crate) comfyui: Vec<PathBuf>,
     pub(crate) default: Option<String>,
     pub(crate) paths: BTreeMap<String, PathBuf>,
     /// Loaded when the service starts, by name, in order.
@@ -436,6 +438,11 @@ fn environment() -> Env {
             None => key.replacen('_', ".", 1).into(),
         }
     })
+}
+
+/// The user's home.
+pub(crate) fn home_folder() -> Option<PathBuf> {
+    directories::BaseDirs::new().map(|folders| folders.home_dir().to_owned())
 }
 
 fn project_folders() -> Option<directories::ProjectDirs> {

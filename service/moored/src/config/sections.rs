@@ -30,6 +30,7 @@ impl ModelSettings {
         ModelSettings {
             folders: r.paths("models.folders"),
             adapters: r.paths("models.adapters"),
+            comfyui: r.paths("models.comfyui"),
             default: r.optional_text("models.default"),
             paths: r
                 .table::<String>("models.paths")

@@ -7,7 +7,7 @@ use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
 use engine::{Change, ChangedTo, Fallback};
 use gpu::WeightFormat;
-use pipelines::{AdapterReport, FULL, Medium, Request, ValueShape};
+use pipelines::{AdapterReport, FULL, LeftOut, Medium, Request, ValueShape};
 use residency::{Component, Fits, Holder, MemorySummary};
 
 use super::residency::{freed_out, kept_out};
@@ -245,6 +245,7 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
         JobEventKind::Accepted { joined } => Kind::Accepted(v1::Accepted {
             model: Some(model.clone()),
             joined: *joined,
+            left_out: Vec::new(), // told by the stream, which knows the request
         }),
         JobEventKind::Queued { position, estimate } => Kind::Queued(v1::Queued {
             position: *position,
@@ -327,6 +328,17 @@ pub(super) fn convert(event: &JobEvent, model: &v1::ResolvedModel) -> Converted 
     }))
 }
 
+/// The end of a text that a model does not read.
+pub(super) fn left_out_out(left_out: &LeftOut) -> v1::TextLeftOut {
+    let number = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
+    v1::TextLeftOut {
+        field: left_out.field.to_owned(),
+        tokens: number(left_out.tokens),
+        limit: number(left_out.limit),
+        message: left_out.to_string(),
+    }
+}
+
 fn done_out(report: &JobReport, model: &v1::ResolvedModel) -> v1::Done {
     v1::Done {
         seed: report.seed,
@@ -337,6 +349,7 @@ fn done_out(report: &JobReport, model: &v1::ResolvedModel) -> v1::Done {
         model: Some(model.clone()),
         freed: report.freed.iter().map(freed_out).collect(),
         kept: report.kept.iter().map(kept_out).collect(),
+        left_out: Vec::new(), // told by the stream, which knows the request
     }
 }
 

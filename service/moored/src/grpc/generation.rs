@@ -12,7 +12,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::asked::{Asked, StartFrom, check_output, encoding_of_film};
 use super::caller::Caller;
 use super::choose::Chosen;
-use super::convert::{latent_out, resolved};
+use super::convert::{latent_out, left_out_out, resolved};
 use super::given_pictures::{GivenPictures, controls_of, mask_of};
 use super::latent_upload::receive_latent;
 use super::limits::Taken;
@@ -197,6 +197,9 @@ impl Service {
             JobWork::Load { .. } => None,
         };
         let job = self.queue.submit(spec).await?;
+        for left_out in &output.left_out {
+            tracing::warn!(job = %job.id, "{}", left_out.message);
+        }
         Ok(events_of(job, model, output, self.encoder(caller), instead))
     }
 
@@ -217,6 +220,7 @@ impl Service {
             encoding: asked.encoding,
             recipe: Recipe::of(&request, &entry, asked.init_latent.is_some()),
             omit_metadata: asked.omit_metadata,
+            left_out: open.model.left_out(&request).iter().map(left_out_out).collect(),
         };
         let role = Role::Sample;
         let run = Run {

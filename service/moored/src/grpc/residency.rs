@@ -57,6 +57,7 @@ impl Residency for Service {
         let models = self.models.clone();
         let listing = move || (models.list(), models.adapters());
         let (found, adapters) = FILES.run(listing).await.map_err(|e| status_of(&e))?;
+        let others = self.models.others().into_iter();
         let default = self.models.default_id(&found).unwrap_or_default();
         let report = self.queue.status_now().await;
         let mut models = Vec::with_capacity(found.len());
@@ -72,6 +73,12 @@ impl Residency for Service {
         Ok(Response::new(v1::ListModelsResponse {
             models,
             adapters: adapters.collect(),
+            others: others
+                .map(|other| v1::OtherFile {
+                    name: other.name,
+                    what: other.what,
+                })
+                .collect(),
         }))
     }
 

@@ -82,6 +82,8 @@ pub(super) struct Output {
     /// Written into the file, and sent as metadata; its seed is replaced by each item's.
     pub(super) recipe: Recipe,
     pub(super) omit_metadata: bool,
+    /// The ends of the request's texts that the model does not read.
+    pub(super) left_out: Vec<v1::TextLeftOut>,
 }
 
 /// Encodes results for one client.
@@ -99,11 +101,19 @@ pub(super) fn events_of(
     encoder: ResultEncoder,
     instead: Option<String>,
 ) -> EventStream {
+    let left_out = output.left_out.clone();
     let mut results = ResultStream::new(job.id.to_string(), output, encoder);
     Box::pin(async_stream::try_stream! {
         while let Some(happened) = job.next().await {
             match convert(&happened, &model) {
-                Converted::Event(kind) => yield event(&job.id, happened.at_ms, *kind),
+                Converted::Event(mut kind) => {
+                    match &mut *kind {
+                        Kind::Accepted(accepted) => accepted.left_out.clone_from(&left_out),
+                        Kind::Done(done) => done.left_out.clone_from(&left_out),
+                        _ => {}
+                    }
+                    yield event(&job.id, happened.at_ms, *kind);
+                }
                 Converted::Failed(error) => Err(status_of_job(&error, instead.as_deref()))?,
                 Converted::Media => {
                     let at_ms = happened.at_ms;
@@ -276,6 +286,7 @@ impl Output {
             encoding,
             recipe: Recipe::default(),
             omit_metadata: true,
+            left_out: Vec::new(),
         }
     }
 
@@ -563,6 +574,7 @@ mod tests {
             encoding,
             recipe: Recipe::default(),
             omit_metadata: false,
+            left_out: Vec::new(),
         };
         ResultStream::new("job".to_owned(), output, encoder)
     }

@@ -10,6 +10,8 @@ use pipelines::{
     AdapterFile, AdapterUse, StrengthCurve, adapter_stem, is_adapter_folder, is_control_net_folder,
 };
 
+use super::comfyui::Meaning;
+use super::names::{self, Named};
 use super::{Models, children, hub_model, invalid, is_pipeline, shipped_folder};
 use crate::hub;
 use crate::proto::v1;
@@ -29,6 +31,24 @@ pub(crate) struct FoundAdapter {
     pub(crate) id: String,
     /// A file, or a folder of peft.
     pub(crate) path: PathBuf,
+}
+
+impl Named for FoundAdapter {
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn set_id(&mut self, id: String) {
+        self.id = id;
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn stem(name: &str) -> Option<&str> {
+        adapter_stem(name)
+    }
 }
 
 impl FoundAdapter {
@@ -87,6 +107,15 @@ impl Models {
         for folder in &self.settings.adapters {
             scan(folder, "", DEPTH, &mut found);
         }
+        for folder in self.folders_of_comfyui(Meaning::Loras) {
+            scan(&folder, "", DEPTH, &mut found);
+        }
+        for folder in self.folders_of_comfyui(Meaning::ControlNets) {
+            let mut nets = Vec::new();
+            scan(&folder, "", DEPTH, &mut nets);
+            // A file alone is of a layout that is not read.
+            found.extend(nets.into_iter().filter(FoundAdapter::is_control_net));
+        }
         for repository in children(&self.hub_cache) {
             let name = repository.file_name().and_then(|name| name.to_str());
             if let Some(id) = name.and_then(|name| name.strip_prefix("models--")) {
@@ -101,12 +130,7 @@ impl Models {
         if let Some(folder) = shipped_folder("demo/adapters") {
             scan(&folder, SHIPPED, 1, &mut found);
         }
-        let mut listed: Vec<FoundAdapter> = Vec::new();
-        for adapter in found {
-            if !listed.iter().any(|other| other.id == adapter.id) {
-                listed.push(adapter);
-            }
-        }
+        let mut listed = names::distinct(found.into_iter());
         listed.sort_by(|a, b| a.id.cmp(&b.id));
         listed
     }
@@ -127,7 +151,7 @@ impl Models {
             return Err(invalid("model.adapters", problem));
         }
         let there = self.adapters_with(asked.iter().map(|asked| asked.id.as_str()));
-        let mut files: Vec<AdapterFile> = Vec::new();
+        let mut named: Vec<(AdapterFile, AdapterUse)> = Vec::new();
         for (index, asked) in asked.iter().enumerate() {
             let field = |name: &str| format!("model.adapters[{index}].{name}");
             let found = find(&there, &asked.id);
@@ -139,18 +163,22 @@ impl Models {
                 );
                 return Err(invalid(&field("id"), problem));
             }
-            if files.iter().any(|file| file.name == found.id) {
-                let problem = format!("{:?} is named twice; give it one strength", found.id);
-                return Err(invalid(&field("id"), problem));
-            }
-            if is_active(&use_of(asked, index)?) {
-                files.push(AdapterFile {
-                    name: found.id.clone(),
-                    path: found.path.clone(),
-                    ignores_unknown: asked.ignore_unknown,
-                });
+            let file = AdapterFile {
+                name: found.id.clone(),
+                path: found.path.clone(),
+                ignores_unknown: asked.ignore_unknown,
+            };
+            let each = use_of(asked, index)?;
+            match named.iter_mut().find(|(before, _)| before.name == file.name) {
+                Some((before, uses)) => {
+                    before.ignores_unknown |= file.ignores_unknown;
+                    *uses = sum_of(uses, &each, index)?;
+                }
+                None => named.push((file, each)),
             }
         }
+        let active = named.into_iter().filter(|(_, each)| is_active(each));
+        let files: Vec<AdapterFile> = active.map(|(file, _)| file).collect();
         Ok(match files.is_empty() {
             true => entry,
             false => entry.with_adapters(files),
@@ -192,45 +220,74 @@ impl Models {
         find(&there.collect::<Vec<_>>(), id).map_or_else(|| id.to_owned(), |found| found.id.clone())
     }
 
-    /// How a request uses the adapters that its reference names and its entry has.
+    /// How a request uses the adapters that its reference names and its entry has. The strengths of one that is named several
+    /// times add up.
     pub(crate) fn uses_of(entry: &Entry, asked: &[v1::Adapter]) -> Result<Vec<AdapterUse>, Error> {
-        let uses = asked.iter().enumerate();
-        let uses = uses
-            .map(|(index, asked)| use_of(asked, index))
-            .collect::<Result<Vec<_>, _>>()?;
-        // Those of strength 0 were left out of the entry; the others are in it in the same order.
-        let active = uses.into_iter().filter(is_active);
-        let named = entry.adapters.iter().zip(active);
-        let loras = named.filter(|(file, _)| !is_control_net_folder(&file.path));
-        let uses = loras.map(|(file, each)| AdapterUse {
-            name: file.name.clone(),
-            ..each
-        });
-        Ok(uses.collect())
+        let mut uses: Vec<AdapterUse> = Vec::new();
+        for (index, asked) in asked.iter().enumerate() {
+            let each = AdapterUse {
+                name: Models::name_in(entry, &asked.id),
+                ..use_of(asked, index)?
+            };
+            match uses.iter_mut().find(|before| before.name == each.name) {
+                Some(before) => *before = sum_of(before, &each, index)?,
+                None => uses.push(each),
+            }
+        }
+        // Those of strength 0 were left out of the entry.
+        let loras = entry
+            .adapters
+            .iter()
+            .filter(|file| !is_control_net_folder(&file.path));
+        let used = loras.filter_map(|file| uses.iter().find(|each| each.name == file.name));
+        Ok(used.cloned().collect())
     }
 }
 
 /// An adapter by its id, with or without its ending, or by the path of its file.
 fn find<'a>(there: &'a [FoundAdapter], asked: &str) -> Option<&'a FoundAdapter> {
-    let name = adapter_stem(asked).unwrap_or(asked);
+    let by_name = names::spellings(asked).find_map(|name| {
+        let by_id = there.iter().find(|adapter| adapter.id == name);
+        by_id.or_else(|| there.iter().find(|adapter| names::is_called(*adapter, &name)))
+    });
     let path = Path::new(asked);
-    let is_it = |adapter: &&FoundAdapter| {
-        adapter.id == name
-            || (path.is_absolute() && std::fs::canonicalize(&adapter.path).is_ok_and(|own| own == path))
+    let is_at = |adapter: &&FoundAdapter| {
+        path.is_absolute() && std::fs::canonicalize(&adapter.path).is_ok_and(|own| own == path)
     };
-    there.iter().find(is_it)
+    by_name.or_else(|| there.iter().find(is_at))
 }
 
 /// Whether adapters are just those that a reference names, in order.
 pub(super) fn are_named(adapters: &[AdapterFile], asked: &[v1::Adapter]) -> bool {
-    let name = |asked: &v1::Adapter| adapter_stem(&asked.id).unwrap_or(&asked.id).to_owned();
-    let names = adapters.iter().map(|file| file.name.clone());
-    names.eq(asked.iter().map(name))
+    let is_named = |(file, asked): (&AdapterFile, &v1::Adapter)| {
+        let found = FoundAdapter {
+            id: file.name.clone(),
+            path: file.path.clone(),
+        };
+        find(&[found], &asked.id).is_some()
+    };
+    adapters.len() == asked.len() && adapters.iter().zip(asked).all(is_named)
 }
 
 /// Whether an adapter changes anything.
 fn is_active(each: &AdapterUse) -> bool {
     !each.strength.is_zero() || each.text_strength != 0.0
+}
+
+/// One use in place of two of an adapter; `index` is that of the second.
+fn sum_of(one: &AdapterUse, other: &AdapterUse, index: usize) -> Result<AdapterUse, Error> {
+    let refused = |name: &str, problem: String| {
+        let field = format!("model.adapters[{index}].{name}");
+        invalid(&field, format!("with the others of {:?} {problem}", other.name))
+    };
+    let strength = one.strength.plus(&other.strength);
+    let text_strength = one.text_strength + other.text_strength;
+    StrengthCurve::constant(text_strength).map_err(|error| refused("text_strength", error.to_string()))?;
+    Ok(AdapterUse {
+        name: one.name.clone(),
+        strength: strength.map_err(|error| refused("strength", error.to_string()))?,
+        text_strength,
+    })
 }
 
 fn use_of(asked: &v1::Adapter, index: usize) -> Result<AdapterUse, Error> {
@@ -259,6 +316,9 @@ fn use_of(asked: &v1::Adapter, index: usize) -> Result<AdapterUse, Error> {
 }
 
 fn not_found(id: &str, there: &[FoundAdapter]) -> String {
+    if let Some(ambiguous) = names::ambiguous(there, id) {
+        return ambiguous;
+    }
     match there {
         [] => format!(
             "{id:?} is not there, and no other adapter: set models.adapters to the folders that they are in"
@@ -415,6 +475,78 @@ mod tests {
     }
 
     #[test]
+    fn strengths_of_an_adapter_that_is_named_several_times_add_up() {
+        let folder = folder_with(&["ink.safetensors", "oil.safetensors"]);
+        let models = models(folder.path());
+        let used = |asked: &[v1::Adapter]| {
+            let entry = models.with_adapters(base(), asked, false).unwrap();
+            let uses = Models::uses_of(&entry, asked).unwrap();
+            let strengths =
+                |each: &AdapterUse| (each.name.clone(), each.strength.at(0, 3), each.strength.at(2, 3));
+            uses.iter().map(strengths).collect::<Vec<_>>()
+        };
+        let named = |name: &str, first: f32, last: f32| (name.to_owned(), first, last);
+        let twice = [
+            adapter("ink", Some(0.5)),
+            adapter("oil", None),
+            adapter("ink.safetensors", Some(0.25)),
+        ];
+        assert_eq!(used(&twice), [named("ink", 0.75, 0.75), named("oil", 1.0, 1.0)]);
+        assert_eq!(
+            used(&[adapter("ink", Some(0.0)), adapter("ink", Some(2.0))]),
+            [named("ink", 2.0, 2.0)]
+        );
+        assert_eq!(used(&[adapter("ink", Some(1.0)), adapter("ink", Some(-1.0))]), []);
+        let point = |position, strength| v1::StrengthPoint { position, strength };
+        let curved = v1::Adapter {
+            curve: vec![point(0.0, 1.0), point(1.0, 0.0)],
+            ..adapter("ink", None)
+        };
+        assert_eq!(
+            used(&[curved.clone(), adapter("ink", Some(0.5))]),
+            [named("ink", 1.5, 0.5)]
+        );
+        assert_eq!(used(&[curved.clone(), curved]), [named("ink", 2.0, 0.0)]);
+    }
+
+    #[test]
+    fn an_adapter_is_named_as_it_is_listed_with_its_ending_and_by_a_path_of_windows() {
+        let folder = folder_with(&[
+            "twin.safetensors",
+            "twin.sft",
+            "loud.SAFETENSORS",
+            "flux/styles/ink.safetensors",
+            "te,st.safetensors",
+            "v1.safetensors",
+            "v1:2.safetensors",
+            "a&b.safetensors",
+            "back\\slash.safetensors",
+        ]);
+        let models = models(folder.path());
+        let name = |asked: &str| {
+            let entry = models.with_adapters(base(), &[adapter(asked, None)], false);
+            entry.map(|entry| entry.adapters[0].name.clone())
+        };
+        let listed = own_ids(&models);
+        assert_eq!(listed.len(), 9);
+        for id in &listed {
+            assert_eq!(name(id).as_ref(), Ok(id));
+        }
+        for (asked, means) in [
+            ("loud.SAFETENSORS", "loud"),
+            ("flux\\styles\\ink", "flux/styles/ink"),
+            ("flux\\styles\\ink.safetensors", "flux/styles/ink"),
+            ("v1:2.safetensors", "v1:2"),
+            ("back\\slash.safetensors", "back\\slash"),
+        ] {
+            assert_eq!(name(asked).as_deref(), Ok(means), "{asked}");
+        }
+        let refused = name("twin").unwrap_err().to_string();
+        assert!(refused.contains("twin.safetensors or twin.sft"), "{refused}");
+        assert!(name("loud.sft").is_err());
+    }
+
+    #[test]
     fn an_adapter_that_cannot_be_used_is_refused_by_its_field() {
         let folder = folder_with(&["ink.safetensors"]);
         let models = models(folder.path());
@@ -424,8 +556,8 @@ mod tests {
         };
         assert_eq!(refused(&[adapter("oil", None)]), "model.adapters[0].id");
         assert_eq!(refused(&[adapter("../ink", None)]), "model.adapters[0].id");
-        let twice = [adapter("ink", None), adapter("ink", Some(2.0))];
-        assert_eq!(refused(&twice), "model.adapters[1].id");
+        let twice = [adapter("ink", Some(60.0)), adapter("ink", Some(60.0))];
+        assert_eq!(refused(&twice), "model.adapters[1].text_strength");
         assert_eq!(
             refused(&[adapter("ink", Some(f32::NAN))]),
             "model.adapters[0].strength"

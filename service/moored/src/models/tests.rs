@@ -231,3 +231,125 @@ fn a_key_matches_by_the_first_digits_of_its_revision() {
         assert!(!is_key(key, asked), "{asked}");
     }
 }
+
+#[test]
+fn what_is_listed_can_be_named() {
+    let folder = folder_with(&[
+        "a,b.safetensors",
+        "v1:2.gguf",
+        "a&b.safetensors",
+        "a.safetensors",
+        "100%.safetensors",
+        "with space.sft",
+        "at@home.safetensors",
+        "plus+4-bit.safetensors",
+        "plus.safetensors",
+        "back\\slash.safetensors",
+        "flux/deep.safetensors",
+        "LOUD.SAFETENSORS",
+        "twin.gguf",
+        "twin.safetensors",
+        "beside/model_index.json",
+        "beside.gguf",
+    ]);
+    let models = models(folder.path());
+    let means = |id: &str| {
+        models
+            .resolve(Some(&reference(id)))
+            .map(|entry| entry.key.clone())
+    };
+    let listed = models.list();
+    let own: Vec<&Found> = listed
+        .iter()
+        .filter(|found| found.path.starts_with(folder.path()))
+        .collect();
+    assert_eq!(own.len(), 16);
+    for found in own {
+        let id = &found.id;
+        assert_eq!(means(id), Ok(format!("{id}+full")));
+        assert_eq!(means(&format!("{id}+8-bit")), Ok(format!("{id}+8-bit")));
+        if let Some(whole) = found.id_with_ending() {
+            assert_eq!(means(&whole), Ok(format!("{id}+full")), "{whole}");
+        }
+    }
+    for (asked, id) in [
+        ("flux\\deep.safetensors", "flux/deep"),
+        ("flux\\deep", "flux/deep"),
+        ("deep.safetensors", "flux/deep"),
+        ("back\\slash", "back\\slash"),
+        ("LOUD.SAFETENSORS", "LOUD"),
+        ("twin.gguf", "twin.gguf"),
+        ("beside", "beside"),
+        ("beside.gguf", "beside.gguf"),
+    ] {
+        assert_eq!(means(asked), Ok(format!("{id}+full")), "{asked}");
+    }
+    let refused = means("twin").unwrap_err().to_string();
+    assert!(refused.contains("twin.gguf or twin.safetensors"), "{refused}");
+    assert!(matches!(means("twin.pt"), Err(Error::ModelNotFound { .. })));
+}
+
+#[test]
+fn the_folders_of_comfyui_are_read_by_their_meaning() {
+    let folder = folder_with(&[
+        "models/diffusers/base/model_index.json",
+        "models/vae/ae.safetensors",
+        "models/text_encoders/t5xxl.safetensors",
+        "models/clip/clip_l.safetensors",
+        "models/loras/styles/ink.safetensors",
+        "models/controlnet/canny.safetensors",
+        "models/checkpoints/damaged.safetensors",
+    ]);
+    let write = |path: &str, tensors: &[&str]| {
+        let entry = |name: &&str| {
+            format!("{name:?}: {{\"dtype\": \"F32\", \"shape\": [1], \"data_offsets\": [0, 4]}}")
+        };
+        let header = tensors.iter().take(1).map(|name| entry(name)).collect::<String>();
+        let header = format!("{{{header}}}");
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.extend([0; 4]);
+        let path = folder.path().join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    };
+    write(
+        "models/diffusion_models/flux/chroma.safetensors",
+        &["distilled_guidance_layer.in_proj.weight"],
+    );
+    write("models/checkpoints/strange.safetensors", &["anything.weight"]);
+    let settings = ModelSettings {
+        comfyui: vec![folder.path().to_owned()],
+        ..ModelSettings::default()
+    };
+    let models = Models::new(settings, folder.path().join("no-hub-cache"));
+    let listed = models.list();
+    let own = listed
+        .iter()
+        .filter(|found| found.path.starts_with(folder.path()));
+    let own: Vec<&str> = own.map(|found| found.id.as_str()).collect();
+    assert_eq!(
+        own,
+        ["base", "damaged"],
+        "what is damaged says so when it is opened"
+    );
+    let others: Vec<(String, String)> = models
+        .others()
+        .into_iter()
+        .map(|other| (other.name, other.what))
+        .collect();
+    let other = |name: &str, what: &str| (name.to_owned(), what.to_owned());
+    assert_eq!(
+        others,
+        [
+            other("strange.safetensors", "not known here"),
+            other("flux/chroma.safetensors", "Chroma"),
+        ]
+    );
+    let adapters = models.adapters();
+    let own = adapters
+        .iter()
+        .filter(|adapter| adapter.path.starts_with(folder.path()));
+    let own: Vec<&str> = own.map(|adapter| adapter.id.as_str()).collect();
+    assert_eq!(own, ["styles/ink"]);
+}

@@ -11,7 +11,7 @@ use super::stages::Stage;
 use super::tasks::{self, Abilities};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_oobleck::OobleckConfig;
-use crate::family::smaller_lengths;
+use crate::family::{LeftOut, smaller_lengths};
 use crate::plan::only_value;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
@@ -171,6 +171,13 @@ impl Model for AceStepModel {
             samples_per_second: self.vae.sampling_rate,
             channels: self.vae.audio_channels as u32,
         })
+    }
+
+    fn left_out(&self, request: &Request) -> Vec<LeftOut> {
+        match &request.medium {
+            Medium::Audio(audio) => self.texts_left_out(request, audio),
+            Medium::Image(_) | Medium::Video(_) => Vec::new(),
+        }
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

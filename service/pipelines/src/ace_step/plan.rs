@@ -22,6 +22,7 @@ use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
+use crate::family::LeftOut;
 use crate::memo::Memo;
 use crate::plan::{names, rungs_of};
 use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
@@ -122,23 +123,28 @@ impl AceStepModel {
         !self.transformer.is_turbo() && request.guidance > 1.0
     }
 
-    /// The tokens of a request.
-    pub(super) fn prompt(&self, request: &Request, audio: &Audio) -> Result<Prompt, TokenizeError> {
-        let seconds = match &audio.init_audio {
+    /// Seconds of a request's result, which its caption tells: those of its source, if it has one.
+    fn seconds(&self, audio: &Audio) -> f64 {
+        match &audio.init_audio {
             Some(clip) => {
                 samples_at(clip, self.vae.sampling_rate) as f64 / f64::from(self.vae.sampling_rate.max(1))
             }
             None => seconds_of(audio),
-        };
+        }
+    }
+
+    /// The tokens of a request.
+    pub(super) fn prompt(&self, request: &Request, audio: &Audio) -> Result<Prompt, TokenizeError> {
+        let seconds = self.seconds(audio);
         let most = request.max_sequence_length as usize;
         let text = |task: &AudioTask| {
             let text = caption(&request.prompt, audio, task, seconds);
-            self.tokenizer.encode_text(&text, most)
+            self.known(self.tokenizer.encode_text(&text, most)?)
         };
         let is_mixed = audio.task == AudioTask::Cover && request.strength < 1.0;
         Ok(Prompt {
             text: text(&audio.task)?,
-            lyrics: self.tokenizer.encode_text(&lyrics(audio), MAX_LYRIC_TOKENS)?,
+            lyrics: self.known(self.tokenizer.encode_text(&lyrics(audio), MAX_LYRIC_TOKENS)?)?,
             plain_text: is_mixed.then(|| text(&AudioTask::TextToMusic)).transpose()?,
         })
     }
@@ -185,6 +191,31 @@ impl AceStepModel {
                 ..Audio::default()
             })
         })
+    }
+
+    /// Tokens that the text encoder knows.
+    fn known(&self, ids: Vec<u32>) -> Result<Vec<u32>, TokenizeError> {
+        self.tokenizer
+            .check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
+        Ok(ids)
+    }
+
+    /// The ends of the caption and the lyrics that are not read.
+    pub(super) fn texts_left_out(&self, request: &Request, audio: &Audio) -> Vec<LeftOut> {
+        let text = caption(&request.prompt, audio, &audio.task, self.seconds(audio));
+        let most = request.max_sequence_length as usize;
+        let prompt = self.tokenizer.left_out_of_text(&text, most);
+        let sung = self.tokenizer.left_out_of_text(&lyrics(audio), MAX_LYRIC_TOKENS);
+        let sung = sung.ok().filter(|tokens| *tokens > 0).map(|tokens| LeftOut {
+            field: "lyrics",
+            tokens,
+            limit: MAX_LYRIC_TOKENS,
+            set_by: None,
+        });
+        LeftOut::of_prompt(prompt, request)
+            .into_iter()
+            .chain(sung)
+            .collect()
     }
 
     /// The stages of a valid request.

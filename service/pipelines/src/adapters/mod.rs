@@ -116,7 +116,11 @@ impl StrengthCurve {
             _ => step as f32 / (steps - 1) as f32,
         };
         // Of several points at one position, the last counts from there on.
-        let behind = self.points.partition_point(|&(at, _)| at <= position);
+        self.between(position, self.points.partition_point(|&(at, _)| at <= position))
+    }
+
+    /// The strength at a position that so many points are before.
+    fn between(&self, position: f32, behind: usize) -> f32 {
         match (
             behind.checked_sub(1).map(|i| self.points[i]),
             self.points.get(behind),
@@ -125,6 +129,36 @@ impl StrengthCurve {
             (Some((_, strength)), None) | (None, Some(&(_, strength))) => strength,
             (None, None) => 0.0,
         }
+    }
+
+    /// The sum of both in every step.
+    ///
+    /// # Errors
+    /// When it is beyond [`MAX_STRENGTH`], or needs more than [`MAX_POINTS`] points.
+    pub fn plus(&self, other: &StrengthCurve) -> Result<StrengthCurve, CurveError> {
+        let both = [self, other];
+        let positions = both.iter().flat_map(|curve| &curve.points).map(|point| point.0);
+        let mut positions: Vec<f32> = positions.collect();
+        positions.sort_by(f32::total_cmp);
+        positions.dedup();
+        let mut points = Vec::new();
+        for position in positions {
+            // A curve may jump where several of its points have one position: the sum then has both sides of it.
+            let before = |curve: &&StrengthCurve| {
+                let behind = curve.points.partition_point(|&(at, _)| at < position);
+                curve.between(position, behind)
+            };
+            let from = |curve: &&StrengthCurve| {
+                let behind = curve.points.partition_point(|&(at, _)| at <= position);
+                curve.between(position, behind)
+            };
+            let (low, high): (f32, f32) = (both.iter().map(before).sum(), both.iter().map(from).sum());
+            points.push((position, low));
+            if low != high {
+                points.push((position, high));
+            }
+        }
+        StrengthCurve::of(points)
     }
 
     /// The strength of the first step.

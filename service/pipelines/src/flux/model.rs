@@ -16,7 +16,7 @@ use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, UsedAs, is_control
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
-use crate::family::smaller_sides;
+use crate::family::{LeftOut, smaller_sides};
 use crate::flow_match::SchedulerConfig;
 use crate::memo::Memo;
 use crate::mmdit::is_modulator;
@@ -157,9 +157,19 @@ impl FluxModel {
     /// Refuses a prompt that a tokenizer cannot encode.
     fn check_prompt(&self, request: &Request) -> Result<(), RequestError> {
         let refused = |error: TokenizeError| RequestError::new("prompt", error.to_string());
-        let most = request.max_sequence_length as usize;
-        self.clip_tokenizer.encode(&request.prompt).map_err(refused)?;
-        self.t5_tokenizer.encode(&request.prompt, most).map_err(refused)?;
+        let clip = self.clip_tokenizer.encode(&request.prompt).map_err(refused)?;
+        let known = self
+            .clip_tokenizer
+            .check_known(&clip, "text_encoder", self.clip.vocab_size);
+        known.map_err(refused)?;
+        let t5 = self
+            .t5_tokenizer
+            .encode(&request.prompt, request.max_sequence_length as usize);
+        let t5 = t5.map_err(refused)?;
+        let known = self
+            .t5_tokenizer
+            .check_known(&t5, "text_encoder_2", self.t5.vocab_size);
+        known.map_err(refused)?;
         Ok(())
     }
 
@@ -272,6 +282,12 @@ impl Model for FluxModel {
             medium: Medium::Image(image),
             ..self.defaults()
         })
+    }
+
+    fn left_out(&self, request: &Request) -> Vec<LeftOut> {
+        let most = request.max_sequence_length as usize;
+        let left_out = self.t5_tokenizer.left_out(&request.prompt, most);
+        LeftOut::of_prompt(left_out, request).into_iter().collect()
     }
 
     fn most_references(&self) -> usize {

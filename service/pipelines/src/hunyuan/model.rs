@@ -13,7 +13,7 @@ use super::stages::Stage;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
-use crate::family::{nearest_frames, smaller_sides};
+use crate::family::{LeftOut, nearest_frames, smaller_sides};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -293,6 +293,12 @@ impl Model for HunyuanModel {
         let least = if self.order().is_some() { 1 } else { 0 };
         // The nearest: halves are rounded up.
         ((frames - 1 + step / 2) / step).max(least) * step + 1
+    }
+
+    fn left_out(&self, request: &Request) -> Vec<LeftOut> {
+        let most = request.max_sequence_length as usize;
+        let left_out = self.llama_tokenizer.left_out(&request.prompt, most);
+        LeftOut::of_prompt(left_out, request).into_iter().collect()
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

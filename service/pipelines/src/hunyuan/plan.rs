@@ -46,7 +46,10 @@ impl HunyuanModel {
     /// The token ids of a request's prompt, in the template.
     pub(super) fn prompt_ids(&self, request: &Request) -> Result<TemplatedIds, TokenizeError> {
         let most = request.max_sequence_length as usize;
-        self.llama_tokenizer.encode_video_prompt(&request.prompt, most)
+        let prompt = self.llama_tokenizer.encode_video_prompt(&request.prompt, most)?;
+        self.llama_tokenizer
+            .check_known(&prompt.ids, LLAMA, self.llama.vocab_size)?;
+        Ok(prompt)
     }
 
     /// Counts of tokens of a sampling, with so many of text.
@@ -151,7 +154,9 @@ impl HunyuanModel {
         request: &Request,
         prompt: &TemplatedIds,
     ) -> Result<StagePlan, TokenizeError> {
-        self.clip_tokenizer.encode(&request.prompt)?; // refuses what it cannot encode
+        let clip = self.clip_tokenizer.encode(&request.prompt)?;
+        self.clip_tokenizer
+            .check_known(&clip, CLIP, self.clip.vocab_size)?;
         let dtype = self.precision.dtype;
         let tokens = prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
         let pooled = self.clip_tokenizer.length();

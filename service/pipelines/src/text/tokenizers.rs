@@ -23,8 +23,50 @@ pub use llama::{LlamaTokenizer, TemplatedIds};
 
 /// A failed tokenization.
 #[derive(Debug, thiserror::Error)]
-#[error("the prompt cannot be tokenized: {0}")]
-pub struct TokenizeError(String);
+pub enum TokenizeError {
+    /// The tokenizer library failed.
+    #[error("the text cannot be tokenized: {0}")]
+    Failed(String),
+    /// The text has a token that the encoder lacks.
+    #[error(
+        "the text has the token {token:?}, number {id} of {}, and {encoder} knows {vocabulary} tokens, numbers from 0: leave the \
+         token out, or use the {encoder} that was saved with this tokenizer",
+        file.display()
+    )]
+    Unknown {
+        token: String,
+        id: u32,
+        /// Of the tokenizer.
+        file: PathBuf,
+        /// The component that reads the tokens.
+        encoder: String,
+        /// Tokens that it knows.
+        vocabulary: usize,
+    },
+}
+
+/// A tokenizer of the library, and the file that its vocabulary comes from.
+#[derive(Clone, Debug)]
+struct Words {
+    tokenizer: Tokenizer,
+    file: PathBuf,
+}
+
+impl Words {
+    /// Checks that an encoder with a vocabulary of this size knows all of these.
+    fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
+        match ids.iter().find(|id| **id as usize >= vocabulary) {
+            None => Ok(()),
+            Some(id) => Err(TokenizeError::Unknown {
+                token: self.tokenizer.id_to_token(*id).unwrap_or_default(),
+                id: *id,
+                file: self.file.clone(),
+                encoder: encoder.to_owned(),
+                vocabulary,
+            }),
+        }
+    }
+}
 
 /// Regular expression of words in CLIP.
 const CLIP_WORD: &str =
@@ -33,7 +75,7 @@ const CLIP_WORD: &str =
 /// CLIP's tokenizer.
 #[derive(Clone, Debug)]
 pub struct ClipTokenizer {
-    tokenizer: Tokenizer,
+    words: Words,
     start: u32,
     end: u32,
     pad: u32,
@@ -106,7 +148,10 @@ impl ClipTokenizer {
             end: id_of(&words_file, &tokenizer, &end)?,
             pad: id_of(&words_file, &tokenizer, &pad)?,
             length: tokenizer_config.length(77),
-            tokenizer,
+            words: Words {
+                tokenizer,
+                file: words_file,
+            },
         })
     }
 
@@ -116,11 +161,19 @@ impl ClipTokenizer {
     /// [`TokenizeError`], for which no input is known.
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, TokenizeError> {
         let mut ids = vec![self.start];
-        ids.extend(words(&self.tokenizer, prompt)?);
+        ids.extend(words(&self.words.tokenizer, prompt)?);
         ids.truncate(self.length.saturating_sub(1));
         ids.push(self.end);
         ids.resize(self.length.max(1), self.pad);
         Ok(ids)
+    }
+
+    /// Checks that the encoder knows all of these tokens.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
+        self.words.check_known(ids, encoder, vocabulary)
     }
 
     /// Length of the result of [`ClipTokenizer::encode`].
@@ -132,7 +185,7 @@ impl ClipTokenizer {
 /// T5's tokenizer.
 #[derive(Clone, Debug)]
 pub struct T5Tokenizer {
-    tokenizer: Tokenizer,
+    words: Words,
     end: u32,
     pad: u32,
 }
@@ -180,8 +233,25 @@ impl T5Tokenizer {
         Ok(T5Tokenizer {
             end: id_of(&file, &tokenizer, &end)?,
             pad: id_of(&file, &tokenizer, &pad)?,
-            tokenizer,
+            words: Words { tokenizer, file },
         })
+    }
+
+    /// Checks that the encoder knows all of these tokens.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
+        self.words.check_known(ids, encoder, vocabulary)
+    }
+
+    /// Tokens of a prompt that [`T5Tokenizer::encode`] leaves out.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub fn left_out(&self, prompt: &str, max_sequence_length: usize) -> Result<usize, TokenizeError> {
+        let room = max_sequence_length.saturating_sub(1); // one is the end token
+        Ok(words(&self.words.tokenizer, prompt)?.len().saturating_sub(room))
     }
 
     /// The ids of a prompt: prompt (truncated), end token, and padding up to `max_sequence_length`.
@@ -189,7 +259,7 @@ impl T5Tokenizer {
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
     pub fn encode(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
-        let mut ids = words(&self.tokenizer, prompt)?;
+        let mut ids = words(&self.words.tokenizer, prompt)?;
         ids.truncate(max_sequence_length.saturating_sub(1));
         ids.push(self.end);
         ids.resize(max_sequence_length.max(1), self.pad);
@@ -203,7 +273,7 @@ const QWEN_WORD: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|
 /// Qwen's tokenizer, for a user's turn of a chat, and for a text as it is.
 #[derive(Clone, Debug)]
 pub struct QwenTokenizer {
-    tokenizer: Tokenizer,
+    words: Words,
     /// Ids that the folder's `tokenizer.json` puts behind a text (Qwen3-Embedding).
     behind: Vec<u32>,
 }
@@ -264,8 +334,38 @@ impl QwenTokenizer {
             .map(|mark| id_of(&pairs.words_file, &tokenizer, mark));
         Ok(QwenTokenizer {
             behind: behind.collect::<Result<_, _>>()?,
-            tokenizer,
+            words: Words {
+                tokenizer,
+                file: pairs.words_file,
+            },
         })
+    }
+
+    /// Checks that the encoder knows all of these tokens.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
+        self.words.check_known(ids, encoder, vocabulary)
+    }
+
+    /// Tokens of a text that [`QwenTokenizer::encode_text`] leaves out.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub fn left_out_of_text(&self, text: &str, most: usize) -> Result<usize, TokenizeError> {
+        let room = most.saturating_sub(self.behind.len());
+        Ok(words(&self.words.tokenizer, text)?.len().saturating_sub(room))
+    }
+
+    /// Tokens of a prompt that [`QwenTokenizer::encode_turn`] leaves out.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub fn left_out_of_turn(&self, prompt: &str, most: usize) -> Result<usize, TokenizeError> {
+        let whole = words(&self.words.tokenizer, &turn_of(prompt))?.len();
+        let end = words(&self.words.tokenizer, BEHIND_TURN)?.len();
+        Ok(whole.saturating_sub(most).saturating_sub(end))
     }
 
     /// The ids of a text, and those that the folder's template puts behind it; at most `most` with them. No padding.
@@ -273,7 +373,7 @@ impl QwenTokenizer {
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
     pub fn encode_text(&self, text: &str, most: usize) -> Result<Vec<u32>, TokenizeError> {
-        let mut ids = words(&self.tokenizer, text)?;
+        let mut ids = words(&self.words.tokenizer, text)?;
         ids.truncate(most.saturating_sub(self.behind.len()));
         ids.extend(&self.behind);
         Ok(ids)
@@ -285,11 +385,18 @@ impl QwenTokenizer {
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
     pub fn encode_turn(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
-        let turn = format!("<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n");
-        let mut ids = words(&self.tokenizer, &turn)?;
+        let mut ids = words(&self.words.tokenizer, &turn_of(prompt))?;
         ids.truncate(max_sequence_length);
         Ok(ids)
     }
+}
+
+/// What stands behind a prompt in Qwen3's chat.
+const BEHIND_TURN: &str = "<|im_end|>\n<|im_start|>assistant\n";
+
+/// A prompt in Qwen3's chat.
+fn turn_of(prompt: &str) -> String {
+    format!("<|im_start|>user\n{prompt}{BEHIND_TURN}")
 }
 
 /// The files of a byte-level BPE: vocabulary and merges.
@@ -352,7 +459,7 @@ fn marks_behind(template: &Value) -> Vec<String> {
 fn words(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>, TokenizeError> {
     let encoding = tokenizer
         .encode_fast(prompt, false)
-        .map_err(|error| TokenizeError(error.to_string()))?;
+        .map_err(|error| TokenizeError::Failed(error.to_string()))?;
     Ok(encoding.get_ids().to_vec())
 }
 

@@ -13,7 +13,7 @@ use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
-use crate::family::smaller_sides;
+use crate::family::{LeftOut, smaller_sides};
 use crate::flow_match::SchedulerConfig;
 use crate::memo::Memo;
 use crate::plan::names;
@@ -121,7 +121,10 @@ impl ZImageModel {
     /// The token ids of a request's prompt.
     pub(super) fn tokens(&self, request: &Request) -> Result<Vec<u32>, TokenizeError> {
         let most = request.max_sequence_length as usize;
-        self.tokenizer.encode_turn(&request.prompt, most)
+        let ids = self.tokenizer.encode_turn(&request.prompt, most)?;
+        self.tokenizer
+            .check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
+        Ok(ids)
     }
 
     /// Their number, on which the shape of attention depends.
@@ -231,6 +234,12 @@ impl Model for ZImageModel {
             medium: Medium::Image(image),
             ..self.defaults()
         })
+    }
+
+    fn left_out(&self, request: &Request) -> Vec<LeftOut> {
+        let most = request.max_sequence_length as usize;
+        let left_out = self.tokenizer.left_out_of_turn(&request.prompt, most);
+        LeftOut::of_prompt(left_out, request).into_iter().collect()
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

@@ -4,9 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use tokenizers::Tokenizer;
 
-use super::{Shared, TokenizeError, TokenizerConfig, build, id_of, take, words};
+use super::{Shared, TokenizeError, TokenizerConfig, Words, build, id_of, take, words};
 use crate::family::ModelError;
 use crate::files::{damaged, read_json};
 
@@ -45,7 +44,7 @@ impl TemplatedIds {
 /// `LlamaTokenizerFast`, which `model_index.json` names, by the rules of LLaMA 2, and gets other tokens.)
 #[derive(Clone, Debug)]
 pub struct LlamaTokenizer {
-    tokenizer: Tokenizer,
+    words: Words,
     start: u32,
     /// Tokens of the template before a prompt, with the start token.
     head: usize,
@@ -94,8 +93,27 @@ impl LlamaTokenizer {
         Ok(LlamaTokenizer {
             start: id_of(&file, &tokenizer, &start)?,
             head: 1 + head.len(),
-            tokenizer,
+            words: Words { tokenizer, file },
         })
+    }
+
+    /// Checks that the encoder knows all of these tokens.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
+        self.words.check_known(ids, encoder, vocabulary)
+    }
+
+    /// Tokens of a prompt that [`LlamaTokenizer::encode_video_prompt`] leaves out.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub fn left_out(&self, prompt: &str, max_sequence_length: usize) -> Result<usize, TokenizeError> {
+        let whole = 1 + words(&self.words.tokenizer, &format!("{HEAD}{prompt}{TAIL}"))?.len();
+        let tail = words(&self.words.tokenizer, TAIL)?.len();
+        let most = self.head.saturating_add(max_sequence_length);
+        Ok(whole.saturating_sub(most).saturating_sub(tail))
     }
 
     /// The ids of the start token, the template, and the prompt in it. The prompt and the end of the template are
@@ -112,7 +130,7 @@ impl LlamaTokenizer {
         max_sequence_length: usize,
     ) -> Result<TemplatedIds, TokenizeError> {
         let mut ids = vec![self.start];
-        ids.extend(words(&self.tokenizer, &format!("{HEAD}{prompt}{TAIL}"))?);
+        ids.extend(words(&self.words.tokenizer, &format!("{HEAD}{prompt}{TAIL}"))?);
         ids.truncate(self.head.saturating_add(max_sequence_length));
         Ok(TemplatedIds { ids, head: self.head })
     }
