@@ -177,6 +177,7 @@ def test_a_violation_is_a_clause_with_the_names_of_a_program() -> None:
     ]
     error = moored.InvalidRequest("as the service says it", violations=violations)
     assert error.in_words(names) == (
-        "the image is missing: name one; the mode of ControlNet 2 is 7; the modes are 0 to 5; width: 70 is odd"
+        "the image is missing: name one; "
+        "the mode of ControlNet 2 is 7; the modes are 0 to 5; width: 70 is odd"
     )
     assert moored.QueueFull("the queue is full").in_words(names) == "the queue is full"

@@ -104,7 +104,10 @@ def _remedy(error: moored.MooredError) -> str:
         case moored.UnencryptedToken():
             return ", where ComfyUI is started"
         case moored.Unauthenticated():
-            return ": put the token's file into user/moored of ComfyUI and write its name in the settings under moored"
+            return (
+                ": put the token's file into user/moored of ComfyUI, and write its name in the settings "
+                "under moored"
+            )
         case moored.Cancelled():
             return ": queue the prompt again"
         case (

@@ -361,7 +361,10 @@ def test_the_command_line_plays_and_repeats_tracks(simulate: Simulate, tmp_path:
     for wrong, why in [
         ((*play, "-o", "song.mp3"), "not as .mp3"),
         ((*play, "--task", "cover"), "--source"),
-        ((*play, "--source", "song.txt"), "song.txt: is neither WAV nor FLAC: convert it, for example by `ffmpeg"),
+        (
+            (*play, "--source", "song.txt"),
+            "song.txt: is neither WAV nor FLAC: convert it, for example by `ffmpeg",
+        ),
         ((*play, "--source", "gone.wav"), "gone.wav"),
         ((*play, "--lyrics", "song.flac"), "song.flac"),
         ((*play, "--task", "extract", "--source", "b.wav"), "tracks"),

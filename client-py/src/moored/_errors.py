@@ -65,8 +65,8 @@ class Violation:
     def clause(self, names: Mapping[str, str]) -> str:
         """The violation as a clause, with the field by the name that a program has for it.
 
-        `names` has names by field; of a field in a list, `controls[2].mode`, by `controls[].mode`, where
-        `{number}` stands for the place in the list, counted from 1. Other fields keep their names.
+        `names` has names by field; of a field in a list, `controls[2].mode`, by `controls[].mode`,
+        where `{number}` is the place in the list, from 1. Other fields keep their names.
         """
         places = _PLACE.findall(self.field)
         subject = names.get(_PLACE.sub("[]", self.field), self.field)
@@ -151,7 +151,7 @@ class MooredError(Exception):
         self.results = ()
 
     def in_words(self, names: Mapping[str, str]) -> str:
-        """The sentence, with the fields of a request by a program's own names: see `Violation.clause`."""
+        """The sentence, with fields by a program's own names: see `Violation.clause`."""
         clauses = [violation.clause(names) for violation in self.violations]
         return "; ".join(clauses) or self.message
 

@@ -67,8 +67,8 @@ class TextLeftOut:
 class Accepted(BaseEvent):
     """The job is recorded. First event of every stream.
 
-    `joined`: an idempotency key matched a job that was there already. `left_out`: the ends of texts that
-    the model does not read.
+    `joined`: an idempotency key matched a job that was there already. `left_out`: the ends of texts
+    that the model does not read.
     """
 
     model: ResolvedModel

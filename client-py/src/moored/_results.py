@@ -97,7 +97,7 @@ class JobResult:
 
     @property
     def left_out(self) -> tuple[TextLeftOut, ...]:
-        """The ends of the prompt and the lyrics that the model did not read, since they are too long."""
+        """The ends of the prompt and the lyrics that are too long for the model to read."""
         return self.done.left_out
 
     @property
