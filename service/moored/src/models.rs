@@ -85,6 +85,9 @@ impl Named for Found {
     }
 }
 
+/// Length and time of a file when it was read, and what it is where it is no model that runs here.
+type ReadAt = (u64, Option<SystemTime>, Option<String>);
+
 /// Finds models by id.
 pub(crate) struct Models {
     settings: ModelSettings,
@@ -95,7 +98,7 @@ pub(crate) struct Models {
     /// Which files of the hub cache hold a transformer alone, by the paths of their contents, which never change.
     transformers: Mutex<HashMap<PathBuf, bool>>,
     /// What was read of files in ComfyUI's folders, by their paths, while they are of this length and time.
-    read: Mutex<HashMap<PathBuf, (u64, Option<SystemTime>, Option<String>)>>,
+    read: Mutex<HashMap<PathBuf, ReadAt>>,
     /// Files of ComfyUI's folders that are no models that run here, of the last scan.
     others: Mutex<Vec<OtherFile>>,
 }

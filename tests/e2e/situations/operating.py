@@ -74,7 +74,8 @@ def picture_with_recipe(place: Place, name: str, recipe: str) -> None:
 
 def make_hostile_recipe(place: Place) -> None:
     """A recipe whose model sets the title of a terminal."""
-    recipe = {"prompt": "a cat", "model": OBEYED, "seed": 1, "steps": 2, "width": 64, "height": 64}
+    recipe = {"prompt": "a cat", "model": OBEYED, "seed": 1, "steps": 2}
+    recipe |= {"width": 64, "height": 64, "guidance": 0.0, "max_sequence_length": 48}
     picture_with_recipe(place, "hostile.png", json.dumps(recipe))
 
 
@@ -202,7 +203,7 @@ SITUATIONS = (
         name="folder-that-takes-no-file",
         source="an input of our own",
         story="That a result cannot be written is found after all of the computing.",
-        generate=("-o", "/proc/picture.png"),
+        command=("generate", PROMPT, *SMALL, "-o", "/proc/picture.png"),
         expected=Refused(("/proc",), 8, never=("step 1",)),
     ),
     Situation(

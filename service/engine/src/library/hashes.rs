@@ -217,3 +217,44 @@ fn hash_file(file: &Path, stop: &AtomicBool) -> io::Result<Option<String>> {
         hasher.update(&piece[..read]);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    /// While one thread writes the cache, which may take as long as a disk does not answer, hashes are looked up and added.
+    #[test]
+    fn lookups_do_not_wait_for_the_identity_cache_to_be_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = folder.path().join("identities.json");
+        let hasher = Hasher::new(Some(cache.clone()));
+        let written = |name: &str| {
+            let path = folder.path().join(name);
+            fs::write(&path, name).unwrap();
+            let stamp = FileStamp::at(&path).unwrap();
+            (path, stamp)
+        };
+        let (first, stamp) = written("first");
+        let writes = hasher.shared.writing.lock().unwrap();
+        let waits = {
+            let shared = hasher.shared.clone();
+            thread::spawn(move || shared.hash(&first, stamp))
+        };
+        while hasher.known(&stamp).is_none() {
+            thread::yield_now();
+        }
+        assert!(
+            !waits.is_finished() && !cache.exists(),
+            "the hash is known before it is written"
+        );
+        drop(writes);
+        waits.join().unwrap();
+        assert!(
+            fs::read_to_string(&cache)
+                .unwrap()
+                .contains(&hasher.known(&stamp).unwrap())
+        );
+    }
+}

@@ -246,38 +246,3 @@ fn unused_models_are_closed_and_models_in_use_stay_open() {
         ids(&in_use)[1]
     );
 }
-
-/// The cache cannot be written: a pipe without a reader has the name of its new file.
-#[test]
-fn lookups_do_not_wait_for_the_identity_cache_to_be_written() {
-    let folder = tempfile::tempdir().unwrap();
-    let library = Arc::new(library(Some(folder.path().join("identities.json"))));
-    // A file that takes long to hash: `adopt` looks for its hash meanwhile.
-    let endless = model_with_hole(folder.path(), "endless", 1 << 36);
-    library.open(&endless, &card("f32")).unwrap();
-    let pipe = folder
-        .path()
-        .join(format!("identities.{}.new", std::process::id()));
-    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
-    assert!(made.unwrap().success());
-    let entry = model(folder.path(), "a", b"one", b"another vae");
-    let opening = {
-        let library = library.clone();
-        std::thread::spawn(move || library.open(&entry, &card("f32")).unwrap().components.len())
-    };
-    let (done, is_done) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        // For a second, in which the other thread comes to where it writes.
-        for _ in 0..1000 {
-            library.adopt(&|_| false);
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-        let _ = done.send(());
-    });
-    let answered = is_done.recv_timeout(std::time::Duration::from_secs(60));
-    assert!(answered.is_ok() && !opening.is_finished());
-    // Which lets the writer go on. It renames the pipe then; a read that comes just before waits for ever, on a thread
-    // that nobody waits for.
-    std::thread::spawn(move || while fs::read(&pipe).is_ok() {});
-    assert_eq!(opening.join().unwrap(), 2);
-}

@@ -73,9 +73,9 @@ async fn jobs_join_a_shared_pass_at_any_round() {
     let scratch = needs(&order).1[0].scratch;
     assert_eq!(scratch, Bytes::gib(1) + SCRATCH_EACH, "memory for both");
     worker.complete(&order);
+    let order = worker.order().await;
     let mut third = queue.submit(in_rounds(3, "me", "one")).await.unwrap();
     settle().await;
-    let order = worker.order().await;
     // Its text is known, so it needs no stage of its own before it joins.
     let expected = [(first.id.to_string(), 9), (second.id.to_string(), 2)];
     assert_eq!(rounds(&order), expected, "it came when the order was out");

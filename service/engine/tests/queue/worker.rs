@@ -40,6 +40,7 @@ impl CardPort for Port {
 /// A worker scripted by a test, with a real ledger.
 pub struct Worker {
     pub card: usize,
+    description: CardDescription,
     pub generation: u64,
     pub commands: mpsc::UnboundedReceiver<Wire>,
     signals: mpsc::UnboundedSender<CardSignal>,
@@ -67,11 +68,12 @@ fn start_on(settings: Settings, cards: Vec<CardDescription>) -> (Queue, Vec<Work
     for (card, description) in cards.into_iter().enumerate() {
         let (port, commands) = mpsc::unbounded_channel();
         slots.push(CardSlot {
-            description,
+            description: description.clone(),
             port: Box::new(Port(port)),
         });
         workers.push(Worker {
             card,
+            description,
             generation: 0,
             commands,
             signals: signals.clone(),
@@ -156,7 +158,7 @@ impl Worker {
     /// What a worker says when it is ready.
     pub fn announcement(&self) -> Event {
         Event::Ready {
-            card: description(self.card),
+            card: self.description.clone(),
             attention: "own kernels: for a test".to_owned(),
             ledger: Arc::new(self.ledger.clone()),
         }

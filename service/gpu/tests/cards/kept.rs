@@ -166,7 +166,7 @@ fn a_copy_is_a_valid_safetensors_file() {
 
 fn refused(checkpoint: &Checkpoint, plan: &LoadPlan) -> String {
     match kept_plan(&checkpoint.copy(), plan) {
-        Err(LoadError::Damaged { problem, .. }) => problem,
+        Err(LoadError::Damaged { problem, .. } | LoadError::Incomplete { problem, .. }) => problem,
         other => panic!("{other:?}"),
     }
 }

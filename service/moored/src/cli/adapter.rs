@@ -134,7 +134,8 @@ pub(super) async fn settle(
 pub(super) async fn listed(connection: &Connection) -> Result<Vec<String>, CliError> {
     let listed = connection
         .residency()
-        .list_models(v1::ListModelsRequest {})
+        // One that came a moment ago counts: the text means another one without it.
+        .list_models(v1::ListModelsRequest { rescan: true })
         .await?;
     let adapters = listed.into_inner().adapters.into_iter();
     Ok(adapters.map(|adapter| adapter.id).collect())

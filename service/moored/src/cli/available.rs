@@ -45,7 +45,7 @@ impl Inventory {
     pub(super) async fn of_service(connection: &Connection, headroom: Bytes) -> Result<Inventory, CliError> {
         let mut residency = connection.residency();
         let listed = residency
-            .list_models(v1::ListModelsRequest {})
+            .list_models(v1::ListModelsRequest::default())
             .await?
             .into_inner();
         let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();

@@ -34,7 +34,7 @@ pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {
         adapters,
         others,
     } = residency
-        .list_models(v1::ListModelsRequest {})
+        .list_models(v1::ListModelsRequest::default())
         .await?
         .into_inner();
     if json {
@@ -149,7 +149,7 @@ fn list_here(config: &Config, endpoint: &str, json: bool) -> Result<(), CliError
 /// Lists the adapters of the service.
 pub(super) async fn list_adapters(client: &ClientSettings, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
-    let listed = residency.list_models(v1::ListModelsRequest {}).await?;
+    let listed = residency.list_models(v1::ListModelsRequest::default()).await?;
     let adapters = listed.into_inner().adapters;
     if json {
         return adapters.into_iter().try_for_each(|adapter| {
@@ -218,7 +218,7 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
         Ok(connection) => {
             let listed = connection
                 .residency()
-                .list_models(v1::ListModelsRequest {})
+                .list_models(v1::ListModelsRequest::default())
                 .await?;
             let named = |model: &v1::ModelInfo| model.id == name || model.id == id;
             listed.into_inner().models.into_iter().find(named)

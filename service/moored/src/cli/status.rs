@@ -13,9 +13,7 @@ use super::{CliError, screen};
 use crate::config::ClientSettings;
 use crate::proto::v1;
 
-/// Escape sequences: the cursor goes to the top, and each line and the screen are erased behind what is drawn, which does
-/// not flicker.
-
+/// Shows the cards and the jobs; with `--watch` again and again.
 pub(super) async fn run(client: &ClientSettings, options: Status, json: bool) -> Result<(), CliError> {
     let mut residency = Connection::open(client).await?.residency();
     if !options.watch {

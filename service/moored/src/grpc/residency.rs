@@ -52,10 +52,14 @@ const LONGEST_WATCH_INTERVAL: Duration = Duration::from_secs(3600);
 impl Residency for Service {
     async fn list_models(
         &self,
-        _request: Request<v1::ListModelsRequest>,
+        request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
         let models = self.models.clone();
-        let listing = move || (models.list(), models.adapters());
+        let rescan = request.into_inner().rescan;
+        let listing = move || match rescan {
+            true => (models.rescan(), models.rescan_adapters()),
+            false => (models.list(), models.adapters()),
+        };
         let (found, adapters) = FILES.run(listing).await.map_err(|e| status_of(&e))?;
         let others = self.models.others().into_iter();
         let default = self.models.default_id(&found).unwrap_or_default();

@@ -304,7 +304,7 @@ fn the_folders_of_comfyui_are_read_by_their_meaning() {
         let entry = |name: &&str| {
             format!("{name:?}: {{\"dtype\": \"F32\", \"shape\": [1], \"data_offsets\": [0, 4]}}")
         };
-        let header = tensors.iter().take(1).map(|name| entry(name)).collect::<String>();
+        let header = tensors.iter().take(1).map(entry).collect::<String>();
         let header = format!("{{{header}}}");
         let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
         bytes.extend(header.as_bytes());

@@ -17,7 +17,10 @@ const FILES: [&str; 5] = [
 ];
 
 /// Tokenizers of one kind that are open, by the versions of their files. This keeps none of them open.
-pub(crate) struct Shared<T>(Mutex<BTreeMap<Vec<ModelFile>, (Weak<T>, ReadFiles)>>);
+pub(crate) struct Shared<T>(Mutex<BTreeMap<Vec<ModelFile>, Known<T>>>);
+
+/// A tokenizer that may be open still, and what was read for it.
+type Known<T> = (Weak<T>, ReadFiles);
 
 impl<T> Shared<T> {
     pub(crate) const fn new() -> Shared<T> {

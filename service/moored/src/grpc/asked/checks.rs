@@ -105,7 +105,7 @@ impl Asked {
             }
         }
         let mut one_of_both = |field: &str, picture: &v1::PictureInput| {
-            if picture.data.is_some() == !picture.media_id.is_empty() {
+            if picture.data.is_some() != picture.media_id.is_empty() {
                 problems.push(RequestError::new(field, "needs data or a media_id, and not both"));
             }
         };
