@@ -21,9 +21,15 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 class ListModelsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    RESCAN_FIELD_NUMBER: builtins.int
+    rescan: builtins.bool
+    """Looks through the folders now. Otherwise what was found in the last seconds may be told."""
     def __init__(
         self,
+        *,
+        rescan: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rescan", b"rescan"]) -> None: ...
 
 global___ListModelsRequest = ListModelsRequest
 
