@@ -177,7 +177,11 @@ async def _defaults_of(client: moored.AsyncClient, model: ModelRecipe) -> moored
     for listed in await client.list_models():
         if listed.id == name and listed.defaults.frames:
             return listed.defaults
-    # Whether it is there, and makes films, is the service's to say; whether memory is short, later.
+    # Whether it is there, and makes films, is the service's to say; what else is missing, later.
     with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
-        await client.plan_model(model.ref)
+        try:
+            await client.plan_video(model=model.ref)
+        except moored.InvalidRequest as error:
+            if any(violation.field == "model" for violation in error.violations):
+                raise
     return moored.ModelDefaults(0, 0.0, 0, 0, 0)

@@ -209,7 +209,7 @@ def test_a_wrong_field_is_named(
 
 def test_a_size_left_open_is_the_models_default(client: moored.Client) -> None:
     (model,) = (model for model in client.list_models() if model.id == GOOD)
-    plan = client.plan("x", width=0, height=0)
+    plan = client.plan("x")
     own = client.plan("x", width=model.defaults.width, height=model.defaults.height)
     scratch = [[stage.scratch_bytes for stage in one.stages] for one in (plan, own)]
     assert scratch[0] == scratch[1]

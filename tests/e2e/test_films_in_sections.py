@@ -87,7 +87,7 @@ def kept(film: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def test_the_end_of_a_film_comes_first(simulate: Simulate, tmp_path: Path) -> None:
     with simulate(arguments=in_sections(tmp_path)).client() as client:
-        stream = client.stream_video("a wave", model="sections", seed=7)
+        stream = client.stream_video("a wave", model="sections", seed=7, output="raw")
         events = list(stream)
         assert stages(events) == ["encode_text", *["denoise", "decode"] * SECTIONS]
         result = stream.result()
@@ -186,7 +186,7 @@ def test_frames_at_a_time_change_no_pixel(
     with simulate("cpu", arguments=framepack(tmp_path)).client() as client:
         whole = client.generate_video(PROMPT, model="framepack", **asked)
         stream = client.stream_video(
-            PROMPT, model="framepack", frames_at_a_time=frames_at_a_time, **asked
+            PROMPT, model="framepack", output="raw", frames_at_a_time=frames_at_a_time, **asked
         )
         sent = [len(piece.chunk) for piece in pieces(list(stream))]
         assert (stream.result().array == whole.array).all()

@@ -90,7 +90,7 @@ def test_models_say_what_they_generate(simulate: Simulate) -> None:
 
 def test_a_film(simulate: Simulate, tmp_path: Path) -> None:
     with simulate().client() as client:
-        stream = client.stream_video("a wave", model="video", seed=7)
+        stream = client.stream_video("a wave", model="video", seed=7, output="raw")
         events = list(stream)
         stages = [event.name for event in events if isinstance(event, moored.StageStarted)]
         assert stages == ["encode_text", "denoise", "decode"]
@@ -211,7 +211,7 @@ def test_pieces_of_a_film_come_in_order_and_say_when_it_is_whole(
     simulate: Simulate, tmp_path: Path
 ) -> None:
     with simulate(arguments=slow_decoders(tmp_path, 50)).client() as client:
-        events = list(client.stream_video("a wave", model="slow-video"))
+        events = list(client.stream_video("a wave", model="slow-video", output="raw"))
         pieces = [event for event in events if isinstance(event, moored.Artifact)]
         assert len(pieces) > 2
         assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -298,6 +298,7 @@ def test_a_client_that_joins_in_the_middle_gets_the_whole_result(
 ) -> None:
     with simulate(arguments=slow_decoders(tmp_path)).client() as client:
         asked: dict[str, Any] = {"model": "slow-video", "seed": 3, "idempotency_key": "k"}
+        asked["output"] = "raw"
         with client.stream_video("a wave", **asked) as first:
             first_piece(first)
             with client.stream_video("a wave", **asked) as second:
@@ -388,12 +389,12 @@ def test_a_kept_latent_comes_beside_the_film(simulate: Simulate) -> None:
 @pytest.mark.parametrize(
     ("asked", "model", "made"),
     [
-        ("video", "small", "image"),
-        ("audio", "small", "image"),
-        ("image", "video", "video"),
-        ("audio", "video", "video"),
-        ("image", "track", "audio"),
-        ("video", "track", "audio"),
+        ("video", "small", "pictures"),
+        ("audio", "small", "pictures"),
+        ("image", "video", "films"),
+        ("audio", "video", "films"),
+        ("image", "track", "music"),
+        ("video", "track", "music"),
     ],
 )
 def test_another_medium_is_refused(
@@ -402,7 +403,7 @@ def test_another_medium_is_refused(
     with simulate().client() as client:
         plan = {"image": client.plan, "video": client.plan_video, "audio": client.plan_audio}
         generate: Any = plan[asked] if plans else getattr(client, f"generate_{asked}")
-        with pytest.raises(moored.InvalidRequest, match=f"generates {made}") as refused:
+        with pytest.raises(moored.InvalidRequest, match=f"makes {made}") as refused:
             generate("x", model=model)
         assert [violation.field for violation in refused.value.violations] == ["model"]
         assert client.jobs(include_ended=True) == ()
@@ -483,7 +484,8 @@ def test_a_worker_killed_in_a_decode_loses_no_frame(
         ask: Any = {"video": client.stream_video, "audio": client.stream_audio}[medium]
         model = {"video": "slow-video", "audio": "slow-track"}[medium]
         whole = generate("x", model=model, seed=7).array
-        with ask("x", model=model, seed=7) as stream:
+        output = {"video": "raw", "audio": "wav"}[medium]
+        with ask("x", model=model, seed=7, output=output) as stream:
             events = first_piece(stream)
             kill_worker(client)
             events.extend(stream)

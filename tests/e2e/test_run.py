@@ -168,7 +168,7 @@ def test_an_unknown_name_points_to_the_list_of_short_names(alone: Run) -> None:
 
 def test_a_model_that_was_downloaded_can_be_removed(hub: Hub, home: Path, alone: Run) -> None:
     missing = alone("rm", SHORT, "--yes")
-    assert missing.returncode == 1
+    assert missing.returncode == 5
     assert "is not in" in missing.stderr
     good(alone("pull", SHORT))
     asks = alone("rm", SHORT)
@@ -220,7 +220,7 @@ def test_info_prints_the_facts_of_a_model(hub: Hub, alone: Run, tmp_path: Path) 
     assert "downloaded" not in told
     good(alone("pull", SHORT))
     assert json.loads(good(alone("info", SHORT, "--json")))["downloaded"].startswith("15.8 MB")
-    assert alone("info", "nobody/knows").returncode == 1
+    assert alone("info", "nobody/knows").returncode == 5
     service = Service("--models", str(INSTANT_MODELS), state=tmp_path / "s", devices=("sim:24GiB",))
     try:
         service.client().close()

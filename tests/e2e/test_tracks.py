@@ -195,17 +195,16 @@ THREE_HOURS = 3 * 3600 * 8000
 @pytest.mark.parametrize(
     ("sent", "media_type", "why"),
     [
-        (b"not a sound at all", "audio/wav", "cannot be read as WAV"),
-        (b"not a sound at all", "audio/flac", "cannot be read as FLAC"),
-        (b"", "audio/flac", "cannot be read as FLAC"),
-        (wav(1), "audio/flac", "cannot be read as FLAC"),
+        (b"not a sound at all", "audio/wav", "neither WAV nor FLAC"),
+        (b"not a sound at all", "audio/flac", "neither WAV nor FLAC"),
+        (b"", "audio/flac", "it has 0 bytes"),
         (riff(1, 16, b""), "audio/wav", "has no samples"),
         (riff(3, 32, NAN), "audio/wav", "no numbers: the first is sample 1 of channel 1"),
         (riff(1, 16, bytes(16), channels=8), "audio/wav", "8 channels"),
         (riff(1, 16, bytes(16), rate=7500), "audio/wav", "7500 samples a second"),
         (riff(1, 8, bytes(THREE_HOURS), channels=1), "audio/wav", "longer than 3600 seconds"),
         (riff(1, 16, bytes(16))[:-4], "audio/wav", "cut off"),
-        (riff(7, 8, bytes(16)), "audio/wav", "cannot be read as WAV: PCM of 8, 16, 24 or 32 bits"),
+        (riff(7, 8, bytes(16)), "audio/wav", "mu-law; PCM of 8, 16, 24 or 32 bits"),
         (flac(two_tones())[:-20], "audio/flac", "cut off"),
         (flac(two_tones(rate=7500), 7500), "audio/flac", "7500 samples a second"),
     ],
@@ -245,12 +244,12 @@ def test_a_task_has_its_source_its_window_and_its_reference(simulate: Simulate) 
         asked: dict[str, Any] = {"model": "track", "init_media": source, "language": "en"}
         for options, made in [
             ({"task": "repaint", "window": (0.5, 1.5)}, {"window": [0.5, 1.5]}),
-            ({"task": "repaint", "window": (0.5, None)}, {"window": [0.5, 2.0]}),
+            ({"task": "repaint", "window": (0.5, None)}, {"window": [0.5, None]}),
             ({"task": "cover"}, {}),
             ({"task": "extract", "tracks": ["vocals"]}, {"tracks": ["vocals"]}),
             (
                 {"task": "lego", "tracks": ["drums"]},
-                {"tracks": ["drums"], "window": [0.0, 2.0]},
+                {"tracks": ["drums"], "window": [0.0, None]},
             ),
             ({"task": "complete", "tracks": ["a", "b"]}, {"tracks": ["a", "b"]}),
         ]:

@@ -135,9 +135,13 @@ class MooredGenerateVideo(PreviewingNode):
             is_it = listed.id == name or (not name and listed.is_default)
             if is_it and listed.defaults.frames:
                 return listed.defaults
-        # Whether it is there, and makes films, is the service's to say; whether memory is short, later.
+        # Whether it is there, and makes films, is the service's to say; what else is missing, later.
         with contextlib.suppress(moored.MemoryShortage, moored.CardNotReady):
-            await client.plan_model(self._handle.named)
+            try:
+                await client.plan_video(model=self._handle.ref)
+            except moored.InvalidRequest as error:
+                if any(violation.field == "model" for violation in error.violations):
+                    raise
         return moored.ModelDefaults(0, 0.0, 0, 0, 0)
 
     def _positive(self, name: str) -> float:

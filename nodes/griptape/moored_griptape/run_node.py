@@ -220,7 +220,7 @@ def in_a_sentence(error: Exception) -> str:
         case moored.Cancelled():
             return f"{text[:1].upper()}{text[1:]}; run it again."
         case moored.ModelNotFound():
-            more = [f"or set if_missing of Diffusion Model to `{PULL}`"]
+            more = [f"choose another one, or set if_missing of Diffusion Model to `{PULL}`"]
         case moored.MemoryShortage():
             more = _shortage(error)
     return "; ".join([text, *more]) + "."

@@ -39,43 +39,53 @@ pub(crate) fn json(value: &serde_json::Value) -> String {
     shown
 }
 
+/// A drawing of our own, of several lines: as [`lines`], but that the colours of our drawings stay. A name of others that has one
+/// of these is drawn in it, and does nothing else.
+pub(crate) fn drawing(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find('\x1b') {
+        shown += &lines(&rest[..at]);
+        let sequence = colour_at(&rest[at..]);
+        match sequence {
+            "" => shown += "\\u{1b}",
+            colour => shown += colour,
+        }
+        rest = &rest[at + sequence.len().max(1)..];
+    }
+    shown + &lines(rest)
+}
+
+/// The colour, bold, or end of either with which a text begins, or nothing.
+fn colour_at(text: &str) -> &str {
+    let digits = |text: &str| text.bytes().take_while(u8::is_ascii_digit).count();
+    for start in ["\x1b[0m", "\x1b[1m", "\x1b[38;5;"] {
+        let Some(rest) = text.strip_prefix(start) else {
+            continue;
+        };
+        if start.ends_with('m') {
+            return &text[..start.len()];
+        }
+        let number = digits(rest);
+        if (1..=3).contains(&number) && rest[number..].starts_with('m') {
+            return &text[..start.len() + number + 1];
+        }
+    }
+    ""
+}
+
 fn escaped(text: &str, is_escaped: impl Fn(char) -> bool) -> Cow<'_, str> {
     if !text.chars().any(&is_escaped) {
         return Cow::Borrowed(text);
     }
     let mut shown = String::with_capacity(text.len() + 16);
-    let mut colour = 0; // bytes of a colour that are still to come: colours are our own, and change nothing else
-    for (at, character) in text.char_indices() {
-        if character == '\x1b' {
-            colour = colour_bytes(&text[at..]);
-        }
-        if colour > 0 {
-            colour -= 1;
-            shown.push(character);
-            continue;
-        }
+    for character in text.chars() {
         match is_escaped(character) {
             true => shown.extend(character.escape_default()),
             false => shown.push(character),
         }
     }
     Cow::Owned(shown)
-}
-
-/// How long the sequence is that sets a colour, where a text begins with one; else 0. Each of its characters is a byte.
-fn colour_bytes(text: &str) -> usize {
-    let Some(rest) = text.strip_prefix("\x1b[") else {
-        return 0;
-    };
-    let numbers = rest
-        .bytes()
-        .take_while(|byte| byte.is_ascii_digit() || *byte == b';')
-        .count();
-    if rest[numbers..].starts_with('m') {
-        numbers + 3
-    } else {
-        0
-    }
 }
 
 #[cfg(test)]
@@ -94,5 +104,16 @@ mod tests {
             value
         );
         assert_eq!(one_line("Grün, 日本 🟥"), "Grün, 日本 🟥");
+        assert_eq!(lines("\x1b[31mred"), "\\u{1b}[31mred");
+    }
+
+    #[test]
+    fn a_drawing_keeps_the_colours_of_our_own_and_nothing_else() {
+        let bold = "\x1b[1mcuda:0\x1b[0m\n\x1b[38;5;245midle\x1b[0m";
+        assert_eq!(drawing(bold), bold);
+        assert_eq!(
+            drawing("\x1b[8m\x1b]0;owned\x07\x1b[38;5;m\x1b[2J"),
+            "\\u{1b}[8m\\u{1b}]0;owned\\u{7}\\u{1b}[38;5;m\\u{1b}[2J"
+        );
     }
 }

@@ -75,7 +75,13 @@ def picture_with_recipe(place: Place, name: str, recipe: str) -> None:
 def make_hostile_recipe(place: Place) -> None:
     """A recipe whose model sets the title of a terminal."""
     recipe = {"prompt": "a cat", "model": OBEYED, "seed": 1, "steps": 2}
-    recipe |= {"width": 64, "height": 64, "guidance": 0.0, "max_sequence_length": 48}
+    recipe |= {
+        "width": 64,
+        "height": 64,
+        "guidance": 0.0,
+        "max_sequence_length": 48,
+        "model_key": OBEYED,
+    }
     picture_with_recipe(place, "hostile.png", json.dumps(recipe))
 
 

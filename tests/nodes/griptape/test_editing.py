@@ -153,7 +153,7 @@ def test_a_control_net_may_have_a_picture_of_its_own(
     [
         ({"controls": "single", "control_image": None}, "single has no picture to read"),
         ({"controls": "gone"}, '"gone" is not there'),
-        ({"controls": "union"}, "union of 4 modes"),
+        ({"controls": "union"}, "whose modes are 0 to 3"),
         ({"controls": "single:much"}, "scale of single is a number"),
         ({"controls": [{"id": "union", "mode": 0.5}]}, "mode of union is a whole number"),
         ({"controls": [{"id": "single", "weight": 1}]}, "A ControlNet has no weight"),

@@ -120,7 +120,6 @@ def test_what_was_ignored_of_a_lora_is_shown(engine_with: Headless) -> None:
         ({"lora": "gone"}, '"gone" is not there'),
         ({"lora": "unknown"}, "transformer.none.lora_A.weight"),
         ({"lora": "oil", "lora_strength": 101}, "strength"),
-        ({"lora": "oil", "loras": ["oil"]}, "twice"),
         ({"loras": "oil:much"}, "strength is a number"),
         ({"loras": "[1"}, "loras is no JSON list"),
         ({"lora": "oil", "model": "no/such"}, "no/such"),

@@ -71,7 +71,7 @@ def test_a_missing_model_is_not_pulled_unasked(pulling: Headless, hub: Hub) -> N
     node = demo_service(pulling, MODEL)
     assert pulling.do(pulling.run()).failed()
     said = node.parameter_output_values["result_details"]
-    assert "`moored pull me/mine`" in said
+    assert said.startswith("there is no model me/mine; choose another one")
     assert said.endswith("or set if_missing of Diffusion Model to `pull`.")
     assert not hub.fetched(TRANSFORMER)
 

@@ -152,7 +152,7 @@ async fn generate_all(
     let status = connection.residency().get_status(v1::GetStatusRequest {}).await?;
     let status = status.into_inner();
     if screen::verbosity() > Verbosity::Normal {
-        screen::text(&format!("\n{}\n", picture(&status, Canvas::of_stdout())))?;
+        screen::drawing(&format!("\n{}\n", picture(&status, Canvas::of_stdout())))?;
     }
     let cards: Vec<&str> = status.cards.iter().map(|card| card.name.as_str()).collect();
     screen::text(&format!(

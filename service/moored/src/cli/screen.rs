@@ -17,9 +17,14 @@ pub(super) fn text(text: &str) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{}", shown::lines(text))?)
 }
 
+/// Prints a drawing, in its colours.
+pub(super) fn drawing(drawing: &str) -> Result<(), CliError> {
+    Ok(writeln!(std::io::stdout(), "{}", shown::drawing(drawing))?)
+}
+
 /// Draws lines from the top of the terminal, over what is there.
 pub(super) fn redraw(text: &str) -> Result<(), CliError> {
-    let drawn = shown::lines(text).replace('\n', &format!("{END_OF_LINE}\n"));
+    let drawn = shown::drawing(text).replace('\n', &format!("{END_OF_LINE}\n"));
     Ok(writeln!(
         std::io::stdout(),
         "{TOP}{drawn}{END_OF_LINE}{END_OF_SCREEN}"

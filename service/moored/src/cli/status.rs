@@ -39,7 +39,7 @@ fn show(status: &v1::Status, json: bool) -> Result<(), CliError> {
     if json {
         screen::json(&status_json(status))
     } else {
-        screen::text(&picture(status, Canvas::of_stdout()))
+        screen::drawing(&picture(status, Canvas::of_stdout()))
     }
 }
 

@@ -244,8 +244,12 @@ fn read(
             pictures::decode(&data, None).map_err(|problem| wrong(problem.to_string()))?;
             Ok(Media::Picture(data))
         }
-        ("audio/wav", _) => tracks::read_wav(&data, caller, &mut room).map(Media::Clip),
-        ("audio/flac", _) => tracks::read_flac(&data, caller, &mut room).map(Media::Clip),
+        // A file says itself which of the two it is.
+        ("audio/wav" | "audio/flac", _) => match tracks::media_type(&data).map_err(MediaRefusal::from)? {
+            "audio/flac" => tracks::read_flac(&data, caller, &mut room),
+            _ => tracks::read_wav(&data, caller, &mut room),
+        }
+        .map(Media::Clip),
         (
             "video/x-raw-rgb",
             Some(Format::Video(v1::VideoFormat {

@@ -87,7 +87,7 @@ impl AskedTrack {
             Ok(task) if !has_source => problem(
                 INIT_MEDIA,
                 format!(
-                    "is missing: {} changes a track, so upload one first and name it here",
+                    "is missing: {} is made of a track",
                     word_of(task)
                 ),
             ),
