@@ -81,6 +81,7 @@ def make_hostile_recipe(place: Place) -> None:
         "guidance": 0.0,
         "max_sequence_length": 48,
         "model_key": OBEYED,
+        "version": "0.1.0",
     }
     picture_with_recipe(place, "hostile.png", json.dumps(recipe))
 

@@ -86,10 +86,7 @@ impl AskedTrack {
             Ok(v1::AudioTask::Unspecified) => {}
             Ok(task) if !has_source => problem(
                 INIT_MEDIA,
-                format!(
-                    "is missing: {} is made of a track",
-                    word_of(task)
-                ),
+                format!("is missing: {} is made of a track", word_of(task)),
             ),
             Ok(_) => {}
         }
