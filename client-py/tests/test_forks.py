@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from scripted import Service
+
+import moored
+from moored._generated import residency_pb2
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
 
@@ -18,20 +20,12 @@ client = moored.Client(sys.argv[1])
 asked = lambda: client.health()
 with client:
     first = asked()
-    stream = client.watch_status()
     child = os.fork()
     if child == 0:
         import signal
         signal.alarm(20)
         try:
             assert asked() == first
-            try:
-                next(stream)
-            except RuntimeError as error:
-                assert "before a fork" in str(error), error
-            else:
-                raise AssertionError("the stream gave something")
-            stream.close()
             client.close()
         except BaseException:
             import traceback
@@ -41,18 +35,11 @@ with client:
     status = os.waitpid(child, 0)[1]
     assert status == 0, status
     assert asked() == first
-    next(stream)
 print("fine")
 """
 
 
-def test_a_client_works_after_a_fork(address: str, service: object, tmp_path: Path) -> None:
-    from scripted import Service
-
-    from moored._generated import residency_pb2
-
-    assert isinstance(service, Service)
-    service.on("WatchStatus", [residency_pb2.Status(latents=1)])
+def test_a_client_works_after_a_fork(address: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, address],
         capture_output=True,
@@ -61,4 +48,18 @@ def test_a_client_works_after_a_fork(address: str, service: object, tmp_path: Pa
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (0, "fine\n"), ran.stderr
-    assert signal.SIGALRM
+
+
+def test_a_stream_of_before_a_fork_says_so(
+    address: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not forked for it: gRPC itself may crash a child that is forked in the middle of a call."""
+    service.on("WatchStatus", [residency_pb2.Status(latents=1)])
+    with moored.Client(address) as client:
+        stream = client.watch_status()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(RuntimeError, match="before a fork"):
+                next(stream)
+        assert next(stream).latents == 1
+        stream.close()

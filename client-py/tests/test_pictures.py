@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from conftest import Ask
 from scripted import Service, accepted, done, pieces
 
 import moored
+from moored._pictures import picture_bytes
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
@@ -152,3 +154,13 @@ def test_0_is_not_taken_for_the_default(ask: Ask) -> None:
     for option in ("steps", "count", "width"):
         with pytest.raises(moored.InvalidRequest, match=f"{option} is 0"):
             ask("generate_image", "x", **{option: 0})
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="no regular file"):
+        picture_bytes(tmp_path / name, "init_image")
+    with pytest.raises(OSError, match="no regular file"):
+        moored.read_recipe(tmp_path / name)

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from ._errors import InvalidRequest, Unauthenticated, UnencryptedToken
+from ._files import TEXT_BYTES, TOKEN_BYTES, read_regular
 from ._version import __version__
 
 DEFAULT_ENDPOINT = "localhost:50051"
@@ -185,7 +186,7 @@ def _roots(ca_file: str | os.PathLike[str] | None) -> bytes | None:
     path = ca_file or os.environ.get("MOORED_CA_FILE")
     if path:
         try:
-            pem = Path(path).expanduser().read_bytes()
+            pem = read_regular(Path(path).expanduser(), TEXT_BYTES)
         except OSError as error:
             reason = error.strerror or str(error)
             raise InvalidRequest(f"The CA file {path} cannot be read: {reason}") from None
@@ -223,7 +224,7 @@ def metadata_of(token: str | None, token_file: str | os.PathLike[str] | None) ->
         if not path:
             return ()
         try:
-            token = Path(path).read_text(encoding="utf-8").strip()
+            token = read_regular(path, TOKEN_BYTES).decode("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise Unauthenticated(f"The token file {path} cannot be read: {reason}") from error

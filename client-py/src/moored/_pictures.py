@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from ._errors import InvalidRequest, Violation
 from ._events import Preview
 from ._extras import numpy, pillow
+from ._files import PICTURE_BYTES, read_regular
 from ._media import Film, Frame, Picture
 from ._results import ImageResult, VideoResult
 
@@ -55,7 +55,9 @@ def picture_bytes(picture: ImageInput, option: str, wanted: str = WANTED) -> byt
     if isinstance(given, (bytes, bytearray, memoryview)):
         return _some(bytes(given), option, "is empty: it has 0 bytes")
     if isinstance(given, (str, os.PathLike)):
-        return _some(Path(given).read_bytes(), option, f"{os.fspath(given)} is empty: 0 bytes")
+        return _some(
+            read_regular(given, PICTURE_BYTES), option, f"{os.fspath(given)} is empty: 0 bytes"
+        )
     if isinstance(given, ImageResult):
         given = given._first()
     if isinstance(given, Picture):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ._extras import pillow
+from ._files import check_regular
 
 if TYPE_CHECKING:
     from ._session_events import SoundChunk
@@ -290,6 +291,7 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
     Its keys are those of the options of `generate_image` and its like, and `prompt`, `model_key`,
     `version`. Empty where the file has none. Needs `moored[images]` for a picture.
     """
+    check_regular(path)
     with Path(path).open("rb") as file:
         head = file.read(12)
         if head[4:8] == b"ftyp":

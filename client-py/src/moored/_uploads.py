@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from ._extras import numpy
+from ._files import check_regular
 from ._generated import events_pb2, generation_pb2
 from ._latents import CHUNK_BYTES, Latent
 from ._media import FLAC, PNG, RAW_AUDIO, RAW_VIDEO, WAV, Film, Frame, Picture, Track
@@ -184,6 +185,7 @@ def upload_of(
 def _of_file(media: Any, media_type: str | None, format: Any) -> Upload:
     path = Path(media)
     # Opened here too, so that a missing file is an error before the call begins.
+    check_regular(path)
     with path.open("rb") as file:
         head, size = file.read(_HEAD_BYTES), os.fstat(file.fileno()).st_size
         if tag := _behind_id3(head):

@@ -7,8 +7,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-/// What tells one version of a file from another without reading it: device, inode, size and the time of writing.
-/// The inode's time of change is no part of it, as noting that a file was used changes that.
+/// What tells one version of a file from another without reading it: device, inode, size, the time of writing, and the
+/// inode's time of change, which no program can set back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct FileStamp {
     device: u64,
@@ -17,6 +17,11 @@ pub struct FileStamp {
     pub size: u64,
     modified_s: i64,
     modified_ns: i64,
+    /// 0 in stamps that were written before there were times of change: such a stamp is of no file.
+    #[serde(default)]
+    changed_s: i64,
+    #[serde(default)]
+    changed_ns: i64,
 }
 
 impl FileStamp {
@@ -45,6 +50,8 @@ impl From<Metadata> for FileStamp {
             size: facts.size(),
             modified_s: facts.mtime(),
             modified_ns: facts.mtime_nsec(),
+            changed_s: facts.ctime(),
+            changed_ns: facts.ctime_nsec(),
         }
     }
 }

@@ -5,11 +5,11 @@
 //! gets its name only when it is complete.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{File, FileTimes, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{BufWriter, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use candle_core::DType;
@@ -343,6 +343,9 @@ pub fn kept_plan(path: &Path, plan: &LoadPlan) -> Result<LoadPlan, LoadError> {
 pub struct KeptFolder {
     folder: PathBuf,
     limit: Bytes,
+    /// When this process used copies last. Of others the file's time of access counts. It is not set here: that would change the
+    /// time of change, by which loads under way see that a file is another one.
+    uses: Arc<Mutex<BTreeMap<PathBuf, SystemTime>>>,
 }
 
 /// A complete copy in a folder.
@@ -361,6 +364,7 @@ impl KeptFolder {
         let kept = KeptFolder {
             folder: folder.into(),
             limit,
+            uses: Arc::default(),
         };
         let failed = write_error(&kept.folder);
         std::fs::create_dir_all(&kept.folder).map_err(&failed)?;
@@ -399,13 +403,11 @@ impl KeptFolder {
     /// The copy of this key, if present. Marks it as used.
     pub fn find(&self, key: &str) -> Option<PathBuf> {
         let path = self.path_of(key);
-        let file = File::open(&path).ok()?;
-        // Only its access time: the modification time tells loads under way that it is the same file.
-        if let Err(error) = file.set_times(FileTimes::new().set_accessed(SystemTime::now())) {
-            // A read-only folder would warn at each request.
-            tracing::debug!(file = %path.display(), %error, "cannot note that a copy was used");
-        }
-        Some(path)
+        path.is_file().then(|| {
+            let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+            uses.insert(path.clone(), SystemTime::now());
+            path
+        })
     }
 
     /// Removes unfinished files of dead processes, and evicts copies, least recently used first, until `needed` more
@@ -472,10 +474,12 @@ impl KeptFolder {
         let copy = |path: PathBuf| {
             // A file that another process has just removed is no error.
             let facts = std::fs::metadata(&path).ok()?;
+            let accessed = facts.accessed().or_else(|_| facts.modified()).ok()?;
+            let uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
             Some(KeptCopy {
-                path,
                 bytes: Bytes(facts.len()),
-                used: facts.accessed().or_else(|_| facts.modified()).ok()?,
+                used: uses.get(&path).map_or(accessed, |used| accessed.max(*used)),
+                path,
             })
         };
         Ok(self.files_ending(SUFFIX)?.into_iter().filter_map(copy).collect())

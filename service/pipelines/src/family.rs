@@ -626,6 +626,11 @@ impl Catalogue {
         self.families.iter().map(|family| family.name())
     }
 
+    /// What people call the models of all families that have some to be downloaded.
+    fn titles(&self) -> impl Iterator<Item = &'static str> {
+        self.families.iter().filter_map(|family| family.title())
+    }
+
     /// The `model_index.json` classes of all families.
     pub fn pipelines(&self) -> impl Iterator<Item = &'static str> {
         self.families.iter().flat_map(|f| f.pipelines()).copied()
@@ -783,7 +788,7 @@ impl Catalogue {
                 Some(part) => format!("it is {part}"),
                 None => format!(
                     "it has neither a model_index.json nor the tensors of {}",
-                    self.names().collect::<Vec<_>>().join(", ")
+                    self.titles().collect::<Vec<_>>().join(", ")
                 ),
             },
         };

@@ -199,11 +199,11 @@ fn numbered(path: &Path, item: u32, of: u32, track: &str) -> PathBuf {
 fn track_suffix(track: &str) -> String {
     match track {
         "" => String::new(),
-        track => format!("-{track}"),
+        track => format!("-{}", slug(track)), // a service names it, and it must not lead out of the folder
     }
 }
 
-/// A model's name in a file name: without its owner, in ASCII letters, digits and `._-`.
+/// The name of a model or a track in a file name: without its owner or folder, in ASCII letters, digits and `._-`.
 fn slug(model: &str) -> String {
     let name = model.rsplit('/').next().unwrap_or_default().to_lowercase();
     let plain = |c: char| {
@@ -308,7 +308,7 @@ mod tests {
         assert_eq!(path("a.png", 0, 1), Path::new("a.png"));
         assert_eq!(path("b/a.png", 2, 3), Path::new("b/a-0002.png"));
         assert_eq!(
-            numbered(Path::new("a.wav"), 0, 1, "drums"),
+            numbered(Path::new("a.wav"), 0, 1, "../../drums"),
             Path::new("a-drums.wav")
         );
         let folder = |out: &str| Target::of(Some(out), MediumChoice::Image, false).unwrap().place;
