@@ -304,7 +304,10 @@ impl Models {
             .or_else(|| find_named(&self.rescan(), &id, &model.revision))
             .ok_or_else(|| match names::ambiguous(&self.list(), &id) {
                 Some(problem) => invalid("model.id", problem),
-                None => Error::ModelNotFound { id: id.clone() },
+                None if model.revision.is_empty() => Error::ModelNotFound { id: id.clone() },
+                None => Error::ModelNotFound {
+                    id: format!("{id}@{}", model.revision),
+                },
             })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
         self.with_adapters(entry, adapters, from_key).map(Arc::new)

@@ -27,6 +27,23 @@ fn reference(id: &str) -> v1::ModelRef {
 }
 
 #[test]
+fn a_revision_that_is_not_there_is_named() {
+    let models = Models::new(ModelSettings::default(), PathBuf::from("/no/such/cache"));
+    let named = v1::ModelRef {
+        id: SHIPPED_ID.to_owned(),
+        revision: "abc".to_owned(),
+        ..Default::default()
+    };
+    let refused = models.resolve(Some(&named)).unwrap_err();
+    assert_eq!(
+        refused,
+        Error::ModelNotFound {
+            id: format!("{SHIPPED_ID}@abc")
+        }
+    );
+}
+
+#[test]
 fn folders_files_and_hub_caches_are_found() {
     let folder = folder_with(&[
         "plain/model_index.json",
