@@ -42,10 +42,19 @@ pub(crate) fn json(value: &serde_json::Value) -> String {
 /// A drawing of our own, of several lines: as [`lines`], but that the colours of our drawings stay. A name of others that has one
 /// of these is drawn in it, and does nothing else.
 pub(crate) fn drawing(text: &str) -> String {
+    in_colours(text, lines)
+}
+
+/// A line of a drawing of our own: as [`one_line`], but that the colours of our drawings stay.
+pub(crate) fn drawn_line(text: &str) -> String {
+    in_colours(text, one_line)
+}
+
+fn in_colours(text: &str, plain: fn(&str) -> Cow<'_, str>) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find('\x1b') {
-        shown += &lines(&rest[..at]);
+        shown += &plain(&rest[..at]);
         let sequence = colour_at(&rest[at..]);
         match sequence {
             "" => shown += "\\u{1b}",
@@ -53,7 +62,7 @@ pub(crate) fn drawing(text: &str) -> String {
         }
         rest = &rest[at + sequence.len().max(1)..];
     }
-    shown + &lines(rest)
+    shown + &plain(rest)
 }
 
 /// The colour, bold, or end of either with which a text begins, or nothing.

@@ -115,7 +115,7 @@ pub(super) fn picture(status: &v1::Status, canvas: Canvas) -> String {
         status.text_encodings,
         Bytes(status.text_encoding_bytes)
     ));
-    let lines: Vec<_> = lines.iter().map(|line| shown::drawing(line)).collect();
+    let lines: Vec<_> = lines.iter().map(|line| shown::drawn_line(line)).collect();
     lines.join("\n")
 }
 
