@@ -75,6 +75,27 @@ def test_a_latent_that_never_ends(service: Service, ask: Ask) -> None:
         ask("get_latent", "latent-1")
 
 
+@pytest.mark.parametrize(("shape", "announced"), [([1], 1 << 40), ([1 << 20, 1 << 20], 1 << 42), ([2], 4)])
+def test_a_latent_that_is_announced_too_large_or_not_as_its_shape(
+    service: Service, ask: Ask, shape: list[int], announced: int
+) -> None:
+    info = model_pb2.LatentInfo(id="latent-1", shape=shape, dtype="f32", bytes=announced)
+    service.on("GetLatent", [generation_pb2.LatentChunk(info=info, chunk=b"1234")])
+    with pytest.raises(moored.InternalError, match="announces a latent of"):
+        ask("get_latent", "latent-1")
+
+
+def test_a_picture_without_a_size_has_no_more_bytes_than_were_asked_for(
+    service: Service, ask: Ask
+) -> None:
+    piece = pieces(b"\0" * (1 << 20), media_type="image/png", size=1 << 20)[0]
+    piece.artifact.total_bytes, piece.artifact.last = 0, False
+    piece.artifact.ClearField("format")
+    service.on("GenerateImage", [accepted(), *[piece] * 40, done()])
+    with pytest.raises(moored.InternalError, match="Artifact 0 has more"):
+        ask("generate_image", "x", width=64, height=64)
+
+
 @pytest.mark.parametrize("chunks", [[generation_pb2.LatentChunk(chunk=b"1234")], []])
 def test_a_latent_without_a_description(service: Service, ask: Ask, chunks: list[Any]) -> None:
     service.on("GetLatent", chunks)

@@ -194,6 +194,13 @@ def test_damaged_exif_is_no_recipe(tmp_path: Path, damage: bytes) -> None:
         assert moored.read_recipe(path) == {}
 
 
+@pytest.mark.parametrize("size", [0, 3, 4, 2**32 - 1])
+def test_a_wav_whose_list_announces_another_size_is_no_recipe(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.wav"
+    path.write_bytes(b"RIFF\0\0\0\0WAVELIST" + size.to_bytes(4, "little") + b"INFO")
+    assert moored.read_recipe(path) == {}
+
+
 def test_what_was_to_be_left_out_is_in_no_file(
     service: Service, client: moored.Client, png: bytes, tmp_path: Path
 ) -> None:

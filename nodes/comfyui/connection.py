@@ -57,8 +57,9 @@ class Target:
 def target(server: Server | None = None) -> Target:
     """The service that a node means: its own input, else ComfyUI's settings, else the environment.
 
-    The token goes to the service that the settings or the environment name. Another one, which a workflow
-    names, gets none: workflows come from strangers.
+    A token goes to the service that is named beside it: that of the settings to theirs, that of the environment
+    to its own. Another one, which a workflow names, gets none: workflows come from strangers, and whoever opens
+    ComfyUI's page may write its settings.
     """
     settings = _settings()
     usual = _address(str(settings.get(ENDPOINT_SETTING) or "").strip())
@@ -67,9 +68,11 @@ def target(server: Server | None = None) -> Target:
         return Target(named, "")
     set_file = str(settings.get(TOKEN_FILE_SETTING) or "").strip()
     # Read here, each time: a client reads its file once, and however long it is.
-    token_file = (
-        str(_in_token_folder(set_file)) if set_file else os.environ.get("MOORED_TOKEN_FILE", "")
-    )
+    if set_file:
+        return Target(named, _token(str(_in_token_folder(set_file))))
+    if named != _address(""):
+        return Target(named, "")
+    token_file = os.environ.get("MOORED_TOKEN_FILE", "")
     return Target(named, _token(token_file) if token_file else None)
 
 

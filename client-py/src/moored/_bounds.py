@@ -69,7 +69,8 @@ class Bounds:
         elif first.image is not None:
             size, frames = (first.image.width, first.image.height), 1
         else:
-            return _MOST_SIDE * _MOST_SIDE * 3
+            sides = (2 * self.width or _MOST_SIDE) * (2 * self.height or _MOST_SIDE)
+            return sides * 3 * max(1, self.frames)
         if min(*size, frames) < 1 or max(size) > _MOST_SIDE:
             raise _wrong(first, f"has {frames} frames of {size[0]}x{size[1]}")
         asked = (self.width, self.height, self.frames)

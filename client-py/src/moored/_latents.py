@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1024 * 1024
 
+# The largest latent that a model makes is far below this.
+_MOST_BYTES = 16 * 1024**3
+
 # Ours -> numpy's, little-endian.
 _DTYPES = {"f32": "<f4", "f16": "<f2", "bf16": "<u2"}
 
@@ -80,7 +83,7 @@ class LatentReader:
         if self._info is None:
             if not chunk.HasField("info"):
                 raise InternalError("The service sent a latent without its description")
-            self._info = mirror(LatentInfo, chunk.info)
+            self._info = _checked(mirror(LatentInfo, chunk.info))
         if len(self._data) + len(chunk.chunk) > self._info.bytes:
             raise InternalError(f"The service sent more than the latent's {self._info.bytes} bytes")
         self._data += chunk.chunk
@@ -94,6 +97,22 @@ class LatentReader:
                 f"The service sent {len(self._data)} of the latent's {self._info.bytes} bytes"
             )
         return Latent(self._info, bytes(self._data))
+
+
+def _checked(info: LatentInfo) -> LatentInfo:
+    """A description, if its bytes are those of its shapes."""
+    dtype = _DTYPES.get(info.dtype)
+    shapes = [tensor.shape for tensor in info.tensors] or [info.shape]
+    # A dtype of a later version has a size that this one does not know, of 8 bytes at most.
+    item_bytes = int(dtype[2:]) if dtype else 8
+    announced = sum(math.prod(shape) for shape in shapes) * item_bytes
+    is_wrong = info.bytes != announced if dtype else info.bytes > announced
+    if is_wrong or info.bytes > _MOST_BYTES:
+        most = min(announced, _MOST_BYTES)
+        raise InternalError(
+            f"The service announces a latent of {info.bytes} bytes, and it can have {most}"
+        )
+    return info
 
 
 def chunks_of(

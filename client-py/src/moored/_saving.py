@@ -308,6 +308,10 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
     return recipe_in({"recipe": text})
 
 
+# A recipe is far smaller. What a file announces takes no memory.
+_RECIPE_BYTES = 16 * 1024**2
+
+
 def _comment_in(file: BinaryIO) -> str:
     """The comment of an MP4 (ISO/IEC 14496-12; metadata as iTunes has it)."""
     start, end = 0, file.seek(0, io.SEEK_END)
@@ -330,7 +334,7 @@ def _comment_in(file: BinaryIO) -> str:
                 break
             start += size
     file.seek(start)
-    return file.read(max(0, end - start)).decode("utf-8", "replace")
+    return file.read(max(0, min(end - start, _RECIPE_BYTES))).decode("utf-8", "replace")
 
 
 def _wav_comment_in(file: BinaryIO) -> str:
@@ -341,7 +345,7 @@ def _wav_comment_in(file: BinaryIO) -> str:
         if name != b"LIST" or file.read(4) != b"INFO":
             file.seek(size + size % 2 - (4 if name == b"LIST" else 0), io.SEEK_CUR)
             continue
-        texts, at = file.read(size - 4), 0
+        texts, at = file.read(max(0, min(size - 4, _RECIPE_BYTES))), 0
         while at + 8 <= len(texts):
             name, size = struct.unpack_from("<4sI", texts, at)
             if name == b"ICMT":

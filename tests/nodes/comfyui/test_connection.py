@@ -84,6 +84,20 @@ def test_the_token_goes_to_the_usual_service_alone(
     assert "secret" not in repr(connection.target())
 
 
+def test_the_token_of_the_environment_does_not_go_to_a_service_of_the_settings(
+    connection: Any, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "elsewhere"
+    path.write_text("of the environment\n")
+    monkeypatch.setenv("MOORED_TOKEN_FILE", str(path))
+    monkeypatch.setenv("MOORED_ENDPOINT", "box:1")
+    assert connection.target().token == "of the environment"
+    settings(endpoint="http://box:1")
+    assert connection.target().token == "of the environment"
+    settings(endpoint="stranger:1")
+    assert connection.target().token == ""
+
+
 @pytest.mark.parametrize("named_by", ["settings", "environment"])
 @pytest.mark.parametrize("content", ["x" * 5000, "first\nsecond", "\x00\x01", "schlüssel"])
 def test_an_invalid_token_file_is_not_sent(

@@ -13,7 +13,7 @@ use super::connection::{Connection, when_of};
 use super::files::{Target, Writing};
 use super::pull::WhenMissing;
 use super::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of};
-use super::results::Results;
+use super::results::{Bounds, Results};
 use super::show::Show;
 use super::{CliError, connection, interrupt, screen};
 use crate::config::ClientSettings;
@@ -347,6 +347,7 @@ pub(super) async fn generate(
 
 async fn follow(connection: &Connection, request: Asked, show: &mut Show) -> Result<Generated, CliError> {
     let mut generation = connection.generation();
+    let bounds = Bounds::of(&request);
     let events = match request {
         Asked::Generate(image) => generation.generate_image(image).await,
         Asked::Video(video) => generation.generate_video(video).await,
@@ -354,7 +355,7 @@ async fn follow(connection: &Connection, request: Asked, show: &mut Show) -> Res
     };
     let mut events = events?.into_inner();
     let mut generated = Generated {
-        results: Results::default(),
+        results: Results::within(bounds),
         done: v1::Done::default(),
         model: String::new(),
     };

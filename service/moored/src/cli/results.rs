@@ -5,9 +5,72 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use pipelines::Covered;
 
+use super::request::Asked;
 use crate::pictures;
 use crate::proto::v1;
 use crate::proto::v1::artifact::Format;
+
+/// Most tracks of an item.
+const TRACKS_OF_ITEM: usize = 32;
+/// Most bytes of a track's name.
+const TRACK_NAME_BYTES: usize = 256;
+/// Longest side of a picture whose size was left to the model.
+const MOST_SIDE: u32 = 16_384;
+/// What a file may have beside its pixels or samples, its recipe above all.
+const FILE_BYTES: u64 = 16 << 20;
+/// Most bytes of a result whose size was left to the model.
+const RESULT_BYTES: u64 = 64 << 30;
+
+/// What may come for a request.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Bounds {
+    /// Items that were asked for.
+    pub(super) items: u32,
+    /// Pixels across and down, and frames; 0: left to the model.
+    pub(super) asked: [u32; 3],
+}
+
+impl Bounds {
+    /// Those of a request.
+    pub(super) fn of(request: &Asked) -> Bounds {
+        let (count, asked) = match request {
+            Asked::Generate(image) => (image.count, [image.width, image.height, 1]),
+            Asked::Video(video) => (video.count, [video.width, video.height, video.frames]),
+            Asked::Audio(audio) => (audio.count, [0; 3]),
+        };
+        Bounds {
+            items: count.max(1),
+            asked,
+        }
+    }
+
+    /// The most bytes of a result of a format: twice its pixels or samples, for an encoded file may be larger than they are. A
+    /// model may round up what was asked, to twice at most.
+    fn most_bytes(&self, format: &Option<Format>) -> u64 {
+        let limits = [MOST_SIDE, MOST_SIDE, u32::MAX];
+        let sizes = match format {
+            Some(Format::Audio(sound)) => {
+                let samples = sound.samples.saturating_mul(u64::from(sound.channels.min(8)));
+                return twice(samples.saturating_mul(2));
+            }
+            Some(Format::Video(film)) => [film.width, film.height, film.frames],
+            Some(Format::Image(picture)) => [picture.width, picture.height, 1],
+            None => [MOST_SIDE, MOST_SIDE, self.asked[2].max(1)],
+        };
+        let pixels = (sizes.into_iter().zip(self.asked).zip(limits)).map(|((has, asked), limit)| {
+            let most = if asked > 0 { asked.saturating_mul(2) } else { limit };
+            u64::from(has.min(most))
+        });
+        twice(pixels.fold(3, u64::saturating_mul))
+    }
+}
+
+fn twice(raw_bytes: u64) -> u64 {
+    raw_bytes
+        .saturating_mul(2)
+        .saturating_add(FILE_BYTES)
+        .min(RESULT_BYTES)
+}
 
 /// One result of a job.
 #[derive(Clone, Debug, Default)]
@@ -15,6 +78,8 @@ pub(super) struct Arrived {
     media_type: String,
     format: Option<Format>,
     total_bytes: u64,
+    /// The most that it may have, whether announced or not.
+    most_bytes: u64,
     /// By offset, in any order. No place is taken for what has not come: sizes and offsets are what the service says.
     chunks: BTreeMap<u64, Bytes>,
     covered: Covered,
@@ -22,27 +87,63 @@ pub(super) struct Arrived {
     next: u64,
 }
 
-/// Results by item and track.
+/// Results by item and track: no more than was asked for, whatever the service sends.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Results(BTreeMap<(u32, String), Arrived>);
+pub(super) struct Results {
+    bounds: Bounds,
+    arrived: BTreeMap<(u32, String), Arrived>,
+}
 
 impl Results {
+    /// Takes the results of a request.
+    pub(super) fn within(bounds: Bounds) -> Results {
+        Results {
+            bounds,
+            arrived: BTreeMap::new(),
+        }
+    }
+
     /// Puts a chunk in its place.
     ///
     /// # Errors
-    /// A message for people, when it is there already, or beyond the end of its result.
+    /// A message for people, when it was not asked for, is there already, or is beyond the end of its result.
     pub(super) fn add(&mut self, chunk: v1::Artifact) -> Result<(), String> {
-        let of = format!("result {}", chunk.index);
-        let result = self.0.entry((chunk.index, chunk.track)).or_default();
+        let of = format!("result {}", u64::from(chunk.index) + 1);
+        if chunk.index >= self.bounds.items {
+            return Err(format!(
+                "the service sent {of}, and {} were asked for",
+                self.bounds.items
+            ));
+        }
+        let key = (chunk.index, chunk.track);
+        if !self.arrived.contains_key(&key)
+            && (key.1.len() > TRACK_NAME_BYTES || self.tracks_of(chunk.index) >= TRACKS_OF_ITEM)
+        {
+            return Err(format!(
+                "{of} has more than {TRACKS_OF_ITEM} tracks, or one whose name is too long"
+            ));
+        }
+        let result = self.arrived.entry(key).or_default();
         if result.covered.is_empty() {
+            result.most_bytes = self.bounds.most_bytes(&chunk.format);
+            if chunk.total_bytes > result.most_bytes {
+                return Err(format!(
+                    "{of} is announced with {} bytes, and {} are the most for what was asked",
+                    chunk.total_bytes, result.most_bytes
+                ));
+            }
             result.media_type = chunk.media_type;
             result.format = chunk.format;
             result.total_bytes = chunk.total_bytes;
         }
         let start = chunk.offset.unwrap_or(result.next);
         let end = start.saturating_add(chunk.chunk.len() as u64);
-        if result.total_bytes > 0 && end > result.total_bytes {
-            return Err(format!("{of} has more than its {} bytes", result.total_bytes));
+        let most = match result.total_bytes {
+            0 => result.most_bytes,
+            announced => announced,
+        };
+        if end > most {
+            return Err(format!("{of} has more than its {most} bytes"));
         }
         let added = result.covered.add_once(start..end);
         added.map_err(|twice| format!("{of} is damaged: {twice}"))?;
@@ -55,8 +156,13 @@ impl Results {
 
     /// Item, track and result, in order.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &str, &Arrived)> {
-        let results = self.0.iter();
+        let results = self.arrived.iter();
         results.map(|((item, track), result)| (*item, track.as_str(), result))
+    }
+
+    fn tracks_of(&self, item: u32) -> usize {
+        let tracks = self.arrived.range((item, String::new())..);
+        tracks.take_while(|((of, _), _)| *of == item).count()
     }
 }
 
@@ -120,12 +226,73 @@ mod tests {
     }
 
     fn file(chunks: &[v1::Artifact]) -> Result<Vec<u8>, String> {
-        let mut results = Results::default();
+        let mut results = Results::within(ONE);
         for chunk in chunks {
             results.add(chunk.clone())?;
         }
         let (_, _, result) = results.iter().next().unwrap();
         result.file()
+    }
+
+    const ONE: Bounds = Bounds {
+        items: 1,
+        asked: [64, 64, 1],
+    };
+
+    #[test]
+    fn no_more_comes_than_was_asked_for() {
+        let refused = |chunks: &mut dyn Iterator<Item = v1::Artifact>| {
+            let mut results = Results::within(ONE);
+            chunks.map(|chunk| results.add(chunk)).find_map(Result::err)
+        };
+        let other = v1::Artifact {
+            index: 1,
+            ..chunk(None, b"a")
+        };
+        assert!(
+            refused(&mut [other].into_iter())
+                .unwrap()
+                .contains("result 2, and 1 were asked")
+        );
+        let mut tracks = (0..33).map(|track| v1::Artifact {
+            track: format!("{track:03}"),
+            ..chunk(None, b"a")
+        });
+        assert!(refused(&mut tracks).unwrap().contains("more than 32 tracks"));
+        let named = v1::Artifact {
+            track: "a".repeat(257),
+            ..chunk(None, b"a")
+        };
+        assert!(
+            refused(&mut [named].into_iter())
+                .unwrap()
+                .contains("name is too long")
+        );
+        let announced = v1::Artifact {
+            total_bytes: 1 << 30,
+            ..chunk(None, b"a")
+        };
+        assert!(
+            refused(&mut [announced].into_iter())
+                .unwrap()
+                .contains("are the most")
+        );
+        let piece = Bytes::from(vec![0; 1 << 20]);
+        let mut endless = (0..1000).map(|_| v1::Artifact {
+            total_bytes: 0,
+            chunk: piece.clone(),
+            ..chunk(None, b"")
+        });
+        assert!(refused(&mut endless).unwrap().contains("more than its"));
+        let mut large = (0..1).map(|_| v1::Artifact {
+            total_bytes: 1 << 34,
+            format: Some(Format::Image(v1::ImageFormat {
+                width: 1 << 30,
+                height: 1 << 30,
+            })),
+            ..chunk(None, b"a")
+        });
+        assert!(refused(&mut large).unwrap().contains("are the most"));
     }
 
     #[test]
@@ -163,7 +330,7 @@ mod tests {
             assert!(file(&[far]).is_err(), "{offset}");
         }
         let announced = v1::Artifact {
-            total_bytes: 1 << 60,
+            total_bytes: 1 << 24,
             ..chunk(None, b"a")
         };
         assert!(file(&[announced]).unwrap_err().contains("not complete"));

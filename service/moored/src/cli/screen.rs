@@ -1,5 +1,4 @@
 //! Output: the only module that prints. What others named or said is escaped here, whoever passes it on.
-#![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::io::{IsTerminal as _, Write as _};
 use std::sync::OnceLock;
@@ -58,17 +57,22 @@ pub(super) fn json(value: &Value) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{}", shown::json(value))?)
 }
 
+/// Prints a line on standard error. Where it is closed or its disk is full, the work goes on: its results are more than its notes.
+fn told(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 /// Prints a line on standard error, unless `--quiet` is given.
 pub(super) fn note(text: &str) {
     if verbosity() > Verbosity::Quiet {
-        eprintln!("{}", shown::lines(text));
+        told(shown::lines(text));
     }
 }
 
 /// Prints a line on standard error, if `--verbose` is given.
 pub(super) fn detail(text: &str) {
     if verbosity() > Verbosity::Normal {
-        eprintln!("{}", shown::lines(text));
+        told(shown::lines(text));
     }
 }
 
@@ -79,7 +83,7 @@ pub(super) fn can_ask(json: bool) -> bool {
 
 /// Asks a question on standard error; true for a yes. A signal ends the wait with an error.
 pub(super) async fn confirm(question: &str) -> Result<bool, CliError> {
-    eprint!("{} [y/N] ", shown::lines(question));
+    write!(std::io::stderr(), "{} [y/N] ", shown::lines(question))?;
     std::io::stderr().flush()?;
     let answer = interrupt::or(answer()).await?;
     Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
@@ -145,8 +149,9 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Interrupted(_) => "CANCELLED".to_owned(),
         };
         let failed = json!({"event": "failed", "reason": reason, "message": error.to_string()});
-        println!("{}", shown::json(&failed));
+        // The exit status says it too, where nobody reads this.
+        let _ = writeln!(std::io::stdout(), "{}", shown::json(&failed));
     } else {
-        eprintln!("moored: {}", shown::lines(&error.to_string()));
+        told(format_args!("moored: {}", shown::lines(&error.to_string())));
     }
 }
