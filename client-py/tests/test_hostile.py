@@ -75,7 +75,9 @@ def test_a_latent_that_never_ends(service: Service, ask: Ask) -> None:
         ask("get_latent", "latent-1")
 
 
-@pytest.mark.parametrize(("shape", "announced"), [([1], 1 << 40), ([1 << 20, 1 << 20], 1 << 42), ([2], 4)])
+@pytest.mark.parametrize(
+    ("shape", "announced"), [([1], 1 << 40), ([1 << 20, 1 << 20], 1 << 42), ([2], 4)]
+)
 def test_a_latent_that_is_announced_too_large_or_not_as_its_shape(
     service: Service, ask: Ask, shape: list[int], announced: int
 ) -> None:

@@ -57,9 +57,9 @@ class Target:
 def target(server: Server | None = None) -> Target:
     """The service that a node means: its own input, else ComfyUI's settings, else the environment.
 
-    A token goes to the service that is named beside it: that of the settings to theirs, that of the environment
-    to its own. Another one, which a workflow names, gets none: workflows come from strangers, and whoever opens
-    ComfyUI's page may write its settings.
+    A token goes to the service that is named beside it: that of the settings to theirs, that of the
+    environment to its own. Another one, which a workflow names, gets none: workflows come from
+    strangers, and whoever opens ComfyUI's page may write its settings.
     """
     settings = _settings()
     usual = _address(str(settings.get(ENDPOINT_SETTING) or "").strip())

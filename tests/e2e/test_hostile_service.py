@@ -40,9 +40,11 @@ DONE = events_pb2.Event(done=events_pb2.Done(seed=1))
     [
         ([DONE], "sent no result"),
         ([picture(), DONE], "not complete"),
-        ([picture(chunk=b"x", offset=2**64 - 1), DONE], "not complete"),
-        ([picture(chunk=b"x", offset=10 << 30), DONE], "not complete"),
-        ([picture(chunk=b"x", total_bytes=2**63), DONE], "not complete"),
+        ([picture(chunk=b"x", offset=2**64 - 1), DONE], "has more than its"),
+        ([picture(chunk=b"x", offset=10 << 30), DONE], "has more than its"),
+        ([picture(chunk=b"x", total_bytes=2**63), DONE], "are the most for what was asked"),
+        ([picture(chunk=b"x", total_bytes=2**20), DONE], "not complete"),
+        ([picture(chunk=b"x", index=1), DONE], "1 were asked for"),
         ([picture(chunk=b"GIF89a", total_bytes=6), DONE], "other bytes"),
     ],
 )
