@@ -20,12 +20,12 @@ from typing import Any
 import moored
 import pytest
 import tomllib
+from commands import Completed
 from PIL import Image
 
 from service import BINARY, INSTANT_MODELS, Service, clean_environment, run
 
 Simulate = Callable[..., Service]
-Completed = subprocess.CompletedProcess[str]
 
 DEADLINE_S = 60.0
 PROMPT = "a large red circle in the centre"

@@ -7,58 +7,22 @@ import os
 import pty
 import re
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import Hub, Repository, files_of
+from commands import LARGE_ID as ID
+from commands import Run, good
+from hub import Hub, Repository
 from PIL import Image
 from test_stored_formats import GgufKind, in_bfl_names, read_safetensors, write_gguf
 
-from service import BINARY, INSTANT_MODELS, ROOT, ReservedPort, Service, run
+from service import BINARY, INSTANT_MODELS, ROOT, Service, run
 
 SHORT = "z-image-turbo"
-ID = "Tongyi-MAI/Z-Image-Turbo"
 SIZE = ("-W", "64", "-H", "64", "--steps", "1", "--seed", "3")
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 WAIT_S = 60
-
-Completed = subprocess.CompletedProcess[str]
-Run = Callable[..., Completed]
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    """A hub that has the shipped model under the name of a large one."""
-    with Hub() as hub:
-        hub.repositories[ID] = Repository(files_of(ROOT / "demo/model"))
-        yield hub
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def alone(hub: Hub, home: Path, tmp_path: Path) -> Run:
-    """A command where no service runs, in a folder of its own."""
-    port = ReservedPort()
-    env = hub.environment(home) | {
-        "MOORED_ENDPOINT": f"http://{port.address}",
-        "MOORED_SERVICE_STATE": str(tmp_path / "state"),
-    }
-
-    def command(*arguments: str, **variables: str) -> Completed:
-        return run(*arguments, env=env | variables, cwd=tmp_path)
-
-    return command
-
-
-def good(done: Completed) -> str:
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    return done.stdout
 
 
 def blobs(home: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import bisect
 import mmap
 from collections.abc import Iterator
 
-from ._bounds import Bounds
+from ._bounds import Bounds, artifact_error
 from ._errors import InternalError
 from ._events import Artifact
 from ._media import (
@@ -92,8 +92,7 @@ class Assembly:
         raise NotImplementedError
 
     def _wrong(self, why: str) -> InternalError:
-        track = f" ({self.first.track})" if self.first.track else ""
-        return InternalError(f"Artifact {self.first.index}{track} {why}")
+        return artifact_error(self.first, why)
 
 
 class PictureAssembly(Assembly):
@@ -161,9 +160,8 @@ class FilmAssembly(_InPlace):
         self._frame_bytes = 3 * first.video.width * first.video.height
         whole = self._frame_bytes * first.video.frames
         if first.media_type == RAW_VIDEO and whole != first.total_bytes:
-            raise InternalError(
-                f"Artifact {first.index} has {first.total_bytes} bytes where its frames have "
-                f"{whole}"
+            raise artifact_error(
+                first, f"has {first.total_bytes} bytes where its frames have {whole}"
             )
         super().__init__(first, bounds)
         # Numbers of frames that are there and were not given yet, as they came.

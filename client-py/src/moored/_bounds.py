@@ -49,7 +49,7 @@ class Bounds:
         raw = self._raw_bytes(first)
         most = raw * _FILE_FACTOR + _FILE_BYTES
         if first.total_bytes > min(most, _MOST_BYTES):
-            raise _wrong(
+            raise artifact_error(
                 first, f"announces {first.total_bytes} bytes, for {raw} of pixels or sound"
             )
         return first.total_bytes or most
@@ -58,7 +58,7 @@ class Bounds:
         if first.audio is not None:
             sound = first.audio
             if not 1 <= sound.channels <= _MOST_CHANNELS or sound.samples_per_second < 1:
-                raise _wrong(
+                raise artifact_error(
                     first,
                     f"has {sound.channels} channels of {sound.samples_per_second} samples a second",
                 )
@@ -72,16 +72,18 @@ class Bounds:
             sides = (2 * self.width or _MOST_SIDE) * (2 * self.height or _MOST_SIDE)
             return sides * 3 * max(1, self.frames)
         if min(*size, frames) < 1 or max(size) > _MOST_SIDE:
-            raise _wrong(first, f"has {frames} frames of {size[0]}x{size[1]}")
+            raise artifact_error(first, f"has {frames} frames of {size[0]}x{size[1]}")
         asked = (self.width, self.height, self.frames)
         for has, wanted in zip((*size, frames), asked, strict=True):
             # A model may round up to what it can make.
             if wanted and has > 2 * wanted:
-                raise _wrong(
+                raise artifact_error(
                     first, f"has {frames} frames of {size[0]}x{size[1]}, and {asked} asked"
                 )
         return 3 * size[0] * size[1] * frames
 
 
-def _wrong(first: Artifact, why: str) -> InternalError:
-    return InternalError(f"Artifact {first.index} {why}")
+def artifact_error(first: Artifact, why: str) -> InternalError:
+    """The error for an artifact that is not as it was asked for or announced."""
+    track = f" ({first.track})" if first.track else ""
+    return InternalError(f"Artifact {first.index}{track} {why}")

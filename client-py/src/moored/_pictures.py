@@ -6,6 +6,7 @@ same pixels as that picture in a file: upright, and with what is transparent lef
 
 from __future__ import annotations
 
+import array as arrays
 import io
 import os
 import sys
@@ -157,9 +158,10 @@ def _of_whole_numbers(image: Any, option: str) -> Any:
             "0 to 65535",
         )
     # Pillow converts by cutting 16 bits to 8: the bytes are put in place instead.
-    data = memoryview(image.tobytes()).cast("i")
-    low = b"".join(int(value).to_bytes(2, "little") for value in data)
-    return pillow().frombytes("I;16", image.size, low)
+    low = arrays.array("H", memoryview(image.tobytes()).cast("i"))
+    if sys.byteorder == "big":
+        low.byteswap()
+    return pillow().frombytes("I;16", image.size, low.tobytes())
 
 
 def _of_lab(image: Any) -> Any:

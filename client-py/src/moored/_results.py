@@ -363,8 +363,8 @@ _FILES = {RAW_VIDEO: MP4, WAV: FLAC}
 class Gathered:
     """What the events of a job have brought so far."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
-        self._bounds = bounds or Bounds()
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
         self.job_id = ""
         self.done: Done | None = None
         self._latents: dict[int, LatentInfo] = {}

@@ -292,11 +292,7 @@ class _Events(_Reading[Event], Generic[R]):
     """What both kinds of event stream know of their job."""
 
     def __init__(
-        self,
-        call: Any,
-        endpoint: str,
-        finish: Callable[[Gathered], R],
-        bounds: Bounds | None = None,
+        self, call: Any, endpoint: str, finish: Callable[[Gathered], R], bounds: Bounds
     ) -> None:
         super().__init__(call, endpoint)
         self._gathered = Gathered(bounds)

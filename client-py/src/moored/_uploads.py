@@ -93,8 +93,8 @@ _NOT_DECODED = (
 _ID3_HEAD_BYTES, _ID3_HAS_FOOT = 10, 0x10
 
 
-def _behind_id3(head: bytes) -> int:
-    """How long the ID3v2 tag is that a file begins with (ID3v2.4.0, section 3.1); 0: none."""
+def _id3_tag_bytes(head: bytes) -> int:
+    """The size of the ID3v2 tag that a file begins with (ID3v2.4.0, section 3.1); 0: none."""
     if not head.startswith(b"ID3") or len(head) < _ID3_HEAD_BYTES:
         return 0
     length = 0
@@ -103,9 +103,9 @@ def _behind_id3(head: bytes) -> int:
     return length + _ID3_HEAD_BYTES * (2 if head[5] & _ID3_HAS_FOOT else 1)
 
 
-def _behind_tag(behind: bytes, head: bytes) -> bytes:
+def _head_after_tag(after: bytes, head: bytes) -> bytes:
     """The beginning of a FLAC after its tag; the tag itself of anything else, as an MP3 has it."""
-    return behind if behind.startswith(b"fLaC") else head
+    return after if after.startswith(b"fLaC") else head
 
 
 class Upload(Iterator[generation_pb2.MediaChunk]):
@@ -188,10 +188,10 @@ def _of_file(media: Any, media_type: str | None, format: Any) -> Upload:
     check_regular(path)
     with path.open("rb") as file:
         head, size = file.read(_HEAD_BYTES), os.fstat(file.fileno()).st_size
-        if tag := _behind_id3(head):
+        if tag := _id3_tag_bytes(head):
             file.seek(tag)
-            head = _behind_tag(file.read(_HEAD_BYTES), head)
-    if not size and path.is_file():
+            head = _head_after_tag(file.read(_HEAD_BYTES), head)
+    if not size:
         raise refused("media", f"{os.fspath(path)} is empty: it has 0 bytes")
     found = _type_of(head, media_type, format, path.suffix.lower(), os.fspath(path))
     return _upload(found, format, size, _pieces_of_file(path))
@@ -203,8 +203,8 @@ def _of_bytes(media: Any, media_type: str | None, format: Any) -> Upload:
     if not len(data):
         raise refused("media", "is empty: it has 0 bytes")
     head = bytes(data[:_HEAD_BYTES])
-    if tag := _behind_id3(head):
-        head = _behind_tag(bytes(data[tag : tag + _HEAD_BYTES]), head)
+    if tag := _id3_tag_bytes(head):
+        head = _head_after_tag(bytes(data[tag : tag + _HEAD_BYTES]), head)
     found = _type_of(head, media_type, format, "", "media")
     return _upload(found, format, len(data), _pieces_of(data))
 

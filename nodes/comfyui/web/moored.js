@@ -56,7 +56,7 @@ app.registerExtension({
     {
       id: "moored.token_file",
       name: "Token file",
-      tooltip: "Name of a file with the service's token, in the folder moored of ComfyUI's user directory. Empty: MOORED_TOKEN_FILE, else none.",
+      tooltip: "Name of a file with the service's token, in the folder moored of ComfyUI's user directory. Empty: the token of MOORED_TOKEN_FILE, sent to the service of MOORED_ENDPOINT alone.",
       category: ["moored", "Service", "token_file"],
       sortOrder: 2,
       type: "text",
