@@ -129,12 +129,12 @@ def test_a_timeout_seen_first_by_the_service_is_a_deadline(service: Service, ask
 
 
 def test_a_message_has_nothing_that_a_terminal_obeys(service: Service, ask: Ask) -> None:
-    said = "There is no \x1b]0;owned\x07\u202e model."
+    said = "There is no \x1b]0;owned\x07\u202e model\nA LINE."
     service.on("GetStatus", lambda request, context: context.abort(grpc.StatusCode.NOT_FOUND, said))
     with pytest.raises(moored.MooredError, match="owned") as caught:
         ask("status")
     for text in (str(caught.value), caught.value.message):
-        assert text == "There is no \\x1b]0;owned\\x07\\u202e model."
+        assert text == "There is no \\x1b]0;owned\\x07\\u202e model\\nA LINE."
 
 
 def test_error_details_of_another_domain_raise_a_plain_error(service: Service, ask: Ask) -> None:

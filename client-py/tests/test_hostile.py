@@ -51,6 +51,19 @@ def test_a_film_that_is_announced_takes_memory_as_it_comes(service: Service, ask
     assert ask("generate_video", "x").films == ()
 
 
+def test_the_results_of_a_call_have_a_bound_in_all(
+    service: Service, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moored._bounds._MOST_BYTES", 5)
+    names = ("a", "b", "c")
+    tracks = [
+        piece for name in names for piece in pieces(b"xx", media_type="audio/flac", track=name)
+    ]
+    service.on("GenerateAudio", [accepted(), *tracks, done()])
+    with pytest.raises(moored.InternalError, match="more than 5 bytes"):
+        ask("generate_audio", "x")
+
+
 def endless(message: Any) -> Any:
     def answer(request: Any, context: Any) -> Iterator[Any]:
         yield from map(message, itertools.count())

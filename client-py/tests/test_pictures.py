@@ -164,3 +164,10 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str) -
         picture_bytes(tmp_path / name, "init_image")
     with pytest.raises(OSError, match="no regular file"):
         moored.read_recipe(tmp_path / name)
+
+
+def test_the_recipe_of_a_damaged_picture_is_refused(tmp_path: Path, png: bytes) -> None:
+    for name, data in {"cut": png[: len(png) // 2], "text": b"no picture", "empty": b""}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(moored.InvalidRequest, match=rf"path: .*{name} is no picture"):
+            moored.read_recipe(tmp_path / name)

@@ -94,7 +94,8 @@ def test_a_signal_lets_running_jobs_finish(simulate: Simulate, sign: signal.Sign
 
 def test_state_is_private_and_workers_have_no_secrets(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    secrets = {"HF_TOKEN": "hub-5e1f", "MOORED_TOKEN_FILE": "/nowhere/token-5e1f"}
+    names = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "AWS_SECRET_ACCESS_KEY", "MOORED_TOKEN_FILE")
+    secrets = {name: "/nowhere/secret-5e1f" for name in names}
     before = os.umask(0)
     try:
         service = Service(state=state, environment=clean_environment() | secrets)

@@ -10,7 +10,7 @@ from ._events import Artifact
 
 # How much larger than its pixels or samples an encoded file may be, with the recipe in it.
 _FILE_FACTOR, _FILE_BYTES = 2, 16 * 1024 * 1024
-# Of a result whose size was left to the model: above all that a model makes.
+# Of a result whose size was left to the model, and of all of a call: above all that a model makes.
 _MOST_BYTES = 64 * 1024**3
 _MOST_SIDE = 16_384
 _MOST_CHANNELS = 8
@@ -43,6 +43,12 @@ class Bounds:
         """Refuses more tracks than items can have."""
         if number > self.items * _MOST_TRACKS:
             raise InternalError(f"The service sent more than {number - 1} tracks")
+
+    @staticmethod
+    def check_bytes(came: int) -> None:
+        """Refuses more bytes than all results of a call can have."""
+        if came > _MOST_BYTES:
+            raise InternalError(f"The service sent more than {_MOST_BYTES} bytes of results")
 
     def most_bytes(self, first: Artifact) -> int:
         """The most that an artifact may have in all, by its first piece."""

@@ -101,6 +101,11 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 """What a terminal may obey: control characters, and those that set the direction of text."""
 
 
+def _one_line(text: str) -> str:
+    """A text of the service as one line: parts of it are names that others gave."""
+    return text.replace("\n", "\\n").replace("\t", "\\t")
+
+
 def _plain(text: str) -> str:
     """A message with what a terminal would obey escaped: parts of it are names that others gave."""
     return _OBEYED.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
@@ -158,6 +163,15 @@ class MooredError(Exception):
 
 class InvalidRequest(MooredError):
     """A field of the request is wrong: see `violations`."""
+
+
+def refused(option: str, problem: str) -> InvalidRequest:
+    """The error for an argument that cannot be used."""
+    return InvalidRequest(
+        f"{option}: {problem}",
+        reason="INVALID_REQUEST",
+        violations=[Violation(option, problem)],
+    )
 
 
 class ModelNotFound(MooredError):
@@ -416,7 +430,7 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
     """The exception for what gRPC raised; `begun` once the service had answered with something."""
     # Both kinds of RpcError that a call raises are calls too; the base class alone says nothing.
     call: Any = error
-    code, text = call.code(), call.details() or ""
+    code, text = call.code(), _one_line(call.details() or "")
     for key, value in call.trailing_metadata() or ():
         if key == DETAILS_KEY:
             detailed = _from_details(value, text)
@@ -448,23 +462,25 @@ def error_of_segment(failed: generation_pb2.SegmentFailed, job_id: str) -> Moore
     kind = BY_REASON.get(failed.reason) or codes.get(failed.code, MooredError)
     if failed.reason == "SUPERSEDED":  # of no call, and so not among the reasons
         kind = Superseded
-    message = failed.message or failed.reason or f"Segment {failed.segment} failed"
+    message = _one_line(failed.message or failed.reason or f"Segment {failed.segment} failed")
     error = kind(
         _as_options(message) if failed.problems else message,
         reason=failed.reason,
-        violations=[
-            Violation(_as_options(one.field), _as_options(one.description))
-            for one in failed.problems
-        ],
+        violations=[_violation(one) for one in failed.problems],
     )
     error.job_id = job_id
     return error
 
 
+def _violation(said: Any) -> Violation:
+    """A field's fault as the service says it, by the name of its option."""
+    return Violation(_as_options(_one_line(said.field)), _as_options(_one_line(said.description)))
+
+
 def _from_details(value: bytes, text: str) -> MooredError | None:
     """The exception that a `google.rpc.Status` describes; None when it is not one of ours."""
     info, retry_after_s, shortfall = None, None, None
-    violations: list[Violation] = []
+    violations: list[Any] = []
     try:
         status = rpc_pb2.Status.FromString(value)
         for detail in status.details:
@@ -475,8 +491,7 @@ def _from_details(value: bytes, text: str) -> MooredError | None:
                 delay = rpc_pb2.RetryInfo.FromString(detail.value).retry_delay
                 retry_after_s = delay.seconds + delay.nanos / 1e9
             elif name == "google.rpc.BadRequest":
-                bad = rpc_pb2.BadRequest.FromString(detail.value)
-                violations = [Violation(one.field, one.description) for one in bad.field_violations]
+                violations = list(rpc_pb2.BadRequest.FromString(detail.value).field_violations)
             elif name == "moored.v1.MemoryShortfall":
                 short = errors_pb2.MemoryShortfall.FromString(detail.value)
                 shortfall = mirror(MemoryShortfall, short)
@@ -484,17 +499,14 @@ def _from_details(value: bytes, text: str) -> MooredError | None:
         return None
     if info is None or info.domain != DOMAIN:
         return None
-    message = _as_calls(text or status.message or info.reason)
+    message = _as_calls(text or _one_line(status.message or info.reason))
     if violations:
         message = _as_options(message)
-        violations = [
-            Violation(_as_options(v.field), _as_options(v.description)) for v in violations
-        ]
     return BY_REASON.get(info.reason, MooredError)(
         message,
         reason=info.reason,
         retry_after_s=retry_after_s,
-        violations=violations,
+        violations=[_violation(one) for one in violations],
         shortfall=shortfall,
         metadata=dict(info.metadata),
     )

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from ._errors import InvalidRequest, Violation
+from ._errors import refused
 from ._events import Preview
 from ._extras import numpy, pillow
 from ._files import PICTURE_BYTES, read_regular
@@ -95,15 +95,6 @@ def _some(data: bytes, option: str, problem: str) -> bytes:
     if not data:
         raise refused(option, problem)
     return data
-
-
-def refused(option: str, problem: str) -> InvalidRequest:
-    """The error for an argument that cannot be sent."""
-    return InvalidRequest(
-        f"{option}: {problem}",
-        reason="INVALID_REQUEST",
-        violations=[Violation(option, problem)],
-    )
 
 
 def _png(image: Any) -> bytes:

@@ -365,6 +365,7 @@ class Gathered:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
+        self._bytes = 0
         self.job_id = ""
         self.done: Done | None = None
         self._latents: dict[int, LatentInfo] = {}
@@ -411,6 +412,7 @@ class Gathered:
             whole = {key: one for key, one in self._assemblies.items() if one.whole is not None}
             self._assemblies = whole
             self._files.clear()
+            self._bytes = 0
         elif isinstance(event, Artifact):
             self._add_piece(event)
         elif isinstance(event, LatentKept):
@@ -422,6 +424,8 @@ class Gathered:
     def _add_piece(self, piece: Artifact) -> None:
         # Pieces of several artifacts, and of several tracks of one, may be interleaved.
         self._bounds.check_item(piece.index, "result")
+        self._bytes += len(piece.chunk)
+        self._bounds.check_bytes(self._bytes)
         key = (piece.index, piece.track)
         assembly = self._files.get(key) or self._assemblies.get(key)
         if assembly is None or assembly.whole is not None:

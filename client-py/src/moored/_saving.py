@@ -24,6 +24,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ._errors import refused
 from ._extras import pillow
 from ._files import check_regular
 
@@ -87,7 +88,7 @@ def _named(beside: Path, target: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def refused(path: str | os.PathLike[str]) -> FileExistsError:
+def already_there(path: str | os.PathLike[str]) -> FileExistsError:
     """The error for a file that is there."""
     return FileExistsError(
         f"{os.fspath(path)} exists already: choose another name, or replace it by overwrite=True"
@@ -251,7 +252,7 @@ class WavWriter:
         try:
             self._file = Path(path).open("wb" if overwrite else "xb")  # noqa: SIM115
         except FileExistsError:
-            raise refused(path) from None
+            raise already_there(path) from None
         self._wave = wave.open(self._file, "wb")  # noqa: SIM115
         self._wave.setparams((channels, 2, sample_rate, 0, "NONE", ""))
         self._most_bytes = _WAV_BYTES - _WAV_BYTES % (2 * channels)
@@ -300,11 +301,17 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
             return recipe_in({"recipe": _wav_comment_in(file)})
         if head[:4] == b"fLaC":
             return recipe_in({"recipe": _flac_comment_in(file)})
-    with pillow().open(path) as image:
-        image.load()
-        text = image.info.get(KEYWORD)
-        if text is None:
-            text = _note_in(image)
+    opened = pillow()
+    try:
+        with opened.open(path) as image:
+            image.load()
+            text = image.info.get(KEYWORD)
+            if text is None:
+                text = _note_in(image)
+    except (OSError, SyntaxError, ValueError, opened.DecompressionBombError) as problem:
+        raise refused(
+            "path", f"{os.fspath(path)} is no picture that can be read, or a damaged one: {problem}"
+        ) from None
     return recipe_in({"recipe": text})
 
 

@@ -8,12 +8,13 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
+from ._errors import refused
 from ._extras import numpy
 from ._files import check_regular
 from ._generated import events_pb2, generation_pb2
 from ._latents import CHUNK_BYTES, Latent
 from ._media import FLAC, PNG, RAW_AUDIO, RAW_VIDEO, WAV, Film, Frame, Picture, Track
-from ._pictures import is_array, picture_bytes, refused
+from ._pictures import is_array, picture_bytes
 from ._records import AudioTrackFormat, ImageFormat, LatentInfo, MediaInfo, VideoFormat
 from ._results import AudioResult, ImageResult, LatentResult, VideoResult
 

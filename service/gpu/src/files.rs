@@ -2,7 +2,7 @@
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -59,16 +59,28 @@ impl From<Metadata> for FileStamp {
 /// Makes a folder that only this user may open, whatever the umask. One that is there stays as it is.
 ///
 /// # Errors
-/// What the system said.
+/// What the system said; [`io::ErrorKind::PermissionDenied`] for a folder that is there and in which every user may write: they could
+/// put their files in place of ours.
 pub fn create_private_folder(folder: &Path) -> io::Result<()> {
     if let Some(above) = folder.parent() {
         fs::create_dir_all(above)?;
     }
     match DirBuilder::new().mode(0o700).create(folder) {
-        Err(problem) if problem.kind() == io::ErrorKind::AlreadyExists && folder.is_dir() => Ok(()),
+        Err(problem) if problem.kind() == io::ErrorKind::AlreadyExists && folder.is_dir() => {
+            match fs::metadata(folder)?.permissions().mode() & WRITTEN_BY_ALL {
+                0 => Ok(()),
+                _ => Err(io::Error::new(
+                    io::ErrorKind::PermissionDenied,
+                    "every user may write in it: name a folder of your own, or take that right away (chmod o-w)",
+                )),
+            }
+        }
         made => made,
     }
 }
+
+/// The right of all users to write, in the mode of a file.
+const WRITTEN_BY_ALL: u32 = 0o002;
 
 /// Opens a file to write it, or makes one that only this user may read, whatever the umask. Nothing is written through a link.
 ///
@@ -100,8 +112,6 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
-
     use super::*;
 
     #[test]
@@ -112,6 +122,11 @@ mod tests {
         create_private_folder(&own).unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!(mode(&own), 0o700);
+        fs::set_permissions(&own, fs::Permissions::from_mode(0o777)).unwrap();
+        let refused = create_private_folder(&own).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+        fs::set_permissions(&own, fs::Permissions::from_mode(0o755)).unwrap();
+        create_private_folder(&own).unwrap();
         let file = own.join("file");
         open_private(&file).unwrap();
         assert_eq!(mode(&file), 0o600);

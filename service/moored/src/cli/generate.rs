@@ -207,6 +207,7 @@ impl Order {
         }
         if !json {
             screen::note(&summary(done));
+            approximations(done).for_each(|told| screen::note(&told));
             if let Some(attention) = attention(&done.stages) {
                 screen::detail(&format!("attention: {attention}"));
             }
@@ -397,16 +398,18 @@ pub(super) fn summary(done: &v1::Done) -> String {
         }
         parts.push(part);
     }
-    let mut line = format!(
+    format!(
         "seed {}, {}: {}",
         done.seed,
         seconds(done.total_ms),
         parts.join(", ")
-    );
-    for approximation in &done.approximations {
-        line += &format!("\napproximate: {approximation}");
-    }
-    line
+    )
+}
+
+/// A line for each way in which a result is not computed as the reference does.
+fn approximations(done: &v1::Done) -> impl Iterator<Item = String> {
+    let said = done.approximations.iter();
+    said.map(|approximation| format!("approximate: {approximation}"))
 }
 
 /// The implementation of attention, by stage where the stages differ.

@@ -41,6 +41,7 @@ use exit::Exit;
 use interrupt::Second;
 
 use crate::config::{Config, DEFAULTS};
+use crate::shown::one_line;
 use crate::{process, serve, telemetry};
 
 /// Timeout of ending threads when a command ends.
@@ -89,19 +90,19 @@ pub(crate) enum CliError {
     #[error("{0} is there already: --force overwrites it, -o FILE names another")]
     Exists(String),
     /// There is no such model.
-    #[error("{0}")]
+    #[error("{}", one_line(.0))]
     NoModel(String),
     /// The arguments are invalid.
     #[error("{0}")]
     Usage(String),
     /// The command failed for another reason.
-    #[error("{0}")]
+    #[error("{}", one_line(.0))]
     Failed(String),
     /// The planned request can never run on this card.
-    #[error("{0}")]
+    #[error("{}", one_line(.0))]
     DoesNotFit(String),
     /// The planned request cannot run now.
-    #[error("{0}")]
+    #[error("{}", one_line(.0))]
     NotNow(String),
     /// Ctrl-C, or SIGTERM.
     #[error("{0}")]
@@ -151,7 +152,7 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
     let verbosity = arguments.verbosity();
     screen::set_verbosity(verbosity);
     match &arguments.command {
-        Command::Config { defaults: true, .. } => return screen::text(DEFAULTS.trim_end()),
+        Command::Config { defaults: true, .. } => return screen::lines(DEFAULTS.trim_end()),
         Command::Completions { shell } => return shell::completions(*shell),
         Command::Man { folder } => return shell::manual(folder.as_deref()),
         _ => {}

@@ -18,7 +18,7 @@ const TRACK_NAME_BYTES: usize = 256;
 const MOST_SIDE: u32 = 16_384;
 /// What a file may have beside its pixels or samples, its recipe above all.
 const FILE_BYTES: u64 = 16 << 20;
-/// Most bytes of a result whose size was left to the model.
+/// Most bytes of a result whose size was left to the model, and of all results of a call.
 const RESULT_BYTES: u64 = 64 << 30;
 
 /// What may come for a request.
@@ -92,6 +92,8 @@ pub(super) struct Arrived {
 pub(super) struct Results {
     bounds: Bounds,
     arrived: BTreeMap<(u32, String), Arrived>,
+    /// Bytes that came.
+    bytes: u64,
 }
 
 impl Results {
@@ -99,7 +101,7 @@ impl Results {
     pub(super) fn within(bounds: Bounds) -> Results {
         Results {
             bounds,
-            arrived: BTreeMap::new(),
+            ..Results::default()
         }
     }
 
@@ -147,6 +149,10 @@ impl Results {
         }
         let added = result.covered.add_once(start..end);
         added.map_err(|twice| format!("{of} is damaged: {twice}"))?;
+        self.bytes += end - start;
+        if self.bytes > RESULT_BYTES {
+            return Err(format!("the results have more than {RESULT_BYTES} bytes in all"));
+        }
         if !chunk.chunk.is_empty() {
             result.chunks.insert(start, chunk.chunk);
         }
@@ -293,6 +299,17 @@ mod tests {
             ..chunk(None, b"a")
         });
         assert!(refused(&mut large).unwrap().contains("are the most"));
+    }
+
+    #[test]
+    fn the_results_of_a_call_have_a_bound_in_all() {
+        let mut results = Results {
+            bytes: RESULT_BYTES - 1,
+            ..Results::within(ONE)
+        };
+        results.add(chunk(None, b"a")).unwrap();
+        let refused = results.add(chunk(None, b"a")).unwrap_err();
+        assert!(refused.contains("in all"), "{refused}");
     }
 
     #[test]

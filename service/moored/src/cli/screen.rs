@@ -11,8 +11,13 @@ use super::arguments::Verbosity;
 use super::{CliError, interrupt};
 use crate::shown;
 
-/// Prints lines on standard output.
+/// Prints a line on standard output. A line break in it is escaped: it is of a name that others gave.
 pub(super) fn text(text: &str) -> Result<(), CliError> {
+    Ok(writeln!(std::io::stdout(), "{}", shown::one_line(text))?)
+}
+
+/// Prints several lines of our own on standard output.
+pub(super) fn lines(text: &str) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{}", shown::lines(text))?)
 }
 
@@ -65,14 +70,14 @@ fn told(line: impl std::fmt::Display) {
 /// Prints a line on standard error, unless `--quiet` is given.
 pub(super) fn note(text: &str) {
     if verbosity() > Verbosity::Quiet {
-        told(shown::lines(text));
+        told(shown::one_line(text));
     }
 }
 
 /// Prints a line on standard error, if `--verbose` is given.
 pub(super) fn detail(text: &str) {
     if verbosity() > Verbosity::Normal {
-        told(shown::lines(text));
+        told(shown::one_line(text));
     }
 }
 
@@ -83,7 +88,7 @@ pub(super) fn can_ask(json: bool) -> bool {
 
 /// Asks a question on standard error; true for a yes. A signal ends the wait with an error.
 pub(super) async fn confirm(question: &str) -> Result<bool, CliError> {
-    write!(std::io::stderr(), "{} [y/N] ", shown::lines(question))?;
+    write!(std::io::stderr(), "{} [y/N] ", shown::one_line(question))?;
     std::io::stderr().flush()?;
     let answer = interrupt::or(answer()).await?;
     Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
@@ -110,11 +115,8 @@ pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliE
     };
     let rows: Vec<Vec<String>> = rows.into_iter().map(cells).collect();
     if !std::io::stdout().is_terminal() {
-        text(&heading.join("\t"))?;
-        for row in rows {
-            text(&row.join("\t"))?;
-        }
-        return Ok(());
+        lines(&heading.join("\t"))?;
+        return rows.iter().try_for_each(|row| lines(&row.join("\t")));
     }
     let mut table = Table::new();
     table
@@ -124,7 +126,7 @@ pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliE
     for row in rows {
         table.add_row(row);
     }
-    text(&table.to_string())
+    lines(&table.to_string())
 }
 
 /// Prints the error that the program ends with.

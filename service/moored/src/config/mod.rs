@@ -406,18 +406,49 @@ fn account() -> Option<String> {
     })
 }
 
-/// Whether a variable has a secret, or says where one is.
-fn is_secret(name: &str) -> bool {
-    matches!(name, "HF_TOKEN" | "HUGGING_FACE_HUB_TOKEN" | "HF_TOKEN_PATH")
-        || (name.starts_with("MOORED_") && name.contains("TOKEN"))
+/// Variables that the libraries of a worker read, or names that begin as theirs do: the loader, the allocator, the driver, and the
+/// libraries of its maker. Whatever else is in the environment may be a secret, and a worker parses files of strangers.
+const OF_WORKERS: [&str; 27] = [
+    "PATH",
+    "HOME",
+    "USER",
+    "LANG",
+    "LC_",
+    "TZ",
+    "TMPDIR",
+    "XDG_CACHE_HOME",
+    "LD_",
+    "GLIBC_TUNABLES",
+    "MALLOC_",
+    "RUST_",
+    "RAYON_",
+    "OMP_",
+    "CUDA_",
+    "CUDNN_",
+    "CUBLAS_",
+    "CUBLASLT_",
+    "NVIDIA_",
+    "NSYS_",
+    "NVTX_",
+    "CANDLE_",
+    "ASAN_",
+    "LSAN_",
+    "UBSAN_",
+    "LLVM_",
+    "NO_COLOR",
+];
+
+/// Whether a worker gets a variable: those that end with `_` above are the beginnings of names.
+fn is_of_workers(name: &str) -> bool {
+    OF_WORKERS.iter().any(|known| match known.ends_with('_') {
+        true => name.starts_with(known),
+        false => name == *known,
+    })
 }
 
-/// Variables of this process with secrets in them, which no worker needs.
-pub(crate) fn secret_variables() -> Vec<std::ffi::OsString> {
-    let names = std::env::vars_os().map(|(name, _)| name);
-    names
-        .filter(|name| name.to_str().is_some_and(is_secret))
-        .collect()
+/// The variables of this process that its workers get.
+pub(crate) fn variables_of_workers() -> impl Iterator<Item = (std::ffi::OsString, std::ffi::OsString)> {
+    std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_of_workers))
 }
 
 /// Settings with short names, which the Python client reads too.

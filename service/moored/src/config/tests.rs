@@ -301,14 +301,22 @@ fn insecure_token_takes_1_for_true() {
 }
 
 #[test]
-fn variables_with_secrets_are_known() {
-    for secret in [
-        "HF_TOKEN",
-        "MOORED_TOKEN_FILE",
-        "MOORED_SERVICE_TOKEN_FILE",
-        "HUGGING_FACE_HUB_TOKEN",
+fn a_worker_gets_what_its_libraries_read_and_nothing_else() {
+    for needed in [
+        "PATH",
+        "LD_LIBRARY_PATH",
+        "CUDA_VISIBLE_DEVICES",
+        "RUST_BACKTRACE",
     ] {
-        assert!(is_secret(secret), "{secret}");
+        assert!(is_of_workers(needed), "{needed}");
     }
-    assert!(!is_secret("PATH") && !is_secret("MOORED_ENDPOINT") && !is_secret("HF_HOME"));
+    for other in [
+        "HF_TOKEN",
+        "HUGGINGFACE_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "MOORED_TOKEN_FILE",
+        "PATHS",
+    ] {
+        assert!(!is_of_workers(other), "{other}");
+    }
 }

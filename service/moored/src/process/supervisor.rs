@@ -381,9 +381,7 @@ fn widen(pipe: &impl AsFd) {
 /// reaches the supervisor alone, which then drains.
 fn spawn() -> std::io::Result<Child> {
     let mut worker = tokio::process::Command::new(std::env::current_exe()?);
-    for secret in config::secret_variables() {
-        worker.env_remove(secret); // a worker parses files of strangers
-    }
+    worker.env_clear().envs(config::variables_of_workers());
     worker
         .arg("worker")
         .stdin(Stdio::piped())
