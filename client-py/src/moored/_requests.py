@@ -725,7 +725,7 @@ def decode_request(
         model=model_of(model),
         latent_id=latent_id(latent),
         output=output_of(output),
-        film_output=film_output_of(film_output),
+        film_output=film_output_of(film_output or _OUTPUTS["GenerateVideoRequest"]),
         options=options,
     )
 

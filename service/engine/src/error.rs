@@ -159,7 +159,7 @@ pub enum Error {
     )]
     NeverFits(Box<Shortfall>),
     /// The patience for foreign or late memory is exhausted.
-    #[error("{} needs {} and {} are free: memory is held by others; try again, or allow_low_memory", .0.stage, .0.needed, .0.free)]
+    #[error("{} needs {} and {} are free: others hold the rest; try again later", .0.stage, .0.needed, .0.free)]
     MemoryTaken(Box<Shortfall>),
     /// Out of memory in a stage, despite admission.
     #[error("out of memory in {}, which was predicted to need {}", .0.stage, .0.needed)]

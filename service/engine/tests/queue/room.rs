@@ -447,6 +447,27 @@ async fn making_room_for_other_programs_blocks_orders() {
     let asking = queue.clone();
     let reserve = tokio::spawn(async move {
         asking
+            .reserve("sim:0", Bytes::gib(22), Duration::from_secs(60), "".into())
+            .await
+    });
+    let Wire::Command(Command::MakeRoom { id, .. }) = worker.next().await else {
+        panic!()
+    };
+    let answer = Answer::Unloaded {
+        freed: Vec::new(),
+        kept: Vec::new(),
+        short: Bytes::gib(2),
+    };
+    worker.say(engine::messages::Event::Answer { id, answer });
+    let Err(Error::MemoryTaken(shortfall)) = reserve.await.unwrap() else {
+        panic!("there are 20 GiB")
+    };
+    let offered = shortfall.fallbacks.iter().map(|fallback| &fallback.change.to);
+    assert!(offered.eq([&ChangedTo::Bytes(Bytes::gib(20))]));
+
+    let asking = queue.clone();
+    let reserve = tokio::spawn(async move {
+        asking
             .reserve("sim:0", Bytes::gib(60), Duration::from_secs(60), "".into())
             .await
     });
@@ -459,11 +480,10 @@ async fn making_room_for_other_programs_blocks_orders() {
         short: Bytes::gib(40),
     };
     worker.say(engine::messages::Event::Answer { id, answer });
-    let Err(Error::MemoryTaken(shortfall)) = reserve.await.unwrap() else {
-        panic!("there are 24 GiB")
+    let Err(Error::NeverFits(shortfall)) = reserve.await.unwrap() else {
+        panic!("the card has 24 GiB")
     };
-    let offered = shortfall.fallbacks.iter().map(|fallback| &fallback.change.to);
-    assert!(offered.eq([&ChangedTo::Bytes(Bytes::gib(20))]));
+    assert!(shortfall.capacity <= Bytes::gib(24));
 
     let asking = queue.clone();
     let trim = tokio::spawn(async move { asking.trim("").await });

@@ -9,6 +9,7 @@ use residency::Bytes;
 use serde_json::json;
 
 use super::connection::Connection;
+use super::pull::decimal;
 use super::{CliError, screen};
 use crate::config::{CardSettings, Config};
 use crate::grpc::policy_name;
@@ -23,12 +24,13 @@ struct Finding {
     found: String,
 }
 
-/// Checks the cards, the state folder, the models and the service. Fails when a check does.
+/// Checks the cards, the state folder, the folder of downloads, the models and the service. Fails when a check does.
 pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
     let mut findings = Vec::new();
     findings.extend(cards(&config).await);
     findings.push(libraries());
     findings.push(state_folder(&config));
+    findings.push(cache_folder(&config));
     findings.extend(models(&config).await);
     findings.push(service(&config).await);
     for finding in &findings {
@@ -207,6 +209,21 @@ fn state_folder(config: &Config) -> Finding {
                 found,
             }
         }
+    }
+}
+
+/// The space that is free for downloads, in the folder or in what is there of those above it.
+fn cache_folder(config: &Config) -> Finding {
+    let folder = &config.hub.cache;
+    let there = folder.ancestors().find(|folder| folder.exists());
+    let free = fs4::available_space(there.unwrap_or(folder));
+    Finding {
+        well: free.is_ok(),
+        what: "cache",
+        found: match free {
+            Ok(bytes) => format!("{}, {} free for downloads", folder.display(), decimal(bytes)),
+            Err(problem) => format!("{}: {problem}; hub.cache names another folder", folder.display()),
+        },
     }
 }
 

@@ -96,7 +96,7 @@ fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
             let value = entries.get(&Yaml::String(name.to_owned()));
             value.and_then(Yaml::as_str)
         };
-        let base = installation.join(text_of("base_path").map(at_home).unwrap_or_default());
+        let base = installation.join(text_of("base_path").map(expanded).unwrap_or_default());
         let is_default = entries.get(&Yaml::String("is_default".to_owned()));
         let is_default = is_default.and_then(Yaml::as_bool).unwrap_or_default();
         for (name, value) in entries {
@@ -105,17 +105,17 @@ fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
                 continue;
             };
             let folders = lines.lines().map(str::trim).filter(|line| !line.is_empty());
-            further.extend(folders.map(|folder| ((meaning, base.join(at_home(folder))), is_default)));
+            further.extend(folders.map(|folder| ((meaning, base.join(expanded(folder))), is_default)));
         }
     }
     Ok(further)
 }
 
-/// A path as people write it, with their home for `~`.
-fn at_home(path: &str) -> PathBuf {
-    let rest = path.strip_prefix("~/");
-    let home = rest.and_then(|rest| Some(config::home_folder()?.join(rest)));
-    home.unwrap_or_else(|| PathBuf::from(path))
+/// A path as people write it, with their home for `~` and variables for `$NAME` and `${NAME}`. What is not set stays as it is.
+fn expanded(path: &str) -> PathBuf {
+    let home = || config::home_folder()?.into_os_string().into_string().ok();
+    let variable = |name: &str| std::env::var(name).ok();
+    PathBuf::from(&*shellexpand::full_with_context_no_errors(path, home, variable))
 }
 
 #[cfg(test)]
@@ -132,7 +132,8 @@ mod tests {
              a111:\n    base_path: /srv/webui/\n    loras: |\n         models/Lora\n         models/LyCORIS\n    \
              vae: models/VAE\n    unet: /else/where\n\
              mine:\n    base_path: shared\n    is_default: true\n    diffusion_models: transformers\n    controlnet: nets\n\
-             empty:\n",
+             empty:\n\
+             variables:\n    base_path: ${CARGO_MANIFEST_DIR}\n    loras: $NO_SUCH_VARIABLE/loras\n",
         )
         .unwrap();
         let (places, problem) = places(folder.path());
@@ -141,6 +142,8 @@ mod tests {
         assert!(has(Meaning::Loras, Path::new("/srv/webui/models/Lora")));
         assert!(has(Meaning::Loras, Path::new("/srv/webui/models/LyCORIS")));
         assert!(has(Meaning::Models, Path::new("/else/where")));
+        let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+        assert!(has(Meaning::Loras, &own.join("$NO_SUCH_VARIABLE/loras")));
         assert!(has(Meaning::ControlNets, &folder.path().join("shared/nets")));
         assert!(has(Meaning::Models, &folder.path().join("models/unet")));
         assert!(

@@ -206,15 +206,19 @@ impl Core {
             }
             Answer::Unloaded { short, .. } => {
                 let ledger = &self.cards[index].ledger;
-                Err(Error::MemoryTaken(Box::new(Shortfall {
+                let shortfall = Box::new(Shortfall {
                     stage: "reserve".into(),
                     needed: bytes,
                     free: bytes - short,
-                    capacity: ledger.total(),
+                    capacity: ledger.capacity(),
                     holders: ledger.holders(),
                     fallbacks: less_of(bytes - short),
                     smallest: None,
-                })))
+                });
+                Err(match bytes > ledger.capacity() {
+                    true => Error::NeverFits(shortfall),
+                    false => Error::MemoryTaken(shortfall),
+                })
             }
             Answer::Trimmed(_) => Err(Error::Internal(
                 "a worker trimmed when it was to make room".into(),
