@@ -271,7 +271,11 @@ impl Ledger {
             let bytes = reservation.bytes.min(untaken);
             untaken -= bytes;
             if bytes > Bytes::ZERO {
-                holders.push(ours(format!("reserved for {}", reservation.label), bytes));
+                let name = match reservation.label.as_str() {
+                    "" => "reserved".to_owned(),
+                    label => format!("reserved for {label}"),
+                };
+                holders.push(ours(name, bytes));
             }
         }
         if self.late > Bytes::ZERO {
