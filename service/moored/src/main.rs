@@ -5,16 +5,12 @@ mod catalogue;
 mod cli;
 mod config;
 mod durations;
-mod encoded;
-mod films;
 mod grpc;
 mod host;
 mod hub;
 mod locks;
 mod memory;
 mod models;
-mod panics;
-mod pictures;
 mod preload;
 mod process;
 mod proto;
@@ -23,7 +19,6 @@ mod sessions;
 mod shown;
 mod telemetry;
 mod threads;
-mod tracks;
 
 use std::process::ExitCode;
 
@@ -32,7 +27,7 @@ use std::process::ExitCode;
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 
 fn main() -> ExitCode {
-    panics::bound_reports();
+    media::panics::bound_reports();
     gpu::allocator::share_heaps(2);
     cli::run()
 }

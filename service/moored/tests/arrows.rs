@@ -5,7 +5,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 6] = ["residency", "gpu", "ops", "pipelines", "engine", "moored"];
+const CRATES: [&str; 7] = [
+    "residency",
+    "gpu",
+    "ops",
+    "pipelines",
+    "engine",
+    "media",
+    "moored",
+];
 
 /// The crates that each crate may import.
 fn allowed(name: &str) -> &'static [&'static str] {
@@ -15,7 +23,8 @@ fn allowed(name: &str) -> &'static [&'static str] {
         "ops" => &["gpu"],
         "pipelines" => &["ops", "gpu", "residency"],
         "engine" => &["pipelines", "gpu", "residency"],
-        "moored" => &["engine", "pipelines", "gpu", "residency"],
+        "media" => &["pipelines"],
+        "moored" => &["engine", "media", "pipelines", "gpu", "residency"],
         other => {
             panic!(
                 "{other} is a crate without allowed dependencies: add them here and in docs/ARCHITECTURE.md"

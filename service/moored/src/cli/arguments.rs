@@ -21,8 +21,8 @@ use super::{CliError, cards, version};
 use crate::catalogue::Makes;
 use crate::config::{ClientSettings, Config, Flags};
 use crate::models::Models;
-use crate::pictures::Recipe;
 use crate::proto::v1;
+use media::Recipe;
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
 #[derive(Debug, Parser)]

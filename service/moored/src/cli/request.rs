@@ -9,8 +9,8 @@ use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
 use crate::bounded;
 use crate::durations::millis;
-use crate::pictures::{self, Recipe};
 use crate::proto::v1;
+use media::Recipe;
 
 /// A request for a result of any medium.
 #[derive(Clone, Debug)]
@@ -471,7 +471,7 @@ fn text(path: &Path) -> Result<String, CliError> {
 }
 
 pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
-    pictures::recipe_of(&read(path)?).map_err(|problem| CliError::file(path, problem))
+    media::recipe_of(&read(path)?).map_err(|problem| CliError::file(path, problem))
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {

@@ -11,8 +11,8 @@ use track::{AskedTrack, seconds_of};
 use super::status::invalid;
 use super::stream::Encoding;
 use crate::catalogue::Makes;
-use crate::films::FilmFormat;
 use crate::proto::v1;
+use media::films::FilmFormat;
 
 /// The decoded start of a request.
 #[derive(Debug, Default)]

@@ -7,8 +7,8 @@ use bytes::Bytes;
 use pipelines::Clip;
 
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
-use crate::pictures::Recipe;
-use crate::threads::Caller;
+use crate::Caller;
+use crate::Recipe;
 
 /// Chunks of a file with their identifiers and lengths.
 const CHUNK_HEAD_BYTES: usize = 8;
@@ -22,7 +22,7 @@ const SOFTWARE: &[u8; 4] = b"ISFT";
 ///
 /// # Errors
 /// When the file exceeds the limit of the format, 4 GiB.
-pub(crate) fn header(format: TrackFormat, recipe: Option<&Recipe>) -> Result<Vec<u8>, String> {
+pub fn header(format: TrackFormat, recipe: Option<&Recipe>) -> Result<Vec<u8>, String> {
     let data = format.samples.saturating_mul(format.unit_bytes());
     let too_long = || TrackError::TooLongForWav(data).to_string();
     let data = u32::try_from(data).map_err(|_| too_long())?;

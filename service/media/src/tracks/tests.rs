@@ -2,7 +2,7 @@ use bytes::Bytes;
 use hound::{SampleFormat, WavSpec, WavWriter};
 
 use super::*;
-use crate::encoded::EncodedFile;
+use crate::EncodedFile;
 
 const STEREO: TrackFormat = TrackFormat {
     samples_per_second: 48_000,
@@ -138,7 +138,7 @@ fn the_recipe_is_in_both_kinds_of_files_and_can_be_left_out() {
     let json = serde_json::to_string(&recipe()).unwrap();
     for file in [flac(STEREO, &samples, Some(&recipe())), wav(Some(&recipe()))] {
         assert_eq!(recipe_of(&file).as_ref(), Some(&json));
-        assert_eq!(crate::pictures::recipe_of(&file).unwrap(), recipe());
+        assert_eq!(crate::recipe_of(&file).unwrap(), recipe());
         assert_eq!(read(&file).unwrap().data, bytes_of(&samples));
         // Cut anywhere, it is not read as something else.
         for cut in 0..600 {
@@ -148,7 +148,7 @@ fn the_recipe_is_in_both_kinds_of_files_and_can_be_left_out() {
     }
     for file in [flac(STEREO, &samples, None), wav(None)] {
         assert_eq!(recipe_of(&file), None);
-        let told = crate::pictures::recipe_of(&file).unwrap_err();
+        let told = crate::recipe_of(&file).unwrap_err();
         assert!(told.contains("no moored settings"), "{told}");
     }
     assert_eq!(wav(None).len(), 44 + 2 * samples.len());

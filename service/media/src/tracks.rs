@@ -9,11 +9,11 @@ mod wav;
 
 use pipelines::{Clip, MediaFormat};
 
-pub(crate) use flac::TrackFile;
-pub(crate) use wav::header as wav_header;
+pub use flac::TrackFile;
+pub use wav::header as wav_header;
 
-use crate::pictures::Recipe;
-use crate::threads::{Caller, Gone};
+use crate::Recipe;
+use crate::{Caller, Gone};
 
 /// Rates of tracks that are brought: from telephones to the best of sound cards. A model resamples, and may take fewer.
 const LEAST_SAMPLES_PER_SECOND: u32 = 8_000;
@@ -21,13 +21,13 @@ const MOST_SAMPLES_PER_SECOND: u32 = 192_000;
 /// Mono and stereo: more channels have an order that no model here knows.
 const MOST_CHANNELS: u32 = 2;
 /// Longest track that is brought, or asked for; a model may take less.
-pub(crate) const LONGEST_TRACK_SECONDS: u32 = 3600;
+pub const LONGEST_TRACK_SECONDS: u32 = 3600;
 /// Bytes of a sample of one channel: 16 bits, little-endian.
 const SAMPLE_BYTES: u64 = 2;
 
 /// Why a track is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum TrackError {
+pub enum TrackError {
     /// Not such a file, a damaged one, or of a kind that is not read.
     #[error("cannot be read as {what}: {problem}")]
     Unreadable { what: &'static str, problem: String },
@@ -82,16 +82,16 @@ impl From<Gone> for TrackError {
 
 /// What a track is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TrackFormat {
-    pub(crate) samples_per_second: u32,
-    pub(crate) channels: u32,
+pub struct TrackFormat {
+    pub samples_per_second: u32,
+    pub channels: u32,
     /// Of each channel.
-    pub(crate) samples: u64,
+    pub samples: u64,
 }
 
 impl TrackFormat {
     /// That of a track; `None` for another medium.
-    pub(crate) fn of(format: &MediaFormat) -> Option<TrackFormat> {
+    pub fn of(format: &MediaFormat) -> Option<TrackFormat> {
         match *format {
             MediaFormat::Audio {
                 samples_per_second,
@@ -110,7 +110,7 @@ impl TrackFormat {
     ///
     /// # Errors
     /// For people: no samples, too many, a rate or channels that no model takes.
-    pub(crate) fn check(&self) -> Result<(), TrackError> {
+    pub fn check(&self) -> Result<(), TrackError> {
         if self.samples == 0 {
             return Err(TrackError::Empty);
         }
@@ -153,7 +153,7 @@ impl TrackFormat {
 ///
 /// # Errors
 /// When it is no such file, or a track that no model takes; what `room` refuses with; and when the caller has gone.
-pub(crate) fn read_wav<E: From<TrackError>>(
+pub fn read_wav<E: From<TrackError>>(
     file: &bytes::Bytes,
     caller: &Caller,
     room: impl FnMut(u64) -> Result<(), E>,
@@ -166,7 +166,7 @@ pub(crate) fn read_wav<E: From<TrackError>>(
 ///
 /// # Errors
 /// As [`read_wav`].
-pub(crate) fn read_flac<E: From<TrackError>>(
+pub fn read_flac<E: From<TrackError>>(
     file: &[u8],
     caller: &Caller,
     room: impl FnMut(u64) -> Result<(), E>,
@@ -175,7 +175,7 @@ pub(crate) fn read_flac<E: From<TrackError>>(
 }
 
 /// Whether this is the start of a WAV or FLAC file.
-pub(crate) fn is_track(file: &[u8]) -> bool {
+pub fn is_track(file: &[u8]) -> bool {
     media_type(file).is_ok()
 }
 
@@ -183,7 +183,7 @@ pub(crate) fn is_track(file: &[u8]) -> bool {
 ///
 /// # Errors
 /// When it is none that is read: for people, what it is.
-pub(crate) fn media_type(file: &[u8]) -> Result<&'static str, TrackError> {
+pub fn media_type(file: &[u8]) -> Result<&'static str, TrackError> {
     if containers::without_id3(file).starts_with(flac::MARKER) {
         return Ok("audio/flac");
     }
@@ -194,7 +194,7 @@ pub(crate) fn media_type(file: &[u8]) -> Result<&'static str, TrackError> {
 }
 
 /// The recipe in a track's file, as JSON.
-pub(crate) fn recipe_of(file: &[u8]) -> Option<String> {
+pub fn recipe_of(file: &[u8]) -> Option<String> {
     match media_type(file).ok()? {
         "audio/flac" => flac::recipe_of(file),
         _ => wav::recipe_of(file),

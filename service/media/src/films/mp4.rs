@@ -11,7 +11,7 @@ use shiguredo_mp4::{BoxHeader, BoxSize, BoxType, Either, Encode as _, FixedPoint
 
 use super::h264::ParameterSets;
 use super::{FilmError, FilmFormat, Sample};
-use crate::pictures::Recipe;
+use crate::Recipe;
 
 /// The name of the only track.
 const TRACK: u32 = 1;
@@ -24,7 +24,7 @@ const METADATA: [&[u8; 4]; 4] = [b"moov", b"udta", b"meta", b"ilst"];
 const TEXT: u32 = 1;
 
 /// Whether this is the start of an MP4 file.
-pub(crate) fn is_mp4(file: &[u8]) -> bool {
+pub fn is_mp4(file: &[u8]) -> bool {
     file.get(4..8) == Some(b"ftyp")
 }
 
@@ -271,7 +271,7 @@ fn metadata(recipe: &Recipe) -> Result<UnknownBox, FilmError> {
 }
 
 /// The recipe in the metadata of a film; `None` where it has none.
-pub(crate) fn recipe_of(file: &[u8]) -> Option<&str> {
+pub fn recipe_of(file: &[u8]) -> Option<&str> {
     let inside = METADATA.iter().try_fold(file, |content, kind| {
         let inside = find(content, kind)?;
         // Metadata has a version and flags in front.

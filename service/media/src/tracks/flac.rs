@@ -12,10 +12,10 @@ use pipelines::Clip;
 
 use super::containers::{refusal, without_id3};
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
-use crate::encoded::EncodedFile;
+use crate::Caller;
+use crate::EncodedFile;
+use crate::Recipe;
 use crate::panics::caught;
-use crate::pictures::Recipe;
-use crate::threads::Caller;
 
 /// What a file begins with.
 pub(super) const MARKER: &[u8; 4] = b"fLaC";
@@ -139,7 +139,7 @@ pub(super) fn recipe_of(file: &[u8]) -> Option<String> {
 
 /// A track that is being encoded, from pieces in any order. It holds the encoded frames, and the samples of pieces that came
 /// before those in front of them.
-pub(crate) struct TrackFile {
+pub struct TrackFile {
     format: TrackFormat,
     writer: FlacSampleWriter<SharedWriter>,
     output: SharedWriter,
@@ -154,7 +154,7 @@ impl TrackFile {
     ///
     /// # Errors
     /// When FLAC has no such format: its limits are 8 channels and 1,048,575 samples a second.
-    pub(crate) fn new(format: TrackFormat, recipe: Option<&Recipe>) -> Result<TrackFile, TrackError> {
+    pub fn new(format: TrackFormat, recipe: Option<&Recipe>) -> Result<TrackFile, TrackError> {
         let failed = |problem: String| TrackError::Encoder(problem);
         // Trying every way to join two channels takes twice the time, and saves a hundredth of the bytes.
         let mut options = Options::default().no_padding().fast_channel_correlation(true);
@@ -186,7 +186,7 @@ impl TrackFile {
     ///
     /// # Errors
     /// When these are not whole samples of the track, or the encoder fails.
-    pub(crate) fn add(&mut self, first: u64, samples: &Bytes) -> Result<(), TrackError> {
+    pub fn add(&mut self, first: u64, samples: &Bytes) -> Result<(), TrackError> {
         let unit_bytes = self.format.unit_bytes();
         let count = samples.len() as u64 / unit_bytes;
         let end = first.saturating_add(count);
@@ -219,13 +219,13 @@ impl TrackFile {
     }
 
     /// Bytes that it holds.
-    pub(crate) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         let waiting = self.waiting.values().map(|samples| samples.len() as u64);
         self.output.lock().get_ref().len() as u64 + waiting.sum::<u64>()
     }
 
     /// Whether every sample is there.
-    pub(crate) fn is_complete(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.next == self.format.samples
     }
 
@@ -233,7 +233,7 @@ impl TrackFile {
     ///
     /// # Errors
     /// When samples are missing.
-    pub(crate) fn finish(self) -> Result<EncodedFile, TrackError> {
+    pub fn finish(self) -> Result<EncodedFile, TrackError> {
         let finished = self.writer.finalize();
         finished.map_err(|problem| TrackError::Encoder(problem.to_string()))?;
         let file = std::mem::take(&mut *self.output.lock()).into_inner();

@@ -5,7 +5,7 @@ use shiguredo_mp4::boxes::{MoovBox, RootBox, SampleEntry, StblBox};
 use shiguredo_mp4::{Decode as _, Mp4File};
 
 use super::*;
-use crate::encoded::FilePosition;
+use crate::FilePosition;
 
 const FORMAT: FilmFormat = FilmFormat {
     width: 96,
@@ -229,10 +229,10 @@ fn length_and_rate_are_exact() {
 fn the_recipe_is_in_the_metadata_unless_it_is_left_out() {
     let file = film(FORMAT, &[0..29], Some(&recipe()));
     assert!(is_mp4(&file));
-    assert_eq!(crate::pictures::recipe_of(&file).unwrap(), recipe());
+    assert_eq!(crate::recipe_of(&file).unwrap(), recipe());
     let bare = film(FORMAT, &[0..29], None);
     assert_eq!(recipe_of(&bare), None);
-    let refused = crate::pictures::recipe_of(&bare).unwrap_err();
+    let refused = crate::recipe_of(&bare).unwrap_err();
     assert!(refused.contains("no moored settings"), "{refused}");
     for cut in 0..file.len().min(2000) {
         let _ = recipe_of(&file[..cut]); // does not panic

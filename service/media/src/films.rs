@@ -13,10 +13,10 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use pipelines::MediaFormat;
 
-pub(crate) use mp4::{is_mp4, recipe_of};
+pub use mp4::{is_mp4, recipe_of};
 
-use crate::encoded::EncodedFile;
-use crate::pictures::Recipe;
+use crate::EncodedFile;
+use crate::Recipe;
 use h264::Encoder;
 
 /// Sides that the encoder takes: its own limits are 3840 x 2160, in either orientation, and chroma has half the resolution.
@@ -28,7 +28,7 @@ const MOST_FRAMES_PER_SECOND: f32 = 240.0;
 
 /// Why a film is not encoded.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub(crate) enum FilmError {
+pub enum FilmError {
     /// Its sides are odd, too long or too short.
     #[error(
         "{width}x{height} is no size of an MP4: sides are even, at least {LEAST_SIDE_PIXELS}, and at most \
@@ -51,19 +51,19 @@ pub(crate) enum FilmError {
 
 /// What a film is: known before its first frame.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct FilmFormat {
+pub struct FilmFormat {
     /// Pixels across.
-    pub(crate) width: u32,
+    pub width: u32,
     /// Pixels down.
-    pub(crate) height: u32,
+    pub height: u32,
     /// Frames in all.
-    pub(crate) frames: u32,
-    pub(crate) frames_per_second: f32,
+    pub frames: u32,
+    pub frames_per_second: f32,
 }
 
 impl FilmFormat {
     /// That of a film; `None` for another medium.
-    pub(crate) fn of(format: &MediaFormat) -> Option<FilmFormat> {
+    pub fn of(format: &MediaFormat) -> Option<FilmFormat> {
         match *format {
             MediaFormat::Video {
                 width,
@@ -84,7 +84,7 @@ impl FilmFormat {
     ///
     /// # Errors
     /// For people, when its size or its rate is not one of H.264.
-    pub(crate) fn check(&self) -> Result<(), FilmError> {
+    pub fn check(&self) -> Result<(), FilmError> {
         let (width, height) = (self.width, self.height);
         let fits = |side: u32| side >= LEAST_SIDE_PIXELS && side.is_multiple_of(2);
         let is_small_enough =
@@ -114,7 +114,7 @@ struct Sample {
 }
 
 /// A film that is being encoded. It holds the encoded frames and the encoder's few pictures, never the film's pixels.
-pub(crate) struct FilmFile {
+pub struct FilmFile {
     format: FilmFormat,
     encoder: Encoder,
     /// By number.
@@ -128,7 +128,7 @@ impl FilmFile {
     ///
     /// # Errors
     /// As [`FilmFormat::check`]; and when the encoder does not start.
-    pub(crate) fn new(format: FilmFormat) -> Result<FilmFile, FilmError> {
+    pub fn new(format: FilmFormat) -> Result<FilmFile, FilmError> {
         format.check()?;
         Ok(FilmFile {
             encoder: Encoder::new(&format)?,
@@ -143,7 +143,7 @@ impl FilmFile {
     ///
     /// # Errors
     /// When these are not whole frames of the film, or the encoder fails.
-    pub(crate) fn add(&mut self, first: u64, rgb: &[u8]) -> Result<u64, FilmError> {
+    pub fn add(&mut self, first: u64, rgb: &[u8]) -> Result<u64, FilmError> {
         let (frames, size) = (self.format.frames, self.format.frame_bytes());
         let wrong = || FilmError::NotFrames {
             first,
@@ -169,7 +169,7 @@ impl FilmFile {
     }
 
     /// Whether every frame is there.
-    pub(crate) fn is_complete(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.samples.len() == self.format.frames as usize
     }
 
@@ -177,7 +177,7 @@ impl FilmFile {
     ///
     /// # Errors
     /// When frames are missing.
-    pub(crate) fn finish(self, recipe: Option<&Recipe>) -> Result<EncodedFile, FilmError> {
+    pub fn finish(self, recipe: Option<&Recipe>) -> Result<EncodedFile, FilmError> {
         if !self.is_complete() {
             let missing = self.format.frames as usize - self.samples.len();
             return Err(FilmError::Container(format!("{missing} frames are missing")));

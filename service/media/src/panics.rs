@@ -16,10 +16,10 @@ thread_local! {
 
 /// A panic that was expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Expected;
+pub struct Expected;
 
 /// Bounds the reports of this process. To be called once, at its start.
-pub(crate) fn bound_reports() {
+pub fn bound_reports() {
     let report = take_hook();
     let reports = Mutex::new(Reports::default());
     set_hook(Box::new(move |panic| {
@@ -47,7 +47,7 @@ pub(crate) fn bound_reports() {
 ///
 /// # Errors
 /// When it does.
-pub(crate) fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Expected> {
+pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Expected> {
     let before = IS_EXPECTED.replace(true);
     let done = catch_unwind(AssertUnwindSafe(work));
     IS_EXPECTED.set(before);

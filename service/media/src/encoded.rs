@@ -4,25 +4,25 @@ use bytes::Bytes;
 
 /// A whole file.
 #[derive(Debug)]
-pub(crate) struct EncodedFile {
+pub struct EncodedFile {
     parts: Vec<Bytes>,
     bytes: u64,
 }
 
 impl EncodedFile {
     /// A file of these parts, in their order.
-    pub(crate) fn of(parts: Vec<Bytes>) -> EncodedFile {
+    pub fn of(parts: Vec<Bytes>) -> EncodedFile {
         let bytes = parts.iter().map(|part| part.len() as u64).sum();
         EncodedFile { parts, bytes }
     }
 
     /// Bytes of the file.
-    pub(crate) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// The next bytes of the file from where the reader stands, at most so many; `None` at the end.
-    pub(crate) fn read(&self, at: &mut FilePosition, most: usize) -> Option<Bytes> {
+    pub fn read(&self, at: &mut FilePosition, most: usize) -> Option<Bytes> {
         let first = self.next(at, most)?;
         if first.len() == most || at.part == self.parts.len() {
             return (!first.is_empty()).then_some(first);
@@ -51,7 +51,7 @@ impl EncodedFile {
 
 /// Where a reader of an [`EncodedFile`] stands.
 #[derive(Debug, Default)]
-pub(crate) struct FilePosition {
+pub struct FilePosition {
     part: usize,
     byte: usize,
 }
