@@ -13,7 +13,6 @@ mod memory;
 mod models;
 mod preload;
 mod process;
-mod proto;
 mod serve;
 mod sessions;
 mod shown;

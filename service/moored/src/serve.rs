@@ -28,8 +28,8 @@ use crate::preload;
 use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
-use crate::proto::v1;
 use crate::threads::Turns;
+use api::v1;
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);

@@ -21,7 +21,7 @@ use super::{CliError, cards, version};
 use crate::catalogue::Makes;
 use crate::config::{ClientSettings, Config, Flags};
 use crate::models::Models;
-use crate::proto::v1;
+use api::v1;
 use media::Recipe;
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.

@@ -8,7 +8,7 @@ use super::CliError;
 use super::arguments::Settings;
 use super::connection::Connection;
 use super::request::{Asked, read_media};
-use crate::proto::v1;
+use api::v1;
 use media::tracks;
 
 /// Bytes of a message.

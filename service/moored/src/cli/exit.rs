@@ -1,7 +1,7 @@
 //! Exit codes, by which scripts tell failures apart. docs/OPERATING.md lists them.
 
 use super::{CliError, interrupt};
-use crate::proto::v1::Reason;
+use api::v1::Reason;
 
 /// Kind of a failure, by what the caller can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::CliError;
 use super::arguments::MediumChoice;
 use super::results::Arrived;
-use crate::proto::v1;
+use api::v1;
 use media::pictures::{self, PictureFormat};
 
 /// Room for a picture: a disk with less is full.

@@ -14,7 +14,7 @@ use crate::catalogue;
 use crate::config::{ClientSettings, Config};
 use crate::hub::{self, Reference};
 use crate::models::Models;
-use crate::proto::v1;
+use api::v1;
 
 /// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.
 pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {

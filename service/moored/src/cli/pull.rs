@@ -16,8 +16,8 @@ use super::names::short_revision;
 use super::{CliError, screen};
 use crate::config;
 use crate::hub::{Base, Hub, Progress, PullPlan, Reference};
-use crate::proto::v1;
-use crate::proto::v1::pull_event::Event;
+use api::v1;
+use api::v1::pull_event::Event;
 
 /// Least time between two lines in a pipe, and between two JSON lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);

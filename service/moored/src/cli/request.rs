@@ -9,7 +9,7 @@ use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
 use crate::bounded;
 use crate::durations::millis;
-use crate::proto::v1;
+use api::v1;
 use media::Recipe;
 
 /// A request for a result of any medium.

@@ -6,8 +6,8 @@ use bytes::Bytes;
 use pipelines::Covered;
 
 use super::request::Asked;
-use crate::proto::v1;
-use crate::proto::v1::artifact::Format;
+use api::v1;
+use api::v1::artifact::Format;
 use media::pictures;
 
 /// Most tracks of an item.

@@ -17,7 +17,7 @@ use crate::catalogue;
 use crate::config::Config;
 use crate::hub::Reference;
 use crate::models::Models;
-use crate::proto::v1;
+use api::v1;
 
 /// The preset that leaves the formats to the service.
 const AUTO: &str = "auto";

@@ -11,7 +11,7 @@ use track::{AskedTrack, seconds_of};
 use super::status::invalid;
 use super::stream::Encoding;
 use crate::catalogue::Makes;
-use crate::proto::v1;
+use api::v1;
 use media::films::FilmFormat;
 
 /// The decoded start of a request.

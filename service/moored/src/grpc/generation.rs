@@ -22,8 +22,8 @@ use super::status::{invalid, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
 use crate::catalogue::Makes;
 use crate::models::Models;
-use crate::proto::v1;
-use crate::proto::v1::generation_server::Generation;
+use api::v1;
+use api::v1::generation_server::Generation;
 use media::{MadeWith, Recipe};
 
 #[tonic::async_trait]

@@ -14,8 +14,8 @@ use super::media::{Media, PICTURES, words_of_excess};
 use super::server::Service;
 use super::status::invalid;
 use crate::models::Models;
-use crate::proto::v1;
 use crate::threads::PLANNING;
+use api::v1;
 use media::pictures;
 
 const MASK: &str = "mask";

@@ -9,10 +9,10 @@ use tonic::{Request, Response, Status};
 use super::server::Service;
 use super::status::status_of_pull;
 use crate::hub::{Progress, PullError, PullUpdate, Pulled, Reference};
-use crate::proto::v1;
-use crate::proto::v1::hub_server::Hub;
-use crate::proto::v1::pull_event::Event;
 use crate::threads::FILES;
+use api::v1;
+use api::v1::hub_server::Hub;
+use api::v1::pull_event::Event;
 
 /// Least time between two progress events of one listener.
 const INTERVAL: Duration = Duration::from_millis(100);

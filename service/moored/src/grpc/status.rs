@@ -12,9 +12,9 @@ use super::convert::{fallback_out, holder_out};
 use super::paths;
 use crate::catalogue::did_you_mean;
 use crate::hub::{PullError, Reference};
-use crate::proto::v1;
-use crate::proto::v1::Reason;
 use crate::shown::is_obeyed;
+use api::v1;
+use api::v1::Reason;
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";

@@ -3,8 +3,8 @@
 use residency::Bytes;
 
 use crate::catalogue::did_you_mean;
-use crate::proto::v1::Reason;
 use crate::shown::one_line;
+use api::v1::Reason;
 
 /// `Clone`, since all clients that joined a pull get its error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -21,7 +21,7 @@ use crate::grpc::convert::resolved;
 use crate::grpc::limits::{Client, Taken};
 use crate::grpc::server::Service;
 use crate::grpc::status::invalid;
-use crate::proto::v1;
+use api::v1;
 
 /// Events of jobs that wait for the session: it takes them as they come.
 const MOST_REPORTS: usize = 64;

@@ -1,4 +1,4 @@
-//! The generated types of the public protocol.
+//! SAYS. The public protocol as Rust types, generated from `proto/`.
 #![allow(missing_docs, unreachable_pub, clippy::all, clippy::unwrap_used)]
 
 /// The public API, `proto/moored/v1`.
