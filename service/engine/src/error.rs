@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use pipelines::{Quantization, Request};
+use model::{Quantization, Request};
 use residency::{Bytes, Holder};
 
 use crate::job::JobState;
@@ -130,7 +130,7 @@ impl fmt::Display for JobBound {
 pub enum Error {
     /// Invalid fields of the request.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
-    Invalid(Vec<pipelines::RequestError>),
+    Invalid(Vec<model::RequestError>),
     /// An adapter or a ControlNet that cannot be attached to the model. The field is that of the request that names it.
     #[error("{name}: {problem}")]
     Adapter {

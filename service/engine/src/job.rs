@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{Piece, Request, Role, Section, ValueShape, Values};
+use model::{Piece, Request, Role, Section, ValueShape, Values};
 use residency::{Bytes, Component, Holder, MemorySummary};
 use tokio::time::Instant;
 

@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::DType;
 use gpu::{CardDescription, FileStamp, KeptFolder, LoadPlan, TensorSource, Timeline};
-use pipelines::{
-    AdapterFile, Catalogue, Model, ModelError, ModelFile, Precision, Quantization, RequestError,
+use model::{
+    AdapterFile, Model, ModelError, ModelFile, ModelOpener, Precision, Quantization, RequestError,
     digest_of_names,
 };
 use residency::{Bytes, Component, ComponentId};
@@ -164,7 +164,7 @@ pub struct OpenModel {
 /// All opened models, and the hashes of their files. Opening again is cheap: a model is reopened only if one of its
 /// files has changed.
 pub struct Library {
-    catalogue: Catalogue,
+    catalogue: Box<dyn ModelOpener>,
     hasher: Hasher,
     opened: Mutex<BTreeMap<ModelKey, Opened>>,
     /// Of models that were closed: see [`ModelLocation::identities`].
@@ -208,9 +208,9 @@ struct Measured {
 
 impl Library {
     /// An empty library. Hashes are persisted in `identity_cache`, if given.
-    pub fn new(catalogue: Catalogue, identity_cache: Option<PathBuf>) -> Library {
+    pub fn new(catalogue: impl ModelOpener + 'static, identity_cache: Option<PathBuf>) -> Library {
         Library {
-            catalogue,
+            catalogue: Box::new(catalogue),
             hasher: Hasher::new(identity_cache),
             opened: Mutex::new(BTreeMap::new()),
             closed: Mutex::new(BTreeMap::new()),

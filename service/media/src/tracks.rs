@@ -7,7 +7,7 @@ mod containers;
 mod flac;
 mod wav;
 
-use pipelines::{Clip, MediaFormat};
+use model::{Clip, MediaFormat};
 
 pub use flac::TrackFile;
 pub use wav::header as wav_header;

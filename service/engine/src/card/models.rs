@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::DType;
-use pipelines::{AdapterFile, Catalogue, Model, ModelError, Precision, Quantization};
+use model::{AdapterFile, Model, ModelError, ModelOpener, Precision, Quantization};
 use residency::{Component, ComponentId};
 
 use crate::messages::ModelLocation;
@@ -16,7 +16,7 @@ const CAPACITY: usize = 64;
 
 /// Open models by path, quantization, and adapters.
 pub(super) struct Models {
-    catalogue: Catalogue,
+    catalogue: Box<dyn ModelOpener>,
     dtype: DType,
     opened: HashMap<OpenedKey, CachedModel>,
     /// Number of uses so far: the time of the cache.
@@ -50,7 +50,7 @@ impl std::fmt::Debug for Models {
 }
 
 impl Models {
-    pub(super) fn new(catalogue: Catalogue, dtype: DType) -> Models {
+    pub(super) fn new(catalogue: Box<dyn ModelOpener>, dtype: DType) -> Models {
         Models {
             catalogue,
             dtype,
@@ -172,7 +172,10 @@ mod tests {
     #[test]
     fn a_full_cache_forgets_the_least_recently_used_model_alone() {
         let folder = tempfile::tempdir().unwrap();
-        let mut models = Models::new(Catalogue::new(vec![Box::new(Instant)]), DType::F32);
+        let mut models = Models::new(
+            Box::new(pipelines::Catalogue::new(vec![Box::new(Instant)])),
+            DType::F32,
+        );
         let used = write(folder.path(), "used");
         let unused = write(folder.path(), "unused");
         for location in [&unused, &used] {

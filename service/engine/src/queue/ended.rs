@@ -101,7 +101,7 @@ impl Retained {
 
 #[cfg(test)]
 mod tests {
-    use pipelines::{Image, InitImage, Medium, Request, Role};
+    use model::{Image, InitImage, Medium, Request, Role};
 
     use super::*;
     use crate::job::Run;

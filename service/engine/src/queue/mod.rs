@@ -48,7 +48,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use pipelines::{Quantization, RequestError, Role, Values};
+use model::{Quantization, RequestError, Role, Values};
 use residency::{Bytes, Patience, Policy};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{
+use model::{
     Covered, MediaFormat, Piece, Role, SharedPass, StagePlan, ValueShape, Values, identity_of_values,
 };
 use residency::{Bytes, Component, ComponentId, Wait};

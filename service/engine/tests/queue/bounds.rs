@@ -5,7 +5,7 @@ use std::time::Duration;
 use engine::job::{JobEventKind, JobSpec, JobState};
 use engine::queue::{Job, Queue, Settings};
 use engine::{Error, JobBound};
-use pipelines::InitImage;
+use model::InitImage;
 use residency::Bytes;
 use tokio::time::Instant;
 

@@ -7,11 +7,12 @@ use candle_core::DType;
 use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
-use pipelines::{
-    Family, Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer,
-    Precision, Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError,
-    StagePlan, StageRun, ValueShape, Values,
+use model::{
+    Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer, Precision,
+    Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError, StagePlan,
+    StageRun, ValueShape, Values,
 };
+use pipelines::Family;
 use residency::{Bytes, Component, ComponentId};
 
 /// Capacity of every card.
@@ -268,7 +269,7 @@ pub fn entry(name: &str) -> Arc<Entry> {
         id: name.into(),
         revision: String::new(),
         path: format!("/models/{name}").into(),
-        quantization: pipelines::Quantization::NONE,
+        quantization: model::Quantization::NONE,
         adapters: Vec::new(),
     })
 }

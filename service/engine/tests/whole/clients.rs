@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority, Run, Start};
 use engine::queue::Job;
-use pipelines::{Request, Role};
+use model::{Request, Role};
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use flac_codec::decode::FlacSampleReader;
 use flac_codec::encode::{FlacSampleWriter, Options};
 use flac_codec::metadata::VorbisComment;
-use pipelines::Clip;
+use model::Clip;
 
 use super::containers::{refusal, without_id3};
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::RequestError;
+use model::RequestError;
 use residency::{Bytes, Fits};
 use tokio::time::Instant;
 
