@@ -6,7 +6,7 @@ use std::time::Duration;
 use model::{Quantization, Request};
 use residency::{Bytes, Holder};
 
-use crate::job::JobState;
+use crate::job_state::JobState;
 
 /// What would fit instead of a request that does not.
 pub type Fallback = residency::Fallback<Change>;

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::error::Error;
 use crate::library::Entry;
 use crate::messages::StageMemory;
-use crate::queue::{Freed, Kept};
+use crate::moved::{Freed, Kept};
 
 /// Id of a job, displayed and used for cancellation.
 pub type JobId = Arc<str>;
@@ -28,33 +28,6 @@ pub enum Priority {
     Normal,
     /// Weight 4: a quarter of its card time is charged.
     High,
-}
-
-/// Where a job is on its way, as lists show it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum JobState {
-    /// Behind other jobs of the queue.
-    Queued,
-    /// For memory that is late, or that others have.
-    Waiting,
-    Running,
-    Done,
-    Failed,
-    Cancelled,
-}
-
-impl JobState {
-    /// Its name in the public API.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            JobState::Queued => "queued",
-            JobState::Waiting => "waiting",
-            JobState::Running => "running",
-            JobState::Done => "done",
-            JobState::Failed => "failed",
-            JobState::Cancelled => "cancelled",
-        }
-    }
 }
 
 /// Parameters of a job that are independent of its work.

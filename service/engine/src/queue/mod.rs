@@ -59,8 +59,8 @@ pub use claims::Reserver;
 pub use listener::Job;
 use reductions::{open_reductions, open_upgrades};
 pub use report::{
-    CardState, CardStatus, Freed, JobInfo, Kept, PlanReport, PlannedStage, ReservationStatus, Reserved,
-    StageVerdict, StatusReport, UnloadReport,
+    CardState, CardStatus, JobInfo, PlanReport, PlannedStage, ReservationStatus, StageVerdict, StatusReport,
+    UnloadReport,
 };
 use request::{OpenModels, Reply, Submission};
 use shell::Shell;
@@ -70,6 +70,7 @@ use crate::error::Error;
 use crate::job::{JobSpec, JobWork, Latent, LatentInfo, Run};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Event};
+use crate::moved::Reserved;
 
 /// How the queue behaves.
 #[derive(Clone, Debug)]

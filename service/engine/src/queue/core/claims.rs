@@ -11,8 +11,8 @@ use super::Core;
 use crate::error::{Change, ChangedTo, Error, Fallback, Shortfall};
 use crate::library::Entry;
 use crate::messages::{Answer, Command};
+use crate::moved::{Freed, Reserved};
 use crate::queue::cards::{PendingRequest, ReservationRequest};
-use crate::queue::report::{Freed, Reserved};
 use crate::queue::request::{OpenModels, Reply};
 
 impl Core {
