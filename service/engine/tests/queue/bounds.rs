@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use engine::job::{JobEventKind, JobSpec, JobState};
+use engine::JobState;
+use engine::job::{JobEventKind, JobSpec};
 use engine::queue::{Job, Queue, Settings};
 use engine::{Error, JobBound};
 use model::InitImage;

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use engine::job::{JobEvent, JobEventKind, JobState};
+use engine::JobState;
+use engine::job::{JobEvent, JobEventKind};
 use engine::library::Entry;
 use engine::messages::{Answer, Command, Outcome, Shortage, Work};
 use engine::queue::{Job, Queue, Settings};

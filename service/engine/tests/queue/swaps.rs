@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobReport, JobState, JobWork};
+use engine::JobState;
+use engine::job::{JobEventKind, JobReport, JobWork};
 use engine::messages::{Command, Failure, Order, Outcome, Shortage};
 use engine::queue::{Job, Queue, Settings};
 use residency::{Bytes, WaitCause};
