@@ -12,7 +12,8 @@ import sys
 
 import moored
 
-film_model, picture_model = [*sys.argv[1:], "framepack", None][:2]
+film_model = sys.argv[1] if len(sys.argv) > 1 else "framepack"
+picture_model = sys.argv[2] if len(sys.argv) > 2 else None
 
 with moored.Client() as client:
     start = client.generate_image(

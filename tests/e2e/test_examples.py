@@ -31,7 +31,7 @@ def example(name: str, service: Service, folder: Path, *models: str) -> list[str
 
 def test_a_picture(demo_service: Service, tmp_path: Path) -> None:
     wrote, settings = example("picture.py", demo_service, tmp_path)
-    assert wrote == "Wrote picture.png: moored/demo, seed 7"
+    assert wrote == "Wrote picture.png: moored/demo+full, seed 7"
     assert settings == "Settings in the file: 8 steps"
     assert moored.read_recipe(tmp_path / "picture.png")["seed"] == 7
 
