@@ -1,34 +1,12 @@
-//! Compiles the protocol files, without protoc; with the feature `cuda`, says where the program finds NVIDIA's libraries.
+//! Says what `moored --version` says; with the feature `cuda`, where the program finds NVIDIA's libraries.
 
-use std::error::Error;
-
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() {
     if std::env::var_os("CARGO_FEATURE_CUDA").is_some() {
         for folder in cuda_libraries() {
             println!("cargo:rustc-link-arg-bins=-Wl,-rpath,{folder}");
         }
     }
     tell_version();
-    let root = "../../proto";
-    println!("cargo:rerun-if-changed={root}");
-    let public = [
-        "model",
-        "events",
-        "errors",
-        "generation",
-        "residency",
-        "jobs",
-        "server",
-        "hub",
-    ]
-    .map(|name| format!("{root}/moored/v1/{name}.proto"));
-    let descriptors = protox::compile(&public, [root])?;
-    let reflection = std::path::PathBuf::from(std::env::var("OUT_DIR")?).join("moored.v1.bin");
-    std::fs::write(&reflection, prost_types_bytes(&descriptors))?;
-    tonic_prost_build::configure()
-        .bytes(".")
-        .compile_fds(descriptors)?;
-    Ok(())
 }
 
 /// What `moored --version` says. A debug build does not ask git: each commit would compile it anew.
@@ -87,10 +65,4 @@ fn cuda_libraries() -> impl Iterator<Item = String> {
             })
     });
     pythons.chain(["/usr/local/cuda/lib64".to_owned()])
-}
-
-/// The descriptors as gRPC reflection serves them.
-fn prost_types_bytes(descriptors: &prost_types::FileDescriptorSet) -> Vec<u8> {
-    use prost::Message as _;
-    descriptors.encode_to_vec()
 }

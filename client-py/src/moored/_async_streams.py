@@ -30,7 +30,7 @@ AsyncSelf = TypeVar("AsyncSelf", bound="AsyncStream[Any]")
 
 
 class AsyncStream(Generic[T]):
-    """Items as they arrive, for `async for`. One task reads; any task may close."""
+    """Items as they arrive, to be read by `async for`. One task reads; any task may close."""
 
     _ended = False
     _begun = False

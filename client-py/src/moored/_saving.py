@@ -5,7 +5,7 @@ as the text `moored`, beside the text `parameters` that other tools read; in the
 WebP as `MakerNote`, and the same parameters as `UserComment`; in an MP4, which the service writes,
 as its comment; in a WAV as the comment among its texts (`ICMT`), and in a FLAC, which the service
 writes, as the comment `COMMENT`. The command line writes and reads the same
-(`service/moored/src/pictures.rs`, `tracks.rs`); `tests/recipes.json` holds both to it.
+(`service/media/src/recipe.rs`, `tracks.rs`); `tests/recipes.json` holds both to it.
 """
 
 from __future__ import annotations

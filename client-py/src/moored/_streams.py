@@ -31,7 +31,7 @@ Self = TypeVar("Self", bound="Stream[Any]")
 
 
 class Stream(Generic[T]):
-    """Items as they arrive, for `for`. One thread reads; any thread may close."""
+    """Items as they arrive, to be read by `for`. One thread reads; any thread may close."""
 
     _ended = False
     _begun = False

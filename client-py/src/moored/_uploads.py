@@ -69,7 +69,7 @@ _BEGINNINGS = (
 _FRAMES = "give its frames as an array, with frames_per_second=..."
 _SOUND = "convert it to a WAV or FLAC, for example by `ffmpeg -i FILE OUT.flac`"
 _PICTURE = "convert it to a PNG, JPEG or WebP, or give a PIL image"
-# As `service/moored/src/tracks/containers.rs` names them; the first that fits.
+# As `service/media/src/tracks/containers.rs` names them; the first that fits.
 _NOT_DECODED = (
     (0, b"RIFX", "a WAV in the byte order of big-endian machines", _SOUND),
     (4, b"ftypM4A", "an M4A", _SOUND),

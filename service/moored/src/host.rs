@@ -7,7 +7,7 @@ use gpu::{SystemMemory, SystemReader};
 use residency::Bytes;
 
 use crate::process::supervisor::WorkerPids;
-use crate::proto::v1;
+use api::v1;
 
 /// Time between two readings of the available memory.
 const INTERVAL: Duration = Duration::from_secs(5);

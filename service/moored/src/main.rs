@@ -1,29 +1,21 @@
 //! SERVES. The binary: command line, configuration, gRPC, supervisor and worker processes, telemetry.
 
 mod bounded;
-mod catalogue;
 mod cli;
 mod config;
 mod durations;
-mod encoded;
-mod films;
 mod grpc;
 mod host;
-mod hub;
 mod locks;
 mod memory;
 mod models;
-mod panics;
-mod pictures;
 mod preload;
 mod process;
-mod proto;
+mod pull_messages;
 mod serve;
 mod sessions;
-mod shown;
 mod telemetry;
 mod threads;
-mod tracks;
 
 use std::process::ExitCode;
 
@@ -32,7 +24,7 @@ use std::process::ExitCode;
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 
 fn main() -> ExitCode {
-    panics::bound_reports();
+    media::panics::bound_reports();
     gpu::allocator::share_heaps(2);
     cli::run()
 }

@@ -9,7 +9,7 @@ use engine::queue::Queue;
 
 use crate::config;
 use crate::models::Models;
-use crate::proto::v1;
+use api::v1;
 
 /// Client name of these jobs.
 const CLIENT: &str = "moored (configuration)";

@@ -4,10 +4,10 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use engine::Error;
+use media::{Caller, Gone};
 use tokio::sync::Semaphore;
 
 /// Most pictures and tracks that are decoded at a time.
@@ -31,45 +31,6 @@ pub(crate) fn processors() -> usize {
 
 /// Whose share of the turns some work takes: a kind of work of a client by its address.
 pub(crate) type Owner = (&'static str, Option<IpAddr>);
-
-/// Whether somebody waits for some work still.
-#[derive(Clone, Debug)]
-pub(crate) struct Caller(Arc<AtomicBool>);
-
-/// The caller has gone, so the work ends without a result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Gone;
-
-impl Caller {
-    /// An error once nobody waits any more.
-    pub(crate) fn check(&self) -> Result<(), Gone> {
-        match self.0.load(Ordering::Relaxed) {
-            true => Ok(()),
-            false => Err(Gone),
-        }
-    }
-
-    /// One that has left.
-    #[cfg(test)]
-    pub(crate) fn gone() -> Caller {
-        Caller(Arc::new(AtomicBool::new(false)))
-    }
-
-    /// One that never leaves.
-    #[cfg(test)]
-    pub(crate) fn staying() -> Caller {
-        Caller(Arc::new(AtomicBool::new(true)))
-    }
-}
-
-/// Tells the work that its caller has gone, when it is dropped.
-struct Waits(Caller);
-
-impl Drop for Waits {
-    fn drop(&mut self) {
-        self.0.0.store(false, Ordering::Relaxed);
-    }
-}
 
 /// Turns of work on threads. Cheap to clone.
 #[derive(Clone)]
@@ -128,8 +89,7 @@ impl Turns {
         work: impl FnOnce(&Caller) -> T + Send + 'static,
     ) -> Result<T, Error> {
         let turn = self.all.clone().acquire_owned().await.map_err(internal)?;
-        let waits = Waits(Caller(Arc::new(AtomicBool::new(true))));
-        let caller = waits.0.clone();
+        let (caller, waits) = Caller::new();
         let done = tokio::task::spawn_blocking(move || {
             let _until_done = (own, turn); // also where the caller has gone
             caller.check().map(|()| work(&caller))

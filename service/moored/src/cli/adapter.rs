@@ -4,8 +4,8 @@ use pipelines::adapter_stem;
 
 use super::CliError;
 use super::connection::Connection;
-use crate::pictures::RecipeAdapter;
-use crate::proto::v1;
+use api::v1;
+use media::RecipeAdapter;
 
 /// What stands for a colon that is part of a name.
 const ESCAPED_COLON: &str = "\\:";

@@ -8,8 +8,8 @@ use super::CliError;
 use super::arguments::Settings;
 use super::connection::Connection;
 use super::request::{Asked, read_media};
-use crate::proto::v1;
-use crate::tracks;
+use api::v1;
+use media::tracks;
 
 /// Bytes of a message.
 const CHUNK_BYTES: usize = 1 << 18;

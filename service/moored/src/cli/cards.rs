@@ -8,7 +8,7 @@ use super::connection::Connection;
 use super::show::freed_json;
 use super::{CliError, screen};
 use crate::config::ClientSettings;
-use crate::proto::v1;
+use api::v1;
 
 #[derive(Debug, Args)]
 pub(super) struct Trim {

@@ -20,7 +20,7 @@ use super::show::Show;
 use super::{CliError, screen};
 use crate::config::{ClientSettings, Config};
 use crate::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
-use crate::proto::v1;
+use api::v1;
 
 /// One prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");

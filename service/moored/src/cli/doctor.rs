@@ -14,8 +14,8 @@ use super::{CliError, screen};
 use crate::config::{CardSettings, Config};
 use crate::grpc::policy_name;
 use crate::models::Models;
-use crate::proto::v1;
 use crate::serve;
+use api::v1;
 
 /// The result of one check.
 struct Finding {

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use super::CliError;
 use super::arguments::MediumChoice;
 use super::results::Arrived;
-use crate::pictures::{self, PictureFormat};
-use crate::proto::v1;
+use api::v1;
+use media::pictures::{self, PictureFormat};
 
 /// Room for a picture: a disk with less is full.
 const PROBE_BYTES: usize = 1 << 20;

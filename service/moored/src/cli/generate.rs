@@ -17,8 +17,8 @@ use super::results::{Bounds, Results};
 use super::show::Show;
 use super::{CliError, connection, interrupt, screen};
 use crate::config::ClientSettings;
-use crate::proto::v1;
-use crate::proto::v1::event::Event as Kind;
+use api::v1;
+use api::v1::event::Event as Kind;
 
 /// Generates a film, and writes it.
 pub(super) async fn film(client: &ClientSettings, mut options: Generate, json: bool) -> Result<(), CliError> {

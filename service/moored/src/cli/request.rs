@@ -9,8 +9,8 @@ use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
 use crate::bounded;
 use crate::durations::millis;
-use crate::pictures::{self, Recipe};
-use crate::proto::v1;
+use api::v1;
+use media::Recipe;
 
 /// A request for a result of any medium.
 #[derive(Clone, Debug)]
@@ -467,15 +467,15 @@ pub(super) fn prompts_of(
 }
 
 fn text(path: &Path) -> Result<String, CliError> {
-    bounded::text(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
+    gpu::text_bounded(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
-    pictures::recipe_of(&read(path)?).map_err(|problem| CliError::file(path, problem))
+    media::recipe_of(&read(path)?).map_err(|problem| CliError::file(path, problem))
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    bounded::read(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
+    gpu::read_bounded(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 /// The file of a picture or track. One of 0 bytes is what a failed download or copy leaves.

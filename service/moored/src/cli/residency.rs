@@ -13,7 +13,7 @@ use super::pull::WhenMissing;
 use super::show::{Show, freed_json, kept_json};
 use super::{CliError, connection, screen};
 use crate::config::ClientSettings;
-use crate::proto::v1;
+use api::v1;
 
 pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool) -> Result<(), CliError> {
     options.formats.settle(client).await?;

@@ -6,9 +6,9 @@ use bytes::Bytes;
 use pipelines::Covered;
 
 use super::request::Asked;
-use crate::pictures;
-use crate::proto::v1;
-use crate::proto::v1::artifact::Format;
+use api::v1;
+use api::v1::artifact::Format;
+use media::pictures;
 
 /// Most tracks of an item.
 const TRACKS_OF_ITEM: usize = 32;

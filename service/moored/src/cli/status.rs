@@ -11,7 +11,7 @@ use super::picture::{Canvas, picture};
 use super::residency::job_json;
 use super::{CliError, screen};
 use crate::config::ClientSettings;
-use crate::proto::v1;
+use api::v1;
 
 /// Shows the cards and the jobs; with `--watch` again and again.
 pub(super) async fn run(client: &ClientSettings, options: Status, json: bool) -> Result<(), CliError> {

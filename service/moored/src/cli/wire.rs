@@ -221,7 +221,7 @@ mod tests {
     use crate::cli::CliError;
     use crate::cli::connection::Connection;
     use crate::config::ClientSettings;
-    use crate::proto::v1;
+    use api::v1;
 
     /// A server that does this with its one connection.
     async fn server<F: Future<Output = ()> + Send>(

@@ -17,7 +17,7 @@ use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use hub::HubSettings;
+use ::hub::HubSettings;
 pub(crate) use reader::Mistakes;
 use reader::{EMBEDDED, ENVIRONMENT, Named, Reader};
 
@@ -281,7 +281,7 @@ impl Config {
         let mut config = Config {
             service: ServiceSettings::read(&mut r),
             models: ModelSettings::read(&mut r),
-            hub: HubSettings::read(&mut r),
+            hub: hub::read(&mut r),
             cards: CardSettings::read(&mut r),
             queue: QueueSettings::read(&mut r),
             limits: LimitSettings::read(&mut r),
@@ -384,7 +384,7 @@ fn configuration_file(named: Option<PathBuf>) -> Result<FileRead, String> {
 
 /// The default client name, which tells apart users behind one tunnel.
 fn user_at_host() -> String {
-    let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let variable = |name| variable(name).filter(|value| !value.is_empty());
     let user = variable("USER").or_else(|| variable("LOGNAME")).or_else(account);
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let host = host.trim();
@@ -393,6 +393,11 @@ fn user_at_host() -> String {
         (Some(user), host) => format!("{user}@{host}"),
         (None, host) => host.to_owned(),
     }
+}
+
+/// A variable of the environment; `None` where it is not set, or is no text.
+pub(crate) fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
 }
 
 /// The name of the account that runs this: services and containers have no variable with it.

@@ -10,9 +10,9 @@ use track::{AskedTrack, seconds_of};
 
 use super::status::invalid;
 use super::stream::Encoding;
-use crate::catalogue::Makes;
-use crate::films::FilmFormat;
-use crate::proto::v1;
+use api::v1;
+use hub::catalogue::Makes;
+use media::films::FilmFormat;
 
 /// The decoded start of a request.
 #[derive(Debug, Default)]

@@ -13,7 +13,7 @@ use tonic::Request;
 use super::convert::priority_in;
 use super::limits::{Client, client_at};
 use super::status::{invalid, short};
-use crate::proto::v1;
+use api::v1;
 
 /// What the names begin with by which sessions hold their models: no client's.
 pub(super) const SESSION: &str = "session-";

@@ -15,7 +15,7 @@ use super::generation::whole_run;
 use super::given_pictures::controls_of;
 use super::server::Service;
 use super::status::invalid;
-use crate::proto::v1;
+use api::v1;
 
 /// The preset that leaves the formats to the service, and how an id says so.
 const AUTO: &str = "auto";

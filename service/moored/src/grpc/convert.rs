@@ -13,8 +13,8 @@ use residency::{Component, Fits, Holder, MemorySummary};
 use super::residency::{freed_out, kept_out};
 use super::status::cut;
 use crate::durations::millis;
-use crate::proto::v1;
-use crate::proto::v1::event::Event as Kind;
+use api::v1;
+use api::v1::event::Event as Kind;
 
 pub(super) fn component_out(component: &Component) -> v1::Component {
     v1::Component {

@@ -11,8 +11,8 @@ use super::limits::{Budget, Client, Exceeded, Taken};
 use super::shared_files::SharedFile;
 use super::status::{client_limit, internal, status_of};
 use super::stream::{Output, Part, artifact};
-use crate::proto::v1::event::Event as Kind;
 use crate::threads::ENCODING;
+use api::v1::event::Event as Kind;
 
 /// The encoded results that a stream still sends.
 pub(crate) struct Encodings {

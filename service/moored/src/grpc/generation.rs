@@ -20,11 +20,11 @@ use super::server::Service;
 use super::sessions::SessionStream;
 use super::status::{invalid, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
-use crate::catalogue::Makes;
 use crate::models::Models;
-use crate::pictures::Recipe;
-use crate::proto::v1;
-use crate::proto::v1::generation_server::Generation;
+use api::v1;
+use api::v1::generation_server::Generation;
+use hub::catalogue::Makes;
+use media::{MadeWith, Recipe};
 
 #[tonic::async_trait]
 impl Generation for Service {
@@ -216,9 +216,15 @@ impl Service {
         let (request, decoded) = self
             .resolved_request(&asked, defaults, &entry, &open, caller)
             .await?;
+        let ignores = entry.adapters.iter().filter(|file| file.ignores_unknown);
+        let with = MadeWith {
+            model: &entry.id,
+            model_key: entry.base_key(),
+            ignores_unknown: &ignores.map(|file| file.name.as_str()).collect::<Vec<_>>(),
+        };
         let output = Output {
             encoding: asked.encoding,
-            recipe: Recipe::of(&request, &entry, asked.init_latent.is_some()),
+            recipe: Recipe::of(&request, &with, asked.init_latent.is_some()),
             omit_metadata: asked.omit_metadata,
             left_out: open.model.left_out(&request).iter().map(left_out_out).collect(),
         };

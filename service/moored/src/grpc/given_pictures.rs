@@ -14,9 +14,9 @@ use super::media::{Media, PICTURES, words_of_excess};
 use super::server::Service;
 use super::status::invalid;
 use crate::models::Models;
-use crate::pictures;
-use crate::proto::v1;
 use crate::threads::PLANNING;
+use api::v1;
+use media::pictures;
 
 const MASK: &str = "mask";
 const REFERENCES: &str = "references";

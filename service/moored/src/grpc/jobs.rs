@@ -6,8 +6,8 @@ use super::caller::Caller;
 use super::convert::job_out;
 use super::server::Service;
 use super::status::status_of;
-use crate::proto::v1;
-use crate::proto::v1::jobs_server::Jobs;
+use api::v1;
+use api::v1::jobs_server::Jobs;
 
 #[tonic::async_trait]
 impl Jobs for Service {

@@ -7,7 +7,7 @@ use residency::Bytes;
 use tonic::{Status, Streaming};
 
 use super::status::{invalid, short, status_of};
-use crate::proto::v1;
+use api::v1;
 
 /// Most tensors of a latent, and dimensions of each. The longest film has 500 sections, each a tensor.
 const MOST_TENSORS: usize = 512;

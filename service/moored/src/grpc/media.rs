@@ -16,12 +16,13 @@ use super::limits::{Budget, Client, Exceeded, Taken};
 use super::status::{client_limit, invalid, short, status_of};
 use super::stream::{format_out, raw_media_type};
 use crate::durations::millis;
-use crate::pictures;
-use crate::proto::v1;
-use crate::proto::v1::artifact::Format as OfArtifact;
-use crate::proto::v1::media_info::Format;
-use crate::threads::{Caller, Turns};
-use crate::tracks::{self, TrackError, TrackFormat};
+use crate::threads::Turns;
+use api::v1;
+use api::v1::artifact::Format as OfArtifact;
+use api::v1::media_info::Format;
+use media::Caller;
+use media::pictures;
+use media::tracks::{self, TrackError, TrackFormat};
 
 /// What each counts at least: an entry, and a task that ends it, take memory too.
 const LEAST_BYTES: u64 = 4 << 10;
@@ -352,7 +353,8 @@ mod tests {
     /// Media that nothing bounds.
     fn read(info: &v1::MediaInfo, data: Bytes) -> Result<Media, MediaRefusal> {
         let mut taken = Budget::new(u64::MAX, u64::MAX).nothing(None);
-        super::read(info, data, &mut taken, &Caller::staying())
+        let (caller, _waits) = Caller::new();
+        super::read(info, data, &mut taken, &caller)
     }
 
     #[tokio::test]
@@ -499,7 +501,7 @@ mod tests {
         let came = file.len() as u64;
         let bound = Budget::new(40_000, 40_000);
         let mut taken = bound.take(None, came).unwrap();
-        let caller = Caller::staying();
+        let (caller, _waits) = Caller::new();
         let read = super::read(&info, file.clone(), &mut taken, &caller).unwrap();
         assert!(matches!(&read, Media::Clip(clip) if clip.data.len() == 32_000));
         assert_eq!(bound.taken(), 32_000);

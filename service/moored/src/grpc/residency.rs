@@ -28,10 +28,10 @@ use super::stream::{Encoding, EventStream, Output};
 use crate::durations::millis;
 use crate::models::Found;
 use crate::process::other::OtherProcess;
-use crate::proto::v1;
-use crate::proto::v1::plan_request::Request as Planned;
-use crate::proto::v1::residency_server::Residency;
 use crate::threads::FILES;
+use api::v1;
+use api::v1::plan_request::Request as Planned;
+use api::v1::residency_server::Residency;
 
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);

@@ -22,16 +22,16 @@ use super::residency::kind_out;
 use super::status::status_of;
 use super::stream::ResultEncoder;
 use crate::host::Host;
-use crate::hub::Pulls;
 use crate::models::Models;
 use crate::process::supervisor::WorkerPids;
-use crate::proto::v1;
-use crate::proto::v1::generation_server::GenerationServer;
-use crate::proto::v1::hub_server::HubServer;
-use crate::proto::v1::jobs_server::JobsServer;
-use crate::proto::v1::residency_server::ResidencyServer;
-use crate::proto::v1::server_server::{Server, ServerServer};
 use crate::threads::{FILES, Turns};
+use api::v1;
+use api::v1::generation_server::GenerationServer;
+use api::v1::hub_server::HubServer;
+use api::v1::jobs_server::JobsServer;
+use api::v1::residency_server::ResidencyServer;
+use api::v1::server_server::{Server, ServerServer};
+use hub::Pulls;
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
 const CAPABILITIES: [&str; 14] = [

@@ -27,10 +27,10 @@ use super::limits::{Budget, Client, Exceeded, Taken};
 use super::server::Service;
 use super::status::{client_limit, cut, invalid, status_of};
 use crate::durations::millis;
-use crate::proto::v1;
-use crate::proto::v1::stream_audio_request::Message as Asked;
-use crate::proto::v1::stream_audio_response::Message as SessionMessage;
 use crate::sessions::{Gap, PlayHead, SegmentStart, Timeline};
+use api::v1;
+use api::v1::stream_audio_request::Message as Asked;
+use api::v1::stream_audio_response::Message as SessionMessage;
 
 pub(super) type SessionStream =
     std::pin::Pin<Box<dyn Stream<Item = Result<v1::StreamAudioResponse, Status>> + Send>>;

@@ -10,11 +10,11 @@ use super::encodings::{Encodings, refused};
 use super::limits::{Client, Taken};
 use super::status::{internal, status_of};
 use super::stream::Output;
-use crate::encoded::EncodedFile;
-use crate::films::{FilmFile, FilmFormat};
-use crate::pictures::Recipe;
 use crate::threads::ENCODING;
-use crate::tracks::{TrackFile, TrackFormat};
+use media::EncodedFile;
+use media::Recipe;
+use media::films::{FilmFile, FilmFormat};
+use media::tracks::{TrackFile, TrackFormat};
 
 /// Which result of which job, and how it is sent.
 #[derive(Clone, Debug, PartialEq)]

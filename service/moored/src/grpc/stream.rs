@@ -17,13 +17,13 @@ use super::encodings::Encodings;
 use super::limits::Client;
 use super::shared_files::{FileOf, SharedFile};
 use super::status::{internal, status_of, status_of_job};
-use crate::encoded::{EncodedFile, FilePosition};
-use crate::pictures::{self, Recipe};
-use crate::proto::v1;
-use crate::proto::v1::artifact::Format;
-use crate::proto::v1::event::Event as Kind;
 use crate::threads::ENCODING;
-use crate::tracks::{TrackFormat, wav_header};
+use api::v1;
+use api::v1::artifact::Format;
+use api::v1::event::Event as Kind;
+use media::tracks::{TrackFormat, wav_header};
+use media::{EncodedFile, FilePosition};
+use media::{Recipe, pictures};
 
 /// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;
@@ -645,7 +645,7 @@ mod tests {
         assert_eq!(file[0].metadata["seed"], "7");
         assert!(file[0].format.is_some() && file.last().unwrap().last);
         let made = joined(&file);
-        assert_eq!(pictures::recipe_of(&made).unwrap().seed, 7);
+        assert_eq!(media::recipe_of(&made).unwrap().seed, 7);
         assert_eq!(joined(&sent(&mut other, &[2..3]).await), made);
         drop((one, other));
         assert_eq!(bound.taken(), 0, "nothing is left");
@@ -663,7 +663,7 @@ mod tests {
         assert_eq!(joined(&raw), expected);
         assert!(raw.last().unwrap().last && file.last().unwrap().last);
         assert!(file[0].format.is_some());
-        assert_eq!(pictures::recipe_of(&joined(&file)).unwrap().seed, 7);
+        assert_eq!(media::recipe_of(&joined(&file)).unwrap().seed, 7);
         // Where there is no room for the file, the frames come all the same.
         let encodings = Arc::new(Encodings::new(Budget::new(100, 100)));
         let mut stream = results(Encoding::FramesAndMp4, &encodings);

@@ -13,8 +13,7 @@ use pipelines::{
 use super::comfyui::Meaning;
 use super::names::{self, Named};
 use super::{Models, children, hub_model, invalid, is_pipeline, shipped_folder};
-use crate::hub;
-use crate::proto::v1;
+use api::v1;
 
 /// Most adapters of one request.
 const MOST_ADAPTERS: usize = 16;

@@ -114,8 +114,11 @@ fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
 /// A path as people write it, with their home for `~` and variables for `$NAME` and `${NAME}`. What is not set stays as it is.
 fn expanded(path: &str) -> PathBuf {
     let home = || config::home_folder()?.into_os_string().into_string().ok();
-    let variable = |name: &str| std::env::var(name).ok();
-    PathBuf::from(&*shellexpand::full_with_context_no_errors(path, home, variable))
+    PathBuf::from(&*shellexpand::full_with_context_no_errors(
+        path,
+        home,
+        config::variable,
+    ))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use pipelines::RequestError;
 
 use super::{Asked, OfMedium};
 use crate::grpc::status::all_valid;
-use crate::proto::v1;
+use api::v1;
 
 /// Longest prompt, and longest lyrics, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
 const LONGEST_PROMPT_CHARACTERS: usize = 10_000;

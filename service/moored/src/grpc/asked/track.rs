@@ -4,8 +4,8 @@ use engine::Error;
 use pipelines::{Audio, AudioTask, Clip, MediaFormat, RequestError, StrengthPoint};
 
 use crate::grpc::status::invalid;
-use crate::proto::v1;
-use crate::tracks::LONGEST_TRACK_SECONDS;
+use api::v1;
+use media::tracks::LONGEST_TRACK_SECONDS;
 
 /// Names of tracks in one request: no model knows as many.
 const MOST_TRACKS: usize = 32;

@@ -91,7 +91,7 @@ mod tests {
     use prost_types::{DescriptorProto, FileDescriptorSet};
 
     use super::*;
-    use crate::proto::v1;
+    use api::v1;
 
     /// Requests of a method that has them under the name of a type.
     fn has_bytes(

@@ -8,9 +8,9 @@ use tonic::Status;
 use crate::grpc::caller::SESSION;
 use crate::grpc::convert::event;
 use crate::grpc::status::{all_valid, invalid, reason_of, status_of};
-use crate::proto::v1;
-use crate::proto::v1::stream_audio_response::Message as SessionMessage;
 use crate::sessions::{Gap, PlaybackSettings, Rendered, SegmentStart};
+use api::v1;
+use api::v1::stream_audio_response::Message as SessionMessage;
 
 const DEFAULT_LEAD_MS: u32 = 2_000;
 const LEAST_LEAD_MS: u32 = 100;

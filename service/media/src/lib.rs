@@ -1,0 +1,15 @@
+//! READS AND WRITES. Pictures, films and tracks as files, with the recipe of what was made. It knows no client and no queue.
+
+mod caller;
+mod encoded;
+pub mod films;
+pub mod panics;
+pub mod pictures;
+mod recipe;
+mod stored;
+pub mod tracks;
+
+pub use caller::{Caller, Gone, Waits};
+pub use encoded::{EncodedFile, FilePosition};
+pub use recipe::{MadeWith, Recipe, RecipeAdapter};
+pub use stored::recipe_of;

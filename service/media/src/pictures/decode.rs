@@ -1,0 +1,172 @@
+//! Pictures of clients as pixels, within limits.
+
+use std::io::Cursor;
+
+use image::metadata::Orientation;
+use image::{DynamicImage, ImageDecoder, ImageReader, Limits};
+
+/// Longest side of a picture that a client may send.
+const LONGEST_SIDE_PIXELS: u32 = 8192;
+/// Bytes that decoding a picture may take, against decompression bombs.
+const DECODE_LIMIT_BYTES: u64 = 256 << 20;
+
+/// A picture as pixels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pixels {
+    pub width: u32,
+    pub height: u32,
+    /// RGB, 8 bits each, row-major.
+    pub rgb: Vec<u8>,
+}
+
+/// Why a picture is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum PictureError {
+    /// Not an image, or a damaged one.
+    #[error("cannot be read as PNG, JPEG or WebP: {0}")]
+    Unreadable(String),
+    /// Its sides or its decoded size exceed the limits.
+    #[error(
+        "is larger than {LONGEST_SIDE_PIXELS} pixels on a side or than {} MiB decoded",
+        DECODE_LIMIT_BYTES >> 20
+    )]
+    TooLarge,
+    /// It has no pixels.
+    #[error("has no pixels")]
+    Empty,
+    /// A failed download or paste.
+    #[error("is empty: it has 0 bytes")]
+    NoBytes,
+    /// A download that ended early.
+    #[error("is a JPEG that is cut off: its end is missing")]
+    CutOff,
+}
+
+/// The media type of an encoded picture, by its first bytes.
+pub fn media_type(data: &[u8]) -> &'static str {
+    image::guess_format(data).map_or("application/octet-stream", |format| format.to_mime_type())
+}
+
+/// Decodes a picture that a client sent, upright, and scales it as the references do.
+pub fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels, PictureError> {
+    let rgb = upright(data)?.into_rgb8();
+    let size = rgb.dimensions();
+    let (width, height) = scale_to.unwrap_or(size);
+    let rgb = match (width, height) == size {
+        true => rgb.into_raw(),
+        false => pipelines::resized(&rgb, 3, size, (width, height)),
+    };
+    Ok(Pixels { width, height, rgb })
+}
+
+/// Decodes a mask that a client sent: its grey, a byte for each pixel of this size. Colours are weighed as ITU-R 601 does. Of
+/// white paint on a transparent ground it is the paint.
+pub fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, PictureError> {
+    let picture = upright(data)?;
+    let from = (picture.width(), picture.height());
+    if let Some(painted) = white_paint(&picture) {
+        return Ok(pipelines::resized(&painted, 1, from, size));
+    }
+    if picture.color().has_color() {
+        let rgb = pipelines::resized(&picture.into_rgb8(), 3, from, size);
+        let grey = |pixel: &[u8]| {
+            let weighed = pixel.iter().zip([19_595u32, 38_470, 7_471]);
+            let sum: u32 = weighed.map(|(&byte, weight)| u32::from(byte) * weight).sum();
+            ((sum + (1 << 15)) >> 16) as u8
+        };
+        return Ok(rgb.chunks_exact(3).map(grey).collect());
+    }
+    Ok(pipelines::resized(&picture.into_luma8(), 1, from, size))
+}
+
+/// How opaque each pixel is, where all of them are white and some of them transparent: a mask that somebody painted on an
+/// empty layer. By its colours alone it would be a mask of everything.
+fn white_paint(picture: &DynamicImage) -> Option<Vec<u8>> {
+    if !picture.color().has_alpha() {
+        return None;
+    }
+    let pixels = picture.to_luma_alpha8();
+    let is_white = pixels.pixels().all(|pixel| pixel[0] == u8::MAX);
+    let is_painted = pixels.pixels().any(|pixel| pixel[1] < u8::MAX);
+    (is_white && is_painted).then(|| pixels.pixels().map(|pixel| pixel[1]).collect())
+}
+
+/// Width and height of a picture that a client sent, upright, by its header: its pixels are not decoded.
+pub fn size_of(data: &[u8]) -> Result<(u32, u32), PictureError> {
+    use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};
+    let (decoder, orientation) = opened(data)?;
+    let (width, height) = decoder.dimensions();
+    match orientation {
+        Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH => Ok((height, width)),
+        _ => Ok((width, height)),
+    }
+}
+
+/// Decodes a picture within limits, and turns it as its orientation says.
+fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
+    let (decoder, orientation) = opened(data)?;
+    if is_cut_jpeg(data) {
+        return Err(PictureError::CutOff);
+    }
+    let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
+    picture.apply_orientation(orientation);
+    Ok(picture)
+}
+
+/// Whether a JPEG has no end (ITU-T T.81, annex B): its decoder makes what is missing grey.
+fn is_cut_jpeg(data: &[u8]) -> bool {
+    const START_OF_SCAN: u8 = 0xda;
+    const END: [u8; 2] = [0xff, 0xd9];
+    let Some(mut rest) = data.strip_prefix(&[0xff, 0xd8]) else {
+        return false;
+    };
+    // Segments are passed over: a thumbnail in one of them has an end of its own.
+    while let &[0xff, kind, high, low, ..] = rest {
+        if kind == START_OF_SCAN {
+            // In coded data 0xff has a zero after it, unless it begins a marker.
+            return !rest.windows(END.len()).any(|bytes| bytes == END);
+        }
+        rest = match kind {
+            0xff => &rest[1..], // padding
+            _ => rest
+                .get(2 + usize::from(u16::from_be_bytes([high, low]))..)
+                .unwrap_or_default(),
+        };
+    }
+    true
+}
+
+fn unreadable(problem: image::ImageError) -> PictureError {
+    match problem {
+        image::ImageError::Limits(_) => PictureError::TooLarge,
+        other => PictureError::Unreadable(other.to_string()),
+    }
+}
+
+/// A picture within limits, by its header, and how it is to be turned.
+fn opened(data: &[u8]) -> Result<(impl ImageDecoder + '_, Orientation), PictureError> {
+    if data.is_empty() {
+        return Err(PictureError::NoBytes);
+    }
+    let mut reader = ImageReader::new(Cursor::new(data))
+        .with_guessed_format()
+        .map_err(|problem| PictureError::Unreadable(problem.to_string()))?;
+    let mut limits = Limits::default();
+    limits.max_image_width = Some(LONGEST_SIDE_PIXELS);
+    limits.max_image_height = Some(LONGEST_SIDE_PIXELS);
+    limits.max_alloc = Some(DECODE_LIMIT_BYTES);
+    reader.limits(limits);
+    let mut decoder = reader.into_decoder().map_err(unreadable)?;
+    let (width, height) = decoder.dimensions();
+    if width == 0 || height == 0 {
+        return Err(PictureError::Empty);
+    }
+    if width > LONGEST_SIDE_PIXELS
+        || height > LONGEST_SIDE_PIXELS
+        || decoder.total_bytes() > DECODE_LIMIT_BYTES
+    {
+        return Err(PictureError::TooLarge);
+    }
+    let orientation = decoder.orientation().map_err(unreadable)?;
+    Ok((decoder, orientation))
+}
