@@ -687,7 +687,7 @@ def test_the_service_survives_garbage_on_its_port(
 
 def raw_call(client: moored.Client, method: str, *messages: bytes) -> grpc.StatusCode:
     """A call with any bytes for messages; the status that it ends with."""
-    call: Any = client._channel.stream_stream(f"/moored.v1.{method}", None, None)
+    call: Any = client._connection._channel.stream_stream(f"/moored.v1.{method}", None, None)
     try:
         list(call(iter(messages), timeout=30))
     except grpc.RpcError as error:
