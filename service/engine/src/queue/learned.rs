@@ -319,7 +319,6 @@ fn scratch_key(
         stage: plan.name.clone(),
         shape: shape_of_scratch(&plan.shape, rung, plan.steps),
         dtype: card.compute_dtype.clone(),
-        kernels: String::new(), // one set a build
         build: env!("CARGO_PKG_VERSION").to_owned(),
         compute_capability: capability.unwrap_or_else(|| "cpu".to_owned()),
     }
