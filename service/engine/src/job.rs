@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use model::{Piece, Request, Role, Section, ValueShape, Values};
 use residency::{Bytes, Component, Holder, MemorySummary};
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::error::Error;
@@ -82,11 +83,43 @@ pub enum JobWork {
     },
 }
 
+/// The call of the API that a job is of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Call {
+    #[default]
+    GenerateImage,
+    GenerateVideo,
+    GenerateAudio,
+    /// A segment of a session of sound.
+    StreamAudio,
+    EncodeImage,
+    DecodeLatent,
+    Load,
+    /// No job: its plan alone is asked for.
+    Plan,
+}
+
+impl Call {
+    /// Its name in lists of jobs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Call::GenerateImage => "GenerateImage",
+            Call::GenerateVideo => "GenerateVideo",
+            Call::GenerateAudio => "GenerateAudio",
+            Call::StreamAudio => "StreamAudio",
+            Call::EncodeImage => "EncodeImage",
+            Call::DecodeLatent => "DecodeLatent",
+            Call::Load => "Load",
+            Call::Plan => "Plan",
+        }
+    }
+}
+
 /// Stages of a request to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Run {
-    /// Name of the API call, for display: `GenerateImage`.
-    pub call: &'static str,
+    /// The call that it is of, for display.
+    pub call: Call,
     /// The request of the first item; item i uses seed + i.
     pub request: Request,
     /// Number of items.

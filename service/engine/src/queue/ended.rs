@@ -116,7 +116,7 @@ mod tests {
             ..Image::of(16, 16)
         };
         let run = Run {
-            call: "EncodeImage",
+            call: crate::job::Call::EncodeImage,
             request: Request::of(Medium::Image(image), 1, 0.0, 0),
             count: 1,
             start: None,

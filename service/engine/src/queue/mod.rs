@@ -593,7 +593,7 @@ async fn prepare(
         }
         let proof = match &spec.work {
             JobWork::Load { replace, prove, .. } if *prove || replace.is_some() => Some(Run {
-                call: "Load",
+                call: crate::job::Call::Load,
                 request: any.model.smallest(),
                 count: 1,
                 start: None,
@@ -614,7 +614,7 @@ async fn prepare(
             if let Some(run) = run
                 && steps::needed(&plan, run).is_empty()
             {
-                let problem = format!("{} has no stage for {}", open.model.family(), run.call);
+                let problem = format!("{} has no stage for {}", open.model.family(), run.call.as_str());
                 return Err(Error::Invalid(vec![RequestError::new("model", problem)]));
             }
             plans.insert(dtype.clone(), plan);

@@ -17,7 +17,7 @@ use super::request::OpenModels;
 use super::steps::{Model, Step, StepKind, Steps, decodable};
 use super::swap::Swap;
 use crate::error::{Error, Shortfall};
-use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
+use crate::job::{Call, JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
 use crate::job_state::JobState;
 use crate::library::Entry;
 use crate::messages::Shortage;
@@ -169,10 +169,11 @@ impl JobRecord {
         self.steps.get(self.cursor).copied()
     }
 
-    pub(super) fn kind_name(&self) -> &'static str {
+    /// The call that it is of.
+    pub(super) fn call(&self) -> Call {
         match &self.work {
             JobWork::Run(run) => run.call,
-            JobWork::Load { .. } => "Load",
+            JobWork::Load { .. } => Call::Load,
         }
     }
 

@@ -9,7 +9,7 @@ use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, WaitCause};
 
 use super::claims::Reserver;
 use crate::error::{Error, Fallback, Shortfall};
-use crate::job::{JobId, Priority, StageName};
+use crate::job::{Call, JobId, Priority, StageName};
 use crate::job_state::JobState;
 use crate::moved::{Freed, Kept};
 
@@ -24,8 +24,8 @@ pub struct JobInfo {
     pub priority: Priority,
     /// Where it is on its way, or how it ended.
     pub state: JobState,
-    /// The call: `GenerateImage`, `EncodeImage`, `DecodeLatent`, `Load`.
-    pub kind: &'static str,
+    /// The call that it is of.
+    pub call: Call,
     /// Key of its entry.
     pub model_key: String,
     /// Where it runs or ran last; empty: nowhere yet.

@@ -242,7 +242,7 @@ mod tests {
 
     fn run(start: Option<Role>, until: Role, count: u32) -> Run {
         Run {
-            call: "Test",
+            call: crate::job::Call::GenerateImage,
             request: Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1),
             count,
             start: start.map(|role| Start {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::DType;
-use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
+use engine::job::{Call, JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use model::{
@@ -302,7 +302,7 @@ pub fn image_of(spec: &mut JobSpec) -> &mut Image {
 /// A picture of a latent in the store.
 pub fn decode(latent: &str) -> JobWork {
     JobWork::Run(Run {
-        call: "DecodeLatent",
+        call: Call::DecodeLatent,
         request: Request::of(Medium::Image(Image::of(1024, 1024)), 4, 0.0, 16),
         count: 1,
         start: Some(Start {
@@ -333,7 +333,7 @@ pub fn with_formats(mut spec: JobSpec, formats: &[(&str, &str)]) -> JobSpec {
 /// A picture job of model `name` for a client; each prompt is new unless repeated.
 pub fn picture(name: &str, client: &str, prompt: &str) -> JobSpec {
     let run = Run {
-        call: "GenerateImage",
+        call: Call::GenerateImage,
         request: request(prompt),
         count: 1,
         start: None,

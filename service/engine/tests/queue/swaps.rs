@@ -446,7 +446,7 @@ async fn jobs_of_the_old_model_queue_during_a_swap_without_spending_patience() {
         .jobs(false)
         .await
         .into_iter()
-        .map(|job| (job.kind, job.state))
+        .map(|job| (job.call.as_str(), job.state))
         .collect();
     assert_eq!(
         states,

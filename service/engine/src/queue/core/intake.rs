@@ -66,7 +66,7 @@ impl Core {
         let handle = listen(&mut job, self.number(), mailbox, false);
         job.emit(now, JobEventKind::Accepted { joined: false });
         tracing::info!(
-            job = %job.id, client = job.options.client, call = job.kind_name(), model = job.entry.key, "accepted",
+            job = %job.id, client = job.options.client, call = job.call().as_str(), model = job.entry.key, "accepted",
         );
         self.jobs.insert(job.id.clone(), job);
         self.replan = true;

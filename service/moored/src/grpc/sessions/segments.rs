@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEvent, JobEventKind, JobOptions, JobSpec, JobWork};
+use engine::job::{Call, JobEvent, JobEventKind, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{Job, Queue};
 use pipelines::{Clip, Medium};
@@ -384,7 +384,7 @@ impl Making {
         let mut prepared = self.service.prepare(asked, &self.caller).await?;
         let mut seed = 0;
         if let JobWork::Run(run) = &mut prepared.spec.work {
-            run.call = "StreamAudio";
+            run.call = Call::StreamAudio;
             run.request.slots = self.slots;
             if let Medium::Audio(audio) = &mut run.request.medium {
                 audio.decode_from_seconds = place_seconds;
