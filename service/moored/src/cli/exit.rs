@@ -69,6 +69,7 @@ impl Exit {
             Reason::QueueFull
             | Reason::ClientLimit
             | Reason::CardNotReady
+            | Reason::DiskNotReady
             | Reason::ShuttingDown
             | Reason::MemoryTaken
             | Reason::OutOfMemory

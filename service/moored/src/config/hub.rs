@@ -10,7 +10,7 @@ use crate::bounded;
 const ENDPOINT: &str = "https://huggingface.co";
 
 /// `[hub]`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct HubSettings {
     /// Base URL, without a trailing slash.
     pub(crate) endpoint: String,
@@ -23,7 +23,7 @@ pub(crate) struct HubSettings {
 }
 
 /// Source of the hub's token. Read for each pull, so that a login needs no restart, and never displayed.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(crate) struct HubToken {
     given: Option<String>,
     file: Option<PathBuf>,
