@@ -1,10 +1,11 @@
 //! Files as they are on disk: what tells one version from another, and which are opened at all.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
-use std::io;
+use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
+use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
 /// What tells one version of a file from another without reading it: device, inode, size, the time of writing, and the
@@ -110,6 +111,31 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
+/// All of a regular file that somebody names.
+///
+/// # Errors
+/// As [`open_regular`]; [`io::ErrorKind::FileTooLarge`] for more than `most` bytes.
+pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut read = Vec::new();
+    open_regular(path)?
+        .take(most.saturating_add(1))
+        .read_to_end(&mut read)?;
+    if read.len() as u64 > most {
+        let problem = format!("it has more than {}, the most that is read", Bytes(most));
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
+    }
+    Ok(read)
+}
+
+/// All of a text that somebody names.
+///
+/// # Errors
+/// As [`read_bounded`]; [`io::ErrorKind::InvalidData`] for what is no UTF-8.
+pub fn text_bounded(path: &Path, most: u64) -> io::Result<String> {
+    String::from_utf8(read_bounded(path, most)?)
+        .map_err(|problem| io::Error::new(io::ErrorKind::InvalidData, problem.utf8_error()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -133,5 +159,27 @@ mod tests {
         let link = own.join("link");
         std::os::unix::fs::symlink(&file, &link).unwrap();
         assert!(open_private(&link).is_err(), "a link was followed");
+    }
+
+    #[test]
+    fn only_regular_files_are_read_and_within_the_bound() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "12345").unwrap();
+        assert_eq!(read_bounded(&file, 5).unwrap(), b"12345");
+        assert_eq!(
+            read_bounded(&file, 4).unwrap_err().kind(),
+            io::ErrorKind::FileTooLarge
+        );
+        assert_eq!(
+            read_bounded(Path::new("/dev/zero"), 5).unwrap_err().kind(),
+            io::ErrorKind::InvalidInput
+        );
+        let pipe = folder.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();
+        assert_eq!(
+            read_bounded(&pipe, 5).unwrap_err().kind(),
+            io::ErrorKind::InvalidInput
+        );
     }
 }

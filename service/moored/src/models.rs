@@ -16,12 +16,11 @@ use engine::library::Entry;
 use gpu::WeightFormat;
 use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 
-use crate::catalogue::{self, Makes};
 use crate::config::ModelSettings;
-use crate::hub;
 use crate::threads::FILES;
 use adapters::FoundAdapter;
 use api::v1;
+use hub::catalogue::{self, Makes};
 use listing::Listing;
 use names::Named;
 

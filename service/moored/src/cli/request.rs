@@ -467,7 +467,7 @@ pub(super) fn prompts_of(
 }
 
 fn text(path: &Path) -> Result<String, CliError> {
-    bounded::text(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
+    gpu::text_bounded(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
@@ -475,7 +475,7 @@ pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    bounded::read(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
+    gpu::read_bounded(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 /// The file of a picture or track. One of 0 bytes is what a failed download or copy leaves.

@@ -13,7 +13,6 @@ use pipelines::{
 use super::comfyui::Meaning;
 use super::names::{self, Named};
 use super::{Models, children, hub_model, invalid, is_pipeline, shipped_folder};
-use crate::hub;
 use api::v1;
 
 /// Most adapters of one request.

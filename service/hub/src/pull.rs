@@ -1,20 +1,4 @@
-//! The hub module: brings models from a hub into the hub cache of this machine. It knows neither the service nor the command
-//! line, which both use it.
-//!
-//! The hub's URLs, its HTTP client with TLS, and the layout of the cache are hf-hub's. What it lacks is here: which files
-//! a pipeline is read from (`selection`), checksums and cancellation (`transfer`), the locks that other
-//! programs take in the same cache (`cache`), and pulls that several share (`pulls`).
-
-mod cache;
-mod checksum;
-mod disk;
-mod error;
-mod listing;
-mod meter;
-mod pulls;
-mod reference;
-mod selection;
-mod transfer;
+//! Pulls: what is downloaded for a model, and the download.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -23,40 +7,37 @@ use futures::{StreamExt as _, TryStreamExt as _};
 use serde::Deserialize;
 use tokio::sync::watch;
 
-pub(crate) use error::PullError;
-pub(crate) use meter::Progress;
-pub(crate) use pulls::{PullUpdate, Pulls};
-pub(crate) use reference::Reference;
-
-use cache::{ModelCache, files_of};
-use disk::Disk;
-use error::shown;
-use listing::{HubSession, RepoFile, RepositoryListing};
-use meter::Meter;
-use selection::INDEX;
-use transfer::Transfer;
-
-use crate::{bounded, catalogue, config};
+use crate::cache::{self, ModelCache, files_of};
+use crate::disk::Disk;
+use crate::error::shown;
+use crate::listing::{HubSession, RepoFile, RepositoryListing};
+use crate::meter::Meter;
+use crate::selection::{self, INDEX};
+use crate::settings::HubSettings;
+use crate::transfer::Transfer;
+use crate::{Progress, PullError, Reference, catalogue};
 
 /// Files that are downloaded at the same time: one connection does not use the whole bandwidth.
 const AT_ONCE: usize = 4;
+/// Most bytes of an index of a pipeline or its shards.
+const INDEX_BYTES: u64 = 16 << 20;
 /// Most files of a pipeline; a listing of more is refused.
 const MOST_FILES: usize = 4096;
 
 /// What a pull would download.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct PullPlan {
+pub struct PullPlan {
     /// Commit hash of the snapshot.
-    pub(crate) revision: String,
-    pub(crate) bytes_total: u64,
-    pub(crate) bytes_missing: u64,
-    pub(crate) files_total: u32,
-    pub(crate) base: Base,
+    pub revision: String,
+    pub bytes_total: u64,
+    pub bytes_missing: u64,
+    pub files_total: u32,
+    pub base: Base,
 }
 
 /// Where the text encoders and the autoencoder of a model come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Base {
+pub enum Base {
     /// The model has them, or is an adapter.
     Own,
     /// A pipeline that is pulled with it, without its transformer.
@@ -67,21 +48,21 @@ pub(crate) enum Base {
 
 /// A model that is complete in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Pulled {
+pub struct Pulled {
     /// `owner/name`, of one file `owner/name:file`.
-    pub(crate) id: String,
+    pub id: String,
     /// Commit hash of the snapshot.
-    pub(crate) revision: String,
-    pub(crate) bytes_total: u64,
-    pub(crate) bytes_fetched: u64,
-    pub(crate) files_total: u32,
-    pub(crate) path: PathBuf,
+    pub revision: String,
+    pub bytes_total: u64,
+    pub bytes_fetched: u64,
+    pub files_total: u32,
+    pub path: PathBuf,
 }
 
 /// A hub, and the cache that its models are pulled into.
 #[derive(Clone, Debug)]
-pub(crate) struct Hub {
-    settings: config::HubSettings,
+pub struct Hub {
+    settings: HubSettings,
     /// The disk of the cache.
     disk: Disk,
 }
@@ -178,18 +159,18 @@ fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
 }
 
 impl Hub {
-    pub(crate) fn new(settings: config::HubSettings) -> Hub {
+    pub fn new(settings: HubSettings) -> Hub {
         let disk = Disk::of(&settings.cache);
         Hub { settings, disk }
     }
 
     /// Whether clients may ask for a pull.
-    pub(crate) fn is_open(&self) -> bool {
+    pub fn is_open(&self) -> bool {
         self.settings.pull
     }
 
     /// Plans a pull, and downloads nothing.
-    pub(crate) async fn plan(&self, model: &Reference) -> Result<PullPlan, PullError> {
+    pub async fn plan(&self, model: &Reference) -> Result<PullPlan, PullError> {
         if self.settings.offline {
             let here = self.whole_in_cache(model).await?;
             return Ok(PullPlan {
@@ -211,7 +192,7 @@ impl Hub {
     }
 
     /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
-    pub(crate) async fn pull(
+    pub async fn pull(
         &self,
         model: &Reference,
         progress: watch::Sender<Progress>,
@@ -523,18 +504,18 @@ fn whole_in_cache(root: &Path, model: &Reference) -> Result<Pulled, PullError> {
 }
 
 /// Bytes that a model takes in a hub cache; `None` when it is not there.
-pub(crate) fn size_in_cache(cache: &Path, model: &Reference) -> Option<u64> {
+pub fn size_in_cache(cache: &Path, model: &Reference) -> Option<u64> {
     cache::size(cache, model)
 }
 
 /// Removes a model from a hub cache, all of its revisions.
-pub(crate) fn remove_from_cache(cache: &Path, model: &Reference) -> Result<(), PullError> {
+pub fn remove_from_cache(cache: &Path, model: &Reference) -> Result<(), PullError> {
     cache::remove(cache, model)
 }
 
 /// Whether a snapshot has the files that its pipeline is read from, as far as that can be told without the hub: other
 /// programs leave incomplete ones when they are interrupted. A pipeline of an unknown class counts as complete.
-pub(crate) fn is_whole(snapshot: &Path) -> bool {
+pub fn is_whole(snapshot: &Path) -> bool {
     missing_of("", snapshot).unwrap_or_default().is_empty()
 }
 
@@ -545,7 +526,7 @@ pub(crate) fn is_whole(snapshot: &Path) -> bool {
 fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let Ok(index) = bounded::read(&snapshot.join(INDEX), bounded::TEXT_BYTES) else {
+    let Ok(index) = gpu::read_bounded(&snapshot.join(INDEX), INDEX_BYTES) else {
         if let Some(layout) = pipelines::catalogue().own_layout(&names) {
             let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
             return Ok(selection::missing(&folders, &names));
@@ -564,7 +545,7 @@ fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
 }
 
 /// The files of a snapshot that hold a transformer alone, which `holds` tells, as paths in it.
-pub(crate) fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) -> Vec<String> {
+pub fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) -> Vec<String> {
     let mut files = files_of(snapshot);
     files.retain(|file| {
         selection::is_weights(file) && !selection::is_shard(file) && holds(&snapshot.join(file))
@@ -574,13 +555,13 @@ pub(crate) fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) 
 }
 
 /// Whether a file has the name of the weights that a folder is read from.
-pub(crate) fn is_of_folder(file: &Path) -> bool {
+pub fn is_of_folder(file: &Path) -> bool {
     let name = file.file_name().and_then(|name| name.to_str());
     name.is_some_and(selection::is_of_folder)
 }
 
 /// Whether a file is one of several shards of weights.
-pub(crate) fn is_shard(file: &Path) -> bool {
+pub fn is_shard(file: &Path) -> bool {
     let name = file.file_name().and_then(|name| name.to_str());
     name.is_some_and(selection::is_shard)
 }
@@ -605,7 +586,7 @@ async fn is_transformer(
 fn has_base(snapshot: &Path) -> bool {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let index = bounded::read(&snapshot.join(INDEX), bounded::TEXT_BYTES).unwrap_or_default();
+    let index = gpu::read_bounded(&snapshot.join(INDEX), INDEX_BYTES).unwrap_or_default();
     let Ok(class) = class_of("", &index) else {
         return false;
     };
@@ -669,14 +650,17 @@ fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::HubToken;
 
     #[tokio::test(start_paused = true)]
     async fn the_cache_is_looked_at_on_threads_that_may_block_alone() {
         let root = tempfile::tempdir().unwrap();
-        let hub = Hub::new(config::HubSettings {
+        let hub = Hub::new(HubSettings {
+            endpoint: String::new(),
             cache: root.path().to_owned(),
+            pull: true,
+            token: HubToken::new(None, None),
             offline: true,
-            ..config::HubSettings::default()
         });
         let model: Reference = "me/mine".parse().unwrap();
         assert!(matches!(hub.plan(&model).await, Err(PullError::Offline { .. })));

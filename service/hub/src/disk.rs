@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
-use super::PullError;
+use crate::PullError;
 
 /// Threads that look at files, link or lock them at a time.
 const SHORT_AT_ONCE: usize = 16;
@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// The threads that wait for one disk. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(super) struct Disk {
+pub(crate) struct Disk {
     /// What lies on it, for people.
     folder: String,
     short: Arc<Semaphore>,
@@ -29,7 +29,7 @@ pub(super) struct Disk {
 
 impl Disk {
     /// The disk that a folder lies on.
-    pub(super) fn of(folder: &Path) -> Disk {
+    pub(crate) fn of(folder: &Path) -> Disk {
         Disk {
             folder: folder.display().to_string(),
             short: Arc::new(Semaphore::new(SHORT_AT_ONCE)),
@@ -41,7 +41,7 @@ impl Disk {
     ///
     /// # Errors
     /// Those of the work; [`PullError::DiskSilent`] and [`PullError::DiskBusy`] after [`LIMIT`].
-    pub(super) async fn short<T: Send + 'static>(
+    pub(crate) async fn short<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
     ) -> Result<T, PullError> {
@@ -59,7 +59,7 @@ impl Disk {
     ///
     /// # Errors
     /// Those of the work; [`PullError::DiskBusy`] where it has not begun after [`LIMIT`].
-    pub(super) async fn long<T: Send + 'static>(
+    pub(crate) async fn long<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
     ) -> Result<T, PullError> {
@@ -97,7 +97,7 @@ impl Disk {
 
     /// All threads, until the result is dropped: no work begins meanwhile.
     #[cfg(test)]
-    pub(super) fn all_turns(&self) -> [OwnedSemaphorePermit; 2] {
+    pub(crate) fn all_turns(&self) -> [OwnedSemaphorePermit; 2] {
         let all = |turns: &Arc<Semaphore>, count: usize| {
             turns.clone().try_acquire_many_owned(count as u32).unwrap()
         };
@@ -106,7 +106,7 @@ impl Disk {
 }
 
 /// Closes files on a thread that may block: a network share writes what is not written when they are closed, and gives up locks.
-pub(super) fn close<T: Send + 'static>(files: T) {
+pub(crate) fn close<T: Send + 'static>(files: T) {
     match Handle::try_current() {
         Ok(runtime) => drop(runtime.spawn_blocking(move || drop(files))),
         Err(_) => drop(files), // nobody waits for this thread
