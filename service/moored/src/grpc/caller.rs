@@ -110,6 +110,17 @@ impl Caller {
     }
 }
 
+#[cfg(test)]
+impl Caller {
+    /// A caller at an address, without a deadline.
+    pub(super) fn at(address: Option<&str>) -> Caller {
+        Caller {
+            address: address.map(|address| address.parse().unwrap()),
+            deadline: None,
+        }
+    }
+}
+
 /// The id of the card that a client names: by its id, by the beginning of it (eight characters of a UUID at least), or as
 /// `cuda:1` by its place among the service's NVIDIA cards. Empty for none.
 ///
@@ -196,12 +207,8 @@ mod tests {
 
     #[test]
     fn a_caller_of_a_loopback_address_is_on_this_machine() {
-        let at = |address: Option<&str>| Caller {
-            address: address.map(|address| address.parse().unwrap()),
-            deadline: None,
-        };
         for here in ["127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "[::ffff:127.0.0.1]:1"] {
-            assert!(at(Some(here)).is_on_this_machine(), "{here}");
+            assert!(Caller::at(Some(here)).is_on_this_machine(), "{here}");
         }
         for other in [
             Some("10.0.0.1:1"),
@@ -209,7 +216,7 @@ mod tests {
             Some("[2001:db8::1]:1"),
             None,
         ] {
-            assert!(!at(other).is_on_this_machine(), "{other:?}");
+            assert!(!Caller::at(other).is_on_this_machine(), "{other:?}");
         }
     }
 

@@ -655,6 +655,21 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn a_caller_on_another_machine_is_not_told_which_processes_there_are() {
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let (there, gone) = (std::process::id(), ended.id());
+        let refused = |address: &str, id| {
+            let process = process_for(&Caller::at(Some(address)), id);
+            process.map(|process| process.id()).map_err(|error| error.to_string())
+        };
+        assert_eq!(refused("127.0.0.1:1", there), Ok(there));
+        assert!(refused("127.0.0.1:1", gone).unwrap_err().contains("no process"));
+        assert!(refused("10.0.0.1:1", there).unwrap_err().contains("process_id"));
+        assert_eq!(refused("10.0.0.1:1", there), refused("10.0.0.1:1", gone));
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_watcher_ends_with_the_service_however_long_its_interval_is() {
         let (reports, reported) = watch::channel(1);
