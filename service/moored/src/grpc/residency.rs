@@ -662,7 +662,9 @@ mod tests {
         let (there, gone) = (std::process::id(), ended.id());
         let refused = |address: &str, id| {
             let process = process_for(&Caller::at(Some(address)), id);
-            process.map(|process| process.id()).map_err(|error| error.to_string())
+            process
+                .map(|process| process.id())
+                .map_err(|error| error.to_string())
         };
         assert_eq!(refused("127.0.0.1:1", there), Ok(there));
         assert!(refused("127.0.0.1:1", gone).unwrap_err().contains("no process"));
