@@ -496,13 +496,18 @@ def test_the_hold_of_a_client_that_stops_reading_ends(simulate: Simulate) -> Non
 
 def test_what_sessions_keep_of_messages_counts_against_their_client(simulate: Simulate) -> None:
     service = simulate(
-        arguments=("--set", "service.max_message=1MiB", "--set", "limits.uploads_per_client=1MiB")
+        arguments=(
+            "--set",
+            "service.max_message=256KiB",
+            "--set",
+            "limits.uploads_per_client=256KiB",
+        )
     )
     over = threading.Event()
 
     def asked() -> Iterator[pb.StreamAudioRequest]:
         yield opening()
-        yield segment(prompt="x", lyrics="la " * 10_000, seconds=0.2)
+        yield segment(prompt="x", lyrics="🟥" * 10_000, seconds=0.2)
         # Its last message is short: what counts then is what is kept.
         yield pb.StreamAudioRequest(played=pb.PlayHead(sample=0))
         over.wait(DEADLINE_S)
@@ -526,4 +531,4 @@ def test_what_sessions_keep_of_messages_counts_against_their_client(simulate: Si
     with service.client() as client:
         assert_at_rest(client)
         with session(client) as live:
-            live.play("x", lyrics="la " * 10_000, seconds=0.2).wait(60)
+            live.play("x", lyrics="🟥" * 10_000, seconds=0.2).wait(60)
