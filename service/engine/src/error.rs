@@ -7,6 +7,7 @@ use model::{Quantization, Request};
 use residency::{Bytes, Holder};
 
 use crate::job_state::JobState;
+use crate::not_opened::NotOpened;
 
 /// What would fit instead of a request that does not.
 pub type Fallback = residency::Fallback<Change>;
@@ -146,6 +147,9 @@ pub enum Error {
     /// Damaged model files.
     #[error("{0}")]
     ModelDamaged(String),
+    /// The disk that the model lies on does not answer, or too many models are being opened.
+    #[error(transparent)]
+    NotOpened(#[from] NotOpened),
     /// The model's files were replaced while the job was under way, and nothing is left of the versions that it began with.
     #[error("{0}: submit the request again")]
     ModelChanged(String),

@@ -11,6 +11,7 @@ pub mod library;
 pub mod messages;
 mod moved;
 pub mod need;
+mod not_opened;
 pub mod queue;
 mod stamps;
 mod standing;

@@ -326,7 +326,7 @@ impl Queue {
     /// forces it. Jobs that are submitted meanwhile start after it.
     ///
     /// # Errors
-    /// When the model cannot be opened and was not in use before, or a worker fails at it.
+    /// When the model is not in use and cannot be opened, or a worker fails at it.
     pub async fn unload(
         &self,
         entry: Option<Arc<Entry>>,
@@ -340,16 +340,16 @@ impl Queue {
             .await?
     }
 
+    /// An entry with its components: as it is in use, without a look at its files, which may be gone or may not answer.
     async fn entry_to_unload(&self, entry: Arc<Entry>) -> Result<EntryToUnload, Error> {
-        let (models, problem) = match self.open(entry.clone()).await {
-            Ok(models) => (Some(models), None),
-            Err(problem) => (None, Some(problem)),
-        };
         let key = entry.key.clone();
-        let known = self
-            .call(move |core, _| core.entry_to_unload(&entry, models))
-            .await?;
-        known.ok_or_else(|| problem.unwrap_or(Error::ModelNotFound { id: key }))
+        if let Some(known) = self.call(move |core, _| core.known_to_unload(&key)).await? {
+            return Ok(known);
+        }
+        // Its components may be on a card as those of another entry, which only its files tell.
+        let models = self.open(entry.clone()).await?;
+        self.call(move |core, _| core.opened_to_unload(&entry, &models))
+            .await
     }
 
     /// Keeps an entry where it is, or will be loaded, until it is unpinned. Returns the keys of all that are pinned.

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::DType;
 use engine::job::{Call, JobOptions, JobSpec, JobWork, Run, Start};
@@ -244,6 +245,11 @@ impl Model for FakeModel {
     }
 }
 
+/// A path whose openings are counted.
+pub const COUNTED: &str = "/models/counted";
+/// How often a model was opened at [`COUNTED`].
+pub static OPENINGS_COUNTED: AtomicUsize = AtomicUsize::new(0);
+
 pub struct FakeFamily;
 
 impl Family for FakeFamily {
@@ -251,6 +257,9 @@ impl Family for FakeFamily {
         "fake"
     }
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        if path == Path::new(COUNTED) {
+            OPENINGS_COUNTED.fetch_add(1, Ordering::Relaxed);
+        }
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("a");
         if name == "broken" {
             let problem = "it is broken".to_owned();
