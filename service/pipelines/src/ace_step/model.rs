@@ -10,7 +10,7 @@ use super::plan::{DENOISE, LATENT};
 use super::stages::Stage;
 use super::tasks::{self, Abilities};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
-use crate::autoencoder_oobleck::OobleckConfig;
+use crate::autoencoders::oobleck::OobleckConfig;
 use crate::family::{LeftOut, smaller_lengths};
 use crate::plan::only_value;
 use crate::text::qwen3::Qwen3Config;

@@ -16,7 +16,7 @@ use super::plan::is_supported;
 use super::prompts::MAX_TEXT_TOKENS;
 use super::quantize_rule::role_of;
 use super::tasks::{self, Abilities};
-use crate::autoencoder_oobleck::OobleckConfig;
+use crate::autoencoders::oobleck::OobleckConfig;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Wanted, component_of_checkpoint, component_of_folder,
     exact_component, whole,

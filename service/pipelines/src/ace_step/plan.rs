@@ -21,7 +21,7 @@ use super::sound::{samples_at, samples_of_timbre};
 use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
-use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
+use crate::autoencoders::oobleck::{decode_ladder, encode_ladder};
 use crate::family::LeftOut;
 use crate::memo::Memo;
 use crate::plan::{names, rungs_of};

@@ -11,7 +11,7 @@ use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
 use super::stages::Stage;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
-use crate::autoencoder_hunyuan::{Chunking, HunyuanVaeConfig};
+use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
 use crate::family::{LeftOut, nearest_frames, smaller_sides};
 use crate::flow_match::SchedulerConfig;

@@ -7,7 +7,7 @@ use super::config::TransformerConfig;
 use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
 use super::places::{PROCESSOR, Places, TransformerPlace};
 use super::quantize_rule::role_of;
-use crate::autoencoder_hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
+use crate::autoencoders::hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::bounds::PIXELS_PER_TOKEN;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Requested, Wanted, exact_component, whole,

@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::autoencoder_hunyuan::HunyuanVaeConfig;
+use crate::autoencoders::hunyuan::HunyuanVaeConfig;
 use crate::resize::resized;
 use crate::{InitImage, StageError};
 

@@ -6,7 +6,7 @@ use super::checkpoint::{MARKS, ZImageNaming, config_of_single_file, timestep_inn
 use super::config::TransformerConfig;
 use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
-use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
+use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
 use crate::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, Wanted, companion,
