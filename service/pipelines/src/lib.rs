@@ -3,9 +3,7 @@
 
 pub mod ace_step;
 mod adapters;
-pub mod autoencoder_hunyuan;
-pub mod autoencoder_kl;
-pub mod autoencoder_oobleck;
+pub mod autoencoders;
 mod checkpoint;
 mod defaults;
 mod family;

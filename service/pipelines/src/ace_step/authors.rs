@@ -8,7 +8,7 @@ use super::layout::{SILENCE, in_original};
 use super::model::{CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, TokenConfigs, VAE};
 use super::open::{Parts, check_silence};
 use crate::ModelError;
-use crate::autoencoder_oobleck::{OobleckConfig, diffusers_name_of_original};
+use crate::autoencoders::oobleck::{OobleckConfig, diffusers_name_of_original};
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, TensorSpec, Wanted, component_of_checkpoint, component_of_folder,
     component_of_specs, open,

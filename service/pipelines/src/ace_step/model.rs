@@ -10,7 +10,7 @@ use super::plan::{DENOISE, LATENT};
 use super::stages::Stage;
 use super::tasks::{self, Abilities};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
-use crate::autoencoder_oobleck::OobleckConfig;
+use crate::autoencoders::oobleck::OobleckConfig;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{

@@ -17,7 +17,7 @@ use super::prompts::MAX_TEXT_TOKENS;
 use super::quantize_rule::role_of;
 use super::tasks::{self, Abilities};
 use crate::adapters::AdapterSet;
-use crate::autoencoder_oobleck::OobleckConfig;
+use crate::autoencoders::oobleck::OobleckConfig;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Wanted, component_of_checkpoint, component_of_folder,
     exact_component, whole,

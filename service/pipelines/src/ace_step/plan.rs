@@ -21,7 +21,7 @@ use super::sound::{samples_at, samples_of_timbre};
 use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
-use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
+use crate::autoencoders::oobleck::{decode_ladder, encode_ladder};
 use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::TokenizeError;

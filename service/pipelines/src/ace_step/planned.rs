@@ -6,7 +6,7 @@ use super::buffers::row_widths;
 use super::model::{AceStepModel, TEXT_ENCODER};
 use super::plan::{DECODE, DENOISE, ENCODE_REFERENCE, ENCODE_SOURCE, ENCODE_TEXT};
 use super::sound::{samples_at, samples_of_timbre};
-use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
+use crate::autoencoders::oobleck::{decode_ladder, encode_ladder};
 use crate::rounds::is_in_rounds;
 use crate::{Audio, Medium, Request};
 

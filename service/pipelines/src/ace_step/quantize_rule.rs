@@ -7,15 +7,16 @@
 //! - **vae**: nothing.
 
 use super::model::{CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE};
+use crate::autoencoders::oobleck;
 use crate::checkpoint::{QuantizeRole, RoleOf};
-use crate::{autoencoder_oobleck, text};
+use crate::text;
 
 /// The rule of a component.
 pub(super) fn role_of(component: &str) -> RoleOf {
     match component {
         TRANSFORMER | CONDITION_ENCODER | TOKENIZER | DETOKENIZER => of_layers,
         TEXT_ENCODER => text::qwen3::role,
-        VAE => autoencoder_oobleck::role,
+        VAE => oobleck::role,
         _ => |_| QuantizeRole::Full,
     }
 }

@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use rubato::audioadapter_buffers::direct::InterleavedSlice;
 use rubato::{Fft, FixedSync, Resampler as _};
 
-use crate::autoencoder_oobleck::samples_from_pcm16;
+use crate::autoencoders::oobleck::samples_from_pcm16;
 use crate::{Clip, MediaFormat, RequestError, StageError};
 
 /// Rates of tracks, in samples per second: below, there is little left of music; above, it is no rate of a recording.

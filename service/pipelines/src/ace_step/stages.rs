@@ -14,7 +14,7 @@ use super::plan::{
 };
 use super::sound::{at_rate, in_whole_frames, parts_of_timbre};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
-use crate::autoencoder_oobleck::{
+use crate::autoencoders::oobleck::{
     OobleckDecoder, OobleckEncoder, OobleckMoments, decode_ladder, encode_ladder, pcm16_from_samples,
 };
 use crate::noise::Generator;

@@ -9,7 +9,7 @@ use super::edit::Variant;
 use super::model::{FAMILY, FluxModel};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
-use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
+use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
 use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder};
 use crate::defaults::folder_defaults;
 use crate::files::{

@@ -5,7 +5,7 @@ use ops::Planned;
 use super::edit::{ENCODE_CONTROL, ENCODE_MASKED, ENCODE_REFERENCE};
 use super::model::FluxModel;
 use super::stages::{DENOISE, ENCODE_TEXT};
-use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
+use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::{Image, Request};
 use model::bounds::PIXELS_PER_TOKEN;
 

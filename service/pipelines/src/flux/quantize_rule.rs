@@ -18,7 +18,7 @@
 //! quantized. Embeddings, norms and biases may not, except as unscaled fp8, which is read as a plain number type.
 
 use crate::checkpoint::{QuantizeRole, RoleOf};
-use crate::{autoencoder_kl, mmdit, text};
+use crate::{autoencoders, mmdit, text};
 
 /// The rule of a component.
 pub(super) fn role_of(component: &str) -> RoleOf {
@@ -26,7 +26,7 @@ pub(super) fn role_of(component: &str) -> RoleOf {
         "transformer" => mmdit::role,
         "text_encoder_2" => text::t5::role,
         "text_encoder" => text::clip::role,
-        "vae" => autoencoder_kl::role,
+        "vae" => autoencoders::role,
         _ => |_| QuantizeRole::Full,
     }
 }
@@ -37,7 +37,7 @@ mod tests {
 
     use super::super::config::TransformerConfig;
     use super::*;
-    use crate::autoencoder_kl::VaeConfig;
+    use crate::autoencoders::kl::VaeConfig;
     use crate::text::clip::ClipConfig;
     use crate::text::t5::T5Config;
 

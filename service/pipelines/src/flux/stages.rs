@@ -19,9 +19,9 @@ use super::edit::{
 use super::model::FluxModel;
 use super::transformer::{Prompted, Reference, Transformer, pack, unpack};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
-use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
-use crate::autoencoder_kl::stages::{Run, deliver, send_preview};
-use crate::autoencoder_kl::{Chunking, VaeDecoder};
+use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
+use crate::autoencoders::kl::stages::{Run, deliver, send_preview};
+use crate::autoencoders::kl::{Chunking, VaeDecoder};
 use crate::start::{Start, start};
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;

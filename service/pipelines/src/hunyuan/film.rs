@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 
 use super::sections::FilmPart;
-use crate::autoencoder_hunyuan::frames_to_rgb8;
+use crate::autoencoders::hunyuan::frames_to_rgb8;
 use crate::{MediaFormat, Piece, StageError, Video};
 
 /// The film that a decode delivers a part of.

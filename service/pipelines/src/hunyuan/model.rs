@@ -11,7 +11,7 @@ use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
 use super::stages::Stage;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
-use crate::autoencoder_hunyuan::{Chunking, HunyuanVaeConfig};
+use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;

@@ -8,7 +8,7 @@ use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VA
 use super::places::{PROCESSOR, Places, TransformerPlace};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
-use crate::autoencoder_hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
+use crate::autoencoders::hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Requested, Wanted, exact_component, whole,
 };

@@ -6,7 +6,7 @@ use residency::Bytes;
 use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{TokenCounts, denoise_scratch};
-use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
+use crate::autoencoders::hunyuan::{decode_ladder, encode_ladder};
 use crate::mmdit::is_modulator;
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};

@@ -3,7 +3,7 @@
 //! layer stay in full precision: three percent of the bytes.
 
 use crate::checkpoint::{QuantizeRole, RoleOf};
-use crate::{autoencoder_kl, mmdit, text, vision};
+use crate::{autoencoders, mmdit, text, vision};
 
 /// The rule of a component.
 pub(super) fn role_of(component: &str) -> RoleOf {
@@ -12,7 +12,7 @@ pub(super) fn role_of(component: &str) -> RoleOf {
         "text_encoder" => text::llama::role,
         "text_encoder_2" => text::clip::role,
         "image_encoder" => vision::siglip::role,
-        "vae" => autoencoder_kl::role,
+        "vae" => autoencoders::role,
         _ => |_| QuantizeRole::Full,
     }
 }

@@ -22,7 +22,7 @@ use super::preview::ColourMap;
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{Prompted, Seen, Transformer};
 use crate::adapters::{AdaptedTensors, UsedAs};
-use crate::autoencoder_hunyuan::{
+use crate::autoencoders::hunyuan::{
     FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
 };
 use crate::noise::Generator;

@@ -7,7 +7,7 @@ use super::config::TransformerConfig;
 use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
-use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
+use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, Wanted, companion,
     component_of_checkpoint, component_of_folder, exact_component, open, whole,

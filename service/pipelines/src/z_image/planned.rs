@@ -6,7 +6,7 @@ use super::buffers::ZImageBuffers;
 use super::model::{TEXT_ENCODER, ZImageModel};
 use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::Request;
-use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
+use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
 
 impl ZImageModel {
     /// cuDNN shapes of a stage on a card, in order of use. Pictures are decoded and encoded whole: a lower rung

@@ -8,14 +8,14 @@
 //! Norms, biases and pad tokens stay in full precision everywhere.
 
 use crate::checkpoint::{QuantizeRole, RoleOf};
-use crate::{autoencoder_kl, text};
+use crate::{autoencoders, text};
 
 /// The rule of a component.
 pub(super) fn role_of(component: &str) -> RoleOf {
     match component {
         "transformer" => of_transformer,
         "text_encoder" => text::qwen3::role,
-        "vae" => autoencoder_kl::role,
+        "vae" => autoencoders::role,
         _ => |_| QuantizeRole::Full,
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{Device, Tensor};
-use pipelines::autoencoder_hunyuan::HunyuanVaeConfig;
+use pipelines::autoencoders::hunyuan::HunyuanVaeConfig;
 
 /// Numbers of unit variance: splitmix64 of the name's FNV-1a hash and the index, uniform.
 pub(crate) fn numbers(name: &str, count: usize) -> Vec<f64> {

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use pipelines::StageError;
-use pipelines::autoencoder_hunyuan::{
+use pipelines::autoencoders::hunyuan::{
     Chunking, FrameDecoding, HunyuanVaeConfig, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder,
     decode_scratch, diffusers_name_of_original, encode_ladder, encode_scratch, frames_to_rgb8,
 };

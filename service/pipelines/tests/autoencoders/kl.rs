@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use pipelines::StageError;
-use pipelines::autoencoder_kl::{
+use pipelines::autoencoders::kl::{
     Chunking, VaeConfig, VaeDecoder, VaeEncoder, decode_ladder, decode_scratch, diffusers_name_of_bfl,
     encode_ladder, encode_scratch,
 };
@@ -342,6 +342,41 @@ fn attention_may_be_stored_as_1x1_convolutions() {
         distance(&decode(&decoder_of(tensors), &latent, Chunking::Whole), &expected),
         0.0
     );
+}
+
+/// Layers after the encoder and before the decoder, which double every number.
+fn doubling(tensors: &mut Tensors, name: &str, channels: usize) {
+    let twice = (Tensor::eye(channels, DType::F32, &Device::Cpu).unwrap() * 2.0).unwrap();
+    let weight = twice.reshape((channels, channels, 1, 1)).unwrap();
+    tensors.insert(format!("{name}.weight"), weight);
+    let bias = Tensor::zeros(channels, DType::F32, &Device::Cpu).unwrap();
+    tensors.insert(format!("{name}.bias"), bias);
+}
+
+#[test]
+fn layers_beside_the_halves_change_the_latent() {
+    let _together = together();
+    let config = VaeConfig {
+        use_quant_conv: true,
+        use_post_quant_conv: true,
+        ..config()
+    };
+    let (latent, picture) = (latent(6, 4), here(&noise(&[1, 3, 48, 32], 0.5)));
+    let mut with = weights();
+    doubling(&mut with, "quant_conv", 2 * config.latent_channels);
+    doubling(&mut with, "post_quant_conv", config.latent_channels);
+    let decoder = VaeDecoder::new(&config, &resident(&with)).expect("a decoder");
+    let encoder = VaeEncoder::new(&config, &resident(&with)).expect("an encoder");
+    let plain = VaeEncoder::new(&self::config(), &resident(&with)).expect("an encoder");
+    for chunking in [Chunking::Whole, Chunking::Strips { latent_rows: 2 }] {
+        let decoded = decode(&decoder, &latent, chunking);
+        let expected = decode(&decoder_of(weights()), &(&latent * 2.0).unwrap(), chunking);
+        let error = distance(&decoded, &expected);
+        assert!(error < tolerances().component, "{chunking:?}: {error:e}");
+        let mean = |encoder: &VaeEncoder| encoder.encode(&picture, chunking, &|| false).unwrap().mean;
+        let error = distance(&mean(&encoder), &(mean(&plain) * 2.0).unwrap());
+        assert!(error < tolerances().component, "{chunking:?}: {error:e}");
+    }
 }
 
 #[test]

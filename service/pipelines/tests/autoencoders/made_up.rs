@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 
 use candle_core::{Device, Tensor};
-use pipelines::autoencoder_kl::VaeConfig;
+use pipelines::autoencoders::kl::VaeConfig;
 
 /// A deterministic latent of any size.
 pub(crate) fn latent(h: usize, w: usize) -> Tensor {

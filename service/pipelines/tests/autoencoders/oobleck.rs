@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use pipelines::StageError;
-use pipelines::autoencoder_oobleck::{
+use pipelines::autoencoders::oobleck::{
     OobleckConfig, OobleckDecoder, OobleckEncoder, OobleckMoments, Windows, decode_ladder, decode_scratch,
     diffusers_name_of_original, encode_ladder, encode_scratch,
 };

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
-use pipelines::autoencoder_kl::{Chunking, VaeConfig, VaeDecoder, VaeEncoder, decode_ladder, encode_ladder};
+use pipelines::autoencoders::kl::{
+    Chunking, VaeConfig, VaeDecoder, VaeEncoder, decode_ladder, encode_ladder,
+};
 use pipelines::flux::{Prompted, Transformer, TransformerConfig, denoise_scratch};
 use pipelines::text::t5::{T5Config, T5Encoder};
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use pipelines::StageError;
-use pipelines::autoencoder_hunyuan::{
+use pipelines::autoencoders::hunyuan::{
     Chunking, FrameDecoding, HunyuanVaeConfig, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder,
     encode_ladder, frames_to_rgb8,
 };

@@ -6,7 +6,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use ops::{NormedWeight, SequenceFilter, SequenceShape, Snake, Through};
-use pipelines::autoencoder_oobleck::{
+use pipelines::autoencoders::oobleck::{
     OobleckConfig, OobleckDecoder, OobleckEncoder, Windows, decode_ladder, encode_ladder, pcm16_from_samples,
 };
 

@@ -73,7 +73,7 @@ impl OpenModel<FluxModel> {
             observer: &mut observer,
         };
         let picture = stage
-            .decoded(&here(latent), pipelines::autoencoder_kl::Chunking::Whole)
+            .decoded(&here(latent), pipelines::autoencoders::kl::Chunking::Whole)
             .expect("a picture");
         picture
             .affine(0.5, 0.5)

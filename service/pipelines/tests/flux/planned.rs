@@ -1,7 +1,7 @@
 //! The planned cuDNN shapes of a request equal those that its stages use.
 
 use candle_core::DType;
-use pipelines::autoencoder_kl::VaeConfig;
+use pipelines::autoencoders::kl::VaeConfig;
 use pipelines::{Image, Medium, Model, Request, Unobserved};
 
 use crate::device;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use gpu::LoadPlan;
-use pipelines::autoencoder_kl::{VaeConfig, diffusers_name_of_bfl};
+use pipelines::autoencoders::kl::{VaeConfig, diffusers_name_of_bfl};
 use pipelines::flux::FluxModel;
 use pipelines::text::clip::ClipConfig;
 use pipelines::text::t5::T5Config;

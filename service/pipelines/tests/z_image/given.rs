@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_core::Tensor;
-use pipelines::autoencoder_kl::{Chunking, VaeConfig, VaeDecoder};
+use pipelines::autoencoders::kl::{Chunking, VaeConfig, VaeDecoder};
 use pipelines::{Image, InitImage, Medium, Precision, Request};
 use tempfile::TempDir;
 

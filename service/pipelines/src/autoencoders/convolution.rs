@@ -1,0 +1,61 @@
+//! A convolution with its weight and its bias.
+
+use candle_core::{D, DType, Result, Tensor};
+use gpu::Weight;
+use ops::{Filter, Onto, Steps};
+
+use super::kernels::Kernels;
+
+/// A convolution with its bias.
+#[derive(Clone, Debug)]
+pub(super) struct Convolution {
+    /// `[out, in, rows, columns]`, `[out, in, frames, rows, columns]` or `[out, in]`. Converted to a [`Filter`], and
+    /// dequantized, at every run: that takes a card microseconds, and avoids a second copy of all weights.
+    weight: Weight,
+    /// `[out]`.
+    pub(super) bias: Tensor,
+}
+
+impl Convolution {
+    /// From a weight and a bias `[out]`.
+    ///
+    /// # Errors
+    /// When the weight has another rank.
+    pub(super) fn new(weight: Weight, bias: Tensor) -> Result<Convolution> {
+        if !matches!(weight.dims().len(), 2 | 4 | 5) {
+            candle_core::bail!("a convolution with a weight of shape {:?}", weight.dims())
+        }
+        Ok(Convolution {
+            weight,
+            bias: bias.contiguous()?,
+        })
+    }
+
+    /// Channels of the output.
+    pub(super) fn outputs(&self) -> usize {
+        self.weight.dims().first().copied().unwrap_or_default()
+    }
+
+    /// What the kernel spans, and the filter for maps `[h, t, w, c]` (without frames where it spans none).
+    pub(super) fn filter(&self, dtype: DType) -> Result<(Kernels, Filter)> {
+        Ok(match self.weight.dims().len() {
+            5 => (Kernels::Causal, Filter::rows_first(&self.weight, dtype)?),
+            _ => (Kernels::Flat, Filter::new(&self.weight, dtype)?),
+        })
+    }
+
+    /// A convolution of single positions, of a contiguous map `[.., in]` to `[.., out]`.
+    pub(super) fn of_positions(&self, map: &Tensor, out: &Tensor, onto: Onto) -> Result<()> {
+        let filter = Filter::new(&self.weight, map.dtype())?;
+        let axes = self.weight.dims().len().max(3) - 2;
+        let in_a_line = |map: &Tensor| {
+            let channels = map.dim(D::Minus1)?;
+            let mut shape = vec![map.elem_count() / channels.max(1)];
+            shape.resize(axes, 1);
+            shape.push(channels);
+            map.reshape(shape)
+        };
+        let (map, out) = (in_a_line(map)?, in_a_line(out)?);
+        ops::convolve(&map, &filter, Some(&self.bias), &Steps::EACH, &out, onto)
+    }
+}

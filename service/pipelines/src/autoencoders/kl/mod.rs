@@ -1,0 +1,23 @@
+//! The autoencoder of FLUX.1 and of the families that share it: diffusers' `AutoencoderKL`.
+//!
+//! Strips have so many rows at the latent's resolution. On the CPU they are smaller where they would not fit into a
+//! cache.
+
+mod config;
+mod decoder;
+mod encoder;
+mod names;
+mod picture;
+pub(crate) mod plan;
+mod scratch;
+pub(crate) mod stages;
+mod table;
+
+pub use super::moments::Moments;
+pub use config::VaeConfig;
+pub use decoder::VaeDecoder;
+pub use encoder::VaeEncoder;
+pub(crate) use names::autoencoder_of_single_file;
+pub use names::diffusers_name_of_bfl;
+pub use picture::Rgb8;
+pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};

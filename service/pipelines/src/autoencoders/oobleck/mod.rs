@@ -1,0 +1,30 @@
+//! The autoencoder of sound of ACE-Step 1.5 and Stable Audio: diffusers' `AutoencoderOobleck`.
+//!
+//! Sequences are channels-last, `[time, channels]`, so that a convolution in time is a product whose rows overlap
+//! (`ops::SequenceFilter`). There are only convolutions: what is far from a sample does not change it. So a track is
+//! processed in windows of latent frames that overlap by as much as the layers see, which follows from the
+//! configuration, and each sample is kept from a window that has all of what it depends on. At the ends of the track a
+//! window ends too, and is padded there as the track would be. The length of the windows changes the memory that is
+//! needed, and nothing else.
+
+mod config;
+mod decoder;
+mod encoder;
+mod layers;
+mod moments;
+mod role;
+mod samples;
+mod scratch;
+mod shapes;
+mod table;
+mod windows;
+
+pub use config::OobleckConfig;
+pub use decoder::OobleckDecoder;
+pub use encoder::OobleckEncoder;
+pub use moments::OobleckMoments;
+pub(crate) use role::role;
+pub use samples::{pcm16_from_samples, samples_from_pcm16};
+pub use scratch::{decode_ladder, decode_scratch, encode_ladder, encode_scratch};
+pub use shapes::diffusers_name_of_original;
+pub use windows::Windows;

@@ -1,0 +1,110 @@
+//! The tensors of an autoencoder's layers, and what its results must be.
+
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, Weight};
+
+use super::COMPONENT;
+use super::convolution::Convolution;
+use super::kernels::Kernels;
+use super::norm::GroupNorm;
+use model::StageError;
+
+/// Takes the tensors of one layer out of a component.
+#[derive(Clone, Copy)]
+pub(super) struct LayerSource<'a> {
+    pub(super) tensors: &'a ComponentTensors,
+    pub(super) dtype: DType,
+    pub(super) kernels: Kernels,
+    /// Groups of group norms.
+    pub(super) groups: usize,
+}
+
+impl LayerSource<'_> {
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, StageError> {
+        let tensor = self.tensors.shaped(name, shape).map_err(missing)?;
+        Ok(tensor.to_dtype(self.dtype)?)
+    }
+
+    /// A layer with a weight of this shape: if in full precision, in the dtype of maps.
+    fn layer(&self, name: &str, shape: &[usize]) -> Result<Convolution, StageError> {
+        let weight = format!("{name}.weight");
+        let weight = match self.tensors.shaped_weight(&weight, shape).map_err(missing)? {
+            Weight::Full(tensor) => Weight::Full(tensor.to_dtype(self.dtype)?),
+            quantized @ Weight::Quantized(_) => quantized,
+        };
+        let bias = self.tensor(&format!("{name}.bias"), &shape[..1])?;
+        Ok(Convolution::new(weight, bias)?)
+    }
+
+    /// A convolution of neighbourhoods.
+    pub(super) fn convolution(
+        &self,
+        name: &str,
+        channels: (usize, usize),
+    ) -> Result<Convolution, StageError> {
+        self.layer(&self.kernels.layer(name), &self.kernels.filter(channels))
+    }
+
+    /// A convolution of single positions that is named as one of neighbourhoods.
+    pub(super) fn shortcut(&self, name: &str, channels: (usize, usize)) -> Result<Convolution, StageError> {
+        self.layer(&self.kernels.layer(name), &self.kernels.weight(channels, 1))
+    }
+
+    /// A convolution of single positions.
+    pub(super) fn of_positions(&self, name: &str, channels: usize) -> Result<Convolution, StageError> {
+        self.layer(name, &self.kernels.weight((channels, channels), 1))
+    }
+
+    /// A linear layer `[c, c]`, which BFL's checkpoints store as a convolution of single positions `[c, c, 1, 1]`.
+    pub(super) fn square(&self, name: &str, channels: usize) -> Result<Convolution, StageError> {
+        let found = self.tensors.weight(&format!("{name}.weight"));
+        match found.is_ok_and(|weight| weight.dims().len() > 2) {
+            true => self.of_positions(name, channels),
+            false => self.layer(name, &[channels, channels]),
+        }
+    }
+
+    pub(super) fn norm(&self, name: &str, channels: usize) -> Result<GroupNorm, StageError> {
+        let weight = self.tensor(&format!("{name}.weight"), &[channels])?;
+        let bias = self.tensor(&format!("{name}.bias"), &[channels])?;
+        Ok(GroupNorm::new(weight, bias, self.groups)?)
+    }
+}
+
+/// The error for a tensor that is not there, or is of another shape.
+pub(super) fn missing(missing: gpu::MissingTensor) -> StageError {
+    StageError::Missing {
+        component: COMPONENT.to_owned(),
+        missing,
+    }
+}
+
+/// The dtype of maps: on a card that of the biases, which are always in full precision; f32 on the CPU.
+pub(super) fn dtype_of_maps(tensors: &ComponentTensors, bias: &str) -> Result<DType, StageError> {
+    let tensor = tensors.get(bias).map_err(missing)?;
+    Ok(match tensor.device() {
+        Device::Cpu => DType::F32,
+        _ => tensor.dtype(),
+    })
+}
+
+/// The device of a tensor.
+pub(super) fn device_of(tensors: &ComponentTensors, name: &str) -> Result<Device, StageError> {
+    Ok(tensors.get(name).map_err(missing)?.device().clone())
+}
+
+/// The error for an autoencoder that is not supported.
+pub(super) fn unsupported(problem: String) -> StageError {
+    StageError::BadInput(format!("the VAE has {problem}"))
+}
+
+/// Refuses a result that is not finite.
+pub(super) fn finite(is_finite: bool) -> Result<(), StageError> {
+    if is_finite {
+        return Ok(());
+    }
+    Err(StageError::NotFinite {
+        component: COMPONENT.to_owned(),
+        step: 0,
+    })
+}
