@@ -5,6 +5,9 @@ mod catalogue;
 mod cli;
 mod config;
 mod durations;
+#[cfg(test)]
+#[path = "../../gpu/tests/edits/mod.rs"]
+mod edits;
 mod encoded;
 mod films;
 mod grpc;

@@ -1,5 +1,7 @@
 //! Encoding and decoding of pictures: PNG with their recipe, init images within limits, previews as JPEG.
 
+#[cfg(test)]
+mod any_bytes;
 mod exif;
 
 use std::io::Cursor;
