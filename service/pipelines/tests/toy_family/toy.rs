@@ -18,11 +18,11 @@ use residency::{Bytes, Component};
 const FAMILY: &str = "toy";
 const FILE_ENDING: &str = ".toy.safetensors";
 
-/// The components, each with the names and shapes of its tensors in the file.
-const COMPONENTS: [(&str, &[(&str, &[usize])]); 3] = [
-    ("text_encoder", &[("text_encoder.table", &[256, WIDTH])]),
-    ("transformer", &[("transformer.weight", &[3, WIDTH])]),
-    ("vae", &[("vae.bias", &[3])]),
+/// The components, each with the name and the shape of its only tensor in the file.
+const COMPONENTS: [(&str, &str, &[usize]); 3] = [
+    ("text_encoder", "text_encoder.table", &[256, WIDTH]),
+    ("transformer", "transformer.weight", &[3, WIDTH]),
+    ("vae", "vae.bias", &[3]),
 ];
 
 /// Numbers of an encoded prompt.
@@ -76,19 +76,15 @@ impl Family for Toy {
         }
         let defaults = Request::of(Medium::Image(Image::of(64, 64)), 4, 1.0, 77);
         let mut parts = ModelParts::new(FAMILY, defaults, &[], precision);
-        for (name, tensors) in COMPONENTS {
-            let mut sources = Vec::new();
-            for (tensor, shape) in tensors {
-                let source = file.source(tensor, *tensor, precision.dtype);
-                let source = source.filter(|source| source.shape == *shape);
-                sources
-                    .push(source.ok_or_else(|| damaged(format!("{tensor} of shape {shape:?} is missing")))?);
-            }
+        for (name, tensor, shape) in COMPONENTS {
+            let source = file.source(tensor, tensor, precision.dtype);
+            let source = source.filter(|source| source.shape == *shape);
+            let source = source.ok_or_else(|| damaged(format!("{tensor} of shape {shape:?} is missing")))?;
             let files = vec![ModelFile {
                 path: Arc::clone(file.path()),
                 stamp: *file.stamp(),
             }];
-            let plan = LoadPlan::Files(sources);
+            let plan = LoadPlan::Files(vec![source]);
             let bytes = plan.bytes();
             let component = Component {
                 id: provisional_identity(path, &files, name, precision.dtype, None),
