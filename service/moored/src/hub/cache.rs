@@ -1,6 +1,11 @@
 //! The hub cache as the other programs that share it have it: contents in `blobs/`, by name; `snapshots/COMMIT/` with links
 //! to them; branches and tags in `refs/`; locks in `.locks/`.
 
+#![allow(
+    clippy::disallowed_methods,
+    reason = "names, links and locks of a folder, a few at a time: bytes are read and written by `transfer`, on blocking threads"
+)]
+
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
@@ -226,7 +231,7 @@ fn remove_file(repository: &Path, file: &str) -> Result<(), PullError> {
         .difference(&left)
         .filter(|content| content.starts_with(&blobs));
     for content in unused {
-        std::fs::remove_file(content).map_err(|problem| failed(content, &problem))?;
+        remove_content(content)?;
     }
     Ok(())
 }
@@ -261,7 +266,23 @@ fn make_link(target: &Path, link: &Path) -> std::io::Result<()> {
     std::fs::rename(&beside, link)
 }
 
-fn length(path: &Path) -> Option<u64> {
+/// Moves a content to its name.
+pub(super) fn rename_content(from: &Path, to: &Path) -> Result<(), PullError> {
+    std::fs::rename(from, to).map_err(|problem| failed(to, &problem))
+}
+
+/// Removes a content, or a part of one.
+pub(super) fn remove_content(path: &Path) -> Result<(), PullError> {
+    std::fs::remove_file(path).map_err(|problem| failed(path, &problem))
+}
+
+/// Whether a link leads to nothing.
+pub(super) fn is_broken_link(path: &Path) -> bool {
+    path.is_symlink() && !path.exists()
+}
+
+/// Bytes of a file; `None` for what is none.
+pub(super) fn length(path: &Path) -> Option<u64> {
     path.metadata()
         .ok()
         .filter(std::fs::Metadata::is_file)

@@ -5,6 +5,8 @@
 //! a pipeline is read from (`selection`), checksums and cancellation (`transfer`), the locks that other
 //! programs take in the same cache (`cache`), and pulls that several share (`pulls`).
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
+
 mod cache;
 mod checksum;
 mod error;
@@ -460,13 +462,13 @@ impl Hub {
         let path = cache.snapshot(&commit);
         let missing = match &model.file {
             Some(file) => Some(file.clone())
-                .filter(|file| !path.join(file).is_file())
+                .filter(|file| cache::length(&path.join(file)).is_none())
                 .into_iter()
                 .collect(),
             None => missing_of(&model.id, &path)?,
         };
         if !missing.is_empty() {
-            let told = |file: String| match path.join(&file).is_symlink() {
+            let told = |file: String| match cache::is_broken_link(&path.join(&file)) {
                 true => format!("{file} (a link to a file that is not there)"),
                 false => file,
             };
@@ -476,11 +478,11 @@ impl Hub {
             Some(file) => vec![file.clone()],
             None => files_of(&path),
         };
-        let lengths = files.iter().filter_map(|file| path.join(file).metadata().ok());
+        let lengths = files.iter().filter_map(|file| cache::length(&path.join(file)));
         Ok(Pulled {
             id: model.listed_id(),
             revision: commit,
-            bytes_total: lengths.map(|found| found.len()).sum(),
+            bytes_total: lengths.sum(),
             bytes_fetched: 0,
             files_total: u32::try_from(files.len()).unwrap_or(u32::MAX),
             path: model.file.as_ref().map_or(path.clone(), |file| path.join(file)),

@@ -5,7 +5,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use reqwest::StatusCode;
@@ -13,7 +13,7 @@ use reqwest::header::{CONTENT_RANGE, RANGE};
 use tokio::time::{Instant, timeout};
 
 use super::PullError;
-use super::cache::{ModelCache, create_folder, failed, failed_at};
+use super::cache::{ModelCache, create_folder, failed, failed_at, remove_content, rename_content};
 use super::checksum::Summing;
 use super::listing::{HubSession, RepoFile, SILENCE, words};
 use super::meter::Meter;
@@ -51,8 +51,8 @@ impl Transfer<'_> {
     pub(super) async fn run(&self) -> Result<(), PullError> {
         let RepoFile { size, oid, .. } = self.file;
         let blob = self.cache.blob(oid);
-        if let Some(folder) = blob.parent() {
-            create_folder(folder)?;
+        if let Some(folder) = blob.parent().map(Path::to_owned) {
+            blocking(move || create_folder(&folder)).await?;
         }
         let _lock = self.cache.lock(oid).await?;
         if self.cache.has(oid, *size) {
@@ -66,11 +66,11 @@ impl Transfer<'_> {
             let partial = self.complete(partial).await?;
             let path = partial.path.clone();
             if partial.finish().await? {
-                return std::fs::rename(&path, &blob).map_err(|problem| failed(&blob, &problem));
+                return blocking(move || rename_content(&path, &blob)).await;
             }
             // The partial file may have been damaged: once more, from the start.
             self.meter.lost(*size);
-            std::fs::remove_file(&path).map_err(|problem| failed(&path, &problem))?;
+            blocking(move || remove_content(&path)).await?;
             if fresh_starts == FRESH_STARTS {
                 return Err(PullError::Checksum {
                     file: self.file.path.clone(),
@@ -156,7 +156,7 @@ impl Transfer<'_> {
         if starts_at != partial.length {
             // The response does not continue the partial file: start over.
             self.meter.lost(partial.length);
-            partial.start_over().map_err(Failure::Final)?;
+            partial.start_over().await.map_err(Failure::Final)?;
             if starts_at != 0 {
                 return Err(Failure::Transient(
                     "the response starts at another byte than requested".to_owned(),
@@ -229,6 +229,14 @@ fn no_link() -> i32 {
     flags.bits() as i32
 }
 
+/// Opens a partial file, and empties it if told to.
+#[expect(clippy::disallowed_methods, reason = "its callers are on blocking threads")]
+fn open_partial(path: &Path, is_emptied: bool) -> std::io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(is_emptied);
+    options.custom_flags(no_link()).open(path)
+}
+
 /// A partially downloaded file.
 struct Partial {
     path: PathBuf,
@@ -245,14 +253,7 @@ impl Partial {
     async fn open(path: PathBuf, file: RepoFile) -> Result<Partial, PullError> {
         let opened = blocking(move || {
             let open = || -> std::io::Result<Partial> {
-                let mut options = OpenOptions::new();
-                let mut there = options
-                    .read(true)
-                    .write(true)
-                    .create(true)
-                    .truncate(false)
-                    .custom_flags(no_link())
-                    .open(&path)?;
+                let mut there = open_partial(&path, false)?;
                 if !there.metadata()?.is_file() {
                     return Err(std::io::Error::other("it is no regular file: remove it"));
                 }
@@ -314,16 +315,14 @@ impl Partial {
         Ok(())
     }
 
-    fn start_over(&mut self) -> Result<(), PullError> {
+    /// Drops what has come. A disk takes a while to free gigabytes.
+    async fn start_over(&mut self) -> Result<(), PullError> {
         self.waiting.clear();
         self.length = 0;
-        let emptied = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .custom_flags(no_link())
-            .open(&self.path)
-            .map_err(|problem| failed(&self.path, &problem))?;
+        self.written = None;
+        let path = self.path.clone();
+        let emptied = blocking(move || open_partial(&path, true).map_err(|problem| failed(&path, &problem)));
+        let emptied = emptied.await?;
         self.written = Some((emptied, Summing::start(&self.file.oid, self.file.size)));
         Ok(())
     }
