@@ -10,13 +10,17 @@ pub mod catalogue;
 mod checksum;
 mod disk;
 mod error;
+#[cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 mod listing;
 mod meter;
+#[cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 mod pull;
+#[cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 mod pulls;
 mod reference;
 mod selection;
 mod settings;
+#[cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 mod transfer;
 
 pub use error::PullError;

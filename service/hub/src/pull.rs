@@ -457,6 +457,7 @@ impl Hub {
 }
 
 /// The model in a cache: see [`Hub::whole_in_cache`].
+#[allow(clippy::disallowed_methods)] // it waits on threads that may block
 fn whole_in_cache(root: &Path, model: &Reference) -> Result<Pulled, PullError> {
     let cache = ModelCache::new(root, model);
     let incomplete = |missing: Vec<String>| PullError::Offline {

@@ -200,4 +200,71 @@ mod tests {
             Some("black-forest-labs/FLUX.1-schnell")
         );
     }
+
+    /// Whatever a name is made of: what is taken for a reference is safe in paths and URLs, and is read again as it is shown.
+    #[test]
+    fn any_name_is_a_safe_reference_or_none() {
+        const PARTS: [&str; 24] = [
+            "me",
+            "mine",
+            "/",
+            "/",
+            "@",
+            ":",
+            "+",
+            "..",
+            ".",
+            "-",
+            "--",
+            "_",
+            "~",
+            "%2F",
+            "\\",
+            "\0",
+            " ",
+            "\n",
+            "\u{e9}",
+            "?",
+            "#",
+            "ink.safetensors",
+            "a.gguf",
+            "flux-schnell",
+        ];
+        // A path below a folder, and the same path below an address.
+        let is_safe = |text: &str| {
+            let parts: Vec<_> = std::path::Path::new(text).components().collect();
+            let is_below = parts
+                .iter()
+                .all(|part| matches!(part, std::path::Component::Normal(_)));
+            let url = reqwest::Url::parse("https://hub/").and_then(|hub| hub.join(text));
+            is_below
+                && parts.len() == text.split('/').count()
+                && url.is_ok_and(|url| url.as_str() == format!("https://hub/{text}"))
+        };
+        bolero::check!()
+            .with_iterations(20_000)
+            .with_max_len(12)
+            .with_type::<Vec<u8>>()
+            .for_each(|numbers| {
+                let parts = numbers
+                    .iter()
+                    .map(|&number| PARTS[usize::from(number) % PARTS.len()]);
+                let name: String = parts.take(8).collect();
+                let _ = (Reference::of_entry(&name), Reference::asked(&name, &name));
+                let Ok(reference) = name.parse::<Reference>() else {
+                    return;
+                };
+                assert!(
+                    is_safe(&reference.id) && reference.id.matches('/').count() == 1,
+                    "{name}"
+                );
+                assert!(is_safe(&reference.revision), "{name}");
+                assert!(reference.file.as_deref().is_none_or(is_safe), "{name}");
+                assert_eq!(
+                    reference.to_string().parse::<Reference>().unwrap(),
+                    reference,
+                    "{name}"
+                );
+            });
+    }
 }

@@ -50,6 +50,7 @@ enum Failure {
 
 impl Transfer<'_> {
     /// Downloads the file into the cache, if it is not there.
+    #[allow(clippy::disallowed_methods)] // it waits on threads that may block
     pub(crate) async fn run(&self) -> Result<(), PullError> {
         let RepoFile { size, oid, .. } = self.file;
         let blob = self.cache.blob(oid);
@@ -249,6 +250,7 @@ struct Partial {
 
 impl Partial {
     /// Opens what an earlier pull left, and hashes it.
+    #[allow(clippy::disallowed_methods)] // it waits on threads that may block
     async fn open(disk: Disk, path: PathBuf, file: RepoFile) -> Result<Partial, PullError> {
         let own = disk.clone();
         let opened = disk.long(move || {
@@ -323,6 +325,7 @@ impl Partial {
         Ok(())
     }
 
+    #[allow(clippy::disallowed_methods)] // it waits on threads that may block
     async fn start_over(&mut self) -> Result<(), PullError> {
         self.waiting.clear();
         self.length = 0;

@@ -1,6 +1,9 @@
 //! READS AND WRITES. Pictures, films and tracks as files, with the recipe of what was made. It knows no client and no queue.
 
 mod caller;
+#[cfg(test)]
+#[path = "../../gpu/tests/edits/mod.rs"]
+mod edits;
 mod encoded;
 pub mod films;
 pub mod panics;

@@ -10,4 +10,6 @@ pub use encode::{PictureFormat, animated_png, encode_as, png, preview_jpeg};
 pub(crate) use recipe_text::recipe_text;
 
 #[cfg(test)]
+mod any_bytes;
+#[cfg(test)]
 mod tests;

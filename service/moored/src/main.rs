@@ -4,6 +4,9 @@ mod bounded;
 mod cli;
 mod config;
 mod durations;
+#[cfg(test)]
+#[path = "../../gpu/tests/edits/mod.rs"]
+mod edits;
 mod grpc;
 mod host;
 mod locks;

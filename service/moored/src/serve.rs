@@ -134,7 +134,7 @@ pub(crate) async fn run(
         models: models.clone(),
         host,
         pulls: Pulls::new(Hub::new(config.hub.clone())),
-        started: std::time::Instant::now(),
+        started: Instant::now(),
         max_message: config.service.max_message,
         policy,
         workers,

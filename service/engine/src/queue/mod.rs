@@ -13,6 +13,8 @@
 //! that is late or that others have: it is bounded by patience. The *fair order* is that in which jobs would start
 //! if all of them fitted; starting a job out of it *overtakes* those before it, each at most so often.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
+
 mod cards;
 mod claims;
 mod core;

@@ -14,6 +14,8 @@ use bolero::{TypeGenerator, check};
 use gpu::{CheckpointFile, allocator};
 use residency::Bytes;
 
+use crate::edits::{Edit, edited};
+
 /// Files that are tried of each kind: some seconds in all.
 const ITERATIONS: usize = 10_000;
 /// The most that a file of some kilobytes may cost.
@@ -27,88 +29,6 @@ enum Place {
     Directory,
     /// Of an archive, the pickle, with the rest kept sound.
     Pickle,
-}
-
-/// Maximum of changes per file: with more, the first check refuses nearly all files, and later code is not reached.
-const MAX_EDITS: usize = 2;
-
-/// A change to a file.
-#[derive(Clone, Debug, TypeGenerator)]
-enum Edit {
-    /// One byte is another.
-    Byte(u16, u8),
-    /// One bit is another.
-    Bit(u16, u8),
-    /// A number of 4 or 8 bytes, where small ones and the largest are tried most.
-    Number(u16, Number, bool),
-    /// Bytes are left out.
-    Remove(u16, u8),
-    /// Bytes are put between.
-    Insert(u16, [u8; 3]),
-    /// A part is there twice.
-    Repeat(u16, u8),
-    /// A part takes the place of another.
-    Copy(u16, u16, u8),
-    /// The rest is missing.
-    Cut(u16),
-}
-
-#[derive(Clone, Debug, TypeGenerator)]
-enum Number {
-    Small(u8),
-    Largest(u8),
-    Power(u8),
-    Any(u64),
-}
-
-impl Number {
-    fn value(&self) -> u64 {
-        match *self {
-            Number::Small(value) => value.into(),
-            Number::Largest(less) => u64::MAX - u64::from(less),
-            Number::Power(exponent) => 1 << (exponent % 64),
-            Number::Any(value) => value,
-        }
-    }
-}
-
-impl Edit {
-    fn apply(&self, bytes: &mut Vec<u8>) {
-        let length = bytes.len();
-        if length == 0 {
-            return;
-        }
-        let end = |at: usize, count: u8| (at + usize::from(count)).min(length);
-        match *self {
-            Edit::Byte(at, value) => bytes[usize::from(at) % length] = value,
-            Edit::Bit(at, bit) => bytes[usize::from(at) % length] ^= 1 << (bit % 8),
-            Edit::Number(at, ref number, wide) => {
-                let at = usize::from(at) % length;
-                let value = number.value().to_le_bytes();
-                let count = if wide { 8 } else { 4 }.min(length - at);
-                bytes[at..at + count].copy_from_slice(&value[..count]);
-            }
-            Edit::Remove(at, count) => {
-                let at = usize::from(at) % length;
-                bytes.drain(at..end(at, count));
-            }
-            Edit::Insert(at, value) => {
-                let at = usize::from(at) % length;
-                bytes.splice(at..at, value);
-            }
-            Edit::Repeat(at, count) => {
-                let at = usize::from(at) % length;
-                let part = bytes[at..end(at, count)].to_vec();
-                bytes.splice(at..at, part);
-            }
-            Edit::Copy(from, to, count) => {
-                let (from, to) = (usize::from(from) % length, usize::from(to) % length);
-                let count = (end(from, count) - from).min(length - to);
-                bytes.copy_within(from..from + count, to);
-            }
-            Edit::Cut(at) => bytes.truncate(usize::from(at) % length),
-        }
-    }
 }
 
 /// Reads a file of these bytes and checks the invariants of any file. Returns whether it was accepted.
@@ -176,13 +96,7 @@ fn arbitrary_files_are_read_safely() {
             .with_max_len(256)
             .with_type::<(Place, Vec<Edit>)>()
             .for_each(|(place, edits)| {
-                let edit = |mut bytes: Vec<u8>| {
-                    edits
-                        .iter()
-                        .take(MAX_EDITS)
-                        .for_each(|edit| edit.apply(&mut bytes));
-                    bytes
-                };
+                let edit = |bytes: Vec<u8>| edited(bytes, edits);
                 let bytes = match (place, &parts) {
                     (Place::Directory, Some(_)) => {
                         let (front, directory) = seed.split_at(seed.len() - seed.len().min(1200));

@@ -6,6 +6,7 @@ use shiguredo_mp4::{Decode as _, Mp4File};
 
 use super::*;
 use crate::FilePosition;
+use crate::edits::Changes;
 
 const FORMAT: FilmFormat = FilmFormat {
     width: 96,
@@ -298,4 +299,24 @@ fn bytes_that_are_no_frames_of_the_film_are_refused() {
     assert!(file.add(1, &two).unwrap() > 0);
     let missing = file.finish(None).unwrap_err().to_string();
     assert!(missing.contains("26 frames are missing"), "{missing}");
+}
+
+/// Whatever bytes a film has, its recipe is a text of it, or is not found.
+#[test]
+fn any_metadata_of_a_film_is_read_safely() {
+    let one_frame = FilmFormat { frames: 1, ..FORMAT };
+    let file = film(one_frame, std::slice::from_ref(&(0..1)), Some(&recipe()));
+    let start = file.len() - file.len().min(1500);
+    // The index, with little of the frame after it.
+    let files = [file[..file.len().min(1500)].to_vec(), file[start..].to_vec()];
+    bolero::check!()
+        .with_iterations(5000)
+        .with_max_len(Changes::MAX_LEN)
+        .with_type::<Changes>()
+        .for_each(|changes| {
+            let file = changes.of(&files);
+            if let Some(text) = recipe_of(&file) {
+                assert!(text.len() <= file.len());
+            }
+        });
 }

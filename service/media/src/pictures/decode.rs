@@ -6,7 +6,7 @@ use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageReader, Limits};
 
 /// Longest side of a picture that a client may send.
-const LONGEST_SIDE_PIXELS: u32 = 8192;
+pub(super) const LONGEST_SIDE_PIXELS: u32 = 8192;
 /// Bytes that decoding a picture may take, against decompression bombs.
 const DECODE_LIMIT_BYTES: u64 = 256 << 20;
 
@@ -114,7 +114,7 @@ fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
 }
 
 /// Whether a JPEG has no end (ITU-T T.81, annex B): its decoder makes what is missing grey.
-fn is_cut_jpeg(data: &[u8]) -> bool {
+pub(super) fn is_cut_jpeg(data: &[u8]) -> bool {
     const START_OF_SCAN: u8 = 0xda;
     const END: [u8; 2] = [0xff, 0xd9];
     let Some(mut rest) = data.strip_prefix(&[0xff, 0xd8]) else {

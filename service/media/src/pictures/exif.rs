@@ -108,6 +108,7 @@ impl Tiff<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::edits::Changes;
 
     const JSON: &str = "{\"prompt\": \"🟥\"}";
 
@@ -135,5 +136,25 @@ mod tests {
         assert_eq!(exif.len(), 44);
         exif.extend(note);
         assert_eq!(read(&exif).unwrap(), JSON);
+    }
+
+    /// Whatever bytes Exif has, the note is a part of it, or is not found.
+    #[test]
+    fn any_exif_is_read_safely() {
+        let ours = write(JSON, "Steps: 4");
+        let files = [[b"Exif\0\0", &ours[..]].concat(), ours];
+        bolero::check!()
+            .with_iterations(10_000)
+            .with_max_len(Changes::MAX_LEN)
+            .with_type::<Changes>()
+            .for_each(|changes| {
+                let exif = changes.of(&files);
+                if let Some(note) = read(&exif) {
+                    let is_there = exif
+                        .windows(note.len().max(1))
+                        .any(|part| part == note.as_bytes());
+                    assert!(note.is_empty() || is_there);
+                }
+            });
     }
 }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::edits::{Edit, edited};
 
 fn with(toml: &str) -> Result<Config, Mistakes> {
     Config::extract(
@@ -319,4 +320,53 @@ fn a_worker_gets_what_its_libraries_read_and_nothing_else() {
     ] {
         assert!(!is_of_workers(other), "{other}");
     }
+}
+
+/// Whatever a configuration says, it is read, or each mistake has a name: of a setting, or a line.
+#[test]
+fn any_configuration_is_read_or_its_mistakes_are_named() {
+    const VALUES: [&str; 18] = [
+        "''",
+        "'0'",
+        "'0s'",
+        "0",
+        "-1",
+        "9223372036854775807",
+        "1e308",
+        "nan",
+        "true",
+        "[]",
+        "['', '/x']",
+        "{}",
+        "{ 'a/b' = '/x' }",
+        "'99999999999999999999TiB'",
+        "'~'",
+        "'sim:24GiB'",
+        "1970-01-01",
+        r#""\u0000\U0001F600""#,
+    ];
+    let names: Vec<String> = with("")
+        .unwrap()
+        .sources
+        .into_iter()
+        .map(|setting| setting.name)
+        .collect();
+    bolero::check!()
+        .with_iterations(300)
+        .with_max_len(64)
+        .with_type::<(Vec<(u8, u8)>, Vec<Edit>)>()
+        .for_each(|(settings, edits)| {
+            let settings = settings.iter().take(4).map(|&(name, value)| {
+                let name = &names[usize::from(name) % names.len()];
+                format!("{name} = {}\n", VALUES[usize::from(value) % VALUES.len()])
+            });
+            let text: String = settings.collect();
+            let edited = edited(text.clone().into_bytes(), edits);
+            for text in [text, String::from_utf8_lossy(&edited).into_owned()] {
+                if let Err(mistakes) = with(&text) {
+                    let told = mistakes.to_string();
+                    assert!(told.contains("error") && told.len() > 30, "{text}: {told}");
+                }
+            }
+        });
 }

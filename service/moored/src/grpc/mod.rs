@@ -1,6 +1,8 @@
 //! The gRPC server: the only module that knows the public protocol. It validates, converts and serves; it never
 //! sees a tensor.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
+
 mod asked;
 mod auth;
 mod by_medium;

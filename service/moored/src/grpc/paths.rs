@@ -12,6 +12,7 @@ pub(crate) fn set_folders(folders: impl IntoIterator<Item = PathBuf>) {
     let _ = FOLDERS.set(prefixes(folders)); // a second service in one process is a test's, or the demo's
 }
 
+#[expect(clippy::disallowed_methods, reason = "once, before the service listens")]
 fn prefixes(folders: impl IntoIterator<Item = PathBuf>) -> Vec<String> {
     let with_target = |folder: PathBuf| [folder.canonicalize().ok(), Some(folder)];
     let folders = folders.into_iter().flat_map(with_target).flatten();

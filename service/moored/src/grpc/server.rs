@@ -1,7 +1,6 @@
 //! The service as a whole, and `moored.v1.Server`.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use engine::library::Library;
 use engine::queue::Queue;
@@ -9,6 +8,7 @@ use gpu::CardDescription;
 use residency::{Bytes, Policy};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tonic::service::Routes;
 use tonic::transport::Server as Transport;
 use tonic::{Request, Response, Status};

@@ -1,5 +1,7 @@
 //! One task per card: it starts the worker process, carries frames, reaps it, and starts the next.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
+
 use std::os::fd::AsFd;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;

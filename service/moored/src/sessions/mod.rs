@@ -1,6 +1,8 @@
 //! What a session of sound plays, without a clock and without IO: `take` has the samples of a segment as they come,
 //! `timeline` decides which segment sounds and fades one into another, `play_head` says how far the client has played.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
+
 mod play_head;
 mod take;
 mod timeline;
