@@ -74,6 +74,10 @@ def test_a_running_service_is_used_and_downloads_the_model(
         done = service.run(*given, env=env, cwd=tmp_path)
         assert good(done).splitlines() == ["z-image-turbo-3.png"]
         assert "starting one" not in done.stderr
+        assert "Apache-2.0" in done.stderr, "the licence of what is downloaded is told"
+        again = service.run(*given, env=env, cwd=tmp_path)
+        assert good(again).splitlines() == ["z-image-turbo-3-2.png"]
+        assert "Apache-2.0" not in again.stderr, "it is here by its short name"
         listed = service.run("models", "--available", "--json", env=env)
         here = {one["name"]: one["here"] for one in map(json.loads, good(listed).splitlines())}
         assert (here[SHORT], here["flux-dev"]) == (True, False)

@@ -151,6 +151,15 @@ impl Models {
         model.path.starts_with(&self.hub_cache)
     }
 
+    /// Whether the model is there that a request names so: with a revision, formats and adapters, or by a name that several
+    /// have, which is refused when it is asked for.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        let listing = self.list();
+        names_in_key(name).any(|name| {
+            find_named(&listing, name, "").is_some() || names::ambiguous(&listing, name).is_some()
+        })
+    }
+
     /// Every model, by id; scans when the listing is too old.
     pub(crate) fn list(&self) -> Arc<Vec<Found>> {
         self.listing.current(|| self.scan())
@@ -491,6 +500,36 @@ fn named_by_key<'a>(
     }
     let (name, revision) = name.rsplit_once('@')?;
     find(listing, name, revision).map(|_| Some((name, revision, formats)))
+}
+
+/// Whether one of these ids is what a request names so, as in [`Models::has`]. Which revisions are there is not known.
+pub(crate) fn is_among(ids: &[String], name: &str) -> bool {
+    let listing: Vec<Found> = (ids.iter().cloned())
+        .map(|id| Found::at(id, PathBuf::new()))
+        .collect();
+    names_in_key(name).any(|name| {
+        let plain = without_revision(name);
+        let stem = pipelines::catalogue().single_file_stem(&plain);
+        [Some(name), Some(&plain), stem]
+            .into_iter()
+            .flatten()
+            .any(|name| find(&listing, name, "").is_some() || names::ambiguous(&listing, name).is_some())
+    })
+}
+
+/// What may be the name of a model in a reference, the likeliest first: all of it, without adapters, and without formats.
+fn names_in_key(key: &str) -> impl Iterator<Item = &str> {
+    let (base, _) = Entry::adapters_in_key(key);
+    let without_formats = base.rsplit_once('+').map(|(name, _)| name);
+    [Some(key), Some(base), without_formats].into_iter().flatten()
+}
+
+/// `owner/name@main` as `owner/name`, and `owner/name@main:file` as `owner/name:file`.
+fn without_revision(name: &str) -> String {
+    match name.split_once('@') {
+        Some((id, behind)) => format!("{id}{}", behind.find(':').map_or("", |at| &behind[at..])),
+        None => name.to_owned(),
+    }
 }
 
 /// [`find`], where the id may include the revision: `owner/name@main`, of one file `owner/name@main:file` too.

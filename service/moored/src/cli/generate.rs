@@ -7,7 +7,7 @@ use residency::Bytes;
 use serde_json::json;
 
 use super::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
-use super::available::Inventory;
+use super::available::Card;
 use super::brought::Brought;
 use super::connection::{Connection, when_of};
 use super::files::{Target, Writing};
@@ -116,11 +116,6 @@ impl Order {
     /// The first request, which stands for all: they differ in their prompts alone.
     pub(super) fn first(&self) -> Option<&Asked> {
         self.requests.first()
-    }
-
-    /// Sets the model of all requests.
-    pub(super) fn set_model(&mut self, id: &str) {
-        self.models().for_each(|model| id.clone_into(&mut model.id));
     }
 
     /// Sets the preset of all requests.
@@ -248,9 +243,9 @@ pub(super) async fn plan(
     } else {
         let instead = match plan.runs_now {
             true => None,
-            false => Inventory::of_service(&connection, headroom)
+            false => Card::of_service(&connection, headroom)
                 .await?
-                .fitting_instead(medium.into(), &plan),
+                .and_then(|card| card.fitting_instead(medium.into(), &plan)),
         };
         show_plan(&plan, instead.as_deref())?;
     }

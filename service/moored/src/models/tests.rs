@@ -73,6 +73,48 @@ fn folders_files_and_hub_caches_are_found() {
     ));
 }
 
+#[test]
+fn a_model_is_there_by_every_name_that_requests_may_give_it() {
+    let repository = "models--black-forest-labs--FLUX.1-dev";
+    let folder = folder_with(&[
+        &format!("{repository}/snapshots/abc/model_index.json"),
+        &format!("{repository}/refs/main"),
+        "one/twin.safetensors",
+        "two/twin.gguf",
+        "a+b&c.safetensors",
+    ]);
+    std::fs::write(folder.path().join(repository).join("refs/main"), "abc").unwrap();
+    let models = models(folder.path());
+    let ids: Vec<String> = models.list().iter().map(|found| found.id.clone()).collect();
+    for name in [
+        "flux-dev",
+        "FLUX-dev+4-bit",
+        "flux-dev@main",
+        "flux-dev&ink",
+        "FLUX.1-dev@abc+transformer=nf4&styles/ink",
+        "black-forest-labs/FLUX.1-dev@main",
+        "one\\twin.safetensors",
+        "twin",
+        "a+b&c",
+        "a+b&c+8-bit&ink",
+    ] {
+        assert!(models.has(name), "{name}");
+        assert!(is_among(&ids, name), "{name}");
+    }
+    for name in [
+        "flux-schnell",
+        "dev",
+        "black-forest-labs/FLUX.1-dev:a.gguf",
+        "+4-bit",
+        "",
+    ] {
+        assert!(!models.has(name), "{name}");
+        assert!(!is_among(&ids, name), "{name}");
+    }
+    assert!(!models.has("flux-dev@v2"));
+    assert!(is_among(&ids, "flux-dev@v2"), "a list of ids says no revision");
+}
+
 /// FramePack's own repositories have a transformer alone, at their root.
 #[test]
 fn a_transformer_alone_is_found_when_it_is_whole() {
