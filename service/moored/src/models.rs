@@ -6,7 +6,6 @@ mod listing;
 mod names;
 
 use std::collections::HashMap;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
@@ -738,16 +737,6 @@ fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
     snapshots.into_iter().map(found).collect()
 }
 
-/// The commit of a branch or tag.
-fn read_ref(path: &Path) -> std::io::Result<String> {
-    const LONGEST: u64 = 1024;
-    let mut commit = String::new();
-    gpu::open_regular(path)?
-        .take(LONGEST)
-        .read_to_string(&mut commit)?;
-    Ok(commit)
-}
-
 /// Branches and tags of a repository in a hub cache, with their commits. A name may have slashes.
 fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
     let mut refs = Vec::new();
@@ -758,7 +747,7 @@ fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
         let name = format!("{prefix}{name}");
         if path.is_dir() {
             refs.extend(refs_of(&path, &format!("{name}/")));
-        } else if let Ok(commit) = read_ref(&path) {
+        } else if let Ok(commit) = gpu::read_text_within(&path, hub::LONGEST_REF) {
             refs.push((name, commit.trim().to_owned()));
         }
     }

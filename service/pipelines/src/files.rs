@@ -2,9 +2,10 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::io::{ErrorKind, Read as _};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use residency::Bytes;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
@@ -71,8 +72,8 @@ pub(crate) fn count_all_as_read(files: &ReadFiles) {
     });
 }
 
-/// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers have half of it.
-const LONGEST_TEXT: u64 = 64 << 20;
+/// The longest configuration, index or vocabulary that is read: the largest tokenizers have half of it.
+const LONGEST_TEXT: Bytes = Bytes::mib(64);
 
 /// Reads a text file.
 ///
@@ -81,22 +82,12 @@ const LONGEST_TEXT: u64 = 64 << 20;
 /// is too long.
 pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     let unreadable = |e: std::io::Error| damaged(path, format!("it cannot be read: {e}"));
-    let mut text = String::new();
-    let file = gpu::open_regular(path).map_err(|error| match error.kind() {
+    let text = gpu::read_text_within(path, LONGEST_TEXT).map_err(|error| match error.kind() {
         ErrorKind::NotFound => incomplete(path, "it is missing: download the model again"),
         _ => unreadable(error),
     })?;
-    let read = file.take(LONGEST_TEXT + 1).read_to_string(&mut text);
-    match read.map_err(unreadable)? as u64 > LONGEST_TEXT {
-        true => Err(damaged(
-            path,
-            format!("it has more than {LONGEST_TEXT} bytes, and is read as text"),
-        )),
-        false => {
-            count_as_read(path, &text);
-            Ok(text)
-        }
-    }
+    count_as_read(path, &text);
+    Ok(text)
 }
 
 /// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and an empty one for

@@ -9,13 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 
 use gpu::{FileStamp, open_private, open_regular};
+use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
 /// Capacity of the cache, in files.
 const CAPACITY: usize = 4096;
 
-/// Most bytes of the cache file that are read: more than it can have.
-const LONGEST_CACHE_BYTES: u64 = 64 << 20;
+/// The longest cache file that is read: more than it can have.
+const LONGEST_CACHE: Bytes = Bytes::mib(64);
 
 /// Bytes per read; a dropped hasher stops between two reads.
 const PIECE: usize = 1 << 20;
@@ -184,16 +185,14 @@ impl HashCache {
 }
 
 fn read_cache(cache: &Path) -> BTreeMap<FileStamp, String> {
-    let mut json = Vec::new();
-    let read = open_regular(cache).and_then(|file| file.take(LONGEST_CACHE_BYTES).read_to_end(&mut json));
-    match read {
-        Ok(_) => {}
+    let json = match gpu::read_within(cache, LONGEST_CACHE) {
+        Ok(json) => json,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return BTreeMap::new(),
         Err(error) => {
             tracing::warn!(file = %cache.display(), %error, "hashes of files are computed anew");
             return BTreeMap::new();
         }
-    }
+    };
     let list: Vec<Remembered> = serde_json::from_slice(&json).unwrap_or_else(|error| {
         tracing::warn!(file = %cache.display(), %error, "hashes of files are computed anew");
         Vec::new()

@@ -197,7 +197,8 @@ fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
     let Some(file) = ca_file else {
         return Ok(config.with_native_roots());
     };
-    let pem = bounded::read(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))?;
+    let pem =
+        gpu::read_within(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))?;
     Ok(config.ca_certificate(Certificate::from_pem(pem)))
 }
 

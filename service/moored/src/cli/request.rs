@@ -1,6 +1,6 @@
 //! Requests from the command line.
 
-use std::io::{IsTerminal as _, Read as _};
+use std::io::IsTerminal as _;
 use std::path::Path;
 
 use bytes::Bytes;
@@ -420,10 +420,7 @@ fn prompt_from_stdin() -> Result<String, CliError> {
             "the prompt is missing: write it on the command line, or pipe it in".to_owned(),
         ));
     }
-    let mut prompt = String::new();
-    std::io::stdin()
-        .take(bounded::TEXT_BYTES)
-        .read_to_string(&mut prompt)?;
+    let prompt = text_from_stdin()?;
     match prompt.trim() {
         "" => Err(CliError::Usage("standard input holds no prompt".to_owned())),
         trimmed => Ok(trimmed.to_owned()),
@@ -438,7 +435,7 @@ pub(super) fn prompts_of(
 ) -> Result<Vec<String>, CliError> {
     if let Some(file) = file {
         let text = if file == Path::new("-") {
-            std::io::read_to_string(std::io::stdin().take(bounded::TEXT_BYTES))?
+            text_from_stdin()?
         } else {
             text(file)?
         };
@@ -466,8 +463,13 @@ pub(super) fn prompts_of(
     Ok(vec![prompt])
 }
 
+fn text_from_stdin() -> Result<String, CliError> {
+    gpu::text_within(std::io::stdin(), bounded::TEXT_BYTES)
+        .map_err(|problem| CliError::file(Path::new("standard input"), problem))
+}
+
 fn text(path: &Path) -> Result<String, CliError> {
-    bounded::text(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
+    gpu::read_text_within(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
@@ -475,7 +477,7 @@ pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    bounded::read(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
+    gpu::read_within(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 /// The file of a picture or track. One of 0 bytes is what a failed download or copy leaves.

@@ -16,7 +16,6 @@ use super::checksum::Oid;
 use super::listing::repo;
 use super::reference::{Reference, is_commit};
 use super::selection::INDEX;
-use crate::bounded;
 
 /// Interval between attempts to take a lock that another program holds.
 const LOCK_POLL: Duration = Duration::from_millis(200);
@@ -86,7 +85,7 @@ impl ModelCache {
             return Some(self.model.revision.clone());
         }
         let refs = self.root.join(&self.folder_name).join("refs");
-        let commit = bounded::text(&refs.join(&self.model.revision), 1 << 10).ok()?;
+        let commit = gpu::read_text_within(&refs.join(&self.model.revision), super::LONGEST_REF).ok()?;
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 

@@ -19,6 +19,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use futures::{StreamExt as _, TryStreamExt as _};
+use residency::Bytes;
 use serde::Deserialize;
 use tokio::sync::watch;
 
@@ -40,6 +41,9 @@ use crate::{bounded, catalogue, config};
 const AT_ONCE: usize = 4;
 /// Most files of a pipeline; a listing of more is refused.
 const MOST_FILES: usize = 4096;
+
+/// The longest file of a branch or tag in a hub cache, which has a commit.
+pub(crate) const LONGEST_REF: Bytes = Bytes(1 << 10);
 
 /// What a pull would download.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -511,7 +515,7 @@ pub(crate) fn is_whole(snapshot: &Path) -> bool {
 fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let Ok(index) = bounded::read(&snapshot.join(INDEX), bounded::TEXT_BYTES) else {
+    let Ok(index) = gpu::read_within(&snapshot.join(INDEX), bounded::TEXT_BYTES) else {
         if let Some(layout) = pipelines::catalogue().own_layout(&names) {
             let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
             return Ok(selection::missing(&folders, &names));
@@ -571,7 +575,7 @@ async fn is_transformer(
 fn has_base(snapshot: &Path) -> bool {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let index = bounded::read(&snapshot.join(INDEX), bounded::TEXT_BYTES).unwrap_or_default();
+    let index = gpu::read_within(&snapshot.join(INDEX), bounded::TEXT_BYTES).unwrap_or_default();
     let Ok(class) = class_of("", &index) else {
         return false;
     };

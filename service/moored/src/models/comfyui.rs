@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use residency::Bytes;
 use yaml_rust2::{Yaml, YamlLoader};
 
 use crate::config;
@@ -10,7 +11,7 @@ use crate::config;
 const EXTRA: &str = "extra_model_paths.yaml";
 
 /// Most bytes that are read of it.
-const LONGEST_EXTRA: u64 = 1 << 20;
+const LONGEST_EXTRA: Bytes = Bytes::mib(1);
 
 /// What lies in a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,19 +73,12 @@ pub(super) fn places(installation: &Path) -> (Vec<Place>, Option<String>) {
 
 /// The folders that the file names, and whether each goes before all others.
 fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
-    use std::io::Read as _;
-
     let file = installation.join(EXTRA);
     if !file.is_file() {
         return Ok(Vec::new());
     }
     let wrong = |problem: String| format!("{} cannot be read: {problem}", file.display());
-    let mut text = String::new();
-    let opened = gpu::open_regular(&file).map_err(|error| wrong(error.to_string()))?;
-    opened
-        .take(LONGEST_EXTRA)
-        .read_to_string(&mut text)
-        .map_err(|error| wrong(error.to_string()))?;
+    let text = gpu::read_text_within(&file, LONGEST_EXTRA).map_err(|error| wrong(error.to_string()))?;
     let documents = YamlLoader::load_from_str(&text).map_err(|error| wrong(error.to_string()))?;
     let Some(Yaml::Hash(groups)) = documents.first() else {
         return Ok(Vec::new()); // nothing but comments, as it is shipped
@@ -170,5 +164,9 @@ mod tests {
         std::fs::write(folder.path().join(EXTRA), "a: [\n").unwrap();
         let (places, problem) = places(folder.path());
         assert!(!places.is_empty() && problem.unwrap().contains(EXTRA));
+        let long = format!("a:\n    loras: x\n{}", "# a comment\n".repeat(100_000));
+        std::fs::write(folder.path().join(EXTRA), long).unwrap();
+        let (_, problem) = super::places(folder.path());
+        assert!(problem.unwrap().contains("more than 1.0 MiB"));
     }
 }
