@@ -1,6 +1,7 @@
 //! Opens adapters by their headers.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -142,6 +143,10 @@ fn open(
         let problem = |e: std::io::Error| AdapterError::File(format!("{}: {e}", path.display()));
         files.push(ModelFile::at(path).map_err(problem)?);
     }
+    let of_folder = configuration.as_deref().map(Configured::of_folder).transpose()?;
+    let opened = gpu::open_regular(&weights);
+    let opened =
+        opened.map_err(|e| AdapterError::File(format!("{} cannot be read: {e}", weights.display())))?;
     let mut adapter = Adapter {
         report: AdapterReport {
             name: file.name.clone(),
@@ -152,9 +157,13 @@ fn open(
     };
     let mut components = Vec::new();
     for (index, target) in targets.iter().enumerate() {
-        let configured = match &configuration {
-            Some(path) => Configured::of_folder(path)?,
-            None => Configured::of_metadata(checkpoint.metadata(), target.name)?,
+        let of_metadata;
+        let configured = match &of_folder {
+            Some(configured) => configured,
+            None => {
+                of_metadata = Configured::of_metadata(checkpoint.metadata(), target.name)?;
+                &of_metadata
+            }
         };
         let of_target = pairs.iter().filter(|((component, _), _)| *component == index);
         let mut terms = Vec::new();
@@ -164,8 +173,9 @@ fn open(
                 parts,
                 pair,
                 target,
-                &configured,
+                configured,
                 &checkpoint,
+                &opened,
                 dtype,
             )?);
         }
@@ -273,6 +283,7 @@ fn terms_of(
     target: &TargetComponent,
     configured: &Configured,
     checkpoint: &CheckpointFile,
+    opened: &File,
     dtype: DType,
 ) -> Result<Vec<Term>, AdapterError> {
     let ((down_name, down), (up_name, up)) = match (pair.down, pair.up) {
@@ -313,9 +324,7 @@ fn terms_of(
             return Err(AdapterError::File(problem));
         }
     }
-    let own = pair
-        .alpha
-        .map(|(name, entry)| read_number(checkpoint.path(), name, entry));
+    let own = pair.alpha.map(|(name, entry)| read_number(opened, name, entry));
     let scale = configured.scale(in_file, rank, own.transpose()?)?;
     let source = |name: String, entry: &TensorEntry, rows: &[Rows], shape: [usize; 2]| {
         let flat = TensorEntry {
