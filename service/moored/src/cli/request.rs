@@ -110,6 +110,16 @@ impl Asked {
         }
     }
 
+    /// The same with another prompt.
+    pub(super) fn with_prompt(mut self, prompt: String) -> Asked {
+        match &mut self {
+            Asked::Generate(image) => image.prompt = prompt,
+            Asked::Video(video) => video.prompt = prompt,
+            Asked::Audio(audio) => audio.prompt = prompt,
+        }
+        self
+    }
+
     pub(super) fn model(&self) -> Option<&v1::ModelRef> {
         match self {
             Asked::Generate(image) => image.model.as_ref(),
