@@ -12,7 +12,7 @@ use std::time::SystemTime;
 
 use engine::Error;
 use engine::library::Entry;
-use gpu::WeightFormat;
+use gpu::{FileStamp, WeightFormat};
 use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 
 use crate::catalogue::{self, Makes};
@@ -84,8 +84,8 @@ impl Named for Found {
     }
 }
 
-/// Length and time of a file when it was read, and what it is where it is no model that runs here.
-type ReadAt = (u64, Option<SystemTime>, Option<String>);
+/// The version of a file that was read, and what it is where it is no model that runs here.
+type ReadFile = (FileStamp, Option<String>);
 
 /// Finds models by id.
 pub(crate) struct Models {
@@ -96,8 +96,8 @@ pub(crate) struct Models {
     adapter_listing: Listing<FoundAdapter>,
     /// Which files of the hub cache hold a transformer alone, by the paths of their contents, which never change.
     transformers: Mutex<HashMap<PathBuf, bool>>,
-    /// What was read of files in ComfyUI's folders, by their paths, while they are of this length and time.
-    read: Mutex<HashMap<PathBuf, ReadAt>>,
+    /// What was read of files in ComfyUI's folders, by their paths, while they are of this version.
+    read: Mutex<HashMap<PathBuf, ReadFile>>,
     /// Files of ComfyUI's folders that are no models that run here, of the last scan.
     others: Mutex<Vec<OtherFile>>,
 }
@@ -191,21 +191,17 @@ impl Models {
         found
     }
 
-    /// The folders of ComfyUI with this meaning.
-    fn folders_of_comfyui(&self, wanted: comfyui::Meaning) -> Vec<PathBuf> {
-        let places = self
-            .settings
-            .comfyui
-            .iter()
-            .flat_map(|folder| comfyui::places(folder).0);
-        let wanted = places.filter(|(meaning, _)| *meaning == wanted);
-        wanted.map(|(_, folder)| folder).collect()
+    /// The folders of ComfyUI, with their meanings. Its files of further folders are read.
+    fn places_of_comfyui(&self) -> Vec<comfyui::Place> {
+        let installations = self.settings.comfyui.iter();
+        installations.flat_map(|folder| comfyui::places(folder).0).collect()
     }
 
     /// The models in ComfyUI's folders, by their paths in them, as ComfyUI names them. What else is there is kept apart.
     fn scan_comfyui(&self) -> Vec<Found> {
         let (mut models, mut others) = (Vec::new(), Vec::new());
-        for folder in self.folders_of_comfyui(comfyui::Meaning::Models) {
+        let places = self.places_of_comfyui().into_iter();
+        for (_, folder) in places.filter(|(meaning, _)| *meaning == comfyui::Meaning::Models) {
             for found in models_below(&folder, "", DEPTH_OF_COMFYUI) {
                 match self.what_else(&found.path) {
                     None => models.push(found),
@@ -223,15 +219,15 @@ impl Models {
     /// What a file is that is no model that runs here. Each is read once, until it is changed.
     fn what_else(&self, path: &Path) -> Option<String> {
         let metadata = path.metadata().ok().filter(std::fs::Metadata::is_file)?;
-        let stamp = (metadata.len(), metadata.modified().ok());
+        let stamp = FileStamp::from(metadata);
         let known = || self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((length, time, what)) = known().get(path)
-            && (*length, *time) == stamp
+        if let Some((read, what)) = known().get(path)
+            && *read == stamp
         {
             return what.clone();
         }
         let what = pipelines::catalogue().what_else(path);
-        known().insert(path.to_owned(), (stamp.0, stamp.1, what.clone()));
+        known().insert(path.to_owned(), (stamp, what.clone()));
         what
     }
 

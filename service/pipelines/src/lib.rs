@@ -42,8 +42,8 @@ pub mod vision;
 pub mod z_image;
 
 pub use adapters::{
-    AdapterError, AdapterFile, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
-    StrengthCurve, adapter_stem, is_adapter_folder, is_control_net_folder,
+    AdapterError, AdapterFile, AdapterKind, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
+    StrengthCurve, adapter_stem, kind_of_folder,
 };
 pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use covered::{Covered, Twice};

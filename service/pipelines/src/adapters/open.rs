@@ -11,7 +11,7 @@ use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, TensorEntry, TensorSource
 use super::scales::{Configured, read_number};
 use super::spelling::{PairPart, layers_and_parts, unsupported_kind};
 use super::targets::{LayerPart, TargetComponent, TargetLayer};
-use super::{AdapterError, AdapterFile, AdapterReport};
+use super::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows, known_by_names};
 use crate::files::root_class;
 use crate::{ModelError, ModelFile};
@@ -93,7 +93,7 @@ fn open(
     targets: &[TargetComponent],
     dtype: DType,
 ) -> Result<(Adapter, Vec<ComponentFiles>), AdapterError> {
-    if is_control_net_folder(&file.path) {
+    if file.kind == AdapterKind::ControlNet {
         return Err(AdapterError::ControlNetNotTaken { family });
     }
     let is_folder = file.path.is_dir();
@@ -380,14 +380,13 @@ pub fn adapter_stem(name: &str) -> Option<&str> {
     (!stem.is_empty() && ENDINGS.iter().any(is_one)).then_some(stem)
 }
 
-/// Whether a folder is an adapter of peft or of diffusers.
-pub fn is_adapter_folder(path: &Path) -> bool {
-    path.is_dir() && WEIGHTS.iter().any(|name| path.join(name).is_file())
-}
-
-/// Whether a folder is a ControlNet: its configuration says so.
-pub fn is_control_net_folder(path: &Path) -> bool {
-    root_class(path).is_some_and(|class| is_control_net_class(&class))
+/// What a folder is: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another.
+pub fn kind_of_folder(path: &Path) -> Option<AdapterKind> {
+    if root_class(path).is_some_and(|class| is_control_net_class(&class)) {
+        return Some(AdapterKind::ControlNet);
+    }
+    let is_adapter = path.is_dir() && WEIGHTS.iter().any(|name| path.join(name).is_file());
+    is_adapter.then_some(AdapterKind::Lora)
 }
 
 /// Whether a configuration's `_class_name` is that of a ControlNet.

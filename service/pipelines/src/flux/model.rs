@@ -12,7 +12,7 @@ use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::denoise_scratch;
-use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, UsedAs, is_control_net_folder};
+use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
 use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
@@ -90,7 +90,7 @@ impl FluxModel {
         let (nets, loras): (Vec<_>, Vec<_>) = files
             .iter()
             .cloned()
-            .partition(|file| is_control_net_folder(&file.path));
+            .partition(|file| file.kind == AdapterKind::ControlNet);
         adapted.parts.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts.components)?;
         adapted.control_nets.clear();
         for file in nets {

@@ -14,7 +14,7 @@ use super::{
     DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, FAMILY,
     LATENT, LEFT, SAMPLING,
 };
-use crate::adapters::{AdapterError, AdapterFile, AdapterReport, is_control_net_folder};
+use crate::adapters::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::bounds::{decode_from_problem, no_references, slots_problem};
 use crate::family::{
     Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides,
@@ -125,7 +125,7 @@ impl InstantModel {
 
     /// Adds the component of an adapter.
     fn attach(&mut self, file: &AdapterFile) -> Result<(), AdapterError> {
-        if is_control_net_folder(&file.path) {
+        if file.kind == AdapterKind::ControlNet {
             return Err(AdapterError::ControlNetNotTaken { family: FAMILY });
         }
         let described: DescribedAdapter =
