@@ -102,6 +102,14 @@ pub(crate) struct Models {
     others: Mutex<Vec<OtherFile>>,
 }
 
+/// What a reference means.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Resolved {
+    pub(crate) entry: Arc<Entry>,
+    /// The adapters that it names, one by one or in its id, also those of strength 0, which the entry lacks.
+    pub(crate) adapters: Vec<v1::Adapter>,
+}
+
 /// A file in a folder of models that is none that runs here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct OtherFile {
@@ -194,7 +202,9 @@ impl Models {
     /// The folders of ComfyUI, with their meanings. Its files of further folders are read.
     fn places_of_comfyui(&self) -> Vec<comfyui::Place> {
         let installations = self.settings.comfyui.iter();
-        installations.flat_map(|folder| comfyui::places(folder).0).collect()
+        installations
+            .flat_map(|folder| comfyui::places(folder).0)
+            .collect()
     }
 
     /// The models in ComfyUI's folders, by their paths in them, as ComfyUI names them. What else is there is kept apart.
@@ -280,13 +290,13 @@ impl Models {
     }
 
     /// As [`Models::resolve`], on a blocking thread, since folders may be scanned.
-    pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+    pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Resolved, Error> {
         let models = self.clone();
         FILES.run(move || models.resolve(model.as_ref())).await?
     }
 
     /// Resolves a reference to the entry that it means.
-    pub(crate) fn resolve(&self, model: Option<&v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+    pub(crate) fn resolve(&self, model: Option<&v1::ModelRef>) -> Result<Resolved, Error> {
         let none = v1::ModelRef::default();
         let model = model.unwrap_or(&none);
         let named = self.by_key_with_adapters(model)?;
@@ -314,16 +324,10 @@ impl Models {
                 },
             })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
-        self.with_adapters(entry, adapters, from_key).map(Arc::new)
-    }
-
-    /// The adapters that a reference names: one by one, or in its id, where that is a key.
-    pub(crate) fn adapters_named(&self, model: Option<&v1::ModelRef>) -> Result<Vec<v1::Adapter>, Error> {
-        let Some(model) = model else {
-            return Ok(Vec::new());
-        };
-        let named = self.by_key_with_adapters(model)?;
-        Ok(named.map_or_else(|| model.adapters.clone(), |named| named.adapters))
+        Ok(Resolved {
+            entry: Arc::new(self.with_adapters(entry, adapters, from_key)?),
+            adapters: adapters.clone(),
+        })
     }
 
     /// A reference whose id is a key with adapters (`ID+4-bit&styles/ink`), with the adapters where a request has them;

@@ -30,7 +30,9 @@ pub(crate) async fn run(
                 id: name.clone(),
                 ..Default::default()
             };
-            let entry = library.canonical(models.entry(Some(reference)).await?).await?;
+            let entry = library
+                .canonical(models.entry(Some(reference)).await?.entry)
+                .await?;
             if setting == "models.pinned" {
                 queue.pin(entry.clone()).await?;
             }
