@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use super::reader::{Reader, from_home};
+use super::{home_folder, variable};
 use crate::bounded;
 
 /// URL of the hub unless `HF_ENDPOINT` names another.
@@ -53,7 +54,8 @@ impl HubSettings {
             r.optional_text("hub.endpoint"),
             r.optional_path("hub.cache"),
             r.flag("hub.pull"),
-            |name| std::env::var(name).ok(),
+            home_folder(),
+            variable,
         );
         let is_url = reqwest::Url::parse(&settings.endpoint)
             .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
@@ -74,10 +76,10 @@ impl HubSettings {
         endpoint: Option<String>,
         cache: Option<PathBuf>,
         pull: bool,
+        user: Option<PathBuf>,
         variable: impl Fn(&str) -> Option<String>,
     ) -> HubSettings {
         let variable = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
-        let user = variable("HOME").map(PathBuf::from);
         let path = |name: &str| Some(from_home(&variable(name)?, user.as_deref()));
         let is_on = |name: &str| {
             variable(name).is_some_and(|value| {
@@ -116,10 +118,12 @@ mod tests {
     use super::*;
 
     fn hub(variables: &[(&str, &str)]) -> HubSettings {
-        HubSettings::of(None, None, true, |name| {
+        let value_of = |name: &str| {
             let found = variables.iter().find(|(known, _)| *known == name);
             found.map(|(_, value)| (*value).to_owned())
-        })
+        };
+        let home = value_of("HOME").map(PathBuf::from);
+        HubSettings::of(None, None, true, home, value_of)
     }
 
     #[test]
@@ -135,7 +139,9 @@ mod tests {
         assert_eq!(cache(&variables), PathBuf::from("/hf/hub"));
         variables.push(("HF_HUB_CACHE", "/models"));
         assert_eq!(cache(&variables), PathBuf::from("/models"));
-        let set = HubSettings::of(None, Some("/set".into()), true, |_| Some("/models".to_owned()));
+        let set = HubSettings::of(None, Some("/set".into()), true, None, |_| {
+            Some("/models".to_owned())
+        });
         assert_eq!(set.cache, PathBuf::from("/set"));
     }
 

@@ -85,7 +85,7 @@ impl Service {
             let stored = self.with_control_nets(entry, controls).await?;
             return self.choose(stored, controls, options.clone()).await;
         }
-        let entry = self.library.canonical(entry).await?;
+        let entry = self.library.canonical(entry, self.first_card()).await?;
         Ok(Chosen {
             entry: self.with_control_nets(entry, controls).await?,
             reason: String::new(),
