@@ -111,39 +111,39 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// All bytes of a regular file, of which so many are the most.
+/// All of a regular file that somebody names.
 ///
 /// # Errors
-/// As [`open_regular`]; [`io::ErrorKind::FileTooLarge`] for a longer file.
-pub fn read_within(path: &Path, most: Bytes) -> io::Result<Vec<u8>> {
-    bytes_within(open_regular(path)?, most)
+/// As [`open_regular`]; [`io::ErrorKind::FileTooLarge`] for more than `most` bytes.
+pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    all_of(open_regular(path)?, most)
 }
 
-/// All text of a regular file, of which so many bytes are the most.
+/// All of a text that somebody names.
 ///
 /// # Errors
-/// As [`read_within`]; [`io::ErrorKind::InvalidData`] for what is no UTF-8.
-pub fn read_text_within(path: &Path, most: Bytes) -> io::Result<String> {
-    text_within(open_regular(path)?, most)
+/// As [`read_bounded`]; [`io::ErrorKind::InvalidData`] for what is no UTF-8.
+pub fn text_bounded(path: &Path, most: u64) -> io::Result<String> {
+    all_text_of(open_regular(path)?, most)
 }
 
-/// All text that comes, of which so many bytes are the most.
+/// All of a text that comes from a reader.
 ///
 /// # Errors
-/// What the system said; [`io::ErrorKind::FileTooLarge`] for more, [`io::ErrorKind::InvalidData`] for what is no UTF-8.
-pub fn text_within(from: impl Read, most: Bytes) -> io::Result<String> {
-    String::from_utf8(bytes_within(from, most)?)
+/// What the reader said, and as [`text_bounded`] for what is too long or no UTF-8.
+pub fn all_text_of(from: impl Read, most: u64) -> io::Result<String> {
+    String::from_utf8(all_of(from, most)?)
         .map_err(|problem| io::Error::new(io::ErrorKind::InvalidData, problem.utf8_error()))
 }
 
 /// What is longer is refused, and never cut off: half of it would be taken for all.
-fn bytes_within(from: impl Read, most: Bytes) -> io::Result<Vec<u8>> {
+fn all_of(from: impl Read, most: u64) -> io::Result<Vec<u8>> {
     let mut read = Vec::new();
-    from.take(most.0.saturating_add(1)).read_to_end(&mut read)?;
-    match read.len() as u64 > most.0 {
+    from.take(most.saturating_add(1)).read_to_end(&mut read)?;
+    match read.len() as u64 > most {
         true => Err(io::Error::new(
             io::ErrorKind::FileTooLarge,
-            format!("it has more than {most}, the most that is read"),
+            format!("it has more than {}, the most that is read", Bytes(most)),
         )),
         false => Ok(read),
     }
@@ -152,26 +152,6 @@ fn bytes_within(from: impl Read, most: Bytes) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_regular_files_are_read_and_within_the_bound() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("file");
-        fs::write(&file, "12345").unwrap();
-        let kind = |path: &Path, most| read_within(path, Bytes(most)).unwrap_err().kind();
-        assert_eq!(read_within(&file, Bytes(5)).unwrap(), b"12345");
-        assert_eq!(kind(&file, 4), io::ErrorKind::FileTooLarge);
-        assert_eq!(kind(Path::new("/dev/zero"), 5), io::ErrorKind::InvalidInput);
-        let pipe = folder.path().join("pipe");
-        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();
-        assert_eq!(kind(&pipe, 5), io::ErrorKind::InvalidInput);
-        assert_eq!(text_within(&b"12345"[..], Bytes(5)).unwrap(), "12345");
-        let longer = text_within(&b"12345"[..], Bytes(4)).unwrap_err();
-        assert_eq!(longer.kind(), io::ErrorKind::FileTooLarge);
-        fs::write(&file, b"\xff").unwrap();
-        let no_text = read_text_within(&file, Bytes(5)).unwrap_err();
-        assert_eq!(no_text.kind(), io::ErrorKind::InvalidData);
-    }
 
     #[test]
     fn what_is_private_is_so_and_no_link_is_followed() {
@@ -192,5 +172,35 @@ mod tests {
         let link = own.join("link");
         std::os::unix::fs::symlink(&file, &link).unwrap();
         assert!(open_private(&link).is_err(), "a link was followed");
+    }
+
+    #[test]
+    fn only_regular_files_are_read_and_within_the_bound() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "12345").unwrap();
+        assert_eq!(read_bounded(&file, 5).unwrap(), b"12345");
+        assert_eq!(
+            read_bounded(&file, 4).unwrap_err().kind(),
+            io::ErrorKind::FileTooLarge
+        );
+        assert_eq!(
+            read_bounded(Path::new("/dev/zero"), 5).unwrap_err().kind(),
+            io::ErrorKind::InvalidInput
+        );
+        let pipe = folder.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();
+        assert_eq!(
+            read_bounded(&pipe, 5).unwrap_err().kind(),
+            io::ErrorKind::InvalidInput
+        );
+        assert_eq!(all_text_of(&b"12345"[..], 5).unwrap(), "12345");
+        let longer = all_text_of(&b"12345"[..], 4).unwrap_err();
+        assert_eq!(longer.kind(), io::ErrorKind::FileTooLarge);
+        fs::write(&file, b"\xff").unwrap();
+        assert_eq!(
+            text_bounded(&file, 5).unwrap_err().kind(),
+            io::ErrorKind::InvalidData
+        );
     }
 }

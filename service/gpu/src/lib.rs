@@ -43,7 +43,7 @@ pub use cuda_settings::{CudaDtype, CudaSettings, CudaSettingsError, CudaWhich};
 pub use discover::{DeviceChoice, DeviceSpec, DeviceSpecError, Discovered, OpenError, open};
 pub use faults::{Fault, FaultAction};
 pub use files::{
-    FileStamp, create_private_folder, open_private, open_regular, read_text_within, read_within, text_within,
+    FileStamp, all_text_of, create_private_folder, open_private, open_regular, read_bounded, text_bounded,
 };
 pub use format::{
     Fp8Scales, GgufType, INT8_STEP, NF4_BLOCK, NF4_NESTED_BLOCK, WeightFormat, WeightFormatError, WeightPart,

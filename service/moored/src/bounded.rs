@@ -1,23 +1,21 @@
-//! How much is read of files that somebody names: a device may have no end.
+//! Bounds of the files that somebody names, and tokens in files.
 
 use std::io::{Error, ErrorKind};
 use std::path::Path;
 
-use residency::Bytes;
-
 /// Most bytes of a picture, a film or a track, and of a file with a recipe.
-pub(crate) const MEDIA_BYTES: Bytes = Bytes::gib(2);
+pub(crate) const MEDIA_BYTES: u64 = 2 << 30;
 /// Most bytes of a text: prompts, lyrics.
-pub(crate) const TEXT_BYTES: Bytes = Bytes::mib(16);
+pub(crate) const TEXT_BYTES: u64 = 16 << 20;
 /// Most bytes of a certificate or a token.
-pub(crate) const SETTING_BYTES: Bytes = Bytes::mib(4);
+pub(crate) const SETTING_BYTES: u64 = 4 << 20;
 
 /// The token in a file: one line.
 ///
 /// # Errors
-/// As [`gpu::read_text_within`], and for several lines.
+/// As [`gpu::text_bounded`], and for several lines.
 pub(crate) fn token(path: &Path) -> std::io::Result<String> {
-    let text = gpu::read_text_within(path, SETTING_BYTES)?;
+    let text = gpu::text_bounded(path, SETTING_BYTES)?;
     let token = text.trim();
     if token.contains(char::is_control) {
         let problem = "it has several lines, and a token is one: keep one line";

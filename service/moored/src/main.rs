@@ -1,21 +1,19 @@
 //! SERVES. The binary: command line, configuration, gRPC, supervisor and worker processes, telemetry.
 
 mod bounded;
-mod catalogue;
 mod cli;
 mod config;
 mod durations;
 mod grpc;
 mod host;
-mod hub;
 mod locks;
 mod memory;
 mod models;
 mod preload;
 mod process;
+mod pull_messages;
 mod serve;
 mod sessions;
-mod shown;
 mod telemetry;
 mod threads;
 

@@ -15,12 +15,11 @@ use engine::library::Entry;
 use gpu::{FileStamp, WeightFormat};
 use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 
-use crate::catalogue::{self, Makes};
 use crate::config::ModelSettings;
-use crate::hub;
 use crate::threads::FILES;
 use adapters::FoundAdapter;
 use api::v1;
+use hub::catalogue::{self, Makes};
 use listing::Listing;
 use names::Named;
 
@@ -747,7 +746,7 @@ fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
         let name = format!("{prefix}{name}");
         if path.is_dir() {
             refs.extend(refs_of(&path, &format!("{name}/")));
-        } else if let Ok(commit) = gpu::read_text_within(&path, hub::LONGEST_REF) {
+        } else if let Ok(commit) = gpu::text_bounded(&path, hub::LONGEST_REF) {
             refs.push((name, commit.trim().to_owned()));
         }
     }

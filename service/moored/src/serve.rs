@@ -20,7 +20,6 @@ use crate::config::{CardSettings, Config};
 use crate::durations::millis;
 use crate::grpc::{self, Limits, Service, Token};
 use crate::host::{self, Host};
-use crate::hub::{Hub, Pulls};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
 use crate::models::Models;
@@ -30,6 +29,7 @@ use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 use crate::threads::Turns;
 use api::v1;
+use hub::{Hub, Pulls};
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);

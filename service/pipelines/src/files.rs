@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use residency::Bytes;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
@@ -72,8 +71,8 @@ pub(crate) fn count_all_as_read(files: &ReadFiles) {
     });
 }
 
-/// The longest configuration, index or vocabulary that is read: the largest tokenizers have half of it.
-const LONGEST_TEXT: Bytes = Bytes::mib(64);
+/// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers have half of it.
+const LONGEST_TEXT: u64 = 64 << 20;
 
 /// Reads a text file.
 ///
@@ -82,7 +81,7 @@ const LONGEST_TEXT: Bytes = Bytes::mib(64);
 /// is too long.
 pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     let unreadable = |e: std::io::Error| damaged(path, format!("it cannot be read: {e}"));
-    let text = gpu::read_text_within(path, LONGEST_TEXT).map_err(|error| match error.kind() {
+    let text = gpu::text_bounded(path, LONGEST_TEXT).map_err(|error| match error.kind() {
         ErrorKind::NotFound => incomplete(path, "it is missing: download the model again"),
         _ => unreadable(error),
     })?;

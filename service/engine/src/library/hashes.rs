@@ -9,14 +9,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 
 use gpu::{FileStamp, open_private, open_regular};
-use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
 /// Capacity of the cache, in files.
 const CAPACITY: usize = 4096;
 
-/// The longest cache file that is read: more than it can have.
-const LONGEST_CACHE: Bytes = Bytes::mib(64);
+/// Most bytes of the cache file that are read: more than it can have.
+const LONGEST_CACHE: u64 = 64 << 20;
 
 /// Bytes per read; a dropped hasher stops between two reads.
 const PIECE: usize = 1 << 20;
@@ -185,7 +184,7 @@ impl HashCache {
 }
 
 fn read_cache(cache: &Path) -> BTreeMap<FileStamp, String> {
-    let json = match gpu::read_within(cache, LONGEST_CACHE) {
+    let json = match gpu::read_bounded(cache, LONGEST_CACHE) {
         Ok(json) => json,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return BTreeMap::new(),
         Err(error) => {

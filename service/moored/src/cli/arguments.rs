@@ -18,10 +18,10 @@ pub(super) use play::{Play, TaskChoice, TrackSettings};
 use super::adapter::{self, TypedAdapter};
 use super::connection::Connection;
 use super::{CliError, cards, version};
-use crate::catalogue::Makes;
 use crate::config::{ClientSettings, Config, Flags};
 use crate::models::Models;
 use api::v1;
+use hub::catalogue::Makes;
 use media::Recipe;
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.

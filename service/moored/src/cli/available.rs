@@ -7,10 +7,10 @@ use serde_json::json;
 
 use super::connection::Connection;
 use super::{CliError, screen};
-use crate::catalogue::{self, Makes, Model, Room};
 use crate::config::Config;
 use crate::models::{self, Models};
 use api::v1;
+use hub::catalogue::{self, Makes, Model, Room};
 
 /// Dtype of cards on which weights take twice the bytes.
 const F32: &str = "f32";

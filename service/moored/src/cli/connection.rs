@@ -19,13 +19,13 @@ use super::wire::{Answers, WireError};
 use super::{CliError, interrupt};
 use crate::bounded;
 use crate::config::ClientSettings;
-use crate::shown;
 use api::v1;
 use api::v1::generation_client::GenerationClient;
 use api::v1::hub_client::HubClient;
 use api::v1::jobs_client::JobsClient;
 use api::v1::residency_client::ResidencyClient;
 use api::v1::server_client::ServerClient;
+use wording as shown;
 
 /// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
@@ -198,7 +198,7 @@ fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
         return Ok(config.with_native_roots());
     };
     let pem =
-        gpu::read_within(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))?;
+        gpu::read_bounded(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))?;
     Ok(config.ca_certificate(Certificate::from_pem(pem)))
 }
 

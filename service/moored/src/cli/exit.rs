@@ -1,6 +1,7 @@
 //! Exit codes, by which scripts tell failures apart. docs/OPERATING.md lists them.
 
 use super::{CliError, interrupt};
+use crate::pull_messages;
 use api::v1::Reason;
 
 /// Kind of a failure, by what the caller can do about it.
@@ -35,7 +36,7 @@ impl Exit {
             CliError::Config(_) | CliError::Usage(_) => Exit::WrongRequest,
             CliError::Unreachable { .. } | CliError::Lost { .. } => Exit::NoService,
             CliError::Refused(refusal) => Exit::of_reason(&refusal.reason),
-            CliError::Pull(error) => match error.reason() {
+            CliError::Pull(error) => match pull_messages::reason_of(error) {
                 Reason::InvalidRequest => Exit::WrongRequest,
                 Reason::DiskFull => Exit::File,
                 _ => Exit::Model,

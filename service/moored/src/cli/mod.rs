@@ -41,8 +41,8 @@ use exit::Exit;
 use interrupt::Second;
 
 use crate::config::{Config, DEFAULTS};
-use crate::shown::one_line;
 use crate::{process, serve, telemetry};
+use wording::one_line;
 
 /// Timeout of ending threads when a command ends.
 const LAST_THREADS: Duration = Duration::from_secs(1);
@@ -82,7 +82,7 @@ pub(crate) enum CliError {
     Refused(Box<connection::Refusal>),
     /// A model could not be pulled.
     #[error(transparent)]
-    Pull(#[from] crate::hub::PullError),
+    Pull(#[from] hub::PullError),
     /// A file could not be read or written.
     #[error("{path}: {problem}")]
     File { path: String, problem: String },

@@ -10,11 +10,11 @@ use super::connection::Connection;
 use super::names::short_revision;
 use super::pull::decimal;
 use super::{CliError, local, screen};
-use crate::catalogue;
 use crate::config::{ClientSettings, Config};
-use crate::hub::{self, Reference};
 use crate::models::Models;
 use api::v1;
+use hub::Reference;
+use hub::catalogue;
 
 /// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.
 pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {

@@ -4,8 +4,8 @@ use console::{Style, measure_text_width, pad_str, truncate_str};
 use residency::Bytes;
 
 use super::names::short_key;
-use crate::shown;
 use api::v1;
+use wording as shown;
 
 /// Bounds of the width of a drawing, in characters.
 const NARROWEST: usize = 60;

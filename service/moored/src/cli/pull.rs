@@ -14,10 +14,10 @@ use super::arguments::Verbosity;
 use super::connection::{Connection, Refusal};
 use super::names::short_revision;
 use super::{CliError, screen};
-use crate::config;
-use crate::hub::{Base, Hub, Progress, PullPlan, Reference};
+use crate::pull_messages::{progress_of, pulled_of};
 use api::v1;
 use api::v1::pull_event::Event;
+use hub::{Base, Hub, Progress, PullPlan, Reference};
 
 /// Least time between two lines in a pipe, and between two JSON lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
@@ -26,7 +26,7 @@ const BYTES: &str = "{msg:32!} {bar:30} {decimal_bytes}/{decimal_total_bytes} {d
 
 /// `moored pull`.
 pub(super) async fn run(
-    hub: config::HubSettings,
+    hub: hub::HubSettings,
     model: &str,
     dry_run: bool,
     json: bool,
@@ -36,7 +36,7 @@ pub(super) async fn run(
 
 /// Pulls into the hub cache of this machine, without a service, and prints the plan first.
 pub(super) async fn here(
-    settings: config::HubSettings,
+    settings: hub::HubSettings,
     model: &Reference,
     dry_run: bool,
     json: bool,
@@ -60,7 +60,7 @@ pub(super) async fn here(
     let pulled = loop {
         tokio::select! {
             ended = &mut pull => break ended,
-            Ok(()) = progress.changed() => show.progress(progress.borrow_and_update().clone().into())?,
+            Ok(()) = progress.changed() => show.progress(progress_of(progress.borrow_and_update().clone()))?,
             _ = ticks.tick() => show.tick()?,
             _ = interrupted.recv() => {
                 show.end();
@@ -73,7 +73,7 @@ pub(super) async fn here(
     show.end();
     let pulled = pulled?;
     let path = pulled.path.clone();
-    tell(&pulled.into(), Some(&path), json)
+    tell(&pulled_of(pulled), Some(&path), json)
 }
 
 /// Prints what a pull would download.

@@ -474,12 +474,12 @@ pub(super) fn prompts_of(
 }
 
 fn text_from_stdin() -> Result<String, CliError> {
-    gpu::text_within(std::io::stdin(), bounded::TEXT_BYTES)
+    gpu::all_text_of(std::io::stdin(), bounded::TEXT_BYTES)
         .map_err(|problem| CliError::file(Path::new("standard input"), problem))
 }
 
 fn text(path: &Path) -> Result<String, CliError> {
-    gpu::read_text_within(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
+    gpu::text_bounded(path, bounded::TEXT_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
@@ -487,7 +487,7 @@ pub(super) fn recipe_of(path: &Path) -> Result<Recipe, CliError> {
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    gpu::read_within(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
+    gpu::read_bounded(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
 /// The file of a picture or track. One of 0 bytes is what a failed download or copy leaves.

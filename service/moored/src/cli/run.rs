@@ -13,10 +13,10 @@ use super::connection::Connection;
 use super::generate::Order;
 use super::local::{self, LocalService};
 use super::{CliError, interrupt, pull, screen};
-use crate::catalogue;
 use crate::config::Config;
-use crate::hub::Reference;
 use api::v1;
+use hub::Reference;
+use hub::catalogue;
 
 /// The preset that leaves the formats to the service.
 const AUTO: &str = "auto";

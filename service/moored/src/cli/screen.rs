@@ -9,7 +9,8 @@ use tokio::sync::oneshot;
 
 use super::arguments::Verbosity;
 use super::{CliError, interrupt};
-use crate::shown;
+use crate::pull_messages;
+use wording as shown;
 
 /// Prints a line on standard output. A line break in it is escaped: it is of a name that others gave.
 pub(super) fn text(text: &str) -> Result<(), CliError> {
@@ -137,7 +138,7 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Unreachable { .. } => "UNREACHABLE".to_owned(),
             CliError::Config(_) => "CONFIGURATION".to_owned(),
             CliError::Serve(_) => "SERVE".to_owned(),
-            CliError::Pull(error) => error.reason().as_str_name().to_owned(),
+            CliError::Pull(error) => pull_messages::reason_of(error).as_str_name().to_owned(),
             CliError::File { .. } | CliError::Output(_) => "FILE".to_owned(),
             CliError::Exists(_) => "FILE_EXISTS".to_owned(),
             CliError::NoModel(_) => "MODEL_NOT_FOUND".to_owned(),

@@ -8,9 +8,9 @@ use serde_json::json;
 
 use super::arguments::Verbosity;
 use super::{CliError, screen};
-use crate::shown;
 use api::v1;
 use api::v1::event::Event as Kind;
+use wording as shown;
 
 /// Shows events one by one.
 pub(super) struct Show {

@@ -1,66 +1,26 @@
 //! `[hub]`, and the variables that programs which share a hub cache agree on.
 
-use std::fmt;
 use std::path::PathBuf;
 
 use super::reader::{Reader, from_home};
 use super::{home_folder, variable};
-use crate::bounded;
+use hub::{HubSettings, HubToken};
 
 /// URL of the hub unless `HF_ENDPOINT` names another.
 const ENDPOINT: &str = "https://huggingface.co";
 
 /// `[hub]`.
-#[derive(Clone, Debug)]
-pub(crate) struct HubSettings {
-    /// Base URL, without a trailing slash.
-    pub(crate) endpoint: String,
-    pub(crate) cache: PathBuf,
-    /// Whether clients may have the service pull models.
-    pub(crate) pull: bool,
-    pub(crate) token: HubToken,
-    /// Whether downloads are forbidden.
-    pub(crate) offline: bool,
-}
-
-/// Source of the hub's token. Read for each pull, so that a login needs no restart, and never displayed.
-#[derive(Clone)]
-pub(crate) struct HubToken {
-    given: Option<String>,
-    file: Option<PathBuf>,
-}
-
-impl fmt::Debug for HubToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HubToken")
-            .field("given", &self.given.is_some())
-            .field("file", &self.file)
-            .finish()
-    }
-}
-
-impl HubToken {
-    /// The token, if there is one.
-    pub(crate) fn read(&self) -> Option<String> {
-        let from_file = || bounded::token(self.file.as_ref()?).ok();
-        let token = self.given.clone().or_else(from_file)?.trim().to_owned();
-        Some(token).filter(|token| !token.is_empty())
-    }
-}
-
-impl HubSettings {
-    pub(super) fn read(r: &mut Reader) -> HubSettings {
-        let settings = HubSettings::of(
-            r.optional_text("hub.endpoint"),
-            r.optional_path("hub.cache"),
-            r.flag("hub.pull"),
-            home_folder(),
-            variable,
-        );
-        let is_url = reqwest::Url::parse(&settings.endpoint)
-            .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
-        if !is_url {
-            r.mistake(
+pub(super) fn read(r: &mut Reader) -> HubSettings {
+    let settings = settings_of(
+        r.optional_text("hub.endpoint"),
+        r.optional_path("hub.cache"),
+        r.flag("hub.pull"),
+        home_folder(),
+        variable,
+    );
+    let is_url = settings.has_url();
+    if !is_url {
+        r.mistake(
                 "hub.endpoint",
                 format!(
                     "the hub's address, here or in HF_ENDPOINT, is {:?}: write it with its scheme, as in https://{}",
@@ -68,48 +28,47 @@ impl HubSettings {
                     settings.endpoint.trim_start_matches('/')
                 ),
             );
-        }
-        settings
     }
+    settings
+}
 
-    fn of(
-        endpoint: Option<String>,
-        cache: Option<PathBuf>,
-        pull: bool,
-        user: Option<PathBuf>,
-        variable: impl Fn(&str) -> Option<String>,
-    ) -> HubSettings {
-        let variable = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
-        let path = |name: &str| Some(from_home(&variable(name)?, user.as_deref()));
-        let is_on = |name: &str| {
-            variable(name).is_some_and(|value| {
-                ["1", "true", "yes", "on"].contains(&value.trim().to_ascii_lowercase().as_str())
-            })
-        };
-        let own_folder = || {
-            let users = path("XDG_CACHE_HOME").or_else(|| user.as_ref().map(|home| home.join(".cache")));
-            users.unwrap_or_else(std::env::temp_dir).join("huggingface")
-        };
-        let home = path("HF_HOME").unwrap_or_else(own_folder);
-        let endpoint = endpoint
-            .or_else(|| variable("HF_ENDPOINT"))
-            .unwrap_or_else(|| ENDPOINT.to_owned());
-        let implicit = !is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN");
-        HubSettings {
-            endpoint: endpoint.trim().trim_end_matches('/').to_owned(),
-            cache: cache
-                .or_else(|| path("HF_HUB_CACHE"))
-                .or_else(|| path("HUGGINGFACE_HUB_CACHE")) // its former name
-                .unwrap_or_else(|| home.join("hub")),
-            pull,
-            token: HubToken {
-                given: variable("HF_TOKEN")
-                    .or_else(|| variable("HUGGING_FACE_HUB_TOKEN"))
-                    .filter(|_| implicit),
-                file: implicit.then(|| path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"))),
-            },
-            offline: is_on("HF_HUB_OFFLINE") || is_on("TRANSFORMERS_OFFLINE"),
-        }
+fn settings_of(
+    endpoint: Option<String>,
+    cache: Option<PathBuf>,
+    pull: bool,
+    user: Option<PathBuf>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> HubSettings {
+    let variable = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
+    let path = |name: &str| Some(from_home(&variable(name)?, user.as_deref()));
+    let is_on = |name: &str| {
+        variable(name).is_some_and(|value| {
+            ["1", "true", "yes", "on"].contains(&value.trim().to_ascii_lowercase().as_str())
+        })
+    };
+    let own_folder = || {
+        let users = path("XDG_CACHE_HOME").or_else(|| user.as_ref().map(|home| home.join(".cache")));
+        users.unwrap_or_else(std::env::temp_dir).join("huggingface")
+    };
+    let home = path("HF_HOME").unwrap_or_else(own_folder);
+    let endpoint = endpoint
+        .or_else(|| variable("HF_ENDPOINT"))
+        .unwrap_or_else(|| ENDPOINT.to_owned());
+    let implicit = !is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN");
+    HubSettings {
+        endpoint: endpoint.trim().trim_end_matches('/').to_owned(),
+        cache: cache
+            .or_else(|| path("HF_HUB_CACHE"))
+            .or_else(|| path("HUGGINGFACE_HUB_CACHE")) // its former name
+            .unwrap_or_else(|| home.join("hub")),
+        pull,
+        token: HubToken::new(
+            variable("HF_TOKEN")
+                .or_else(|| variable("HUGGING_FACE_HUB_TOKEN"))
+                .filter(|_| implicit),
+            implicit.then(|| path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"))),
+        ),
+        offline: is_on("HF_HUB_OFFLINE") || is_on("TRANSFORMERS_OFFLINE"),
     }
 }
 
@@ -123,7 +82,7 @@ mod tests {
             found.map(|(_, value)| (*value).to_owned())
         };
         let home = value_of("HOME").map(PathBuf::from);
-        HubSettings::of(None, None, true, home, value_of)
+        settings_of(None, None, true, home, value_of)
     }
 
     #[test]
@@ -139,7 +98,7 @@ mod tests {
         assert_eq!(cache(&variables), PathBuf::from("/hf/hub"));
         variables.push(("HF_HUB_CACHE", "/models"));
         assert_eq!(cache(&variables), PathBuf::from("/models"));
-        let set = HubSettings::of(None, Some("/set".into()), true, None, |_| {
+        let set = settings_of(None, Some("/set".into()), true, None, |_| {
             Some("/models".to_owned())
         });
         assert_eq!(set.cache, PathBuf::from("/set"));
@@ -152,7 +111,7 @@ mod tests {
         assert_eq!(cache("~"), PathBuf::from("/me/hub"));
         assert_eq!(cache("/a/~b"), PathBuf::from("/a/~b/hub"));
         let token = hub(&[("HOME", "/me"), ("HF_TOKEN_PATH", "~/token")]).token;
-        assert_eq!(token.file, Some(PathBuf::from("/me/token")));
+        assert_eq!(token.file(), Some(std::path::Path::new("/me/token")));
     }
 
     #[test]

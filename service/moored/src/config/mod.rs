@@ -17,7 +17,7 @@ use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use hub::HubSettings;
+use ::hub::HubSettings;
 pub(crate) use reader::Mistakes;
 use reader::{EMBEDDED, ENVIRONMENT, Named, Reader};
 
@@ -281,7 +281,7 @@ impl Config {
         let mut config = Config {
             service: ServiceSettings::read(&mut r),
             models: ModelSettings::read(&mut r),
-            hub: HubSettings::read(&mut r),
+            hub: hub::read(&mut r),
             cards: CardSettings::read(&mut r),
             queue: QueueSettings::read(&mut r),
             limits: LimitSettings::read(&mut r),

@@ -13,7 +13,7 @@ use residency::Bytes;
 use serde::de::DeserializeOwned;
 
 use super::{SHORT_NAMES, Setting, UnloadWhenIdle, home_folder};
-use crate::shown;
+use wording as shown;
 
 /// Everything that is wrong with the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,8 +10,8 @@ use track::{AskedTrack, seconds_of};
 
 use super::status::invalid;
 use super::stream::Encoding;
-use crate::catalogue::Makes;
 use api::v1;
+use hub::catalogue::Makes;
 use media::films::FilmFormat;
 
 /// The decoded start of a request.

@@ -9,10 +9,10 @@ use pipelines::{Medium, Quantization};
 
 use super::server::Service;
 use super::status::invalid;
-use crate::catalogue::{self, Makes, Room};
 use crate::models::Found;
 use crate::threads::FILES;
 use api::v1;
+use hub::catalogue::{self, Makes, Room};
 
 impl Service {
     /// The reference of a request for this medium, with a model where it names none: the configured default or the shipped

@@ -9,10 +9,10 @@ use engine::library::{Entry, OpenModel};
 use super::choose::{Chosen, left_open};
 use super::server::Service;
 use super::status::{invalid, short};
-use crate::catalogue;
 use crate::models::Resolved;
 use crate::threads::FILES;
 use api::v1;
+use hub::catalogue;
 
 /// Most components that formats can be named for.
 const MOST_FORMATS: usize = 64;

@@ -20,10 +20,10 @@ use super::server::Service;
 use super::sessions::SessionStream;
 use super::status::{invalid, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
-use crate::catalogue::Makes;
 use crate::models::Models;
 use api::v1;
 use api::v1::generation_server::Generation;
+use hub::catalogue::Makes;
 use media::{MadeWith, Recipe};
 
 #[tonic::async_trait]

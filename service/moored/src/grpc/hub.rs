@@ -8,11 +8,12 @@ use tonic::{Request, Response, Status};
 
 use super::server::Service;
 use super::status::status_of_pull;
-use crate::hub::{Progress, PullError, PullUpdate, Pulled, Reference};
+use crate::pull_messages::{progress_of, pulled_of};
 use crate::threads::FILES;
 use api::v1;
 use api::v1::hub_server::Hub;
 use api::v1::pull_event::Event;
+use hub::{Progress, PullError, PullUpdate, Reference};
 
 /// Least time between two progress events of one listener.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -46,14 +47,14 @@ impl Hub for Service {
         let (models, mut stopping) = (self.models.clone(), self.stopping.clone());
         Ok(Response::new(Box::pin(async_stream::try_stream! {
             // The first event comes at once, before there is anything to count.
-            yield event(Event::Progress(Progress::default().into()));
+            yield event(Event::Progress(progress_of(Progress::default())));
             loop {
                 let news = tokio::select! {
                     news = pull.next() => news,
                     _ = stopping.wait_for(|stopping| *stopping) => PullUpdate::End(Err(PullError::ShuttingDown)),
                 };
                 match news {
-                    PullUpdate::Progress(progress) => yield event(Event::Progress(progress.into())),
+                    PullUpdate::Progress(progress) => yield event(Event::Progress(progress_of(progress))),
                     PullUpdate::End(Ok(pulled)) => {
                         // The listing has the model before the client is told.
                         let look = move || drop((models.rescan(), models.rescan_adapters()));
@@ -61,7 +62,7 @@ impl Hub for Service {
                         if let Err(problem) = looked {
                             tracing::warn!(%problem, "models could not be looked for");
                         }
-                        yield event(Event::Pulled(pulled.into()));
+                        yield event(Event::Pulled(pulled_of(pulled)));
                         return;
                     }
                     PullUpdate::End(Err(problem)) => Err(status_of_pull(&problem))?,
@@ -88,27 +89,4 @@ impl Service {
 
 fn event(event: Event) -> v1::PullEvent {
     v1::PullEvent { event: Some(event) }
-}
-
-impl From<Progress> for v1::PullProgress {
-    fn from(progress: Progress) -> v1::PullProgress {
-        v1::PullProgress {
-            bytes_done: progress.bytes_done,
-            bytes_total: progress.bytes_total,
-            files_done: progress.files_done,
-            files_total: progress.files_total,
-            file: progress.file,
-        }
-    }
-}
-
-impl From<Pulled> for v1::PulledModel {
-    fn from(pulled: Pulled) -> v1::PulledModel {
-        v1::PulledModel {
-            id: pulled.id,
-            revision: pulled.revision,
-            bytes_total: pulled.bytes_total,
-            bytes_fetched: pulled.bytes_fetched,
-        }
-    }
 }

@@ -22,7 +22,6 @@ use super::residency::kind_out;
 use super::status::status_of;
 use super::stream::ResultEncoder;
 use crate::host::Host;
-use crate::hub::Pulls;
 use crate::models::Models;
 use crate::process::supervisor::WorkerPids;
 use crate::threads::{FILES, Turns};
@@ -32,6 +31,7 @@ use api::v1::hub_server::HubServer;
 use api::v1::jobs_server::JobsServer;
 use api::v1::residency_server::ResidencyServer;
 use api::v1::server_server::{Server, ServerServer};
+use hub::Pulls;
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
 const CAPABILITIES: [&str; 14] = [

@@ -10,11 +10,12 @@ use tonic_types::pb;
 
 use super::convert::{fallback_out, holder_out};
 use super::paths;
-use crate::catalogue::did_you_mean;
-use crate::hub::{PullError, Reference};
-use crate::shown::is_obeyed;
+use crate::pull_messages;
 use api::v1;
 use api::v1::Reason;
+use hub::catalogue::did_you_mean;
+use hub::{PullError, Reference};
+use wording::is_obeyed;
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
@@ -100,13 +101,14 @@ fn status_with(error: &Error, words: &str) -> Status {
 
 /// The gRPC status of a failed pull.
 pub(crate) fn status_of_pull(error: &PullError) -> Status {
-    let code = match error.reason() {
+    let reason = pull_messages::reason_of(error);
+    let code = match reason {
         Reason::InvalidRequest => return status_of(&invalid("id", error.to_string())),
         Reason::ShuttingDown => return status_of(&Error::ShuttingDown),
         Reason::DiskFull => Code::ResourceExhausted,
         _ => Code::FailedPrecondition,
     };
-    with_details(code, &error.to_string(), vec![error_info(error.reason())])
+    with_details(code, &error.to_string(), vec![error_info(reason)])
 }
 
 /// The message of an error to a client. It suggests a pull for a missing model, and has paths relative to the folders of

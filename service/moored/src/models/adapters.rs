@@ -11,7 +11,6 @@ use pipelines::{AdapterFile, AdapterKind, AdapterUse, StrengthCurve, adapter_ste
 use super::comfyui::Meaning;
 use super::names::{self, Named};
 use super::{Models, children, hub_model, invalid, is_pipeline, shipped_folder};
-use crate::hub;
 use api::v1;
 
 /// Most adapters of one request.

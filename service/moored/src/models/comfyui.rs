@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use residency::Bytes;
 use yaml_rust2::{Yaml, YamlLoader};
 
 use crate::config;
@@ -11,7 +10,7 @@ use crate::config;
 const EXTRA: &str = "extra_model_paths.yaml";
 
 /// Most bytes that are read of it.
-const LONGEST_EXTRA: Bytes = Bytes::mib(1);
+const LONGEST_EXTRA: u64 = 1 << 20;
 
 /// What lies in a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +77,7 @@ fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
         return Ok(Vec::new());
     }
     let wrong = |problem: String| format!("{} cannot be read: {problem}", file.display());
-    let text = gpu::read_text_within(&file, LONGEST_EXTRA).map_err(|error| wrong(error.to_string()))?;
+    let text = gpu::text_bounded(&file, LONGEST_EXTRA).map_err(|error| wrong(error.to_string()))?;
     let documents = YamlLoader::load_from_str(&text).map_err(|error| wrong(error.to_string()))?;
     let Some(Yaml::Hash(groups)) = documents.first() else {
         return Ok(Vec::new()); // nothing but comments, as it is shipped

@@ -11,7 +11,6 @@ use std::path::Path;
 
 use gpu::TensorEntry;
 use regex::Regex;
-use residency::Bytes;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
@@ -20,8 +19,8 @@ use super::AdapterError;
 use crate::checkpoint::number_of;
 use crate::files::count_as_read;
 
-/// The longest configuration that is read.
-const MAX_CONFIGURATION: Bytes = Bytes::mib(1);
+/// Maximum length of a configuration in bytes.
+const MAX_CONFIGURATION: u64 = 1 << 20;
 
 /// The configuration of peft for the adapters of one component.
 #[derive(Debug, Default, Deserialize)]
@@ -126,7 +125,7 @@ impl Configured {
     /// When it cannot be read, or asks for what is not supported.
     pub(super) fn of_folder(path: &Path) -> Result<Configured, AdapterError> {
         let refused = |problem: String| AdapterError::Scale(format!("{}: {problem}", path.display()));
-        let text = gpu::read_text_within(path, MAX_CONFIGURATION).map_err(|e| refused(e.to_string()))?;
+        let text = gpu::text_bounded(path, MAX_CONFIGURATION).map_err(|e| refused(e.to_string()))?;
         count_as_read(path, &text);
         let configuration = serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
         Configured::of(configuration)

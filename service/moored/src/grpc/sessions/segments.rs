@@ -14,7 +14,6 @@ use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
 use super::messages::{Opened, check_open, check_segment, no_sound};
 use super::versions::Versions;
-use crate::catalogue::Makes;
 use crate::grpc::asked::Asked;
 use crate::grpc::caller::Caller;
 use crate::grpc::convert::resolved;
@@ -22,6 +21,7 @@ use crate::grpc::limits::{Client, Taken};
 use crate::grpc::server::Service;
 use crate::grpc::status::invalid;
 use api::v1;
+use hub::catalogue::Makes;
 
 /// Events of jobs that wait for the session: it takes them as they come.
 const MOST_REPORTS: usize = 64;

@@ -12,14 +12,14 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use tokio::time::timeout;
 
-use super::PullError;
 use super::checksum::Oid;
-use super::error::shown;
-use super::reference::{Reference, is_commit, is_part};
-use crate::config;
+use crate::PullError;
+use crate::error::shown;
+use crate::reference::{Reference, is_commit, is_part};
+use crate::settings::HubSettings;
 
 /// Timeout of a response, and of each chunk of it.
-pub(super) const SILENCE: Duration = Duration::from_secs(30);
+pub(crate) const SILENCE: Duration = Duration::from_secs(30);
 /// Attempts of a request before the hub counts as unreachable.
 const ATTEMPTS: u32 = 3;
 const FIRST_PAUSE: Duration = Duration::from_millis(300);
@@ -30,30 +30,30 @@ const LONGEST_PATH: usize = 200;
 
 /// One file of a revision.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct RepoFile {
-    pub(super) path: String,
-    pub(super) size: u64,
-    pub(super) oid: Oid,
+pub(crate) struct RepoFile {
+    pub(crate) path: String,
+    pub(crate) size: u64,
+    pub(crate) oid: Oid,
 }
 
 /// A revision on the hub.
 #[derive(Clone, Debug)]
-pub(super) struct RepositoryListing {
-    pub(super) commit: String,
-    pub(super) files: Vec<RepoFile>,
+pub(crate) struct RepositoryListing {
+    pub(crate) commit: String,
+    pub(crate) files: Vec<RepoFile>,
     /// The repository that its page names as the one that it was made from.
-    pub(super) base: Option<Reference>,
+    pub(crate) base: Option<Reference>,
 }
 
 /// Sends requests to one hub, with one token.
-pub(super) struct HubSession {
+pub(crate) struct HubSession {
     api: Api,
     endpoint: String,
     anonymous: bool,
 }
 
 impl HubSession {
-    pub(super) fn open(settings: &config::HubSettings) -> Result<HubSession, PullError> {
+    pub(crate) fn open(settings: &HubSettings) -> Result<HubSession, PullError> {
         let token = settings.token.read();
         let anonymous = token.is_none();
         // hf-hub looks for a token beside its cache, and logs that. This folder has none: the configuration finds the token,
@@ -81,23 +81,23 @@ impl HubSession {
         })
     }
 
-    pub(super) fn client(&self) -> &reqwest::Client {
+    pub(crate) fn client(&self) -> &reqwest::Client {
         self.api.client()
     }
 
     /// Whether a URL is the hub's own, rather than one that it redirected to.
-    pub(super) fn is_hub(&self, url: &reqwest::Url) -> bool {
+    pub(crate) fn is_hub(&self, url: &reqwest::Url) -> bool {
         let own = reqwest::Url::parse(&self.endpoint);
         own.is_ok_and(|own| own.origin() == url.origin())
     }
 
     /// URL of a file of a commit.
-    pub(super) fn url(&self, id: &str, commit: &str, path: &str) -> String {
+    pub(crate) fn url(&self, id: &str, commit: &str, path: &str) -> String {
         self.api.repo(repo(id, commit)).url(path)
     }
 
     /// The files of a revision with their sizes and checksums.
-    pub(super) async fn list(&self, model: &Reference) -> Result<RepositoryListing, PullError> {
+    pub(crate) async fn list(&self, model: &Reference) -> Result<RepositoryListing, PullError> {
         let repo = self.api.repo(repo(&model.id, &model.revision));
         let ask = || repo.info_request().query(&[("blobs", "true")]);
         let answer = self.answer(model, ask).await?;
@@ -119,7 +119,7 @@ impl HubSession {
     }
 
     /// A small file, read into memory.
-    pub(super) async fn read(
+    pub(crate) async fn read(
         &self,
         model: &Reference,
         commit: &str,
@@ -131,7 +131,7 @@ impl HubSession {
     }
 
     /// The names of the tensors of a file in safetensors, by its header alone; none from a hub that sends no parts of files.
-    pub(super) async fn tensor_names(
+    pub(crate) async fn tensor_names(
         &self,
         model: &Reference,
         commit: &str,
@@ -204,7 +204,7 @@ impl HubSession {
     }
 
     /// The error that a status stands for; `None`: the request may succeed when it is repeated.
-    pub(super) fn refusal(
+    pub(crate) fn refusal(
         &self,
         model: &Reference,
         status: StatusCode,
@@ -265,12 +265,12 @@ impl HubSession {
 }
 
 /// A repository of a model at a revision.
-pub(super) fn repo(id: &str, revision: &str) -> Repo {
+pub(crate) fn repo(id: &str, revision: &str) -> Repo {
     Repo::with_revision(id.to_owned(), RepoType::Model, revision.to_owned())
 }
 
 /// The innermost reason, without the URL: signed URLs are long, and secret.
-pub(super) fn words(error: reqwest::Error) -> String {
+pub(crate) fn words(error: reqwest::Error) -> String {
     let error = error.without_url();
     let mut cause: &dyn std::error::Error = &error;
     while let Some(deeper) = cause.source() {

@@ -3,12 +3,12 @@
 
 use pipelines::OwnLayout;
 
-use super::PullError;
-use super::error::{list, list_all, shown};
-use super::reference::FILES;
+use crate::PullError;
+use crate::error::{list, list_all, shown};
+use crate::reference::FILES;
 
 /// The file that a repository needs to be a pipeline.
-pub(super) const INDEX: &str = "model_index.json";
+pub(crate) const INDEX: &str = "model_index.json";
 /// Optional file with a model's own defaults.
 const DEFAULTS: &str = "moored.json";
 /// File names of weights without their ending, in the order in which they are looked for.
@@ -32,7 +32,7 @@ const WEIGHTS: [&str; 9] = [
 ///
 /// # Errors
 /// When a folder is missing, or its weights are not in safetensors.
-pub(super) fn wanted(id: &str, folders: &[&str], files: &[&str]) -> Result<Vec<String>, PullError> {
+pub(crate) fn wanted(id: &str, folders: &[&str], files: &[&str]) -> Result<Vec<String>, PullError> {
     let at_root = [INDEX, DEFAULTS].into_iter().filter(|name| files.contains(name));
     let mut wanted: Vec<String> = at_root.map(str::to_owned).collect();
     for folder in folders {
@@ -64,7 +64,7 @@ pub(super) fn wanted(id: &str, folders: &[&str], files: &[&str]) -> Result<Vec<S
 ///
 /// # Errors
 /// As [`wanted`].
-pub(super) fn of_own_layout(id: &str, layout: &OwnLayout, files: &[&str]) -> Result<Vec<String>, PullError> {
+pub(crate) fn of_own_layout(id: &str, layout: &OwnLayout, files: &[&str]) -> Result<Vec<String>, PullError> {
     let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
     let mut wanted = wanted(id, &folders, files)?;
     wanted.extend(layout.files.iter().cloned());
@@ -128,7 +128,7 @@ fn shard_of(stem: &str, name: &str) -> Option<(usize, usize)> {
 }
 
 /// The files that these folders lack, as far as that can be told without the hub.
-pub(super) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
+pub(crate) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
     let of_folder = |folder: &&str| {
         let prefix = format!("{folder}/");
         let inside: Vec<&str> = files
@@ -141,7 +141,7 @@ pub(super) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
 }
 
 /// The files that a repository with a component at its root lacks.
-pub(super) fn missing_at_root(files: &[&str]) -> Vec<String> {
+pub(crate) fn missing_at_root(files: &[&str]) -> Vec<String> {
     missing_in("the model", "", files)
 }
 
@@ -178,11 +178,11 @@ const ADAPTERS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.
 /// The configuration of an adapter of peft.
 const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
 /// The configuration of a ControlNet, or of a transformer alone.
-pub(super) const CONFIGURATION: &str = "config.json";
+pub(crate) const CONFIGURATION: &str = "config.json";
 
 /// The files of an adapter in a repository that is no pipeline: of peft or diffusers, or the only file in safetensors at its
 /// root. `None` if there is none, or more than one.
-pub(super) fn of_adapter(files: &[&str]) -> Option<Vec<String>> {
+pub(crate) fn of_adapter(files: &[&str]) -> Option<Vec<String>> {
     let has = |name: &str| files.contains(&name);
     let mut at_root = files
         .iter()
@@ -202,7 +202,7 @@ pub(super) fn of_adapter(files: &[&str]) -> Option<Vec<String>> {
 }
 
 /// The files of a ControlNet or a transformer in a repository with a configuration at its root.
-pub(super) fn of_root(files: &[&str]) -> Option<Vec<String>> {
+pub(crate) fn of_root(files: &[&str]) -> Option<Vec<String>> {
     let at_root: Vec<&str> = files.iter().copied().filter(|file| !file.contains('/')).collect();
     let weights = STEMS.iter().find_map(|stem| in_safetensors(stem, &at_root))?;
     let all = std::iter::once(CONFIGURATION).chain(weights);
@@ -213,7 +213,7 @@ pub(super) fn of_root(files: &[&str]) -> Option<Vec<String>> {
 ///
 /// # Errors
 /// When the repository does not have it.
-pub(super) fn of_file(id: &str, file: &str, files: &[&str]) -> Result<Vec<String>, PullError> {
+pub(crate) fn of_file(id: &str, file: &str, files: &[&str]) -> Result<Vec<String>, PullError> {
     if !files.contains(&file) {
         let there: Vec<&str> = files.iter().copied().filter(|file| is_weights(file)).collect();
         return Err(PullError::NotAPipeline(match &there[..] {
@@ -231,26 +231,26 @@ pub(super) fn of_file(id: &str, file: &str, files: &[&str]) -> Result<Vec<String
 }
 
 /// Whether a file may be pulled by its name.
-pub(super) fn is_weights(file: &str) -> bool {
+pub(crate) fn is_weights(file: &str) -> bool {
     FILES.iter().any(|ending| file.ends_with(ending))
 }
 
 /// Whether weights of this name are those of their folder, rather than a model of their own.
-pub(super) fn is_of_folder(name: &str) -> bool {
+pub(crate) fn is_of_folder(name: &str) -> bool {
     STEMS
         .iter()
         .any(|stem| name.strip_prefix(stem) == Some(".safetensors"))
 }
 
 /// Whether a file is one of several shards.
-pub(super) fn is_shard(file: &str) -> bool {
+pub(crate) fn is_shard(file: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or_default();
     let dashes = name.match_indices('-').map(|(at, _)| at);
     dashes.into_iter().any(|at| shard_of(&name[..at], name).is_some())
 }
 
 /// The error for a repository that is no pipeline, with a remedy for single files.
-pub(super) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
+pub(crate) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
     let single: Vec<&str> = files.iter().copied().filter(|file| is_weights(file)).collect();
     PullError::NotAPipeline(match single.first() {
         Some(first) => format!(

@@ -11,11 +11,11 @@ use std::time::Duration;
 use hf_hub::{Cache, CacheRepo};
 use residency::Bytes;
 
-use super::PullError;
 use super::checksum::Oid;
-use super::listing::repo;
-use super::reference::{Reference, is_commit};
-use super::selection::INDEX;
+use crate::listing::repo;
+use crate::reference::{Reference, is_commit};
+use crate::selection::INDEX;
+use crate::{LONGEST_REF, PullError};
 
 /// Interval between attempts to take a lock that another program holds.
 const LOCK_POLL: Duration = Duration::from_millis(200);
@@ -23,7 +23,7 @@ const LOCK_POLL: Duration = Duration::from_millis(200);
 const MARGIN: Bytes = Bytes::mib(256);
 
 /// One model in the cache.
-pub(super) struct ModelCache {
+pub(crate) struct ModelCache {
     root: PathBuf,
     /// `models--owner--name`.
     folder_name: String,
@@ -33,12 +33,12 @@ pub(super) struct ModelCache {
 }
 
 /// The lock of a content; dropping it releases it.
-pub(super) struct Lock {
+pub(crate) struct Lock {
     _file: File,
 }
 
 impl ModelCache {
-    pub(super) fn new(root: &Path, model: &Reference) -> ModelCache {
+    pub(crate) fn new(root: &Path, model: &Reference) -> ModelCache {
         let repo = repo(&model.id, &model.revision);
         ModelCache {
             root: root.to_owned(),
@@ -54,43 +54,43 @@ impl ModelCache {
     }
 
     /// Path of a content, whether it is in the cache or not.
-    pub(super) fn blob(&self, oid: &Oid) -> PathBuf {
+    pub(crate) fn blob(&self, oid: &Oid) -> PathBuf {
         self.layout.blob_path(oid.name())
     }
 
     /// Path of a content while it is downloaded.
-    pub(super) fn partial(&self, oid: &Oid) -> PathBuf {
+    pub(crate) fn partial(&self, oid: &Oid) -> PathBuf {
         self.layout.blob_path(&format!("{}.incomplete", oid.name()))
     }
 
-    pub(super) fn snapshot(&self, commit: &str) -> PathBuf {
+    pub(crate) fn snapshot(&self, commit: &str) -> PathBuf {
         self.layout.pointer_path(commit)
     }
 
     /// Whether a content is complete in the cache. Its checksum was verified when it was downloaded, so its size suffices.
-    pub(super) fn has(&self, oid: &Oid, size: u64) -> bool {
+    pub(crate) fn has(&self, oid: &Oid, size: u64) -> bool {
         length(&self.blob(oid)) == Some(size)
     }
 
     /// Bytes of it that are downloaded already.
-    pub(super) fn bytes_of_partial(&self, oid: &Oid, size: u64) -> u64 {
+    pub(crate) fn bytes_of_partial(&self, oid: &Oid, size: u64) -> u64 {
         length(&self.partial(oid))
             .filter(|length| *length <= size)
             .unwrap_or(0)
     }
 
     /// The commit that the cache has for the revision, if any.
-    pub(super) fn commit(&self) -> Option<String> {
+    pub(crate) fn commit(&self) -> Option<String> {
         if self.model.is_commit() {
             return Some(self.model.revision.clone());
         }
         let refs = self.root.join(&self.folder_name).join("refs");
-        let commit = gpu::read_text_within(&refs.join(&self.model.revision), super::LONGEST_REF).ok()?;
+        let commit = gpu::text_bounded(&refs.join(&self.model.revision), LONGEST_REF).ok()?;
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
     /// The commits of which something is in the cache.
-    pub(super) fn commits(&self) -> Vec<String> {
+    pub(crate) fn commits(&self) -> Vec<String> {
         let snapshots = children(&self.root.join(&self.folder_name).join("snapshots"));
         let names = snapshots.iter().filter_map(|path| path.file_name()?.to_str());
         let mut commits: Vec<String> = names.filter(|name| is_commit(name)).map(str::to_owned).collect();
@@ -99,7 +99,7 @@ impl ModelCache {
     }
 
     /// Waits for the lock of a content, against this program and others.
-    pub(super) async fn lock(&self, oid: &Oid) -> Result<Lock, PullError> {
+    pub(crate) async fn lock(&self, oid: &Oid) -> Result<Lock, PullError> {
         let folder = self.root.join(".locks").join(&self.folder_name);
         let path = folder.join(format!("{}.lock", oid.name()));
         create_folder(&folder)?;
@@ -118,7 +118,7 @@ impl ModelCache {
     }
 
     /// Refuses a download that the disk has no space for.
-    pub(super) fn check_room(&self, bytes: u64) -> Result<(), PullError> {
+    pub(crate) fn check_room(&self, bytes: u64) -> Result<(), PullError> {
         if bytes == 0 {
             return Ok(());
         }
@@ -137,7 +137,7 @@ impl ModelCache {
 
     /// Completes the snapshot of a commit whose contents are all in the cache. The index is linked last, so that nobody
     /// finds an incomplete pipeline.
-    pub(super) fn link<'a>(
+    pub(crate) fn link<'a>(
         &self,
         commit: &str,
         files: impl Iterator<Item = (&'a str, &'a Oid)>,
@@ -161,7 +161,7 @@ impl ModelCache {
 }
 
 /// Bytes that a model takes in a cache: all of its revisions, partial downloads included; of one file, its contents.
-pub(super) fn size(root: &Path, model: &Reference) -> Option<u64> {
+pub(crate) fn size(root: &Path, model: &Reference) -> Option<u64> {
     let folder = ModelCache::new(root, model).folder();
     if let Some(file) = &model.file {
         let contents = contents_of(&folder, file);
@@ -174,7 +174,7 @@ pub(super) fn size(root: &Path, model: &Reference) -> Option<u64> {
 }
 
 /// Removes a model from a cache. Its refs and snapshots are removed first, so that nobody finds an incomplete pipeline.
-pub(super) fn remove(root: &Path, model: &Reference) -> Result<(), PullError> {
+pub(crate) fn remove(root: &Path, model: &Reference) -> Result<(), PullError> {
     let folder = ModelCache::new(root, model).folder();
     if let Some(file) = &model.file {
         return remove_file(&folder, file);
@@ -234,7 +234,7 @@ fn remove_file(repository: &Path, file: &str) -> Result<(), PullError> {
 const DEPTH: usize = 8;
 
 /// The files of a snapshot that are in the cache, as paths within it.
-pub(super) fn files_of(snapshot: &Path) -> Vec<String> {
+pub(crate) fn files_of(snapshot: &Path) -> Vec<String> {
     let mut files = Vec::new();
     let mut folders = vec![(snapshot.to_owned(), DEPTH)];
     while let Some((folder, depth)) = folders.pop() {
@@ -273,7 +273,7 @@ fn children(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Makes a folder of a repository. One that is a link is refused: it leads out of the cache.
-pub(super) fn create_folder(folder: &Path) -> Result<(), PullError> {
+pub(crate) fn create_folder(folder: &Path) -> Result<(), PullError> {
     if folder.is_symlink() {
         let problem = std::io::Error::other("it is a symbolic link, which is not written through: remove it");
         return Err(failed(folder, &problem));
@@ -282,12 +282,12 @@ pub(super) fn create_folder(folder: &Path) -> Result<(), PullError> {
 }
 
 /// The error of a file or folder in the cache.
-pub(super) fn failed(path: &Path, problem: &std::io::Error) -> PullError {
+pub(crate) fn failed(path: &Path, problem: &std::io::Error) -> PullError {
     failed_at(path, problem, 0)
 }
 
 /// As [`failed`], when `left` bytes were still to be written.
-pub(super) fn failed_at(path: &Path, problem: &std::io::Error, left: u64) -> PullError {
+pub(crate) fn failed_at(path: &Path, problem: &std::io::Error, left: u64) -> PullError {
     match problem.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => PullError::DiskFull {
             needed: Bytes(left.saturating_add(MARGIN.0)),

@@ -12,12 +12,12 @@ use reqwest::StatusCode;
 use reqwest::header::{CONTENT_RANGE, RANGE};
 use tokio::time::{Instant, timeout};
 
-use super::PullError;
-use super::cache::{ModelCache, create_folder, failed, failed_at};
 use super::checksum::Summing;
-use super::listing::{HubSession, RepoFile, SILENCE, words};
-use super::meter::Meter;
-use super::reference::Reference;
+use crate::PullError;
+use crate::cache::{ModelCache, create_folder, failed, failed_at};
+use crate::listing::{HubSession, RepoFile, SILENCE, words};
+use crate::meter::Meter;
+use crate::reference::Reference;
 
 /// Bytes that are buffered before they are written.
 const WRITE_BYTES: usize = 256 << 10;
@@ -28,13 +28,13 @@ const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const FRESH_STARTS: u32 = 1;
 
 /// Source and destination of one file.
-pub(super) struct Transfer<'a> {
-    pub(super) session: &'a HubSession,
-    pub(super) cache: &'a ModelCache,
-    pub(super) model: &'a Reference,
-    pub(super) commit: &'a str,
-    pub(super) file: &'a RepoFile,
-    pub(super) meter: &'a Meter,
+pub(crate) struct Transfer<'a> {
+    pub(crate) session: &'a HubSession,
+    pub(crate) cache: &'a ModelCache,
+    pub(crate) model: &'a Reference,
+    pub(crate) commit: &'a str,
+    pub(crate) file: &'a RepoFile,
+    pub(crate) meter: &'a Meter,
 }
 
 /// How an attempt failed.
@@ -48,7 +48,7 @@ enum Failure {
 
 impl Transfer<'_> {
     /// Downloads the file into the cache, if it is not there.
-    pub(super) async fn run(&self) -> Result<(), PullError> {
+    pub(crate) async fn run(&self) -> Result<(), PullError> {
         let RepoFile { size, oid, .. } = self.file;
         let blob = self.cache.blob(oid);
         if let Some(folder) = blob.parent() {

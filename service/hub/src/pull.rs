@@ -1,64 +1,45 @@
-//! The hub module: brings models from a hub into the hub cache of this machine. It knows neither the service nor the command
-//! line, which both use it.
-//!
-//! The hub's URLs, its HTTP client with TLS, and the layout of the cache are hf-hub's. What it lacks is here: which files
-//! a pipeline is read from (`selection`), checksums and cancellation (`transfer`), the locks that other
-//! programs take in the same cache (`cache`), and pulls that several share (`pulls`).
-
-mod cache;
-mod checksum;
-mod error;
-mod listing;
-mod meter;
-mod pulls;
-mod reference;
-mod selection;
-mod transfer;
+//! Pulls: what is downloaded for a model, and the download.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use futures::{StreamExt as _, TryStreamExt as _};
-use residency::Bytes;
 use serde::Deserialize;
 use tokio::sync::watch;
 
-pub(crate) use error::PullError;
-pub(crate) use meter::Progress;
-pub(crate) use pulls::{PullUpdate, Pulls};
-pub(crate) use reference::Reference;
-
-use cache::{ModelCache, files_of};
-use error::shown;
-use listing::{HubSession, RepoFile, RepositoryListing};
-use meter::Meter;
-use selection::INDEX;
-use transfer::Transfer;
-
-use crate::{bounded, catalogue, config};
+use crate::cache::{self, ModelCache, files_of};
+use crate::error::shown;
+use crate::listing::{HubSession, RepoFile, RepositoryListing};
+use crate::meter::Meter;
+use crate::selection::{self, INDEX};
+use crate::settings::HubSettings;
+use crate::transfer::Transfer;
+use crate::{Progress, PullError, Reference, catalogue};
 
 /// Files that are downloaded at the same time: one connection does not use the whole bandwidth.
 const AT_ONCE: usize = 4;
+/// Most bytes of an index of a pipeline or its shards.
+const INDEX_BYTES: u64 = 16 << 20;
 /// Most files of a pipeline; a listing of more is refused.
 const MOST_FILES: usize = 4096;
 
 /// The longest file of a branch or tag in a hub cache, which has a commit.
-pub(crate) const LONGEST_REF: Bytes = Bytes(1 << 10);
+pub const LONGEST_REF: u64 = 1 << 10;
 
 /// What a pull would download.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct PullPlan {
+pub struct PullPlan {
     /// Commit hash of the snapshot.
-    pub(crate) revision: String,
-    pub(crate) bytes_total: u64,
-    pub(crate) bytes_missing: u64,
-    pub(crate) files_total: u32,
-    pub(crate) base: Base,
+    pub revision: String,
+    pub bytes_total: u64,
+    pub bytes_missing: u64,
+    pub files_total: u32,
+    pub base: Base,
 }
 
 /// Where the text encoders and the autoencoder of a model come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Base {
+pub enum Base {
     /// The model has them, or is an adapter.
     Own,
     /// A pipeline that is pulled with it, without its transformer.
@@ -69,21 +50,21 @@ pub(crate) enum Base {
 
 /// A model that is complete in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Pulled {
+pub struct Pulled {
     /// `owner/name`, of one file `owner/name:file`.
-    pub(crate) id: String,
+    pub id: String,
     /// Commit hash of the snapshot.
-    pub(crate) revision: String,
-    pub(crate) bytes_total: u64,
-    pub(crate) bytes_fetched: u64,
-    pub(crate) files_total: u32,
-    pub(crate) path: PathBuf,
+    pub revision: String,
+    pub bytes_total: u64,
+    pub bytes_fetched: u64,
+    pub files_total: u32,
+    pub path: PathBuf,
 }
 
 /// A hub, and the cache that its models are pulled into.
 #[derive(Clone, Debug)]
-pub(crate) struct Hub {
-    settings: config::HubSettings,
+pub struct Hub {
+    settings: HubSettings,
 }
 
 /// A repository of which files are pulled, and those files.
@@ -172,17 +153,17 @@ fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
 }
 
 impl Hub {
-    pub(crate) fn new(settings: config::HubSettings) -> Hub {
+    pub fn new(settings: HubSettings) -> Hub {
         Hub { settings }
     }
 
     /// Whether clients may ask for a pull.
-    pub(crate) fn is_open(&self) -> bool {
+    pub fn is_open(&self) -> bool {
         self.settings.pull
     }
 
     /// Plans a pull, and downloads nothing.
-    pub(crate) async fn plan(&self, model: &Reference) -> Result<PullPlan, PullError> {
+    pub async fn plan(&self, model: &Reference) -> Result<PullPlan, PullError> {
         let cache = ModelCache::new(&self.settings.cache, model);
         if self.settings.offline {
             let here = self.whole_in_cache(model, &cache)?;
@@ -205,7 +186,7 @@ impl Hub {
     }
 
     /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
-    pub(crate) async fn pull(
+    pub async fn pull(
         &self,
         model: &Reference,
         progress: watch::Sender<Progress>,
@@ -493,18 +474,18 @@ impl Hub {
 }
 
 /// Bytes that a model takes in a hub cache; `None` when it is not there.
-pub(crate) fn size_in_cache(cache: &Path, model: &Reference) -> Option<u64> {
+pub fn size_in_cache(cache: &Path, model: &Reference) -> Option<u64> {
     cache::size(cache, model)
 }
 
 /// Removes a model from a hub cache, all of its revisions.
-pub(crate) fn remove_from_cache(cache: &Path, model: &Reference) -> Result<(), PullError> {
+pub fn remove_from_cache(cache: &Path, model: &Reference) -> Result<(), PullError> {
     cache::remove(cache, model)
 }
 
 /// Whether a snapshot has the files that its pipeline is read from, as far as that can be told without the hub: other
 /// programs leave incomplete ones when they are interrupted. A pipeline of an unknown class counts as complete.
-pub(crate) fn is_whole(snapshot: &Path) -> bool {
+pub fn is_whole(snapshot: &Path) -> bool {
     missing_of("", snapshot).unwrap_or_default().is_empty()
 }
 
@@ -515,7 +496,7 @@ pub(crate) fn is_whole(snapshot: &Path) -> bool {
 fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let Ok(index) = gpu::read_within(&snapshot.join(INDEX), bounded::TEXT_BYTES) else {
+    let Ok(index) = gpu::read_bounded(&snapshot.join(INDEX), INDEX_BYTES) else {
         if let Some(layout) = pipelines::catalogue().own_layout(&names) {
             let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
             return Ok(selection::missing(&folders, &names));
@@ -534,7 +515,7 @@ fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
 }
 
 /// The files of a snapshot that hold a transformer alone, which `holds` tells, as paths in it.
-pub(crate) fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) -> Vec<String> {
+pub fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) -> Vec<String> {
     let mut files = files_of(snapshot);
     files.retain(|file| {
         selection::is_weights(file) && !selection::is_shard(file) && holds(&snapshot.join(file))
@@ -544,13 +525,13 @@ pub(crate) fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) 
 }
 
 /// Whether a file has the name of the weights that a folder is read from.
-pub(crate) fn is_of_folder(file: &Path) -> bool {
+pub fn is_of_folder(file: &Path) -> bool {
     let name = file.file_name().and_then(|name| name.to_str());
     name.is_some_and(selection::is_of_folder)
 }
 
 /// Whether a file is one of several shards of weights.
-pub(crate) fn is_shard(file: &Path) -> bool {
+pub fn is_shard(file: &Path) -> bool {
     let name = file.file_name().and_then(|name| name.to_str());
     name.is_some_and(selection::is_shard)
 }
@@ -575,7 +556,7 @@ async fn is_transformer(
 fn has_base(snapshot: &Path) -> bool {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
-    let index = gpu::read_within(&snapshot.join(INDEX), bounded::TEXT_BYTES).unwrap_or_default();
+    let index = gpu::read_bounded(&snapshot.join(INDEX), INDEX_BYTES).unwrap_or_default();
     let Ok(class) = class_of("", &index) else {
         return false;
     };

@@ -2,13 +2,13 @@
 
 use residency::Bytes;
 
+use wording::one_line;
+
 use crate::catalogue::did_you_mean;
-use crate::shown::one_line;
-use api::v1::Reason;
 
 /// `Clone`, since all clients that joined a pull get its error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum PullError {
+pub enum PullError {
     /// Not a valid `owner/name`.
     #[error(
         "{name:?} names no model of a hub: write OWNER/NAME, OWNER/NAME@REVISION, or a short name that `moored models --available` lists{}",
@@ -121,35 +121,11 @@ pub(crate) enum PullError {
     ShuttingDown,
 }
 
-impl PullError {
-    /// The reason that the API reports.
-    pub(crate) fn reason(&self) -> Reason {
-        match self {
-            PullError::Name { .. } => Reason::InvalidRequest,
-            PullError::NotAPipeline(_) => Reason::ModelUnsupported,
-            PullError::DiskFull { .. } => Reason::DiskFull,
-            PullError::ShuttingDown => Reason::ShuttingDown,
-            PullError::NotAllowed { .. }
-            | PullError::Offline { .. }
-            | PullError::OfflineWithoutBranch { .. }
-            | PullError::Unreachable { .. }
-            | PullError::NoSuchModel { .. }
-            | PullError::NoSuchRevision { .. }
-            | PullError::Gated { .. }
-            | PullError::TokenRefused { .. }
-            | PullError::Answer { .. }
-            | PullError::Checksum { .. }
-            | PullError::Cut { .. }
-            | PullError::Disk { .. } => Reason::PullFailed,
-        }
-    }
-}
-
 /// Most characters of a hub's message that are shown.
 const MOST_SHOWN: usize = 200;
 
 /// A hub's message, safe for a terminal and a log: escaped, and cut to a length.
-pub(super) fn shown(said: &str) -> String {
+pub(crate) fn shown(said: &str) -> String {
     let mut shown: String = said.chars().take(MOST_SHOWN).collect();
     shown = one_line(&shown).into_owned();
     if said.chars().nth(MOST_SHOWN).is_some() {
@@ -165,7 +141,7 @@ const MOST_LISTED: usize = 5;
 const MOST_FILES: usize = 40;
 
 /// The names of files, safe for a terminal.
-pub(super) fn list_all(names: &[&str]) -> String {
+pub(crate) fn list_all(names: &[&str]) -> String {
     let more = names.len().saturating_sub(MOST_FILES);
     let listed = names.iter().take(MOST_FILES).map(|name| shown(name));
     let listed = listed.collect::<Vec<_>>().join(", ");
@@ -175,7 +151,7 @@ pub(super) fn list_all(names: &[&str]) -> String {
     }
 }
 
-pub(super) fn list(names: &[String]) -> String {
+pub(crate) fn list(names: &[String]) -> String {
     let more = names.len().saturating_sub(MOST_LISTED);
     let listed = names[..names.len() - more].join(", ");
     let is = if names.len() == 1 { "is" } else { "are" };

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 /// Whether a terminal may obey a character: control characters, separators of lines, and those that set the direction of text.
-pub(crate) fn is_obeyed(character: char) -> bool {
+pub fn is_obeyed(character: char) -> bool {
     character.is_control()
         || matches!(
             character,
@@ -12,19 +12,19 @@ pub(crate) fn is_obeyed(character: char) -> bool {
 }
 
 /// A text as one line: what a terminal would obey is escaped, line breaks too.
-pub(crate) fn one_line(text: &str) -> Cow<'_, str> {
+pub fn one_line(text: &str) -> Cow<'_, str> {
     escaped(text, is_obeyed)
 }
 
 /// A text of several lines: line breaks and tabs stay, the rest is escaped.
-pub(crate) fn lines(text: &str) -> Cow<'_, str> {
+pub fn lines(text: &str) -> Cow<'_, str> {
     escaped(text, |character| {
         !matches!(character, '\n' | '\t') && is_obeyed(character)
     })
 }
 
 /// A value as JSON of one line. JSON itself leaves some of what terminals obey as it is.
-pub(crate) fn json(value: &serde_json::Value) -> String {
+pub fn json(value: &serde_json::Value) -> String {
     let text = value.to_string();
     if !text.chars().any(is_obeyed) {
         return text;
@@ -41,12 +41,12 @@ pub(crate) fn json(value: &serde_json::Value) -> String {
 
 /// A drawing of our own, of several lines: as [`lines`], but that the colours of our drawings stay. A name of others that has one
 /// of these is drawn in it, and does nothing else.
-pub(crate) fn drawing(text: &str) -> String {
+pub fn drawing(text: &str) -> String {
     in_colours(text, lines)
 }
 
 /// A line of a drawing of our own: as [`one_line`], but that the colours of our drawings stay.
-pub(crate) fn drawn_line(text: &str) -> String {
+pub fn drawn_line(text: &str) -> String {
     in_colours(text, one_line)
 }
 

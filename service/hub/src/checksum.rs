@@ -5,7 +5,7 @@ use sha2::{Digest as _, Sha256};
 
 /// Name of a content, on the hub and in the cache.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) enum Oid {
+pub(crate) enum Oid {
     /// Large files: the SHA-256 of the content.
     Sha256(String),
     /// Small ones: git's name of the content, a SHA-1.
@@ -13,16 +13,16 @@ pub(super) enum Oid {
 }
 
 impl Oid {
-    pub(super) fn sha256(hex: &str) -> Option<Oid> {
+    pub(crate) fn sha256(hex: &str) -> Option<Oid> {
         is_hex(hex, 64).then(|| Oid::Sha256(hex.to_ascii_lowercase()))
     }
 
-    pub(super) fn git_blob(hex: &str) -> Option<Oid> {
+    pub(crate) fn git_blob(hex: &str) -> Option<Oid> {
         is_hex(hex, 40).then(|| Oid::GitBlob(hex.to_ascii_lowercase()))
     }
 
     /// Name of its file in the cache.
-    pub(super) fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         match self {
             Oid::Sha256(name) | Oid::GitBlob(name) => name,
         }
@@ -30,25 +30,25 @@ impl Oid {
 }
 
 /// Whether the text is hexadecimal, of this length.
-pub(super) fn is_hex(text: &str, length: usize) -> bool {
+pub(crate) fn is_hex(text: &str, length: usize) -> bool {
     text.len() == length && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 /// The checksum of a content that is still being read.
-pub(super) enum Summing {
+pub(crate) enum Summing {
     Sha256(Sha256),
     Sha1(Sha1),
 }
 
 impl Summing {
-    pub(super) fn start(oid: &Oid, size: u64) -> Summing {
+    pub(crate) fn start(oid: &Oid, size: u64) -> Summing {
         match oid {
             Oid::Sha256(_) => Summing::Sha256(Sha256::new()),
             Oid::GitBlob(_) => Summing::Sha1(Sha1::new().chain_update(format!("blob {size}\0"))),
         }
     }
 
-    pub(super) fn add(&mut self, bytes: &[u8]) {
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
         match self {
             Summing::Sha256(sum) => sum.update(bytes),
             Summing::Sha1(sum) => sum.update(bytes),
@@ -56,7 +56,7 @@ impl Summing {
     }
 
     /// Whether what was added is what `oid` names.
-    pub(super) fn is(self, oid: &Oid) -> bool {
+    pub(crate) fn is(self, oid: &Oid) -> bool {
         let digest = match self {
             Summing::Sha256(sum) => sum.finalize().to_vec(),
             Summing::Sha1(sum) => sum.finalize().to_vec(),

@@ -6,24 +6,24 @@ use tokio::sync::watch;
 
 /// The progress of a pull.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Progress {
+pub struct Progress {
     /// Bytes in the cache, those that were there before the pull among them.
-    pub(crate) bytes_done: u64,
-    pub(crate) bytes_total: u64,
-    pub(crate) files_done: u32,
-    pub(crate) files_total: u32,
+    pub bytes_done: u64,
+    pub bytes_total: u64,
+    pub files_done: u32,
+    pub files_total: u32,
     /// A file that is being downloaded; empty while none is.
-    pub(crate) file: String,
+    pub file: String,
 }
 
 /// Counts bytes and files, and publishes the latest progress.
-pub(super) struct Meter {
+pub(crate) struct Meter {
     progress: watch::Sender<Progress>,
     fetched: AtomicU64,
 }
 
 impl Meter {
-    pub(super) fn new(progress: watch::Sender<Progress>) -> Meter {
+    pub(crate) fn new(progress: watch::Sender<Progress>) -> Meter {
         Meter {
             progress,
             fetched: AtomicU64::new(0),
@@ -31,17 +31,17 @@ impl Meter {
     }
 
     /// Sets the totals, and what is done already.
-    pub(super) fn start(&self, progress: Progress) {
+    pub(crate) fn start(&self, progress: Progress) {
         self.progress.send_replace(progress);
     }
 
     /// Counts bytes that were in the cache before.
-    pub(super) fn found(&self, bytes: u64) {
+    pub(crate) fn found(&self, bytes: u64) {
         self.progress.send_modify(|progress| progress.bytes_done += bytes);
     }
 
     /// Counts downloaded bytes.
-    pub(super) fn fetched(&self, bytes: u64, file: &str) {
+    pub(crate) fn fetched(&self, bytes: u64, file: &str) {
         self.fetched.fetch_add(bytes, Ordering::Relaxed);
         self.progress.send_modify(|progress| {
             progress.bytes_done += bytes;
@@ -52,12 +52,12 @@ impl Meter {
     }
 
     /// Takes back bytes that were discarded.
-    pub(super) fn lost(&self, bytes: u64) {
+    pub(crate) fn lost(&self, bytes: u64) {
         let lose = |progress: &mut Progress| progress.bytes_done = progress.bytes_done.saturating_sub(bytes);
         self.progress.send_modify(lose);
     }
 
-    pub(super) fn file_done(&self) {
+    pub(crate) fn file_done(&self) {
         self.progress.send_modify(|progress| {
             progress.files_done += 1;
             progress.file.clear();
@@ -65,7 +65,7 @@ impl Meter {
     }
 
     /// Bytes that were downloaded, discarded ones included.
-    pub(super) fn bytes_fetched(&self) -> u64 {
+    pub(crate) fn bytes_fetched(&self) -> u64 {
         self.fetched.load(Ordering::Relaxed)
     }
 }

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::PullError;
 use super::checksum::is_hex;
+use crate::PullError;
 use crate::catalogue;
 
 /// The default revision.
@@ -13,15 +13,15 @@ const MAIN: &str = "main";
 const LONGEST_PART: usize = 96;
 const LONGEST_REVISION: usize = 250;
 /// Endings of files that can be pulled by name.
-pub(super) const FILES: [&str; 3] = [".safetensors", ".sft", ".gguf"];
+pub(crate) const FILES: [&str; 3] = [".safetensors", ".sft", ".gguf"];
 
 /// `owner/name`, a branch, a tag or a commit, and possibly one file. Its parts are safe in paths and in URLs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Reference {
-    pub(crate) id: String,
-    pub(crate) revision: String,
+pub struct Reference {
+    pub id: String,
+    pub revision: String,
     /// One file of the repository, an adapter or a transformer; `None` for what the repository is.
-    pub(crate) file: Option<String>,
+    pub file: Option<String>,
 }
 
 impl Reference {
@@ -29,7 +29,7 @@ impl Reference {
     ///
     /// # Errors
     /// When the id or the revision is not valid on a hub.
-    pub(crate) fn new(id: &str, revision: &str) -> Result<Reference, PullError> {
+    pub fn new(id: &str, revision: &str) -> Result<Reference, PullError> {
         let wrong = || PullError::Name {
             name: format!("{id}{}{revision}", if revision.is_empty() { "" } else { "@" }),
         };
@@ -71,7 +71,7 @@ impl Reference {
     ///
     /// # Errors
     /// As [`Reference::new`].
-    pub(crate) fn asked(id: &str, revision: &str) -> Result<Reference, PullError> {
+    pub fn asked(id: &str, revision: &str) -> Result<Reference, PullError> {
         match id.split_once(':') {
             Some((id, file)) => Reference::new(id, revision)?.with_file(file),
             None => Reference::new(id, revision),
@@ -79,7 +79,7 @@ impl Reference {
     }
 
     /// Its id without the revision, as models are listed: `owner/name`, of one file `owner/name:file`.
-    pub(crate) fn listed_id(&self) -> String {
+    pub fn listed_id(&self) -> String {
         match &self.file {
             Some(file) => format!("{}:{file}", self.id),
             None => self.id.clone(),
@@ -87,23 +87,23 @@ impl Reference {
     }
 
     /// The model of an entry's name (`owner/name+4-bit&ink`), if that could be on a hub.
-    pub(crate) fn of_entry(name: &str) -> Option<Reference> {
+    pub fn of_entry(name: &str) -> Option<Reference> {
         name.split(['+', '&']).next()?.parse().ok()
     }
 
     /// Whether the revision is a commit.
-    pub(super) fn is_commit(&self) -> bool {
+    pub(crate) fn is_commit(&self) -> bool {
         is_commit(&self.revision)
     }
 }
 
 /// Whether the text is a full commit hash.
-pub(super) fn is_commit(text: &str) -> bool {
+pub(crate) fn is_commit(text: &str) -> bool {
     is_hex(text, 40)
 }
 
 /// Whether a name is safe as a part of a path and of a URL: no `..`, no leading dot or hyphen, no reserved character.
-pub(super) fn is_part(part: &str) -> bool {
+pub(crate) fn is_part(part: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     !part.is_empty() && !part.starts_with(['.', '-']) && !part.contains("..") && part.bytes().all(plain)
 }

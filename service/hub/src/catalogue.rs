@@ -12,7 +12,7 @@ use serde::Deserialize;
 /// What a model generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Makes {
+pub enum Makes {
     Image,
     Video,
     Audio,
@@ -20,7 +20,7 @@ pub(crate) enum Makes {
 
 impl Makes {
     /// What a request of this medium is for.
-    pub(crate) fn of(medium: &Medium) -> Makes {
+    pub fn of(medium: &Medium) -> Makes {
         match medium {
             Medium::Image(_) => Makes::Image,
             Medium::Video(_) => Makes::Video,
@@ -29,7 +29,7 @@ impl Makes {
     }
 
     /// As lists of models call it: `image`, `video`, `audio`.
-    pub(crate) fn as_str(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             Makes::Image => "image",
             Makes::Video => "video",
@@ -38,7 +38,7 @@ impl Makes {
     }
 
     /// For people: `pictures`, `films`, `music`.
-    pub(crate) fn in_words(self) -> &'static str {
+    pub fn in_words(self) -> &'static str {
         match self {
             Makes::Image => "pictures",
             Makes::Video => "films",
@@ -53,18 +53,18 @@ type ByPreset = [u64; Preset::ALL.len()];
 /// One model of the catalogue.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Model {
+pub struct Model {
     /// Short name.
-    pub(crate) name: String,
+    pub name: String,
     /// `owner/name` on the hub.
-    pub(crate) id: String,
+    pub id: String,
     /// Repositories with parts of it, that are pulled with it.
     #[serde(default)]
-    pub(crate) with: Vec<String>,
-    pub(crate) licence: String,
+    pub with: Vec<String>,
+    pub licence: String,
     /// Whether the hub requires a login and accepted terms.
-    pub(crate) needs_terms: bool,
-    pub(crate) download_gb: f64,
+    pub needs_terms: bool,
+    pub download_gb: f64,
     /// Weights of all components on a card that computes in bf16.
     memory_mib: ByPreset,
     /// The most that a stage of its default request needs on such a card.
@@ -73,23 +73,23 @@ pub(crate) struct Model {
     need_f32_mib: ByPreset,
     /// What it generates.
     #[serde(rename = "medium")]
-    pub(crate) makes: Makes,
-    pub(crate) about: String,
+    pub makes: Makes,
+    pub about: String,
 }
 
 /// The memory of a card, as far as it decides what fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Room {
+pub struct Room {
     /// What a stage can have when nothing else is in the card's memory.
-    pub(crate) bytes: Bytes,
+    pub bytes: Bytes,
     /// Whether the card computes in f32.
-    pub(crate) is_f32: bool,
+    pub is_f32: bool,
 }
 
 impl Room {
     /// What a model can have of a card that computes in bf16 and that nothing is known of but its size: it keeps this much free,
     /// and the driver and its libraries take some.
-    pub(crate) fn expected(total: Bytes, headroom: Bytes) -> Room {
+    pub fn expected(total: Bytes, headroom: Bytes) -> Room {
         const CONTEXT: Bytes = Bytes::mib(768);
         Room {
             bytes: total - CONTEXT - headroom,
@@ -99,7 +99,7 @@ impl Room {
 }
 
 /// Every model of the catalogue.
-pub(crate) fn all() -> &'static [Model] {
+pub fn all() -> &'static [Model] {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
     struct File {
@@ -119,13 +119,13 @@ pub(crate) fn all() -> &'static [Model] {
 }
 
 /// The model of this short name or hub name.
-pub(crate) fn find(name: &str) -> Option<&'static Model> {
+pub fn find(name: &str) -> Option<&'static Model> {
     let is_it = |model: &&Model| model.name.eq_ignore_ascii_case(name) || model.id.eq_ignore_ascii_case(name);
     all().iter().find(is_it)
 }
 
 /// The hub name of a short name; `None` for any other name.
-pub(crate) fn id_of(short: &str) -> Option<&'static str> {
+pub fn id_of(short: &str) -> Option<&'static str> {
     let model = all()
         .iter()
         .find(|model| model.name.eq_ignore_ascii_case(short))?;
@@ -133,7 +133,7 @@ pub(crate) fn id_of(short: &str) -> Option<&'static str> {
 }
 
 /// The catalogue's model of an entry's name, which may say a revision and formats (`flux-schnell+4-bit`).
-pub(crate) fn find_entry(name: &str) -> Option<&'static Model> {
+pub fn find_entry(name: &str) -> Option<&'static Model> {
     find(name.split(['+', '@', '&']).next().unwrap_or_default())
 }
 
@@ -143,7 +143,7 @@ const MOST_SUGGESTED: usize = 3;
 const LEAST_LIKENESS: f64 = 0.8;
 
 /// Names that may have been meant by one that means nothing, the likeliest first: short names, and these.
-pub(crate) fn similar<'a>(name: &str, others: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+pub fn similar<'a>(name: &str, others: impl IntoIterator<Item = &'a str>) -> Vec<String> {
     let name = name
         .split(['+', '@', '&'])
         .next()
@@ -172,7 +172,7 @@ fn likeness(written: &str, known: &str) -> f64 {
 }
 
 /// `; did you mean flux-schnell or flux-dev?`, or nothing where no name is like this one.
-pub(crate) fn did_you_mean<'a>(name: &str, others: impl IntoIterator<Item = &'a str>) -> String {
+pub fn did_you_mean<'a>(name: &str, others: impl IntoIterator<Item = &'a str>) -> String {
     match similar(name, others).as_slice() {
         [] => String::new(),
         names => format!("; did you mean {}?", names.join(" or ")),
@@ -180,7 +180,7 @@ pub(crate) fn did_you_mean<'a>(name: &str, others: impl IntoIterator<Item = &'a 
 }
 
 /// The first model of this medium that fits, with the preset in which it does.
-pub(crate) fn first_that_fits(makes: Makes, room: &Room) -> Option<(&'static Model, Preset)> {
+pub fn first_that_fits(makes: Makes, room: &Room) -> Option<(&'static Model, Preset)> {
     let fitting = |model: &'static Model| Some((model, model.best_in(room)?));
     all()
         .iter()
@@ -190,12 +190,12 @@ pub(crate) fn first_that_fits(makes: Makes, room: &Room) -> Option<(&'static Mod
 
 impl Model {
     /// Weights of all components in a preset, on a card that computes in bf16.
-    pub(crate) fn memory(&self, preset: Preset) -> Bytes {
+    pub fn memory(&self, preset: Preset) -> Bytes {
         of_preset(&self.memory_mib, preset)
     }
 
     /// The most that a stage of its default request needs.
-    pub(crate) fn need(&self, preset: Preset, is_f32: bool) -> Bytes {
+    pub fn need(&self, preset: Preset, is_f32: bool) -> Bytes {
         let by_preset = if is_f32 {
             &self.need_f32_mib
         } else {
@@ -205,14 +205,14 @@ impl Model {
     }
 
     /// The least that any preset needs.
-    pub(crate) fn least_need(&self, is_f32: bool) -> (Preset, Bytes) {
+    pub fn least_need(&self, is_f32: bool) -> (Preset, Bytes) {
         let needs = Preset::ALL.map(|preset| (preset, self.need(preset, is_f32)));
         let least = needs.into_iter().min_by_key(|(_, need)| *need);
         least.unwrap_or((Preset::Full, Bytes::ZERO))
     }
 
     /// The most accurate preset that fits, by the planner's own numbers.
-    pub(crate) fn best_in(&self, room: &Room) -> Option<Preset> {
+    pub fn best_in(&self, room: &Room) -> Option<Preset> {
         let fits = |preset: &Preset| self.need(*preset, room.is_f32) <= room.bytes;
         Preset::ALL.into_iter().find(fits)
     }
@@ -229,7 +229,7 @@ mod planned;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hub::Reference;
+    use crate::Reference;
 
     #[test]
     fn the_catalogue_is_valid() {

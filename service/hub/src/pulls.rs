@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::AbortHandle;
 
-use super::{Hub, Progress, PullError, Pulled, Reference};
+use crate::{Hub, Progress, PullError, Pulled, Reference};
 
 /// Models that are pulled at the same time; others wait.
 const AT_ONCE: usize = 4;
 
 /// The running pulls.
 #[derive(Clone)]
-pub(crate) struct Pulls {
+pub struct Pulls {
     hub: Hub,
     turns: Arc<Semaphore>,
     running: Arc<Mutex<HashMap<Reference, Weak<Running>>>>,
@@ -33,7 +33,7 @@ impl Drop for Running {
 }
 
 /// One listener of a pull.
-pub(crate) struct Pull {
+pub struct Pull {
     /// Refcount of the pull: dropping the last one aborts it.
     _running: Arc<Running>,
     progress: watch::Receiver<Progress>,
@@ -41,13 +41,13 @@ pub(crate) struct Pull {
 }
 
 /// An event of a pull.
-pub(crate) enum PullUpdate {
+pub enum PullUpdate {
     Progress(Progress),
     End(Result<Pulled, PullError>),
 }
 
 impl Pulls {
-    pub(crate) fn new(hub: Hub) -> Pulls {
+    pub fn new(hub: Hub) -> Pulls {
         Pulls {
             hub,
             turns: Arc::new(Semaphore::new(AT_ONCE)),
@@ -55,12 +55,12 @@ impl Pulls {
         }
     }
 
-    pub(crate) fn hub(&self) -> &Hub {
+    pub fn hub(&self) -> &Hub {
         &self.hub
     }
 
     /// Joins the pull of this model, or starts it.
-    pub(crate) fn join(&self, model: Reference) -> Pull {
+    pub fn join(&self, model: Reference) -> Pull {
         let mut all = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|_, running| running.strong_count() > 0);
         let under_way = all.get(&model).and_then(Weak::upgrade);
@@ -104,7 +104,7 @@ impl Pulls {
 
 impl Pull {
     /// The next event: the latest progress, or the end.
-    pub(crate) async fn next(&mut self) -> PullUpdate {
+    pub async fn next(&mut self) -> PullUpdate {
         tokio::select! {
             biased;
             ended = self.result.wait_for(Option::is_some) => {

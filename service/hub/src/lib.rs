@@ -1,0 +1,29 @@
+//! FETCHES. Brings models from a hub into the hub cache of this machine, and knows the models that have a short name. It knows
+//! neither the service nor the command line, which both use it.
+//!
+//! The hub's URLs, its HTTP client with TLS, and the layout of the cache are hf-hub's. What it lacks is here: which files
+//! a pipeline is read from (`selection`), checksums and cancellation (`transfer`), the locks that other
+//! programs take in the same cache (`cache`), and pulls that several share (`pulls`).
+
+mod cache;
+pub mod catalogue;
+mod checksum;
+mod error;
+mod listing;
+mod meter;
+mod pull;
+mod pulls;
+mod reference;
+mod selection;
+mod settings;
+mod transfer;
+
+pub use error::PullError;
+pub use meter::Progress;
+pub use pull::{
+    Base, Hub, LONGEST_REF, PullPlan, Pulled, is_of_folder, is_shard, is_whole, remove_from_cache,
+    size_in_cache, transformer_files,
+};
+pub use pulls::{PullUpdate, Pulls};
+pub use reference::Reference;
+pub use settings::{HubSettings, HubToken};
