@@ -31,6 +31,9 @@ pub(crate) fn incomplete(path: &Path, problem: impl Into<String>) -> ModelError 
     }
 }
 
+/// Endings of files that a download has not finished.
+pub(crate) const UNFINISHED: [&str; 5] = ["incomplete", "part", "crdownload", "aria2", "download"];
+
 thread_local! {
     /// What is read on this thread while models are opened, the innermost last.
     static READING: RefCell<Vec<ReadFiles>> = const { RefCell::new(Vec::new()) };

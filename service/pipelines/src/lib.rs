@@ -42,10 +42,11 @@ pub mod vision;
 pub mod z_image;
 
 pub use adapters::{
-    AdapterError, AdapterFile, AdapterKind, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
-    StrengthCurve, adapter_stem, kind_of_folder,
+    ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, AdapterError, AdapterFile, AdapterKind, AdapterReport,
+    AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH, StrengthCurve, adapter_stem, kind_of_folder,
 };
 pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
+pub use checkpoint::{WeightNames, is_shard};
 pub use covered::{Covered, Twice};
 pub use family::{
     BASE_CONFIGURATION, Catalogue, Family, LeftOut, Model, ModelError, Observer, OwnLayout, Precision,

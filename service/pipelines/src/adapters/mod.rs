@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use attached::{AdaptedTensors, AttachedAdapters, LayerTerm};
 pub(crate) use open::is_control_net_class;
-pub use open::{adapter_stem, kind_of_folder};
+pub use open::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, adapter_stem, kind_of_folder};
 pub(crate) use set::{AdapterSet, UsedAs};
 pub(crate) use targets::TargetComponent;
 

@@ -20,10 +20,10 @@ use crate::{ModelError, ModelFile};
 const ENDINGS: [&str; 2] = ["safetensors", "sft"];
 
 /// Names of an adapter's weights in a folder of peft or diffusers.
-const WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
+pub const ADAPTER_WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
 
 /// The configuration beside them.
-const CONFIGURATION: &str = "adapter_config.json";
+pub const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
 
 /// The part of an adapter that changes one component.
 #[derive(Clone, Debug)]
@@ -99,15 +99,19 @@ fn open(
     let is_folder = file.path.is_dir();
     let weights = match is_folder {
         true => {
-            let mut there = WEIGHTS.iter().map(|name| file.path.join(name));
+            let mut there = ADAPTER_WEIGHTS.iter().map(|name| file.path.join(name));
             there.find(|path| path.is_file()).ok_or_else(|| {
-                AdapterError::File(format!("its folder has neither of {}", WEIGHTS.join(", ")))
+                AdapterError::File(format!(
+                    "its folder has neither of {}",
+                    ADAPTER_WEIGHTS.join(", ")
+                ))
             })?
         }
         false => file.path.clone(),
     };
     let checkpoint = CheckpointFile::open(&weights).map_err(of_header)?;
-    let configuration = Some(file.path.join(CONFIGURATION)).filter(|path| is_folder && path.is_file());
+    let configuration =
+        Some(file.path.join(ADAPTER_CONFIGURATION)).filter(|path| is_folder && path.is_file());
 
     let (pairs, unknown) = pairs(&checkpoint, targets, file.ignores_unknown)?;
     let names: Vec<&str> = checkpoint.tensors().map(|(name, _)| name).collect();
@@ -385,7 +389,7 @@ pub fn kind_of_folder(path: &Path) -> Option<AdapterKind> {
     if root_class(path).is_some_and(|class| is_control_net_class(&class)) {
         return Some(AdapterKind::ControlNet);
     }
-    let is_adapter = path.is_dir() && WEIGHTS.iter().any(|name| path.join(name).is_file());
+    let is_adapter = path.is_dir() && ADAPTER_WEIGHTS.iter().any(|name| path.join(name).is_file());
     is_adapter.then_some(AdapterKind::Lora)
 }
 

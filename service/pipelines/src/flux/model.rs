@@ -1,5 +1,6 @@
 //! An open FLUX checkpoint: its answers to a planner, and the stages of a request.
 
+use gpu::CheckpointFile;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -60,6 +61,15 @@ impl Family for Flux {
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         Ok(FluxModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
+    }
+
+    fn open_file(
+        &self,
+        file: &CheckpointFile,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        let opened = FluxModel::of(file.path(), Some(file), precision)?;
+        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 
