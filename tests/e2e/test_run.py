@@ -121,8 +121,11 @@ def test_a_dry_run_of_a_pull_prints_the_plan_alone(hub: Hub, home: Path, alone: 
     assert blobs(home) == []
     (told,) = map(json.loads, good(alone("pull", SHORT, "--dry-run", "--json")).splitlines())
     assert told["bytes_missing"] == told["bytes_total"] > 15_000_000
+    hub.requests.clear()
     done = alone("pull", SHORT)
     assert "15.8 MB to download" in done.stderr
+    listings = [one.path for one in hub.requests if "/revision/" in one.path]
+    assert len(listings) == 1, "what is planned is what is pulled: the repository is listed once"
     assert Path(good(done).strip()).is_dir()
     assert "all of it here already" in good(alone("pull", SHORT, "--dry-run"))
 

@@ -103,6 +103,18 @@ impl Parts {
     fn all(&self) -> impl Iterator<Item = &RepositoryPart> {
         std::iter::once(&self.own).chain(&self.others)
     }
+
+    fn bytes(&self) -> u64 {
+        sum(self.all().map(|part| part.contents.bytes()))
+    }
+
+    fn bytes_missing(&self) -> u64 {
+        sum(self.all().map(|part| part.contents.bytes_missing(&part.cache)))
+    }
+
+    fn files(&self) -> u32 {
+        self.all().map(|part| part.contents.files()).sum()
+    }
 }
 
 /// A content of the pipeline, and the paths of the files that have it.
@@ -152,57 +164,56 @@ fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
     sizes.fold(0, u64::saturating_add)
 }
 
-impl Hub {
-    pub fn new(settings: HubSettings) -> Hub {
-        Hub { settings }
-    }
+/// A pull of what a hub has, or of what is whole in the cache: of one commit, from its plan to its end.
+pub struct PreparedPull {
+    model: Reference,
+    cache: ModelCache,
+    found: Found,
+}
 
-    /// Whether clients may ask for a pull.
-    pub fn is_open(&self) -> bool {
-        self.settings.pull
-    }
+/// Where the files of a model were found.
+enum Found {
+    /// All of them in the cache, where the hub is not to be asked.
+    Here(Pulled),
+    OnHub {
+        session: HubSession,
+        parts: Parts,
+    },
+}
 
-    /// Plans a pull, and downloads nothing.
-    pub async fn plan(&self, model: &Reference) -> Result<PullPlan, PullError> {
-        let cache = ModelCache::new(&self.settings.cache, model);
-        if self.settings.offline {
-            let here = self.whole_in_cache(model, &cache)?;
-            return Ok(PullPlan {
-                revision: here.revision,
+impl PreparedPull {
+    /// What it would download now.
+    pub fn plan(&self) -> PullPlan {
+        match &self.found {
+            Found::Here(here) => PullPlan {
+                revision: here.revision.clone(),
                 bytes_total: here.bytes_total,
                 bytes_missing: 0,
                 files_total: here.files_total,
                 base: Base::Own,
-            });
+            },
+            Found::OnHub { parts, .. } => PullPlan {
+                bytes_total: parts.bytes(),
+                bytes_missing: parts.bytes_missing(),
+                files_total: parts.files(),
+                revision: parts.own.contents.commit.clone(),
+                base: parts.kind.clone(),
+            },
         }
-        let parts = self.parts(&HubSession::open(&self.settings)?, model).await?;
-        Ok(PullPlan {
-            bytes_total: sum(parts.all().map(|part| part.contents.bytes())),
-            bytes_missing: sum(parts.all().map(|part| part.contents.bytes_missing(&part.cache))),
-            files_total: parts.all().map(|part| part.contents.files()).sum(),
-            revision: parts.own.contents.commit,
-            base: parts.kind,
-        })
     }
 
     /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
-    pub async fn pull(
-        &self,
-        model: &Reference,
-        progress: watch::Sender<Progress>,
-    ) -> Result<Pulled, PullError> {
-        let cache = ModelCache::new(&self.settings.cache, model);
-        if self.settings.offline {
-            return self.whole_in_cache(model, &cache);
-        }
-        let session = HubSession::open(&self.settings)?;
-        let parts = self.parts(&session, model).await?;
-        let all = || parts.all();
-        cache.check_room(sum(all().map(|part| part.contents.bytes_missing(&part.cache))))?;
-        let missing: Vec<(&RepositoryPart, &Content)> = all().flat_map(RepositoryPart::missing).collect();
+    pub async fn pull(self, progress: watch::Sender<Progress>) -> Result<Pulled, PullError> {
+        let PreparedPull { model, cache, found } = self;
+        let (session, parts) = match found {
+            Found::Here(pulled) => return Ok(pulled),
+            Found::OnHub { session, parts } => (session, parts),
+        };
+        cache.check_room(parts.bytes_missing())?;
+        let missing: Vec<(&RepositoryPart, &Content)> =
+            parts.all().flat_map(RepositoryPart::missing).collect();
         let to_come = sum(missing.iter().map(|(_, content)| content.file.size));
-        let bytes_total = sum(all().map(|part| part.contents.bytes()));
-        let files_total: u32 = all().map(|part| part.contents.files()).sum();
+        let (bytes_total, files_total) = (parts.bytes(), parts.files());
         let meter = Meter::new(progress);
         meter.start(Progress {
             bytes_done: bytes_total - to_come,
@@ -246,8 +257,46 @@ impl Hub {
             bytes_total,
             bytes_fetched: meter.bytes_fetched(),
             files_total,
-            revision: parts.own.contents.commit,
+            revision: parts.own.contents.commit.clone(),
         })
+    }
+}
+
+impl Hub {
+    pub fn new(settings: HubSettings) -> Hub {
+        Hub { settings }
+    }
+
+    /// Whether clients may ask for a pull.
+    pub fn is_open(&self) -> bool {
+        self.settings.pull
+    }
+
+    /// Looks what a pull would download, and downloads nothing.
+    pub async fn prepare(&self, model: &Reference) -> Result<PreparedPull, PullError> {
+        let cache = ModelCache::new(&self.settings.cache, model);
+        let found = match self.settings.offline {
+            true => Found::Here(self.whole_in_cache(model, &cache)?),
+            false => {
+                let session = HubSession::open(&self.settings)?;
+                let parts = self.parts(&session, model).await?;
+                Found::OnHub { session, parts }
+            }
+        };
+        Ok(PreparedPull {
+            model: model.clone(),
+            cache,
+            found,
+        })
+    }
+
+    /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
+    pub async fn pull(
+        &self,
+        model: &Reference,
+        progress: watch::Sender<Progress>,
+    ) -> Result<Pulled, PullError> {
+        self.prepare(model).await?.pull(progress).await
     }
 
     /// What is pulled for a model, by what the hub has.
