@@ -18,6 +18,7 @@ CODES = {
     "MEMORY_TAKEN": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
     "CARD_NOT_READY": grpc.StatusCode.UNAVAILABLE,
+    "DISK_NOT_READY": grpc.StatusCode.UNAVAILABLE,
     "CANCELLED": grpc.StatusCode.CANCELLED,
     "DEADLINE": grpc.StatusCode.DEADLINE_EXCEEDED,
 }

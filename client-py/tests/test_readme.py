@@ -47,6 +47,13 @@ def test_the_readme_has_ten_examples() -> None:
     assert len(EXAMPLES) == 10
 
 
+def test_the_readme_lists_every_program_of_the_examples() -> None:
+    text = README.read_text("utf-8")
+    programs = sorted(path.name for path in (README.parent / "examples").glob("*.py"))
+    listed = re.findall(r"^\| \[examples/(\w+\.py)\]\(examples/\1\) \|", text, re.MULTILINE)
+    assert sorted(listed) == programs
+
+
 @pytest.mark.parametrize(
     ("medium", "options", "without"),
     [

@@ -114,6 +114,7 @@ def _remedy(error: moored.MooredError) -> str:
             moored.QueueFull()
             | moored.ClientLimit()
             | moored.CardNotReady()
+            | moored.DiskNotReady()
             | moored.ShuttingDown()
         ):
             return ": queue the prompt again in a moment"

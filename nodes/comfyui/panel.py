@@ -57,6 +57,7 @@ STATUS_OF: dict[type[Exception], int] = {
     moored.Deadline: 504,
     moored.ConnectionFailed: 503,
     moored.CardNotReady: 503,
+    moored.DiskNotReady: 503,
     moored.ShuttingDown: 503,
 }
 """HTTP status of an error; others are 502: the service refused or failed."""

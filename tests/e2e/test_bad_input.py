@@ -309,6 +309,19 @@ def test_claims_out_of_bounds_are_refused(client: moored.Client) -> None:
         client.cancel("no-such-job")
 
 
+def test_formats_without_a_model_unload_nothing(client: moored.Client) -> None:
+    client.load(GOOD)
+    before = client.status().cards[0].residents
+    for nameless in (
+        moored.ModelRef("", quantization="4-bit"),
+        moored.ModelRef("", revision="main"),
+    ):
+        with pytest.raises(moored.InvalidRequest, match="model.id"):
+            client.unload(nameless)
+    after = client.status().cards[0].residents
+    assert [one.component.id for one in after] == [one.component.id for one in before]
+
+
 # Pictures.
 
 
@@ -687,7 +700,7 @@ def test_the_service_survives_garbage_on_its_port(
 
 def raw_call(client: moored.Client, method: str, *messages: bytes) -> grpc.StatusCode:
     """A call with any bytes for messages; the status that it ends with."""
-    call: Any = client._channel.stream_stream(f"/moored.v1.{method}", None, None)
+    call: Any = client._connection._channel.stream_stream(f"/moored.v1.{method}", None, None)
     try:
         list(call(iter(messages), timeout=30))
     except grpc.RpcError as error:

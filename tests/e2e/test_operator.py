@@ -81,9 +81,11 @@ def test_memory_is_reserved_renewed_and_released_on_the_command_line(simulate: S
         (one,) = client.status().cards[0].reservations
         assert (one.label, one.bytes) == ("training", 8 * GIB)
         assert client.renew_reservation(name, ttl_s=60) == 8 * GIB
-        with pytest.raises(moored.MemoryTaken) as refused:
-            client.reserve(60 * GIB)
-        assert refused.value.fallbacks[0].bytes, "what could be had is offered"
+        # What another reservation has, and what the card never had.
+        for gib, refusal in ((20, moored.MemoryTaken), (60, moored.NeverFits)):
+            with pytest.raises(refusal) as refused:
+                client.reserve(gib * GIB)
+            assert refused.value.fallbacks[0].bytes, "what could be had is offered"
     assert told("release", name) == {"released": True}
     again = service.run("release", name)
     assert again.returncode != 0

@@ -117,3 +117,16 @@ def test_a_model_whose_files_are_gone_can_be_unpinned_and_unloaded(
         assert client.unload("mine").freed
         assert client.status().cards[0].residents == ()
         assert_at_rest(client)
+
+
+def test_an_unload_frees_what_is_in_use_though_its_files_were_replaced(
+    simulate: Simulate, model: Path
+) -> None:
+    service = simulate(arguments=("--models", str(model.parent)))
+    with service.client() as client:
+        client.load("mine")
+        replace(model / TRANSFORMER)
+        freed = client.unload("mine").freed
+        assert {one.component.name for one in freed} >= {"transformer", "vae"}
+        assert client.status().cards[0].residents == ()
+        assert_at_rest(client)

@@ -492,3 +492,43 @@ def test_the_hold_of_a_client_that_stops_reading_ends(simulate: Simulate) -> Non
         call.cancel()
         over.set()
         assert_at_rest(client)
+
+
+def test_what_sessions_keep_of_messages_counts_against_their_client(simulate: Simulate) -> None:
+    service = simulate(
+        arguments=(
+            "--set",
+            "service.max_message=256KiB",
+            "--set",
+            "limits.uploads_per_client=256KiB",
+        )
+    )
+    over = threading.Event()
+
+    def asked() -> Iterator[pb.StreamAudioRequest]:
+        yield opening()
+        yield segment(prompt="x", lyrics="🟥" * 10_000, seconds=0.2)
+        # Its last message is short: what counts then is what is kept.
+        yield pb.StreamAudioRequest(played=pb.PlayHead(sample=0))
+        over.wait(DEADLINE_S)
+
+    with grpc.insecure_channel(service.address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        refused = ""
+        calls = []
+        while len(calls) < 60 and not refused:
+            calls.append(stub.StreamAudio(asked(), timeout=DEADLINE_S))
+            for told in calls[-1]:
+                if told.HasField("failed"):
+                    refused = told.failed.reason + told.failed.message
+                if told.HasField("failed") or told.HasField("ready"):
+                    break
+        assert refused.startswith("CLIENT_LIMIT"), f"{len(calls)} sessions"
+        assert "limits.uploads_per_client" in refused
+        over.set()
+        for call in calls:
+            call.cancel()
+    with service.client() as client:
+        assert_at_rest(client)
+        with session(client) as live:
+            live.play("x", lyrics="🟥" * 10_000, seconds=0.2).wait(60)

@@ -9,9 +9,11 @@ with moored.Client() as client:
 
 from types import FunctionType as _FunctionType
 
+from ._async_claims import AsyncHold, AsyncReservedMemory
 from ._async_client import AsyncClient
 from ._async_sessions import AsyncAudioSession, AsyncSegment
-from ._claims import AsyncHold, AsyncReservedMemory, Hold, ReservedMemory
+from ._async_streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream
+from ._claims import Hold, ReservedMemory
 from ._client import Client
 from ._errors import (
     Cancelled,
@@ -20,6 +22,7 @@ from ._errors import (
     ConnectionFailed,
     Deadline,
     DiskFull,
+    DiskNotReady,
     InternalError,
     InUse,
     InvalidRequest,
@@ -152,16 +155,9 @@ from ._session_events import (
     SoundGap,
     SourceReplaced,
 )
-from ._sessions import AudioSession, Segment, SourceInput
-from ._streams import (
-    AsyncEventStream,
-    AsyncPullStream,
-    AsyncStatusStream,
-    EventStream,
-    PullStream,
-    StatusStream,
-)
-from ._uploads import MediaInput
+from ._sessions import AudioSession, Segment
+from ._streams import EventStream, PullStream, StatusStream
+from ._uploads import MediaInput, SourceInput
 from ._version import __version__
 
 __all__ = [
@@ -201,6 +197,7 @@ __all__ = [
     "Control",
     "Deadline",
     "DiskFull",
+    "DiskNotReady",
     "Done",
     "EntryKeys",
     "Event",

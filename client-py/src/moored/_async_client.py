@@ -1,23 +1,21 @@
-"""The async client: the twin of the sync one, method by method."""
+"""The client."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import time
-import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import grpc
-import grpc.aio
 
 from . import _requests as requests
+from ._async_calls import AsyncConnection, pause
+from ._async_claims import AsyncHold, AsyncReservedMemory
 from ._async_sessions import AsyncAudioSession
+from ._async_streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream
 from ._bounds import Bounds
-from ._channel import QUICK_S, RETRY_S, Line, Process, client_id_of
-from ._claims import AsyncHold, AsyncReservedMemory
+from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._errors import MooredError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
 from ._latents import Latent, LatentReader, chunks_of
@@ -64,10 +62,8 @@ from ._results import (
     latent_result,
     video_result,
 )
-from ._sessions import SourceInput
-from ._streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream, AsyncStream
-from ._stubs import AsyncStubs, Stubs
-from ._uploads import MediaInput, upload_of
+from ._stubs import AsyncStubs
+from ._uploads import MediaInput, SourceInput, upload_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,6 +78,7 @@ class AsyncClient:
 
     async with moored.AsyncClient() as client:
         result = await client.generate_image("a red cube on a blue plane")
+        result.save("cube.png")
 
     Cancelling a task that waits for a job cancels the job.
 
@@ -111,19 +108,11 @@ class AsyncClient:
         insecure_token: send the token over an unencrypted line to another machine; default:
             MOORED_INSECURE_TOKEN, else no.
         """
-        self._line = Line(endpoint, token, token_file, ca_file, insecure_token)
-        self.endpoint = self._line.endpoint
+        line = Line(endpoint, token, token_file, ca_file, insecure_token)
+        self.endpoint = line.endpoint
         self.client_id = client_id_of(client_id)
-        self._metadata = self._line.metadata
-        self._closed = False
-        self._process = Process()
-        self._channel: grpc.aio.Channel | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._made: AsyncStubs | None = None
-        # Sessions of sound and uploads are calls of threads: see `AsyncSessionCall` and `_upload`.
-        self._thread_channel: grpc.Channel | None = None
-        # Closing a channel of grpc.aio does not end all of its calls.
-        self._streams: weakref.WeakSet[AsyncStream[Any] | AsyncAudioSession] = weakref.WeakSet()
+        self._metadata = line.metadata
+        self._connection = AsyncConnection(line)
 
     # Pictures, films, tracks.
 
@@ -265,16 +254,7 @@ class AsyncClient:
         samples with `sample_rate`, as `put_media` takes them; or what `put_media` has returned.
         """
         request = requests.open_request(model, options, self.client_id)
-
-        def begin(messages: Any) -> Any:
-            method = self._thread_stubs.generation.StreamAudio
-            return method(messages, metadata=self._metadata)
-
-        session = AsyncAudioSession(
-            begin, self.put_media, self.endpoint, request, source, sample_rate
-        )
-        self._streams.add(session)
-        return session
+        return AsyncAudioSession(self._connection, self.put_media, request, source, sample_rate)
 
     @spelled(JobOptions)
     async def encode_image(
@@ -438,9 +418,7 @@ class AsyncClient:
         """
         return mirror(
             LatentInfo,
-            await self._upload(
-                self._thread_stubs.generation.PutLatent, chunks_of(latent, vae_id), timeout
-            ),
+            await self._unary(self._connection.put_latent, chunks_of(latent, vae_id), timeout),
         )
 
     async def release_latent(
@@ -477,8 +455,8 @@ class AsyncClient:
         """
         upload = upload_of(media, media_type, format, frames_per_second, sample_rate)
         try:
-            info = await self._upload(self._thread_stubs.generation.PutMedia, upload, timeout)
-        except (MooredError, asyncio.CancelledError):
+            info = await self._unary(self._connection.put_media, upload, timeout)
+        except MooredError:
             if upload.failure is not None:
                 raise upload.failure from None
             raise
@@ -525,10 +503,8 @@ class AsyncClient:
         A pull that others wait for as well is joined, and goes on for them.
         """
         request = requests.pull_request(model, revision)
-        call = self._stubs.hub.PullModel(request, timeout=timeout, metadata=self._metadata)
-        stream = AsyncPullStream(call, self.endpoint)
-        self._streams.add(stream)
-        return stream
+        call = self._connection.stream(self._stubs.hub.PullModel, request, timeout)
+        return AsyncPullStream(call, self.endpoint)
 
     # Residency.
 
@@ -695,10 +671,8 @@ class AsyncClient:
     ) -> AsyncStatusStream:
         """The same, each time it changes, no oftener than every `interval_s` seconds."""
         request = residency_pb2.WatchStatusRequest(interval_ms=requests.milliseconds(interval_s))
-        call = self._stubs.residency.WatchStatus(request, timeout=timeout, metadata=self._metadata)
-        stream = AsyncStatusStream(call, self.endpoint)
-        self._streams.add(stream)
-        return stream
+        call = self._connection.stream(self._stubs.residency.WatchStatus, request, timeout)
+        return AsyncStatusStream(call, self.endpoint)
 
     async def trim(self, card: str = "", *, timeout: float | None = None) -> int:
         """Frees memory that the service keeps unused, of one card or all. Returns its bytes."""
@@ -821,23 +795,14 @@ class AsyncClient:
                     raise error_of(error, self.endpoint) from None
             finally:
                 call.cancel()
-            await asyncio.sleep(max(0.0, min(RETRY_S, until - time.monotonic())))
+            await pause(max(0.0, min(RETRY_S, until - time.monotonic())))
         raise not_ready(self.endpoint, said, timeout)
 
     # The connection.
 
     async def close(self) -> None:
         """Ends all calls and closes the connection. Again is harmless."""
-        if not self._closed:
-            self._closed = True
-            if not self._process.is_this:
-                return  # after a fork: all of it is the parent's
-            for stream in self._streams:
-                stream._drop()
-            if self._thread_channel is not None:
-                self._thread_channel.close()
-            if self._channel is not None:
-                await self._channel.close()
+        await self._connection.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -850,29 +815,7 @@ class AsyncClient:
 
     @property
     def _stubs(self) -> AsyncStubs:
-        if self._closed:
-            raise RuntimeError("The client is closed")
-        if self._made is not None:
-            self._process.check("This AsyncClient")
-        loop = asyncio.get_running_loop()
-        if self._made is None:
-            self._process = Process()
-            self._loop = loop
-            self._channel = self._line.open_async()
-            self._made = AsyncStubs(self._channel)
-        elif self._loop is not loop:
-            raise RuntimeError("An AsyncClient belongs to the event loop that it was first used in")
-        return self._made
-
-    @property
-    def _thread_stubs(self) -> Stubs:
-        if self._closed:
-            raise RuntimeError("The client is closed")
-        if self._thread_channel is not None:
-            self._process.check("This AsyncClient")
-        if self._thread_channel is None:
-            self._thread_channel = self._line.open()
-        return Stubs(self._thread_channel)
+        return self._connection.stubs
 
     async def _unary(
         self, method: Callable[..., Awaitable[T]], request: object, timeout: float | None
@@ -881,33 +824,6 @@ class AsyncClient:
             return await method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from None
-
-    async def _upload(
-        self,
-        method: grpc.StreamUnaryMultiCallable[Any, Any],
-        chunks: Iterator[Any],
-        timeout: float | None,
-    ) -> Any:
-        """Sends a stream of messages and returns the answer. A thread of gRPC reads `chunks`.
-
-        grpc.aio is not used: it may report an internal error where the service refuses a stream
-        that is still being sent.
-        """
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def end(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ended.set)
-
-        call = method.future(chunks, timeout=timeout, metadata=self._metadata)
-        try:
-            call.add_done_callback(end)
-            await ended.wait()
-            return call.result()
-        except grpc.RpcError as error:
-            raise error_of(error, self.endpoint) from None
-        finally:
-            call.cancel()
 
     async def _one_or_each(
         self,
@@ -931,7 +847,5 @@ class AsyncClient:
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> AsyncEventStream[R]:
-        call = method(request, timeout=timeout, metadata=self._metadata)
-        stream = AsyncEventStream(call, self.endpoint, finish, Bounds.of(request))
-        self._streams.add(stream)
-        return stream
+        call = self._connection.stream(method, request, timeout)
+        return AsyncEventStream(call, self.endpoint, finish, Bounds.of(request))

@@ -1,23 +1,29 @@
-"""Sessions of sound, async: the twin of the sync ones, method by method."""
+"""Sessions of sound: what is played comes as one endless track.
+
+A session reads by itself what the service says, so that a segment can be waited for while nobody
+takes the sound. It speaks by itself as well, but only from within calls of its user: an application
+that hangs falls silent, and the service gives back what its session holds.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import _conversation
 from . import _requests as requests
+from ._async_calls import AsyncConnection
 from ._channel import QUICK_S
-from ._conversation import NOT_OPEN, SegmentRecord
+from ._conversation import NOT_OPEN, SegmentRecord, SegmentState
+from ._events import Done
 from ._generated import generation_pb2
-from ._options import spelled
-from ._records import MediaInfo
+from ._options import put, spelled
+from ._records import MediaInfo, ResolvedModel
 from ._requests import AdapterLike, ModelLike, SegmentOptions, SegmentStart
 from ._session_calls import AsyncSessionCall
-from ._session_events import AudioSessionClosed, SessionEvent, SoundChunk
-from ._sessions import BaseSegment, BaseSession, SourceInput
-from ._uploads import MediaInput
+from ._session_events import AudioSessionClosed, AudioSessionOpened, SessionEvent, SoundChunk
+from ._uploads import MediaInput, SourceInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +31,42 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class AsyncSegment(BaseSegment):
+class AsyncSegment:
     """What is to sound, or sounds: of `play`, `replace_source` or `replace_model`."""
 
     def __init__(self, conversation: AsyncSessionCall, record: SegmentRecord) -> None:
-        super().__init__(record)
         self._conversation = conversation
+        self._record = record
+
+    @property
+    def number(self) -> int:
+        """Its number in the session, from 1: chunks and events name it by this."""
+        return self._record.number
+
+    @property
+    def state(self) -> SegmentState:
+        """`sent`, then `accepted` by the service, then `ready` or `failed`."""
+        return self._record.state
+
+    @property
+    def job_id(self) -> str:
+        """The job that makes it; empty until it is accepted."""
+        return self._record.job_id
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that it is made with; None until it is accepted."""
+        return self._record.seed
+
+    @property
+    def sample_count(self) -> int | None:
+        """Its length in samples of each channel; None until it is ready."""
+        return self._record.samples
+
+    @property
+    def done(self) -> Done | None:
+        """The end of its job, with stages and times; None until it is ready."""
+        return self._record.done
 
     async def wait(self, timeout: float | None = None) -> AsyncSegment:
         """Returns itself once all of it is there, or raises why it does not come.
@@ -39,17 +75,20 @@ class AsyncSegment(BaseSegment):
         and it may still come. Sound that comes meanwhile is kept for whoever takes it.
         """
         late = f"Segment {self.number} was not ready"
-        await self._conversation.until_async(
+        await self._conversation.until(
             lambda: self._conversation.there_ready(self._record), timeout, late
         )
         return self
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.number}, {self.state}>"
 
 
 class _AsyncPutMedia(Protocol):
     def __call__(self, media: MediaInput, *, sample_rate: int | None) -> Awaitable[MediaInfo]: ...
 
 
-class AsyncAudioSession(BaseSession):
+class AsyncAudioSession:
     """A session of sound. Its chunks come as one endless track, ahead of the play head.
 
     async with client.audio_session("owner/music", source="loop.wav") as session:
@@ -68,15 +107,17 @@ class AsyncAudioSession(BaseSession):
 
     def __init__(
         self,
-        begin: Callable[[Any], Any],
+        connection: AsyncConnection,
         put_media: _AsyncPutMedia,
-        endpoint: str,
         request: generation_pb2.OpenAudioSession,
         source: SourceInput | None,
         sample_rate: int | None,
     ) -> None:
-        super().__init__(begin, endpoint, request, source, sample_rate)
+        self._connection = connection
         self._put_media = put_media
+        self._request = request
+        self._source = source
+        self._sample_rate = sample_rate
 
     async def open(self) -> AsyncAudioSession:
         """Uploads the source and opens the session: `async with` does it."""
@@ -84,15 +125,53 @@ class AsyncAudioSession(BaseSession):
             raise RuntimeError("The session is open already: a session is opened once")
         self._request.source_media_id = await self._media_id(self._source, self._sample_rate)
         self._source = None
-        conversation = AsyncSessionCall(self._endpoint, self._request)
+        conversation = AsyncSessionCall(self._connection.endpoint, self._request)
         try:
-            conversation.read(self._begin(conversation.outbox))
+            conversation.begin(self._connection)
             self._conversation = conversation
-            await conversation.until_async(conversation.there_open)
+            await conversation.until(conversation.there_open)
         except BaseException:
             conversation.drop()
             raise
         return self
+
+    @property
+    def opened(self) -> AudioSessionOpened:
+        """What the service says of it: its id, and its settings as they are in effect."""
+        opened = self._said.opened
+        if opened is None:
+            raise RuntimeError(NOT_OPEN)
+        return opened
+
+    @property
+    def model(self) -> ResolvedModel:
+        """The model of further segments."""
+        return self._said.model or self.opened.model
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second, of each channel."""
+        return self.opened.samples_per_second
+
+    @property
+    def channels(self) -> int:
+        """1 or 2."""
+        return self.opened.channels
+
+    @property
+    def report(self) -> AudioSessionClosed | None:
+        """How it ended, in figures; None: it has not, or not well."""
+        return self._said.report
+
+    def played(self, sample: int) -> None:
+        """Says how far you have played: samples of each channel, from the first of the session on.
+
+        For `paced` sessions of which that is known better than by the chunks that were taken: from
+        then on only this counts.
+        """
+        put(generation_pb2.PlayHead(), "sample", sample)
+        with self._said.changed:
+            self._said.say_played(sample, by_hand=True)
 
     @spelled(SegmentOptions)
     def play(
@@ -134,7 +213,7 @@ class AsyncAudioSession(BaseSession):
         It ends with the session: by `close`, or because the service ends it. Raises what ends it
         otherwise.
         """
-        while (event := await self._said.next_async()) is not None:
+        while (event := await self._said.next()) is not None:
             yield event
 
     async def __aiter__(self) -> AsyncIterator[SoundChunk]:
@@ -152,28 +231,27 @@ class AsyncAudioSession(BaseSession):
             said.say_close()
         try:
             late = "The service did not confirm the end of the session"
-            return await said.until_async(said.there_report, QUICK_S, late)
+            return await said.until(said.there_report, QUICK_S, late)
         finally:
-            self._drop()
+            said.drop()
 
     async def __aenter__(self) -> AsyncAudioSession:
         return await self.open()
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None or self._said.error_told:
-            self._drop()
+        if self._conversation is not None and not self._conversation.process.is_this:
+            return  # after a fork: it is the parent's
+        said = self._said
+        if kind is not None or said.error_told:
+            said.drop()
         else:
             await self.close()
 
     def __del__(self) -> None:
-        # The loop may be closed already: then there is no call to end.
+        # The loop may be closed already, or the interpreter be half gone.
         with contextlib.suppress(Exception):
-            self._drop()
-
-    def _drop(self) -> None:
-        """Ends the call, for this session or because its client is closed."""
-        if self._conversation is not None:
-            self._conversation.drop()
+            if self._conversation is not None:
+                self._conversation.drop()
 
     @property
     def _said(self) -> AsyncSessionCall:

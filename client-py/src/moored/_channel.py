@@ -11,6 +11,7 @@ import socket
 import ssl
 import weakref
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -108,6 +109,10 @@ class Process:
             raise RuntimeError(f"{what} was made before a fork: make one in each process")
 
 
+class Dropped(Exception):
+    """A call was ended on this side, by its stream or its client."""
+
+
 # Channels that are open, and those of the processes that this one was forked from. The second are
 # kept: a channel that goes shuts its sockets down, which are the parent's too.
 _OPEN: weakref.WeakSet[object] = weakref.WeakSet()
@@ -155,21 +160,20 @@ class Line:
 
     def open(self) -> grpc.Channel:
         """A channel for threads."""
-        options = options_for(self._target)
-        if self._credentials is None:
-            channel = grpc.insecure_channel(self._target, options)
-        else:
-            channel = grpc.secure_channel(self._target, self._credentials, options)
-        _OPEN.add(channel)
+        channel: grpc.Channel = self._opened(grpc)
         return channel
 
     def open_async(self) -> grpc.aio.Channel:
         """A channel for the event loop that runs."""
+        channel: grpc.aio.Channel = self._opened(grpc.aio)
+        return channel
+
+    def _opened(self, kind: Any) -> Any:
         options = options_for(self._target)
         if self._credentials is None:
-            channel = grpc.aio.insecure_channel(self._target, options)
+            channel = kind.insecure_channel(self._target, options)
         else:
-            channel = grpc.aio.secure_channel(self._target, self._credentials, options)
+            channel = kind.secure_channel(self._target, self._credentials, options)
         _OPEN.add(channel)
         return channel
 

@@ -1,4 +1,5 @@
-"""The sync client."""
+# Generated from _async_client.py by scripts/sync_client: edit that.
+"""The client."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import grpc
 
 from . import _requests as requests
 from ._bounds import Bounds
-from ._channel import QUICK_S, RETRY_S, Line, Process, client_id_of
+from ._calls import Connection, pause
+from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._claims import Hold, ReservedMemory
 from ._errors import MooredError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
@@ -59,10 +61,10 @@ from ._results import (
     latent_result,
     video_result,
 )
-from ._sessions import AudioSession, SourceInput
-from ._streams import EventStream, PullStream, StatusStream, begun
+from ._sessions import AudioSession
+from ._streams import EventStream, PullStream, StatusStream
 from ._stubs import Stubs
-from ._uploads import MediaInput, upload_of
+from ._uploads import MediaInput, SourceInput, upload_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,7 +79,8 @@ class Client:
     connects anew.
 
     with moored.Client() as client:
-        client.generate_image("a red cube on a blue plane").save("cube.png")
+        result = client.generate_image("a red cube on a blue plane")
+        result.save("cube.png")
 
     `timeout` is in seconds everywhere, and becomes the deadline of the call: when it passes, the
     service gives up. None is no deadline. A refusal or failure of the service raises a MooredError.
@@ -105,14 +108,11 @@ class Client:
         insecure_token: send the token over an unencrypted line to another machine; default:
             MOORED_INSECURE_TOKEN, else no.
         """
-        self._line = Line(endpoint, token, token_file, ca_file, insecure_token)
-        self.endpoint = self._line.endpoint
+        line = Line(endpoint, token, token_file, ca_file, insecure_token)
+        self.endpoint = line.endpoint
         self.client_id = client_id_of(client_id)
-        self._metadata = self._line.metadata
-        self._closed = False
-        self._process = Process()
-        self._channel = self._line.open()
-        self._made = Stubs(self._channel)
+        self._metadata = line.metadata
+        self._connection = Connection(line)
 
     # Pictures, films, tracks.
 
@@ -247,19 +247,14 @@ class Client:
     ) -> AudioSession:
         """A session of sound: what you play comes as one endless track, chunk by chunk.
 
-        Enter it by `with`: then the source is uploaded and the session is open. `play` sends what
-        is to sound, and iterating gives the sound. The model is held in until it ends.
+        Enter it by `with`: then the source is uploaded and the session is open. `play` sends
+        what is to sound, and iterating gives the sound. The model is held in until it ends.
 
         `source` is the track that segments start from: bytes, a path, a result or an array of
         samples with `sample_rate`, as `put_media` takes them; or what `put_media` has returned.
         """
         request = requests.open_request(model, options, self.client_id)
-
-        def begin(messages: Any) -> Any:
-            method = self._stubs.generation.StreamAudio
-            return method(messages, metadata=self._metadata)
-
-        return AudioSession(begin, self.put_media, self.endpoint, request, source, sample_rate)
+        return AudioSession(self._connection, self.put_media, request, source, sample_rate)
 
     @spelled(JobOptions)
     def encode_image(
@@ -421,7 +416,7 @@ class Client:
         """
         return mirror(
             LatentInfo,
-            self._unary(self._stubs.generation.PutLatent, chunks_of(latent, vae_id), timeout),
+            self._unary(self._connection.put_latent, chunks_of(latent, vae_id), timeout),
         )
 
     def release_latent(self, latent: str | LatentInfo, *, timeout: float | None = QUICK_S) -> bool:
@@ -456,7 +451,7 @@ class Client:
         """
         upload = upload_of(media, media_type, format, frames_per_second, sample_rate)
         try:
-            info = self._unary(self._stubs.generation.PutMedia, upload, timeout)
+            info = self._unary(self._connection.put_media, upload, timeout)
         except MooredError:
             if upload.failure is not None:
                 raise upload.failure from None
@@ -502,8 +497,7 @@ class Client:
         A pull that others wait for as well is joined, and goes on for them.
         """
         request = requests.pull_request(model, revision)
-        method = self._stubs.hub.PullModel
-        call = begun(method, request, timeout=timeout, metadata=self._metadata)
+        call = self._connection.stream(self._stubs.hub.PullModel, request, timeout)
         return PullStream(call, self.endpoint)
 
     # Residency.
@@ -669,8 +663,7 @@ class Client:
     ) -> StatusStream:
         """The same, each time it changes, no oftener than every `interval_s` seconds."""
         request = residency_pb2.WatchStatusRequest(interval_ms=requests.milliseconds(interval_s))
-        method = self._stubs.residency.WatchStatus
-        call = begun(method, request, timeout=timeout, metadata=self._metadata)
+        call = self._connection.stream(self._stubs.residency.WatchStatus, request, timeout)
         return StatusStream(call, self.endpoint)
 
     def trim(self, card: str = "", *, timeout: float | None = None) -> int:
@@ -691,7 +684,7 @@ class Client:
         For `ttl_s` seconds: at most a day; default: ten minutes. Returns its bytes.
         """
         request = requests.reserve_request(size_bytes, ttl_s, renews=reservation_id)
-        return int((self._unary(self._stubs.residency.Reserve, request, timeout)).bytes)
+        return int(self._unary(self._stubs.residency.Reserve, request, timeout).bytes)
 
     def recycle(
         self, card: str = "", *, force: bool = False, timeout: float | None = None
@@ -702,7 +695,7 @@ class Client:
         the ids of the cards.
         """
         request = residency_pb2.RecycleRequest(card=card, force=force, client_id=self.client_id)
-        return list((self._unary(self._stubs.residency.Recycle, request, timeout)).cards)
+        return list(self._unary(self._stubs.residency.Recycle, request, timeout).cards)
 
     def reserve(
         self,
@@ -716,8 +709,8 @@ class Client:
     ) -> ReservedMemory:
         """Frees memory for another program on a card: idle components leave, the bytes stay free.
 
-        For `ttl_s` seconds: at most a day; default: ten minutes. Usable by `with`. With the
-        `process_id` of a process of the service's machine it ends when that process does.
+        For `ttl_s` seconds: at most a day; default: ten minutes. Usable by `with`.
+        With the `process_id` of a process of the service's machine it ends when that process does.
         """
         request = requests.reserve_request(size_bytes, ttl_s, label, card, process_id=process_id)
         made = self._unary(self._stubs.residency.Reserve, request, timeout)
@@ -790,17 +783,14 @@ class Client:
                     raise error_of(error, self.endpoint) from None
             finally:
                 call.cancel()
-            time.sleep(max(0.0, min(RETRY_S, until - time.monotonic())))
+            pause(max(0.0, min(RETRY_S, until - time.monotonic())))
         raise not_ready(self.endpoint, said, timeout)
 
     # The connection.
 
     def close(self) -> None:
         """Ends all calls and closes the connection. Again is harmless."""
-        if not self._closed:
-            self._closed = True
-            if self._process.is_this:
-                self._channel.close()
+        self._connection.close()
 
     def __enter__(self) -> Client:
         return self
@@ -813,13 +803,7 @@ class Client:
 
     @property
     def _stubs(self) -> Stubs:
-        if self._closed:
-            raise RuntimeError("The client is closed")
-        if not self._process.is_this:
-            # After a fork: the connection is the parent's.
-            self._process, self._channel = Process(), self._line.open()
-            self._made = Stubs(self._channel)
-        return self._made
+        return self._connection.stubs
 
     def _unary(self, method: Callable[..., T], request: object, timeout: float | None) -> T:
         try:
@@ -849,5 +833,5 @@ class Client:
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> EventStream[R]:
-        call = begun(method, request, timeout=timeout, metadata=self._metadata)
+        call = self._connection.stream(method, request, timeout)
         return EventStream(call, self.endpoint, finish, Bounds.of(request))

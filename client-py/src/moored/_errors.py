@@ -29,6 +29,7 @@
     ├── SlowReader            too much of a call's results was left unread
     ├── ClientLimit           this client has too much open; `.retry_after_s`
     ├── DiskFull              what is to be pulled does not fit on the service's disk
+    ├── DiskNotReady          a disk of the service does not answer: `.retry_after_s`, `.how`
     ├── Superseded            a later segment of the session sounded before it
     ├── InternalError         a fault of the service
     └── ConnectionFailed      the service cannot be reached, or was lost
@@ -322,6 +323,15 @@ class DiskFull(MooredError):
     """What is to be pulled does not fit on the disk of the service."""
 
 
+class DiskNotReady(MooredError):
+    """A disk or a network share of the service does not answer, or too many calls wait for it."""
+
+    @property
+    def how(self) -> str:
+        """`silent` or `busy`, as in errors.proto."""
+        return self.metadata.get("how", "")
+
+
 class Superseded(MooredError):
     """A segment of a session that no longer comes: a later one sounded before it."""
 
@@ -382,6 +392,7 @@ BY_REASON: dict[str, type[MooredError]] = {
     "SLOW_READER": SlowReader,
     "CLIENT_LIMIT": ClientLimit,
     "MODEL_CHANGED": ModelChanged,
+    "DISK_NOT_READY": DiskNotReady,
 }
 
 # Where there is no reason of ours, gRPC itself speaks: on either side, or a proxy between.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Generic, TextIO, TypeVar, overload
 
+from ._async_streams import AsyncEventStream
 from ._events import (
     Accepted,
     Artifact,
@@ -34,7 +35,7 @@ from ._session_events import (
     SoundGap,
     SourceReplaced,
 )
-from ._streams import AsyncEventStream, EventStream
+from ._streams import EventStream
 
 R = TypeVar("R")
 

@@ -441,7 +441,8 @@ _PRIORITIES = {
 
 
 # How a result travels unless it is said, by the name of the request.
-_OUTPUTS = {"GenerateVideoRequest": "raw+mp4", "GenerateAudioRequest": "wav+flac"}
+_FILM_OUTPUT: FilmOutput = "raw+mp4"
+_OUTPUTS = {"GenerateVideoRequest": _FILM_OUTPUT, "GenerateAudioRequest": "wav+flac"}
 
 
 _AT_LEAST_ONE = (
@@ -725,7 +726,7 @@ def decode_request(
         model=model_of(model),
         latent_id=latent_id(latent),
         output=output_of(output),
-        film_output=film_output_of(film_output or _OUTPUTS["GenerateVideoRequest"]),
+        film_output=film_output_of(film_output or _FILM_OUTPUT),
         options=options,
     )
 

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from . import _conversation
+from ._async_calls import AsyncConnection
+from ._calls import AWAKE_S, Connection, begun
 from ._channel import Process
 from ._conversation import Conversation
 from ._generated import generation_pb2
 from ._session_events import SessionEvent
 
 T = TypeVar("T")
-
-# A signal that comes just as a thread falls asleep on a lock does not wake it: so late it is seen.
-_AWAKE_S = 1.0
 
 
 class Outbox(Iterator[generation_pb2.StreamAudioRequest]):
@@ -37,8 +36,8 @@ class Outbox(Iterator[generation_pb2.StreamAudioRequest]):
         return message
 
 
-class SessionCall(Conversation):
-    """The call of a session, which threads share. Every use of it holds `changed`."""
+class _SessionCall(Conversation):
+    """The call of a session, which a thread reads. Every use of it holds `changed`."""
 
     def __init__(self, endpoint: str, request: generation_pb2.OpenAudioSession) -> None:
         # Reentrant: what waits may speak.
@@ -60,27 +59,6 @@ class SessionCall(Conversation):
         # It knows nothing of the session: one that nobody refers to any more can so be ended.
         threading.Thread(target=_read, args=(self,), daemon=True, name="moored session").start()
 
-    def until(
-        self, there: Callable[[], T | None], timeout: float | None = None, late: str = ""
-    ) -> T:
-        """Waits in the caller's own thread, and shows the service meanwhile that it is alive."""
-        end = None if timeout is None else _conversation.now() + timeout
-        with self.changed:
-            while (found := there()) is None:
-                self.beat()
-                left = _AWAKE_S if end is None else end - _conversation.now()
-                if left <= 0:
-                    raise _conversation.late(late, timeout or 0)
-                self.changed.wait(min(left, self.beat_s, _AWAKE_S))
-            return found
-
-    def next(self) -> SessionEvent | None:
-        """The next event, waited for; None: there are no more."""
-        with self.changed:
-            self.asks()
-            self.beat()
-            return self.until(self.take)[0]
-
     def drop(self) -> None:
         """Ends the call at both ends. One that has ended stays as it is."""
         if not self.process.is_this:
@@ -91,7 +69,7 @@ class SessionCall(Conversation):
             self.call.cancel()
 
 
-def _read(conversation: SessionCall) -> None:
+def _read(conversation: _SessionCall) -> None:
     """Takes in what the service says, in a thread that knows nothing of the session."""
     changed, end = conversation.changed, None
     try:
@@ -106,8 +84,37 @@ def _read(conversation: SessionCall) -> None:
         conversation.end(end)
 
 
-class AsyncSessionCall(SessionCall):
-    """The same for the tasks of a loop.
+class SessionCall(_SessionCall):
+    """The call of a session, for threads that wait."""
+
+    def begin(self, connection: Connection) -> None:
+        """Begins it."""
+        self.read(begun(connection.stream_audio, self.outbox))
+
+    def until(
+        self, there: Callable[[], T | None], timeout: float | None = None, late: str = ""
+    ) -> T:
+        """Waits in the caller's own thread, and shows the service meanwhile that it is alive."""
+        end = None if timeout is None else _conversation.now() + timeout
+        with self.changed:
+            while (found := there()) is None:
+                self.beat()
+                left = AWAKE_S if end is None else end - _conversation.now()
+                if left <= 0:
+                    raise _conversation.late(late, timeout or 0)
+                self.changed.wait(min(left, self.beat_s, AWAKE_S))
+            return found
+
+    def next(self) -> SessionEvent | None:
+        """The next event, waited for; None: there are no more."""
+        with self.changed:
+            self.asks()
+            self.beat()
+            return self.until(self.take)[0]
+
+
+class AsyncSessionCall(_SessionCall):
+    """The call of a session, for the tasks of a loop that wait.
 
     The call is none of grpc.aio, although its client's others are: there, a message that is being
     written as the service ends the call puts "Internal error from Core" in the place of its reason,
@@ -130,7 +137,12 @@ class AsyncSessionCall(SessionCall):
         self._roused.set()
         self._roused = asyncio.Event()
 
-    async def until_async(
+    def begin(self, connection: AsyncConnection) -> None:
+        """Begins it."""
+        connection.drop_at_close(self)
+        self.read(connection.stream_audio(self.outbox))
+
+    async def until(
         self, there: Callable[[], T | None], timeout: float | None = None, late: str = ""
     ) -> T:
         """Waits in the caller's own task, and shows the service meanwhile that it is alive."""
@@ -146,9 +158,9 @@ class AsyncSessionCall(SessionCall):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._roused.wait(), min(left, self.beat_s))
 
-    async def next_async(self) -> SessionEvent | None:
+    async def next(self) -> SessionEvent | None:
         """The next event, waited for; None: there are no more."""
         with self.changed:
             self.asks()
             self.beat()
-        return (await self.until_async(self.take))[0]
+        return (await self.until(self.take))[0]

@@ -1,3 +1,4 @@
+# Generated from _async_sessions.py by scripts/sync_client: edit that.
 """Sessions of sound: what is played comes as one endless track.
 
 A session reads by itself what the service says, so that a segment can be waited for while nobody
@@ -8,11 +9,12 @@ that hangs falls silent, and the service gives back what its session holds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 from . import _conversation
 from . import _requests as requests
+from ._calls import Connection
 from ._channel import QUICK_S
 from ._conversation import NOT_OPEN, SegmentRecord, SegmentState
 from ._events import Done
@@ -22,22 +24,19 @@ from ._records import MediaInfo, ResolvedModel
 from ._requests import AdapterLike, ModelLike, SegmentOptions, SegmentStart
 from ._session_calls import SessionCall
 from ._session_events import AudioSessionClosed, AudioSessionOpened, SessionEvent, SoundChunk
-from ._streams import begun
-from ._uploads import MediaInput
+from ._uploads import MediaInput, SourceInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from typing_extensions import Unpack
 
-SourceInput: TypeAlias = MediaInput | MediaInfo
-"""A track as `put_media` takes it, which is uploaded; or what it has returned, or its id."""
 
+class Segment:
+    """What is to sound, or sounds: of `play`, `replace_source` or `replace_model`."""
 
-class BaseSegment:
-    """What both kinds of segment tell."""
-
-    def __init__(self, record: SegmentRecord) -> None:
+    def __init__(self, conversation: SessionCall, record: SegmentRecord) -> None:
+        self._conversation = conversation
         self._record = record
 
     @property
@@ -70,17 +69,6 @@ class BaseSegment:
         """The end of its job, with stages and times; None until it is ready."""
         return self._record.done
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.number}, {self.state}>"
-
-
-class Segment(BaseSegment):
-    """What is to sound, or sounds: of `play`, `replace_source` or `replace_model`."""
-
-    def __init__(self, conversation: SessionCall, record: SegmentRecord) -> None:
-        super().__init__(record)
-        self._conversation = conversation
-
     def wait(self, timeout: float | None = None) -> Segment:
         """Returns itself once all of it is there, or raises why it does not come.
 
@@ -93,31 +81,60 @@ class Segment(BaseSegment):
         )
         return self
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.number}, {self.state}>"
+
 
 class _PutMedia(Protocol):
     def __call__(self, media: MediaInput, *, sample_rate: int | None) -> MediaInfo: ...
 
 
-class BaseSession:
-    """What both kinds of session tell."""
+class AudioSession:
+    """A session of sound. Its chunks come as one endless track, ahead of the play head.
+
+    with client.audio_session("owner/music", source="loop.wav") as session:
+        session.play("a slow waltz, accordion")
+        for chunk in session:
+            ...
+
+    One thread takes the chunks, or the events; others may play, wait and close meanwhile. What is
+    left unread is kept, up to some minutes of sound.
+
+    While it is iterated over, and while a segment is waited for, the service hears of it often
+    enough. An application that does neither for `idle_s` loses it.
+    """
+
+    _conversation: SessionCall | None = None
 
     def __init__(
         self,
-        begin: Callable[[Any], Any],
-        endpoint: str,
+        connection: Connection,
+        put_media: _PutMedia,
         request: generation_pb2.OpenAudioSession,
         source: SourceInput | None,
         sample_rate: int | None,
     ) -> None:
-        self._begin = begin
-        self._endpoint = endpoint
+        self._connection = connection
+        self._put_media = put_media
         self._request = request
         self._source = source
         self._sample_rate = sample_rate
 
-    @property
-    def _said(self) -> SessionCall:
-        raise NotImplementedError
+    def open(self) -> AudioSession:
+        """Uploads the source and opens the session: `with` does it."""
+        if self._conversation is not None:
+            raise RuntimeError("The session is open already: a session is opened once")
+        self._request.source_media_id = self._media_id(self._source, self._sample_rate)
+        self._source = None
+        conversation = SessionCall(self._connection.endpoint, self._request)
+        try:
+            conversation.begin(self._connection)
+            self._conversation = conversation
+            conversation.until(conversation.there_open)
+        except BaseException:
+            conversation.drop()
+            raise
+        return self
 
     @property
     def opened(self) -> AudioSessionOpened:
@@ -156,52 +173,6 @@ class BaseSession:
         put(generation_pb2.PlayHead(), "sample", sample)
         with self._said.changed:
             self._said.say_played(sample, by_hand=True)
-
-
-class AudioSession(BaseSession):
-    """A session of sound. Its chunks come as one endless track, ahead of the play head.
-
-    with client.audio_session("owner/music", source="loop.wav") as session:
-        session.play("a slow waltz, accordion")
-        for chunk in session:
-            ...
-
-    One thread takes the chunks, or the events; others may play, wait and close meanwhile. What is
-    left unread is kept, up to some minutes of sound.
-
-    While it is iterated over, and while a segment is waited for, the service hears of it often
-    enough. An application that does neither for `idle_s` loses it.
-    """
-
-    _conversation: SessionCall | None = None
-
-    def __init__(
-        self,
-        begin: Callable[[Any], Any],
-        put_media: _PutMedia,
-        endpoint: str,
-        request: generation_pb2.OpenAudioSession,
-        source: SourceInput | None,
-        sample_rate: int | None,
-    ) -> None:
-        super().__init__(begin, endpoint, request, source, sample_rate)
-        self._put_media = put_media
-
-    def open(self) -> AudioSession:
-        """Uploads the source and opens the session: `with` does it."""
-        if self._conversation is not None:
-            raise RuntimeError("The session is open already: a session is opened once")
-        self._request.source_media_id = self._media_id(self._source, self._sample_rate)
-        self._source = None
-        conversation = SessionCall(self._endpoint, self._request)
-        try:
-            conversation.read(begun(self._begin, conversation.outbox))
-            self._conversation = conversation
-            conversation.until(conversation.there_open)
-        except BaseException:
-            conversation.drop()
-            raise
-        return self
 
     @spelled(SegmentOptions)
     def play(
@@ -260,9 +231,8 @@ class AudioSession(BaseSession):
         with said.changed:
             said.say_close()
         try:
-            return said.until(
-                said.there_report, QUICK_S, "The service did not confirm the end of the session"
-            )
+            late = "The service did not confirm the end of the session"
+            return said.until(said.there_report, QUICK_S, late)
         finally:
             said.drop()
 
@@ -301,4 +271,5 @@ class AudioSession(BaseSession):
             return ""
         if _conversation.is_in_service(source):
             return requests.media_id(source, "source")  # type: ignore[arg-type]
-        return self._put_media(source, sample_rate=sample_rate).id  # type: ignore[arg-type]
+        info = self._put_media(source, sample_rate=sample_rate)  # type: ignore[arg-type]
+        return info.id

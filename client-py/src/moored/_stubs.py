@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -15,7 +15,7 @@ from ._generated.residency_pb2_grpc import ResidencyStub
 from ._generated.server_pb2_grpc import ServerStub
 
 if TYPE_CHECKING:
-    # Names of the type stubs only: at run time one class serves both kinds of channel.
+    # Names of the type stubs only.
     from ._generated.generation_pb2_grpc import GenerationAsyncStub
     from ._generated.hub_pb2_grpc import HubAsyncStub
     from ._generated.jobs_pb2_grpc import JobsAsyncStub
@@ -41,14 +41,20 @@ class Stubs:
         self.watch_health = channel.unary_stream("/grpc.health.v1.Health/Watch", **_HEALTH)
 
 
-class AsyncStubs:
-    """The calls, async."""
+if TYPE_CHECKING:
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.generation = cast("GenerationAsyncStub", GenerationStub(channel))
-        self.residency = cast("ResidencyAsyncStub", ResidencyStub(channel))
-        self.jobs = cast("JobsAsyncStub", JobsStub(channel))
-        self.server = cast("ServerAsyncStub", ServerStub(channel))
-        self.hub = cast("HubAsyncStub", HubStub(channel))
-        self.check_health = channel.unary_unary("/grpc.health.v1.Health/Check", **_HEALTH)
-        self.watch_health = channel.unary_stream("/grpc.health.v1.Health/Watch", **_HEALTH)
+    class AsyncStubs:
+        """The calls, async."""
+
+        generation: GenerationAsyncStub
+        residency: ResidencyAsyncStub
+        jobs: JobsAsyncStub
+        server: ServerAsyncStub
+        hub: HubAsyncStub
+        check_health: grpc.aio.UnaryUnaryMultiCallable[Any, Any]
+        watch_health: grpc.aio.UnaryStreamMultiCallable[Any, Any]
+
+        def __init__(self, channel: grpc.aio.Channel) -> None: ...
+
+else:
+    AsyncStubs = Stubs  # one class serves both kinds of channel; their types differ

@@ -41,6 +41,9 @@ MediaInput: TypeAlias = Union[
 """A picture, a film or a track: bytes, a path, a PIL image, an array of a picture, of frames or of
 samples, or a result."""
 
+SourceInput: TypeAlias = MediaInput | MediaInfo
+"""A track as `put_media` takes it, which is uploaded; or what it has returned, or its id."""
+
 _ENDINGS = {
     ".png": PNG,
     ".jpg": "image/jpeg",

@@ -1,7 +1,7 @@
 //! Admission: which rung of a stage runs on a ledger, and with which moves. The supervisor decides before it sends an
 //! order, the worker again before it runs one: by the same function, so that they differ only if their ledgers do.
 
-use pipelines::Rung;
+use model::Rung;
 use residency::{
     Bytes, Component, Ledger, Millis, Move, Policy, StageNeed, Verdict, WaitCause, plan, plan_low_memory,
 };
@@ -162,7 +162,7 @@ fn least_short(verdicts: &[(Kind, Verdict)]) -> Admission {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pipelines::{Role, StagePlan};
+    use model::{Role, StagePlan};
     use residency::{ComponentId, DriverTruth};
 
     const CARD: Bytes = Bytes::gib(10);

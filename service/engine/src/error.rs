@@ -3,10 +3,11 @@
 use std::fmt;
 use std::time::Duration;
 
-use pipelines::{Quantization, Request};
+use model::{Quantization, Request};
 use residency::{Bytes, Holder};
 
-use crate::job::JobState;
+use crate::job_state::JobState;
+use crate::not_opened::NotOpened;
 
 /// What would fit instead of a request that does not.
 pub type Fallback = residency::Fallback<Change>;
@@ -130,7 +131,7 @@ impl fmt::Display for JobBound {
 pub enum Error {
     /// Invalid fields of the request.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
-    Invalid(Vec<pipelines::RequestError>),
+    Invalid(Vec<model::RequestError>),
     /// An adapter or a ControlNet that cannot be attached to the model. The field is that of the request that names it.
     #[error("{name}: {problem}")]
     Adapter {
@@ -146,6 +147,9 @@ pub enum Error {
     /// Damaged model files.
     #[error("{0}")]
     ModelDamaged(String),
+    /// The disk that the model lies on does not answer, or too many models are being opened.
+    #[error(transparent)]
+    NotOpened(#[from] NotOpened),
     /// The model's files were replaced while the job was under way, and nothing is left of the versions that it began with.
     #[error("{0}: submit the request again")]
     ModelChanged(String),

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{Piece, Request, Role, Section, ValueShape, Values};
+use model::{Piece, Request, Role, Section, ValueShape, Values};
 use residency::{Bytes, Component, Holder, MemorySummary};
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::error::Error;
 use crate::library::Entry;
 use crate::messages::StageMemory;
-use crate::queue::{Freed, Kept};
+use crate::moved::{Freed, Kept};
 
 /// Id of a job, displayed and used for cancellation.
 pub type JobId = Arc<str>;
@@ -28,33 +29,6 @@ pub enum Priority {
     Normal,
     /// Weight 4: a quarter of its card time is charged.
     High,
-}
-
-/// Where a job is on its way, as lists show it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum JobState {
-    /// Behind other jobs of the queue.
-    Queued,
-    /// For memory that is late, or that others have.
-    Waiting,
-    Running,
-    Done,
-    Failed,
-    Cancelled,
-}
-
-impl JobState {
-    /// Its name in the public API.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            JobState::Queued => "queued",
-            JobState::Waiting => "waiting",
-            JobState::Running => "running",
-            JobState::Done => "done",
-            JobState::Failed => "failed",
-            JobState::Cancelled => "cancelled",
-        }
-    }
 }
 
 /// Parameters of a job that are independent of its work.
@@ -109,11 +83,43 @@ pub enum JobWork {
     },
 }
 
+/// The call of the API that a job is of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Call {
+    #[default]
+    GenerateImage,
+    GenerateVideo,
+    GenerateAudio,
+    /// A segment of a session of sound.
+    StreamAudio,
+    EncodeImage,
+    DecodeLatent,
+    Load,
+    /// No job: its plan alone is asked for.
+    Plan,
+}
+
+impl Call {
+    /// Its name in lists of jobs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Call::GenerateImage => "GenerateImage",
+            Call::GenerateVideo => "GenerateVideo",
+            Call::GenerateAudio => "GenerateAudio",
+            Call::StreamAudio => "StreamAudio",
+            Call::EncodeImage => "EncodeImage",
+            Call::DecodeLatent => "DecodeLatent",
+            Call::Load => "Load",
+            Call::Plan => "Plan",
+        }
+    }
+}
+
 /// Stages of a request to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Run {
-    /// Name of the API call, for display: `GenerateImage`.
-    pub call: &'static str,
+    /// The call that it is of, for display.
+    pub call: Call,
     /// The request of the first item; item i uses seed + i.
     pub request: Request,
     /// Number of items.

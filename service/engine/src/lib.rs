@@ -6,13 +6,19 @@
 pub mod admission;
 pub mod card;
 pub mod job;
+mod job_state;
 pub mod library;
 pub mod messages;
+mod moved;
 pub mod need;
+mod not_opened;
 pub mod queue;
 mod stamps;
 mod standing;
 
 mod error;
+
+pub use job_state::JobState;
+pub use moved::{Freed, Kept, Reserved};
 
 pub use error::{CancelledBy, Change, ChangedTo, Error, Fallback, JobBound, Shortfall};

@@ -16,8 +16,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::DType;
 use gpu::{CardDescription, FileStamp, KeptFolder, LoadPlan, TensorSource, Timeline};
-use pipelines::{
-    AdapterFile, Catalogue, Model, ModelError, ModelFile, Precision, Quantization, RequestError,
+use hashlink::LruCache;
+use model::{
+    AdapterFile, Model, ModelError, ModelFile, ModelOpener, Precision, Quantization, RequestError,
     digest_of_names,
 };
 use residency::{Bytes, Component, ComponentId};
@@ -29,6 +30,8 @@ use hashes::{Hasher, KnownHash};
 use kept::{Copies, WantedCopy};
 use opening::Opening;
 
+pub use crate::not_opened::NotOpened;
+
 /// Total file size of a component up to which it is hashed synchronously, in bytes: a fifth of a second.
 const MAX_SYNC_HASH_BYTES: u64 = 256 << 20;
 
@@ -36,7 +39,7 @@ const MAX_SYNC_HASH_BYTES: u64 = 256 << 20;
 /// milliseconds.
 const KEPT_OPEN: usize = 64;
 
-/// Models whose identities are remembered after they were closed, and whose bytes are.
+/// Models whose identities are remembered after they were closed, and whose bytes are: those that were asked for last.
 const REMEMBERED: usize = 1024;
 
 /// A resolved model reference: cache key and files. The resulting tensors depend on the card's dtype: see
@@ -164,15 +167,15 @@ pub struct OpenModel {
 /// All opened models, and the hashes of their files. Opening again is cheap: a model is reopened only if one of its
 /// files has changed.
 pub struct Library {
-    catalogue: Catalogue,
+    catalogue: Box<dyn ModelOpener>,
     hasher: Hasher,
     opened: Mutex<BTreeMap<ModelKey, Opened>>,
     /// Of models that were closed: see [`ModelLocation::identities`].
-    closed: Mutex<BTreeMap<ModelKey, Vec<(ComponentId, ComponentId)>>>,
+    closed: Mutex<LruCache<ModelKey, Vec<(ComponentId, ComponentId)>>>,
     /// Counts uses of models.
     uses: AtomicU64,
     /// Bytes of models that were opened for that alone.
-    measured: Mutex<BTreeMap<ModelKey, Measured>>,
+    measured: Mutex<LruCache<ModelKey, Measured>>,
     /// Where copies of what is quantized at load are kept, if they are.
     copies: Option<Arc<Copies>>,
     opening: Opening,
@@ -208,14 +211,14 @@ struct Measured {
 
 impl Library {
     /// An empty library. Hashes are persisted in `identity_cache`, if given.
-    pub fn new(catalogue: Catalogue, identity_cache: Option<PathBuf>) -> Library {
+    pub fn new(catalogue: impl ModelOpener + 'static, identity_cache: Option<PathBuf>) -> Library {
         Library {
-            catalogue,
+            catalogue: Box::new(catalogue),
             hasher: Hasher::new(identity_cache),
             opened: Mutex::new(BTreeMap::new()),
-            closed: Mutex::new(BTreeMap::new()),
+            closed: Mutex::new(LruCache::new(REMEMBERED)),
             uses: AtomicU64::new(0),
-            measured: Mutex::new(BTreeMap::new()),
+            measured: Mutex::new(LruCache::new(REMEMBERED)),
             copies: None,
             opening: Opening::new(),
         }
@@ -232,7 +235,7 @@ impl Library {
     /// threads of that model alone; the caller gets an error after a minute.
     ///
     /// # Errors
-    /// Those of the work; [`Error::ModelDamaged`] when the file system does not answer.
+    /// Those of the work; [`Error::NotOpened`] when the file system does not answer, or too many models are being opened.
     pub async fn aside<T: Send + 'static>(
         &self,
         path: &Path,
@@ -366,9 +369,6 @@ impl Library {
         for (model_key, opened) in closed {
             remembered.insert(model_key.clone(), opened.identities());
         }
-        while remembered.len() > REMEMBERED {
-            remembered.pop_first();
-        }
     }
 
     /// The identities of an entry's components by their content, and what they were before: see
@@ -377,7 +377,7 @@ impl Library {
         if let Some(opened) = self.lock().get(model_key) {
             return opened.identities();
         }
-        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
         closed.get(model_key).cloned().unwrap_or_default()
     }
 
@@ -470,11 +470,7 @@ impl Library {
             stamps: Stamps::of(around, &*model),
         };
         let bytes = measured.bytes;
-        let mut all = self.lock_measured();
-        all.insert(model_key, measured);
-        while all.len() > REMEMBERED {
-            all.pop_first();
-        }
+        self.lock_measured().insert(model_key, measured);
         Ok(bytes)
     }
 
@@ -538,7 +534,7 @@ impl Library {
         }))
     }
 
-    fn lock_measured(&self) -> MutexGuard<'_, BTreeMap<ModelKey, Measured>> {
+    fn lock_measured(&self) -> MutexGuard<'_, LruCache<ModelKey, Measured>> {
         self.measured.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

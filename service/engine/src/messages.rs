@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gpu::{CardDescription, Unloaded};
-use pipelines::{AdapterFile, Piece, Quantization, Request, StagePlan, Values};
+use model::{AdapterFile, Piece, Quantization, Request, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId, Holder, Ledger, MemorySummary, Policy, WaitCause};
 use serde::{Deserialize, Serialize};
 
@@ -202,7 +202,7 @@ pub enum Event {
     /// The card is in service: its canary has passed.
     Ready {
         card: CardDescription,
-        /// Implementation of attention on it ([`pipelines::attention_by`]).
+        /// Implementation of attention on it ([`ops::attention_by`]).
         attention: String,
         /// Its ledger, with what the worker has taken by being started.
         ledger: Arc<Ledger>,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use gpu::{CardDescription, CardKind};
-use pipelines::{Rung, StagePlan};
+use model::{Rung, StagePlan};
 use residency::{Bytes, Component, ComponentId, StageNeed};
 
 use crate::messages::{Order, Work};
@@ -139,7 +139,7 @@ pub(crate) fn named(names: &[String], all: &[Component]) -> Vec<Component> {
 
 #[cfg(test)]
 mod tests {
-    use pipelines::Role;
+    use model::Role;
 
     use super::*;
 

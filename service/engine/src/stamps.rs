@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use gpu::FileStamp;
-use pipelines::{Model, ModelFile};
+use model::{Model, ModelFile};
 
 /// Files of one folder that are looked at: one with more is no folder of configurations.
 const LISTED: usize = 256;

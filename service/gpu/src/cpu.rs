@@ -9,10 +9,11 @@ use residency::{Bytes, Component, ComponentId, DriverTruth, Holder};
 use serde::{Deserialize, Serialize};
 
 use crate::allocator;
+use crate::allocator::return_free;
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 use crate::load::{LoadError, LoadPlan, LoadProgress};
 use crate::reader::read_tensors;
-use crate::system::{SystemReader, trim_heap};
+use crate::system::SystemReader;
 use crate::tensors::ComponentTensors;
 
 /// Settings of system memory as a card.
@@ -193,7 +194,7 @@ impl Gpu for CpuCard {
                 Ok(())
             }
             Err(error) => {
-                trim_heap();
+                return_free();
                 Err(error)
             }
         }
@@ -214,7 +215,7 @@ impl Gpu for CpuCard {
         let before = allocator::thread_net();
         self.held.remove(id);
         let freed = before - allocator::thread_net();
-        trim_heap();
+        return_free();
         self.system.expire();
         // A cloned tensor keeps its storage: the bytes that this thread freed show it. Without the counting allocator
         // only the booking is known.
@@ -229,7 +230,7 @@ impl Gpu for CpuCard {
     fn trim(&mut self) -> Result<Bytes, GpuError> {
         self.system.expire();
         let before = self.system.read()?.available;
-        trim_heap();
+        return_free();
         self.system.expire();
         Ok(self.system.read()?.available - before)
     }

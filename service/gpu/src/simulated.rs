@@ -16,11 +16,11 @@ use candle_core::{DType, Device};
 use residency::{Bytes, Component, ComponentId, DriverTruth};
 
 use crate::allocator;
+use crate::allocator::return_free;
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
 use crate::reader::{Progress, read_tensors};
-use crate::system::trim_heap;
 use crate::tensors::ComponentTensors;
 
 use book::SharedBook;
@@ -307,7 +307,7 @@ impl Gpu for SimulatedCard {
             });
         }
         if real {
-            trim_heap();
+            return_free();
         }
         self.book.lock().return_component(booked, false);
         // Lagging bytes are not free yet, and a driver would not show them as free.
@@ -322,7 +322,7 @@ impl Gpu for SimulatedCard {
     fn trim(&mut self) -> Result<Bytes, GpuError> {
         self.check_alive().map_err(GpuError::Lost)?;
         self.release();
-        trim_heap();
+        return_free();
         Ok(self.book.lock().trim())
     }
 

@@ -123,27 +123,10 @@ impl SystemReader {
     }
 }
 
-/// Asks the C library to return freed memory to the system. Otherwise it keeps gigabytes after a large component was
-/// dropped. Does nothing without glibc.
-pub(crate) fn trim_heap() {
-    #[cfg(target_env = "gnu")]
-    {
-        unsafe extern "C" {
-            fn malloc_trim(pad: usize) -> std::ffi::c_int;
-        }
-        // SAFETY: glibc's `malloc_trim` takes any pad, may be called from any thread at any time, and touches no
-        // allocated memory.
-        unsafe { malloc_trim(0) };
-    }
-}
-
 /// Ends the process at once, without destructors or exit handlers. Those of a GPU's libraries wait for the card,
 /// forever if it is lost; and they race with a thread that is computing. The system frees all memory of the process
 /// either way.
 pub fn end_process(code: i32) -> ! {
-    unsafe extern "C" {
-        fn _exit(code: std::ffi::c_int) -> !;
-    }
     // SAFETY: `_exit` takes any number and does not return.
-    unsafe { _exit(code) }
+    unsafe { libc::_exit(code) }
 }

@@ -1,17 +1,20 @@
 //! The hub cache as the other programs that share it have it: contents in `blobs/`, by name; `snapshots/COMMIT/` with links
-//! to them; branches and tags in `refs/`; locks in `.locks/`.
+//! to them; branches and tags in `refs/`; locks in `.locks/`. What is not `async` here waits for the disk: async code calls it by
+//! [`Disk`].
 
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use hf_hub::{Cache, CacheRepo};
 use residency::Bytes;
 
 use super::checksum::Oid;
+use crate::disk::{self, Disk};
 use crate::listing::repo;
 use crate::reference::{Reference, is_commit};
 use crate::selection::INDEX;
@@ -22,19 +25,44 @@ const LOCK_POLL: Duration = Duration::from_millis(200);
 /// Bytes that a pull leaves free on the disk.
 const MARGIN: Bytes = Bytes::mib(256);
 
-/// One model in the cache.
+/// One model in the cache. Cheap to clone.
+#[derive(Clone)]
 pub(crate) struct ModelCache {
     root: PathBuf,
     /// `models--owner--name`.
     folder_name: String,
     model: Reference,
     /// Paths of the cache layout, by hf-hub.
-    layout: CacheRepo,
+    layout: Arc<CacheRepo>,
 }
 
 /// The lock of a content; dropping it releases it.
+#[derive(Debug)]
 pub(crate) struct Lock {
-    _file: File,
+    file: Option<File>,
+}
+
+impl Lock {
+    /// The lock of an open file; `None` while others have it, and where it was removed.
+    fn of(file: File) -> std::io::Result<Option<Lock>> {
+        match file.try_lock() {
+            // Some programs remove the lock file when they release it: a removed file excludes nobody.
+            Ok(()) => Ok(file
+                .metadata()
+                .is_ok_and(|locked| locked.nlink() > 0)
+                .then_some(Lock { file: Some(file) })),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(problem)) => Err(problem),
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        if let Some(file) = self.file.take() {
+            disk::close(file);
+        }
+    }
 }
 
 impl ModelCache {
@@ -44,7 +72,7 @@ impl ModelCache {
             root: root.to_owned(),
             folder_name: repo.folder_name(),
             model: model.clone(),
-            layout: Cache::new(root.to_owned()).repo(repo),
+            layout: Arc::new(Cache::new(root.to_owned()).repo(repo)),
         }
     }
 
@@ -99,20 +127,19 @@ impl ModelCache {
     }
 
     /// Waits for the lock of a content, against this program and others.
-    pub(crate) async fn lock(&self, oid: &Oid) -> Result<Lock, PullError> {
+    pub(crate) async fn lock(&self, disk: &Disk, oid: &Oid) -> Result<Lock, PullError> {
         let folder = self.root.join(".locks").join(&self.folder_name);
         let path = folder.join(format!("{}.lock", oid.name()));
-        create_folder(&folder)?;
         loop {
-            let file = File::create(&path).map_err(|problem| failed(&path, &problem))?;
-            match file.try_lock() {
-                // Some programs remove the lock file when they release it: a removed file excludes nobody.
-                Ok(()) if file.metadata().is_ok_and(|locked| locked.nlink() > 0) => {
-                    return Ok(Lock { _file: file });
-                }
-                Ok(()) => {}
-                Err(TryLockError::WouldBlock) => tokio::time::sleep(LOCK_POLL).await,
-                Err(TryLockError::Error(problem)) => return Err(failed(&path, &problem)),
+            let (folder, path) = (folder.clone(), path.clone());
+            let attempt = move || {
+                create_folder(&folder)?;
+                let locked = File::create(&path).and_then(Lock::of);
+                locked.map_err(|problem| failed(&path, &problem))
+            };
+            match disk.short(attempt).await? {
+                Some(lock) => return Ok(lock),
+                None => tokio::time::sleep(LOCK_POLL).await,
             }
         }
     }
@@ -305,24 +332,54 @@ pub(crate) fn failed_at(path: &Path, problem: &std::io::Error, left: u64) -> Pul
 mod tests {
     use super::*;
 
+    /// A cache, and the path of the lock of a content in it.
+    fn cache_with_lock(root: &Path) -> (ModelCache, Oid, PathBuf) {
+        let cache = ModelCache::new(root, &"me/mine".parse().unwrap());
+        let oid = Oid::git_blob("b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0").unwrap();
+        let folder = root.join(".locks/models--me--mine");
+        let path = folder.join(format!("{}.lock", oid.name()));
+        (cache, oid, path)
+    }
+
     #[tokio::test]
     async fn a_lock_file_that_was_removed_is_created_and_locked_again() {
         let root = tempfile::tempdir().unwrap();
-        let cache = ModelCache::new(root.path(), &"me/mine".parse().unwrap());
-        let oid = Oid::git_blob("b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0").unwrap();
-        let path = root
-            .path()
-            .join(".locks/models--me--mine")
-            .join(format!("{}.lock", oid.name()));
-        let others = cache.lock(&oid).await.unwrap();
-        let waiting = cache.lock(&oid);
-        tokio::pin!(waiting);
-        // The first poll finds the lock taken.
-        assert!(futures::poll!(&mut waiting).is_pending());
+        let (cache, oid, path) = cache_with_lock(root.path());
+        let disk = Disk::of(root.path());
+        drop(cache.lock(&disk, &oid).await.unwrap());
+        let opened = File::create(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        drop(others);
-        let _ours = waiting.await.unwrap();
+        assert!(Lock::of(opened).unwrap().is_none(), "it excludes nobody");
+        let _ours = cache.lock(&disk, &oid).await.unwrap();
         let there = File::open(&path).expect("what is locked has a name");
         assert!(there.try_lock().is_err(), "nobody else gets it");
+    }
+
+    /// A pipe without a reader stands for a disk that does not answer: who opens it waits.
+    #[test]
+    fn a_lock_on_a_disk_that_does_not_answer_keeps_no_other_work_waiting() {
+        let root = tempfile::tempdir().unwrap();
+        let (cache, oid, path) = cache_with_lock(root.path());
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success());
+        let (worked, works) = std::sync::mpsc::channel();
+        let disk = Disk::of(root.path());
+        let service = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.unwrap().block_on(async {
+                let locking = cache.lock(&disk, &oid);
+                tokio::pin!(locking);
+                let first = futures::poll!(&mut locking);
+                let _ = worked.send(first.is_pending());
+                locking.await
+            })
+        });
+        let goes_on = works.recv_timeout(Duration::from_secs(20));
+        // The disk answers: what waits for it ends, whatever came of the test.
+        let answer = File::open(&path);
+        assert_eq!(goes_on, Ok(true));
+        drop(answer);
+        drop(service.join().unwrap());
     }
 }

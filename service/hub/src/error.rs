@@ -1,5 +1,7 @@
 //! Why a model could not be pulled: one plain sentence each, with what to do.
 
+use std::time::Duration;
+
 use residency::Bytes;
 
 use wording::one_line;
@@ -116,6 +118,27 @@ pub enum PullError {
     /// The cache cannot be written.
     #[error("{path}: {problem}; hub.cache or HF_HUB_CACHE names another folder")]
     Disk { path: String, problem: String },
+    /// A thread waits for a file of the cache, and gets no answer.
+    #[error(
+        "{folder}: the disk has not answered for {} s; see whether the disk or the network share is there, and try again",
+        .limit.as_secs()
+    )]
+    DiskSilent {
+        folder: String,
+        /// How long there was no answer.
+        limit: Duration,
+    },
+    /// No thread was free to look at the cache.
+    #[error(
+        "{folder}: for {} s all threads that may use it were in use, for other pulls; try again in a while, and if it stays so see \
+         whether the disk or the network share answers",
+        .limit.as_secs()
+    )]
+    DiskBusy {
+        folder: String,
+        /// How long no thread was free.
+        limit: Duration,
+    },
     /// The service is shutting down.
     #[error("the service is shutting down; the same pull resumes where this one ended")]
     ShuttingDown,

@@ -8,6 +8,7 @@
 mod cache;
 pub mod catalogue;
 mod checksum;
+mod disk;
 mod error;
 mod listing;
 mod meter;

@@ -8,6 +8,7 @@ use serde::Deserialize;
 use tokio::sync::watch;
 
 use crate::cache::{self, ModelCache, files_of};
+use crate::disk::Disk;
 use crate::error::shown;
 use crate::listing::{HubSession, RepoFile, RepositoryListing};
 use crate::meter::Meter;
@@ -23,7 +24,7 @@ const INDEX_BYTES: u64 = 16 << 20;
 /// Most files of a pipeline; a listing of more is refused.
 const MOST_FILES: usize = 4096;
 
-/// The longest file of a branch or tag in a hub cache, which has a commit.
+/// The longest file of a branch or tag in a hub cache, in bytes: it has a commit.
 pub const LONGEST_REF: u64 = 1 << 10;
 
 /// What a pull would download.
@@ -65,6 +66,8 @@ pub struct Pulled {
 #[derive(Clone, Debug)]
 pub struct Hub {
     settings: HubSettings,
+    /// The disk of the cache.
+    disk: Disk,
 }
 
 /// A repository of which files are pulled, and those files.
@@ -77,9 +80,7 @@ struct RepositoryPart {
 impl RepositoryPart {
     /// Its contents that are not in the cache.
     fn missing(&self) -> impl Iterator<Item = (&RepositoryPart, &Content)> {
-        self.contents
-            .missing(&self.cache)
-            .map(move |content| (self, content))
+        self.contents.missing().map(move |content| (self, content))
     }
 
     /// Completes its snapshot, whose contents are all in the cache.
@@ -109,7 +110,7 @@ impl Parts {
     }
 
     fn bytes_missing(&self) -> u64 {
-        sum(self.all().map(|part| part.contents.bytes_missing(&part.cache)))
+        sum(self.all().map(|part| part.contents.bytes_missing()))
     }
 
     fn files(&self) -> u32 {
@@ -121,6 +122,8 @@ impl Parts {
 struct Content {
     file: RepoFile,
     paths: Vec<String>,
+    /// Bytes that are still to be downloaded, where it was not whole in the cache when that was looked at.
+    missing: Option<u64>,
 }
 
 /// The contents of a revision's pipeline.
@@ -138,18 +141,24 @@ impl Contents {
         count(&self.contents)
     }
 
-    fn missing<'a>(&'a self, cache: &'a ModelCache) -> impl Iterator<Item = &'a Content> {
-        let is_missing = |content: &&Content| !cache.has(&content.file.oid, content.file.size);
-        self.contents.iter().filter(is_missing)
+    fn missing(&self) -> impl Iterator<Item = &Content> {
+        self.contents.iter().filter(|content| content.missing.is_some())
     }
 
     /// Bytes that are still to be downloaded.
-    fn bytes_missing(&self, cache: &ModelCache) -> u64 {
-        let left = |content: &Content| {
+    fn bytes_missing(&self) -> u64 {
+        sum(self.contents.iter().filter_map(|content| content.missing))
+    }
+
+    /// Looks in the cache for each.
+    fn look_in(&mut self, cache: &ModelCache) {
+        for content in &mut self.contents {
             let (oid, size) = (&content.file.oid, content.file.size);
-            size - cache.bytes_of_partial(oid, size)
-        };
-        sum(self.missing(cache).map(left))
+            content.missing = match cache.has(oid, size) {
+                true => None,
+                false => Some(size - cache.bytes_of_partial(oid, size)),
+            };
+        }
     }
 }
 
@@ -167,7 +176,7 @@ fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
 /// A pull of what a hub has, or of what is whole in the cache: of one commit, from its plan to its end.
 pub struct PreparedPull {
     model: Reference,
-    cache: ModelCache,
+    disk: Disk,
     found: Found,
 }
 
@@ -175,14 +184,11 @@ pub struct PreparedPull {
 enum Found {
     /// All of them in the cache, where the hub is not to be asked.
     Here(Pulled),
-    OnHub {
-        session: HubSession,
-        parts: Parts,
-    },
+    OnHub(Box<(HubSession, Parts)>),
 }
 
 impl PreparedPull {
-    /// What it would download now.
+    /// What it would download, as the cache was when it was prepared.
     pub fn plan(&self) -> PullPlan {
         match &self.found {
             Found::Here(here) => PullPlan {
@@ -192,24 +198,29 @@ impl PreparedPull {
                 files_total: here.files_total,
                 base: Base::Own,
             },
-            Found::OnHub { parts, .. } => PullPlan {
-                bytes_total: parts.bytes(),
-                bytes_missing: parts.bytes_missing(),
-                files_total: parts.files(),
-                revision: parts.own.contents.commit.clone(),
-                base: parts.kind.clone(),
-            },
+            Found::OnHub(found) => {
+                let (_, parts) = &**found;
+                PullPlan {
+                    bytes_total: parts.bytes(),
+                    bytes_missing: parts.bytes_missing(),
+                    files_total: parts.files(),
+                    revision: parts.own.contents.commit.clone(),
+                    base: parts.kind.clone(),
+                }
+            }
         }
     }
 
     /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
     pub async fn pull(self, progress: watch::Sender<Progress>) -> Result<Pulled, PullError> {
-        let PreparedPull { model, cache, found } = self;
+        let PreparedPull { model, disk, found } = self;
         let (session, parts) = match found {
             Found::Here(pulled) => return Ok(pulled),
-            Found::OnHub { session, parts } => (session, parts),
+            Found::OnHub(found) => *found,
         };
-        cache.check_room(parts.bytes_missing())?;
+        let bytes_missing = parts.bytes_missing();
+        let cache = parts.own.cache.clone();
+        disk.short(move || cache.check_room(bytes_missing)).await?;
         let missing: Vec<(&RepositoryPart, &Content)> =
             parts.all().flat_map(RepositoryPart::missing).collect();
         let to_come = sum(missing.iter().map(|(_, content)| content.file.size));
@@ -227,6 +238,7 @@ impl PreparedPull {
             let transfer = Transfer {
                 session: &session,
                 cache: &part.cache,
+                disk: &disk,
                 model: &part.model,
                 commit: &part.contents.commit,
                 file: &content.file,
@@ -244,10 +256,12 @@ impl PreparedPull {
             .try_collect::<()>()
             .await?;
         // The others first: a model is found when its file is linked.
-        for other in &parts.others {
-            other.link()?;
+        let Parts { own, others, .. } = parts;
+        for other in others {
+            disk.short(move || other.link()).await?;
         }
-        let snapshot = parts.own.link()?;
+        let revision = own.contents.commit.clone();
+        let snapshot = disk.short(move || own.link()).await?;
         Ok(Pulled {
             id: model.listed_id(),
             path: model
@@ -257,14 +271,15 @@ impl PreparedPull {
             bytes_total,
             bytes_fetched: meter.bytes_fetched(),
             files_total,
-            revision: parts.own.contents.commit.clone(),
+            revision,
         })
     }
 }
 
 impl Hub {
     pub fn new(settings: HubSettings) -> Hub {
-        Hub { settings }
+        let disk = Disk::of(&settings.cache);
+        Hub { settings, disk }
     }
 
     /// Whether clients may ask for a pull.
@@ -274,18 +289,17 @@ impl Hub {
 
     /// Looks what a pull would download, and downloads nothing.
     pub async fn prepare(&self, model: &Reference) -> Result<PreparedPull, PullError> {
-        let cache = ModelCache::new(&self.settings.cache, model);
         let found = match self.settings.offline {
-            true => Found::Here(self.whole_in_cache(model, &cache)?),
+            true => Found::Here(self.whole_in_cache(model).await?),
             false => {
-                let session = HubSession::open(&self.settings)?;
+                let session = self.session().await?;
                 let parts = self.parts(&session, model).await?;
-                Found::OnHub { session, parts }
+                Found::OnHub(Box::new((session, parts)))
             }
         };
         Ok(PreparedPull {
             model: model.clone(),
-            cache,
+            disk: self.disk.clone(),
             found,
         })
     }
@@ -297,6 +311,12 @@ impl Hub {
         progress: watch::Sender<Progress>,
     ) -> Result<Pulled, PullError> {
         self.prepare(model).await?.pull(progress).await
+    }
+
+    /// What sends requests to the hub. The token may be in a file, and so are the certificates of the system.
+    async fn session(&self) -> Result<HubSession, PullError> {
+        let settings = self.settings.clone();
+        self.disk.short(move || HubSession::open(&settings)).await
     }
 
     /// What is pulled for a model, by what the hub has.
@@ -318,7 +338,7 @@ impl Hub {
             },
         };
         Ok(Parts {
-            own: self.part(model, listing, wanted)?,
+            own: self.part(model, listing, wanted).await?,
             others,
             kind,
         })
@@ -347,7 +367,7 @@ impl Hub {
                     let listing = session.list(&other).await?;
                     let names: Vec<&str> = listing.files.iter().map(|file| file.path.as_str()).collect();
                     let wanted = self.wanted(session, &other, &listing.commit, &names).await?;
-                    others.push(self.part(&other, listing, wanted)?);
+                    others.push(self.part(&other, listing, wanted).await?);
                 }
             }
         }
@@ -361,10 +381,11 @@ impl Hub {
         base: &Reference,
     ) -> Result<(Base, Option<RepositoryPart>), PullError> {
         let cache = ModelCache::new(&self.settings.cache, base);
-        if cache
-            .commit()
-            .is_some_and(|commit| has_base(&cache.snapshot(&commit)))
-        {
+        let has_it = move || {
+            let commit = cache.commit();
+            Ok(commit.is_some_and(|commit| has_base(&cache.snapshot(&commit))))
+        };
+        if self.disk.short(has_it).await? {
             return Ok((Base::Pipeline(base.id.clone()), None));
         }
         let listing = match session.list(base).await {
@@ -383,7 +404,7 @@ impl Hub {
         let folders = without_absent(&class, folders.into_iter(), &names);
         let mut wanted = selection::wanted(&base.id, &folders, &names)?;
         wanted.push(pipelines::BASE_CONFIGURATION.to_owned());
-        let part = self.part(base, listing, wanted)?;
+        let part = self.part(base, listing, wanted).await?;
         Ok((Base::Pipeline(base.id.clone()), Some(part)))
     }
 
@@ -409,8 +430,8 @@ impl Hub {
         }
     }
 
-    /// These files of a repository, each content once.
-    fn part(
+    /// These files of a repository, each content once, and which of them are in the cache.
+    async fn part(
         &self,
         model: &Reference,
         listing: RepositoryListing,
@@ -434,20 +455,26 @@ impl Hub {
             let content = contents.entry(file.oid.clone()).or_insert(Content {
                 file,
                 paths: Vec::new(),
+                missing: None,
             });
             content.paths.push(path);
         }
         let mut contents: Vec<Content> = contents.into_values().collect();
         // The largest first, so that it is not the last one alone at the end.
         contents.sort_by_key(|content| std::cmp::Reverse(content.file.size));
-        Ok(RepositoryPart {
+        let mut part = RepositoryPart {
             model: model.clone(),
             cache: ModelCache::new(&self.settings.cache, model),
             contents: Contents {
                 commit: listing.commit,
                 contents,
             },
-        })
+        };
+        let looked = move || {
+            part.contents.look_in(&part.cache);
+            Ok(part)
+        };
+        self.disk.short(looked).await
     }
 
     /// The files of a repository that is no pipeline, but an adapter, a ControlNet or a transformer alone.
@@ -476,50 +503,57 @@ impl Hub {
     ///
     /// # Errors
     /// [`PullError::Offline`] with the missing files when it is incomplete.
-    fn whole_in_cache(&self, model: &Reference, cache: &ModelCache) -> Result<Pulled, PullError> {
-        let incomplete = |missing: Vec<String>| PullError::Offline {
-            id: model.to_string(),
-            cache: self.settings.cache.display().to_string(),
-            missing,
-        };
-        let commit = cache.commit().ok_or_else(|| match &cache.commits()[..] {
-            [] => incomplete(vec!["all of it".to_owned()]),
-            commits => PullError::OfflineWithoutBranch {
-                id: model.id.clone(),
-                cache: self.settings.cache.display().to_string(),
-                revision: model.revision.clone(),
-                commits: commits.to_vec(),
-            },
-        })?;
-        let path = cache.snapshot(&commit);
-        let missing = match &model.file {
-            Some(file) => Some(file.clone())
-                .filter(|file| !path.join(file).is_file())
-                .into_iter()
-                .collect(),
-            None => missing_of(&model.id, &path)?,
-        };
-        if !missing.is_empty() {
-            let told = |file: String| match path.join(&file).is_symlink() {
-                true => format!("{file} (a link to a file that is not there)"),
-                false => file,
-            };
-            return Err(incomplete(missing.into_iter().map(told).collect()));
-        }
-        let files = match &model.file {
-            Some(file) => vec![file.clone()],
-            None => files_of(&path),
-        };
-        let lengths = files.iter().filter_map(|file| path.join(file).metadata().ok());
-        Ok(Pulled {
-            id: model.listed_id(),
-            revision: commit,
-            bytes_total: lengths.map(|found| found.len()).sum(),
-            bytes_fetched: 0,
-            files_total: u32::try_from(files.len()).unwrap_or(u32::MAX),
-            path: model.file.as_ref().map_or(path.clone(), |file| path.join(file)),
-        })
+    async fn whole_in_cache(&self, model: &Reference) -> Result<Pulled, PullError> {
+        let (cache, model) = (self.settings.cache.clone(), model.clone());
+        self.disk.short(move || whole_in_cache(&cache, &model)).await
     }
+}
+
+/// The model in a cache: see [`Hub::whole_in_cache`].
+fn whole_in_cache(root: &Path, model: &Reference) -> Result<Pulled, PullError> {
+    let cache = ModelCache::new(root, model);
+    let incomplete = |missing: Vec<String>| PullError::Offline {
+        id: model.to_string(),
+        cache: root.display().to_string(),
+        missing,
+    };
+    let commit = cache.commit().ok_or_else(|| match &cache.commits()[..] {
+        [] => incomplete(vec!["all of it".to_owned()]),
+        commits => PullError::OfflineWithoutBranch {
+            id: model.id.clone(),
+            cache: root.display().to_string(),
+            revision: model.revision.clone(),
+            commits: commits.to_vec(),
+        },
+    })?;
+    let path = cache.snapshot(&commit);
+    let missing = match &model.file {
+        Some(file) => Some(file.clone())
+            .filter(|file| !path.join(file).is_file())
+            .into_iter()
+            .collect(),
+        None => missing_of(&model.id, &path)?,
+    };
+    if !missing.is_empty() {
+        let told = |file: String| match path.join(&file).is_symlink() {
+            true => format!("{file} (a link to a file that is not there)"),
+            false => file,
+        };
+        return Err(incomplete(missing.into_iter().map(told).collect()));
+    }
+    let files = match &model.file {
+        Some(file) => vec![file.clone()],
+        None => files_of(&path),
+    };
+    let lengths = files.iter().filter_map(|file| path.join(file).metadata().ok());
+    Ok(Pulled {
+        id: model.listed_id(),
+        revision: commit,
+        bytes_total: lengths.map(|found| found.len()).sum(),
+        bytes_fetched: 0,
+        files_total: u32::try_from(files.len()).unwrap_or(u32::MAX),
+        path: model.file.as_ref().map_or(path.clone(), |file| path.join(file)),
+    })
 }
 
 /// Bytes that a model takes in a hub cache; `None` when it is not there.
@@ -669,6 +703,34 @@ fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::HubToken;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_cache_is_looked_at_on_threads_that_may_block_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let hub = Hub::new(HubSettings {
+            endpoint: String::new(),
+            cache: root.path().to_owned(),
+            pull: true,
+            token: HubToken::new(None, None),
+            offline: true,
+        });
+        let model: Reference = "me/mine".parse().unwrap();
+        assert!(matches!(
+            hub.prepare(&model).await,
+            Err(PullError::Offline { .. })
+        ));
+        let _turns = hub.disk.all_turns();
+        let (progress, _) = watch::channel(Progress::default());
+        assert!(matches!(
+            hub.prepare(&model).await,
+            Err(PullError::DiskBusy { .. })
+        ));
+        assert!(matches!(
+            hub.pull(&model, progress).await,
+            Err(PullError::DiskBusy { .. })
+        ));
+    }
 
     #[test]
     fn optional_folders_are_read_if_present() {

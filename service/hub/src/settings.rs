@@ -54,10 +54,13 @@ impl HubToken {
         self.file.as_deref()
     }
 
-    /// The token, if there is one. It is one line.
+    /// The token, if there is one. A file has it in one line; one that is given goes as it is, and is refused where it has several.
     pub fn read(&self) -> Option<String> {
-        let from_file = || gpu::text_bounded(self.file.as_ref()?, TOKEN_BYTES).ok();
+        let from_file = || {
+            let text = gpu::text_bounded(self.file.as_ref()?, TOKEN_BYTES).ok()?;
+            Some(text).filter(|text| !text.trim().contains(char::is_control))
+        };
         let token = self.given.clone().or_else(from_file)?.trim().to_owned();
-        Some(token).filter(|token| !token.is_empty() && !token.contains(char::is_control))
+        Some(token).filter(|token| !token.is_empty())
     }
 }

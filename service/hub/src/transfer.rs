@@ -5,7 +5,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use reqwest::StatusCode;
@@ -15,6 +15,7 @@ use tokio::time::{Instant, timeout};
 use super::checksum::Summing;
 use crate::PullError;
 use crate::cache::{ModelCache, create_folder, failed, failed_at};
+use crate::disk::{self, Disk};
 use crate::listing::{HubSession, RepoFile, SILENCE, words};
 use crate::meter::Meter;
 use crate::reference::Reference;
@@ -31,6 +32,7 @@ const FRESH_STARTS: u32 = 1;
 pub(crate) struct Transfer<'a> {
     pub(crate) session: &'a HubSession,
     pub(crate) cache: &'a ModelCache,
+    pub(crate) disk: &'a Disk,
     pub(crate) model: &'a Reference,
     pub(crate) commit: &'a str,
     pub(crate) file: &'a RepoFile,
@@ -51,26 +53,30 @@ impl Transfer<'_> {
     pub(crate) async fn run(&self) -> Result<(), PullError> {
         let RepoFile { size, oid, .. } = self.file;
         let blob = self.cache.blob(oid);
-        if let Some(folder) = blob.parent() {
-            create_folder(folder)?;
+        if let Some(folder) = blob.parent().map(Path::to_owned) {
+            self.disk.short(move || create_folder(&folder)).await?;
         }
-        let _lock = self.cache.lock(oid).await?;
-        if self.cache.has(oid, *size) {
+        let _lock = self.cache.lock(self.disk, oid).await?;
+        let (cache, wanted, bytes) = (self.cache.clone(), oid.clone(), *size);
+        if self.disk.short(move || Ok(cache.has(&wanted, bytes))).await? {
             self.meter.found(*size);
             return Ok(());
         }
         let mut fresh_starts = 0;
         loop {
-            let partial = Partial::open(self.cache.partial(oid), self.file.clone()).await?;
+            let partial = self.cache.partial(oid);
+            let partial = Partial::open(self.disk.clone(), partial, self.file.clone()).await?;
             self.meter.found(partial.length);
             let partial = self.complete(partial).await?;
             let path = partial.path.clone();
             if partial.finish().await? {
-                return std::fs::rename(&path, &blob).map_err(|problem| failed(&blob, &problem));
+                let rename = move || std::fs::rename(&path, &blob).map_err(|problem| failed(&blob, &problem));
+                return self.disk.short(rename).await;
             }
             // The partial file may have been damaged: once more, from the start.
             self.meter.lost(*size);
-            std::fs::remove_file(&path).map_err(|problem| failed(&path, &problem))?;
+            let remove = move || std::fs::remove_file(&path).map_err(|problem| failed(&path, &problem));
+            self.disk.short(remove).await?;
             if fresh_starts == FRESH_STARTS {
                 return Err(PullError::Checksum {
                     file: self.file.path.clone(),
@@ -156,7 +162,7 @@ impl Transfer<'_> {
         if starts_at != partial.length {
             // The response does not continue the partial file: start over.
             self.meter.lost(partial.length);
-            partial.start_over().map_err(Failure::Final)?;
+            partial.start_over().await.map_err(Failure::Final)?;
             if starts_at != 0 {
                 return Err(Failure::Transient(
                     "the response starts at another byte than requested".to_owned(),
@@ -231,6 +237,7 @@ fn no_link() -> i32 {
 
 /// A partially downloaded file.
 struct Partial {
+    disk: Disk,
     path: PathBuf,
     file: RepoFile,
     /// Bytes so far, those that are not written yet included.
@@ -242,8 +249,9 @@ struct Partial {
 
 impl Partial {
     /// Opens what an earlier pull left, and hashes it.
-    async fn open(path: PathBuf, file: RepoFile) -> Result<Partial, PullError> {
-        let opened = blocking(move || {
+    async fn open(disk: Disk, path: PathBuf, file: RepoFile) -> Result<Partial, PullError> {
+        let own = disk.clone();
+        let opened = disk.long(move || {
             let open = || -> std::io::Result<Partial> {
                 let mut options = OpenOptions::new();
                 let mut there = options
@@ -271,6 +279,7 @@ impl Partial {
                     length += read as u64;
                 }
                 Ok(Partial {
+                    disk: own,
                     path: path.clone(),
                     file: file.clone(),
                     length,
@@ -303,7 +312,7 @@ impl Partial {
         let bytes = std::mem::take(&mut self.waiting);
         let path = self.path.clone();
         let left = self.file.size.saturating_sub(self.length) + bytes.len() as u64;
-        let written = blocking(move || {
+        let written = self.disk.long(move || {
             there
                 .write_all(&bytes)
                 .map_err(|problem| failed_at(&path, &problem, left))?;
@@ -314,16 +323,22 @@ impl Partial {
         Ok(())
     }
 
-    fn start_over(&mut self) -> Result<(), PullError> {
+    async fn start_over(&mut self) -> Result<(), PullError> {
         self.waiting.clear();
         self.length = 0;
-        let emptied = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .custom_flags(no_link())
-            .open(&self.path)
-            .map_err(|problem| failed(&self.path, &problem))?;
+        let (path, before) = (self.path.clone(), self.written.take());
+        let empty = move || {
+            drop(before);
+            let mut options = OpenOptions::new();
+            let emptied = options
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .custom_flags(no_link())
+                .open(&path);
+            emptied.map_err(|problem| failed(&path, &problem))
+        };
+        let emptied = self.disk.long(empty).await?;
         self.written = Some((emptied, Summing::start(&self.file.oid, self.file.size)));
         Ok(())
     }
@@ -331,31 +346,27 @@ impl Partial {
     /// Whether the checksum is the announced one; if so, the file has been synced to the disk.
     async fn finish(mut self) -> Result<bool, PullError> {
         self.flush().await?;
-        let Some((there, sum)) = self.written else {
+        let Some((there, sum)) = self.written.take() else {
             return Ok(false);
         };
-        let (path, oid) = (self.path, self.file.oid);
-        blocking(move || {
+        let (path, oid) = (self.path.clone(), self.file.oid.clone());
+        let finish = move || {
             if !sum.is(&oid) {
                 return Ok(false);
             }
             there.sync_all().map_err(|problem| failed(&path, &problem))?;
             Ok(true)
-        })
-        .await
+        };
+        self.disk.long(finish).await
     }
 }
 
-/// Runs work that waits for the disk on a blocking thread.
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
-) -> Result<T, PullError> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|panic| PullError::Disk {
-            path: "the hub cache".to_owned(),
-            problem: panic.to_string(),
-        })?
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if let Some(written) = self.written.take() {
+            disk::close(written);
+        }
+    }
 }
 
 #[cfg(test)]

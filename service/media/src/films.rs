@@ -11,7 +11,7 @@ mod mp4;
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use pipelines::MediaFormat;
+use model::MediaFormat;
 
 pub use mp4::{is_mp4, recipe_of};
 

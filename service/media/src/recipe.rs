@@ -1,6 +1,6 @@
 //! The settings with which something was made, as they are kept in its file.
 
-use pipelines::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Video};
+use model::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Video};
 use serde::{Deserialize, Serialize};
 
 /// The model with which a request is run.

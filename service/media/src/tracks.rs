@@ -1,13 +1,13 @@
 //! Tracks as files: the WAV and FLAC that clients bring, and those that results are sent as, with their recipe.
 //!
-//! Tracks of clients become 16-bit samples, whatever their format. Sizes in a file's header are not trusted: memory is
-//! allocated as samples are decoded, and at most that of the longest track.
+//! Tracks of clients become 16-bit samples, whatever their format. Sizes in a file's header are not trusted: no more memory is
+//! reserved than was asked for, at most that of the longest track, and it is written as samples are decoded.
 
 mod containers;
 mod flac;
 mod wav;
 
-use pipelines::{Clip, MediaFormat};
+use model::{Clip, MediaFormat};
 
 pub use flac::TrackFile;
 pub use wav::header as wav_header;
@@ -63,6 +63,11 @@ pub enum TrackError {
     /// It is too long.
     #[error("is longer than {LONGEST_TRACK_SECONDS} seconds: cut out the part that matters")]
     TooLong,
+    /// The machine lacks memory.
+    #[error(
+        "needs {0} bytes of memory when it is decoded, which the service's machine does not have now: try again later"
+    )]
+    NoMemory(u64),
     /// It is too long for its format.
     #[error("{0} bytes of samples are too many for WAV; ask for FLAC, or for the samples alone")]
     TooLongForWav(u64),

@@ -353,19 +353,6 @@ impl Models {
         }))
     }
 
-    /// The entry among `known` that a reference means, whose files may be gone: of this id (or key), revision where one is
-    /// named, formats, and adapters.
-    pub(crate) fn find_known(&self, model: &v1::ModelRef, known: Vec<Arc<Entry>>) -> Option<Arc<Entry>> {
-        let quantization = quantization_of(model.quantization.as_ref()).ok();
-        known.into_iter().find(|entry| {
-            let is_named = entry.id == model.id
-                && entry.revision.starts_with(&model.revision)
-                && Some(&entry.quantization) == quantization.as_ref()
-                && adapters::are_named(&entry.adapters, &model.adapters);
-            is_named || is_key(&entry.key, &model.id)
-        })
-    }
-
     /// The model and the formats of a reference. The id may include the formats, as in reports: `ID+4-bit`,
     /// `ID@REVISION+text_encoder_2=nf4,transformer=int8`. A model with exactly that id takes precedence.
     fn formats_of(&self, model: &v1::ModelRef) -> Result<(v1::ModelRef, Quantization), Error> {
@@ -437,6 +424,37 @@ impl Models {
         *width = own.width.unwrap_or(*width);
         *height = own.height.unwrap_or(*height);
         defaults
+    }
+}
+
+/// The entries that a reference means, told by the entries themselves: their files may be gone.
+pub(crate) enum Meant {
+    /// Those of this id or key, revision where one is named, formats, and adapters.
+    AsNamed(v1::ModelRef),
+    /// As `AsNamed`, in whichever formats.
+    AnyFormats(v1::ModelRef),
+}
+
+impl Meant {
+    /// Whether this entry is one of them.
+    pub(crate) fn is(&self, entry: &Entry) -> bool {
+        let (Meant::AsNamed(model) | Meant::AnyFormats(model)) = self;
+        let formats = quantization_of(model.quantization.as_ref());
+        let has_formats = || match self {
+            Meant::AsNamed(_) => formats.is_ok_and(|formats| formats == entry.quantization),
+            Meant::AnyFormats(_) => true,
+        };
+        let is_named =
+            || entry.id == model.id && has_formats() && adapters::are_named(&entry.adapters, &model.adapters);
+        // A key says all of it: a reference that adds formats or adapters to it contradicts itself.
+        let is_key = || {
+            let names_formats = model
+                .quantization
+                .as_ref()
+                .is_some_and(|asked| *asked != v1::Quantization::default());
+            is_key(&entry.key, &model.id) && !names_formats && model.adapters.is_empty()
+        };
+        entry.revision.starts_with(&model.revision) && (is_named() || is_key())
     }
 }
 

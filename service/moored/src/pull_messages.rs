@@ -9,6 +9,7 @@ pub(crate) fn reason_of(error: &PullError) -> Reason {
         PullError::Name { .. } => Reason::InvalidRequest,
         PullError::NotAPipeline(_) => Reason::ModelUnsupported,
         PullError::DiskFull { .. } => Reason::DiskFull,
+        PullError::DiskSilent { .. } | PullError::DiskBusy { .. } => Reason::DiskNotReady,
         PullError::ShuttingDown => Reason::ShuttingDown,
         PullError::NotAllowed { .. }
         | PullError::Offline { .. }

@@ -1,14 +1,13 @@
 //! Reading of models' configuration files, and errors about files.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use crate::family::ModelError;
+use model::ModelError;
 
 pub(crate) fn damaged(path: &Path, problem: impl Into<String>) -> ModelError {
     ModelError::Damaged {
@@ -39,8 +38,7 @@ thread_local! {
     static READING: RefCell<Vec<ReadFiles>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Text files that were read, by path, with the hashes of their contents.
-pub(crate) type ReadFiles = BTreeMap<PathBuf, [u8; 32]>;
+pub(crate) use model::ReadFiles;
 
 /// What `work` returns, and the text files that it read on this thread.
 pub(crate) fn recorded<T>(work: impl FnOnce() -> T) -> (T, ReadFiles) {

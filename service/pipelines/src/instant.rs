@@ -40,12 +40,13 @@ use gpu::{Fp8Scales, GgufType, WeightFormat};
 use residency::Bytes;
 use serde::{Deserialize, Deserializer};
 
-use crate::family::{Family, Model, ModelError, Precision};
+use crate::Formats;
+use crate::family::Family;
 use crate::files::{damaged, read_json};
-use crate::quantization::Formats;
-use crate::request::{Audio, Image, Medium, Request, Video};
+use crate::{Audio, Image, Medium, Request, Video};
+use crate::{Model, ModelError, Precision};
 
-use model::InstantModel;
+use self::model::InstantModel;
 
 /// Suffix of a model's file.
 const FILE_ENDING: &str = ".instant.json";

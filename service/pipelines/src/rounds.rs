@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use residency::Bytes;
 
-use crate::family::{StageError, StageRun};
-use crate::plan::{SharedPass, StagePlan};
-use crate::request::Request;
+use model::Request;
+use model::{SharedPass, StagePlan};
+use model::{StageError, StageRun};
 
 /// Some steps of a sampling, of all that are run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,7 +124,7 @@ pub(crate) fn check_shared(stages: &[StageRun<'_>]) -> Result<(), StageError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::{Audio, Medium};
+    use model::{Audio, Medium};
 
     #[test]
     fn rounds_are_all_steps_in_parts_of_about_equal_length() {

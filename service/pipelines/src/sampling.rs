@@ -2,12 +2,13 @@
 
 use residency::Bytes;
 
-use crate::adapters::UsedAs;
+use crate::adapters::{AdapterSet, UsedAs};
 use crate::{ModelParts, Request, Role, StagePlan};
 
 /// The transformer of a sampling.
 pub(crate) struct Denoiser<'a> {
     pub(crate) parts: &'a ModelParts,
+    pub(crate) adapters: &'a AdapterSet,
     /// Name of its component.
     pub(crate) name: &'a str,
     /// Width of its hidden states.
@@ -20,9 +21,7 @@ impl Denoiser<'_> {
     /// Predicted activation bytes of `steps` steps over so many tokens: those of the `buffers`, the scratch of quantized layers
     /// and of adapters, and the codes of rows for native fp8 products.
     pub(crate) fn scratch(&self, buffers: u64, tokens: usize, steps: u32, request: &Request) -> Bytes {
-        let ModelParts {
-            components, adapters, ..
-        } = self.parts;
+        let (components, adapters) = (&self.parts.components, self.adapters);
         let dequantizing = |tokens, of_modulators: bool| {
             let layers = |name: &str| (self.is_modulator)(name) == of_modulators;
             components.dequantizing(self.name, tokens, layers)
@@ -43,9 +42,7 @@ impl Denoiser<'_> {
 
     /// The stage of a request whose steps need this scratch: of each item, with what its adapters have for the transformer.
     pub(crate) fn stage(&self, name: &str, request: &Request, scratch: Bytes) -> StagePlan {
-        let ModelParts {
-            components, adapters, ..
-        } = self.parts;
+        let (components, adapters) = (&self.parts.components, self.adapters);
         let beside = adapters.beside(&[self.name], &request.adapters, UsedAs::Steps);
         let rungs = adapters.rungs(self.name, &request.adapters, scratch, components.dtype());
         StagePlan {

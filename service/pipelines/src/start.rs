@@ -2,10 +2,10 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::flow_match::first_step;
 use crate::noise::Generator;
 use crate::tensors::from_host;
 use crate::{HostTensor, Mask, Medium, Request, StageError};
+use model::first_step;
 
 /// Initial state of a request's denoising.
 #[derive(Debug)]

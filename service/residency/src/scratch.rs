@@ -25,8 +25,6 @@ pub struct ScratchKey {
     pub shape: String,
     /// Computation dtype, and quantization where it changes what is allocated.
     pub dtype: String,
-    /// Implementation of attention and linear layers.
-    pub kernels: String,
     /// Version of the service's build.
     pub build: String,
     /// Compute capability of the card, such as `9.0`; `cpu` for system memory.

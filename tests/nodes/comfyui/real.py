@@ -225,7 +225,7 @@ class _Client:
             status = "interrupted"
         for node, outputs in history["outputs"].items():
             run.outputs[node] = dict(outputs)
-            if "images" in outputs:
+            if "images" in outputs and not any(outputs.get("animated", ())):  # else it is a film
                 run.outputs[node]["pictures"] = [self._picture(one) for one in outputs["images"]]
         run.end(status)
 

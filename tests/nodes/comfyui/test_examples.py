@@ -37,7 +37,7 @@ FEW: dict[str, Any] = {
 }
 SIDE = 128
 """Of the pictures, as in the examples that mask a part."""
-SHOWS = {"SaveImage": "PreviewImage", "SaveAudio": "PreviewAudio"}
+SHOWS = {"SaveImage": "PreviewImage", "SaveAudioAdvanced": "PreviewAudio"}
 """Nodes of the stand-in that show what ComfyUI's own would write to a file."""
 
 
@@ -89,7 +89,7 @@ def prompt_of(example: Path, endpoint: str) -> Prompt:
                 inputs[each["name"]] = links[each["link"]]
             elif each["name"] == "server":
                 inputs["server"] = ["server", 0]
-        for name in ("control_after_generate", "upload", "filename_prefix"):
+        for name in ("control_after_generate", "upload", "filename_prefix", "format"):
             inputs.pop(name, None)
         if "model" in inputs and isinstance(inputs["model"], str):
             inputs["model"] = IN_PLACE_OF.get(inputs["model"], inputs["model"])

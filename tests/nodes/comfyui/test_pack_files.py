@@ -30,7 +30,7 @@ CORE = {
     "MaskComposite": ["MASK"],
     "SaveVideo": [],
     "LoadAudio": ["AUDIO"],
-    "SaveAudio": [],
+    "SaveAudioAdvanced": [],
 }
 SEED_CONTROL = "control_after_generate"
 

@@ -120,8 +120,8 @@ def test_the_list_of_a_node_that_is_html_has_the_models_too(page: Page) -> None:
         page.evaluate(LOAD, with_model("owner/elsewhere"))
         page.get_by_role("combobox", name="model", exact=True).click()
         for name in ("moored/demo", "owner/elsewhere"):
-            expect(page.get_by_role("option", name=name)).to_be_visible()
-        page.get_by_role("option", name="moored/demo").click()
+            expect(page.get_by_role("option", name=name, exact=True)).to_be_visible()
+        page.get_by_role("option", name="moored/demo", exact=True).click()
         model = "app.graph.nodes.find((it) => it.type === 'MooredLoadModel').widgets[0].value"
         page.wait_for_function(f"{model} === 'moored/demo'")
     finally:

@@ -93,6 +93,10 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """The model's files were replaced while the job was under way, after something of its result was made: submit the request
     again. ABORTED.
     """
+    DISK_NOT_READY: _Reason.ValueType  # 28
+    """A disk or a network share of the service does not answer, or too many calls wait for it: that of a model, or of the hub's cache.
+    `how` in the metadata is `silent` or `busy`. UNAVAILABLE, with RetryInfo.
+    """
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Reasons of `ErrorInfo`, by name. Stable: clients match on them."""
@@ -162,6 +166,10 @@ reservations. The message says which, and which setting bounds it. RESOURCE_EXHA
 MODEL_CHANGED: Reason.ValueType  # 27
 """The model's files were replaced while the job was under way, after something of its result was made: submit the request
 again. ABORTED.
+"""
+DISK_NOT_READY: Reason.ValueType  # 28
+"""A disk or a network share of the service does not answer, or too many calls wait for it: that of a model, or of the hub's cache.
+`how` in the metadata is `silent` or `busy`. UNAVAILABLE, with RetryInfo.
 """
 global___Reason = Reason
 

@@ -935,8 +935,8 @@ class ReserveRequest(google.protobuf.message.Message):
     another. Its card and label stay. INVALID_REQUEST where there is none: it may have expired.
     """
     process_id: builtins.int
-    """The reservation ends at the latest with this process of the service's machine. INVALID_REQUEST where there is no such process. A renewal
-    keeps the process that the reservation has.
+    """The reservation ends at the latest with this process of the service's machine. INVALID_REQUEST where there is no such process, and from
+    callers on other machines: they are not told which processes there are. A renewal keeps the process that the reservation has.
     """
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use gpu::{LoadPlan, Timeline};
-use pipelines::{Model, ModelError, ModelFile, Planned, Values};
+use model::{Model, ModelError, ModelFile, Values};
+use ops::Planned;
 use residency::{Bytes, Component, ComponentId, Move, WaitCause};
 
 use super::moves::{MoveError, Source};
@@ -204,7 +205,7 @@ impl Card {
         let planned: Vec<Planned> = stages
             .flat_map(|stage| model.planned(stage, &work.request))
             .collect();
-        pipelines::make_plans(self.gpu.device(), &planned);
+        ops::make_plans(self.gpu.device(), &planned);
     }
 
     /// Makes moves until a plan has none left, and returns that plan's rung.

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use candle_core::Device;
 use gpu::{CardDescription, Gpu, GpuError, Timeline};
-use pipelines::Catalogue;
+use model::ModelOpener;
 use residency::{Bytes, Ledger, Millis};
 
 use crate::messages::{Command, Event};
@@ -101,7 +101,7 @@ fn prove_and_prepare(gpu: &mut dyn Gpu, timeline: &mut Timeline) -> Result<(), C
     gpu.begin_stage();
     let (device, dtype) = (gpu.device(), gpu.compute_dtype());
     let (computed, prepared) = std::thread::scope(|scope| {
-        let prepared = scope.spawn(|| pipelines::prepare(device));
+        let prepared = scope.spawn(|| ops::prepare(device));
         let computed = compute(device, dtype);
         timeline.part("first computation, beside the libraries");
         (computed, prepared.join())
@@ -143,7 +143,7 @@ impl Card {
     /// [`CardError`]; the card is not usable then.
     pub fn new(
         mut gpu: Box<dyn Gpu>,
-        catalogue: Catalogue,
+        catalogue: impl ModelOpener + 'static,
         settings: CardSettings,
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
@@ -158,7 +158,7 @@ impl Card {
         Ok(Card {
             gpu,
             ledger,
-            models: Models::new(catalogue, dtype),
+            models: Models::new(Box::new(catalogue), dtype),
             on_host: OnHost::new(settings.on_host),
             settings,
             clock,
@@ -194,7 +194,7 @@ impl Card {
         self.published = Some(Arc::clone(&ledger));
         link.emit(Event::Ready {
             card: self.gpu.describe().clone(),
-            attention: pipelines::attention_by(self.gpu.device()),
+            attention: ops::attention_by(self.gpu.device()),
             ledger,
         });
     }

@@ -1,26 +1,26 @@
 //! Cache of opened models. They hold no weights, so they are kept until their files change.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::DType;
-use pipelines::{AdapterFile, Catalogue, Model, ModelError, Precision, Quantization};
+use hashlink::LruCache;
+use model::{AdapterFile, Model, ModelError, ModelOpener, Precision, Quantization};
 use residency::{Component, ComponentId};
 
 use crate::messages::ModelLocation;
 use crate::stamps::{PathStamps, Stamps};
 
-/// Capacity of the cache. Opening a model again costs milliseconds.
+/// Capacity of the cache. Opening a model again costs milliseconds. Beyond it, the model that was used longest ago is forgotten and
+/// no other: orders of those may name what they were before their files were replaced.
 const CAPACITY: usize = 64;
 
 /// Open models by path, quantization, and adapters.
 pub(super) struct Models {
-    catalogue: Catalogue,
+    catalogue: Box<dyn ModelOpener>,
     dtype: DType,
-    opened: HashMap<OpenedKey, CachedModel>,
-    /// Number of uses so far: the time of the cache.
-    uses: u64,
+    opened: LruCache<OpenedKey, CachedModel>,
 }
 
 type OpenedKey = (PathBuf, Quantization, Vec<AdapterFile>);
@@ -30,8 +30,6 @@ struct CachedModel {
     stamps: Stamps,
     /// As it was before its files were replaced: what was read then may still be resident.
     earlier: Option<Version>,
-    /// When it was used last.
-    used: u64,
 }
 
 /// A model as it was opened once.
@@ -44,26 +42,26 @@ struct Version {
 impl std::fmt::Debug for Models {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Models")
-            .field("opened", &self.opened.keys())
+            .field(
+                "opened",
+                &self.opened.iter().map(|(key, _)| key).collect::<Vec<_>>(),
+            )
             .finish_non_exhaustive()
     }
 }
 
 impl Models {
-    pub(super) fn new(catalogue: Catalogue, dtype: DType) -> Models {
+    pub(super) fn new(catalogue: Box<dyn ModelOpener>, dtype: DType) -> Models {
         Models {
             catalogue,
             dtype,
-            opened: HashMap::new(),
-            uses: 0,
+            opened: LruCache::new(CAPACITY),
         }
     }
 
     /// An open model, if none of its files has changed.
     fn current(&mut self, key: &OpenedKey) -> Option<Arc<dyn Model>> {
-        self.uses += 1;
-        let known = self.opened.get_mut(key)?;
-        known.used = self.uses;
+        let known = self.opened.get(key)?;
         known
             .stamps
             .are_current()
@@ -84,7 +82,7 @@ impl Models {
         location: &ModelLocation,
         components: &[Component],
     ) -> Option<Arc<dyn Model>> {
-        let known = self.opened.get(&model_key_of(location))?;
+        let known = self.opened.peek(&model_key_of(location))?;
         let mut versions = std::iter::once(&known.latest).chain(&known.earlier);
         let version =
             versions.find(|version| components.iter().all(|c| version.identities.contains(&c.id)))?;
@@ -116,11 +114,7 @@ impl Models {
             }
         };
         let earlier = self.opened.remove(&model_key).map(|known| known.latest);
-        if self.opened.len() >= CAPACITY {
-            self.forget_least_recently_used();
-        }
         let opened = CachedModel {
-            used: self.uses,
             stamps: Stamps::of(around, &*model),
             latest: Version {
                 model: Arc::clone(&model),
@@ -130,14 +124,6 @@ impl Models {
         };
         self.opened.insert(model_key, opened);
         Ok(model)
-    }
-
-    /// Only this one: orders of the others may name what they were before their files were replaced.
-    fn forget_least_recently_used(&mut self) {
-        let oldest = self.opened.iter().min_by_key(|(_, known)| known.used);
-        if let Some(key) = oldest.map(|(key, _)| key.clone()) {
-            self.opened.remove(&key);
-        }
     }
 }
 
@@ -176,7 +162,10 @@ mod tests {
     #[test]
     fn the_base_of_an_adapter_is_kept_open_for_others() {
         let folder = tempfile::tempdir().unwrap();
-        let mut models = Models::new(Catalogue::new(vec![Box::new(Instant)]), DType::F32);
+        let mut models = Models::new(
+            Box::new(pipelines::Catalogue::new(vec![Box::new(Instant)])),
+            DType::F32,
+        );
         let base = write(folder.path(), "base");
         let path = folder.path().join("ink.safetensors");
         std::fs::write(&path, r#"{"identity": "ink", "bytes": 1024}"#).unwrap();
@@ -199,7 +188,10 @@ mod tests {
     #[test]
     fn a_full_cache_forgets_the_least_recently_used_model_alone() {
         let folder = tempfile::tempdir().unwrap();
-        let mut models = Models::new(Catalogue::new(vec![Box::new(Instant)]), DType::F32);
+        let mut models = Models::new(
+            Box::new(pipelines::Catalogue::new(vec![Box::new(Instant)])),
+            DType::F32,
+        );
         let used = write(folder.path(), "used");
         let unused = write(folder.path(), "unused");
         for location in [&unused, &used] {

@@ -4,7 +4,7 @@
 use std::ops::ControlFlow;
 
 use gpu::{FaultAction, GpuError, LoadError, LoadPlan, LoadProgress, Timeline, Unloaded};
-use pipelines::ModelFile;
+use model::ModelFile;
 use residency::{Bytes, Component, Ledger, LedgerError, Millis, should_trim};
 
 use super::{Card, Link, millis};

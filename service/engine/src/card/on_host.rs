@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use gpu::ComponentTensors;
-use pipelines::ModelFile;
+use model::ModelFile;
 use residency::{Bytes, Component, ComponentId};
 
 use super::moves::MoveError;

@@ -5,7 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use gpu::{ComponentTensors, Timeline};
-use pipelines::{AttentionPaths, Model, Observer, Piece, Role, Rung, StageError, Values};
+use model::{Model, Observer, Piece, Role, Rung, StageError, Values};
+use ops::AttentionPaths;
 use residency::{Bytes, MemorySummary, Millis};
 
 use super::attempt::Halt;
@@ -231,7 +232,7 @@ impl Card {
             last_step: 0,
             timeline: Timeline::begin("compute"),
         };
-        let stages = run.stages.iter().map(|(_, work)| pipelines::StageRun {
+        let stages = run.stages.iter().map(|(_, work)| model::StageRun {
             plan: &work.plan,
             rung,
             request: &work.request,
@@ -321,7 +322,7 @@ fn retry_message(run: &StageAttempt<'_>, rung: usize, next: usize, freed: Bytes)
 fn ran_out_of_memory(error: &StageError) -> bool {
     match error {
         StageError::OutOfMemory { .. } => true,
-        StageError::Tensor(error) => pipelines::is_out_of_memory(error),
+        StageError::Tensor(error) => model::is_out_of_memory(error),
         StageError::Cancelled
         | StageError::NotFinite { .. }
         | StageError::BadInput(_)

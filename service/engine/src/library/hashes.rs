@@ -1,6 +1,6 @@
 //! Cache of file hashes, by device, inode, size and time of change.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Read, Write as _};
 use std::path::{Path, PathBuf};
@@ -9,13 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 
 use gpu::{FileStamp, open_private, open_regular};
+use hashlink::LruCache;
 use serde::{Deserialize, Serialize};
 
-/// Capacity of the cache, in files.
+/// Capacity of the cache, in files. Beyond it, the file that was asked for longest ago is forgotten.
 const CAPACITY: usize = 4096;
 
 /// Most bytes of the cache file that are read: more than it can have.
-const LONGEST_CACHE: u64 = 64 << 20;
+const LONGEST_CACHE_BYTES: u64 = 64 << 20;
 
 /// Bytes per read; a dropped hasher stops between two reads.
 const PIECE: usize = 1 << 20;
@@ -44,9 +45,8 @@ struct HashCache {
     has_failed: AtomicBool,
 }
 
-#[derive(Default)]
 struct HashState {
-    hashes: BTreeMap<FileStamp, String>,
+    hashes: LruCache<FileStamp, String>,
     /// Requested, and not done.
     pending: BTreeSet<FileStamp>,
 }
@@ -60,7 +60,10 @@ struct Remembered {
 impl Hasher {
     /// Loads the cache file, as far as it can be read.
     pub(super) fn new(cache: Option<PathBuf>) -> Hasher {
-        let hashes = cache.as_deref().map(read_cache).unwrap_or_default();
+        let mut hashes = LruCache::new(CAPACITY);
+        for known in cache.as_deref().map(read_cache).unwrap_or_default() {
+            hashes.insert(known.stamp, known.hash);
+        }
         let known = Mutex::new(HashState {
             hashes,
             pending: BTreeSet::new(),
@@ -135,9 +138,6 @@ impl HashCache {
         match hashed {
             Ok(Some(hash)) if unchanged => {
                 known.hashes.insert(stamp, hash);
-                while known.hashes.len() > CAPACITY {
-                    known.hashes.pop_first();
-                }
                 drop(known);
                 self.remember();
             }
@@ -151,14 +151,12 @@ impl HashCache {
     fn remember(&self) {
         let Some(cache) = &self.cache else { return };
         let _alone = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let hashes = self.lock().hashes.clone();
-        let list: Vec<Remembered> = hashes
-            .iter()
-            .map(|(stamp, hash)| Remembered {
-                stamp: *stamp,
-                hash: hash.clone(),
-            })
-            .collect();
+        // What was asked for last comes last, so that the file has the ages too.
+        let remembered = |(stamp, hash): (&FileStamp, &String)| Remembered {
+            stamp: *stamp,
+            hash: hash.clone(),
+        };
+        let list: Vec<Remembered> = self.lock().hashes.iter().map(remembered).collect();
         let beside = cache.with_extension(format!("{}.new", std::process::id()));
         let written = serde_json::to_vec(&list)
             .map_err(io::Error::other)
@@ -183,20 +181,20 @@ impl HashCache {
     }
 }
 
-fn read_cache(cache: &Path) -> BTreeMap<FileStamp, String> {
-    let json = match gpu::read_bounded(cache, LONGEST_CACHE) {
+/// The hashes in a cache file; those that were asked for last come last.
+fn read_cache(cache: &Path) -> Vec<Remembered> {
+    let json = match gpu::read_bounded(cache, LONGEST_CACHE_BYTES) {
         Ok(json) => json,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return BTreeMap::new(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Vec::new(),
         Err(error) => {
             tracing::warn!(file = %cache.display(), %error, "hashes of files are computed anew");
-            return BTreeMap::new();
+            return Vec::new();
         }
     };
-    let list: Vec<Remembered> = serde_json::from_slice(&json).unwrap_or_else(|error| {
+    serde_json::from_slice(&json).unwrap_or_else(|error| {
         tracing::warn!(file = %cache.display(), %error, "hashes of files are computed anew");
         Vec::new()
-    });
-    list.into_iter().map(|r| (r.stamp, r.hash)).collect()
+    })
 }
 
 /// `None` if stopped.
@@ -221,6 +219,42 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+
+    #[test]
+    fn a_full_cache_forgets_the_hash_that_was_asked_for_longest_ago() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = folder.path().join("identities.json");
+        let file = folder.path().join("new");
+        fs::write(&file, "new").unwrap();
+        let new = FileStamp::at(&file).unwrap();
+        // All others are of a device with a higher number, so that no order of stamps is that of their ages.
+        let others: Vec<FileStamp> = (0..CAPACITY)
+            .map(|inode| {
+                let times = r#""size":1,"modified_s":1,"modified_ns":0,"changed_s":1,"changed_ns":0"#;
+                serde_json::from_str(&format!(r#"{{"device":{},"inode":{inode},{times}}}"#, u64::MAX))
+                    .unwrap()
+            })
+            .collect();
+        let full: Vec<Remembered> = others
+            .iter()
+            .map(|stamp| Remembered {
+                stamp: *stamp,
+                hash: "hash".to_owned(),
+            })
+            .collect();
+        fs::write(&cache, serde_json::to_vec(&full).unwrap()).unwrap();
+
+        let hasher = Hasher::new(Some(cache.clone()));
+        assert!(hasher.known(&others[0]).is_some(), "asked for: now the youngest");
+        hasher.hash_now(&file, new);
+        let read_again = Hasher::new(Some(cache));
+        for hasher in [hasher, read_again] {
+            assert!(hasher.known(&new).is_some());
+            assert!(hasher.known(&others[0]).is_some());
+            assert!(hasher.known(&others[1]).is_none(), "the oldest");
+            assert!(hasher.known(&others[2]).is_some());
+        }
+    }
 
     /// While one thread writes the cache, which may take as long as a disk does not answer, hashes are looked up and added.
     #[test]

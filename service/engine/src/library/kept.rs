@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use gpu::{KeepError, KeptFolder, LoadPlan, kept_plan};
-use pipelines::{Model, ModelFile};
+use model::{Model, ModelFile};
 
 /// Backoff after a failed copy.
 const RETRY: Duration = Duration::from_secs(600);

@@ -6,15 +6,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::NotOpened;
 use crate::error::Error;
 
 /// Threads that open one model at once.
 const MAX_THREADS_PER_MODEL: usize = 2;
 /// Threads that open models at once: far fewer than the runtime has for work that blocks.
 const MAX_THREADS: usize = 64;
-/// Time limit of opening one model. The caller gets an error then; the thread goes on, and may still end.
+/// Longest time that opening one model takes, and longest time that it waits for a thread. The caller gets an error then; the
+/// thread goes on, and may still end.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Models whose semaphores are kept before those of unused models are dropped.
 const REMEMBERED: usize = 256;
@@ -38,32 +40,30 @@ impl Opening {
         path: &Path,
         work: impl FnOnce() -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
-        let opened = tokio::time::timeout(LIMIT, self.run_unlimited(path, work)).await;
-        opened.unwrap_or_else(|_| {
-            Err(Error::ModelDamaged(format!(
-                "{} cannot be read: the file system has not answered for {} s; is the disk or the network share there?",
-                path.display(),
-                LIMIT.as_secs()
-            )))
-        })
-    }
-
-    async fn run_unlimited<T: Send + 'static>(
-        &self,
-        path: &Path,
-        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
-    ) -> Result<T, Error> {
-        let ended = |problem: String| Error::Internal(format!("opening a model ended: {problem}"));
-        // The model's own first: those who wait for it take nothing from the others.
-        let own = self.of(path).acquire_owned().await;
-        let own = own.map_err(|closed| ended(closed.to_string()))?;
-        let one = self.all.clone().acquire_owned().await;
-        let one = one.map_err(|closed| ended(closed.to_string()))?;
+        let path_shown = || path.display().to_string();
+        let turn = tokio::time::timeout(LIMIT, self.turn(path)).await;
+        let turn = turn.map_err(|_| NotOpened::Busy {
+            path: path_shown(),
+            limit: LIMIT,
+        })??;
         let done = tokio::task::spawn_blocking(move || {
-            let _until_done = (own, one); // even if whoever asked has left
+            let _until_done = turn; // even if whoever asked has left
             work()
         });
-        done.await.unwrap_or_else(|panic| Err(ended(panic.to_string())))
+        let done = tokio::time::timeout(LIMIT, done).await;
+        let done = done.map_err(|_| NotOpened::Silent {
+            path: path_shown(),
+            limit: LIMIT,
+        })?;
+        done.unwrap_or_else(|panic| Err(ended(panic)))
+    }
+
+    /// A thread of those that may read the model at a path.
+    async fn turn(&self, path: &Path) -> Result<(OwnedSemaphorePermit, OwnedSemaphorePermit), Error> {
+        // The model's own first: those who wait for it take nothing from the others.
+        let own = self.of(path).acquire_owned().await.map_err(ended)?;
+        let one = self.all.clone().acquire_owned().await.map_err(ended)?;
+        Ok((own, one))
     }
 
     fn of(&self, path: &Path) -> Arc<Semaphore> {
@@ -78,6 +78,10 @@ impl Opening {
     }
 }
 
+fn ended(problem: impl ToString) -> Error {
+    Error::Internal(format!("opening a model ended: {}", problem.to_string()))
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -86,12 +90,15 @@ mod tests {
 
     use super::*;
 
+    /// A call to a file system.
+    type Call = tokio::task::JoinHandle<Result<(), Error>>;
+
     /// A file system that does not answer until the sender is dropped; the receiver gets a message when it is called.
-    fn hang(opening: &Arc<Opening>, path: &'static str) -> (mpsc::Sender<()>, mpsc::Receiver<()>) {
+    fn hang(opening: &Arc<Opening>, path: &'static str) -> (mpsc::Sender<()>, mpsc::Receiver<()>, Call) {
         let (answer, answered) = mpsc::channel::<()>();
         let (asked, was_asked) = mpsc::channel();
         let opening = opening.clone();
-        tokio::spawn(async move {
+        let call = tokio::spawn(async move {
             let work = move || {
                 let _ = asked.send(());
                 let _ = answered.recv();
@@ -99,7 +106,7 @@ mod tests {
             };
             opening.run(Path::new(path), work).await
         });
-        (answer, was_asked)
+        (answer, was_asked, call)
     }
 
     #[tokio::test]
@@ -111,7 +118,11 @@ mod tests {
             let other = opening.run(Path::new("/other"), || Ok(7)).await;
             assert_eq!(other, Ok(7));
         }
-        let hanging = || hung.iter().filter(|(_, asked)| asked.try_recv().is_ok()).count();
+        let hanging = || {
+            hung.iter()
+                .filter(|(_, asked, _)| asked.try_recv().is_ok())
+                .count()
+        };
         let mut seen = 0;
         while seen < MAX_THREADS_PER_MODEL {
             seen += hanging();
@@ -125,10 +136,10 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_caller_gets_an_error_if_the_file_system_does_not_answer() {
+    async fn a_caller_gets_an_error_if_the_file_system_does_not_answer_or_no_thread_is_free() {
         let opening = Arc::new(Opening::new());
         let hung = [hang(&opening, "/dead"), hang(&opening, "/dead")];
-        for (_, asked) in &hung {
+        for (_, asked, _) in &hung {
             while asked.try_recv().is_err() {
                 tokio::task::yield_now().await;
             }
@@ -139,13 +150,16 @@ mod tests {
         };
         tokio::task::yield_now().await;
         tokio::time::advance(LIMIT).await;
-        let told = third.await.unwrap();
-        assert!(
-            matches!(&told, Err(Error::ModelDamaged(problem)) if problem.contains("/dead")),
-            "{told:?}"
-        );
+        let (path, limit) = ("/dead".to_owned(), LIMIT);
+        let busy = NotOpened::Busy { path, limit };
+        assert_eq!(third.await.unwrap(), Err(Error::NotOpened(busy)));
+        for (answer, _, call) in hung {
+            let path = "/dead".to_owned();
+            let silent = NotOpened::Silent { path, limit };
+            assert_eq!(call.await.unwrap(), Err(Error::NotOpened(silent)));
+            drop(answer);
+        }
         // The third caller no longer waits for a permit: the next one runs once the disk answers.
-        drop(hung);
         assert_eq!(opening.run(Path::new("/dead"), || Ok(1)).await, Ok(1));
     }
 }

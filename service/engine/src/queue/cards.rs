@@ -9,7 +9,7 @@ use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis};
 use tokio::time::Instant;
 
 use super::claims::Reserver;
-use super::report::{CardState, Reserved};
+use super::report::CardState;
 use super::request::Reply;
 use super::watchdog::Pace;
 use crate::admission::not_resident_yet;
@@ -17,6 +17,7 @@ use crate::error::{Error, Shortfall};
 use crate::job::JobId;
 use crate::library::Entry;
 use crate::messages::{Command, Order, Standing, Ticket};
+use crate::moved::Reserved;
 use crate::need::Need;
 
 /// Assumed seconds until a starting worker is ready, before any start was measured.

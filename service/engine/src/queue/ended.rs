@@ -101,7 +101,7 @@ impl Retained {
 
 #[cfg(test)]
 mod tests {
-    use pipelines::{Image, InitImage, Medium, Request, Role};
+    use model::{Image, InitImage, Medium, Request, Role};
 
     use super::*;
     use crate::job::Run;
@@ -116,7 +116,7 @@ mod tests {
             ..Image::of(16, 16)
         };
         let run = Run {
-            call: "EncodeImage",
+            call: crate::job::Call::EncodeImage,
             request: Request::of(Medium::Image(image), 1, 0.0, 0),
             count: 1,
             start: None,

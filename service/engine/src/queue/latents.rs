@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use pipelines::{HostTensor, HostType, ValueShape, Values};
+use model::{HostTensor, HostType, ValueShape, Values};
 use residency::Bytes;
 use tokio::time::Instant;
 

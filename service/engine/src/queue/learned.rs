@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use gpu::CardDescription;
-use pipelines::StagePlan;
+use model::StagePlan;
 use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
 use tokio::time::Instant;
 
@@ -319,7 +319,6 @@ fn scratch_key(
         stage: plan.name.clone(),
         shape: shape_of_scratch(&plan.shape, rung, plan.steps),
         dtype: card.compute_dtype.clone(),
-        kernels: String::new(), // one set a build
         build: env!("CARGO_PKG_VERSION").to_owned(),
         compute_capability: capability.unwrap_or_else(|| "cpu".to_owned()),
     }

@@ -7,9 +7,9 @@ use tokio::time::Instant;
 
 use super::claims::Known;
 use super::record::JobRecord;
-use super::report::Kept;
 use super::view::View;
 use crate::messages::KeptBecause;
+use crate::moved::Kept;
 
 /// What is to leave.
 pub(super) enum Leaving<'a> {

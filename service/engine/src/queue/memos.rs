@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use pipelines::Values;
+use model::Values;
 use residency::Bytes;
 
 /// The cache.
@@ -74,7 +74,7 @@ fn bytes_of(values: &Values) -> Bytes {
 
 #[cfg(test)]
 mod tests {
-    use pipelines::{HostTensor, HostType};
+    use model::{HostTensor, HostType};
 
     use super::*;
 

@@ -48,7 +48,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use pipelines::{Quantization, RequestError, Role, Values};
+use model::{Quantization, RequestError, Role, Values};
 use residency::{Bytes, Patience, Policy};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -59,8 +59,8 @@ pub use claims::Reserver;
 pub use listener::Job;
 use reductions::{open_reductions, open_upgrades};
 pub use report::{
-    CardState, CardStatus, Freed, JobInfo, Kept, PlanReport, PlannedStage, ReservationStatus, Reserved,
-    StageVerdict, StatusReport, UnloadReport,
+    CardState, CardStatus, JobInfo, PlanReport, PlannedStage, ReservationStatus, StageVerdict, StatusReport,
+    UnloadReport,
 };
 use request::{OpenModels, Reply, Submission};
 use shell::Shell;
@@ -70,6 +70,7 @@ use crate::error::Error;
 use crate::job::{JobSpec, JobWork, Latent, LatentInfo, Run};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Event};
+use crate::moved::Reserved;
 
 /// How the queue behaves.
 #[derive(Clone, Debug)]
@@ -325,7 +326,7 @@ impl Queue {
     /// forces it. Jobs that are submitted meanwhile start after it.
     ///
     /// # Errors
-    /// When the model cannot be opened and was not in use before, or a worker fails at it.
+    /// When the model is not in use and cannot be opened, or a worker fails at it.
     pub async fn unload(
         &self,
         entry: Option<Arc<Entry>>,
@@ -339,16 +340,16 @@ impl Queue {
             .await?
     }
 
+    /// An entry with its components: as it is in use, without a look at its files, which may be gone or may not answer.
     async fn entry_to_unload(&self, entry: Arc<Entry>) -> Result<EntryToUnload, Error> {
-        let (models, problem) = match self.open(entry.clone()).await {
-            Ok(models) => (Some(models), None),
-            Err(problem) => (None, Some(problem)),
-        };
         let key = entry.key.clone();
-        let known = self
-            .call(move |core, _| core.entry_to_unload(&entry, models))
-            .await?;
-        known.ok_or_else(|| problem.unwrap_or(Error::ModelNotFound { id: key }))
+        if let Some(known) = self.call(move |core, _| core.known_to_unload(&key)).await? {
+            return Ok(known);
+        }
+        // Its components may be on a card as those of another entry, which only its files tell.
+        let models = self.open(entry.clone()).await?;
+        self.call(move |core, _| core.opened_to_unload(&entry, &models))
+            .await
     }
 
     /// Keeps an entry where it is, or will be loaded, until it is unpinned. Returns the keys of all that are pinned.
@@ -592,7 +593,7 @@ async fn prepare(
         }
         let proof = match &spec.work {
             JobWork::Load { replace, prove, .. } if *prove || replace.is_some() => Some(Run {
-                call: "Load",
+                call: crate::job::Call::Load,
                 request: any.model.smallest(),
                 count: 1,
                 start: None,
@@ -613,7 +614,7 @@ async fn prepare(
             if let Some(run) = run
                 && steps::needed(&plan, run).is_empty()
             {
-                let problem = format!("{} has no stage for {}", open.model.family(), run.call);
+                let problem = format!("{} has no stage for {}", open.model.family(), run.call.as_str());
                 return Err(Error::Invalid(vec![RequestError::new("model", problem)]));
             }
             plans.insert(dtype.clone(), plan);

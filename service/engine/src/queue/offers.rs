@@ -3,7 +3,7 @@
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
 
-use pipelines::Request;
+use model::Request;
 use residency::{
     Alternative, Bytes, Component, ComponentId, Fits, Move, StageNeed, WaitCause, fallbacks, peak_of,
 };

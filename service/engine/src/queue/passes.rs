@@ -1,5 +1,5 @@
 //! Which jobs' stages run in one pass of a model: those of jobs whose next stages have equal keys
-//! ([`pipelines::SharedPass`]), as many as each of them allows and memory takes.
+//! ([`model::SharedPass`]), as many as each of them allows and memory takes.
 
 use std::collections::BTreeSet;
 
@@ -50,7 +50,7 @@ impl View<'_> {
     }
 
     /// How the stage that a job would run next on a card shares passes.
-    fn next_shared<'j>(&self, job: &'j JobRecord, card: usize) -> Option<&'j pipelines::SharedPass> {
+    fn next_shared<'j>(&self, job: &'j JobRecord, card: usize) -> Option<&'j model::SharedPass> {
         let dtype = &self.cards[card].description.compute_dtype;
         job.shared_pass(self.next_step(job, dtype))
     }
@@ -123,7 +123,7 @@ impl View<'_> {
     }
 
     /// The first pass that a job still shares.
-    fn any_pass<'j>(&self, job: &'j JobRecord) -> Option<&'j pipelines::SharedPass> {
+    fn any_pass<'j>(&self, job: &'j JobRecord) -> Option<&'j model::SharedPass> {
         (job.cursor..job.steps.len()).find_map(|index| job.shared_pass(index))
     }
 

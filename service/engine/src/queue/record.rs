@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::{
+use model::{
     Covered, MediaFormat, Piece, Role, SharedPass, StagePlan, ValueShape, Values, identity_of_values,
 };
 use residency::{Bytes, Component, ComponentId, Wait};
@@ -17,7 +17,8 @@ use super::request::OpenModels;
 use super::steps::{Model, Step, StepKind, Steps, decodable};
 use super::swap::Swap;
 use crate::error::{Error, Shortfall};
-use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobState, JobWork, Run, StageName};
+use crate::job::{Call, JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
+use crate::job_state::JobState;
 use crate::library::Entry;
 use crate::messages::Shortage;
 use crate::need::{Need, named};
@@ -168,10 +169,11 @@ impl JobRecord {
         self.steps.get(self.cursor).copied()
     }
 
-    pub(super) fn kind_name(&self) -> &'static str {
+    /// The call that it is of.
+    pub(super) fn call(&self) -> Call {
         match &self.work {
             JobWork::Run(run) => run.call,
-            JobWork::Load { .. } => "Load",
+            JobWork::Load { .. } => Call::Load,
         }
     }
 

@@ -2,7 +2,7 @@
 //! that is done only when a refusal is near, away from the actor; the refusal waits for it.
 
 use gpu::{CardDescription, WeightFormat};
-use pipelines::{Preset, Quantization};
+use model::{Preset, Quantization};
 use residency::Bytes;
 
 use super::open_for;

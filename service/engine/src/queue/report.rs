@@ -9,8 +9,9 @@ use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, WaitCause};
 
 use super::claims::Reserver;
 use crate::error::{Error, Fallback, Shortfall};
-use crate::job::{JobId, JobState, Priority, StageName};
-use crate::messages::KeptBecause;
+use crate::job::{Call, JobId, Priority, StageName};
+use crate::job_state::JobState;
+use crate::moved::{Freed, Kept};
 
 /// A job as lists show it.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,8 +24,8 @@ pub struct JobInfo {
     pub priority: Priority,
     /// Where it is on its way, or how it ended.
     pub state: JobState,
-    /// The call: `GenerateImage`, `EncodeImage`, `DecodeLatent`, `Load`.
-    pub kind: &'static str,
+    /// The call that it is of.
+    pub call: Call,
     /// Key of its entry.
     pub model_key: String,
     /// Where it runs or ran last; empty: nowhere yet.
@@ -123,43 +124,6 @@ pub struct UnloadReport {
     pub cancelled_jobs: Vec<JobId>,
 }
 
-/// A component that left a card.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Freed {
-    /// The component.
-    pub component: Component,
-    /// Id of the card that it left.
-    pub card: String,
-    /// Bytes that were booked to it.
-    pub booked: Bytes,
-    /// Bytes that the driver shows as free since.
-    pub freed: Bytes,
-}
-
-/// A component that stayed on a card.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Kept {
-    /// The component.
-    pub component: Component,
-    /// Id of the card that it is on.
-    pub card: String,
-    /// Why it stayed.
-    pub reason: KeptBecause,
-}
-
-/// Memory that was reserved for another program.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Reserved {
-    /// Id of the reservation, by which it is released.
-    pub id: String,
-    /// Id of the card.
-    pub card: String,
-    /// Bytes that are reserved.
-    pub bytes: Bytes,
-    /// Components that were evicted for it.
-    pub evicted: Vec<Freed>,
-}
-
 /// Everything that the queue knows.
 #[derive(Clone, Debug, Default)]
 pub struct StatusReport {
@@ -247,29 +211,4 @@ pub struct ReservationStatus {
     pub bytes: Bytes,
     /// Time until it expires.
     pub expires_in: Duration,
-}
-
-impl Freed {
-    /// What a worker says that it unloaded from a card.
-    pub(super) fn on(card: &str, freed: Vec<(Component, gpu::Unloaded)>) -> Vec<Freed> {
-        let freed = freed.into_iter().map(|(component, unloaded)| Freed {
-            component,
-            card: card.to_owned(),
-            booked: unloaded.booked,
-            freed: unloaded.freed,
-        });
-        freed.collect()
-    }
-}
-
-impl Kept {
-    /// What a worker says that it kept on a card, with the reasons.
-    pub(super) fn on(card: &str, kept: Vec<(Component, KeptBecause)>) -> Vec<Kept> {
-        let kept = kept.into_iter().map(|(component, reason)| Kept {
-            component,
-            card: card.to_owned(),
-            reason,
-        });
-        kept.collect()
-    }
 }

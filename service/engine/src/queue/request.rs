@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use pipelines::StagePlan;
+use model::StagePlan;
 use tokio::sync::oneshot;
 
 use super::reductions::Reduction;

@@ -63,7 +63,7 @@ impl View<'_> {
             client: job.options.client.clone(),
             priority: job.options.priority,
             state: job.state.listed(),
-            kind: job.kind_name(),
+            call: job.call(),
             model_key: job.entry.key.clone(),
             card: card.map(|card| card.description.id.clone()).unwrap_or_default(),
             stage: job.stage_name(),

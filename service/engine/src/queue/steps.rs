@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 
-use pipelines::{Role, StagePlan, ValueShape};
+use model::{Role, StagePlan, ValueShape};
 use residency::Policy;
 
 use crate::job::Run;
@@ -194,7 +194,7 @@ pub(super) fn undo_of_swap() -> Vec<Step> {
 
 #[cfg(test)]
 mod tests {
-    use pipelines::{Image, Medium, Request, Rung};
+    use model::{Image, Medium, Request, Rung};
     use residency::Bytes;
 
     use super::*;
@@ -242,7 +242,7 @@ mod tests {
 
     fn run(start: Option<Role>, until: Role, count: u32) -> Run {
         Run {
-            call: "Test",
+            call: crate::job::Call::GenerateImage,
             request: Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1),
             count,
             start: start.map(|role| Start {
@@ -291,7 +291,7 @@ mod tests {
     /// Two sections, of which the second decode takes what the first leaves.
     fn sections() -> Vec<StagePlan> {
         let section = |number: u32, stage: StagePlan| StagePlan {
-            section: Some(pipelines::Section { number, of: 2 }),
+            section: Some(model::Section { number, of: 2 }),
             shared: None,
             reads_media: true,
             ..stage

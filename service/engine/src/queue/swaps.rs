@@ -7,10 +7,10 @@ use residency::{Bytes, Component, ComponentId, HoldId, Ledger, StageNeed, Verdic
 
 use super::leaving::Leaving;
 use super::record::JobRecord;
-use super::report::Kept;
 use super::steps::{Model, StepKind};
 use super::swap::{Begun, hold_of, ids};
 use super::view::View;
+use crate::moved::Kept;
 
 impl View<'_> {
     /// The card that a swap is tied to: where it has begun, else where most of the replaced entry is.

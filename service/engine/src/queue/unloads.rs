@@ -6,11 +6,12 @@ use residency::{Bytes, Component};
 
 use super::leaving::Leaving;
 use super::record::JobRecord;
-use super::report::{Freed, Kept, UnloadReport};
+use super::report::UnloadReport;
 use super::request::Reply;
 use crate::error::Error;
 use crate::job::JobId;
 use crate::messages::Answer;
+use crate::moved::{Freed, Kept};
 
 /// An entry that is to leave.
 pub(super) struct EntryToUnload {

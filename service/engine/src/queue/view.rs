@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use pipelines::PreviewNeed;
+use model::PreviewNeed;
 use residency::{Bytes, Millis, Policy};
 use tokio::time::Instant;
 
@@ -173,7 +173,7 @@ impl<'a> View<'a> {
         let ids = || self.cards.iter().map(|c| c.description.id.as_str());
         if !card.is_empty() && ids().all(|id| id != card) {
             let there_are = ids().collect::<Vec<_>>().join(", ");
-            return Error::Invalid(vec![pipelines::RequestError {
+            return Error::Invalid(vec![model::RequestError {
                 field: "card".into(),
                 problem: format!("is {card:?}; there are {there_are}"),
             }]);

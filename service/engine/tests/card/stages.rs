@@ -4,7 +4,7 @@ use std::path::Path;
 
 use engine::card::CardSettings;
 use engine::messages::*;
-use pipelines::HostTensor;
+use model::HostTensor;
 use residency::*;
 
 use crate::support::*;
@@ -335,7 +335,7 @@ fn invalid_input_is_refused() {
     let mut order = bench.stage(&sample("small"), "decode");
     if let Work::Stage(work) = &mut order.work {
         let odd = HostTensor {
-            dtype: pipelines::HostType::F32,
+            dtype: model::HostType::F32,
             shape: vec![1, 2],
             data: vec![0; 8].into(),
         };

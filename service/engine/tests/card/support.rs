@@ -1,5 +1,6 @@
 //! The card under test: simulated, with a manual clock, and a listener that records and checks events.
 
+use pipelines::Catalogue;
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -9,7 +10,7 @@ use candle_core::DType;
 use engine::card::{Card, CardSettings, Clock, Faults, Flow, Link};
 use engine::messages::*;
 use gpu::*;
-use pipelines::*;
+use model::*;
 use residency::*;
 
 use crate::watched::{Watch, Watched};
@@ -214,7 +215,7 @@ impl Bench {
             model: ModelLocation {
                 key: path.display().to_string(),
                 path: path.to_owned(),
-                quantization: pipelines::Quantization::NONE,
+                quantization: model::Quantization::NONE,
                 adapters: Vec::new(),
                 kept: Vec::new(),
                 identities: Vec::new(),

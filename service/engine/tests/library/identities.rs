@@ -7,9 +7,8 @@ use std::sync::Arc;
 use engine::Error;
 use engine::library::{Entry, Library, OpenModel};
 use gpu::{CardDescription, CardKind, LoadPlan};
-use pipelines::{
-    Catalogue, Family, Model, ModelError, ModelFile, Precision, Preset, Quantization, provisional_identity,
-};
+use model::{Model, ModelError, ModelFile, Precision, Preset, Quantization, provisional_identity};
+use pipelines::{Catalogue, Family};
 use residency::{Bytes, Component};
 
 use crate::idle_model::IdleModel;
@@ -67,7 +66,7 @@ fn model(folder: &Path, name: &str, transformer: &[u8], vae: &[u8]) -> Entry {
         id: name.into(),
         revision: String::new(),
         path,
-        quantization: pipelines::Quantization::NONE,
+        quantization: model::Quantization::NONE,
         adapters: Vec::new(),
     }
 }
@@ -191,7 +190,7 @@ fn a_path_that_is_not_a_model_is_refused() {
         id: "x".into(),
         revision: String::new(),
         path: folder.path().into(),
-        quantization: pipelines::Quantization::NONE,
+        quantization: model::Quantization::NONE,
         adapters: Vec::new(),
     };
     assert!(matches!(

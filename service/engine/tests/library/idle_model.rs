@@ -1,7 +1,7 @@
 //! A model with components and without stages, for tests of components.
 
 use gpu::LoadPlan;
-use pipelines::{
+use model::{
     Image, Medium, Model, ModelFile, ModelParts, Observer, Precision, Request, RequestError, StageError,
     StagePlan, StageRun, ValueShape, Values,
 };

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 use engine::library::{Entry, Library};
 use engine::messages::Outcome;
 use gpu::{CpuCard, Gpu, KeptFolder, LoadError, LoadPlan, LoadProgress};
-use pipelines::{Preset, Quantization};
+use model::{Preset, Quantization};
 use residency::{Bytes, Component};
 
 use crate::loads::{card, cpu, load};

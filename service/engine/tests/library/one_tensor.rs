@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use gpu::{ByteRange, LoadPlan, Stored, Target, TensorSource};
-use pipelines::{Catalogue, Family, Model, ModelError, ModelFile, Precision, provisional_identity};
+use model::{Model, ModelError, ModelFile, Precision, provisional_identity};
+use pipelines::{Catalogue, Family};
 use residency::Component;
 
 use crate::idle_model::IdleModel;

@@ -11,7 +11,7 @@ use engine::messages::{Command, Failure, Outcome, StageWork, Work};
 use gpu::{
     CardDescription, ComponentTensors, CpuCard, Gpu, GpuError, LoadError, LoadPlan, LoadProgress, Unloaded,
 };
-use pipelines::{Quantization, Role, Rung, StagePlan, Values};
+use model::{Quantization, Role, Rung, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId};
 
 use crate::loads::{self, Ends, card, carry_out, cpu};

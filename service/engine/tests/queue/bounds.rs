@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use engine::job::{JobEventKind, JobSpec, JobState};
+use engine::JobState;
+use engine::job::{JobEventKind, JobSpec};
 use engine::queue::{Job, Queue, Settings};
 use engine::{Error, JobBound};
-use pipelines::InitImage;
+use model::InitImage;
 use residency::Bytes;
 use tokio::time::Instant;
 

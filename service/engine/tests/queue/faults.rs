@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use engine::job::{JobEventKind, JobState};
+use engine::JobState;
+use engine::job::JobEventKind;
 use engine::messages::{Answer, Command, Event, Failure, Outcome};
 use engine::queue::{CardState, Job, Queue, Settings};
 use engine::{CancelledBy, Error};

@@ -2,16 +2,18 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::DType;
-use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
+use engine::job::{Call, JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
-use pipelines::{
-    Family, Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer,
-    Precision, Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError,
-    StagePlan, StageRun, ValueShape, Values,
+use model::{
+    Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer, Precision,
+    Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError, StagePlan,
+    StageRun, ValueShape, Values,
 };
+use pipelines::Family;
 use residency::{Bytes, Component, ComponentId};
 
 /// Capacity of every card.
@@ -243,6 +245,11 @@ impl Model for FakeModel {
     }
 }
 
+/// A path whose openings are counted.
+pub const COUNTED: &str = "/models/counted";
+/// How often a model was opened at [`COUNTED`].
+pub static OPENINGS_COUNTED: AtomicUsize = AtomicUsize::new(0);
+
 pub struct FakeFamily;
 
 impl Family for FakeFamily {
@@ -250,6 +257,9 @@ impl Family for FakeFamily {
         "fake"
     }
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        if path == Path::new(COUNTED) {
+            OPENINGS_COUNTED.fetch_add(1, Ordering::Relaxed);
+        }
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("a");
         if name == "broken" {
             let problem = "it is broken".to_owned();
@@ -268,7 +278,7 @@ pub fn entry(name: &str) -> Arc<Entry> {
         id: name.into(),
         revision: String::new(),
         path: format!("/models/{name}").into(),
-        quantization: pipelines::Quantization::NONE,
+        quantization: model::Quantization::NONE,
         adapters: Vec::new(),
     })
 }
@@ -301,7 +311,7 @@ pub fn image_of(spec: &mut JobSpec) -> &mut Image {
 /// A picture of a latent in the store.
 pub fn decode(latent: &str) -> JobWork {
     JobWork::Run(Run {
-        call: "DecodeLatent",
+        call: Call::DecodeLatent,
         request: Request::of(Medium::Image(Image::of(1024, 1024)), 4, 0.0, 16),
         count: 1,
         start: Some(Start {
@@ -332,7 +342,7 @@ pub fn with_formats(mut spec: JobSpec, formats: &[(&str, &str)]) -> JobSpec {
 /// A picture job of model `name` for a client; each prompt is new unless repeated.
 pub fn picture(name: &str, client: &str, prompt: &str) -> JobSpec {
     let run = Run {
-        call: "GenerateImage",
+        call: Call::GenerateImage,
         request: request(prompt),
         count: 1,
         start: None,

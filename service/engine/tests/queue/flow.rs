@@ -6,7 +6,7 @@ use engine::job::{JobEventKind, JobSpec};
 use engine::messages::{Command, Outcome, Work};
 use engine::queue::{Settings, StageVerdict};
 use engine::{ChangedTo, Error};
-use pipelines::{Image, InitImage, Mask, Role};
+use model::{Image, InitImage, Mask, Role};
 use residency::{Bytes, Policy, WaitCause};
 
 use crate::fixture::{EACH_ITEM, REDUCTIONS, brought, decode, image_of, picture, run_of};

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobSpec, JobState};
+use engine::JobState;
+use engine::job::{JobEventKind, JobSpec};
 use engine::messages::{Command, Failure, Order, Outcome, Progress, Work};
 use residency::Bytes;
 use tokio::time::Instant;

@@ -7,7 +7,7 @@ use engine::job::JobSpec;
 use engine::messages::{Answer, Command, Event, Work};
 use engine::queue::{Queue, Settings};
 use engine::{Error, Fallback, Shortfall};
-use pipelines::Image;
+use model::Image;
 use residency::{Bytes, Fits};
 
 use crate::fixture::{REDUCTIONS, image_of, load, picture, with_formats};

@@ -1,16 +1,18 @@
 //! Memory: patience, unloads, holds, and room for other programs.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use engine::job::{JobEvent, JobEventKind, JobState};
+use engine::JobState;
+use engine::job::{JobEvent, JobEventKind};
 use engine::library::Entry;
 use engine::messages::{Answer, Command, Outcome, Shortage, Work};
 use engine::queue::{Job, Queue, Settings};
 use engine::{CancelledBy, ChangedTo, Error};
 use residency::{Bytes, ComponentId, WaitCause};
 
-use crate::fixture::{REDUCTIONS, entry, load, picture};
+use crate::fixture::{COUNTED, OPENINGS_COUNTED, REDUCTIONS, entry, load, picture};
 use crate::worker::{Wire, Worker, at_rest, end, events, one_card, one_card_with, settle};
 
 /// Times in milliseconds of its waiting events, and its end.
@@ -354,6 +356,31 @@ async fn a_model_whose_files_are_gone_is_unpinned_and_unloaded_all_the_same() {
     });
     let refused = queue.unload(Some(unknown), None).await;
     assert!(matches!(refused, Err(Error::ModelDamaged(_))), "{refused:?}");
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unload_opens_a_model_only_where_none_of_its_name_is_in_use() {
+    let (queue, mut worker) = one_card().await;
+    resident(&queue, &mut worker, "a").await;
+    let elsewhere = Entry {
+        path: COUNTED.into(),
+        ..Entry::clone(&entry("a"))
+    };
+    let (asking, in_use) = (queue.clone(), Arc::new(elsewhere.clone()));
+    let unload = tokio::spawn(async move { asking.unload(Some(in_use), None).await });
+    assert_eq!(answer_unload(&mut worker).await, 3);
+    assert_eq!(unload.await.unwrap().unwrap().freed.len(), 3);
+    assert_eq!(OPENINGS_COUNTED.load(Ordering::Relaxed), 0);
+
+    // Under a name that is not in use it may have components that are.
+    let other = Entry {
+        key: "other".into(),
+        ..elsewhere
+    };
+    let report = queue.unload(Some(Arc::new(other)), None).await.unwrap();
+    assert!(report.freed.is_empty());
+    assert_eq!(OPENINGS_COUNTED.load(Ordering::Relaxed), 1);
     at_rest(&queue).await;
 }
 

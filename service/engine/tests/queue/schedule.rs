@@ -8,7 +8,7 @@ use std::time::Duration;
 use engine::job::{JobEventKind, JobSpec, JobWork, Priority};
 use engine::messages::{Answer, Command, Event, Failure, Order, Outcome, Progress, Ticket};
 use engine::queue::{Job, Queue, Settings};
-use pipelines::{Image, Medium};
+use model::{Image, Medium};
 use rand::rngs::StdRng;
 use rand::seq::{IndexedMutRandom, IndexedRandom};
 use rand::{Rng, SeedableRng};

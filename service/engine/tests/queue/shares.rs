@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobState, Priority};
+use engine::JobState;
+use engine::job::{JobEventKind, Priority};
 use engine::messages::{Command, Progress};
 use engine::queue::{Job, Queue, Settings};
 use residency::Bytes;

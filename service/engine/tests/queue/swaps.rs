@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEventKind, JobReport, JobState, JobWork};
+use engine::JobState;
+use engine::job::{JobEventKind, JobReport, JobWork};
 use engine::messages::{Command, Failure, Order, Outcome, Shortage};
 use engine::queue::{Job, Queue, Settings};
 use residency::{Bytes, WaitCause};
@@ -445,7 +446,7 @@ async fn jobs_of_the_old_model_queue_during_a_swap_without_spending_patience() {
         .jobs(false)
         .await
         .into_iter()
-        .map(|job| (job.kind, job.state))
+        .map(|job| (job.call.as_str(), job.state))
         .collect();
     assert_eq!(
         states,

@@ -13,7 +13,8 @@ use engine::messages::{
 use engine::need::Need;
 use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
 use gpu::{CardDescription, CardKind, Unloaded};
-use pipelines::{Catalogue, Piece, Rung, StagePlan, Values};
+use model::{Piece, Rung, StagePlan, Values};
+use pipelines::Catalogue;
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
 };

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority, Run, Start};
+use engine::job::{Call, JobEventKind, JobOptions, JobSpec, JobWork, Priority, Run, Start};
 use engine::queue::Job;
-use pipelines::{Request, Role};
+use model::{Request, Role};
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
@@ -83,7 +83,7 @@ pub(crate) fn random_job(
         }
         2 if from_image => {
             let run = Run {
-                call: "EncodeImage",
+                call: Call::EncodeImage,
                 until: Role::Encode,
                 keep_latent: true,
                 ..run_of(request)
@@ -97,7 +97,7 @@ pub(crate) fn random_job(
                 role: Role::Decode,
             };
             let run = Run {
-                call: "DecodeLatent",
+                call: Call::DecodeLatent,
                 start: Some(start),
                 ..run_of(request)
             };
@@ -127,7 +127,7 @@ pub(crate) fn random_job(
 /// A picture of a request.
 fn run_of(request: Request) -> Run {
     Run {
-        call: "GenerateImage",
+        call: Call::GenerateImage,
         request,
         count: 1,
         start: None,

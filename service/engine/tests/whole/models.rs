@@ -6,9 +6,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use engine::library::Entry;
 use gpu::ComponentTensors;
-use pipelines::{
-    Catalogue, Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, StageRun, Values,
-};
+use model::{Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, StageRun, Values};
+use pipelines::Catalogue;
 
 const MIB: u64 = 1 << 20;
 
@@ -92,7 +91,7 @@ impl Models {
             id: name.into(),
             revision: String::new(),
             path: self.folder.path().join(format!("{name}.instant.json")),
-            quantization: pipelines::Quantization::NONE,
+            quantization: model::Quantization::NONE,
             adapters: Vec::new(),
         })
     }

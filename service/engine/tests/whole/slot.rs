@@ -9,7 +9,7 @@ use std::time::Duration;
 use engine::messages::{Answer, Command, Event, Order, Outcome, Progress, Standing, Ticket, Work};
 use engine::queue::{CardPort, CardSignal, Signal};
 use gpu::{SimulatedSettings, SimulatedWorld, Unloaded};
-use pipelines::{Piece, Role, Values};
+use model::{Piece, Role, Values};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use residency::{Bytes, ComponentId, DriverTruth, Ledger, Millis, ResidentState, StageNeed};

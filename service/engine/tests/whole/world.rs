@@ -333,7 +333,7 @@ impl<'a> World<'a> {
         let what = format!(
             "{} of {} by {}",
             match &wish.spec.work {
-                engine::job::JobWork::Run(run) => run.call,
+                engine::job::JobWork::Run(run) => run.call.as_str(),
                 engine::job::JobWork::Load { .. } => "a load",
             },
             wish.spec.entry.key,

@@ -332,28 +332,6 @@ unsafe impl Send for PinnedRegion {}
 // SAFETY: never read or written through directly; its parts are, each by its own owner.
 unsafe impl Sync for PinnedRegion {}
 
-/// System calls, with the constants of Linux.
-mod system {
-    use std::ffi::{c_int, c_void};
-
-    pub(super) const READ_AND_WRITE: c_int = 3;
-    pub(super) const PRIVATE_AND_ANONYMOUS: c_int = 0x22;
-    pub(super) const HUGE_PAGES: c_int = 14;
-
-    unsafe extern "C" {
-        pub(super) fn mmap(
-            at: *mut c_void,
-            length: usize,
-            protection: c_int,
-            flags: c_int,
-            file: c_int,
-            offset: i64,
-        ) -> *mut c_void;
-        pub(super) fn madvise(at: *mut c_void, length: usize, advice: c_int) -> c_int;
-        pub(super) fn munmap(at: *mut c_void, length: usize) -> c_int;
-    }
-}
-
 impl PinnedRegion {
     const HUGE: usize = 2 << 20;
     const PAGE: usize = 4096;
@@ -366,24 +344,23 @@ impl PinnedRegion {
         let whole = length + PinnedRegion::HUGE;
         // SAFETY: a new mapping at an address of the system's choice.
         let at = unsafe {
-            system::mmap(
+            libc::mmap(
                 std::ptr::null_mut(),
                 whole,
-                system::READ_AND_WRITE,
-                system::PRIVATE_AND_ANONYMOUS,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
                 -1,
                 0,
             )
         };
-        // -1 is `MAP_FAILED`.
-        let at = NonNull::new(at).filter(|at| at.as_ptr().addr() != usize::MAX)?;
+        let at = NonNull::new(at).filter(|at| at.as_ptr() != libc::MAP_FAILED)?;
         let before = at.as_ptr().addr().next_multiple_of(PinnedRegion::HUGE) - at.as_ptr().addr();
         // SAFETY: it is within the mapping, which is longer by as much as an alignment can take.
         let bytes = unsafe { at.cast::<u8>().add(before) };
         let mapped = (at, whole);
         // Small pages work too.
         // SAFETY: the range is within the mapping, and the call is only advice.
-        unsafe { system::madvise(bytes.as_ptr().cast(), length, system::HUGE_PAGES) };
+        unsafe { libc::madvise(bytes.as_ptr().cast(), length, libc::MADV_HUGEPAGE) };
         let part = length
             .div_ceil(threads.max(1))
             .next_multiple_of(PinnedRegion::HUGE);
@@ -408,7 +385,7 @@ impl PinnedRegion {
         if let Err(error) = locked {
             tracing::debug!(%error, "memory of the process cannot be locked: the driver allocates its own");
             // SAFETY: unused so far.
-            unsafe { system::munmap(at.as_ptr(), whole) };
+            unsafe { libc::munmap(at.as_ptr(), whole) };
             return None;
         }
         Some(PinnedRegion { mapped, bytes })
@@ -424,6 +401,6 @@ impl Drop for PinnedRegion {
         }
         let (at, length) = self.mapped;
         // SAFETY: mapped by `new`, unmapped once, and no part of it is alive.
-        unsafe { system::munmap(at.as_ptr(), length) };
+        unsafe { libc::munmap(at.as_ptr(), length) };
     }
 }

@@ -54,7 +54,7 @@ pub fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels, Pictu
     let (width, height) = scale_to.unwrap_or(size);
     let rgb = match (width, height) == size {
         true => rgb.into_raw(),
-        false => pipelines::resized(&rgb, 3, size, (width, height)),
+        false => model::resized(&rgb, 3, size, (width, height)),
     };
     Ok(Pixels { width, height, rgb })
 }
@@ -65,10 +65,10 @@ pub fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, PictureErro
     let picture = upright(data)?;
     let from = (picture.width(), picture.height());
     if let Some(painted) = white_paint(&picture) {
-        return Ok(pipelines::resized(&painted, 1, from, size));
+        return Ok(model::resized(&painted, 1, from, size));
     }
     if picture.color().has_color() {
-        let rgb = pipelines::resized(&picture.into_rgb8(), 3, from, size);
+        let rgb = model::resized(&picture.into_rgb8(), 3, from, size);
         let grey = |pixel: &[u8]| {
             let weighed = pixel.iter().zip([19_595u32, 38_470, 7_471]);
             let sum: u32 = weighed.map(|(&byte, weight)| u32::from(byte) * weight).sum();
@@ -76,7 +76,7 @@ pub fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, PictureErro
         };
         return Ok(rgb.chunks_exact(3).map(grey).collect());
     }
-    Ok(pipelines::resized(&picture.into_luma8(), 1, from, size))
+    Ok(model::resized(&picture.into_luma8(), 1, from, size))
 }
 
 /// How opaque each pixel is, where all of them are white and some of them transparent: a mask that somebody painted on an

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use flac_codec::decode::FlacSampleReader;
 use flac_codec::encode::{FlacSampleWriter, Options};
 use flac_codec::metadata::VorbisComment;
-use pipelines::Clip;
+use model::Clip;
 
 use super::containers::{refusal, without_id3};
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
@@ -66,10 +66,14 @@ pub(super) fn read<E: From<TrackError>>(
         return Err(unreadable(format!("{bits} bits a sample; {least} to {most} are read")).into());
     }
     // Before anything is decoded, if the file says how much it is: it is refused where it has another number.
-    if declared.is_some() {
-        room(format.samples * format.unit_bytes())?;
-    }
-    let mut data = Vec::new();
+    let mut data = match declared {
+        Some(_) => {
+            let bytes = format.samples * format.unit_bytes();
+            room(bytes)?;
+            in_one_piece(bytes)?
+        }
+        None => Vec::new(),
+    };
     format.samples = 0;
     loop {
         caller.check().map_err(TrackError::from)?;
@@ -84,6 +88,11 @@ pub(super) fn read<E: From<TrackError>>(
         }
         if declared.is_none() {
             room(frame.len() as u64 * SAMPLE_BYTES)?;
+        }
+        let more = frame.len() * SAMPLE_BYTES as usize;
+        if data.capacity() - data.len() < more {
+            // Of a file that does not say how much it is: by an eighth, so that hardly more is held than was asked for.
+            data.reserve_exact(more.max(data.len() / 8));
         }
         data.extend(
             frame
@@ -103,6 +112,17 @@ pub(super) fn read<E: From<TrackError>>(
     format.check()?;
     data.shrink_to_fit(); // what is held is what was asked for
     Ok(format.clip(data.into()))
+}
+
+/// Memory for so many bytes in one piece: a vector that grows takes up to twice as much meanwhile. The system gives pages as they are
+/// written, so that a file which says too much of itself takes no more than it has.
+fn in_one_piece(bytes: u64) -> Result<Vec<u8>, TrackError> {
+    let mut data = Vec::new();
+    let reserved = usize::try_from(bytes).map(|bytes| data.try_reserve_exact(bytes));
+    match reserved {
+        Ok(Ok(())) => Ok(data),
+        Ok(Err(_)) | Err(_) => Err(TrackError::NoMemory(bytes)),
+    }
 }
 
 /// Bytes before the frames, as they are decoded.

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use pipelines::Clip;
+use model::Clip;
 
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
 use crate::Caller;

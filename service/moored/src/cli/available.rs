@@ -27,7 +27,7 @@ enum Place {
     /// In a service, which lists these ids.
     Service(Vec<String>),
     /// On this machine.
-    Here(Models),
+    Here(Box<Models>),
 }
 
 /// A card, and what a model can have of it.
@@ -63,8 +63,9 @@ impl Inventory {
 
     /// That of this machine.
     pub(super) fn of_this_machine(config: &Config) -> Inventory {
+        let models = Models::new(config.models.clone(), config.hub.cache.clone());
         Inventory {
-            place: Place::Here(Models::new(config.models.clone(), config.hub.cache.clone())),
+            place: Place::Here(Box::new(models)),
             card: Card::of_this_machine(config),
         }
     }

@@ -70,6 +70,7 @@ impl Exit {
             Reason::QueueFull
             | Reason::ClientLimit
             | Reason::CardNotReady
+            | Reason::DiskNotReady
             | Reason::ShuttingDown
             | Reason::MemoryTaken
             | Reason::OutOfMemory

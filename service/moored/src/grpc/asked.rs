@@ -4,6 +4,7 @@ mod checks;
 mod track;
 
 use engine::Error;
+use engine::job::Call;
 use pipelines::{Clip, InitImage, MediaFormat, Medium, Request};
 
 use track::{AskedTrack, seconds_of};
@@ -27,8 +28,8 @@ pub(super) enum StartFrom {
 /// The request of a client. Fields that it leaves open are zero, empty or `None`.
 #[derive(Debug, Default)]
 pub(super) struct Asked {
-    /// Name of the call in lists of jobs, such as `GenerateImage`.
-    pub(super) call: &'static str,
+    /// The call that it is.
+    pub(super) call: Call,
     pub(super) model: Option<v1::ModelRef>,
     pub(super) prompt: String,
     pub(super) width: u32,
@@ -107,7 +108,7 @@ impl Asked {
         let raw = request.output == v1::OutputFormat::RawRgb as i32;
         asked! {
             request,
-            call: "GenerateImage",
+            call: Call::GenerateImage,
             width: request.width,
             height: request.height,
             init_image: request.init_image,
@@ -123,7 +124,7 @@ impl Asked {
     pub(super) fn video(request: v1::GenerateVideoRequest) -> Asked {
         asked! {
             request,
-            call: "GenerateVideo",
+            call: Call::GenerateVideo,
             width: request.width,
             height: request.height,
             init_image: request.init_image,
@@ -148,7 +149,7 @@ impl Asked {
         };
         asked! {
             request,
-            call: "GenerateAudio",
+            call: Call::GenerateAudio,
             encoding: encoding,
             of_medium: of_medium,
         }

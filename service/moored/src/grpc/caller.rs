@@ -53,6 +53,12 @@ impl Caller {
         self.address.and_then(client_at)
     }
 
+    /// Whether it is on the machine of the service, or reaches it through a program there.
+    pub(super) fn is_on_this_machine(&self) -> bool {
+        self.address
+            .is_some_and(|address| address.ip().to_canonical().is_loopback())
+    }
+
     /// The client's name: as it gives it, or its address.
     ///
     /// # Errors
@@ -101,6 +107,17 @@ impl Caller {
             detach: options.detach,
             deadline: self.deadline,
         })
+    }
+}
+
+#[cfg(test)]
+impl Caller {
+    /// A caller at an address, without a deadline.
+    pub(super) fn at(address: Option<&str>) -> Caller {
+        Caller {
+            address: address.map(|address| address.parse().unwrap()),
+            deadline: None,
+        }
     }
 }
 
@@ -185,6 +202,21 @@ mod tests {
         for wrong in ["cuda:2", "cuda:9", "GPU-1234-", "GPU", "cuda", "sim:0", "cuda:-1"] {
             let refused = named(wrong).unwrap_err().to_string();
             assert!(refused.contains("cuda:1 (GPU-1234-bbbb)"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_caller_of_a_loopback_address_is_on_this_machine() {
+        for here in ["127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "[::ffff:127.0.0.1]:1"] {
+            assert!(Caller::at(Some(here)).is_on_this_machine(), "{here}");
+        }
+        for other in [
+            Some("10.0.0.1:1"),
+            Some("[::ffff:10.0.0.1]:1"),
+            Some("[2001:db8::1]:1"),
+            None,
+        ] {
+            assert!(!Caller::at(other).is_on_this_machine(), "{other:?}");
         }
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobOptions, JobSpec, JobWork};
+use engine::job::{Call, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{PlanReport, StageVerdict};
 use pipelines::{AdapterFile, AdapterKind, AdapterUse, Medium, Model, Preset, Quantization, StrengthCurve};
@@ -135,7 +135,7 @@ impl Service {
         if let Medium::Image(image) = &mut request.medium {
             image.controls = controls_of(controls, &entry, (image.width, image.height));
         }
-        let run = whole_run(AUTO, request);
+        let run = whole_run(Call::Plan, request);
         let (card, work) = (options.card_hint.clone(), JobWork::Run(run));
         self.queue
             .plan_as_asked(JobSpec { options, entry, work }, &card)

@@ -208,7 +208,7 @@ pub(super) fn job_out(job: &JobInfo) -> v1::JobInfo {
         client_id: job.client.clone(),
         priority: priority_out(job.priority),
         state: job.state.as_str().to_owned(),
-        kind: job.kind.to_owned(),
+        kind: job.call.as_str().to_owned(),
         model_key: job.model_key.clone(),
         card: job.card.clone(),
         stage: job.stage.to_string(),

@@ -9,7 +9,7 @@ use engine::library::{Entry, OpenModel};
 use super::choose::{Chosen, left_open};
 use super::server::Service;
 use super::status::{invalid, short};
-use crate::models::Resolved;
+use crate::models::{Meant, Resolved};
 use crate::threads::FILES;
 use api::v1;
 use hub::catalogue;
@@ -92,19 +92,23 @@ impl Service {
         })
     }
 
-    /// As [`Service::entry`], for what ends a use: where the files are gone, the entry as it was used.
+    /// As [`Service::entry`], for what ends a use: the one entry in use that a reference means, without a look at its files, which
+    /// may be gone or may not answer. Where it means several, the files decide which.
     pub(super) async fn entry_in_use(&self, model: &v1::ModelRef) -> Result<Arc<Entry>, Error> {
-        let gone = match self.entry(Some(model.clone())).await {
-            Err(gone @ Error::ModelNotFound { .. }) => gone,
-            Err(gone @ Error::Invalid(_)) if model.id.contains('&') || !model.adapters.is_empty() => gone,
-            resolved => return resolved,
+        check_reference(model)?;
+        let meant = match left_open(model)? {
+            Some(open) => Meant::AnyFormats(open),
+            None => Meant::AsNamed(model.clone()),
         };
-        let known = self.queue.known_entries().await;
-        let found = match left_open(model)? {
-            Some(open) => known.into_iter().find(|entry| entry.id == open.id),
-            None => self.models.find_known(model, known),
-        };
-        found.ok_or(gone)
+        let mut in_use = self.queue.known_entries().await;
+        in_use.retain(|entry| meant.is(entry));
+        if let [only] = &in_use[..] {
+            return Ok(only.clone());
+        }
+        match (self.entry(Some(model.clone())).await, in_use.into_iter().next()) {
+            (Err(Error::ModelNotFound { .. } | Error::Invalid(_)), Some(first)) => Ok(first),
+            (resolved, _) => resolved,
+        }
     }
 
     /// An error of opening a model, where an adapter is at fault, as that of the field that names the adapter.

@@ -3,7 +3,7 @@
 use std::pin::Pin;
 
 use engine::Error;
-use engine::job::{JobOptions, JobSpec, JobWork, Run, Start};
+use engine::job::{Call, JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
 use pipelines::{Image, InitImage, Medium, Model, Role};
@@ -272,7 +272,7 @@ impl Service {
             spec: JobSpec {
                 options,
                 entry,
-                work: JobWork::Run(whole_run("Plan", request)),
+                work: JobWork::Run(whole_run(Call::Plan, request)),
             },
             model,
             output: Output::without_recipe(Encoding::Raw),
@@ -359,7 +359,7 @@ impl Service {
         let run = Run {
             until: Role::Encode,
             keep_latent: true,
-            ..whole_run("EncodeImage", image)
+            ..whole_run(Call::EncodeImage, image)
         };
         let model = resolved(&entry, &open);
         let spec = JobSpec {
@@ -402,7 +402,7 @@ impl Service {
                 latent: request.latent_id,
                 role: Role::Decode,
             }),
-            ..whole_run("DecodeLatent", of_latent)
+            ..whole_run(Call::DecodeLatent, of_latent)
         };
         let model = resolved(&entry, &open);
         let spec = JobSpec {
@@ -419,7 +419,7 @@ impl Service {
 const REFERENCE_MEDIA: &str = "reference_media_id";
 
 /// All stages of one result, of which nothing else is kept or shown.
-pub(super) fn whole_run(call: &'static str, request: pipelines::Request) -> Run {
+pub(super) fn whole_run(call: Call, request: pipelines::Request) -> Run {
     Run {
         call,
         request,

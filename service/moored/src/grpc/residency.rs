@@ -8,7 +8,8 @@ use std::time::Duration;
 use engine::Error;
 use engine::job::{JobSpec, JobWork};
 use engine::library::{Entry, OpenModel};
-use engine::queue::{CardStatus, Freed, Kept, PlannedStage, Reserver, StatusReport};
+use engine::queue::{CardStatus, PlannedStage, Reserver, StatusReport};
+use engine::{Freed, Kept};
 use futures::{Stream, StreamExt as _};
 use gpu::CardKind;
 use pipelines::{Preset, Quantization};
@@ -287,7 +288,8 @@ impl Residency for Service {
         &self,
         request: Request<v1::ReserveRequest>,
     ) -> Result<Response<v1::ReserveResponse>, Status> {
-        let client = Caller::of(&request).client();
+        let caller = Caller::of(&request);
+        let client = caller.client();
         let request = request.into_inner();
         let checked = || {
             let ttl = time_to_live(request.ttl, DEFAULT_RESERVATION, LONGEST_RESERVATION)?;
@@ -302,12 +304,8 @@ impl Residency for Service {
                     "cannot be changed when a reservation is renewed: leave it out",
                 ));
             }
-            let process = (request.process_id > 0).then(|| OtherProcess::open(request.process_id));
-            let process = process.transpose();
-            Ok((
-                ttl,
-                process.map_err(|problem| invalid("process_id", problem.to_string()))?,
-            ))
+            let process = (request.process_id > 0).then(|| process_for(&caller, request.process_id));
+            Ok((ttl, process.transpose()?))
         };
         let (ttl, process) = checked().map_err(|e| status_of(&e))?;
         let (bytes, id) = (Bytes(request.bytes), request.reservation_id);
@@ -362,6 +360,19 @@ impl Residency for Service {
         let cards = cards.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::RecycleResponse { cards }))
     }
+}
+
+/// The process that a caller names for its reservation.
+///
+/// # Errors
+/// When there is none. A caller on another machine is not told which there are: whatever it names is refused.
+fn process_for(caller: &Caller, id: u32) -> Result<OtherProcess, Error> {
+    if !caller.is_on_this_machine() {
+        let problem = "is of the machine of the service, and you call from another: leave it out, and renew the reservation by its \
+                       id for as long as it is needed";
+        return Err(invalid("process_id", problem));
+    }
+    OtherProcess::open(id).map_err(|problem| invalid("process_id", problem.to_string()))
 }
 
 impl Service {
@@ -644,6 +655,23 @@ mod tests {
     use tokio::time::Instant;
 
     use super::*;
+
+    #[test]
+    fn a_caller_on_another_machine_is_not_told_which_processes_there_are() {
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let (there, gone) = (std::process::id(), ended.id());
+        let refused = |address: &str, id| {
+            let process = process_for(&Caller::at(Some(address)), id);
+            process
+                .map(|process| process.id())
+                .map_err(|error| error.to_string())
+        };
+        assert_eq!(refused("127.0.0.1:1", there), Ok(there));
+        assert!(refused("127.0.0.1:1", gone).unwrap_err().contains("no process"));
+        assert!(refused("10.0.0.1:1", there).unwrap_err().contains("process_id"));
+        assert_eq!(refused("10.0.0.1:1", there), refused("10.0.0.1:1", gone));
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_watcher_ends_with_the_service_however_long_its_interval_is() {

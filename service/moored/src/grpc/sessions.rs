@@ -23,7 +23,7 @@ use self::messages::{Opened, failed, progress, settings_of};
 use self::segments::{Maker, Report, Work};
 use super::caller::Caller;
 use super::convert::{Converted, convert};
-use super::limits::{Budget, Client, Exceeded, Taken};
+use super::limits::{Budget, Client, Exceeded, SESSION_MESSAGE_BYTES, Taken, too_long_message};
 use super::server::Service;
 use super::status::{client_limit, cut, invalid, status_of};
 use crate::durations::millis;
@@ -43,10 +43,8 @@ const MOST_UNDER_WAY: usize = 32;
 const MOST_UNSENT: usize = 8;
 /// Messages that must not be lost and wait for the transport: beyond, the client is one that does not read.
 const MOST_KEPT: usize = 512;
-/// Longest message of a client: lyrics and curves are shorter.
-const LONGEST_MESSAGE_BYTES: usize = 256 << 10;
-/// What a message counts at least while it waits: what is made of it takes memory too.
-const LEAST_MESSAGE_BYTES: usize = 1 << 10;
+/// What a message counts at least while it is kept: what is made of it takes memory too.
+const LEAST_MESSAGE_BYTES: u64 = 1 << 10;
 /// Of the message of an error in the log.
 const LONGEST_LOGGED_CHARACTERS: usize = 300;
 /// The shortest silence of the transport that is told as a gap: less is the clock's.
@@ -77,8 +75,13 @@ impl Service {
         };
         let idle = messages::idle(&open);
         let caller = caller.without_deadline(); // of the call, not of each job
+        let bytes = self
+            .limits
+            .message_bytes()
+            .take(caller.client(), counted_bytes(open.encoded_len())?);
+        let bytes = bytes.map_err(|exceeded| client_limit(too_many(exceeded)))?;
         let (maker, opened) = self
-            .open_maker(open, caller)
+            .open_maker(open, bytes, caller)
             .await
             .map_err(|error| status_of(&error))?;
         let (send, mut told) = mpsc::channel(1);
@@ -263,15 +266,16 @@ impl Session {
 
     /// A message of the client. The session ends with an error where it is none of this protocol.
     fn receive(&mut self, request: v1::StreamAudioRequest) -> Result<Option<Ending>, Status> {
-        let bytes = request.encoded_len();
-        if bytes > LONGEST_MESSAGE_BYTES {
-            let problem = format!("has {bytes} bytes; {LONGEST_MESSAGE_BYTES} are the most");
-            return Err(status_of(&invalid("message", problem)));
-        }
+        let bytes = counted_bytes(request.encoded_len())?;
         match request.message {
             Some(Asked::Segment(segment)) => {
                 let start = messages::start_in(segment.start);
                 let track = segment.track.unwrap_or_default();
+                if let Err(error) = messages::check_segment(&track) {
+                    self.segments += 1;
+                    self.keep(failed(self.segments, &error))?;
+                    return Ok(None);
+                }
                 self.ask(bytes, start, |number, place_seconds| Work::Segment {
                     number,
                     track: Box::new(track),
@@ -311,7 +315,7 @@ impl Session {
     /// Gives a segment its number, and has it made.
     fn ask(
         &mut self,
-        bytes: usize,
+        bytes: u64,
         start: SegmentStart,
         work: impl FnOnce(u32, f32) -> Work,
     ) -> Result<(), Status> {
@@ -322,13 +326,9 @@ impl Session {
                 format!("{MOST_UNDER_WAY} segments are under way, which are the most: wait for one");
             return self.keep(messages::refused(number, &client_limit(problem)));
         }
-        let bytes = bytes.max(LEAST_MESSAGE_BYTES) as u64;
         let bytes = match self.message_bytes.take(self.client, bytes) {
             Ok(bytes) => bytes,
-            Err(exceeded) => {
-                let problem = exceeded.words("requests under way", "wait for some", "limits.uploads");
-                return self.keep(messages::refused(number, &client_limit(problem)));
-            }
+            Err(exceeded) => return self.keep(messages::refused(number, &client_limit(too_many(exceeded)))),
         };
         self.timeline.expect(number, start);
         let under_way = UnderWay {
@@ -563,6 +563,26 @@ fn gone_or(status: Status) -> Result<Option<Ending>, Status> {
         Code::Cancelled | Code::Unknown | Code::Unavailable => Ok(None),
         _ => Err(status),
     }
+}
+
+/// What a message of so many bytes counts.
+///
+/// # Errors
+/// When it is too long.
+fn counted_bytes(bytes: usize) -> Result<u64, Status> {
+    let bytes = bytes as u64;
+    if bytes > SESSION_MESSAGE_BYTES {
+        return Err(too_long_message(bytes, SESSION_MESSAGE_BYTES));
+    }
+    Ok(bytes.max(LEAST_MESSAGE_BYTES))
+}
+
+fn too_many(exceeded: Exceeded) -> String {
+    exceeded.words(
+        "requests under way and of sessions",
+        "wait for some, or close a session",
+        "limits.uploads",
+    )
 }
 
 fn too_much(exceeded: Exceeded) -> Status {

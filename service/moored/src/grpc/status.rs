@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use engine::library::NotOpened;
 use engine::{CancelledBy, Error, Shortfall};
 use prost::Message as _;
 use prost_types::Any;
@@ -24,6 +25,7 @@ const DOMAIN: &str = "moored";
 const RETRY_FULL_QUEUE: Duration = Duration::from_secs(2);
 const RETRY_MEMORY: Duration = Duration::from_secs(5);
 const RETRY_CARD: Duration = Duration::from_secs(1);
+const RETRY_DISK: Duration = Duration::from_secs(10);
 
 /// The gRPC status of an error of a job; where no form of its model fits the card, with what to take instead.
 pub(crate) fn status_of_job(error: &Error, instead: Option<&str>) -> Status {
@@ -59,6 +61,8 @@ fn status_with(error: &Error, words: &str) -> Status {
                 None => info_with(reason, [("how", how.to_owned())]),
             }
         }
+        Error::NotOpened(NotOpened::Silent { .. }) => disk_info(SILENT),
+        Error::NotOpened(NotOpened::Busy { .. }) => disk_info(BUSY),
         _ => error_info(reason),
     }];
     match error {
@@ -78,6 +82,7 @@ fn status_with(error: &Error, words: &str) -> Status {
         | Error::ClientLimit(_)
         | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
+        Error::NotOpened(_) => details.push(retry(RETRY_DISK)),
         Error::ModelNotFound { .. }
         | Error::ModelDamaged(_)
         | Error::ModelChanged(_)
@@ -101,6 +106,15 @@ fn status_with(error: &Error, words: &str) -> Status {
 
 /// The gRPC status of a failed pull.
 pub(crate) fn status_of_pull(error: &PullError) -> Status {
+    let how = match error {
+        PullError::DiskSilent { .. } => Some(SILENT),
+        PullError::DiskBusy { .. } => Some(BUSY),
+        _ => None,
+    };
+    if let Some(how) = how {
+        let details = vec![disk_info(how), retry(RETRY_DISK)];
+        return with_details(Code::Unavailable, &error.to_string(), details);
+    }
     let reason = pull_messages::reason_of(error);
     let code = match reason {
         Reason::InvalidRequest => return status_of(&invalid("id", error.to_string())),
@@ -216,6 +230,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::Cancelled(_) => (Code::Cancelled, Reason::Cancelled),
         Error::WorkerDied { .. } | Error::WorkerSilent { .. } => (Code::Aborted, Reason::WorkerDied),
         Error::CardNotReady(_) => (Code::Unavailable, Reason::CardNotReady),
+        Error::NotOpened(_) => (Code::Unavailable, Reason::DiskNotReady),
         Error::NotFinite { .. } => (Code::Internal, Reason::NotFinite),
         Error::LatentNotFound(_) => (Code::NotFound, Reason::LatentNotFound),
         Error::LatentMismatch(_) => (Code::FailedPrecondition, Reason::LatentMismatch),
@@ -257,6 +272,14 @@ fn any(name: &str, message: &impl prost::Message) -> Any {
 
 fn error_info(reason: Reason) -> Any {
     info_with(reason, [])
+}
+
+/// How a disk is not ready, in the words of errors.proto.
+const SILENT: &str = "silent";
+const BUSY: &str = "busy";
+
+fn disk_info(how: &str) -> Any {
+    info_with(Reason::DiskNotReady, [("how", how.to_owned())])
 }
 
 fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> Any {
@@ -343,6 +366,46 @@ mod tests {
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().starts_with("info.vae_id: is empty"), "{status}");
         assert_eq!(details(&status).len(), 2);
+    }
+
+    #[test]
+    fn a_disk_that_does_not_answer_is_unavailable_and_says_when_to_try_again() {
+        let (path, folder, limit) = (
+            "/models/mine".to_owned(),
+            "/cache".to_owned(),
+            Duration::from_secs(60),
+        );
+        let silent = NotOpened::Silent {
+            path: path.clone(),
+            limit,
+        };
+        let busy = NotOpened::Busy { path, limit };
+        let silent_cache = PullError::DiskSilent {
+            folder: folder.clone(),
+            limit,
+        };
+        let busy_cache = PullError::DiskBusy { folder, limit };
+        for (status, how) in [
+            (status_of(&silent.into()), "silent"),
+            (status_of(&busy.into()), "busy"),
+            (status_of_pull(&silent_cache), "silent"),
+            (status_of_pull(&busy_cache), "busy"),
+        ] {
+            assert_eq!(status.code(), Code::Unavailable, "{status}");
+            assert_eq!(
+                details(&status),
+                [
+                    "type.googleapis.com/google.rpc.ErrorInfo",
+                    "type.googleapis.com/google.rpc.RetryInfo"
+                ]
+            );
+            let first = pb::Status::decode(status.details()).unwrap().details.remove(0);
+            let info = pb::ErrorInfo::decode(&first.value[..]).unwrap();
+            assert_eq!(
+                (info.reason.as_str(), info.metadata["how"].as_str()),
+                ("DISK_NOT_READY", how)
+            );
+        }
     }
 
     #[test]

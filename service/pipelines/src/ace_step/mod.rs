@@ -27,11 +27,11 @@ mod tasks;
 mod tokens;
 mod transformer;
 
+pub use self::model::{AceStep, AceStepModel};
 pub use buffers::{StepBuffers, denoise_scratch, request_scratch};
 pub use condition::ConditionEncoder;
 pub use config::{ConditionConfig, LayerConfig, TokenConfig, TransformerConfig};
 pub use guidance::Guidance;
-pub use model::{AceStep, AceStepModel};
 pub use sampling::sigmas;
 pub use tokens::{AudioDetokenizer, AudioTokenizer, Tokens};
 pub use transformer::{Conditioning, Item, Times, Transformer};

@@ -12,14 +12,14 @@ use super::stages::Stage;
 use super::tasks::{self, Abilities};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_oobleck::OobleckConfig;
-use crate::family::{LeftOut, smaller_lengths};
-use crate::plan::only_value;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{
     Audio, Family, Medium, Model, ModelError, ModelParts, Observer, OwnLayout, Precision, Request,
     RequestError, SampleFormat, StageError, StagePlan, StageRun, ValueShape, Values,
 };
+use model::plan::only_value;
+use model::{LeftOut, smaller_lengths};
 
 /// Names of the components.
 pub(super) const TRANSFORMER: &str = "transformer";
@@ -107,6 +107,8 @@ pub struct AceStepModel {
     /// Shift of the times of steps.
     pub(super) shift: f32,
     pub(super) parts: ModelParts,
+    /// What is attached to its components.
+    pub(super) adapters: AdapterSet,
 }
 
 impl AceStepModel {
@@ -122,7 +124,8 @@ impl AceStepModel {
             DECODER,
         )];
         let mut adapted = self.clone();
-        adapted.parts.adapters = AdapterSet::open(files, NAME, &targets, &mut adapted.parts.components)?;
+        adapted.adapters = AdapterSet::open(files, NAME, &targets, &mut adapted.parts.components)?;
+        adapted.adapters.report_to(&mut adapted.parts);
         Ok(adapted)
     }
 
@@ -152,7 +155,7 @@ impl Model for AceStepModel {
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = tasks::problems(request, self.able());
-        problems.extend(self.parts.adapters.problems(&request.adapters));
+        problems.extend(self.adapters.problems(&request.adapters));
         match (&request.medium, problems.is_empty()) {
             (Medium::Audio(audio), true) => self.stages(request, audio),
             _ => Err(problems),

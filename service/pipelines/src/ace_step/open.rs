@@ -18,6 +18,7 @@ use super::plan::is_supported;
 use super::prompts::MAX_TEXT_TOKENS;
 use super::quantize_rule::role_of;
 use super::tasks::{self, Abilities};
+use crate::adapters::AdapterSet;
 use crate::autoencoder_oobleck::OobleckConfig;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Wanted, component_of_checkpoint, component_of_folder,
@@ -149,6 +150,7 @@ impl AceStepModel {
         Ok(Some(AceStepModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
+            adapters: AdapterSet::default(),
             shift: shift_of(&base)?,
             transformer: transformer.0,
             condition: condition.0,

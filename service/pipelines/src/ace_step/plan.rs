@@ -22,13 +22,13 @@ use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
 use crate::autoencoder_oobleck::{decode_ladder, encode_ladder};
-use crate::family::LeftOut;
-use crate::memo::Memo;
-use crate::plan::{names, rungs_of};
 use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::TokenizeError;
 use crate::{Audio, AudioTask, Clip, Medium, Request, RequestError, Role, Rung, StagePlan, ValueShape};
+use model::LeftOut;
+use model::Memo;
+use model::plan::{names, rungs_of};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -212,7 +212,7 @@ impl AceStepModel {
             limit: MAX_LYRIC_TOKENS,
             set_by: None,
         });
-        LeftOut::of_prompt(prompt, request)
+        LeftOut::of_prompt(prompt.ok(), request)
             .into_iter()
             .chain(sung)
             .collect()
@@ -443,6 +443,7 @@ impl AceStepModel {
         let rounds = Round::all(request, steps);
         let denoiser = Denoiser {
             parts: &self.parts,
+            adapters: &self.adapters,
             name: TRANSFORMER,
             width: self.transformer.layer.hidden_size,
             is_modulator,

@@ -1,7 +1,7 @@
 //! What the text encoder reads: the formats of diffusers' `AceStepPipeline._format_prompt`, which the model was trained with.
 
-use crate::flow_match::decimal;
 use crate::{Audio, AudioTask};
+use model::decimal;
 
 /// Most tokens of lyrics, as in the reference.
 pub(super) const MAX_LYRIC_TOKENS: usize = 2048;

@@ -316,7 +316,6 @@ impl Stage<'_> {
         let mut sampling = Sampling::begin(self)?;
         let adapters =
             model
-                .parts
                 .adapters
                 .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let transformer = self.transformer(&adapters)?;

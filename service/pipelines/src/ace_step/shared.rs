@@ -201,7 +201,6 @@ impl AceStepModel {
         // Adapters and their strengths are equal, as the key says.
         let uses = &first.request.adapters;
         let adapters = self
-            .parts
             .adapters
             .attach(uses, TRANSFORMER, UsedAs::Steps, first.tensors)?;
         let transformer = self.transformer_of(first, &adapters)?;

@@ -17,12 +17,12 @@ use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use crate::autoencoder_oobleck::{
     OobleckDecoder, OobleckEncoder, OobleckMoments, decode_ladder, encode_ladder, pcm16_from_samples,
 };
-use crate::flow_match::decimal;
 use crate::noise::Generator;
-use crate::plan::of_rung;
 use crate::tensors::{from_host, to_host};
 use crate::text::qwen3::Qwen3Encoder;
 use crate::{Audio, Clip, HostTensor, MediaFormat, Medium, Observer, Piece, StageError, StageRun, Values};
+use model::decimal;
+use model::plan::of_rung;
 
 /// A stage of one request.
 pub(super) struct Stage<'a> {

@@ -5,7 +5,7 @@
 use candle_core::{Device, Tensor};
 
 use crate::StrengthPoint;
-use crate::flow_match::{decimal, first_step};
+use model::{decimal, first_step};
 
 /// Strengths over the seconds of a track.
 struct Curve(Vec<(f64, f32)>);

@@ -57,6 +57,12 @@ struct Pair<'a> {
     alpha: Option<(&'a str, &'a TensorEntry)>,
 }
 
+/// The file of an adapter's weights, and what its header says.
+struct WeightsFile<'a> {
+    header: &'a CheckpointFile,
+    opened: File,
+}
+
 /// A layer's term: its name, rank and scale, and its sources.
 struct Term {
     layer: usize,
@@ -148,9 +154,12 @@ fn open(
         files.push(ModelFile::at(path).map_err(problem)?);
     }
     let of_folder = configuration.as_deref().map(Configured::of_folder).transpose()?;
-    let opened = gpu::open_regular(&weights);
-    let opened =
-        opened.map_err(|e| AdapterError::File(format!("{} cannot be read: {e}", weights.display())))?;
+    let unreadable =
+        |e: std::io::Error| AdapterError::File(format!("{} cannot be read: {e}", weights.display()));
+    let weights_file = WeightsFile {
+        header: &checkpoint,
+        opened: gpu::open_regular(&weights).map_err(unreadable)?,
+    };
     let mut adapter = Adapter {
         report: AdapterReport {
             name: file.name.clone(),
@@ -178,8 +187,7 @@ fn open(
                 pair,
                 target,
                 configured,
-                &checkpoint,
-                &opened,
+                &weights_file,
                 dtype,
             )?);
         }
@@ -286,8 +294,7 @@ fn terms_of(
     pair: &Pair<'_>,
     target: &TargetComponent,
     configured: &Configured,
-    checkpoint: &CheckpointFile,
-    opened: &File,
+    weights: &WeightsFile<'_>,
     dtype: DType,
 ) -> Result<Vec<Term>, AdapterError> {
     let ((down_name, down), (up_name, up)) = match (pair.down, pair.up) {
@@ -328,7 +335,9 @@ fn terms_of(
             return Err(AdapterError::File(problem));
         }
     }
-    let own = pair.alpha.map(|(name, entry)| read_number(opened, name, entry));
+    let own = pair
+        .alpha
+        .map(|(name, entry)| read_number(&weights.opened, name, entry));
     let scale = configured.scale(in_file, rank, own.transpose()?)?;
     let source = |name: String, entry: &TensorEntry, rows: &[Rows], shape: [usize; 2]| {
         let flat = TensorEntry {
@@ -339,7 +348,7 @@ fn terms_of(
         let ranges: Vec<_> = ranges.map(|entry| entry.range).collect();
         TensorSource::full(
             name,
-            checkpoint.path(),
+            weights.header.path(),
             ranges,
             entry.stored,
             shape.to_vec(),

@@ -13,7 +13,7 @@ use super::{AdapterFile, AdapterReport, AdapterUse};
 use crate::checkpoint::ComponentSet;
 use crate::files::{ReadFiles, recorded};
 use crate::linear::SIDE_BY_SIDE;
-use crate::{ModelError, RequestError, Rung, StageError};
+use crate::{ModelError, ModelParts, RequestError, Rung, StageError};
 
 /// Which of an adapter's strengths counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +43,12 @@ pub(crate) struct AdapterSet {
 }
 
 impl AdapterSet {
+    /// Tells the model's parts what it changes, and what was read for it.
+    pub(crate) fn report_to(&self, parts: &mut ModelParts) {
+        parts.adapters = self.reports();
+        parts.read_of_adapters = self.read().clone();
+    }
+
     /// Opens adapters for a model of `family` (its display name), and adds their components to the model's.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use ops::{Affine, AttentionShape, ChannelNorm, MapReading, Mask, MaskShape, Onto
 use super::config::Resize;
 use super::conv::{Convolution, Goes, Reading, StripConvolution, Walk};
 use crate::autoencoder_kl::{GroupNorm, LayerSource};
-use crate::family::StageError;
+use model::StageError;
 
 type Outcome<T> = std::result::Result<T, StageError>;
 

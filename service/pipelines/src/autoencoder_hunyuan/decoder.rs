@@ -10,7 +10,7 @@ use super::conv::{Convolution, Reading, Walk};
 use super::scratch::Chunking;
 use super::space::in_tiles;
 use crate::autoencoder_kl::{GroupNorm, LayerSource, dtype_of_maps};
-use crate::family::StageError;
+use model::StageError;
 
 /// One resolution: residual blocks, then upsampling.
 #[derive(Clone, Debug)]

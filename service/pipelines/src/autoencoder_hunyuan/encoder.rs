@@ -12,7 +12,7 @@ use super::scratch::Chunking;
 use super::space::{self, in_tiles};
 use super::time::encode_tiles;
 use crate::autoencoder_kl::{GroupNorm, LayerSource, Moments, dtype_of_maps, finite};
-use crate::family::StageError;
+use model::StageError;
 
 /// One resolution: residual blocks, then downsampling.
 #[derive(Clone, Debug)]

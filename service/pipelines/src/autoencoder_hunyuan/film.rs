@@ -7,7 +7,7 @@ use super::scratch::Chunking;
 use super::space;
 use super::time::decode_tiles;
 use crate::autoencoder_kl::finite;
-use crate::family::StageError;
+use model::StageError;
 
 /// How a film is decoded. None of it changes a frame, but tiles in space.
 #[derive(Clone, Copy)]

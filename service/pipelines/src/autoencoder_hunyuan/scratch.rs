@@ -11,7 +11,7 @@ use super::conv::{Goes, Pass, Sides, StripBytes};
 use super::time::{decode_tiles, most_frames, most_latents};
 use crate::Rung;
 use crate::autoencoder_kl::edges;
-use crate::plan::ladder;
+use model::plan::ladder;
 
 /// Most bytes of a strip of a map that is processed whole: engines of convolutions count elements in 32 bits, and the
 /// strips of a film at 832x480 are already longer than a card's cache.

@@ -4,7 +4,7 @@
 use candle_core::{Result, Tensor};
 
 use crate::autoencoder_kl::Cut;
-use crate::family::StageError;
+use model::StageError;
 
 /// Computes the outputs of one tile `[t, h, w, c]`.
 pub(super) type OfTile<'a> = &'a dyn Fn(Tensor) -> std::result::Result<Tensor, StageError>;

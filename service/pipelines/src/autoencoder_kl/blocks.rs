@@ -6,7 +6,7 @@ use ops::{Affine, AttentionShape, ChannelNorm, MapReading, Mask, MaskShape, Onto
 
 use super::conv::{Convolution, Padding, Reading, StripConvolution};
 use super::norm::GroupNorm;
-use crate::family::StageError;
+use model::StageError;
 
 /// How a map is processed: the height of its strips, and the check for cancellation.
 #[derive(Clone, Copy)]

@@ -10,7 +10,7 @@ use super::norm::GroupNorm;
 use super::picture::Rgb8;
 use super::scratch::Chunking;
 use super::tiles::decode_tiles;
-use crate::family::StageError;
+use model::StageError;
 
 /// One resolution: residual blocks, then upsampling.
 #[derive(Clone, Debug)]

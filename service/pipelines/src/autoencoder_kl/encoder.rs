@@ -10,8 +10,8 @@ use super::decoder::{dtype_of_maps, finite};
 use super::norm::GroupNorm;
 use super::scratch::Chunking;
 use super::tiles::encode_tiles;
-use crate::family::StageError;
 use crate::noise::Generator;
+use model::StageError;
 
 /// One resolution: residual blocks, then downsampling.
 #[derive(Clone, Debug)]

@@ -7,8 +7,8 @@ use residency::Bytes;
 use super::scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder};
 use super::{COMPONENT, VaeConfig};
 use crate::checkpoint::ComponentSet;
-use crate::plan::{names, only_value, rungs_of};
 use crate::{Image, PreviewNeed, Role, Rung, StagePlan, ValueShape};
+use model::plan::{names, only_value, rungs_of};
 
 /// Names of the stages.
 pub(crate) const ENCODE_IMAGE: &str = "encode_image";

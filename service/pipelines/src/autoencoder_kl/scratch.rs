@@ -9,7 +9,7 @@ use super::config::VaeConfig;
 use super::conv::{filter_bytes, rows_of_strip};
 use super::tiles::edges;
 use crate::Rung;
-use crate::plan::ladder;
+use model::plan::ladder;
 
 /// How much of a map is processed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

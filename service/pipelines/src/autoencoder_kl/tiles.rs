@@ -4,7 +4,7 @@
 use candle_core::{Result, Tensor};
 use ops::MapReading;
 
-use crate::family::StageError;
+use model::StageError;
 
 /// diffusers' `tile_overlap_factor`.
 const OVERLAP: f64 = 0.25;

@@ -10,7 +10,7 @@ use super::config::OobleckConfig;
 use super::layers::{Source, Unit, convolve, from_latents, to_samples, transposed};
 use super::windows::{Window, Windows, windows_of};
 use crate::autoencoder_kl::dtype_of_maps;
-use crate::family::StageError;
+use model::StageError;
 
 /// `OobleckDecoderBlock`.
 #[derive(Clone, Debug)]

@@ -9,7 +9,7 @@ use super::layers::{Source, Unit, convolve, from_samples, sample_channels, strid
 use super::moments::OobleckMoments;
 use super::windows::{Window, Windows, windows_of};
 use crate::autoencoder_kl::{dtype_of_maps, finite};
-use crate::family::StageError;
+use model::StageError;
 
 /// `OobleckEncoderBlock`.
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@ use ops::{NormedWeight, SequenceFilter, SequenceShape, Snake, Through, pad_seque
 
 use super::config::{Level, OobleckConfig};
 use super::shapes::{DILATIONS, LAST_TAPS, TAPS};
-use crate::family::StageError;
+use model::StageError;
 
 type Outcome<T> = std::result::Result<T, StageError>;
 

@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use crate::autoencoder_kl::finite;
-use crate::family::StageError;
+use model::StageError;
 
 /// Samples `[n, channels]` of -1 to 1, f32, as 16-bit little-endian integers, channels interleaved
 /// ([`crate::MediaFormat::Audio`]): clipped, times 32767, rounded to the nearest.

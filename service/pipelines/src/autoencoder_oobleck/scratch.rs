@@ -11,7 +11,7 @@ use super::layers::{
 use super::shapes::{DILATIONS, TAPS};
 use super::windows::{Margins, Windows, window_frames, windows_of};
 use crate::Rung;
-use crate::plan::ladder;
+use model::plan::ladder;
 
 /// Most latent frames of a window: with ACE-Step's autoencoder in bf16, 0.9 GiB.
 const MOST_FRAMES: usize = 512;

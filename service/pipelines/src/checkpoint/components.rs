@@ -12,23 +12,14 @@ use super::role::{QuantizeRole, RoleOf};
 use super::single_file::is_single_file;
 use super::spec::TensorSpec;
 use super::stored::{Checkpoint, SUPPORTED, StoredAs, StoredTensor, foreign, quantized_by};
-use crate::family::format_of_plan;
+use model::ComponentFiles;
+use model::format_of_plan;
+
 use crate::files::{damaged, incomplete, unsupported};
 use crate::{Formats, ModelError, ModelFile, Precision};
 
 /// Names and shapes of tensors.
 pub(crate) type Shapes = Vec<(String, Vec<usize>)>;
-
-/// One component as files: its load plan and its identity.
-#[derive(Debug, Clone)]
-pub(crate) struct ComponentFiles {
-    /// The component's folder or file, for messages.
-    pub(crate) place: PathBuf,
-    /// Sources of all tensors.
-    pub(crate) plan: LoadPlan,
-    /// All files whose content identifies the component.
-    pub(crate) files: Vec<ModelFile>,
-}
 
 /// Requested representation of a component.
 #[derive(Clone, Copy, Debug)]
@@ -292,19 +283,6 @@ pub(crate) fn component_of_specs(
         checkpoint.files.clone(),
         config,
     ))
-}
-
-impl ComponentFiles {
-    /// The same with further tensors, of other files.
-    pub(crate) fn with(mut self, further: ComponentFiles) -> ComponentFiles {
-        match (&mut self.plan, further.plan) {
-            (LoadPlan::Files(sources), LoadPlan::Files(further)) => sources.extend(further),
-            (LoadPlan::Files(_) | LoadPlan::Synthetic(_), _) => {}
-        }
-        self.files.extend(further.files);
-        self.files.sort();
-        self
-    }
 }
 
 /// A component with exactly these tensors, in a folder or a file: any other tensor that is not a part of one of them

@@ -2,7 +2,6 @@
 //! tensors are (`spec`), which of them may be quantized (`role`), components as files (`components`), the names of layers in files of
 //! other programs (`names`), and models that are known and not run (`relatives`).
 
-mod component_set;
 mod components;
 mod names;
 mod numbers;
@@ -15,11 +14,11 @@ mod single_file;
 mod spec;
 mod stored;
 
-pub(crate) use component_set::ComponentSet;
 pub(crate) use components::{
-    ComponentFiles, Requested, Shapes, Wanted, component_of_checkpoint, component_of_file,
-    component_of_folder, component_of_specs, exact_component, open, open_single_file, whole,
+    Requested, Shapes, Wanted, component_of_checkpoint, component_of_file, component_of_folder,
+    component_of_specs, exact_component, open, open_single_file, whole,
 };
+pub(crate) use model::{ComponentFiles, ComponentSet};
 pub(crate) use names::{LayerNames, prefixes, unwrapped};
 pub(crate) use numbers::number_of;
 pub(crate) use recognise::{Marks, Naming, Recognised, authors_names, has_marks};

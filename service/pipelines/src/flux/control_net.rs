@@ -15,10 +15,10 @@ use super::trunk::{Trunk, TrunkConditioning};
 use crate::adapters::{AdaptedTensors, AdapterError, AdapterFile, AdapterReport};
 use crate::checkpoint::{Checkpoint, ComponentFiles, QuantizeRole, Requested, exact_component, whole};
 use crate::files::read_json;
-use crate::flow_match::decimal;
 use crate::linear::Linear;
 use crate::mmdit::{Added, BlockHook, BlockPlace, Buffers, Next};
 use crate::{ControlUse, StageError};
+use model::decimal;
 
 /// The class in its configuration.
 const CLASS: &str = "FluxControlNetModel";

@@ -10,13 +10,13 @@ use super::config::{MASK_WIDTH, TransformerConfig};
 use super::control_net::{OpenControlNet, acts_in};
 use super::model::FluxModel;
 use super::transformer::pack;
-use crate::bounds::PIXELS_PER_TOKEN;
-use crate::family::Model;
-use crate::memo::Memo;
 use crate::start::{CHANGES, steps_run};
 use crate::{
     ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, StageError, StagePlan, ValueShape,
 };
+use model::Memo;
+use model::Model;
+use model::bounds::PIXELS_PER_TOKEN;
 
 /// Names of the stages. That of a control picture is followed by its number.
 pub(super) const ENCODE_CONTROL: &str = "encode_control_";

@@ -19,9 +19,9 @@ mod stages;
 mod transformer;
 mod trunk;
 
-pub use crate::bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
+pub use self::model::{Flux, FluxModel};
+pub use ::model::bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use config::TransformerConfig;
-pub use model::{Flux, FluxModel};
 pub use positions::{positions, rotations};
 pub use stages::{POOLED, SEQUENCE, Stage};
 pub use transformer::{Conditioning, Prompted, StepBuffers, Transformer, denoise_scratch, pack, unpack};

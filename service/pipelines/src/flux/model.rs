@@ -16,12 +16,8 @@ use super::transformer::denoise_scratch;
 use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
-use crate::bounds::{self, PIXELS_PER_TOKEN, problems};
-use crate::family::{LeftOut, smaller_sides};
 use crate::flow_match::SchedulerConfig;
-use crate::memo::Memo;
 use crate::mmdit::is_modulator;
-use crate::plan::names;
 use crate::sampling::Denoiser;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -30,6 +26,10 @@ use crate::{
     Family, Image, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError, Role,
     Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
+use model::Memo;
+use model::bounds::{self, PIXELS_PER_TOKEN, problems};
+use model::plan::names;
+use model::{LeftOut, smaller_sides};
 
 /// Name of the family.
 pub(super) const FAMILY: &str = "flux";
@@ -85,6 +85,8 @@ pub struct FluxModel {
     pub(super) clip_tokenizer: Arc<ClipTokenizer>,
     pub(super) t5_tokenizer: Arc<T5Tokenizer>,
     pub(super) parts: ModelParts,
+    /// What is attached to its components.
+    pub(super) adapters: AdapterSet,
     pub(super) variant: Variant,
     pub(super) control_nets: Vec<OpenControlNet>,
 }
@@ -101,7 +103,8 @@ impl FluxModel {
             .iter()
             .cloned()
             .partition(|file| file.kind == AdapterKind::ControlNet);
-        adapted.parts.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts.components)?;
+        adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts.components)?;
+        adapted.adapters.report_to(&mut adapted.parts);
         adapted.control_nets.clear();
         for file in nets {
             let opened = OpenControlNet::open(&file, &self.transformer, self.precision.dtype);
@@ -143,13 +146,13 @@ impl FluxModel {
         let pooled = self.clip_tokenizer.length();
         let encoder = |name: &str, tokens: usize| {
             let dequantizing = self.parts.components.dequantizing(name, tokens, |_| true);
-            dequantizing.max(self.parts.adapters.scratch(name, tokens, dtype))
+            dequantizing.max(self.adapters.scratch(name, tokens, dtype))
         };
         let scratch = (self.clip.scratch(pooled, dtype) + encoder("text_encoder", pooled))
             .max(self.t5.scratch(tokens, dtype) + encoder("text_encoder_2", tokens));
         self.check_prompt(request)?;
         let (bases, uses) = (["text_encoder", "text_encoder_2"], &request.adapters);
-        let components = self.parts.adapters.beside(&bases, uses, UsedAs::Text);
+        let components = self.adapters.beside(&bases, uses, UsedAs::Text);
         Ok(StagePlan {
             shape: format!(
                 "t{tokens}{}",
@@ -157,7 +160,7 @@ impl FluxModel {
             ),
             gives: names(&[POOLED, SEQUENCE]),
             memo: Some(Memo::of(Request {
-                adapters: self.parts.adapters.text_uses(&bases, uses),
+                adapters: self.adapters.text_uses(&bases, uses),
                 ..request.of_prompt(Medium::Image(Image::of(0, 0)))
             })),
             ..StagePlan::of(ENCODE_TEXT, Role::Encode, components, vec![Rung::whole(scratch)])
@@ -194,6 +197,7 @@ impl FluxModel {
         let all_tokens = tokens as usize + picture;
         let denoiser = Denoiser {
             parts: &self.parts,
+            adapters: &self.adapters,
             name: "transformer",
             width: self.transformer.width(),
             is_modulator,
@@ -260,12 +264,12 @@ impl Model for FluxModel {
 
     fn adapters(&self) -> Vec<AdapterReport> {
         let nets = self.control_nets.iter().map(OpenControlNet::report);
-        self.parts.adapters.reports().into_iter().chain(nets).collect()
+        self.adapters.reports().into_iter().chain(nets).collect()
     }
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(request);
-        problems.extend(self.parts.adapters.problems(&request.adapters));
+        problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }
@@ -297,7 +301,7 @@ impl Model for FluxModel {
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
         let left_out = self.t5_tokenizer.left_out(&request.prompt, most);
-        LeftOut::of_prompt(left_out, request).into_iter().collect()
+        LeftOut::of_prompt(left_out.ok(), request).into_iter().collect()
     }
 
     fn most_references(&self) -> usize {

@@ -10,8 +10,8 @@ use super::config::TransformerConfig;
 use super::edit::Variant;
 use super::model::{FAMILY, FluxModel};
 use super::quantize_rule::role_of;
+use crate::adapters::AdapterSet;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
-use crate::bounds::{PIXELS_PER_TOKEN, problems};
 use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder, open_single_file};
 use crate::defaults::folder_defaults;
 use crate::files::{
@@ -22,6 +22,7 @@ use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
+use model::bounds::{PIXELS_PER_TOKEN, problems};
 
 /// Component names, in the order of [`crate::Model::components`].
 const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
@@ -135,6 +136,7 @@ impl FluxModel {
         Ok(Some(FluxModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
+            adapters: AdapterSet::default(),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,

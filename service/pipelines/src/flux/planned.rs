@@ -6,8 +6,8 @@ use super::edit::{ENCODE_CONTROL, ENCODE_MASKED, ENCODE_REFERENCE};
 use super::model::FluxModel;
 use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE};
-use crate::bounds::PIXELS_PER_TOKEN;
 use crate::{Image, Request};
+use model::bounds::PIXELS_PER_TOKEN;
 
 impl FluxModel {
     /// cuDNN shapes of a stage on a card, in order of use. Pictures are decoded and encoded whole: a lower rung

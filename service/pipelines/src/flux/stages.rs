@@ -22,12 +22,12 @@ use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoder_kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoder_kl::stages::{Run, deliver, send_preview};
 use crate::autoencoder_kl::{Chunking, VaeDecoder};
-use crate::bounds::PIXELS_PER_TOKEN;
 use crate::start::{Start, start};
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::t5::T5Encoder;
 use crate::{ControlUse, HostTensor, Image, Observer, Request, StageError, StageRun, Values};
+use model::bounds::PIXELS_PER_TOKEN;
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -294,10 +294,7 @@ impl Stage<'_> {
     /// The request's adapters for a component.
     fn attached(&self, base: &str, used_as: UsedAs) -> Result<AttachedAdapters, StageError> {
         let uses = &self.request.adapters;
-        self.model
-            .parts
-            .adapters
-            .attach(uses, base, used_as, self.tensors)
+        self.model.adapters.attach(uses, base, used_as, self.tensors)
     }
 
     /// The request's ControlNets that act, with what all steps share.

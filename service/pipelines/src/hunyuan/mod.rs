@@ -21,8 +21,8 @@ mod sections;
 mod stages;
 mod transformer;
 
+pub use self::model::{Hunyuan, HunyuanModel};
 pub use config::TransformerConfig;
-pub use model::{Hunyuan, HunyuanModel};
 
 /// The further names of the transformer's layers, and its tensors.
 #[cfg(test)]

@@ -13,8 +13,6 @@ use super::sections::{Order, Sections};
 use super::stages::Stage;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_hunyuan::{Chunking, HunyuanVaeConfig};
-use crate::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
-use crate::family::{LeftOut, nearest_frames, smaller_sides};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -25,6 +23,8 @@ use crate::{
     Family, InitImage, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError,
     StageError, StagePlan, StageRun, ValueShape, Values, Video,
 };
+use model::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
+use model::{LeftOut, nearest_frames, smaller_sides};
 
 /// Names of the components.
 pub(super) const TRANSFORMER: &str = "transformer";
@@ -111,6 +111,8 @@ pub struct HunyuanModel {
     pub(super) llama_tokenizer: Arc<LlamaTokenizer>,
     pub(super) clip_tokenizer: Arc<ClipTokenizer>,
     pub(super) parts: ModelParts,
+    /// What is attached to its components.
+    pub(super) adapters: AdapterSet,
 }
 
 /// All fields of a request that are out of bounds.
@@ -210,8 +212,8 @@ impl HunyuanModel {
             "",
         )];
         let mut adapted = self.clone();
-        adapted.parts.adapters =
-            AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts.components)?;
+        adapted.adapters = AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts.components)?;
+        adapted.adapters.report_to(&mut adapted.parts);
         Ok(adapted)
     }
 
@@ -269,7 +271,7 @@ impl Model for HunyuanModel {
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(self.order(), request);
-        problems.extend(self.parts.adapters.problems(&request.adapters));
+        problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }
@@ -308,7 +310,7 @@ impl Model for HunyuanModel {
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
         let left_out = self.llama_tokenizer.left_out(&request.prompt, most);
-        LeftOut::of_prompt(left_out, request).into_iter().collect()
+        LeftOut::of_prompt(left_out.ok(), request).into_iter().collect()
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

@@ -9,8 +9,8 @@ use super::config::TransformerConfig;
 use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
 use super::places::{PROCESSOR, Places, TransformerPlace};
 use super::quantize_rule::role_of;
+use crate::adapters::AdapterSet;
 use crate::autoencoder_hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
-use crate::bounds::PIXELS_PER_TOKEN;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Requested, Wanted, exact_component, open_single_file, whole,
 };
@@ -23,6 +23,7 @@ use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
 use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
 use crate::{Medium, ModelError, ModelParts, Precision, Request, Video};
+use model::bounds::PIXELS_PER_TOKEN;
 
 /// Its components.
 const COMPONENTS: [&str; 5] = [TRANSFORMER, VAE, LLAMA, CLIP, VISION];
@@ -136,6 +137,7 @@ impl HunyuanModel {
         Ok(Some(HunyuanModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
+            adapters: AdapterSet::default(),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,

@@ -7,12 +7,12 @@ use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{TokenCounts, denoise_scratch};
 use crate::autoencoder_hunyuan::{decode_ladder, encode_ladder};
-use crate::memo::Memo;
 use crate::mmdit::is_modulator;
-use crate::plan::{names, only_value, rungs_of};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{Medium, PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
+use model::Memo;
+use model::plan::{names, only_value, rungs_of};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -213,6 +213,7 @@ impl HunyuanModel {
         let dtype = self.precision.dtype;
         let denoiser = Denoiser {
             parts: &self.parts,
+            adapters: &self.adapters,
             name: TRANSFORMER,
             width: self.transformer.width(),
             is_modulator,

@@ -5,7 +5,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::autoencoder_hunyuan::HunyuanVaeConfig;
-use crate::resize::resized;
+use crate::resized;
 use crate::{InitImage, StageError};
 
 /// Weight of small weights in the fit, relative to the mean variance of the latent: a start of one colour has a map too.

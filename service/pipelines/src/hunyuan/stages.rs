@@ -26,13 +26,13 @@ use crate::autoencoder_hunyuan::{
     FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
 };
 use crate::noise::Generator;
-use crate::plan::of_rung;
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::llama::LlamaEncoder;
 use crate::vision::processor::bytes_through_floats;
 use crate::vision::siglip::SiglipEncoder;
 use crate::{HostTensor, InitImage, Observer, Request, StageError, StageRun, Values};
+use model::plan::of_rung;
 
 /// Largest factor of a dynamic shift of FramePack's sigmas, whose exponent is thus at most its logarithm.
 const MOST_SHIFT: f64 = 7.0;
@@ -212,12 +212,10 @@ impl Stage<'_> {
         let pooled = from_host(self.run.value(POOLED)?, POOLED, dtype, device)?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
-        let adapters = self.model.parts.adapters.attach(
-            &request.adapters,
-            TRANSFORMER,
-            UsedAs::Steps,
-            self.run.tensors,
-        )?;
+        let adapters =
+            self.model
+                .adapters
+                .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer = Transformer::new(config, &adapted).map_err(|missing| StageError::Missing {
             component: TRANSFORMER.to_owned(),

@@ -1,10 +1,10 @@
 //! The result of an instant model: one colour, derived from all fields of a request.
 
-use crate::family::StageError;
-use crate::host::{HostTensor, HostType};
-use crate::media::MediaFormat;
-use crate::plan::{ValueShape, Values};
-use crate::request::{Medium, Request};
+use model::MediaFormat;
+use model::StageError;
+use model::{HostTensor, HostType};
+use model::{Medium, Request};
+use model::{ValueShape, Values};
 
 /// Channels of a latent: red, green, blue, and one that is zero.
 pub(super) const CHANNELS: usize = 4;

@@ -1,8 +1,8 @@
 //! Conversion of an instant model's request to media formats, latents, and bytes.
 
 use super::colour::CHANNELS;
-use crate::media::MediaFormat;
-use crate::request::{Audio, Image, Medium, Video};
+use model::MediaFormat;
+use model::{Audio, Image, Medium, Video};
 
 /// Pixels per latent element along each axis.
 const PIXELS_PER_LATENT: usize = 8;

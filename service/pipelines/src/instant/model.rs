@@ -15,18 +15,17 @@ use super::{
     LATENT, LEFT, SAMPLING,
 };
 use crate::adapters::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
-use crate::bounds::{decode_from_problem, no_references, slots_problem};
-use crate::family::{
-    Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides,
-};
 use crate::files::read_json;
-use crate::media::{MediaFormat, Piece, SampleFormat};
-use crate::memo::Memo;
-use crate::parts::ModelParts;
-use crate::plan::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values, only_value};
-use crate::request::{Audio, Image, Medium, Request, RequestError, Video};
 use crate::rounds::{Round, adapters_in_key, check_shared, is_in_rounds, shared_pass};
 use crate::start::is_from_latent;
+use model::Memo;
+use model::ModelParts;
+use model::bounds::{decode_from_problem, no_references, slots_problem};
+use model::plan::only_value;
+use model::{Audio, Image, Medium, Request, RequestError, Video};
+use model::{MediaFormat, Piece, SampleFormat};
+use model::{Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides};
+use model::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
 
 /// Predicted bytes per second of a component's reload.
 const LOAD_SPEED: f64 = 25e9;

@@ -8,12 +8,12 @@ use gpu::{ComponentTensors, LoadPlan};
 use residency::Bytes;
 
 use super::*;
-use crate::family::{Observer, StageError, StageRun, Unobserved};
-use crate::media::{MediaFormat, Piece};
-use crate::plan::{Role, StagePlan, ValueShape, Values};
-use crate::quantization::Preset;
-use crate::request::{Clip, InitImage, Request};
+use crate::Preset;
+use crate::{Clip, InitImage, Request};
 use crate::{MAX_SLOTS, Memo, Quantization};
+use crate::{MediaFormat, Piece};
+use crate::{Observer, StageError, StageRun, Unobserved};
+use crate::{Role, StagePlan, ValueShape, Values};
 
 const PRECISION: Precision = Precision::full(DType::F32);
 

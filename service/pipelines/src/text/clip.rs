@@ -12,10 +12,10 @@ use serde::Deserialize;
 use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
-use crate::family::StageError;
 use crate::files::check_sizes;
 use crate::layer_norm::LayerNorm;
 use crate::linear::{Linear, largest_scratch};
+use model::StageError;
 
 /// Prefix of all names in published checkpoints.
 const PREFIX: &str = "text_model.";

@@ -15,9 +15,9 @@ use self::layer::{Buffers, Layer};
 use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
-use crate::family::StageError;
 use crate::files::check_sizes;
 use crate::linear::largest_scratch;
+use model::StageError;
 
 /// Maximum tokens of a prompt: attention is quadratic.
 pub(super) const MAX_TOKENS: usize = 4096;

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use crate::family::StageError;
+use model::StageError;
 
 /// Checks the ids and their number.
 pub(crate) fn check_ids(ids: &[u32], vocabulary: usize, most: usize) -> Result<(), StageError> {

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::decoder::{Decoder, ResidentDecoder, Rope};
 use super::tokenizers::TemplatedIds;
-use crate::family::StageError;
+use model::StageError;
 
 pub(crate) use super::decoder::role;
 

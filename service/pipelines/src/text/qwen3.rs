@@ -13,7 +13,7 @@ use serde::Deserialize;
 use super::candle;
 use super::decoder::{Decoder, ResidentDecoder, Rope, prefix_of};
 use super::encoding::{check_finite, check_ids};
-use crate::family::StageError;
+use model::StageError;
 
 pub(crate) use super::decoder::role;
 

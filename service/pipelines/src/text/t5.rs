@@ -13,9 +13,9 @@ use serde::Deserialize;
 use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
-use crate::family::StageError;
 use crate::files::check_sizes;
 use crate::linear::{Linear, largest_scratch};
+use model::StageError;
 
 /// Maximum tokens of a prompt: attention is quadratic.
 const MAX_TOKENS: usize = 4096;

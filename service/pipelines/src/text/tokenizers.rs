@@ -16,8 +16,8 @@ use serde_json::{Map, Value, json};
 use tokenizers::{AddedToken, Tokenizer};
 
 use super::shared::Shared;
-use crate::family::ModelError;
 use crate::files::{damaged, incomplete, read_json, read_text};
+use model::ModelError;
 
 pub use llama::{LlamaTokenizer, TemplatedIds};
 

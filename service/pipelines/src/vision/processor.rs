@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::ModelError;
 use crate::files::checked;
-use crate::resize::{Filter, resized_by};
+use model::{Filter, resized_by};
 
 /// Channels of a picture.
 const CHANNELS: usize = 3;

@@ -12,10 +12,10 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use crate::checkpoint::QuantizeRole;
-use crate::family::StageError;
 use crate::files::check_sizes;
 use crate::resident;
 use crate::text::encoding::check_finite;
+use model::StageError;
 
 /// Prefix of all names in published checkpoints.
 const PREFIX: &str = "vision_model.";

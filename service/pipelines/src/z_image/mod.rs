@@ -16,8 +16,8 @@ mod quantize_rule;
 mod stages;
 mod transformer;
 
+pub use self::model::{ZImage, ZImageModel};
 pub use config::TransformerConfig;
-pub use model::{ZImage, ZImageModel};
 pub use positions::{Lengths, positions, rotations};
 pub use transformer::{
     Conditioning, StepBuffers, Transformer, denoise_scratch, latent_of, patches_of, times,

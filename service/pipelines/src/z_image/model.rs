@@ -13,11 +13,7 @@ use super::transformer::{denoise_scratch, is_modulator};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoder_kl::VaeConfig;
 use crate::autoencoder_kl::plan::{Autoencoder, LATENT};
-use crate::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
-use crate::family::{LeftOut, smaller_sides};
 use crate::flow_match::SchedulerConfig;
-use crate::memo::Memo;
-use crate::plan::names;
 use crate::sampling::Denoiser;
 use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
@@ -26,6 +22,10 @@ use crate::{
     Family, Image, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError, Role,
     Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
+use model::Memo;
+use model::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
+use model::plan::names;
+use model::{LeftOut, smaller_sides};
 
 /// Names of the components.
 pub(super) const TRANSFORMER: &str = "transformer";
@@ -100,6 +100,8 @@ pub struct ZImageModel {
     pub(super) scheduler: SchedulerConfig,
     pub(super) tokenizer: Arc<QwenTokenizer>,
     pub(super) parts: ModelParts,
+    /// What is attached to its components.
+    pub(super) adapters: AdapterSet,
 }
 
 impl ZImageModel {
@@ -115,7 +117,8 @@ impl ZImageModel {
             "",
         )];
         let mut adapted = self.clone();
-        adapted.parts.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.parts.components)?;
+        adapted.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.parts.components)?;
+        adapted.adapters.report_to(&mut adapted.parts);
         Ok(adapted)
     }
 
@@ -184,6 +187,7 @@ impl ZImageModel {
         let dtype = self.precision.dtype;
         let denoiser = Denoiser {
             parts: &self.parts,
+            adapters: &self.adapters,
             name: TRANSFORMER,
             width: self.transformer.dim,
             is_modulator,
@@ -219,7 +223,7 @@ impl Model for ZImageModel {
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(request);
-        problems.extend(self.parts.adapters.problems(&request.adapters));
+        problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }
@@ -249,7 +253,7 @@ impl Model for ZImageModel {
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
         let left_out = self.tokenizer.left_out_of_turn(&request.prompt, most);
-        LeftOut::of_prompt(left_out, request).into_iter().collect()
+        LeftOut::of_prompt(left_out.ok(), request).into_iter().collect()
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

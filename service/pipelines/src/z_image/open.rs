@@ -8,8 +8,8 @@ use super::checkpoint::{MARKS, ZImageNaming, config_of_single_file, timestep_inn
 use super::config::TransformerConfig;
 use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
+use crate::adapters::AdapterSet;
 use crate::autoencoder_kl::{VaeConfig, autoencoder_of_single_file};
-use crate::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, Wanted, companion,
     component_of_checkpoint, component_of_folder, exact_component, open, open_single_file, whole,
@@ -20,6 +20,7 @@ use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
+use model::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 
 /// Its components.
 const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
@@ -101,6 +102,7 @@ impl ZImageModel {
         Ok(Some(ZImageModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
+            adapters: AdapterSet::default(),
             scheduler: checked(
                 &base.join("scheduler/scheduler_config.json"),
                 SchedulerConfig::check,

@@ -93,11 +93,10 @@ impl Stage<'_> {
 
         let component = (self.run.tensors)(TRANSFORMER)?;
         let uses = &self.run.request.adapters;
-        let adapters =
-            self.model
-                .parts
-                .adapters
-                .attach(uses, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapters = self
+            .model
+            .adapters
+            .attach(uses, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer =
             Transformer::with_adapters(&self.model.transformer, &adapted).map_err(|missing| {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pipelines::RequestError;
+use model::RequestError;
 use residency::{Bytes, Fits};
 use tokio::time::Instant;
 
@@ -11,8 +11,8 @@ use super::Core;
 use crate::error::{Change, ChangedTo, Error, Fallback, Shortfall};
 use crate::library::Entry;
 use crate::messages::{Answer, Command};
+use crate::moved::{Freed, Reserved};
 use crate::queue::cards::{PendingRequest, ReservationRequest};
-use crate::queue::report::{Freed, Reserved};
 use crate::queue::request::{OpenModels, Reply};
 
 impl Core {

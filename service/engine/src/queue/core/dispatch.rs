@@ -16,7 +16,7 @@ use crate::queue::decide::{Decision, Pass};
 use crate::queue::record::{JobRecord, Patience, State};
 use crate::queue::reductions::{Reduction, Reductions};
 use crate::queue::steps::{Model, Step, StepKind};
-use pipelines::Values;
+use model::Values;
 
 impl Core {
     /// Starts all that can start, and tells the others why they cannot.

@@ -7,7 +7,8 @@ use tokio::time::Instant;
 
 use super::Core;
 use crate::error::Error;
-use crate::job::{JobEventKind, JobId, JobState};
+use crate::job::{JobEventKind, JobId};
+use crate::job_state::JobState;
 use crate::queue::record::{JobRecord, State};
 use crate::queue::steps::{Model, StepKind};
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use pipelines::{RequestError, Role, Values};
+use model::{RequestError, Role, Values};
 use residency::{Bytes, ComponentId, Policy};
 use tokio::time::Instant;
 
@@ -66,7 +66,7 @@ impl Core {
         let handle = listen(&mut job, self.number(), mailbox, false);
         job.emit(now, JobEventKind::Accepted { joined: false });
         tracing::info!(
-            job = %job.id, client = job.options.client, call = job.kind_name(), model = job.entry.key, "accepted",
+            job = %job.id, client = job.options.client, call = job.call().as_str(), model = job.entry.key, "accepted",
         );
         self.jobs.insert(job.id.clone(), job);
         self.replan = true;
@@ -344,7 +344,7 @@ impl Core {
         let found = shapes_of(&job.brought);
         let expected = decodable(plan);
         if !expected.iter().all(|value| found.contains(value)) {
-            let shapes = |values: Vec<&pipelines::ValueShape>| -> Vec<String> {
+            let shapes = |values: Vec<&model::ValueShape>| -> Vec<String> {
                 values
                     .into_iter()
                     .map(|value| format!("{:?}", value.shape))
@@ -488,7 +488,7 @@ fn replay(mailbox: &Mailbox, at_ms: u64, events: &[JobEvent]) {
 }
 
 /// Values as decoding names them: one that came without a name is the only one that is decoded.
-fn named_as_decoded(mut values: Values, plans: &BTreeMap<String, Vec<pipelines::StagePlan>>) -> Values {
+fn named_as_decoded(mut values: Values, plans: &BTreeMap<String, Vec<model::StagePlan>>) -> Values {
     let plan = plans.values().next().map_or(&[][..], Vec::as_slice);
     if let [only] = decodable(plan)[..]
         && let Some(unnamed) = values.remove("")

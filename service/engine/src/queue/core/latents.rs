@@ -1,6 +1,6 @@
 //! Latents that clients ask for, bring, and give up.
 
-use pipelines::Values;
+use model::Values;
 use tokio::time::Instant;
 
 use super::Core;

@@ -38,7 +38,8 @@ use super::unloads::{PendingTrim, PendingUnload};
 use super::view::View;
 use super::{CardSignal, Settings};
 use crate::error::{CancelledBy, Error};
-use crate::job::{JobId, JobSpec, JobState};
+use crate::job::{JobId, JobSpec};
+use crate::job_state::JobState;
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Ticket};
 

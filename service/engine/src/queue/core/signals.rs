@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gpu::{CardDescription, CardKind};
-use pipelines::{RequestError, Role, Values};
+use model::{RequestError, Role, Values};
 use residency::Bytes;
 use tokio::time::Instant;
 

@@ -6,9 +6,9 @@ use super::Core;
 use crate::error::Error;
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Answer, Command};
+use crate::moved::{Freed, Kept};
 use crate::queue::cards::PendingRequest;
 use crate::queue::record::State;
-use crate::queue::report::{Freed, Kept};
 use crate::queue::steps::{Model, Steps, undo_of_swap};
 use crate::queue::swap::{Unloading, ids};
 

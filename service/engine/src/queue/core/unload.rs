@@ -13,22 +13,22 @@ use crate::queue::request::{OpenModels, Reply};
 use crate::queue::unloads::{EntryToUnload, PendingTrim, PendingUnload};
 
 impl Core {
-    /// An entry with its components, as it was opened; where it cannot be opened any more (`models` is none), as it was when
-    /// it was used last.
-    pub(in crate::queue) fn entry_to_unload(
-        &mut self,
-        entry: &Entry,
-        models: Option<OpenModels>,
-    ) -> Option<EntryToUnload> {
-        let components = match models {
-            Some(models) => {
-                let refreshed = self.refreshed(entry, &models).into_iter();
-                refreshed.map(|(dtype, open)| (dtype, open.components)).collect()
-            }
-            None => self.claims.get(&entry.key)?.components_by_dtype().clone(),
-        };
-        let key = entry.key.clone();
-        Some(EntryToUnload { key, components })
+    /// An entry that is known by its key, with its components as it was used last.
+    pub(in crate::queue) fn known_to_unload(&self, key: &str) -> Option<EntryToUnload> {
+        let known = self.claims.get(key)?;
+        Some(EntryToUnload {
+            key: key.to_owned(),
+            components: known.components_by_dtype().clone(),
+        })
+    }
+
+    /// An entry with its components, as it was opened.
+    pub(in crate::queue) fn opened_to_unload(&mut self, entry: &Entry, models: &OpenModels) -> EntryToUnload {
+        let refreshed = self.refreshed(entry, models).into_iter();
+        EntryToUnload {
+            key: entry.key.clone(),
+            components: refreshed.map(|(dtype, open)| (dtype, open.components)).collect(),
+        }
     }
 
     pub(in crate::queue) fn unload(

@@ -163,8 +163,15 @@ where
             None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
         };
         let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
-        let counted = (requests.are_counted() && call.public.is_none()).then(|| uploaded.clone());
-        let request = request.map(|body| Body::new(Upload::new(body, counted, longest, idle)));
+        let counted = call.public.is_none().then(|| uploaded.clone());
+        let by_message = requests.longest_message_bytes();
+        let request = request.map(|body| {
+            let upload = Upload::new(body, counted, longest, idle);
+            Body::new(match by_message {
+                Some(longest) => upload.by_message(longest),
+                None => upload,
+            })
+        });
         let answer = span.in_scope(|| self.inner.call(request));
         let of_answer = span.clone();
         let answered = async move {

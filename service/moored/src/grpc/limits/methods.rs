@@ -6,6 +6,8 @@ use std::time::Duration;
 const SMALL_REQUEST_BYTES: u64 = 1 << 20;
 /// The same where the caller need not have a token.
 const PUBLIC_REQUEST_BYTES: u64 = 64 << 10;
+/// Longest message of a session's client: lyrics and curves are shorter.
+pub(in crate::grpc) const SESSION_MESSAGE_BYTES: u64 = 256 << 10;
 /// Longest silence of a session's client; the session itself ends earlier.
 const SESSION_IDLE: Duration = Duration::from_secs(2 * 3600);
 
@@ -16,7 +18,7 @@ pub(super) enum Requests {
     Small,
     /// Media or latents.
     Large,
-    /// The handler counts the bytes as they come, and keeps them.
+    /// The handler counts the messages as they come, and keeps them.
     SelfCounted,
     /// The request lasts as long as a session, which has its own limit of silence and takes short messages one by one.
     Session,
@@ -46,9 +48,14 @@ impl Requests {
         }
     }
 
-    /// Whether the bytes count against the client while they are under way.
-    pub(super) fn are_counted(self) -> bool {
-        matches!(self, Requests::Small | Requests::Large)
+    /// The longest message of a stream; `None` where a request is one message. A message that is arriving counts against the client,
+    /// and one that has come is its handler's to count.
+    pub(super) fn longest_message_bytes(self) -> Option<u64> {
+        match self {
+            Requests::Small | Requests::Large => None,
+            Requests::SelfCounted => Some(u64::MAX), // as for other messages: service.max_message
+            Requests::Session => Some(SESSION_MESSAGE_BYTES),
+        }
     }
 
     /// The longest pause in a request, where others may have pauses of `usual`.

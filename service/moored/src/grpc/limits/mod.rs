@@ -20,7 +20,9 @@ pub(crate) use budget::{Budget, Client, Exceeded, Taken, client_at};
 pub(super) use calls::Limited;
 use claims::Claims;
 use entrance::Entrance;
+pub(super) use methods::SESSION_MESSAGE_BYTES;
 use sent::Readers;
+pub(super) use uploads::too_long_message;
 
 use super::auth::Token;
 use super::encodings::Encodings;

@@ -5,14 +5,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use engine::Error;
-use engine::job::{JobEvent, JobEventKind, JobOptions, JobSpec, JobWork};
+use engine::job::{Call, JobEvent, JobEventKind, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{Job, Queue};
 use pipelines::{Clip, Medium};
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
-use super::messages::{Opened, check_open, check_segment, no_sound};
+use super::messages::{Opened, check_open, no_sound};
 use super::versions::Versions;
 use crate::grpc::asked::Asked;
 use crate::grpc::caller::Caller;
@@ -88,6 +88,7 @@ pub(super) enum Report {
 
 /// Handle to the task that makes segments. Dropping it cancels their jobs and releases the model.
 pub(super) struct Maker {
+    /// With the bytes of the message that asks for it.
     works: mpsc::UnboundedSender<(Work, Option<Taken>)>,
     reports: mpsc::Receiver<Report>,
     task: JoinHandle<()>,
@@ -100,7 +101,7 @@ impl Maker {
         let _ = self.works.send((work, None)); // its task ends with this handle alone
     }
 
-    /// As [`Maker::make`], of a message whose bytes count against its client until it is looked at.
+    /// As [`Maker::make`], of a message whose bytes count against its client for as long as something of it is kept.
     pub(super) fn make_counted(&self, work: Work, bytes: Taken) {
         let _ = self.works.send((work, Some(bytes)));
     }
@@ -174,6 +175,16 @@ struct With {
     model: v1::ModelRef,
     resolved: v1::ResolvedModel,
     _held: Held,
+    /// Of the message that names it.
+    _bytes: Option<Taken>,
+}
+
+/// A segment that was queued.
+struct LastSegment {
+    /// With its seed.
+    track: Box<v1::GenerateAudioRequest>,
+    /// Of the message that asked for it.
+    _bytes: Option<Taken>,
 }
 
 /// The versions that a segment was made with, by the segments that brought them.
@@ -190,12 +201,13 @@ struct Making {
     format: (u32, u32),
     slots: u32,
     options: v1::JobOptions,
+    /// Of the message that opened the session, which has its first model and its options.
+    _bytes: Taken,
     with: Versions<With>,
     source: Versions<Option<Source>>,
     /// Holds so far, for their names.
     holds: u32,
-    /// The last segment that was queued, with its seed.
-    last: Option<Box<v1::GenerateAudioRequest>>,
+    last: Option<LastSegment>,
     /// Of segments that are under way.
     made_with: BTreeMap<u32, MadeWith>,
     jobs: JoinSet<()>,
@@ -210,6 +222,7 @@ impl Service {
     pub(super) async fn open_maker(
         &self,
         open: v1::OpenAudioSession,
+        bytes: Taken,
         caller: Caller,
     ) -> Result<(Maker, Opened), Error> {
         check_open(&open)?;
@@ -233,7 +246,9 @@ impl Service {
                 model,
                 resolved: told,
                 _held: held,
+                _bytes: None,
             }),
+            _bytes: bytes,
             source: Versions::new(source),
             holds: 0,
             last: None,
@@ -286,20 +301,20 @@ impl Service {
 
 impl Making {
     async fn run(mut self, mut asked: mpsc::UnboundedReceiver<(Work, Option<Taken>)>) {
-        while let Some((work, _bytes)) = asked.recv().await {
+        while let Some((work, bytes)) = asked.recv().await {
             match work {
                 Work::Segment {
                     number,
                     track,
                     place_seconds,
-                } => self.segment(number, *track, place_seconds).await,
+                } => self.new_segment(number, track, place_seconds, bytes).await,
                 Work::ReplaceSource { number, media_id } => self.replace_source(number, &media_id).await,
                 Work::ReplaceModel {
                     number,
                     model,
                     place_seconds,
                 } => {
-                    self.replace_model(number, model.unwrap_or_default(), place_seconds)
+                    self.replace_model(number, model.unwrap_or_default(), place_seconds, bytes)
                         .await
                 }
                 Work::Came { number } => self.came(number).await,
@@ -316,17 +331,34 @@ impl Making {
         let _ = self.reports.send(report).await; // the session may have ended
     }
 
-    /// Has a segment made.
-    async fn segment(&mut self, number: u32, track: v1::GenerateAudioRequest, place_seconds: f32) {
-        let queued = self.queue_up(track.clone(), place_seconds).await;
-        let (mut job, seed, model) = match queued {
+    /// Has a segment made that the client describes.
+    async fn new_segment(
+        &mut self,
+        number: u32,
+        mut track: Box<v1::GenerateAudioRequest>,
+        place_seconds: f32,
+        bytes: Option<Taken>,
+    ) {
+        if let Some(seed) = self.segment(number, (*track).clone(), place_seconds).await {
+            track.seed = Some(seed);
+            self.last = Some(LastSegment { track, _bytes: bytes });
+        }
+    }
+
+    /// Has a segment made. Its seed, once it is queued.
+    async fn segment(
+        &mut self,
+        number: u32,
+        track: v1::GenerateAudioRequest,
+        place_seconds: f32,
+    ) -> Option<u64> {
+        let (mut job, seed, model) = match self.queue_up(track, place_seconds).await {
             Ok(job) => job,
-            Err(error) => return self.tell(Report::Failed { number, error }).await,
+            Err(error) => {
+                self.tell(Report::Failed { number, error }).await;
+                return None;
+            }
         };
-        self.last = Some(Box::new(v1::GenerateAudioRequest {
-            seed: Some(seed),
-            ..track
-        }));
         let made_with = MadeWith {
             source: self.source.number(),
             model: self.with.number(),
@@ -364,6 +396,7 @@ impl Making {
         })
         .await;
         let _ = begin.send(()); // an aborted task has nothing to tell
+        Some(seed)
     }
 
     async fn queue_up(
@@ -371,7 +404,6 @@ impl Making {
         mut track: v1::GenerateAudioRequest,
         place_seconds: f32,
     ) -> Result<(Job, u64, v1::ResolvedModel), Error> {
-        check_segment(&track)?;
         let adapters = track.model.take().map(|model| model.adapters).unwrap_or_default();
         let mut model = self.with.now().model.clone();
         if !adapters.is_empty() {
@@ -384,7 +416,7 @@ impl Making {
         let mut prepared = self.service.prepare(asked, &self.caller).await?;
         let mut seed = 0;
         if let JobWork::Run(run) = &mut prepared.spec.work {
-            run.call = "StreamAudio";
+            run.call = Call::StreamAudio;
             run.request.slots = self.slots;
             if let Medium::Audio(audio) = &mut run.request.medium {
                 audio.decode_from_seconds = place_seconds;
@@ -401,31 +433,37 @@ impl Making {
             Err(error) => return self.tell(Report::Failed { number, error }).await,
         };
         self.source.replace(number, source);
-        let Some(track) = self.last.clone() else {
+        let Some(track) = self.last.as_ref().map(|last| (*last.track).clone()) else {
             self.source.prove(number);
             self.tell(Report::SourceReplaced { number }).await;
             return self.tell(Report::NothingToMake { number }).await;
         };
-        self.segment(number, *track, 0.0).await;
+        self.segment(number, track, 0.0).await;
     }
 
-    async fn replace_model(&mut self, number: u32, model: v1::ModelRef, place_seconds: f32) {
-        let with = match self.load(&model).await {
+    async fn replace_model(
+        &mut self,
+        number: u32,
+        model: v1::ModelRef,
+        place_seconds: f32,
+        bytes: Option<Taken>,
+    ) {
+        let with = match self.load(&model, bytes).await {
             Ok(with) => with,
             Err(error) => return self.tell(Report::Failed { number, error }).await,
         };
         let told = Box::new(with.resolved.clone());
         self.with.replace(number, with);
-        let Some(track) = self.last.clone() else {
+        let Some(track) = self.last.as_ref().map(|last| (*last.track).clone()) else {
             self.with.prove(number);
             self.tell(Report::ModelReplaced { number, model: told }).await;
             return self.tell(Report::NothingToMake { number }).await;
         };
-        self.segment(number, *track, place_seconds).await;
+        self.segment(number, track, place_seconds).await;
     }
 
     /// Loads another model and has it proven; it is held then.
-    async fn load(&mut self, model: &v1::ModelRef) -> Result<With, Error> {
+    async fn load(&mut self, model: &v1::ModelRef, bytes: Option<Taken>) -> Result<With, Error> {
         let options = self
             .caller
             .options(Some(self.options.clone()), &self.service.cards())?;
@@ -464,6 +502,7 @@ impl Making {
             model: model.clone(),
             resolved,
             _held: held,
+            _bytes: bytes,
         })
     }
 

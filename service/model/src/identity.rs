@@ -31,7 +31,7 @@ impl ModelFile {
     }
 
     /// The file whose header was read.
-    pub(crate) fn of(file: &CheckpointFile) -> ModelFile {
+    pub fn of(file: &CheckpointFile) -> ModelFile {
         ModelFile {
             path: Arc::clone(file.path()),
             stamp: *file.stamp(),

@@ -8,7 +8,7 @@ const PRECISION: u32 = 22;
 
 /// The weight of a pixel by its distance, in pixels of the result where it is smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Filter {
+pub enum Filter {
     /// A sinc in the window of a wider one, of three lobes.
     Lanczos,
     /// Cubic convolution (Keys 1981) with `a = -1/2`.
@@ -53,7 +53,7 @@ pub fn resized(bytes: &[u8], channels: usize, from: (u32, u32), to: (u32, u32)) 
 ///
 /// # Panics
 /// As [`resized`].
-pub(crate) fn resized_by(
+pub fn resized_by(
     filter: Filter,
     bytes: &[u8],
     channels: usize,

@@ -5,7 +5,7 @@ mod pictures;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::adapters::AdapterUse;
+use crate::adapter::AdapterUse;
 use crate::media::MediaFormat;
 
 pub use pictures::{Picture, PictureMut, PictureSlot};
@@ -45,7 +45,7 @@ pub struct Clip {
 
 impl Clip {
     /// Whether its data is that of its format, or left out.
-    pub(crate) fn is_whole(&self) -> bool {
+    pub fn is_whole(&self) -> bool {
         self.data.is_empty() || self.format.bytes() == Some(self.data.len() as u64)
     }
 }
@@ -271,7 +271,7 @@ impl Medium {
 
 impl Request {
     /// Whether the strength of an adapter changes over the steps.
-    pub(crate) fn has_curves(&self) -> bool {
+    pub fn has_curves(&self) -> bool {
         self.adapters.iter().any(|each| !each.strength.is_constant())
     }
 
@@ -364,7 +364,7 @@ impl Request {
     }
 
     /// Adds all of it to a hash: its fields, and the data of its pictures, films and tracks.
-    pub(crate) fn hash_into(&self, hash: &mut blake3::Hasher) {
+    pub fn hash_into(&self, hash: &mut blake3::Hasher) {
         // Numbers that are not finite are equal in JSON; such requests are refused.
         let fields = serde_json::to_vec(&self.without_media_data()).unwrap_or_default();
         let pictures = self.medium.pictures();
@@ -382,7 +382,7 @@ impl Request {
     }
 
     /// A request of which a stage reads the prompt alone, up to its longest length, and what `medium` has.
-    pub(crate) fn of_prompt(&self, medium: Medium) -> Request {
+    pub fn of_prompt(&self, medium: Medium) -> Request {
         Request {
             prompt: self.prompt.clone(),
             ..Request::of(medium, 1, 0.0, self.max_sequence_length)
@@ -414,7 +414,7 @@ impl Image {
     }
 
     /// Puts the start's pixels back where the mask keeps them. Nothing without a mask, or where the start is a latent.
-    pub(crate) fn keep_unmasked(&self, generated: &mut [u8]) {
+    pub fn keep_unmasked(&self, generated: &mut [u8]) {
         if let (Some(mask), Some(start)) = (&self.mask, &self.init_image) {
             mask.keep_unmasked(start, generated);
         }
@@ -437,12 +437,12 @@ impl Mask {
     }
 
     /// Whether its data is that of its size, or left out.
-    pub(crate) fn is_whole(&self) -> bool {
+    pub fn is_whole(&self) -> bool {
         self.grey.is_empty() || self.grey.len() as u64 == self.whole_bytes()
     }
 
     /// Mixes a generated picture with the one that it started from, RGB of this size: unmasked pixels are the start's.
-    pub(crate) fn keep_unmasked(&self, start: &InitImage, generated: &mut [u8]) {
+    pub fn keep_unmasked(&self, start: &InitImage, generated: &mut [u8]) {
         let pixels = generated.chunks_exact_mut(3).zip(start.rgb.chunks_exact(3));
         for ((pixel, before), &mask) in pixels.zip(&self.grey) {
             let mask = u32::from(mask);
@@ -469,7 +469,7 @@ impl InitImage {
     }
 
     /// Whether its data is that of its size, or left out.
-    pub(crate) fn is_whole(&self) -> bool {
+    pub fn is_whole(&self) -> bool {
         self.rgb.is_empty() || self.rgb.len() as u64 == self.whole_bytes()
     }
 }

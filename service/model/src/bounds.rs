@@ -1,6 +1,6 @@
 //! Bounds of requests for pictures and films, shared by families whose transformer has a token per 16 by 16 pixels.
 
-use crate::flow_match::first_step;
+use crate::steps::first_step;
 use crate::{Audio, ControlUse, Image, InitImage, Medium, Request, RequestError};
 
 /// Pixels per token along each axis.
@@ -17,7 +17,7 @@ pub const MAX_TOKENS: u32 = 512;
 pub const MAX_PROMPT_BYTES: usize = 40_000;
 
 /// The smallest valid picture, in one step.
-pub(crate) fn smallest(defaults: Request) -> Request {
+pub fn smallest(defaults: Request) -> Request {
     Request {
         prompt: "the smallest picture".to_owned(),
         steps: 1,
@@ -30,7 +30,7 @@ pub(crate) fn smallest(defaults: Request) -> Request {
 const MAX_CONTROL_SCALE: f32 = 100.0;
 
 /// The refusal of reference and control pictures, by a model that takes none.
-pub(crate) fn no_references(request: &Request) -> Option<RequestError> {
+pub fn no_references(request: &Request) -> Option<RequestError> {
     if matches!(&request.medium, Medium::Image(image) if !image.controls.is_empty()) {
         let problem = "are not taken by this model; FLUX.1 takes ControlNets";
         return Some(RequestError::new("controls", problem));
@@ -42,7 +42,7 @@ pub(crate) fn no_references(request: &Request) -> Option<RequestError> {
 }
 
 /// The refusal of more reference pictures than a model takes.
-pub(crate) fn too_many_references(count: usize, most: usize) -> Option<RequestError> {
+pub fn too_many_references(count: usize, most: usize) -> Option<RequestError> {
     let problem = match most {
         0 => "are not taken by this model; FLUX.1 Kontext takes one".to_owned(),
         most => format!("are {count}; this model takes {most}"),
@@ -51,13 +51,13 @@ pub(crate) fn too_many_references(count: usize, most: usize) -> Option<RequestEr
 }
 
 /// Sides within bounds that are next to these, rounded down.
-pub(crate) fn size_near(width: u32, height: u32) -> (u32, u32) {
+pub fn size_near(width: u32, height: u32) -> (u32, u32) {
     let side = |side: u32| (side / PIXELS_PER_TOKEN * PIXELS_PER_TOKEN).clamp(PIXELS_PER_TOKEN, MAX_SIDE);
     (side(width), side(height))
 }
 
 /// Width and height that are out of bounds.
-pub(crate) fn side_problems(width: u32, height: u32) -> Vec<RequestError> {
+pub fn side_problems(width: u32, height: u32) -> Vec<RequestError> {
     let is_wrong =
         |side: u32| !(PIXELS_PER_TOKEN..=MAX_SIDE).contains(&side) || !side.is_multiple_of(PIXELS_PER_TOKEN);
     let wrong = [("width", width), ("height", height)]
@@ -72,7 +72,7 @@ pub(crate) fn side_problems(width: u32, height: u32) -> Vec<RequestError> {
 }
 
 /// A starting picture that has not these sides, or not all of its bytes.
-pub(crate) fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<RequestError> {
+pub fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<RequestError> {
     let found = (image.width, image.height);
     let problem = if found != expected {
         format!("is {found:?} pixels; {expected:?} is expected")
@@ -85,7 +85,7 @@ pub(crate) fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<R
 }
 
 /// Fields that requests for all media have, and that are out of bounds.
-pub(crate) fn common_problems(request: &Request) -> Vec<RequestError> {
+pub fn common_problems(request: &Request) -> Vec<RequestError> {
     let mut problems = Vec::new();
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     if !(1..=MAX_STEPS).contains(&request.steps) {
@@ -120,14 +120,14 @@ pub(crate) fn common_problems(request: &Request) -> Vec<RequestError> {
 }
 
 /// A number of slots that is out of bounds.
-pub(crate) fn slots_problem(request: &Request) -> Option<RequestError> {
+pub fn slots_problem(request: &Request) -> Option<RequestError> {
     let found = request.slots;
     let is_wrong = !(1..=MAX_SLOTS).contains(&found);
     is_wrong.then(|| RequestError::new("slots", format!("is {found}; 1 to {MAX_SLOTS} is expected")))
 }
 
 /// A place where decoding cannot begin.
-pub(crate) fn decode_from_problem(audio: &Audio) -> Option<RequestError> {
+pub fn decode_from_problem(audio: &Audio) -> Option<RequestError> {
     let found = audio.decode_from_seconds;
     let is_wrong = !(found.is_finite() && found >= 0.0);
     is_wrong.then(|| {
@@ -164,7 +164,7 @@ fn control_problems(index: usize, control: &ControlUse, expected: (u32, u32)) ->
 }
 
 /// All fields of a request for a picture that are out of bounds.
-pub(crate) fn problems(request: &Request) -> Vec<RequestError> {
+pub fn problems(request: &Request) -> Vec<RequestError> {
     let Medium::Image(picture) = &request.medium else {
         return vec![RequestError::other_medium(&request.medium, "image")];
     };

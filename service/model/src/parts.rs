@@ -1,15 +1,18 @@
 //! What open models of all families have in common.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use gpu::LoadPlan;
 use residency::Component;
 
-use crate::adapters::AdapterSet;
-use crate::checkpoint::ComponentSet;
-use crate::files::ReadFiles;
+use crate::adapter::AdapterReport;
+use crate::component_set::ComponentSet;
 use crate::{ModelFile, Precision, Request};
+
+/// Text files that were read, by path, with the hashes of their contents.
+pub type ReadFiles = BTreeMap<PathBuf, [u8; 32]>;
 
 /// Names of files, and of a folder, that only the pipeline as a whole and its sampling go by.
 const OF_SAMPLING: [&str; 3] = ["model_index.json", "moored.json", "scheduler"];
@@ -19,21 +22,23 @@ const OF_SAMPLING: [&str; 3] = ["model_index.json", "moored.json", "scheduler"];
 #[derive(Clone, Debug)]
 pub struct ModelParts {
     /// The family's name: `flux`.
-    pub(crate) family: &'static str,
+    pub family: &'static str,
     /// The default request; its medium is the one that the model generates.
-    pub(crate) defaults: Request,
+    pub defaults: Request,
     /// The components with most of the bytes, which presets quantize.
-    pub(crate) large: Vec<&'static str>,
-    pub(crate) components: ComponentSet,
-    /// What is attached to them.
-    pub(crate) adapters: AdapterSet,
-    /// The text files that were read when it was opened: [`Catalogue::open`](crate::Catalogue::open) puts them in.
+    pub large: Vec<&'static str>,
+    pub components: ComponentSet,
+    /// What the adapters that are attached to them change.
+    pub adapters: Vec<AdapterReport>,
+    /// The text files that were read when these were attached.
+    pub read_of_adapters: ReadFiles,
+    /// The text files that were read when it was opened: [`Catalogue::open`](crate::ModelOpener::open) puts them in.
     read: Arc<OnceLock<ReadFiles>>,
 }
 
 impl ModelParts {
     /// The parts of a checkpoint without adapters.
-    pub(crate) fn of_components(
+    pub fn of_components(
         family: &'static str,
         defaults: Request,
         large: &[&'static str],
@@ -44,19 +49,20 @@ impl ModelParts {
             defaults,
             large: large.to_vec(),
             components,
-            adapters: AdapterSet::default(),
+            adapters: Vec::new(),
+            read_of_adapters: ReadFiles::new(),
             read: Arc::default(),
         }
     }
 
     /// Puts in the text files that were read when the model was opened.
-    pub(crate) fn set_read(&self, read: ReadFiles) {
+    pub fn set_read(&self, read: ReadFiles) {
         self.read.get_or_init(|| read);
     }
 
     /// Hash of what the configurations say that a stage with these components may go by: all text files that were read, but those
     /// of the other components, and those of the pipeline as a whole and of its schedule, which belong to sampling.
-    pub(crate) fn configuration_of(&self, components: &[String]) -> [u8; 32] {
+    pub fn configuration_of(&self, components: &[String]) -> [u8; 32] {
         let others = self
             .components
             .all()
@@ -73,7 +79,7 @@ impl ModelParts {
         };
         let mut hash = blake3::Hasher::new();
         let read = self.read.get().into_iter().flatten();
-        for (path, content) in read.chain(self.adapters.read()) {
+        for (path, content) in read.chain(&self.read_of_adapters) {
             if !is_of_others(path) {
                 // Where the model is does not count.
                 hash.update(path.file_name().unwrap_or_default().as_encoded_bytes());

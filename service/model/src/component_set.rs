@@ -1,18 +1,43 @@
 //! The components of an open model, as a planner needs them.
 
+use std::path::PathBuf;
+
 use candle_core::DType;
 use gpu::{LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
-use super::components::ComponentFiles;
 use crate::{Formats, ModelFile, digest_of_names, provisional_identity};
 
 /// Predicted bytes per second of a reload, until measured.
 const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
 
+/// One component as files: its load plan and its identity.
+#[derive(Debug, Clone)]
+pub struct ComponentFiles {
+    /// The component's folder or file, for messages.
+    pub place: PathBuf,
+    /// Sources of all tensors.
+    pub plan: LoadPlan,
+    /// All files whose content identifies the component.
+    pub files: Vec<ModelFile>,
+}
+
+impl ComponentFiles {
+    /// The same with further tensors, of other files.
+    pub fn with(mut self, further: ComponentFiles) -> ComponentFiles {
+        match (&mut self.plan, further.plan) {
+            (LoadPlan::Files(sources), LoadPlan::Files(further)) => sources.extend(further),
+            (LoadPlan::Files(_) | LoadPlan::Synthetic(_), _) => {}
+        }
+        self.files.extend(further.files);
+        self.files.sort();
+        self
+    }
+}
+
 /// All components of a model, by name.
 #[derive(Clone, Debug)]
-pub(crate) struct ComponentSet {
+pub struct ComponentSet {
     components: Vec<Component>,
     /// Of each, its load plan, and the files whose content identifies it.
     loads: Vec<(LoadPlan, Vec<ModelFile>)>,
@@ -22,7 +47,7 @@ pub(crate) struct ComponentSet {
 
 impl ComponentSet {
     /// From names and files, computed in `dtype`.
-    pub(crate) fn new<'a>(
+    pub fn new<'a>(
         named: impl IntoIterator<Item = (&'a str, ComponentFiles)>,
         dtype: DType,
         formats: Formats,
@@ -40,7 +65,7 @@ impl ComponentSet {
     }
 
     /// Adds a component.
-    pub(crate) fn push(&mut self, name: &str, files: ComponentFiles) {
+    pub fn push(&mut self, name: &str, files: ComponentFiles) {
         let bytes = files.plan.bytes();
         let format = self.formats.of(name);
         let loaded = format!("{name}:{}", digest_of_names(&files.plan));
@@ -54,23 +79,23 @@ impl ComponentSet {
     }
 
     /// Adds a component that has an identity.
-    pub(crate) fn push_open(&mut self, component: Component, plan: LoadPlan, files: Vec<ModelFile>) {
+    pub fn push_open(&mut self, component: Component, plan: LoadPlan, files: Vec<ModelFile>) {
         self.components.push(component);
         self.loads.push((plan, files));
     }
 
     /// The computation dtype.
-    pub(crate) fn dtype(&self) -> DType {
+    pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// The formats to which components are quantized at load.
-    pub(crate) fn formats(&self) -> &Formats {
+    pub fn formats(&self) -> &Formats {
         &self.formats
     }
 
     /// All components, in order.
-    pub(crate) fn all(&self) -> &[Component] {
+    pub fn all(&self) -> &[Component] {
         &self.components
     }
 
@@ -81,12 +106,12 @@ impl ComponentSet {
     }
 
     /// Load plan of a component.
-    pub(crate) fn load_plan(&self, name: &str) -> Option<&LoadPlan> {
+    pub fn load_plan(&self, name: &str) -> Option<&LoadPlan> {
         Some(&self.loads[self.index(name)?].0)
     }
 
     /// The files whose content identifies a component.
-    pub(crate) fn files_of(&self, name: &str) -> Vec<ModelFile> {
+    pub fn files_of(&self, name: &str) -> Vec<ModelFile> {
         let index = self.index(name);
         index.map(|index| self.loads[index].1.clone()).unwrap_or_default()
     }
@@ -99,13 +124,13 @@ impl ComponentSet {
     }
 
     /// Whether a component has a tensor of this name.
-    pub(crate) fn has_tensor(&self, component: &str, tensor: &str) -> bool {
+    pub fn has_tensor(&self, component: &str, tensor: &str) -> bool {
         self.sources(component).iter().any(|source| source.name == tensor)
     }
 
     /// Predicted scratch of the quantized layers of a component for so many tokens: layers run one at a time, so it
     /// is that of the largest layer for which `is_run` holds.
-    pub(crate) fn dequantizing(&self, name: &str, tokens: usize, is_run: impl Fn(&str) -> bool) -> Bytes {
+    pub fn dequantizing(&self, name: &str, tokens: usize, is_run: impl Fn(&str) -> bool) -> Bytes {
         let of_layer = |source: &TensorSource| match source.target {
             Target::Quantized(format) => {
                 let (rows, columns) = gpu::rows_and_columns(&source.shape);
@@ -118,12 +143,12 @@ impl ComponentSet {
     }
 
     /// Whether any weight of a component is quantized.
-    pub(crate) fn is_quantized(&self, name: &str) -> bool {
+    pub fn is_quantized(&self, name: &str) -> bool {
         self.has_layer(name, |_| true)
     }
 
     /// Whether a component has layers that cards may multiply in fp8, so that rows need codes.
-    pub(crate) fn is_multiplied_in_fp8(&self, name: &str) -> bool {
+    pub fn is_multiplied_in_fp8(&self, name: &str) -> bool {
         self.has_layer(name, ops::is_multiplied_in_fp8)
     }
 
@@ -136,7 +161,7 @@ impl ComponentSet {
 
     /// Suffix of a stage's shape for a component with products in fp8, whose scratch differs from that of
     /// dequantized weights: of weights in fp8, or of others that become fp8 for it.
-    pub(crate) fn as_multiplied(&self, name: &str) -> &'static str {
+    pub fn as_multiplied(&self, name: &str) -> &'static str {
         let is_fp8 = |format| matches!(format, WeightFormat::Fp8(_));
         match (
             self.is_multiplied_in_fp8(name),

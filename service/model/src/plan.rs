@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::family::StageError;
+use crate::errors::StageError;
 use crate::host::HostTensor;
 use crate::memo::Memo;
 
@@ -55,7 +55,7 @@ impl Rung {
     }
 
     /// The same way with these adapters in the machine's memory, and so many bytes more for what is copied of them.
-    pub(crate) fn with_from_host(&self, adapters: Vec<String>, further: Bytes) -> Rung {
+    pub fn with_from_host(&self, adapters: Vec<String>, further: Bytes) -> Rung {
         Rung {
             label: FROM_HOST.to_owned(),
             scratch: self.scratch + further,
@@ -70,10 +70,7 @@ const FROM_HOST: &str = "adapters from the machine's memory";
 
 /// The rungs of these ways to run a stage, the best first, each with less memory than the one before it: a way that saves
 /// less than 2% is left out.
-pub(crate) fn ladder<T: Copy>(
-    ways: impl IntoIterator<Item = T>,
-    rung_of: impl Fn(T) -> Rung,
-) -> Vec<(T, Rung)> {
+pub fn ladder<T: Copy>(ways: impl IntoIterator<Item = T>, rung_of: impl Fn(T) -> Rung) -> Vec<(T, Rung)> {
     let mut ladder: Vec<(T, Rung)> = Vec::new();
     for way in ways {
         let rung = rung_of(way);
@@ -86,7 +83,7 @@ pub(crate) fn ladder<T: Copy>(
 }
 
 /// The rungs of a ladder, each with so many bytes beside its own.
-pub(crate) fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
+pub fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
     let rungs = ladder.into_iter().map(|(_, rung)| Rung {
         scratch: rung.scratch + beside,
         ..rung
@@ -98,13 +95,13 @@ pub(crate) fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
 ///
 /// # Errors
 /// [`StageError::BadInput`] if there is no such rung.
-pub(crate) fn of_rung<T: Copy>(rungs: &[(T, Rung)], rung: usize) -> Result<T, StageError> {
+pub fn of_rung<T: Copy>(rungs: &[(T, Rung)], rung: usize) -> Result<T, StageError> {
     let chosen = rungs.get(rung).map(|(way, _)| *way);
     chosen.ok_or_else(|| StageError::BadInput(format!("there is no rung {rung}; there are {}", rungs.len())))
 }
 
 /// Names of components or values.
-pub(crate) fn names(names: &[&str]) -> Vec<String> {
+pub fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
@@ -126,7 +123,7 @@ impl ValueShape {
 }
 
 /// The shape of a single value, if it has this name, or an empty one as clients may send.
-pub(crate) fn only_value<'a>(values: &'a [ValueShape], name: &str) -> Option<&'a [usize]> {
+pub fn only_value<'a>(values: &'a [ValueShape], name: &str) -> Option<&'a [usize]> {
     match values {
         [only] if only.name == name || only.name.is_empty() => Some(&only.shape),
         _ => None,

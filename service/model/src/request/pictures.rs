@@ -141,8 +141,8 @@ impl Medium {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::family::smaller_sides;
     use crate::request::{ControlUse, Mask, Request};
+    use crate::smaller::smaller_sides;
 
     fn picture(side: u32) -> InitImage {
         let whole = InitImage::of_size((side, side));

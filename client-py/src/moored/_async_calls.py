@@ -1,0 +1,170 @@
+"""The connection of an `AsyncClient`, and the calls whose messages its tasks read.
+
+`_calls` is the same for threads: both have one interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from ._calls import Connection
+from ._channel import Dropped, Line, Process
+from ._stubs import AsyncStubs
+
+pause = asyncio.sleep
+
+
+class _Droppable(Protocol):
+    def drop(self) -> None: ...
+
+
+class AsyncConnection:
+    """The channel of a client, for one event loop and one process: those that first use it.
+
+    Uploads and sessions of sound are calls of threads, on a channel of their own: grpc.aio may
+    report an internal error where the service ends a stream that is still being sent.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self.endpoint = line.endpoint
+        self._line = line
+        self._closed = False
+        self._process = Process()
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stubs: AsyncStubs | None = None
+        self._threads: Connection | None = None
+        # Closing a channel of grpc.aio does not end all of its calls.
+        self._calls: weakref.WeakSet[_Droppable] = weakref.WeakSet()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise RuntimeError("The client is closed")
+        if self._stubs is None and self._threads is None:
+            self._process = Process()
+        self._process.check("This AsyncClient")
+
+    @property
+    def stubs(self) -> AsyncStubs:
+        """The calls of the service."""
+        self._check()
+        loop = asyncio.get_running_loop()
+        if self._stubs is None:
+            self._loop = loop
+            self._channel = self._line.open_async()
+            self._stubs = AsyncStubs(self._channel)
+        elif self._loop is not loop:
+            raise RuntimeError("An AsyncClient belongs to the event loop that it was first used in")
+        return self._stubs
+
+    def stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> AsyncCall:
+        """Begins a call whose answer is a stream."""
+        call = AsyncCall(method(request, timeout=timeout, metadata=self._line.metadata))
+        self.drop_at_close(call)
+        return call
+
+    async def put_latent(self, chunks: Any, **settings: Any) -> Any:
+        """Sends the chunks of a latent and returns the answer."""
+        return await _sent(self._of_threads().stubs.generation.PutLatent, chunks, **settings)
+
+    async def put_media(self, chunks: Any, **settings: Any) -> Any:
+        """Sends the chunks of media and returns the answer."""
+        return await _sent(self._of_threads().stubs.generation.PutMedia, chunks, **settings)
+
+    def stream_audio(self, messages: Any) -> Any:
+        """Begins the call of a session. A thread of gRPC reads `messages`."""
+        return self._of_threads().stream_audio(messages)
+
+    def _of_threads(self) -> Connection:
+        self._check()
+        if self._threads is None:
+            self._threads = Connection(self._line)
+        return self._threads
+
+    def drop_at_close(self, call: _Droppable) -> None:
+        """Has `close` end a call."""
+        self._calls.add(call)
+
+    async def close(self) -> None:
+        """Ends all calls and closes the channels. Again is harmless."""
+        if not self._closed:
+            self._closed = True
+            if not self._process.is_this:
+                return  # after a fork: all of it is the parent's
+            for call in self._calls:
+                call.drop()
+            if self._threads is not None:
+                self._threads.close()
+            if self._channel is not None:
+                await self._channel.close()
+
+
+async def _sent(
+    method: grpc.StreamUnaryMultiCallable[Any, Any], chunks: Any, **settings: Any
+) -> Any:
+    """Sends a stream of messages and returns the answer. A thread of gRPC reads `chunks`."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def end(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    call = method.future(chunks, **settings)
+    try:
+        call.add_done_callback(end)
+        await ended.wait()
+        return call.result()
+    finally:
+        call.cancel()
+
+
+class AsyncCall:
+    """A call of grpc.aio whose messages are read one by one."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.dropped = False
+        """Whether it was ended here."""
+
+    async def next(self) -> Any:
+        """The next message, or the error that ended the call; StopAsyncIteration at its good end.
+
+        Dropped: it was ended here, by its stream or its client.
+        """
+        try:
+            message = await self._call.read()
+        except grpc.RpcError:
+            if self.dropped:
+                raise Dropped from None
+            raise
+        except asyncio.CancelledError:
+            # gRPC says the same for a call that somebody else has ended, and for a task that is
+            # cancelled. The first is no reason for the task to stop.
+            if self._task_is_cancelled():
+                raise
+            self.dropped = True
+            raise Dropped from None
+        if message is not grpc.aio.EOF:
+            return message
+        # Older gRPC ends a call quietly that its channel has cancelled.
+        if self._call.cancelled():
+            self.dropped = True
+            raise Dropped
+        raise StopAsyncIteration
+
+    def _task_is_cancelled(self) -> bool:
+        cancelling = getattr(asyncio.current_task(), "cancelling", None)
+        # Python 3.10 cannot tell: there, only a call that was dropped is known to be no such case.
+        return bool(cancelling()) if cancelling is not None else not self.dropped
+
+    def drop(self) -> None:
+        """Ends the call at both ends. One that has ended stays as it is."""
+        self.dropped = True
+        self._call.cancel()

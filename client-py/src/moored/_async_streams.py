@@ -1,0 +1,216 @@
+"""Streams of the service as iterators.
+
+Leaving one early ends the call, and with it the job: by `close()`, by `async with`, by `break`
+(once nothing refers to the stream), by Ctrl-C, by cancelling the task. A job that was asked to
+`detach` goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from ._async_calls import AsyncCall
+from ._bounds import Bounds
+from ._channel import Dropped, Process
+from ._errors import Cancelled, InternalError, MooredError, error_of
+from ._events import Event, event_of
+from ._generated import hub_pb2, residency_pb2
+from ._media import Film, Frame, Picture, Samples, Track
+from ._mirror import mirror
+from ._records import LatentInfo, PulledModel, PullProgress, Status
+from ._results import Gathered
+
+T = TypeVar("T")
+R = TypeVar("R")
+AsyncSelf = TypeVar("AsyncSelf", bound="AsyncStream[Any]")
+
+
+class AsyncStream(Generic[T]):
+    """Items as they arrive, to be read by `async for`. One task reads; any task may close."""
+
+    _ended = False
+    _begun = False
+
+    def __init__(self, call: AsyncCall, endpoint: str) -> None:
+        self._call = call
+        self._endpoint = endpoint
+        self._process = Process()
+
+    def _read(self, message: Any) -> T | None:
+        """The item of a message; None to pass over it."""
+        raise NotImplementedError
+
+    def _error(self, error: grpc.RpcError) -> MooredError:
+        return error_of(error, self._endpoint, begun=self._begun)
+
+    def _cancelled(self) -> MooredError:
+        return Cancelled("The stream was closed before the job ended")
+
+    def _end(self) -> None:
+        self._ended = True
+        if self._process.is_this:  # else it is the parent's, and goes on there
+            self._call.drop()
+
+    def __aiter__(self: AsyncSelf) -> AsyncSelf:
+        return self
+
+    async def __anext__(self) -> T:
+        self._process.check("This stream")
+        while not self._ended:
+            try:
+                message = await self._call.next()
+                self._begun = True
+                item = self._read(message)
+            except StopAsyncIteration:
+                self._ended = True
+                raise
+            except Dropped:
+                self._ended = True
+                raise self._cancelled() from None
+            except grpc.RpcError as error:
+                self._ended = True
+                raise self._error(error) from None
+            except BaseException:
+                self._end()
+                raise
+            if item is not None:
+                return item
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """Ends the call, and the job with it unless it is detached. Again is harmless."""
+        if not self._ended:
+            self._end()
+
+    aclose = close
+
+    async def __aenter__(self: AsyncSelf) -> AsyncSelf:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        # The loop may be closed already, or the interpreter be half gone.
+        with contextlib.suppress(Exception):
+            if not self._ended:
+                self._end()
+
+
+class AsyncEventStream(AsyncStream[Event], Generic[R]):
+    """The events of a job. `await result()` is what the plain call would have returned."""
+
+    def __init__(
+        self, call: AsyncCall, endpoint: str, finish: Callable[[Gathered], R], bounds: Bounds
+    ) -> None:
+        super().__init__(call, endpoint)
+        self._gathered = Gathered(bounds)
+        self._finish = finish
+        self._result: R | None = None
+
+    def _read(self, message: Any) -> Event | None:
+        event = event_of(message)
+        if event is not None:
+            self._gathered.add(event)
+        return event
+
+    def _error(self, error: grpc.RpcError) -> MooredError:
+        return self._gathered.failed(super()._error(error))
+
+    def _cancelled(self) -> MooredError:
+        return self._gathered.failed(super()._cancelled())
+
+    @property
+    def job_id(self) -> str:
+        """The job; empty before its first event."""
+        return self._gathered.job_id
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures that are complete so far, in order."""
+        return self._gathered.pictures
+
+    @property
+    def films(self) -> tuple[Film, ...]:
+        """The films that are complete so far, in order."""
+        return self._gathered.films
+
+    @property
+    def tracks(self) -> tuple[Track, ...]:
+        """The tracks that are complete so far, in order."""
+        return self._gathered.tracks
+
+    @property
+    def latents(self) -> tuple[LatentInfo, ...]:
+        """The latents that the job has left in the service so far."""
+        return self._gathered.latents
+
+    async def result(self) -> R:
+        """Reads what is left of the events and returns the job's result; again, the same one."""
+        async with self:
+            async for _ in self:
+                pass
+        if self._result is None:
+            if self._call.dropped and self._gathered.done is None:
+                raise self._cancelled()
+            self._result = self._finish(self._gathered)
+        return self._result
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        """The frames of films, each once, as soon as it is there. Reads the events.
+
+        They are views of the film, which `result()` then has whole: nothing is kept twice.
+        """
+        for frame in self._gathered.new_frames():
+            yield frame
+        async for _ in self:
+            for frame in self._gathered.new_frames():
+                yield frame
+
+    async def samples(self) -> AsyncIterator[Samples]:
+        """The samples of tracks, each once, as soon as they are there. Reads the events.
+
+        They are views of the track, which `result()` then has whole: nothing is kept twice.
+        """
+        for samples in self._gathered.new_samples():
+            yield samples
+        async for _ in self:
+            for samples in self._gathered.new_samples():
+                yield samples
+
+
+class AsyncStatusStream(AsyncStream[Status]):
+    """The cards, each time they change. Endless: leave it by `break` or `close()`."""
+
+    def _read(self, message: residency_pb2.Status) -> Status:
+        return mirror(Status, message)
+
+
+class AsyncPullStream(AsyncStream[PullProgress]):
+    """How far a pull is, as it goes on. Leaving it ends the pull, unless others wait for it too."""
+
+    _pulled: PulledModel | None = None
+
+    def _read(self, message: hub_pb2.PullEvent) -> PullProgress | None:
+        kind = message.WhichOneof("event")
+        if kind == "pulled":
+            self._pulled = mirror(PulledModel, message.pulled)
+        return mirror(PullProgress, message.progress) if kind == "progress" else None
+
+    def _cancelled(self) -> MooredError:
+        return Cancelled("The stream was closed before the model was there")
+
+    async def result(self) -> PulledModel:
+        """Waits for the end and returns the model that is there now; again, the same one."""
+        async with self:
+            async for _ in self:
+                pass
+        if self._pulled is None:
+            if self._call.dropped:
+                raise self._cancelled()
+            raise InternalError("The service ended a pull without a result: pull again")
+        return self._pulled

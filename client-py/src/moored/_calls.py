@@ -1,0 +1,186 @@
+"""The connection of a `Client`, which threads share, and the calls whose messages they read.
+
+`_async_calls` is the same for the tasks of an event loop: both have one interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from ._channel import Dropped, Line, Process
+from ._stubs import Stubs
+
+pause = time.sleep
+
+# Messages that are read ahead of whoever takes them; then gRPC's flow control holds the service.
+_AHEAD = 8
+# A reader whose messages nobody takes looks this often whether anybody still will.
+_LEFT_POLL_S = 0.2
+# A signal that comes just as a thread falls asleep on a lock does not wake it: so late it is seen.
+AWAKE_S = 1.0
+
+
+class Connection:
+    """The channel of a client. After a fork it is the parent's, and another one is opened."""
+
+    def __init__(self, line: Line) -> None:
+        self.endpoint = line.endpoint
+        self._line = line
+        self._closed = False
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = self._line.open()
+        self._stubs = Stubs(self._channel)
+        self._process = Process()
+
+    @property
+    def stubs(self) -> Stubs:
+        """The calls of the service."""
+        if self._closed:
+            raise RuntimeError("The client is closed")
+        if not self._process.is_this:
+            self._open()
+        return self._stubs
+
+    def stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Call:
+        """Begins a call whose answer is a stream."""
+        return Call(begun(method, request, timeout=timeout, metadata=self._line.metadata))
+
+    def put_latent(self, chunks: Any, **settings: Any) -> Any:
+        """Sends the chunks of a latent and returns the answer."""
+        return self.stubs.generation.PutLatent(chunks, **settings)
+
+    def put_media(self, chunks: Any, **settings: Any) -> Any:
+        """Sends the chunks of media and returns the answer."""
+        return self.stubs.generation.PutMedia(chunks, **settings)
+
+    def stream_audio(self, messages: Any) -> Any:
+        """Begins the call of a session. A thread of gRPC reads `messages`."""
+        return self.stubs.generation.StreamAudio(messages, metadata=self._line.metadata)
+
+    def close(self) -> None:
+        """Ends all calls and closes the channel. Again is harmless."""
+        if not self._closed:
+            self._closed = True
+            if self._process.is_this:
+                self._channel.close()
+
+
+class Call:
+    """A call that is read in a thread of its own, a few messages ahead.
+
+    Whoever wants a message waits on a plain queue. There Ctrl-C is safe, as it is not inside of
+    gRPC: an interrupt that lands in its code can leave a call that never says how it ended.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._inbox: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD)
+        self._left = threading.Event()
+        self._is_read = False
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it was ended here."""
+        return self._left.is_set()
+
+    def next(self) -> Any:
+        """The next message, or the error that ended the call; StopIteration at its good end."""
+        if not self._is_read:
+            self._is_read = True
+            # It knows nothing of the stream: one that nobody refers to any more can so be ended.
+            arguments = (self._call, self._inbox, self._left)
+            reader = threading.Thread(target=_read, args=arguments, daemon=True)
+            reader.name = "moored stream"
+            reader.start()
+        message, end = _awaited(self._inbox)
+        if end is None:
+            return message
+        self._inbox.put((None, end))
+        if self.dropped and isinstance(end, grpc.RpcError):
+            raise Dropped from None
+        raise end
+
+    def drop(self) -> None:
+        """Ends the call at both ends. One that has ended stays as it is."""
+        self._left.set()
+        self._call.cancel()
+
+
+def _read(
+    call: Any, inbox: queue.Queue[tuple[Any, BaseException | None]], left: threading.Event
+) -> None:
+    end: BaseException = StopIteration()
+    try:
+        for message in call:
+            if not _put(inbox, (message, None), left):
+                return
+    except BaseException as error:
+        end = error  # raised where the messages are read
+    _put(inbox, (None, end), left)
+
+
+def _put(
+    inbox: queue.Queue[tuple[Any, BaseException | None]],
+    item: tuple[Any, BaseException | None],
+    left: threading.Event,
+) -> bool:
+    """Whether the item was queued before all readers had left."""
+    while True:
+        try:
+            inbox.put(item, timeout=_LEFT_POLL_S)
+            return True
+        except queue.Full:
+            if left.is_set():
+                return False
+
+
+def _awaited(inbox: Any) -> Any:
+    """The next of a queue, waited for where Ctrl-C is seen soon."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=AWAKE_S)
+
+
+def begun(method: Callable[..., Any], request: Any, **settings: Any) -> Any:
+    """The call of a stream, begun in a thread of its own and waited for where Ctrl-C is safe.
+
+    gRPC that is interrupted in beginning a call leaves one that goes on and that nobody can end,
+    or a lock that nobody gives back. (A call that is told of and then dropped ends by itself.)
+    """
+    calls: list[Any] = []
+    left = threading.Event()
+    told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def begin() -> None:
+        try:
+            calls.append(method(request, **settings))
+            if left.is_set():
+                calls[0].cancel()
+        except BaseException as error:
+            told.put(error)  # raised where it was asked for
+        else:
+            told.put(None)
+
+    try:
+        run = contextvars.copy_context().run  # tracing and its like go by the caller's context
+        threading.Thread(target=run, args=(begin,), daemon=True, name="moored call").start()
+        error = _awaited(told)
+    except BaseException:
+        # Whichever of the two threads comes second sees what the other has left.
+        left.set()
+        for call in calls:
+            call.cancel()
+        raise
+    if error is not None:
+        raise error
+    return calls[0]

@@ -1,0 +1,167 @@
+//! Work on the files of the cache, on threads that may block. A disk that does not answer holds so many threads and no more, and
+//! never those that serve other calls; who waits for it gets an error.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+
+use crate::PullError;
+
+/// Threads that look at files, link or lock them at a time.
+const SHORT_AT_ONCE: usize = 16;
+/// Threads that read or write what files contain at a time: as many as downloads.
+const LONG_AT_ONCE: usize = 16;
+/// Longest time that short work takes, and longest time that any work waits for a thread.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The threads that wait for one disk. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Disk {
+    /// What lies on it, for people.
+    folder: String,
+    short: Arc<Semaphore>,
+    long: Arc<Semaphore>,
+}
+
+impl Disk {
+    /// The disk that a folder lies on.
+    pub(crate) fn of(folder: &Path) -> Disk {
+        Disk {
+            folder: folder.display().to_string(),
+            short: Arc::new(Semaphore::new(SHORT_AT_ONCE)),
+            long: Arc::new(Semaphore::new(LONG_AT_ONCE)),
+        }
+    }
+
+    /// Runs work that a disk does in moments, whatever the files contain.
+    ///
+    /// # Errors
+    /// Those of the work; [`PullError::DiskSilent`] and [`PullError::DiskBusy`] after [`LIMIT`].
+    pub(crate) async fn short<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
+    ) -> Result<T, PullError> {
+        let turn = self.turn(&self.short).await?;
+        let done = timeout(LIMIT, self.run(turn, work)).await;
+        done.unwrap_or_else(|_| {
+            Err(PullError::DiskSilent {
+                folder: self.folder.clone(),
+                limit: LIMIT,
+            })
+        })
+    }
+
+    /// Runs work that takes the longer the more files contain.
+    ///
+    /// # Errors
+    /// Those of the work; [`PullError::DiskBusy`] where it has not begun after [`LIMIT`].
+    pub(crate) async fn long<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
+    ) -> Result<T, PullError> {
+        let turn = self.turn(&self.long).await?;
+        self.run(turn, work).await
+    }
+
+    async fn turn(&self, turns: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, PullError> {
+        match timeout(LIMIT, turns.clone().acquire_owned()).await {
+            Ok(Ok(turn)) => Ok(turn),
+            // They are never closed.
+            Ok(Err(_)) | Err(_) => Err(PullError::DiskBusy {
+                folder: self.folder.clone(),
+                limit: LIMIT,
+            }),
+        }
+    }
+
+    async fn run<T: Send + 'static>(
+        &self,
+        turn: OwnedSemaphorePermit,
+        work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
+    ) -> Result<T, PullError> {
+        let done = tokio::task::spawn_blocking(move || {
+            let _until_done = turn; // even if whoever asked has left
+            work()
+        });
+        done.await.unwrap_or_else(|panic| {
+            Err(PullError::Disk {
+                path: self.folder.clone(),
+                problem: panic.to_string(),
+            })
+        })
+    }
+
+    /// All threads, until the result is dropped: no work begins meanwhile.
+    #[cfg(test)]
+    pub(crate) fn all_turns(&self) -> [OwnedSemaphorePermit; 2] {
+        let all = |turns: &Arc<Semaphore>, count: usize| {
+            turns.clone().try_acquire_many_owned(count as u32).unwrap()
+        };
+        [all(&self.short, SHORT_AT_ONCE), all(&self.long, LONG_AT_ONCE)]
+    }
+}
+
+/// Closes files on a thread that may block: a network share writes what is not written when they are closed, and gives up locks.
+pub(crate) fn close<T: Send + 'static>(files: T) {
+    match Handle::try_current() {
+        Ok(runtime) => drop(runtime.spawn_blocking(move || drop(files))),
+        Err(_) => drop(files), // nobody waits for this thread
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_disk_that_does_not_answer_holds_so_many_threads_and_is_told() {
+        let disk = Disk::of(Path::new("/cache"));
+        let (answer, answered) = mpsc::channel::<()>();
+        let answered = Arc::new(std::sync::Mutex::new(answered));
+        let (asked, was_asked) = mpsc::channel();
+        let calls: Vec<_> = (0..SHORT_AT_ONCE + 1)
+            .map(|_| {
+                let (disk, asked, answered) = (disk.clone(), asked.clone(), answered.clone());
+                tokio::spawn(async move {
+                    let work = move || {
+                        let _ = asked.send(());
+                        let _ = answered.lock().unwrap().recv();
+                        Ok(())
+                    };
+                    disk.short(work).await
+                })
+            })
+            .collect();
+        let mut seen = 0;
+        while seen < SHORT_AT_ONCE {
+            seen += was_asked.try_iter().count();
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(
+            disk.long(|| Ok(7)).await,
+            Ok(7),
+            "downloads have threads of their own"
+        );
+        tokio::time::advance(LIMIT).await;
+        let (folder, limit) = ("/cache".to_owned(), LIMIT);
+        let silent = Err(PullError::DiskSilent {
+            folder: folder.clone(),
+            limit,
+        });
+        let busy = Err(PullError::DiskBusy { folder, limit });
+        let mut ends = Vec::new();
+        for call in calls {
+            ends.push(call.await.unwrap());
+        }
+        assert_eq!(ends.iter().filter(|end| **end == silent).count(), SHORT_AT_ONCE);
+        assert_eq!(ends.iter().filter(|end| **end == busy).count(), 1);
+        drop(answer);
+        assert_eq!(disk.short(|| Ok(8)).await, Ok(8), "once it answers");
+    }
+}

@@ -1,0 +1,52 @@
+//! DEFINES. What a request is, what a plan is, and what a model is to those who run it. Families implement it; the queue, the
+//! cards and the doors know no more of a model than this.
+
+mod adapter;
+pub mod bounds;
+mod component_set;
+mod covered;
+mod errors;
+mod host;
+mod identity;
+mod left_out;
+mod media;
+mod memo;
+mod model;
+mod out_of_memory;
+mod parts;
+pub mod plan;
+mod precision;
+mod quantization;
+mod request;
+mod resize;
+mod smaller;
+mod stage_run;
+mod steps;
+
+pub use adapter::{
+    AdapterError, AdapterFile, AdapterKind, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
+    StrengthCurve,
+};
+pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
+pub use component_set::{ComponentFiles, ComponentSet};
+pub use covered::{Covered, Twice};
+pub use errors::{ModelError, StageError};
+pub use host::{HostTensor, HostType};
+pub use identity::{ModelFile, digest_of_names, provisional_identity};
+pub use left_out::LeftOut;
+pub use media::{MediaFormat, Piece, SampleFormat};
+pub use memo::{Memo, identity_of_values};
+pub use model::{Model, ModelOpener, format_of_plan};
+pub use out_of_memory::is_out_of_memory;
+pub use parts::{ModelParts, ReadFiles};
+pub use plan::{PreviewNeed, Role, Rung, Section, SharedPass, StagePlan, ValueShape, Values};
+pub use precision::Precision;
+pub use quantization::{FULL, Formats, Preset, Quantization};
+pub use request::{
+    Audio, AudioTask, Clip, ControlUse, Image, InitImage, Mask, Medium, Picture, PictureMut, PictureSlot,
+    Request, RequestError, StrengthPoint, Video,
+};
+pub use resize::{Filter, resized, resized_by};
+pub use smaller::{nearest_frames, smaller_lengths, smaller_sides};
+pub use stage_run::{Observer, StageRun, Unobserved};
+pub use steps::{decimal, first_step};
