@@ -74,6 +74,10 @@ def test_a_running_service_is_used_and_downloads_the_model(
         done = service.run(*given, env=env, cwd=tmp_path)
         assert good(done).splitlines() == ["z-image-turbo-3.png"]
         assert "starting one" not in done.stderr
+        assert "Apache-2.0" in done.stderr, "the licence of what is downloaded is told"
+        again = service.run(*given, env=env, cwd=tmp_path)
+        assert good(again).splitlines() == ["z-image-turbo-3-2.png"]
+        assert "Apache-2.0" not in again.stderr, "it is here by its short name"
         listed = service.run("models", "--available", "--json", env=env)
         here = {one["name"]: one["here"] for one in map(json.loads, good(listed).splitlines())}
         assert (here[SHORT], here["flux-dev"]) == (True, False)
@@ -117,8 +121,11 @@ def test_a_dry_run_of_a_pull_prints_the_plan_alone(hub: Hub, home: Path, alone: 
     assert blobs(home) == []
     (told,) = map(json.loads, good(alone("pull", SHORT, "--dry-run", "--json")).splitlines())
     assert told["bytes_missing"] == told["bytes_total"] > 15_000_000
+    hub.requests.clear()
     done = alone("pull", SHORT)
     assert "15.8 MB to download" in done.stderr
+    listings = [one.path for one in hub.requests if "/revision/" in one.path]
+    assert len(listings) == 1, "what is planned is what is pulled: the repository is listed once"
     assert Path(good(done).strip()).is_dir()
     assert "all of it here already" in good(alone("pull", SHORT, "--dry-run"))
 

@@ -244,22 +244,29 @@ impl Library {
         self.opening.run(path, work).await
     }
 
-    /// The entry as all equal requests name it: formats by component are a preset where they are just that. Reads the
-    /// model's headers where components are named; a model that cannot be read stays as it was asked for.
+    /// The entry as all equal requests name it: formats by component are a preset where they are just that. Opens the
+    /// model for a card where components are named and it is not open; what cannot be opened stays as it was asked for.
     ///
     /// # Errors
     /// Those of [`Library::aside`].
-    pub async fn canonical(self: &Arc<Self>, entry: Arc<Entry>) -> Result<Arc<Entry>, Error> {
+    pub async fn canonical(
+        self: &Arc<Self>,
+        entry: Arc<Entry>,
+        card: CardDescription,
+    ) -> Result<Arc<Entry>, Error> {
         if entry.quantization.as_preset().is_some() {
             return Ok(entry);
         }
         let (library, path) = (self.clone(), entry.path.clone());
         let read = move || {
-            let any = Precision {
-                dtype: DType::F32,
-                quantization: Quantization::NONE,
+            let opened = match library.open_in_any_format(&entry.path) {
+                Some(model) => Ok(model),
+                None => {
+                    let base = entry.with_adapters(Vec::new());
+                    library.open(&base, &card).map(|open| open.model)
+                }
             };
-            Ok(match library.catalogue.open(&entry.path, &any) {
+            Ok(match opened {
                 Ok(model) => {
                     Arc::new(entry.quantized(entry.quantization.canonical(model.large_components())))
                 }
@@ -343,6 +350,18 @@ impl Library {
             }
             None => opened.to_model(),
         })
+    }
+
+    /// A model as it was opened in some format before, if its files are the same.
+    fn open_in_any_format(&self, path: &Path) -> Option<Arc<dyn Model>> {
+        let all = self.lock();
+        let of_path: Vec<Opened> = (all.iter())
+            .filter(|((of, ..), _)| of == path)
+            .map(|(_, opened)| opened.clone())
+            .collect();
+        drop(all); // while files are looked at
+        let mut current = of_path.into_iter().filter(|opened| opened.stamps.are_current());
+        current.next().map(|opened| opened.model)
     }
 
     fn remember_closed(&self, closed: &[(ModelKey, Opened)]) {
@@ -456,19 +475,15 @@ impl Library {
     }
 
     fn read(&self, entry: &Entry, card: &CardDescription) -> Result<Arc<dyn Model>, Error> {
+        if !entry.adapters.is_empty() {
+            let base = self.open(&entry.with_adapters(Vec::new()), card)?;
+            return base.model.with_adapters(&entry.adapters).map_err(error_of);
+        }
         let precision = Precision {
             dtype: dtype_of(&card.compute_dtype)?,
             quantization: entry.quantization.clone(),
         };
-        if entry.adapters.is_empty() {
-            return self.catalogue.open(&entry.path, &precision).map_err(error_of);
-        }
-        let (path, dtype, quantization, _) = model_key_of(entry, &card.compute_dtype);
-        let base = match self.open_already(&(path, dtype, quantization, Vec::new())) {
-            Some(open) => open.model,
-            None => self.catalogue.open(&entry.path, &precision).map_err(error_of)?,
-        };
-        base.with_adapters(&entry.adapters).map_err(error_of)
+        self.catalogue.open(&entry.path, &precision).map_err(error_of)
     }
 
     /// The components of an open entry, with their current identities. Does no IO.

@@ -1,7 +1,7 @@
 //! Files as they are on disk: what tells one version from another, and which are opened at all.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
-use std::io::{self, Read as _};
+use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
@@ -116,15 +116,7 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
 /// # Errors
 /// As [`open_regular`]; [`io::ErrorKind::FileTooLarge`] for more than `most` bytes.
 pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
-    let mut read = Vec::new();
-    open_regular(path)?
-        .take(most.saturating_add(1))
-        .read_to_end(&mut read)?;
-    if read.len() as u64 > most {
-        let problem = format!("it has more than {}, the most that is read", Bytes(most));
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
-    }
-    Ok(read)
+    all_of(open_regular(path)?, most)
 }
 
 /// All of a text that somebody names.
@@ -132,8 +124,29 @@ pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
 /// # Errors
 /// As [`read_bounded`]; [`io::ErrorKind::InvalidData`] for what is no UTF-8.
 pub fn text_bounded(path: &Path, most: u64) -> io::Result<String> {
-    String::from_utf8(read_bounded(path, most)?)
+    all_text_of(open_regular(path)?, most)
+}
+
+/// All of a text that comes from a reader.
+///
+/// # Errors
+/// What the reader said, and as [`text_bounded`] for what is too long or no UTF-8.
+pub fn all_text_of(from: impl Read, most: u64) -> io::Result<String> {
+    String::from_utf8(all_of(from, most)?)
         .map_err(|problem| io::Error::new(io::ErrorKind::InvalidData, problem.utf8_error()))
+}
+
+/// What is longer is refused, and never cut off: half of it would be taken for all.
+fn all_of(from: impl Read, most: u64) -> io::Result<Vec<u8>> {
+    let mut read = Vec::new();
+    from.take(most.saturating_add(1)).read_to_end(&mut read)?;
+    match read.len() as u64 > most {
+        true => Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("it has more than {}, the most that is read", Bytes(most)),
+        )),
+        false => Ok(read),
+    }
 }
 
 #[cfg(test)]
@@ -180,6 +193,14 @@ mod tests {
         assert_eq!(
             read_bounded(&pipe, 5).unwrap_err().kind(),
             io::ErrorKind::InvalidInput
+        );
+        assert_eq!(all_text_of(&b"12345"[..], 5).unwrap(), "12345");
+        let longer = all_text_of(&b"12345"[..], 4).unwrap_err();
+        assert_eq!(longer.kind(), io::ErrorKind::FileTooLarge);
+        fs::write(&file, b"\xff").unwrap();
+        assert_eq!(
+            text_bounded(&file, 5).unwrap_err().kind(),
+            io::ErrorKind::InvalidData
         );
     }
 }

@@ -42,7 +42,9 @@ pub use cuda::library_workspace;
 pub use cuda_settings::{CudaDtype, CudaSettings, CudaSettingsError, CudaWhich};
 pub use discover::{DeviceChoice, DeviceSpec, DeviceSpecError, Discovered, OpenError, open};
 pub use faults::{Fault, FaultAction};
-pub use files::{FileStamp, create_private_folder, open_private, open_regular, read_bounded, text_bounded};
+pub use files::{
+    FileStamp, all_text_of, create_private_folder, open_private, open_regular, read_bounded, text_bounded,
+};
 pub use format::{
     Fp8Scales, GgufType, INT8_STEP, NF4_BLOCK, NF4_NESTED_BLOCK, WeightFormat, WeightFormatError, WeightPart,
     e4m3_to_f32, rows_and_columns,

@@ -14,11 +14,11 @@ use hf_hub::{Cache, CacheRepo};
 use residency::Bytes;
 
 use super::checksum::Oid;
-use crate::PullError;
 use crate::disk::{self, Disk};
 use crate::listing::repo;
 use crate::reference::{Reference, is_commit};
 use crate::selection::INDEX;
+use crate::{LONGEST_REF, PullError};
 
 /// Interval between attempts to take a lock that another program holds.
 const LOCK_POLL: Duration = Duration::from_millis(200);
@@ -113,7 +113,7 @@ impl ModelCache {
             return Some(self.model.revision.clone());
         }
         let refs = self.root.join(&self.folder_name).join("refs");
-        let commit = gpu::text_bounded(&refs.join(&self.model.revision), 1 << 10).ok()?;
+        let commit = gpu::text_bounded(&refs.join(&self.model.revision), LONGEST_REF).ok()?;
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 

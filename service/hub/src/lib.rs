@@ -26,8 +26,8 @@ mod transfer;
 pub use error::PullError;
 pub use meter::Progress;
 pub use pull::{
-    Base, Hub, PullPlan, Pulled, is_of_folder, is_shard, is_whole, remove_from_cache, size_in_cache,
-    transformer_files,
+    Base, Hub, LONGEST_REF, PreparedPull, PullPlan, Pulled, is_of_folder, is_shard, is_whole,
+    remove_from_cache, size_in_cache, transformer_files,
 };
 pub use pulls::{PullUpdate, Pulls};
 pub use reference::Reference;

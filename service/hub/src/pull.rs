@@ -24,6 +24,9 @@ const INDEX_BYTES: u64 = 16 << 20;
 /// Most files of a pipeline; a listing of more is refused.
 const MOST_FILES: usize = 4096;
 
+/// The longest file of a branch or tag in a hub cache, in bytes: it has a commit.
+pub const LONGEST_REF: u64 = 1 << 10;
+
 /// What a pull would download.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PullPlan {
@@ -101,6 +104,18 @@ impl Parts {
     fn all(&self) -> impl Iterator<Item = &RepositoryPart> {
         std::iter::once(&self.own).chain(&self.others)
     }
+
+    fn bytes(&self) -> u64 {
+        sum(self.all().map(|part| part.contents.bytes()))
+    }
+
+    fn bytes_missing(&self) -> u64 {
+        sum(self.all().map(|part| part.contents.bytes_missing()))
+    }
+
+    fn files(&self) -> u32 {
+        self.all().map(|part| part.contents.files()).sum()
+    }
 }
 
 /// A content of the pipeline, and the paths of the files that have it.
@@ -158,58 +173,58 @@ fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
     sizes.fold(0, u64::saturating_add)
 }
 
-impl Hub {
-    pub fn new(settings: HubSettings) -> Hub {
-        let disk = Disk::of(&settings.cache);
-        Hub { settings, disk }
-    }
+/// A pull of what a hub has, or of what is whole in the cache: of one commit, from its plan to its end.
+pub struct PreparedPull {
+    model: Reference,
+    disk: Disk,
+    found: Found,
+}
 
-    /// Whether clients may ask for a pull.
-    pub fn is_open(&self) -> bool {
-        self.settings.pull
-    }
+/// Where the files of a model were found.
+enum Found {
+    /// All of them in the cache, where the hub is not to be asked.
+    Here(Pulled),
+    OnHub(Box<(HubSession, Parts)>),
+}
 
-    /// Plans a pull, and downloads nothing.
-    pub async fn plan(&self, model: &Reference) -> Result<PullPlan, PullError> {
-        if self.settings.offline {
-            let here = self.whole_in_cache(model).await?;
-            return Ok(PullPlan {
-                revision: here.revision,
+impl PreparedPull {
+    /// What it would download, as the cache was when it was prepared.
+    pub fn plan(&self) -> PullPlan {
+        match &self.found {
+            Found::Here(here) => PullPlan {
+                revision: here.revision.clone(),
                 bytes_total: here.bytes_total,
                 bytes_missing: 0,
                 files_total: here.files_total,
                 base: Base::Own,
-            });
+            },
+            Found::OnHub(found) => {
+                let (_, parts) = &**found;
+                PullPlan {
+                    bytes_total: parts.bytes(),
+                    bytes_missing: parts.bytes_missing(),
+                    files_total: parts.files(),
+                    revision: parts.own.contents.commit.clone(),
+                    base: parts.kind.clone(),
+                }
+            }
         }
-        let parts = self.parts(&self.session().await?, model).await?;
-        Ok(PullPlan {
-            bytes_total: sum(parts.all().map(|part| part.contents.bytes())),
-            bytes_missing: sum(parts.all().map(|part| part.contents.bytes_missing())),
-            files_total: parts.all().map(|part| part.contents.files()).sum(),
-            revision: parts.own.contents.commit,
-            base: parts.kind,
-        })
     }
 
     /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
-    pub async fn pull(
-        &self,
-        model: &Reference,
-        progress: watch::Sender<Progress>,
-    ) -> Result<Pulled, PullError> {
-        if self.settings.offline {
-            return self.whole_in_cache(model).await;
-        }
-        let session = self.session().await?;
-        let parts = self.parts(&session, model).await?;
-        let all = || parts.all();
-        let bytes_missing = sum(all().map(|part| part.contents.bytes_missing()));
+    pub async fn pull(self, progress: watch::Sender<Progress>) -> Result<Pulled, PullError> {
+        let PreparedPull { model, disk, found } = self;
+        let (session, parts) = match found {
+            Found::Here(pulled) => return Ok(pulled),
+            Found::OnHub(found) => *found,
+        };
+        let bytes_missing = parts.bytes_missing();
         let cache = parts.own.cache.clone();
-        self.disk.short(move || cache.check_room(bytes_missing)).await?;
-        let missing: Vec<(&RepositoryPart, &Content)> = all().flat_map(RepositoryPart::missing).collect();
+        disk.short(move || cache.check_room(bytes_missing)).await?;
+        let missing: Vec<(&RepositoryPart, &Content)> =
+            parts.all().flat_map(RepositoryPart::missing).collect();
         let to_come = sum(missing.iter().map(|(_, content)| content.file.size));
-        let bytes_total = sum(all().map(|part| part.contents.bytes()));
-        let files_total: u32 = all().map(|part| part.contents.files()).sum();
+        let (bytes_total, files_total) = (parts.bytes(), parts.files());
         let meter = Meter::new(progress);
         meter.start(Progress {
             bytes_done: bytes_total - to_come,
@@ -223,7 +238,7 @@ impl Hub {
             let transfer = Transfer {
                 session: &session,
                 cache: &part.cache,
-                disk: &self.disk,
+                disk: &disk,
                 model: &part.model,
                 commit: &part.contents.commit,
                 file: &content.file,
@@ -243,10 +258,10 @@ impl Hub {
         // The others first: a model is found when its file is linked.
         let Parts { own, others, .. } = parts;
         for other in others {
-            self.disk.short(move || other.link()).await?;
+            disk.short(move || other.link()).await?;
         }
         let revision = own.contents.commit.clone();
-        let snapshot = self.disk.short(move || own.link()).await?;
+        let snapshot = disk.short(move || own.link()).await?;
         Ok(Pulled {
             id: model.listed_id(),
             path: model
@@ -258,6 +273,44 @@ impl Hub {
             files_total,
             revision,
         })
+    }
+}
+
+impl Hub {
+    pub fn new(settings: HubSettings) -> Hub {
+        let disk = Disk::of(&settings.cache);
+        Hub { settings, disk }
+    }
+
+    /// Whether clients may ask for a pull.
+    pub fn is_open(&self) -> bool {
+        self.settings.pull
+    }
+
+    /// Looks what a pull would download, and downloads nothing.
+    pub async fn prepare(&self, model: &Reference) -> Result<PreparedPull, PullError> {
+        let found = match self.settings.offline {
+            true => Found::Here(self.whole_in_cache(model).await?),
+            false => {
+                let session = self.session().await?;
+                let parts = self.parts(&session, model).await?;
+                Found::OnHub(Box::new((session, parts)))
+            }
+        };
+        Ok(PreparedPull {
+            model: model.clone(),
+            disk: self.disk.clone(),
+            found,
+        })
+    }
+
+    /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
+    pub async fn pull(
+        &self,
+        model: &Reference,
+        progress: watch::Sender<Progress>,
+    ) -> Result<Pulled, PullError> {
+        self.prepare(model).await?.pull(progress).await
     }
 
     /// What sends requests to the hub. The token may be in a file, and so are the certificates of the system.
@@ -664,10 +717,16 @@ mod tests {
             offline: true,
         });
         let model: Reference = "me/mine".parse().unwrap();
-        assert!(matches!(hub.plan(&model).await, Err(PullError::Offline { .. })));
+        assert!(matches!(
+            hub.prepare(&model).await,
+            Err(PullError::Offline { .. })
+        ));
         let _turns = hub.disk.all_turns();
         let (progress, _) = watch::channel(Progress::default());
-        assert!(matches!(hub.plan(&model).await, Err(PullError::DiskBusy { .. })));
+        assert!(matches!(
+            hub.prepare(&model).await,
+            Err(PullError::DiskBusy { .. })
+        ));
         assert!(matches!(
             hub.pull(&model, progress).await,
             Err(PullError::DiskBusy { .. })

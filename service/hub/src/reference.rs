@@ -86,9 +86,9 @@ impl Reference {
         }
     }
 
-    /// The model of an entry's name (`owner/name+4-bit`), if that could be on a hub.
+    /// The model of an entry's name (`owner/name+4-bit&ink`), if that could be on a hub.
     pub fn of_entry(name: &str) -> Option<Reference> {
-        name.split('+').next()?.parse().ok()
+        name.split(['+', '&']).next()?.parse().ok()
     }
 
     /// Whether the revision is a commit.
@@ -194,6 +194,7 @@ mod tests {
         let id = |name: &str| Reference::of_entry(name).map(|reference| reference.to_string());
         assert_eq!(id("me/mine+4-bit").as_deref(), Some("me/mine"));
         assert_eq!(id("me/mine@v1+vae=nf4").as_deref(), Some("me/mine@v1"));
+        assert_eq!(id("me/mine&ink").as_deref(), Some("me/mine"));
         assert_eq!(id("demo"), None);
         assert_eq!(
             id("flux-schnell+4-bit").as_deref(),

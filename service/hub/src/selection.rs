@@ -1,7 +1,7 @@
 //! Which files of a repository a pipeline is read from. A repository in diffusers' layout often holds the same weights
 //! several times: as single checkpoints at its root, in half precision, for other frameworks. One copy is enough.
 
-use pipelines::OwnLayout;
+use pipelines::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, OwnLayout, WeightNames};
 
 use crate::PullError;
 use crate::error::{list, list_all, shown};
@@ -11,8 +11,6 @@ use crate::reference::FILES;
 pub(crate) const INDEX: &str = "model_index.json";
 /// Optional file with a model's own defaults.
 const DEFAULTS: &str = "moored.json";
-/// File names of weights without their ending, in the order in which they are looked for.
-const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
 /// Endings of the files beside the weights: configurations, vocabularies.
 const SMALL: [&str; 3] = [".json", ".txt", ".model"];
 /// Endings of weights, in any format.
@@ -86,9 +84,8 @@ fn of_folder<'a>(names: &[&'a str]) -> Result<Vec<&'a str>, String> {
     if weights.is_empty() {
         return Ok(chosen);
     }
-    let form = STEMS.iter().find_map(|stem| in_safetensors(stem, names));
-    match form {
-        Some(files) => chosen.extend(files),
+    match weights_among(names) {
+        Some((_, files)) => chosen.extend(files),
         None => {
             return Err(format!(
                 "has no weights in plain safetensors, only {}",
@@ -99,32 +96,25 @@ fn of_folder<'a>(names: &[&'a str]) -> Result<Vec<&'a str>, String> {
     Ok(chosen)
 }
 
-/// The weights of this stem: one file, or an index with its shards. Where there are both, diffusers takes the index, and
-/// transformers, whose stem is `model`, the file.
-fn in_safetensors<'a>(stem: &str, names: &[&'a str]) -> Option<Vec<&'a str>> {
-    let single = format!("{stem}.safetensors");
-    let single = || Some(vec![*names.iter().find(|name| **name == single)?]);
-    let index = format!("{stem}.safetensors.index.json");
-    let sharded = || {
-        let mut files = vec![*names.iter().find(|name| **name == index)?];
-        files.extend(names.iter().filter(|name| shard_of(stem, name).is_some()));
-        (files.len() > 1).then_some(files)
-    };
-    match stem {
-        "model" => single().or_else(sharded),
-        _ => sharded().or_else(single),
-    }
+/// The first weights that are read, and their files, of all names of a folder.
+fn weights_among<'a>(names: &[&'a str]) -> Option<(WeightNames, Vec<&'a str>)> {
+    WeightNames::all().find_map(|weights| Some((weights, in_safetensors(&weights, names)?)))
 }
 
-/// Number and count of a shard, `model-00001-of-00002.safetensors`.
-fn shard_of(stem: &str, name: &str) -> Option<(usize, usize)> {
-    let numbers = name
-        .strip_prefix(stem)?
-        .strip_prefix('-')?
-        .strip_suffix(".safetensors")?;
-    let (number, count) = numbers.split_once("-of-")?;
-    let is_number = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-    (is_number(number) && is_number(count)).then_some((number.parse().ok()?, count.parse().ok()?))
+/// The weights of these names: one file, or an index with its shards.
+fn in_safetensors<'a>(weights: &WeightNames, names: &[&'a str]) -> Option<Vec<&'a str>> {
+    let single = weights.single();
+    let single = || Some(vec![*names.iter().find(|name| **name == single)?]);
+    let index = weights.index();
+    let sharded = || {
+        let mut files = vec![*names.iter().find(|name| **name == index)?];
+        files.extend(names.iter().filter(|name| weights.shard(name).is_some()));
+        (files.len() > 1).then_some(files)
+    };
+    match weights.prefers_single() {
+        true => single().or_else(sharded),
+        false => sharded().or_else(single),
+    }
 }
 
 /// The files that these folders lack, as far as that can be told without the hub.
@@ -138,6 +128,11 @@ pub(crate) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
         missing_in(folder, &prefix, &inside)
     };
     folders.iter().flat_map(of_folder).collect()
+}
+
+/// `-00001-of-00002` in the name of a shard.
+fn numbers(number: usize, count: usize) -> String {
+    format!("-{number:05}-of-{count:05}")
 }
 
 /// The files that a repository with a component at its root lacks.
@@ -157,26 +152,24 @@ fn missing_in(folder: &str, prefix: &str, inside: &[&str]) -> Vec<String> {
     if !inside.contains(&CONFIGURATION) {
         return missing; // a scheduler or a tokenizer: no weights
     }
-    match STEMS
-        .iter()
-        .find_map(|stem| Some((stem, in_safetensors(stem, inside)?)))
-    {
+    match weights_among(inside) {
         None => missing.push(format!("the weights of {folder}")),
-        Some((stem, chosen)) => {
-            let shards: Vec<(usize, usize)> = chosen.iter().filter_map(|name| shard_of(stem, name)).collect();
-            let count = shards.first().map_or(0, |(_, count)| *count);
-            let absent = (1..=count).filter(|number| !shards.contains(&(*number, count)));
-            missing
-                .extend(absent.map(|number| format!("{prefix}{stem}-{number:05}-of-{count:05}.safetensors")));
+        Some((weights, chosen)) => {
+            let shards = chosen
+                .iter()
+                .filter_map(|name| Some((*name, weights.shard(name)?)));
+            let shards: Vec<(&str, (usize, usize))> = shards.collect();
+            if let Some(&(first, (of_first, count))) = shards.first() {
+                let is_there = |number: &usize| shards.iter().any(|(_, shard)| *shard == (*number, count));
+                let absent = (1..=count).filter(|number| !is_there(number));
+                let named = |number| first.replace(&numbers(of_first, count), &numbers(number, count));
+                missing.extend(absent.map(|number| format!("{prefix}{}", named(number))));
+            }
         }
     }
     missing
 }
 
-/// File names of an adapter's weights that say what they are.
-const ADAPTERS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
-/// The configuration of an adapter of peft.
-const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
 /// The configuration of a ControlNet, or of a transformer alone.
 pub(crate) const CONFIGURATION: &str = "config.json";
 
@@ -188,7 +181,7 @@ pub(crate) fn of_adapter(files: &[&str]) -> Option<Vec<String>> {
         .iter()
         .filter(|file| !file.contains('/') && file.ends_with(".safetensors"));
     let weights = match (
-        ADAPTERS.iter().find(|name| has(name)),
+        ADAPTER_WEIGHTS.iter().find(|name| has(name)),
         at_root.next(),
         at_root.next(),
     ) {
@@ -204,7 +197,7 @@ pub(crate) fn of_adapter(files: &[&str]) -> Option<Vec<String>> {
 /// The files of a ControlNet or a transformer in a repository with a configuration at its root.
 pub(crate) fn of_root(files: &[&str]) -> Option<Vec<String>> {
     let at_root: Vec<&str> = files.iter().copied().filter(|file| !file.contains('/')).collect();
-    let weights = STEMS.iter().find_map(|stem| in_safetensors(stem, &at_root))?;
+    let (_, weights) = weights_among(&at_root)?;
     let all = std::iter::once(CONFIGURATION).chain(weights);
     Some(all.map(str::to_owned).collect())
 }
@@ -237,16 +230,12 @@ pub(crate) fn is_weights(file: &str) -> bool {
 
 /// Whether weights of this name are those of their folder, rather than a model of their own.
 pub(crate) fn is_of_folder(name: &str) -> bool {
-    STEMS
-        .iter()
-        .any(|stem| name.strip_prefix(stem) == Some(".safetensors"))
+    WeightNames::all().any(|weights| weights.single() == name)
 }
 
 /// Whether a file is one of several shards.
-pub(crate) fn is_shard(file: &str) -> bool {
-    let name = file.rsplit('/').next().unwrap_or_default();
-    let dashes = name.match_indices('-').map(|(at, _)| at);
-    dashes.into_iter().any(|at| shard_of(&name[..at], name).is_some())
+pub(super) fn is_shard(file: &str) -> bool {
+    pipelines::is_shard(file.rsplit('/').next().unwrap_or_default())
 }
 
 /// The error for a repository that is no pipeline, with a remedy for single files.
@@ -407,11 +396,9 @@ mod tests {
             only_bin.contains("vae has no weights in plain safetensors"),
             "{only_bin}"
         );
-        let only_half = said(&["vae/config.json", "vae/diffusion_pytorch_model.fp16.safetensors"]);
-        assert!(only_half.contains("fp16"), "{only_half}");
         let none = said(&["model_index.json"]);
         assert!(none.contains("vae is missing"), "{none}");
-        let no_shards = said(&["vae/model.safetensors.index.json", "vae/model.fp16.safetensors"]);
+        let no_shards = said(&["vae/model.safetensors.index.json", "vae/model.8bit.safetensors"]);
         assert!(no_shards.contains("no weights"), "{no_shards}");
         let only_config = said(&["vae/config.json"]);
         assert!(
@@ -427,6 +414,50 @@ mod tests {
             one_shard.contains("vae/model-00002-of-00002.safetensors is missing"),
             "{one_shard}"
         );
+    }
+
+    /// What is read of a folder is pulled: variants where there are no others.
+    #[test]
+    fn weights_in_half_precision_are_selected_where_there_are_no_others() {
+        let selected = |weights: &[&str]| {
+            let there: Vec<String> = (weights.iter().chain(&["config.json"]))
+                .map(|name| format!("vae/{name}"))
+                .collect();
+            let there: Vec<&str> = there.iter().map(String::as_str).collect();
+            let taken = wanted("me/mine", &["vae"], &there)?;
+            let mut taken: Vec<String> = taken
+                .iter()
+                .filter_map(|name| name.strip_prefix("vae/"))
+                .filter(|name| *name != "config.json")
+                .map(str::to_owned)
+                .collect();
+            taken.sort();
+            Ok::<_, PullError>(taken)
+        };
+        let half = "diffusion_pytorch_model.fp16.safetensors";
+        assert_eq!(selected(&[half]).unwrap(), [half]);
+        let full = "model.safetensors";
+        assert_eq!(selected(&[half, full]).unwrap(), [full]);
+        let index = "model.safetensors.index.bf16.json";
+        for shards in [
+            [
+                "model.bf16-00001-of-00002.safetensors",
+                "model.bf16-00002-of-00002.safetensors",
+            ],
+            [
+                "model-00001-of-00002.bf16.safetensors",
+                "model-00002-of-00002.bf16.safetensors",
+            ],
+        ] {
+            let [first, second] = shards;
+            let mut whole = vec![first, second, index];
+            whole.sort_unstable();
+            assert_eq!(selected(&[index, first, second]).unwrap(), whole);
+            let missing = selected(&[index, first]).unwrap_err().to_string();
+            assert!(missing.contains(&format!("vae/{second} is missing")), "{missing}");
+            assert!(is_shard(first), "{first}");
+        }
+        assert!(is_of_folder(half) && !is_of_folder("mine.fp16.safetensors") && !is_shard(half));
     }
 
     #[test]
@@ -446,7 +477,8 @@ mod tests {
             let there = there.map(|ending| format!("{stem}{ending}"));
             let there: Vec<&str> = there.iter().map(String::as_str).collect();
             let taken: Vec<String> = taken.iter().map(|ending| format!("{stem}{ending}")).collect();
-            assert_eq!(in_safetensors(stem, &there).unwrap(), taken);
+            let (_, files) = weights_among(&there).unwrap();
+            assert_eq!(files, taken);
         }
     }
 

@@ -159,6 +159,15 @@ pub struct AdapterUse {
     pub text_strength: f32,
 }
 
+/// What is attached to a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum AdapterKind {
+    /// Low-rank terms of layers.
+    Lora,
+    /// A network of its own, which reads a control picture.
+    ControlNet,
+}
+
 /// An adapter to be attached to a model: its name and its file.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct AdapterFile {
@@ -166,6 +175,8 @@ pub struct AdapterFile {
     pub name: String,
     /// A file, the folder of an adapter of peft, or that of a ControlNet.
     pub path: PathBuf,
+    /// What it was when it was found.
+    pub kind: AdapterKind,
     /// Ignore tensors that are of no layer of the model, instead of refusing the adapter.
     pub ignores_unknown: bool,
 }

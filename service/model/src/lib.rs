@@ -24,7 +24,8 @@ mod stage_run;
 mod steps;
 
 pub use adapter::{
-    AdapterError, AdapterFile, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH, StrengthCurve,
+    AdapterError, AdapterFile, AdapterKind, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
+    StrengthCurve,
 };
 pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use component_set::{ComponentFiles, ComponentSet};

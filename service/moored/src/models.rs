@@ -6,14 +6,13 @@ mod listing;
 mod names;
 
 use std::collections::HashMap;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use engine::Error;
 use engine::library::Entry;
-use gpu::WeightFormat;
+use gpu::{FileStamp, WeightFormat};
 use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 
 use crate::config::ModelSettings;
@@ -84,8 +83,8 @@ impl Named for Found {
     }
 }
 
-/// Length and time of a file when it was read, and what it is where it is no model that runs here.
-type ReadAt = (u64, Option<SystemTime>, Option<String>);
+/// The version of a file that was read, and what it is where it is no model that runs here.
+type ReadFile = (FileStamp, Option<String>);
 
 /// Finds models by id.
 pub(crate) struct Models {
@@ -96,10 +95,18 @@ pub(crate) struct Models {
     adapter_listing: Listing<FoundAdapter>,
     /// Which files of the hub cache hold a transformer alone, by the paths of their contents, which never change.
     transformers: Mutex<HashMap<PathBuf, bool>>,
-    /// What was read of files in ComfyUI's folders, by their paths, while they are of this length and time.
-    read: Mutex<HashMap<PathBuf, ReadAt>>,
+    /// What was read of files in ComfyUI's folders, by their paths, while they are of this version.
+    read: Mutex<HashMap<PathBuf, ReadFile>>,
     /// Files of ComfyUI's folders that are no models that run here, of the last scan.
     others: Mutex<Vec<OtherFile>>,
+}
+
+/// What a reference means.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Resolved {
+    pub(crate) entry: Arc<Entry>,
+    /// The adapters that it names, one by one or in its id, also those of strength 0, which the entry lacks.
+    pub(crate) adapters: Vec<v1::Adapter>,
 }
 
 /// A file in a folder of models that is none that runs here.
@@ -150,6 +157,15 @@ impl Models {
         model.path.starts_with(&self.hub_cache)
     }
 
+    /// Whether the model is there that a request names so: with a revision, formats and adapters, or by a name that several
+    /// have, which is refused when it is asked for.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        let listing = self.list();
+        names_in_key(name).any(|name| {
+            find_named(&listing, name, "").is_some() || names::ambiguous(&listing, name).is_some()
+        })
+    }
+
     /// Every model, by id; scans when the listing is too old.
     pub(crate) fn list(&self) -> Arc<Vec<Found>> {
         self.listing.current(|| self.scan())
@@ -182,21 +198,19 @@ impl Models {
         found
     }
 
-    /// The folders of ComfyUI with this meaning.
-    fn folders_of_comfyui(&self, wanted: comfyui::Meaning) -> Vec<PathBuf> {
-        let places = self
-            .settings
-            .comfyui
-            .iter()
-            .flat_map(|folder| comfyui::places(folder).0);
-        let wanted = places.filter(|(meaning, _)| *meaning == wanted);
-        wanted.map(|(_, folder)| folder).collect()
+    /// The folders of ComfyUI, with their meanings. Its files of further folders are read.
+    fn places_of_comfyui(&self) -> Vec<comfyui::Place> {
+        let installations = self.settings.comfyui.iter();
+        installations
+            .flat_map(|folder| comfyui::places(folder).0)
+            .collect()
     }
 
     /// The models in ComfyUI's folders, by their paths in them, as ComfyUI names them. What else is there is kept apart.
     fn scan_comfyui(&self) -> Vec<Found> {
         let (mut models, mut others) = (Vec::new(), Vec::new());
-        for folder in self.folders_of_comfyui(comfyui::Meaning::Models) {
+        let places = self.places_of_comfyui().into_iter();
+        for (_, folder) in places.filter(|(meaning, _)| *meaning == comfyui::Meaning::Models) {
             for found in models_below(&folder, "", DEPTH_OF_COMFYUI) {
                 match self.what_else(&found.path) {
                     None => models.push(found),
@@ -214,15 +228,15 @@ impl Models {
     /// What a file is that is no model that runs here. Each is read once, until it is changed.
     fn what_else(&self, path: &Path) -> Option<String> {
         let metadata = path.metadata().ok().filter(std::fs::Metadata::is_file)?;
-        let stamp = (metadata.len(), metadata.modified().ok());
+        let stamp = FileStamp::from(metadata);
         let known = || self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((length, time, what)) = known().get(path)
-            && (*length, *time) == stamp
+        if let Some((read, what)) = known().get(path)
+            && *read == stamp
         {
             return what.clone();
         }
         let what = pipelines::catalogue().what_else(path);
-        known().insert(path.to_owned(), (stamp.0, stamp.1, what.clone()));
+        known().insert(path.to_owned(), (stamp, what.clone()));
         what
     }
 
@@ -275,13 +289,13 @@ impl Models {
     }
 
     /// As [`Models::resolve`], on a blocking thread, since folders may be scanned.
-    pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+    pub(crate) async fn entry(self: &Arc<Self>, model: Option<v1::ModelRef>) -> Result<Resolved, Error> {
         let models = self.clone();
         FILES.run(move || models.resolve(model.as_ref())).await?
     }
 
     /// Resolves a reference to the entry that it means.
-    pub(crate) fn resolve(&self, model: Option<&v1::ModelRef>) -> Result<Arc<Entry>, Error> {
+    pub(crate) fn resolve(&self, model: Option<&v1::ModelRef>) -> Result<Resolved, Error> {
         let none = v1::ModelRef::default();
         let model = model.unwrap_or(&none);
         let named = self.by_key_with_adapters(model)?;
@@ -309,16 +323,10 @@ impl Models {
                 },
             })?;
         let entry = Entry::new(found.id, found.revision, found.path, quantization);
-        self.with_adapters(entry, adapters, from_key).map(Arc::new)
-    }
-
-    /// The adapters that a reference names: one by one, or in its id, where that is a key.
-    pub(crate) fn adapters_named(&self, model: Option<&v1::ModelRef>) -> Result<Vec<v1::Adapter>, Error> {
-        let Some(model) = model else {
-            return Ok(Vec::new());
-        };
-        let named = self.by_key_with_adapters(model)?;
-        Ok(named.map_or_else(|| model.adapters.clone(), |named| named.adapters))
+        Ok(Resolved {
+            entry: Arc::new(self.with_adapters(entry, adapters, from_key)?),
+            adapters: adapters.clone(),
+        })
     }
 
     /// A reference whose id is a key with adapters (`ID+4-bit&styles/ink`), with the adapters where a request has them;
@@ -508,6 +516,36 @@ fn named_by_key<'a>(
     }
     let (name, revision) = name.rsplit_once('@')?;
     find(listing, name, revision).map(|_| Some((name, revision, formats)))
+}
+
+/// Whether one of these ids is what a request names so, as in [`Models::has`]. Which revisions are there is not known.
+pub(crate) fn is_among(ids: &[String], name: &str) -> bool {
+    let listing: Vec<Found> = (ids.iter().cloned())
+        .map(|id| Found::at(id, PathBuf::new()))
+        .collect();
+    names_in_key(name).any(|name| {
+        let plain = without_revision(name);
+        let stem = pipelines::catalogue().single_file_stem(&plain);
+        [Some(name), Some(&plain), stem]
+            .into_iter()
+            .flatten()
+            .any(|name| find(&listing, name, "").is_some() || names::ambiguous(&listing, name).is_some())
+    })
+}
+
+/// What may be the name of a model in a reference, the likeliest first: all of it, without adapters, and without formats.
+fn names_in_key(key: &str) -> impl Iterator<Item = &str> {
+    let (base, _) = Entry::adapters_in_key(key);
+    let without_formats = base.rsplit_once('+').map(|(name, _)| name);
+    [Some(key), Some(base), without_formats].into_iter().flatten()
+}
+
+/// `owner/name@main` as `owner/name`, and `owner/name@main:file` as `owner/name:file`.
+fn without_revision(name: &str) -> String {
+    match name.split_once('@') {
+        Some((id, behind)) => format!("{id}{}", behind.find(':').map_or("", |at| &behind[at..])),
+        None => name.to_owned(),
+    }
 }
 
 /// [`find`], where the id may include the revision: `owner/name@main`, of one file `owner/name@main:file` too.
@@ -716,16 +754,6 @@ fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
     snapshots.into_iter().map(found).collect()
 }
 
-/// The commit of a branch or tag.
-fn read_ref(path: &Path) -> std::io::Result<String> {
-    const LONGEST: u64 = 1024;
-    let mut commit = String::new();
-    gpu::open_regular(path)?
-        .take(LONGEST)
-        .read_to_string(&mut commit)?;
-    Ok(commit)
-}
-
 /// Branches and tags of a repository in a hub cache, with their commits. A name may have slashes.
 fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
     let mut refs = Vec::new();
@@ -736,7 +764,7 @@ fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
         let name = format!("{prefix}{name}");
         if path.is_dir() {
             refs.extend(refs_of(&path, &format!("{name}/")));
-        } else if let Ok(commit) = read_ref(&path) {
+        } else if let Ok(commit) = gpu::text_bounded(&path, hub::LONGEST_REF) {
             refs.push((name, commit.trim().to_owned()));
         }
     }

@@ -6,6 +6,7 @@ use engine::Error;
 use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority};
 use engine::library::{Entry, Library};
 use engine::queue::Queue;
+use gpu::CardDescription;
 
 use crate::config;
 use crate::models::Models;
@@ -15,12 +16,13 @@ use api::v1;
 const CLIENT: &str = "moored (configuration)";
 
 /// Loads the models, pinned ones first, one after the other. A model that cannot be loaded is logged and skipped:
-/// the service is of use without it.
+/// the service is of use without it. Where any card would do, a model is opened for this one.
 pub(crate) async fn run(
     settings: config::ModelSettings,
     models: Arc<Models>,
     library: Arc<Library>,
     queue: Queue,
+    card: CardDescription,
 ) {
     let pinned = settings.pinned.iter().map(|name| ("models.pinned", name));
     let preloaded = settings.preload.iter().map(|name| ("models.preload", name));
@@ -30,7 +32,9 @@ pub(crate) async fn run(
                 id: name.clone(),
                 ..Default::default()
             };
-            let entry = library.canonical(models.entry(Some(reference)).await?).await?;
+            let entry = library
+                .canonical(models.entry(Some(reference)).await?.entry, card.clone())
+                .await?;
             if setting == "models.pinned" {
                 queue.pin(entry.clone()).await?;
             }

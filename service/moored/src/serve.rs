@@ -122,12 +122,6 @@ pub(crate) async fn run(
     let models = Arc::new(Models::new(config.models.clone(), config.hub.cache.clone()));
     let host = Arc::new(Host::new());
     tokio::spawn(host::watch(host.clone(), workers.clone()));
-    tokio::spawn(preload::run(
-        config.models.clone(),
-        models.clone(),
-        library.clone(),
-        queue.clone(),
-    ));
     let service = Service {
         queue: queue.clone(),
         library: library.clone(),
@@ -145,6 +139,13 @@ pub(crate) async fn run(
         limits,
         stopping: stopping_seen,
     };
+    tokio::spawn(preload::run(
+        config.models.clone(),
+        models.clone(),
+        library.clone(),
+        queue.clone(),
+        service.first_card(),
+    ));
     let reports = queue.status();
     let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
     let names: Vec<String> = cards.iter().map(|(device, _)| device.to_string()).collect();

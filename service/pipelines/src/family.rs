@@ -7,9 +7,11 @@ use gpu::CheckpointFile;
 
 use crate::adapters::is_control_net_class;
 use crate::checkpoint::{
-    checkpoint_stem, class_not_run, file_not_run, is_lora, is_single_file, part_in_file,
+    checkpoint_stem, class_not_run, file_not_run, is_lora, open_single_file, part_in_file,
 };
-use crate::files::{incomplete, pipeline_class, recorded, root_class, transformer_class, unsupported};
+use crate::files::{
+    UNFINISHED, incomplete, pipeline_class, recorded, root_class, transformer_class, unsupported,
+};
 use crate::text::tokenizers::TokenizeError;
 use crate::{Model, ModelError, ModelOpener, Precision, StageError};
 
@@ -83,6 +85,18 @@ pub trait Family: Send + Sync {
     /// # Errors
     /// When it is of this family and not supported or damaged.
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError>;
+
+    /// As [`Family::open`], of a single file whose header has been read.
+    ///
+    /// # Errors
+    /// As [`Family::open`].
+    fn open_file(
+        &self,
+        file: &CheckpointFile,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        self.open(file.path(), precision)
+    }
 }
 
 /// The folder of a pipeline's transformer.
@@ -158,26 +172,25 @@ impl Catalogue {
 
     /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.
     pub fn holds_transformer(&self, file: &Path) -> bool {
-        let opened = is_single_file(file)
-            .then(|| CheckpointFile::open(file).ok())
-            .flatten();
-        opened.is_some_and(|opened| {
-            let names: Vec<&str> = opened.tensors().map(|(name, _)| name).collect();
-            self.is_transformer_file(&names)
-        })
+        let opened = open_single_file(file).ok().flatten();
+        opened.is_some_and(|opened| self.is_transformer(&opened))
+    }
+
+    fn is_transformer(&self, file: &CheckpointFile) -> bool {
+        let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
+        self.is_transformer_file(&names)
     }
 
     /// What a single file is that is no model that runs here, in words; `None` for one that runs, and where the file cannot be
     /// read, which opening it tells.
     pub fn what_else(&self, file: &Path) -> Option<String> {
-        match file_not_run(file) {
-            Ok(None) if !self.holds_transformer(file) => {
-                let part = part_in_file(file).unwrap_or("not known here");
-                Some(part.to_owned())
-            }
-            Ok(other) => other.map(str::to_owned),
-            Err(_) => None,
-        }
+        const UNKNOWN: &str = "not known here";
+        let what = match open_single_file(file).ok()? {
+            None => Some(UNKNOWN),
+            Some(file) => file_not_run(&file)
+                .or_else(|| (!self.is_transformer(&file)).then(|| part_in_file(&file).unwrap_or(UNKNOWN))),
+        };
+        what.map(str::to_owned)
     }
 
     /// What is read of a repository in the layout of a family's authors, from the names of all files there.
@@ -192,10 +205,10 @@ impl Catalogue {
 
     /// Whether this is the class of what opens without a pipeline: a transformer of a family, or a ControlNet.
     pub fn opens_without_pipeline(&self, class: &str) -> bool {
-        self.is_transformer(class) || is_control_net_class(class)
+        self.is_transformer_class(class) || is_control_net_class(class)
     }
 
-    fn is_transformer(&self, class: &str) -> bool {
+    fn is_transformer_class(&self, class: &str) -> bool {
         self.families.iter().any(|f| f.transformers().contains(&class))
     }
 
@@ -209,11 +222,11 @@ impl Catalogue {
 
     /// Whether a folder has a transformer of a family at its root, and no pipeline.
     pub fn has_transformer(&self, folder: &Path) -> bool {
-        transformer_class(folder).is_some_and(|class| self.is_transformer(&class))
+        transformer_class(folder).is_some_and(|class| self.is_transformer_class(&class))
     }
 
     /// Refuses what is known and not run: another model, by its class or its tensors, and a download that has not ended.
-    fn check_is_run(&self, path: &Path) -> Result<(), ModelError> {
+    fn check_is_run(&self, path: &Path, file: Option<&CheckpointFile>) -> Result<(), ModelError> {
         let ending = path.extension().and_then(|ending| ending.to_str());
         if ending.is_some_and(|ending| UNFINISHED.contains(&ending)) {
             return Err(incomplete(path, "its download has not ended: download it again"));
@@ -222,10 +235,11 @@ impl Catalogue {
             None => root_class(path),
             class => class,
         };
-        let is_run = |class: &str| self.pipelines().any(|run| run == class) || self.is_transformer(class);
+        let is_run =
+            |class: &str| self.pipelines().any(|run| run == class) || self.is_transformer_class(class);
         let relative = match class.filter(|class| !is_run(class)) {
             Some(class) => class_not_run(&class).map(|name| format!("{name} ({class})")),
-            None => file_not_run(path)?.map(str::to_owned),
+            None => file.and_then(file_not_run).map(str::to_owned),
         };
         match relative {
             None => Ok(()),
@@ -245,9 +259,13 @@ impl Catalogue {
     /// # Errors
     /// [`ModelError`]; [`ModelError::NotAPipeline`] if no family recognizes it.
     pub fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
-        self.check_is_run(path)?;
+        let file = open_single_file(path)?;
+        self.check_is_run(path, file.as_ref())?;
         for family in &self.families {
-            let (opened, read) = recorded(|| family.open(path, precision));
+            let (opened, read) = recorded(|| match &file {
+                Some(file) => family.open_file(file, precision),
+                None => family.open(path, precision),
+            });
             if let Some(model) = opened? {
                 model.parts().set_read(read);
                 return Ok(model);
@@ -265,7 +283,7 @@ impl Catalogue {
                     known.join(", ")
                 )
             }
-            None => match part_in_file(path) {
+            None => match file.as_ref().and_then(part_in_file) {
                 Some(part) => format!("it is {part}"),
                 None => format!(
                     "it has neither a model_index.json nor the tensors of {}",
@@ -285,9 +303,6 @@ impl ModelOpener for Catalogue {
         Catalogue::open(self, path, precision)
     }
 }
-
-/// Endings of files that a download has not finished.
-const UNFINISHED: [&str; 5] = ["incomplete", "part", "crdownload", "aria2", "download"];
 
 impl From<TokenizeError> for StageError {
     fn from(error: TokenizeError) -> StageError {

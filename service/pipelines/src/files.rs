@@ -1,7 +1,7 @@
 //! Reading of models' configuration files, and errors about files.
 
 use std::cell::RefCell;
-use std::io::{ErrorKind, Read as _};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -29,6 +29,9 @@ pub(crate) fn incomplete(path: &Path, problem: impl Into<String>) -> ModelError 
         problem: problem.into(),
     }
 }
+
+/// Endings of files that a download has not finished.
+pub(crate) const UNFINISHED: [&str; 5] = ["incomplete", "part", "crdownload", "aria2", "download"];
 
 thread_local! {
     /// What is read on this thread while models are opened, the innermost last.
@@ -79,22 +82,12 @@ const LONGEST_TEXT: u64 = 64 << 20;
 /// is too long.
 pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     let unreadable = |e: std::io::Error| damaged(path, format!("it cannot be read: {e}"));
-    let mut text = String::new();
-    let file = gpu::open_regular(path).map_err(|error| match error.kind() {
+    let text = gpu::text_bounded(path, LONGEST_TEXT).map_err(|error| match error.kind() {
         ErrorKind::NotFound => incomplete(path, "it is missing: download the model again"),
         _ => unreadable(error),
     })?;
-    let read = file.take(LONGEST_TEXT + 1).read_to_string(&mut text);
-    match read.map_err(unreadable)? as u64 > LONGEST_TEXT {
-        true => Err(damaged(
-            path,
-            format!("it has more than {LONGEST_TEXT} bytes, and is read as text"),
-        )),
-        false => {
-            count_as_read(path, &text);
-            Ok(text)
-        }
-    }
+    count_as_read(path, &text);
+    Ok(text)
 }
 
 /// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and an empty one for

@@ -27,7 +27,8 @@ pub mod text;
 pub mod vision;
 pub mod z_image;
 
-pub use adapters::{adapter_stem, is_adapter_folder, is_control_net_folder};
+pub use adapters::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, adapter_stem, kind_of_folder};
+pub use checkpoint::{WeightNames, is_shard};
 pub use family::{BASE_CONFIGURATION, Catalogue, Family, OwnLayout};
 pub use model::*;
 pub use ops::{

@@ -96,19 +96,23 @@ impl Models {
         if let Some(known) = self.current(&model_key) {
             return Ok(known);
         }
-        let precision = Precision {
-            dtype: self.dtype,
-            quantization: quantization.clone(),
-        };
         let around = PathStamps::of(path);
-        let base = (path.clone(), quantization.clone(), Vec::new());
-        let mut model = match self.current(&base) {
-            Some(base) => base,
-            None => self.catalogue.open(path, &precision)?,
+        let model = match location.adapters.is_empty() {
+            true => {
+                let precision = Precision {
+                    dtype: self.dtype,
+                    quantization: quantization.clone(),
+                };
+                self.catalogue.open(path, &precision)?
+            }
+            false => {
+                let base = ModelLocation {
+                    adapters: Vec::new(),
+                    ..location.clone()
+                };
+                self.open(&base)?.with_adapters(&location.adapters)?
+            }
         };
-        if !location.adapters.is_empty() {
-            model = model.with_adapters(&location.adapters)?;
-        }
         let earlier = self.opened.remove(&model_key).map(|known| known.latest);
         let opened = CachedModel {
             stamps: Stamps::of(around, &*model),
@@ -153,6 +157,32 @@ mod tests {
             kept: Vec::new(),
             identities: Vec::new(),
         }
+    }
+
+    #[test]
+    fn the_base_of_an_adapter_is_kept_open_for_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut models = Models::new(
+            Box::new(pipelines::Catalogue::new(vec![Box::new(Instant)])),
+            DType::F32,
+        );
+        let base = write(folder.path(), "base");
+        let path = folder.path().join("ink.safetensors");
+        std::fs::write(&path, r#"{"identity": "ink", "bytes": 1024}"#).unwrap();
+        let adapted = ModelLocation {
+            adapters: vec![AdapterFile {
+                name: "ink".to_owned(),
+                path,
+                kind: pipelines::AdapterKind::Lora,
+                ignores_unknown: false,
+            }],
+            ..base.clone()
+        };
+        let with_ink = models.open(&adapted).unwrap();
+        assert_eq!(with_ink.components().len(), 2);
+        let kept = models.current(&model_key_of(&base)).unwrap();
+        assert_eq!(kept.components().len(), 1);
+        assert!(Arc::ptr_eq(&models.open(&base).unwrap(), &kept));
     }
 
     #[test]

@@ -183,16 +183,14 @@ impl HashCache {
 
 /// The hashes in a cache file; those that were asked for last come last.
 fn read_cache(cache: &Path) -> Vec<Remembered> {
-    let mut json = Vec::new();
-    let read = open_regular(cache).and_then(|file| file.take(LONGEST_CACHE_BYTES).read_to_end(&mut json));
-    match read {
-        Ok(_) => {}
+    let json = match gpu::read_bounded(cache, LONGEST_CACHE_BYTES) {
+        Ok(json) => json,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Vec::new(),
         Err(error) => {
             tracing::warn!(file = %cache.display(), %error, "hashes of files are computed anew");
             return Vec::new();
         }
-    }
+    };
     serde_json::from_slice(&json).unwrap_or_else(|error| {
         tracing::warn!(file = %cache.display(), %error, "hashes of files are computed anew");
         Vec::new()

@@ -6,6 +6,7 @@ mod idle_model;
 mod kept_copies;
 mod loads;
 mod one_tensor;
+mod opened_once;
 mod replaced_files;
 #[path = "../watched/mod.rs"]
 mod watched;

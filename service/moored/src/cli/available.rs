@@ -8,7 +8,7 @@ use serde_json::json;
 use super::connection::Connection;
 use super::{CliError, screen};
 use crate::config::Config;
-use crate::models::Models;
+use crate::models::{self, Models};
 use api::v1;
 use hub::catalogue::{self, Makes, Model, Room};
 
@@ -17,10 +17,17 @@ const F32: &str = "f32";
 
 /// Models and card of the service that answers, else of this machine.
 pub(super) struct Inventory {
-    /// Ids of its models.
-    pub(super) ids: Vec<String>,
+    place: Place,
     /// The largest card.
     pub(super) card: Option<Card>,
+}
+
+/// Where the models are.
+enum Place {
+    /// In a service, which lists these ids.
+    Service(Vec<String>),
+    /// On this machine.
+    Here(Box<Models>),
 }
 
 /// A card, and what a model can have of it.
@@ -43,12 +50,51 @@ impl Inventory {
 
     /// That of a service, whose cards keep so much free.
     pub(super) async fn of_service(connection: &Connection, headroom: Bytes) -> Result<Inventory, CliError> {
-        let mut residency = connection.residency();
-        let listed = residency
+        let listed = connection
+            .residency()
             .list_models(v1::ListModelsRequest::default())
             .await?
             .into_inner();
-        let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
+        Ok(Inventory {
+            place: Place::Service(listed.models.into_iter().map(|model| model.id).collect()),
+            card: Card::of_service(connection, headroom).await?,
+        })
+    }
+
+    /// That of this machine.
+    pub(super) fn of_this_machine(config: &Config) -> Inventory {
+        let models = Models::new(config.models.clone(), config.hub.cache.clone());
+        Inventory {
+            place: Place::Here(Box::new(models)),
+            card: Card::of_this_machine(config),
+        }
+    }
+
+    /// Ids of its models.
+    pub(super) fn ids(&self) -> Vec<String> {
+        match &self.place {
+            Place::Service(ids) => ids.clone(),
+            Place::Here(models) => models.list().iter().map(|model| model.id.clone()).collect(),
+        }
+    }
+
+    /// Whether it has the model that a request names so.
+    pub(super) fn has(&self, name: &str) -> bool {
+        match &self.place {
+            Place::Service(ids) => models::is_among(ids, name),
+            Place::Here(models) => models.has(name),
+        }
+    }
+}
+
+impl Card {
+    /// The largest card of a service, whose cards keep so much free.
+    pub(super) async fn of_service(
+        connection: &Connection,
+        headroom: Bytes,
+    ) -> Result<Option<Card>, CliError> {
+        let status = connection.residency().get_status(v1::GetStatusRequest {}).await?;
+        let status = status.into_inner();
         let info = connection
             .server()
             .get_server_info(v1::GetServerInfoRequest {})
@@ -67,15 +113,11 @@ impl Inventory {
             is_cpu: card.kind == "cpu",
             id: card.id,
         });
-        Ok(Inventory {
-            ids: listed.models.into_iter().map(|model| model.id).collect(),
-            card: cards.max_by_key(|card| card.total),
-        })
+        Ok(cards.max_by_key(|card| card.total))
     }
 
-    /// That of this machine.
-    pub(super) fn of_this_machine(config: &Config) -> Inventory {
-        let models = Models::new(config.models.clone(), config.hub.cache.clone());
+    /// The largest card of this machine.
+    fn of_this_machine(config: &Config) -> Option<Card> {
         let devices = DeviceChoice::resolve(&config.cards.devices).map(|found| found.devices);
         let described = devices
             .unwrap_or_default()
@@ -97,30 +139,19 @@ impl Inventory {
             is_cpu: card.kind == CardKind::Cpu,
             id: card.id,
         });
-        Inventory {
-            ids: models.list().iter().map(|model| model.id.clone()).collect(),
-            card: cards.max_by_key(|card| card.total),
-        }
-    }
-
-    /// Whether it has a model of this name: an id, or the last part of one.
-    pub(super) fn has(&self, name: &str) -> bool {
-        let name = name.split('+').next().unwrap_or_default();
-        let is_it = |id: &String| id == name || id.rsplit('/').next() == Some(name);
-        self.ids.iter().any(is_it)
+        cards.max_by_key(|card| card.total)
     }
 
     /// A model of a medium that fits the card, where the one of this plan does not.
     pub(super) fn fitting_instead(&self, makes: Makes, plan: &v1::PlanResponse) -> Option<String> {
-        let (model, preset) = catalogue::first_that_fits(makes, &self.card.as_ref()?.room)?;
+        let (model, preset) = catalogue::first_that_fits(makes, &self.room)?;
         let planned = plan.model.as_ref().map_or("", |planned| planned.id.as_str());
         (model.id != planned).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
     }
 
     /// A command to begin with: of the first model that fits and needs no login.
     pub(super) fn first_command(&self) -> Option<String> {
-        let card = self.card.as_ref()?;
-        let fits = |model: &&Model| !model.needs_terms && model.best_in(&card.room).is_some();
+        let fits = |model: &&Model| !model.needs_terms && model.best_in(&self.room).is_some();
         let of = |makes: Makes| {
             catalogue::all()
                 .iter()
@@ -132,7 +163,7 @@ impl Inventory {
             (None, Some(music)) => (music, "a slow waltz"),
             (None, None) => return None,
         };
-        let slow = if card.is_cpu {
+        let slow = if self.is_cpu {
             ", which is slow on a CPU"
         } else {
             ""
@@ -156,7 +187,8 @@ fn fit_in_words(model: &Model, card: Option<&Card>) -> String {
 /// Lists the models of the catalogue, and which fit the card.
 pub(super) async fn list(config: &Config, as_json: bool) -> Result<(), CliError> {
     let place = Inventory::of(config).await?;
-    let is_here = |model: &Model| place.ids.contains(&model.id);
+    let ids = place.ids();
+    let is_here = |model: &Model| ids.contains(&model.id);
     if as_json {
         return catalogue::all().iter().try_for_each(|model| {
             let card = place.card.as_ref();
@@ -189,7 +221,7 @@ pub(super) async fn list(config: &Config, as_json: bool) -> Result<(), CliError>
     screen::note("`moored info NAME` shows licence, memory, and whether a login is needed");
     if let Some(card) = &place.card {
         screen::note(&format!("this card: {}, {}", card.id, card.total));
-        if let Some(command) = place.first_command() {
+        if let Some(command) = card.first_command() {
             screen::note(&format!("try {command}"));
         }
     }

@@ -1,6 +1,7 @@
 //! Tracks that a request is about: read from files, and brought to the service before it.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
@@ -28,8 +29,16 @@ struct TrackData {
     data: Bytes,
 }
 
-/// Tracks that are in the service.
-pub(super) struct Handles(Vec<String>);
+/// The tracks as they are in the service, until nobody has used them for some time.
+#[derive(Default)]
+pub(super) struct Uploads {
+    source: String,
+    reference: String,
+    /// How long they stay while nobody uses them.
+    lifetime: Duration,
+    /// When they are brought again: they may expire soon after it. `None`: they are not there.
+    renewed_at: Option<Instant>,
+}
 
 impl Brought {
     /// Those that the options of a track name.
@@ -44,26 +53,37 @@ impl Brought {
         })
     }
 
-    /// Brings them, and names them in the request.
-    pub(super) async fn bring(
+    /// Names them in a request, which uses them; brings those before that are not there.
+    pub(super) async fn name_in(
         &self,
-        connection: &Connection,
         request: &mut Asked,
-    ) -> Result<Handles, CliError> {
-        let mut handles = Vec::new();
-        if let Asked::Audio(audio) = request {
+        uploads: &mut Uploads,
+        connection: &Connection,
+    ) -> Result<(), CliError> {
+        let Asked::Audio(audio) = request else {
+            return Ok(());
+        };
+        if uploads
+            .renewed_at
+            .is_none_or(|renewed_at| renewed_at <= Instant::now())
+        {
+            uploads.release(connection).await;
             let places = [
-                (&self.source, &mut audio.init_media_id),
-                (&self.reference, &mut audio.reference_media_id),
+                (&self.source, &mut uploads.source),
+                (&self.reference, &mut uploads.reference),
             ];
             for (track, place) in places {
                 if let Some(track) = track {
-                    place.clone_from(&track.bring(connection).await?);
-                    handles.push(place.clone());
+                    let info = track.bring(connection).await?;
+                    *place = info.id;
+                    uploads.lifetime = Duration::from_millis(info.expires_in_ms);
                 }
             }
         }
-        Ok(Handles(handles))
+        audio.init_media_id.clone_from(&uploads.source);
+        audio.reference_media_id.clone_from(&uploads.reference);
+        uploads.renewed_at = Some(Instant::now() + uploads.lifetime / 2);
+        Ok(())
     }
 }
 
@@ -74,7 +94,7 @@ impl TrackData {
         Ok(TrackData { media_type, data })
     }
 
-    async fn bring(&self, connection: &Connection) -> Result<String, CliError> {
+    async fn bring(&self, connection: &Connection) -> Result<v1::MediaInfo, CliError> {
         let mut info = Some(v1::MediaInfo {
             media_type: self.media_type.to_owned(),
             ..Default::default()
@@ -88,16 +108,19 @@ impl TrackData {
             });
         let mut generation = connection.generation();
         let put = generation.put_media(futures::stream::iter(chunks)).await?;
-        Ok(put.into_inner().id)
+        Ok(put.into_inner())
     }
 }
 
-impl Handles {
+impl Uploads {
     /// Gives them up. What fails here expires.
-    pub(super) async fn release(self, connection: &Connection) {
-        for media_id in self.0 {
-            let request = v1::ReleaseMediaRequest { media_id };
-            let _ = connection.generation().release_media(request).await;
+    pub(super) async fn release(&mut self, connection: &Connection) {
+        self.renewed_at = None;
+        for media_id in [&mut self.source, &mut self.reference].map(std::mem::take) {
+            if !media_id.is_empty() {
+                let request = v1::ReleaseMediaRequest { media_id };
+                let _ = connection.generation().release_media(request).await;
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use residency::Bytes;
 use serde_json::json;
 
 use super::arguments::{Demo, Verbosity};
-use super::available::Inventory;
+use super::available::Card;
 use super::connection::Connection;
 use super::files::write;
 use super::generate::{Generated, generate, summary};
@@ -161,9 +161,9 @@ async fn generate_all(
         cards.join(", "),
         path.display()
     ))?;
-    let inventory = Inventory::of_service(&connection, headroom).await?;
-    let command = inventory
-        .first_command()
+    let card = Card::of_service(&connection, headroom).await?;
+    let command = card
+        .and_then(|card| card.first_command())
         .map(|command| format!(", and for a real one {command}"));
     screen::note(&format!(
         "next: `moored models --available`{}",

@@ -264,7 +264,7 @@ async fn models(config: &Config) -> Vec<Finding> {
             };
             let opened = models
                 .resolve(Some(&reference))
-                .and_then(|entry| library.open(&entry, &card));
+                .and_then(|resolved| library.open(&resolved.entry, &card));
             findings.push(match opened {
                 Ok(open) => {
                     let bytes: Bytes = open.components.iter().map(|c| c.bytes).sum();

@@ -128,19 +128,20 @@ impl Target {
             Place::Folder(folder) => {
                 let stem = format!("{}-{}{}", slug(what.model), what.seed, track_suffix(what.track));
                 let ending = self.medium.ending();
-                let mut number = 1_u32;
-                loop {
-                    let name = match number {
-                        1 => format!("{stem}.{ending}"),
-                        more => format!("{stem}-{more}.{ending}"),
-                    };
-                    let path = folder.join(name);
-                    match write(&path, contents, false) {
-                        Err(CliError::Exists(_)) => number += 1,
+                let name = |number: u32| match number {
+                    1 => folder.join(format!("{stem}.{ending}")),
+                    more => folder.join(format!("{stem}-{more}.{ending}")),
+                };
+                let part = Part::write(&name(1), contents)?;
+                for number in 1.. {
+                    let path = name(number);
+                    match part.name_unless_taken(&path) {
+                        Err(CliError::Exists(_)) => {}
                         Err(other) => return Err(other),
                         Ok(()) => return Ok(path),
                     }
                 }
+                Err(CliError::Exists(name(1).display().to_string()))
             }
         }
     }
@@ -222,33 +223,59 @@ fn slug(model: &str) -> String {
 
 /// Writes a file, and makes its folder. Only `force` overwrites a file.
 pub(super) fn write(path: &Path, contents: &[u8], force: bool) -> Result<(), CliError> {
-    let failed = |problem: std::io::Error| match problem.kind() {
-        ErrorKind::AlreadyExists => CliError::Exists(path.display().to_string()),
-        _ => CliError::file(path, problem),
-    };
-    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        std::fs::create_dir_all(folder).map_err(|problem| CliError::file(folder, problem))?;
-    }
     // A device or a pipe holds nothing that could be lost.
     if path.metadata().is_ok_and(|found| !found.is_file()) {
-        let mut there = OpenOptions::new().write(true).open(path).map_err(failed)?;
-        return there.write_all(contents).map_err(failed);
+        let opened = OpenOptions::new().write(true).open(path);
+        let written = opened.and_then(|mut there| there.write_all(contents));
+        return written.map_err(|problem| CliError::file(path, problem));
     }
-    // Written beside and renamed: a full disk leaves neither a part of a file nor an old one emptied.
-    let beside = beside(path);
-    let written = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .open(&beside)
-        .and_then(|mut file| file.write_all(contents))
-        .and_then(|()| match force {
-            true => std::fs::rename(&beside, target_of(path)),
-            false => rename_unless_there(&beside, path),
-        });
-    if written.is_err() {
-        let _ = std::fs::remove_file(&beside); // the error of the writing is told
+    match force {
+        true => {
+            let target = target_of(path);
+            Part::write(&target, contents)?.name(&target)
+        }
+        false => Part::write(path, contents)?.name_unless_taken(path),
     }
-    written.map_err(failed)
+}
+
+/// A file that has been written and has no name yet: a full disk leaves neither a part of a file nor an old one emptied. It
+/// lies beside the file that it becomes, since a file keeps its file system when it is renamed. Dropped, it is removed.
+struct Part(PathBuf);
+
+impl Part {
+    /// Writes it beside a file, and makes the folder of both.
+    fn write(path: &Path, contents: &[u8]) -> Result<Part, CliError> {
+        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder).map_err(|problem| CliError::file(folder, problem))?;
+        }
+        let beside = beside(path);
+        let failed = |problem| CliError::file(path, problem);
+        let _ = std::fs::remove_file(&beside); // of a process that was killed and had this number
+        let created = OpenOptions::new().write(true).create_new(true).open(&beside);
+        let mut file = created.map_err(failed)?;
+        let part = Part(beside);
+        file.write_all(contents).map_err(failed)?;
+        Ok(part)
+    }
+
+    /// Gives it a name, whatever has that name.
+    fn name(&self, path: &Path) -> Result<(), CliError> {
+        std::fs::rename(&self.0, path).map_err(|problem| CliError::file(path, problem))
+    }
+
+    /// Gives it a name, unless something has that name.
+    fn name_unless_taken(&self, path: &Path) -> Result<(), CliError> {
+        rename_unless_there(&self.0, path).map_err(|problem| match problem.kind() {
+            ErrorKind::AlreadyExists => CliError::Exists(path.display().to_string()),
+            _ => CliError::file(path, problem),
+        })
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0); // it is gone where it got its name; else the error of the writing is told
+    }
 }
 
 /// A name beside a file, of this process alone.
@@ -334,6 +361,8 @@ mod tests {
         ] {
             assert_eq!(target.write(&what, b"x").unwrap(), folder.path().join(name));
         }
+        let files = std::fs::read_dir(folder.path()).unwrap().count();
+        assert_eq!(files, 3, "no part stays");
         assert_eq!(slug("../.."), "moored");
         assert_eq!(slug("me/Ünder der"), "nder-der");
     }
@@ -354,6 +383,26 @@ mod tests {
         assert!(target(true).check(1).is_ok());
         write(&path, b"new", true).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"new");
+    }
+
+    #[test]
+    fn what_a_link_names_is_overwritten_by_a_file_that_was_written_beside_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (links, files) = (folder.path().join("links"), folder.path().join("files"));
+        std::fs::create_dir(&links).unwrap();
+        std::fs::create_dir(&files).unwrap();
+        let (link, file) = (links.join("a.png"), files.join("b.png"));
+        std::fs::write(&file, b"old").unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        // A folder in place of the part is in the way there alone.
+        std::fs::create_dir(beside(&link)).unwrap();
+        write(&link, b"new", true).unwrap();
+        assert_eq!(std::fs::read(&file).unwrap(), b"new");
+        assert!(link.is_symlink());
+        assert_eq!(std::fs::read_dir(&files).unwrap().count(), 1, "no part stays");
+        std::fs::create_dir(beside(&std::fs::canonicalize(&file).unwrap())).unwrap();
+        assert!(write(&link, b"newer", true).is_err());
+        assert_eq!(std::fs::read(&file).unwrap(), b"new");
     }
 
     #[test]

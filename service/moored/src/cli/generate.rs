@@ -7,8 +7,8 @@ use residency::Bytes;
 use serde_json::json;
 
 use super::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
-use super::available::Inventory;
-use super::brought::Brought;
+use super::available::Card;
+use super::brought::{Brought, Uploads};
 use super::connection::{Connection, when_of};
 use super::files::{Target, Writing};
 use super::pull::WhenMissing;
@@ -84,17 +84,18 @@ impl Order {
             recipe,
             client: &client.name,
         };
+        // Pictures and lyrics are read once, and shared: the requests differ in their prompts alone.
+        let request = request_of(&wanted, String::new(), settings, output.no_metadata)?;
         let requests = prompts
             .into_iter()
-            .map(|prompt| request_of(&wanted, prompt, settings, output.no_metadata))
-            .collect::<Result<Vec<Asked>, CliError>>()?;
+            .map(|prompt| request.clone().with_prompt(prompt));
         let order = Order {
             count: settings.sampling.count,
             brought: match medium {
                 MediumChoice::Audio => Brought::of(settings)?,
                 MediumChoice::Image | MediumChoice::Video => Brought::default(),
             },
-            requests,
+            requests: requests.collect(),
             target,
         };
         if order.target.is_stdout() && order.results() > 1 {
@@ -113,14 +114,9 @@ impl Order {
             .saturating_mul(self.count)
     }
 
-    /// The first request, which stands for all: they differ in their prompts alone.
+    /// The first request, which stands for all.
     pub(super) fn first(&self) -> Option<&Asked> {
         self.requests.first()
-    }
-
-    /// Sets the model of all requests.
-    pub(super) fn set_model(&mut self, id: &str) {
-        self.models().for_each(|model| id.clone_into(&mut model.id));
     }
 
     /// Sets the preset of all requests.
@@ -144,13 +140,25 @@ impl Order {
         pull: bool,
         json: bool,
     ) -> Result<(), CliError> {
-        let to_stdout = self.target.is_stdout();
         let when_missing = WhenMissing {
             pull,
-            json: json && !to_stdout,
+            json: json && !self.target.is_stdout(),
         };
+        let mut uploads = Uploads::default();
+        let outcome = self.send_all(connection, when_missing, &mut uploads, json).await;
+        uploads.release(connection).await;
+        outcome
+    }
+
+    async fn send_all(
+        &self,
+        connection: &Connection,
+        when_missing: WhenMissing,
+        uploads: &mut Uploads,
+        json: bool,
+    ) -> Result<(), CliError> {
         for (index, request) in (0_u32..).zip(&self.requests) {
-            let mut show = if json && to_stdout {
+            let mut show = if json && self.target.is_stdout() {
                 Show::silent()
             } else {
                 Show::new(json)
@@ -165,10 +173,8 @@ impl Order {
             }
             let attempt = async || {
                 let mut request = request.clone();
-                let handles = interrupt::or(self.brought.bring(connection, &mut request)).await?;
-                let generated = generate(connection, request, &mut show).await;
-                handles.release(connection).await;
-                generated
+                interrupt::or(self.brought.name_in(&mut request, uploads, connection)).await?;
+                generate(connection, request, &mut show).await
             };
             let generated = when_missing.retry(connection, request.model(), attempt).await?;
             self.write(&generated, index * self.count, json)?;
@@ -248,9 +254,9 @@ pub(super) async fn plan(
     } else {
         let instead = match plan.runs_now {
             true => None,
-            false => Inventory::of_service(&connection, headroom)
+            false => Card::of_service(&connection, headroom)
                 .await?
-                .fitting_instead(medium.into(), &plan),
+                .and_then(|card| card.fitting_instead(medium.into(), &plan)),
         };
         show_plan(&plan, instead.as_deref())?;
     }
@@ -469,7 +475,50 @@ fn plan_json(plan: &v1::PlanResponse) -> serde_json::Value {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+
+    use super::super::arguments::{Arguments, Command};
     use super::*;
+
+    #[test]
+    fn the_files_of_a_request_are_read_once_for_all_prompts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        std::fs::write(path("prompts.txt"), "one\n\ntwo\n").unwrap();
+        std::fs::write(path("start.png"), b"a picture").unwrap();
+        let (prompts, start) = (path("prompts.txt"), path("start.png"));
+        let written = ["moored", "generate", "--prompts", &prompts, "--init", &start];
+        let Command::Generate(options) = Arguments::parse_from(written).command else {
+            panic!("another command");
+        };
+        let client = ClientSettings {
+            endpoint: String::new(),
+            token_file: None,
+            ca_file: None,
+            insecure_token: false,
+            name: "me".to_owned(),
+        };
+        let order = Order::of(
+            None,
+            None,
+            options.prompts.file.as_deref(),
+            &options.settings,
+            &options.output,
+            &client,
+        )
+        .unwrap();
+        let [Asked::Generate(one), Asked::Generate(two)] = &order.requests[..] else {
+            panic!("{:?}", order.requests);
+        };
+        assert_eq!((one.prompt.as_str(), two.prompt.as_str()), ("one", "two"));
+        let start_of = |request: &v1::GenerateImageRequest| request.init_image.clone().unwrap();
+        assert_eq!(start_of(one), b"a picture"[..]);
+        assert_eq!(
+            start_of(one).as_ptr(),
+            start_of(two).as_ptr(),
+            "shared, and read once"
+        );
+    }
 
     #[test]
     fn attention_is_listed_by_stage_where_stages_differ() {

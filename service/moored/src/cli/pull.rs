@@ -42,18 +42,17 @@ pub(super) async fn here(
     json: bool,
 ) -> Result<(), CliError> {
     let cache = settings.cache.clone();
-    let hub = Hub::new(settings);
+    let prepared = Hub::new(settings).prepare(model).await?;
     // JSON has the plan only with `--dry-run`: the event at the end of a pull has the same fields.
     if dry_run || !json {
-        let plan = hub.plan(model).await?;
-        tell_plan(model, &plan, &cache, dry_run, json)?;
+        tell_plan(model, &prepared.plan(), &cache, dry_run, json)?;
     }
     if dry_run {
         return Ok(());
     }
     let mut interrupted = signal(SignalKind::interrupt())?;
     let (sender, mut progress) = watch::channel(Progress::default());
-    let pull = hub.pull(model, sender);
+    let pull = prepared.pull(sender);
     tokio::pin!(pull);
     let mut show = ShowPull::new(json);
     let mut ticks = tokio::time::interval(JSON_INTERVAL);

@@ -1,6 +1,6 @@
 //! Requests from the command line.
 
-use std::io::{IsTerminal as _, Read as _};
+use std::io::IsTerminal as _;
 use std::path::Path;
 
 use bytes::Bytes;
@@ -108,6 +108,16 @@ impl Asked {
             Asked::Video(video) => &video.prompt,
             Asked::Audio(audio) => &audio.prompt,
         }
+    }
+
+    /// The same with another prompt.
+    pub(super) fn with_prompt(mut self, prompt: String) -> Asked {
+        match &mut self {
+            Asked::Generate(image) => image.prompt = prompt,
+            Asked::Video(video) => video.prompt = prompt,
+            Asked::Audio(audio) => audio.prompt = prompt,
+        }
+        self
     }
 
     pub(super) fn model(&self) -> Option<&v1::ModelRef> {
@@ -420,10 +430,7 @@ fn prompt_from_stdin() -> Result<String, CliError> {
             "the prompt is missing: write it on the command line, or pipe it in".to_owned(),
         ));
     }
-    let mut prompt = String::new();
-    std::io::stdin()
-        .take(bounded::TEXT_BYTES)
-        .read_to_string(&mut prompt)?;
+    let prompt = text_from_stdin()?;
     match prompt.trim() {
         "" => Err(CliError::Usage("standard input holds no prompt".to_owned())),
         trimmed => Ok(trimmed.to_owned()),
@@ -438,7 +445,7 @@ pub(super) fn prompts_of(
 ) -> Result<Vec<String>, CliError> {
     if let Some(file) = file {
         let text = if file == Path::new("-") {
-            std::io::read_to_string(std::io::stdin().take(bounded::TEXT_BYTES))?
+            text_from_stdin()?
         } else {
             text(file)?
         };
@@ -464,6 +471,11 @@ pub(super) fn prompts_of(
         ));
     }
     Ok(vec![prompt])
+}
+
+fn text_from_stdin() -> Result<String, CliError> {
+    gpu::all_text_of(std::io::stdin(), bounded::TEXT_BYTES)
+        .map_err(|problem| CliError::file(Path::new("standard input"), problem))
 }
 
 fn text(path: &Path) -> Result<String, CliError> {

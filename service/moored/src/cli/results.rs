@@ -8,7 +8,7 @@ use pipelines::Covered;
 use super::request::Asked;
 use api::v1;
 use api::v1::artifact::Format;
-use media::pictures;
+use media::{films, pictures, tracks};
 
 /// Most tracks of an item.
 const TRACKS_OF_ITEM: usize = 32;
@@ -205,14 +205,10 @@ impl Arrived {
 
 /// Whether a file begins as its media type does; of types that are not known, any does.
 fn is_of_type(file: &[u8], media_type: &str) -> bool {
-    let at = |offset: usize, mark: &[u8]| file.get(offset..).is_some_and(|rest| rest.starts_with(mark));
     match media_type {
-        "image/png" | "image/apng" => at(0, b"\x89PNG\r\n\x1a\n"),
-        "image/jpeg" => at(0, b"\xff\xd8\xff"),
-        "image/webp" => at(0, b"RIFF") && at(8, b"WEBP"),
-        "video/mp4" => at(4, b"ftyp"),
-        "audio/wav" | "audio/x-wav" => at(0, b"RIFF") && at(8, b"WAVE"),
-        "audio/flac" => at(0, b"fLaC"),
+        "image/png" | "image/jpeg" | "image/webp" => pictures::media_type(file) == media_type,
+        "video/mp4" => films::is_mp4(file),
+        "audio/wav" | "audio/flac" => tracks::media_type(file).is_ok_and(|own| own == media_type),
         _ => true,
     }
 }
@@ -354,11 +350,30 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_of_other_bytes_is_refused() {
-        let picture = v1::Artifact {
-            media_type: "image/png".to_owned(),
-            ..chunk(None, b"GIF89a")
-        };
-        assert!(file(&[picture]).unwrap_err().contains("other bytes"));
+    fn a_file_of_other_bytes_than_its_type_is_refused() {
+        let wav = [&b"RIFF"[..], &[0; 4], b"WAVE"].concat();
+        let files = [
+            ("image/png", &b"\x89PNG\r\n\x1a\n"[..]),
+            ("image/jpeg", b"\xff\xd8\xff\xe0"),
+            ("image/webp", b"RIFF\0\0\0\0WEBP"),
+            ("video/mp4", b"\0\0\0\x18ftyp"),
+            ("audio/wav", &wav),
+            ("audio/flac", b"fLaC"),
+        ];
+        for (media_type, _) in files {
+            for (other, contents) in files {
+                let sent = v1::Artifact {
+                    media_type: media_type.to_owned(),
+                    total_bytes: 0,
+                    ..chunk(None, contents)
+                };
+                let got = file(&[sent]);
+                assert_eq!(
+                    got.is_ok(),
+                    media_type == other,
+                    "{other} as {media_type}: {got:?}"
+                );
+            }
+        }
     }
 }

@@ -14,7 +14,6 @@ use super::generate::Order;
 use super::local::{self, LocalService};
 use super::{CliError, interrupt, pull, screen};
 use crate::config::Config;
-use crate::models::Models;
 use api::v1;
 use hub::Reference;
 use hub::catalogue;
@@ -48,9 +47,8 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
         Ok(connection) => {
             let found = Inventory::of_service(&connection, config.cards.headroom);
             let place = interrupt::or(found).await?;
-            let is_there = place.has(&options.model);
-            order.set_model(&named(&options.model, is_there, &place, tell)?);
-            if !is_there {
+            if !place.has(&options.model) {
+                check_name(&options.model, &place, tell)?;
                 confirm_fit(&options, &place, json).await?;
             }
             (connection, None)
@@ -59,11 +57,9 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
             let Some(listen) = local::address_of(&config.client.endpoint) else {
                 return Err(CliError::Unreachable { endpoint, problem });
             };
-            let models = Models::new(config.models.clone(), config.hub.cache.clone());
             let place = Inventory::of_this_machine(&config);
-            let model = named(&options.model, is_here(&models, &options.model), &place, tell)?;
-            order.set_model(&model);
-            if let Some(reference) = Reference::of_entry(&model).filter(|_| !is_here(&models, &model)) {
+            if !place.has(&options.model) {
+                let reference = check_name(&options.model, &place, tell)?;
                 confirm_fit(&options, &place, json).await?;
                 interrupt::or(pull::here(config.hub.clone(), &reference, false, json)).await?;
             }
@@ -94,24 +90,22 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
     }
 }
 
-/// The name of the model for the service: one that exists takes precedence over a short name.
+/// The repository of a model that is not there, of which the licence is told where it has a short name.
 ///
 /// # Errors
-/// When it is none that is there, has a short name, or could be on a hub.
-fn named(typed: &str, is_there: bool, place: &Inventory, tell: impl Fn(&str)) -> Result<String, CliError> {
-    if is_there {
-        return Ok(typed.to_owned());
-    }
+/// When it could not be on a hub.
+fn check_name(typed: &str, place: &Inventory, tell: impl Fn(&str)) -> Result<Reference, CliError> {
     if let Some(known) = catalogue::find_entry(typed) {
         tell(&format!("{} is {} ({})", known.name, known.id, known.licence));
-    } else if Reference::of_entry(typed).is_none() {
-        let meant = catalogue::did_you_mean(typed, place.ids.iter().map(String::as_str));
-        return Err(CliError::NoModel(format!(
+    }
+    Reference::of_entry(typed).ok_or_else(|| {
+        let ids = place.ids();
+        let meant = catalogue::did_you_mean(typed, ids.iter().map(String::as_str));
+        CliError::NoModel(format!(
             "there is no model {typed}: `moored models` lists those that are here, `moored models --available` those with a short \
              name, and OWNER/NAME is one of the hub{meant}"
-        )));
-    }
-    Ok(typed.to_owned())
+        ))
+    })
 }
 
 /// Before a model of the catalogue is downloaded: whether it fits the card.
@@ -130,15 +124,6 @@ async fn confirm_fit(options: &Run, place: &Inventory, json: bool) -> Result<(),
         },
     };
     available::confirm_fit(model, preset, card, json).await
-}
-
-/// Whether the model is among these models.
-fn is_here(models: &Models, name: &str) -> bool {
-    let named = v1::ModelRef {
-        id: name.to_owned(),
-        ..Default::default()
-    };
-    models.resolve(Some(&named)).is_ok()
 }
 
 /// Has the service pull the model where it is missing, and tells which formats it chooses. A request that is wrong is

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::reader::{Reader, from_home};
+use super::{home_folder, variable};
 use hub::{HubSettings, HubToken};
 
 /// URL of the hub unless `HF_ENDPOINT` names another.
@@ -14,7 +15,8 @@ pub(super) fn read(r: &mut Reader) -> HubSettings {
         r.optional_text("hub.endpoint"),
         r.optional_path("hub.cache"),
         r.flag("hub.pull"),
-        |name| std::env::var(name).ok(),
+        home_folder(),
+        variable,
     );
     let is_url = settings.has_url();
     if !is_url {
@@ -34,10 +36,10 @@ fn settings_of(
     endpoint: Option<String>,
     cache: Option<PathBuf>,
     pull: bool,
+    user: Option<PathBuf>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> HubSettings {
     let variable = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
-    let user = variable("HOME").map(PathBuf::from);
     let path = |name: &str| Some(from_home(&variable(name)?, user.as_deref()));
     let is_on = |name: &str| {
         variable(name).is_some_and(|value| {
@@ -75,10 +77,12 @@ mod tests {
     use super::*;
 
     fn hub(variables: &[(&str, &str)]) -> HubSettings {
-        settings_of(None, None, true, |name| {
+        let value_of = |name: &str| {
             let found = variables.iter().find(|(known, _)| *known == name);
             found.map(|(_, value)| (*value).to_owned())
-        })
+        };
+        let home = value_of("HOME").map(PathBuf::from);
+        settings_of(None, None, true, home, value_of)
     }
 
     #[test]
@@ -94,7 +98,9 @@ mod tests {
         assert_eq!(cache(&variables), PathBuf::from("/hf/hub"));
         variables.push(("HF_HUB_CACHE", "/models"));
         assert_eq!(cache(&variables), PathBuf::from("/models"));
-        let set = settings_of(None, Some("/set".into()), true, |_| Some("/models".to_owned()));
+        let set = settings_of(None, Some("/set".into()), true, None, |_| {
+            Some("/models".to_owned())
+        });
         assert_eq!(set.cache, PathBuf::from("/set"));
     }
 

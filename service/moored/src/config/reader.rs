@@ -12,7 +12,7 @@ use figment::{Figment, Metadata, Profile, Provider, Source};
 use residency::Bytes;
 use serde::de::DeserializeOwned;
 
-use super::{SHORT_NAMES, Setting, UnloadWhenIdle};
+use super::{SHORT_NAMES, Setting, UnloadWhenIdle, home_folder};
 use wording as shown;
 
 /// Everything that is wrong with the configuration.
@@ -431,8 +431,7 @@ const LARGEST_SIZE: u64 = 1 << 60;
 
 /// A path as it is written, in which a leading `~` is the user's home: a shell expands it only where it stands alone.
 pub(super) fn in_home(text: &str) -> PathBuf {
-    let home = std::env::var_os("HOME").filter(|home| !home.is_empty());
-    from_home(text, home.as_deref().map(Path::new))
+    from_home(text, home_folder().as_deref())
 }
 
 /// A path in which a leading `~` is this folder.

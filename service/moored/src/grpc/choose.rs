@@ -7,9 +7,7 @@ use engine::Error;
 use engine::job::{Call, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{PlanReport, StageVerdict};
-use pipelines::{
-    AdapterFile, AdapterUse, Medium, Model, Preset, Quantization, StrengthCurve, is_control_net_folder,
-};
+use pipelines::{AdapterFile, AdapterKind, AdapterUse, Medium, Model, Preset, Quantization, StrengthCurve};
 
 use super::generation::whole_run;
 use super::given_pictures::controls_of;
@@ -156,7 +154,7 @@ impl Service {
                 text_strength: 1.0,
             })
         };
-        let is_lora = |file: &&AdapterFile| !is_control_net_folder(&file.path);
+        let is_lora = |file: &&AdapterFile| file.kind == AdapterKind::Lora;
         request.adapters = entry.adapters.iter().filter(is_lora).filter_map(used).collect();
         request
     }

@@ -9,7 +9,7 @@ use engine::library::{Entry, OpenModel};
 use super::choose::{Chosen, left_open};
 use super::server::Service;
 use super::status::{invalid, short};
-use crate::models::Meant;
+use crate::models::{Meant, Resolved};
 use crate::threads::FILES;
 use api::v1;
 use hub::catalogue;
@@ -40,13 +40,52 @@ impl Service {
         controls: &[v1::Control],
         options: &JobOptions,
     ) -> Result<Chosen, Error> {
+        let (resolved, is_open) = self.resolved(model).await?;
+        self.in_formats(resolved.entry, is_open, controls, options).await
+    }
+
+    /// As [`Service::chosen`], and the open model with the adapters that the reference names. An error of an adapter names the
+    /// field that names the adapter.
+    pub(super) async fn opened(
+        &self,
+        model: Option<v1::ModelRef>,
+        controls: &[v1::Control],
+        options: &JobOptions,
+    ) -> Result<(Chosen, OpenModel, Vec<v1::Adapter>), Error> {
+        let (Resolved { entry, adapters }, is_open) = self.resolved(model).await?;
+        let opened = async {
+            let chosen = self.in_formats(entry, is_open, controls, options).await?;
+            let open = self.open(&chosen.entry).await?;
+            Ok((chosen, open))
+        };
+        match opened.await {
+            Ok((chosen, open)) => Ok((chosen, open, adapters)),
+            Err(error) => Err(self.named_by_field(error, &adapters, controls)),
+        }
+    }
+
+    /// What a reference means, and whether it leaves the formats to the service.
+    async fn resolved(&self, model: Option<v1::ModelRef>) -> Result<(Resolved, bool), Error> {
         model.as_ref().map_or(Ok(()), check_reference)?;
-        if let Some(open) = model.as_ref().map(left_open).transpose()?.flatten() {
-            let stored = self.models.entry(Some(open)).await?;
-            let stored = self.with_control_nets(stored, controls).await?;
+        match model.as_ref().map(left_open).transpose()?.flatten() {
+            Some(open) => Ok((self.models.entry(Some(open)).await?, true)),
+            None => Ok((self.models.entry(model).await?, false)),
+        }
+    }
+
+    /// An entry in the formats that are chosen for it where they are open, with these ControlNets.
+    async fn in_formats(
+        &self,
+        entry: Arc<Entry>,
+        is_open: bool,
+        controls: &[v1::Control],
+        options: &JobOptions,
+    ) -> Result<Chosen, Error> {
+        if is_open {
+            let stored = self.with_control_nets(entry, controls).await?;
             return self.choose(stored, controls, options.clone()).await;
         }
-        let entry = self.library.canonical(self.models.entry(model).await?).await?;
+        let entry = self.library.canonical(entry, self.first_card()).await?;
         Ok(Chosen {
             entry: self.with_control_nets(entry, controls).await?,
             reason: String::new(),
@@ -73,12 +112,7 @@ impl Service {
     }
 
     /// An error of opening a model, where an adapter is at fault, as that of the field that names the adapter.
-    pub(super) fn named_by_field(
-        &self,
-        error: Error,
-        adapters: &[v1::Adapter],
-        controls: &[v1::Control],
-    ) -> Error {
+    fn named_by_field(&self, error: Error, adapters: &[v1::Adapter], controls: &[v1::Control]) -> Error {
         let Error::Adapter { name, problem } = &error else {
             return error;
         };

@@ -208,9 +208,8 @@ impl Service {
         asked.check()?;
         asked.model = Some(self.of_medium(asked.model.take(), asked.makes()).await?);
         let options = caller.options(asked.options.clone(), &self.cards())?;
-        let adapters = self.models.adapters_named(asked.model.as_ref())?;
-        let opened = self.opened(asked.model.clone(), &asked.controls, &options, &adapters);
-        let (Chosen { entry, reason }, open) = opened.await?;
+        let opened = self.opened(asked.model.clone(), &asked.controls, &options);
+        let (Chosen { entry, reason }, open, adapters) = opened.await?;
         let mut defaults = self.models.defaults(&entry.id, open.model.defaults());
         defaults.adapters = Models::uses_of(&entry, &adapters)?;
         let (request, decoded) = self
@@ -258,29 +257,11 @@ impl Service {
         })
     }
 
-    /// The entry that a request means, and the open model. An error of an adapter names the field that names the adapter.
-    async fn opened(
-        &self,
-        model: Option<v1::ModelRef>,
-        controls: &[v1::Control],
-        options: &JobOptions,
-        adapters: &[v1::Adapter],
-    ) -> Result<(Chosen, OpenModel), Error> {
-        let opened = async {
-            let chosen = self.chosen(model, controls, options).await?;
-            let open = self.open(&chosen.entry).await?;
-            Ok((chosen, open))
-        };
-        let opened: Result<_, Error> = opened.await;
-        opened.map_err(|error| self.named_by_field(error, adapters, controls))
-    }
-
     /// The default request of a model as a job to be planned.
     pub(super) async fn prepare_default(&self, model: v1::ModelRef) -> Result<Prepared, Error> {
         let options = JobOptions::default();
-        let adapters = self.models.adapters_named(Some(&model))?;
-        let opened = self.opened(Some(model), &[], &options, &adapters);
-        let (Chosen { entry, reason }, open) = opened.await?;
+        let opened = self.opened(Some(model), &[], &options);
+        let (Chosen { entry, reason }, open, adapters) = opened.await?;
         let mut request = self.default_request(&entry, &*open.model);
         request.adapters = Models::uses_of(&entry, &adapters)?;
         let model = v1::ResolvedModel {

@@ -25,8 +25,8 @@ impl Hub for Service {
         request: Request<v1::PullModelRequest>,
     ) -> Result<Response<v1::PullPlan>, Status> {
         let model = self.pullable(&request.into_inner())?;
-        let plan = self.pulls.hub().plan(&model).await;
-        let plan = plan.map_err(|problem| status_of_pull(&problem))?;
+        let prepared = self.pulls.hub().prepare(&model).await;
+        let plan = prepared.map_err(|problem| status_of_pull(&problem))?.plan();
         Ok(Response::new(v1::PullPlan {
             id: model.listed_id(),
             revision: plan.revision,

@@ -71,8 +71,8 @@ impl Residency for Service {
             models.extend(futures::future::join_all(listed).await);
         }
         let adapters = adapters.iter().map(|adapter| v1::AdapterInfo {
-            bytes: adapter.bytes(),
-            kind: adapter.kind().to_owned(),
+            bytes: adapter.bytes,
+            kind: adapter.kind_name().to_owned(),
             id: adapter.id.clone(),
         });
         Ok(Response::new(v1::ListModelsResponse {

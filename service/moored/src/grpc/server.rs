@@ -88,7 +88,7 @@ pub(crate) struct Service {
 
 impl Service {
     /// The card whose dtype a model is opened for where any would do.
-    pub(super) fn first_card(&self) -> CardDescription {
+    pub(crate) fn first_card(&self) -> CardDescription {
         self.cards()
             .into_iter()
             .next()

@@ -6,9 +6,7 @@ use std::sync::Arc;
 
 use engine::Error;
 use engine::library::Entry;
-use pipelines::{
-    AdapterFile, AdapterUse, StrengthCurve, adapter_stem, is_adapter_folder, is_control_net_folder,
-};
+use pipelines::{AdapterFile, AdapterKind, AdapterUse, StrengthCurve, adapter_stem, kind_of_folder};
 
 use super::comfyui::Meaning;
 use super::names::{self, Named};
@@ -24,12 +22,15 @@ const SHIPPED: &str = "moored/";
 /// Depth of folders that are looked through.
 const DEPTH: usize = 3;
 
-/// An adapter that can be named.
+/// An adapter that can be named, as a scan found it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FoundAdapter {
     pub(crate) id: String,
-    /// A file, or a folder of peft.
+    /// A file, a folder of peft, or a ControlNet's.
     pub(crate) path: PathBuf,
+    kind: AdapterKind,
+    /// Of its file, or of the files in its folder.
+    pub(crate) bytes: u64,
 }
 
 impl Named for FoundAdapter {
@@ -50,28 +51,69 @@ impl Named for FoundAdapter {
     }
 }
 
+/// An adapter of an entry.
+impl Named for AdapterFile {
+    fn id(&self) -> &str {
+        &self.name
+    }
+
+    fn set_id(&mut self, id: String) {
+        self.name = id;
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn stem(name: &str) -> Option<&str> {
+        adapter_stem(name)
+    }
+}
+
 impl FoundAdapter {
-    /// Whether it is a ControlNet, rather than a LoRA.
-    fn is_control_net(&self) -> bool {
-        is_control_net_folder(&self.path)
+    /// A folder that is an adapter; `None` for another.
+    fn folder(id: String, path: PathBuf) -> Option<FoundAdapter> {
+        let kind = kind_of_folder(&path)?;
+        let bytes = children(&path).iter().map(|path| length(path)).sum();
+        Some(FoundAdapter {
+            id,
+            path,
+            kind,
+            bytes,
+        })
+    }
+
+    /// A LoRA in one file.
+    fn file(id: String, path: PathBuf) -> FoundAdapter {
+        FoundAdapter {
+            id,
+            kind: AdapterKind::Lora,
+            bytes: length(&path),
+            path,
+        }
     }
 
     /// Public name of its kind.
-    pub(crate) fn kind(&self) -> &'static str {
-        match self.is_control_net() {
-            true => "controlnet",
-            false => "lora",
+    pub(crate) fn kind_name(&self) -> &'static str {
+        match self.kind {
+            AdapterKind::ControlNet => "controlnet",
+            AdapterKind::Lora => "lora",
         }
     }
 
-    /// Bytes of its file, or of the files in its folder.
-    pub(crate) fn bytes(&self) -> u64 {
-        let length = |path: &Path| path.metadata().map_or(0, |metadata| metadata.len());
-        match self.path.is_dir() {
-            true => children(&self.path).iter().map(|path| length(path)).sum(),
-            false => length(&self.path),
+    /// To be attached to a model.
+    fn to_attach(&self, ignores_unknown: bool) -> AdapterFile {
+        AdapterFile {
+            name: self.id.clone(),
+            path: self.path.clone(),
+            kind: self.kind,
+            ignores_unknown,
         }
     }
+}
+
+fn length(path: &Path) -> u64 {
+    path.metadata().map_or(0, |metadata| metadata.len())
 }
 
 impl Models {
@@ -106,14 +148,19 @@ impl Models {
         for folder in &self.settings.adapters {
             scan(folder, "", DEPTH, &mut found);
         }
-        for folder in self.folders_of_comfyui(Meaning::Loras) {
-            scan(&folder, "", DEPTH, &mut found);
+        let places = self.places_of_comfyui();
+        let with = |wanted: Meaning| {
+            let wanted = places.iter().filter(move |(meaning, _)| *meaning == wanted);
+            wanted.map(|(_, folder)| folder)
+        };
+        for folder in with(Meaning::Loras) {
+            scan(folder, "", DEPTH, &mut found);
         }
-        for folder in self.folders_of_comfyui(Meaning::ControlNets) {
+        for folder in with(Meaning::ControlNets) {
             let mut nets = Vec::new();
-            scan(&folder, "", DEPTH, &mut nets);
+            scan(folder, "", DEPTH, &mut nets);
             // A file alone is of a layout that is not read.
-            found.extend(nets.into_iter().filter(FoundAdapter::is_control_net));
+            found.extend(nets.into_iter().filter(|net| net.kind == AdapterKind::ControlNet));
         }
         for repository in children(&self.hub_cache) {
             let name = repository.file_name().and_then(|name| name.to_str());
@@ -155,18 +202,14 @@ impl Models {
             let field = |name: &str| format!("model.adapters[{index}].{name}");
             let found = find(&there, &asked.id);
             let found = found.ok_or_else(|| invalid(&field("id"), not_found(&asked.id, &there)))?;
-            if found.is_control_net() && !from_key {
+            if found.kind == AdapterKind::ControlNet && !from_key {
                 let problem = format!(
                     "{:?} is a ControlNet: name it in controls, with its picture",
                     found.id
                 );
                 return Err(invalid(&field("id"), problem));
             }
-            let file = AdapterFile {
-                name: found.id.clone(),
-                path: found.path.clone(),
-                ignores_unknown: asked.ignore_unknown,
-            };
+            let file = found.to_attach(asked.ignore_unknown);
             let each = use_of(asked, index)?;
             match named.iter_mut().find(|(before, _)| before.name == file.name) {
                 Some((before, uses)) => {
@@ -192,7 +235,7 @@ impl Models {
             let found = find(&there, id);
             let field = format!("controls[{index}].id");
             let found = found.ok_or_else(|| invalid(&field, not_found(id, &there)))?;
-            if !found.is_control_net() {
+            if found.kind != AdapterKind::ControlNet {
                 let problem = format!(
                     "{:?} is no ControlNet; a LoRA is named in model.adapters",
                     found.id
@@ -200,11 +243,7 @@ impl Models {
                 return Err(invalid(&field, problem));
             }
             if !files.iter().any(|file| file.name == found.id) {
-                files.push(AdapterFile {
-                    name: found.id.clone(),
-                    path: found.path.clone(),
-                    ignores_unknown: false,
-                });
+                files.push(found.to_attach(false));
             }
         }
         Ok(entry.with_adapters(files))
@@ -212,11 +251,7 @@ impl Models {
 
     /// The name of an adapter of an entry, which a request may call by its file.
     pub(crate) fn name_in(entry: &Entry, id: &str) -> String {
-        let there = entry.adapters.iter().map(|file| FoundAdapter {
-            id: file.name.clone(),
-            path: file.path.clone(),
-        });
-        find(&there.collect::<Vec<_>>(), id).map_or_else(|| id.to_owned(), |found| found.id.clone())
+        find(&entry.adapters, id).map_or_else(|| id.to_owned(), |file| file.name.clone())
     }
 
     /// How a request uses the adapters that its reference names and its entry has. The strengths of one that is named several
@@ -237,34 +272,29 @@ impl Models {
         let loras = entry
             .adapters
             .iter()
-            .filter(|file| !is_control_net_folder(&file.path));
+            .filter(|file| file.kind == AdapterKind::Lora);
         let used = loras.filter_map(|file| uses.iter().find(|each| each.name == file.name));
         Ok(used.cloned().collect())
     }
 }
 
 /// An adapter by its id, with or without its ending, or by the path of its file.
-fn find<'a>(there: &'a [FoundAdapter], asked: &str) -> Option<&'a FoundAdapter> {
+fn find<'a, T: Named>(there: &'a [T], asked: &str) -> Option<&'a T> {
     let by_name = names::spellings(asked).find_map(|name| {
-        let by_id = there.iter().find(|adapter| adapter.id == name);
+        let by_id = there.iter().find(|adapter| adapter.id() == name);
         by_id.or_else(|| there.iter().find(|adapter| names::is_called(*adapter, &name)))
     });
     let path = Path::new(asked);
-    let is_at = |adapter: &&FoundAdapter| {
-        path.is_absolute() && std::fs::canonicalize(&adapter.path).is_ok_and(|own| own == path)
+    let is_at = |adapter: &&T| {
+        path.is_absolute() && std::fs::canonicalize(adapter.path()).is_ok_and(|own| own == path)
     };
     by_name.or_else(|| there.iter().find(is_at))
 }
 
 /// Whether adapters are just those that a reference names, in order.
 pub(super) fn are_named(adapters: &[AdapterFile], asked: &[v1::Adapter]) -> bool {
-    let is_named = |(file, asked): (&AdapterFile, &v1::Adapter)| {
-        let found = FoundAdapter {
-            id: file.name.clone(),
-            path: file.path.clone(),
-        };
-        find(&[found], &asked.id).is_some()
-    };
+    let is_named =
+        |(file, asked): (&AdapterFile, &v1::Adapter)| find(std::slice::from_ref(file), &asked.id).is_some();
     adapters.len() == asked.len() && adapters.iter().zip(asked).all(is_named)
 }
 
@@ -335,20 +365,14 @@ fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>
         if name.starts_with('.') {
             continue;
         }
-        if is_adapter_folder(&child) || is_control_net_folder(&child) {
-            found.push(FoundAdapter {
-                id: format!("{prefix}{name}"),
-                path: child,
-            });
+        if let Some(folder) = FoundAdapter::folder(format!("{prefix}{name}"), child.clone()) {
+            found.push(folder);
         } else if child.is_dir() {
             if depth > 1 {
                 scan(&child, &format!("{prefix}{name}/"), depth - 1, found);
             }
         } else if let Some(stem) = adapter_stem(name) {
-            found.push(FoundAdapter {
-                id: format!("{prefix}{stem}"),
-                path: child,
-            });
+            found.push(FoundAdapter::file(format!("{prefix}{stem}"), child));
         }
     }
 }
@@ -363,11 +387,8 @@ fn of_hub(repository: &Path, id: &str, holds_transformer: &dyn Fn(&Path) -> bool
     if is_pipeline(&snapshot.path) {
         return Vec::new();
     }
-    if is_adapter_folder(&snapshot.path) || is_control_net_folder(&snapshot.path) {
-        return vec![FoundAdapter {
-            id: id.to_owned(),
-            path: snapshot.path,
-        }];
+    if let Some(folder) = FoundAdapter::folder(id.to_owned(), snapshot.path.clone()) {
+        return vec![folder];
     }
     if snapshot.path.join("config.json").is_file() {
         return Vec::new();
@@ -454,6 +475,40 @@ mod tests {
         // A folder that does not answer keeps nobody from what is known.
         let _blocked = models.adapter_listing.block().unwrap();
         assert!(named("oil").is_ok());
+    }
+
+    /// Requests, plans and lists take what the scan found, and read no file for it.
+    #[test]
+    fn the_kind_of_an_adapter_is_that_of_the_scan() {
+        let folder = folder_with(&[
+            "ink.safetensors",
+            "peft/adapter_model.safetensors",
+            "net/config.json",
+        ]);
+        let config = folder.path().join("net/config.json");
+        std::fs::write(&config, r#"{"_class_name": "FluxControlNetModel"}"#).unwrap();
+        let models = models(folder.path());
+        let listed: Vec<(String, &str, u64)> = (models.adapters().iter())
+            .filter(|adapter| !adapter.id.starts_with(SHIPPED))
+            .map(|adapter| (adapter.id.clone(), adapter.kind_name(), adapter.bytes))
+            .collect();
+        let is = |id: &str, kind, bytes| (id.to_owned(), kind, bytes);
+        assert_eq!(
+            listed,
+            [
+                is("ink", "lora", 2),
+                is("net", "controlnet", 38),
+                is("peft", "lora", 2)
+            ]
+        );
+        std::fs::remove_file(&config).unwrap();
+        let with_net = models.with_control_nets(&base(), &["net".to_owned()]).unwrap();
+        let ink = [adapter("ink", None)];
+        let entry = models.with_adapters(with_net.clone(), &ink, false).unwrap();
+        assert_eq!(entry.adapters[0].kind, AdapterKind::Lora);
+        let uses = Models::uses_of(&with_net, &[adapter("net", None)]).unwrap();
+        assert_eq!(uses, [], "a ControlNet has no strength of an adapter");
+        assert!(models.with_control_nets(&base(), &["ink".to_owned()]).is_err());
     }
 
     #[test]

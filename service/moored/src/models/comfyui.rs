@@ -72,19 +72,12 @@ pub(super) fn places(installation: &Path) -> (Vec<Place>, Option<String>) {
 
 /// The folders that the file names, and whether each goes before all others.
 fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
-    use std::io::Read as _;
-
     let file = installation.join(EXTRA);
     if !file.is_file() {
         return Ok(Vec::new());
     }
     let wrong = |problem: String| format!("{} cannot be read: {problem}", file.display());
-    let mut text = String::new();
-    let opened = gpu::open_regular(&file).map_err(|error| wrong(error.to_string()))?;
-    opened
-        .take(LONGEST_EXTRA)
-        .read_to_string(&mut text)
-        .map_err(|error| wrong(error.to_string()))?;
+    let text = gpu::text_bounded(&file, LONGEST_EXTRA).map_err(|error| wrong(error.to_string()))?;
     let documents = YamlLoader::load_from_str(&text).map_err(|error| wrong(error.to_string()))?;
     let Some(Yaml::Hash(groups)) = documents.first() else {
         return Ok(Vec::new()); // nothing but comments, as it is shipped
@@ -170,5 +163,9 @@ mod tests {
         std::fs::write(folder.path().join(EXTRA), "a: [\n").unwrap();
         let (places, problem) = places(folder.path());
         assert!(!places.is_empty() && problem.unwrap().contains(EXTRA));
+        let long = format!("a:\n    loras: x\n{}", "# a comment\n".repeat(100_000));
+        std::fs::write(folder.path().join(EXTRA), long).unwrap();
+        let (_, problem) = super::places(folder.path());
+        assert!(problem.unwrap().contains("more than 1.0 MiB"));
     }
 }

@@ -73,6 +73,48 @@ fn folders_files_and_hub_caches_are_found() {
     ));
 }
 
+#[test]
+fn a_model_is_there_by_every_name_that_requests_may_give_it() {
+    let repository = "models--black-forest-labs--FLUX.1-dev";
+    let folder = folder_with(&[
+        &format!("{repository}/snapshots/abc/model_index.json"),
+        &format!("{repository}/refs/main"),
+        "one/twin.safetensors",
+        "two/twin.gguf",
+        "a+b&c.safetensors",
+    ]);
+    std::fs::write(folder.path().join(repository).join("refs/main"), "abc").unwrap();
+    let models = models(folder.path());
+    let ids: Vec<String> = models.list().iter().map(|found| found.id.clone()).collect();
+    for name in [
+        "flux-dev",
+        "FLUX-dev+4-bit",
+        "flux-dev@main",
+        "flux-dev&ink",
+        "FLUX.1-dev@abc+transformer=nf4&styles/ink",
+        "black-forest-labs/FLUX.1-dev@main",
+        "one\\twin.safetensors",
+        "twin",
+        "a+b&c",
+        "a+b&c+8-bit&ink",
+    ] {
+        assert!(models.has(name), "{name}");
+        assert!(is_among(&ids, name), "{name}");
+    }
+    for name in [
+        "flux-schnell",
+        "dev",
+        "black-forest-labs/FLUX.1-dev:a.gguf",
+        "+4-bit",
+        "",
+    ] {
+        assert!(!models.has(name), "{name}");
+        assert!(!is_among(&ids, name), "{name}");
+    }
+    assert!(!models.has("flux-dev@v2"));
+    assert!(is_among(&ids, "flux-dev@v2"), "a list of ids says no revision");
+}
+
 /// FramePack's own repositories have a transformer alone, at their root.
 #[test]
 fn a_transformer_alone_is_found_when_it_is_whole() {
@@ -91,10 +133,10 @@ fn a_transformer_alone_is_found_when_it_is_whole() {
 #[test]
 fn a_revision_is_part_of_the_key() {
     let folder = folder_with(&["models--me--mine/snapshots/abc/model_index.json"]);
-    let entry = models(folder.path())
+    let resolved = models(folder.path())
         .resolve(Some(&reference("me/mine")))
         .unwrap();
-    assert_eq!(entry.key, "me/mine@abc+full");
+    assert_eq!(resolved.entry.key, "me/mine@abc+full");
 }
 
 #[test]
@@ -114,7 +156,9 @@ fn the_hub_cache_is_scanned_and_branches_name_revisions() {
     let key = |id: &str, revision: &str| {
         let mut model = reference(id);
         model.revision = revision.to_owned();
-        models.resolve(Some(&model)).map(|entry| entry.key.clone())
+        models
+            .resolve(Some(&model))
+            .map(|resolved| resolved.entry.key.clone())
     };
     assert_eq!(key("me/mine", "").unwrap(), "me/mine@def+full");
     assert_eq!(key("me/mine", "pr/1").unwrap(), "me/mine@abc+full");
@@ -136,7 +180,7 @@ fn formats_are_part_of_the_key_and_unknown_ones_are_refused() {
         preset: "4-bit".to_owned(),
         ..Default::default()
     });
-    let entry = models.resolve(Some(&asked)).unwrap();
+    let entry = models.resolve(Some(&asked)).unwrap().entry;
     assert_eq!(entry.key, "plain+4-bit");
     asked.quantization = Some(v1::Quantization {
         preset: "5-bit".to_owned(),
@@ -157,7 +201,7 @@ fn an_entry_is_resolved_by_its_key() {
     let key = |id: &str| {
         models
             .resolve(Some(&reference(id)))
-            .map(|entry| entry.key.clone())
+            .map(|resolved| resolved.entry.key.clone())
     };
     for (id, means) in [
         ("plain+full", "plain+full"),
@@ -273,7 +317,7 @@ fn what_is_listed_can_be_named() {
     let means = |id: &str| {
         models
             .resolve(Some(&reference(id)))
-            .map(|entry| entry.key.clone())
+            .map(|resolved| resolved.entry.key.clone())
     };
     let listed = models.list();
     let own: Vec<&Found> = listed
@@ -369,4 +413,18 @@ fn the_folders_of_comfyui_are_read_by_their_meaning() {
         .filter(|adapter| adapter.path.starts_with(folder.path()));
     let own: Vec<&str> = own.map(|adapter| adapter.id.as_str()).collect();
     assert_eq!(own, ["styles/ink"]);
+    // A file of the same length and time of writing is another one.
+    let chroma = "models/diffusion_models/flux/chroma.safetensors";
+    let written = folder.path().join(chroma).metadata().unwrap().modified().unwrap();
+    write(chroma, &["distilled-guidance-layer.in-proj.weight"]);
+    let file = std::fs::File::options()
+        .write(true)
+        .open(folder.path().join(chroma));
+    file.unwrap().set_modified(written).unwrap();
+    models.rescan();
+    let others = models.others();
+    assert!(
+        others.iter().all(|other| other.what == "not known here"),
+        "{others:?}"
+    );
 }

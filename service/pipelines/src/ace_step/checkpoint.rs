@@ -11,10 +11,13 @@
 
 use std::path::{Path, PathBuf};
 
+use gpu::CheckpointFile;
 use serde::Deserialize;
 
 use super::layout::NAMES;
-use crate::checkpoint::{Checkpoint, companion, folders_in, has_marks, is_single_file, open, prefixes};
+use crate::checkpoint::{
+    Checkpoint, authors_names, companion, folders_in, has_marks, prefixes, written_base,
+};
 use crate::files::{pipeline_class, read_json, unsupported};
 use crate::{ModelError, OwnLayout};
 
@@ -72,13 +75,13 @@ impl Places {
     ///
     /// # Errors
     /// When it is of this family, and parts are missing.
-    pub(super) fn of(path: &Path) -> Result<Option<Places>, ModelError> {
+    pub(super) fn of(path: &Path, file: Option<&CheckpointFile>) -> Result<Option<Places>, ModelError> {
         if pipeline_class(path)?.is_some_and(|class| PIPELINES.contains(&class.as_str())) {
             return Ok(Some(Places::Diffusers(path.to_owned())));
         }
-        let found = match path.is_dir() {
-            true => of_folder(path)?,
-            false => of_file(path)?,
+        let found = match file {
+            Some(file) => of_file(path, file)?,
+            None => of_folder(path)?,
         };
         Ok(found.map(|places| Places::Authors(Box::new(places))))
     }
@@ -164,33 +167,19 @@ fn of_folder(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
 /// What is in front of all names of a file's tensors; `None` if it is no such model.
 pub(super) fn prefix_of<'a>(names: &[&'a str]) -> Option<&'a str> {
     let mut prefixes = prefixes(names.iter().copied()).into_iter();
-    prefixes.find(|prefix| has_marks(names, prefix, NAMES, MARKS.into_iter()))
+    prefixes.find(|prefix| has_marks(&authors_names(names, prefix, NAMES), MARKS.into_iter()))
 }
 
-fn of_file(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
-    #[derive(Default, Deserialize)]
-    #[serde(default)]
-    struct Sidecar {
-        base: Option<PathBuf>,
-    }
-    if !is_single_file(path) {
-        return Ok(None);
-    }
-    let file = open(path)?;
+fn of_file(path: &Path, file: &CheckpointFile) -> Result<Option<AuthorsPlaces>, ModelError> {
     let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
     let Some(prefix) = prefix_of(&names) else {
         return Ok(None);
     };
     let name_of = |name: &str| name.strip_prefix(prefix).map(|name| NAMES.authors(name));
-    let checkpoint = Checkpoint::of_file(&file, name_of)?;
+    let checkpoint = Checkpoint::of_file(file, name_of)?;
     let folder = path.parent().unwrap_or(Path::new(".")).to_owned();
-    let sidecar = path.with_extension("moored.json");
-    let written: Sidecar = match sidecar.is_file() {
-        true => read_json(&sidecar)?,
-        false => Sidecar::default(),
-    };
     let around = folder.parent().map(Path::to_owned);
-    let base = written.base.map(|base| folder.join(base));
+    let base = written_base(path, &[])?;
     let places: Vec<PathBuf> = base.into_iter().chain([folder.clone()]).chain(around).collect();
     parts(path, checkpoint, None, &places, folder).map(Some)
 }

@@ -1,5 +1,6 @@
 //! An open ACE-Step checkpoint: its answers to a planner.
 
+use gpu::CheckpointFile;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -73,6 +74,15 @@ impl Family for AceStep {
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         Ok(AceStepModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
+    }
+
+    fn open_file(
+        &self,
+        file: &CheckpointFile,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        let opened = AceStepModel::of(file.path(), Some(file), precision)?;
+        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use gpu::CheckpointFile;
+
 use serde::Deserialize;
 
 use super::authors::parts_of_authors;
@@ -20,7 +22,7 @@ use crate::adapters::AdapterSet;
 use crate::autoencoders::oobleck::OobleckConfig;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Wanted, component_of_checkpoint, component_of_folder,
-    exact_component, whole,
+    exact_component, open_single_file, whole,
 };
 use crate::defaults::folder_defaults;
 use crate::files::{check_pairs, checked, damaged, read_json, unsupported};
@@ -82,11 +84,20 @@ impl AceStepModel {
     /// # Errors
     /// When it is ACE-Step and damaged or not supported, or cannot be quantized as requested.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<AceStepModel>, ModelError> {
+        AceStepModel::of(path, open_single_file(path)?.as_ref(), precision)
+    }
+
+    /// As [`AceStepModel::open`], of what is open if it is a single file.
+    pub(super) fn of(
+        path: &Path,
+        file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<AceStepModel>, ModelError> {
         let path = &match path.exists() {
             true => std::fs::canonicalize(path).map_err(|e| damaged(path, e.to_string()))?,
             false => path.to_owned(),
         };
-        let Some(places) = Places::of(path)? else {
+        let Some(places) = Places::of(path, file)? else {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;

@@ -13,10 +13,10 @@ mod set;
 mod spelling;
 mod targets;
 
-pub(crate) use model::{AdapterError, AdapterFile, AdapterReport, AdapterUse, StrengthCurve};
+pub(crate) use model::{AdapterError, AdapterFile, AdapterKind, AdapterReport, AdapterUse, StrengthCurve};
 
 pub(crate) use attached::{AdaptedTensors, AttachedAdapters, LayerTerm};
 pub(crate) use open::is_control_net_class;
-pub use open::{adapter_stem, is_adapter_folder, is_control_net_folder};
+pub use open::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, adapter_stem, kind_of_folder};
 pub(crate) use set::{AdapterSet, UsedAs};
 pub(crate) use targets::TargetComponent;

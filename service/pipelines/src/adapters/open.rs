@@ -1,6 +1,7 @@
 //! Opens adapters by their headers.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, TensorEntry, TensorSource
 use super::scales::{Configured, read_number};
 use super::spelling::{PairPart, layers_and_parts, unsupported_kind};
 use super::targets::{LayerPart, TargetComponent, TargetLayer};
-use super::{AdapterError, AdapterFile, AdapterReport};
+use super::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows, known_by_names};
 use crate::files::root_class;
 use crate::{ModelError, ModelFile};
@@ -19,10 +20,10 @@ use crate::{ModelError, ModelFile};
 const ENDINGS: [&str; 2] = ["safetensors", "sft"];
 
 /// Names of an adapter's weights in a folder of peft or diffusers.
-const WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
+pub const ADAPTER_WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
 
 /// The configuration beside them.
-const CONFIGURATION: &str = "adapter_config.json";
+pub const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
 
 /// The part of an adapter that changes one component.
 #[derive(Clone, Debug)]
@@ -54,6 +55,12 @@ struct Pair<'a> {
     down: Option<(&'a str, &'a TensorEntry)>,
     up: Option<(&'a str, &'a TensorEntry)>,
     alpha: Option<(&'a str, &'a TensorEntry)>,
+}
+
+/// The file of an adapter's weights, and what its header says.
+struct WeightsFile<'a> {
+    header: &'a CheckpointFile,
+    opened: File,
 }
 
 /// A layer's term: its name, rank and scale, and its sources.
@@ -92,21 +99,25 @@ fn open(
     targets: &[TargetComponent],
     dtype: DType,
 ) -> Result<(Adapter, Vec<ComponentFiles>), AdapterError> {
-    if is_control_net_folder(&file.path) {
+    if file.kind == AdapterKind::ControlNet {
         return Err(AdapterError::ControlNetNotTaken { family });
     }
     let is_folder = file.path.is_dir();
     let weights = match is_folder {
         true => {
-            let mut there = WEIGHTS.iter().map(|name| file.path.join(name));
+            let mut there = ADAPTER_WEIGHTS.iter().map(|name| file.path.join(name));
             there.find(|path| path.is_file()).ok_or_else(|| {
-                AdapterError::File(format!("its folder has neither of {}", WEIGHTS.join(", ")))
+                AdapterError::File(format!(
+                    "its folder has neither of {}",
+                    ADAPTER_WEIGHTS.join(", ")
+                ))
             })?
         }
         false => file.path.clone(),
     };
     let checkpoint = CheckpointFile::open(&weights).map_err(of_header)?;
-    let configuration = Some(file.path.join(CONFIGURATION)).filter(|path| is_folder && path.is_file());
+    let configuration =
+        Some(file.path.join(ADAPTER_CONFIGURATION)).filter(|path| is_folder && path.is_file());
 
     let (pairs, unknown) = pairs(&checkpoint, targets, file.ignores_unknown)?;
     let names: Vec<&str> = checkpoint.tensors().map(|(name, _)| name).collect();
@@ -142,6 +153,13 @@ fn open(
         let problem = |e: std::io::Error| AdapterError::File(format!("{}: {e}", path.display()));
         files.push(ModelFile::at(path).map_err(problem)?);
     }
+    let of_folder = configuration.as_deref().map(Configured::of_folder).transpose()?;
+    let unreadable =
+        |e: std::io::Error| AdapterError::File(format!("{} cannot be read: {e}", weights.display()));
+    let weights_file = WeightsFile {
+        header: &checkpoint,
+        opened: gpu::open_regular(&weights).map_err(unreadable)?,
+    };
     let mut adapter = Adapter {
         report: AdapterReport {
             name: file.name.clone(),
@@ -152,9 +170,13 @@ fn open(
     };
     let mut components = Vec::new();
     for (index, target) in targets.iter().enumerate() {
-        let configured = match &configuration {
-            Some(path) => Configured::of_folder(path)?,
-            None => Configured::of_metadata(checkpoint.metadata(), target.name)?,
+        let of_metadata;
+        let configured = match &of_folder {
+            Some(configured) => configured,
+            None => {
+                of_metadata = Configured::of_metadata(checkpoint.metadata(), target.name)?;
+                &of_metadata
+            }
         };
         let of_target = pairs.iter().filter(|((component, _), _)| *component == index);
         let mut terms = Vec::new();
@@ -164,8 +186,8 @@ fn open(
                 parts,
                 pair,
                 target,
-                &configured,
-                &checkpoint,
+                configured,
+                &weights_file,
                 dtype,
             )?);
         }
@@ -272,7 +294,7 @@ fn terms_of(
     pair: &Pair<'_>,
     target: &TargetComponent,
     configured: &Configured,
-    checkpoint: &CheckpointFile,
+    weights: &WeightsFile<'_>,
     dtype: DType,
 ) -> Result<Vec<Term>, AdapterError> {
     let ((down_name, down), (up_name, up)) = match (pair.down, pair.up) {
@@ -315,7 +337,7 @@ fn terms_of(
     }
     let own = pair
         .alpha
-        .map(|(name, entry)| read_number(checkpoint.path(), name, entry));
+        .map(|(name, entry)| read_number(&weights.opened, name, entry));
     let scale = configured.scale(in_file, rank, own.transpose()?)?;
     let source = |name: String, entry: &TensorEntry, rows: &[Rows], shape: [usize; 2]| {
         let flat = TensorEntry {
@@ -326,7 +348,7 @@ fn terms_of(
         let ranges: Vec<_> = ranges.map(|entry| entry.range).collect();
         TensorSource::full(
             name,
-            checkpoint.path(),
+            weights.header.path(),
             ranges,
             entry.stored,
             shape.to_vec(),
@@ -371,14 +393,13 @@ pub fn adapter_stem(name: &str) -> Option<&str> {
     (!stem.is_empty() && ENDINGS.iter().any(is_one)).then_some(stem)
 }
 
-/// Whether a folder is an adapter of peft or of diffusers.
-pub fn is_adapter_folder(path: &Path) -> bool {
-    path.is_dir() && WEIGHTS.iter().any(|name| path.join(name).is_file())
-}
-
-/// Whether a folder is a ControlNet: its configuration says so.
-pub fn is_control_net_folder(path: &Path) -> bool {
-    root_class(path).is_some_and(|class| is_control_net_class(&class))
+/// What a folder is: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another.
+pub fn kind_of_folder(path: &Path) -> Option<AdapterKind> {
+    if root_class(path).is_some_and(|class| is_control_net_class(&class)) {
+        return Some(AdapterKind::ControlNet);
+    }
+    let is_adapter = path.is_dir() && ADAPTER_WEIGHTS.iter().any(|name| path.join(name).is_file());
+    is_adapter.then_some(AdapterKind::Lora)
 }
 
 /// Whether a configuration's `_class_name` is that of a ControlNet.

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use gpu::TensorEntry;
@@ -125,10 +125,7 @@ impl Configured {
     /// When it cannot be read, or asks for what is not supported.
     pub(super) fn of_folder(path: &Path) -> Result<Configured, AdapterError> {
         let refused = |problem: String| AdapterError::Scale(format!("{}: {problem}", path.display()));
-        let file = File::open(path).map_err(|e| refused(e.to_string()))?;
-        let mut text = String::new();
-        let read = file.take(MAX_CONFIGURATION).read_to_string(&mut text);
-        read.map_err(|e| refused(e.to_string()))?;
+        let text = gpu::text_bounded(path, MAX_CONFIGURATION).map_err(|e| refused(e.to_string()))?;
         count_as_read(path, &text);
         let configuration = serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
         Configured::of(configuration)
@@ -214,11 +211,11 @@ impl Configured {
     }
 }
 
-/// A number that is stored as a tensor of one element, of any type.
+/// A number that is stored in a file as a tensor of one element, of any type.
 ///
 /// # Errors
 /// When it is something else, or cannot be read.
-pub(super) fn read_number(path: &Path, tensor: &str, entry: &TensorEntry) -> Result<f64, AdapterError> {
+pub(super) fn read_number(file: &File, tensor: &str, entry: &TensorEntry) -> Result<f64, AdapterError> {
     let width = entry.stored.width();
     if entry.elements() != 1 || width > 8 {
         return Err(AdapterError::Shape {
@@ -228,12 +225,8 @@ pub(super) fn read_number(path: &Path, tensor: &str, entry: &TensorEntry) -> Res
         });
     }
     let mut bytes = [0u8; 8];
-    let mut read = || {
-        let mut file = File::open(path)?;
-        file.seek(SeekFrom::Start(entry.range.offset))?;
-        file.read_exact(&mut bytes[..width])
-    };
-    read().map_err(|e| AdapterError::File(format!("{} cannot be read: {e}", path.display())))?;
+    file.read_exact_at(&mut bytes[..width], entry.range.offset)
+        .map_err(|e| AdapterError::File(format!("tensor {tensor} cannot be read: {e}")))?;
     number_of(entry.stored, &bytes).ok_or_else(|| {
         let stored = entry.stored;
         AdapterError::Scale(format!(
@@ -285,6 +278,17 @@ mod tests {
         }
         let of_other = Configured::of_metadata(&metadata, "text_encoder").unwrap();
         assert_eq!(of_other.scale(LAYER, 1, None).unwrap(), 9.0);
+    }
+
+    #[test]
+    fn a_configuration_that_is_too_long_is_refused_and_not_cut_off() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("adapter_config.json");
+        // What is within the bound is a whole configuration.
+        let whole = r#"{"lora_alpha":8}"#;
+        std::fs::write(&path, format!("{whole}{}", " ".repeat(1 << 20))).unwrap();
+        let refused = Configured::of_folder(&path).unwrap_err().to_string();
+        assert!(refused.contains("more than 1.0 MiB"), "{refused}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use candle_core::DType;
 use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, Target, TensorSource, WeightFormat};
 
 use super::role::{QuantizeRole, RoleOf};
+use super::single_file::is_single_file;
 use super::spec::TensorSpec;
 use super::stored::{Checkpoint, SUPPORTED, StoredAs, StoredTensor, foreign, quantized_by};
 use model::ComponentFiles;
@@ -115,6 +116,14 @@ fn of_type(tensor: &str, stored: &str, readable: Option<&str>) -> String {
 
 pub(crate) fn open(path: &Path) -> Result<CheckpointFile, ModelError> {
     CheckpointFile::open(path).map_err(|e| of_header(path, e))
+}
+
+/// The checkpoint at a path, if that is a single file.
+///
+/// # Errors
+/// When its header cannot be read.
+pub(crate) fn open_single_file(path: &Path) -> Result<Option<CheckpointFile>, ModelError> {
+    is_single_file(path).then(|| open(path)).transpose()
 }
 
 /// The sources of a component's tensors.

@@ -16,16 +16,17 @@ mod stored;
 
 pub(crate) use components::{
     Requested, Shapes, Wanted, component_of_checkpoint, component_of_file, component_of_folder,
-    component_of_specs, exact_component, open, whole,
+    component_of_specs, exact_component, open, open_single_file, whole,
 };
 pub(crate) use model::{ComponentFiles, ComponentSet};
 pub(crate) use names::{LayerNames, prefixes, unwrapped};
 pub(crate) use numbers::number_of;
-pub(crate) use recognise::{Marks, Naming, Recognised, has_marks};
+pub(crate) use recognise::{Marks, Naming, Recognised, authors_names, has_marks};
 pub(crate) use relatives::{class_not_run, file_not_run, is_lora, known_by_names, part_in_file};
 pub(crate) use role::{QuantizeRole, RoleOf};
 pub(crate) use single_file::{
-    base_beside, beside, checkpoint_stem, companion, folders_in, is_single_file, named_base, of_hub_cache,
+    base_beside, beside, checkpoint_stem, companion, folders_in, named_base, of_hub_cache, written_base,
 };
 pub(crate) use spec::{Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};
+pub use stored::{WeightNames, is_shard};

@@ -14,23 +14,9 @@ pub(crate) fn number_of(stored: Stored, bytes: &[u8]) -> Option<f64> {
         Stored::I32 => f64::from(i32::from_le_bytes(*bytes.first_chunk()?)),
         Stored::I8 => f64::from(*bytes.first()? as i8),
         Stored::U8 => f64::from(*bytes.first()?),
-        Stored::F8E4M3 => e4m3(*bytes.first()?),
+        Stored::F8E4M3 => f64::from(gpu::e4m3_to_f32(*bytes.first()?)),
         Stored::Gguf(_) => return None,
     })
-}
-
-/// A number of 1 sign, 4 exponent and 3 mantissa bits, without infinities.
-fn e4m3(code: u8) -> f64 {
-    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
-    let magnitude = match (exponent, code & 7) {
-        (15, 7) => f64::NAN,
-        (0, _) => mantissa * 2f64.powi(-9),
-        _ => (8.0 + mantissa) * 2f64.powi(exponent - 10),
-    };
-    match code >> 7 {
-        0 => magnitude,
-        _ => -magnitude,
-    }
 }
 
 #[cfg(test)]

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use super::components::open;
+use gpu::CheckpointFile;
+
 use super::names::{LayerNames, prefixes};
-use super::single_file::{base_folder, is_single_file};
+use super::single_file::base_folder;
 use super::stored::Checkpoint;
 use crate::ModelError;
 use crate::files::{pipeline_class, unsupported};
@@ -50,18 +51,19 @@ pub(crate) enum Recognised<N> {
 }
 
 impl<N: Naming> Marks<N> {
-    /// Detects what a path is. `None` if it is not of this family.
+    /// Detects what a path is, which is open if it is a single file. `None` if it is not of this family.
     ///
     /// # Errors
     /// When it is of this family and not supported, or a file is too damaged to tell.
-    pub(crate) fn recognise(&self, path: &Path) -> Result<Option<Recognised<N>>, ModelError> {
+    pub(crate) fn recognise(
+        &self,
+        path: &Path,
+        file: Option<&CheckpointFile>,
+    ) -> Result<Option<Recognised<N>>, ModelError> {
         if path.is_dir() {
             return Ok(self.is_folder(path)?.then(|| Recognised::Folder(path.to_owned())));
         }
-        if !is_single_file(path) {
-            return Ok(None);
-        }
-        let file = open(path)?;
+        let Some(file) = file else { return Ok(None) };
         let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
         let Some((prefix, naming)) = self.naming_of(&names) else {
             return Ok(None);
@@ -71,7 +73,7 @@ impl<N: Naming> Marks<N> {
             (self.unused != Some(name.as_str())).then_some(name)
         };
         Ok(Some(Recognised::SingleFile {
-            checkpoint: Checkpoint::of_file(&file, name_of)?.with_scales_beside(name_of)?,
+            checkpoint: Checkpoint::of_file(file, name_of)?.with_scales_beside(name_of)?,
             path: path.to_owned(),
             naming,
             base: base_folder(path, self.family, self.sidecar_keys, &|folder| {
@@ -85,10 +87,8 @@ impl<N: Naming> Marks<N> {
     pub(crate) fn naming_of<'a>(&self, names: &[&'a str]) -> Option<(&'a str, N)> {
         let all = |naming: N| naming.marks().iter().copied();
         prefixes(names.iter().copied()).into_iter().find_map(|prefix| {
-            let naming = self
-                .namings
-                .iter()
-                .find(|naming| has_marks(names, prefix, self.names, all(**naming)));
+            let own = authors_names(names, prefix, self.names);
+            let naming = self.namings.iter().find(|naming| has_marks(&own, all(**naming)));
             Some((prefix, *naming?))
         })
     }
@@ -115,14 +115,13 @@ impl<N: Naming> Marks<N> {
     }
 }
 
-/// Whether some names begin with each of these marks, without what is in front of them and as their authors write them.
-pub(crate) fn has_marks<'m>(
-    names: &[&str],
-    prefix: &str,
-    spellings: LayerNames,
-    mut marks: impl Iterator<Item = &'m str>,
-) -> bool {
+/// Names without what is in front of them, as their authors write them.
+pub(crate) fn authors_names(names: &[&str], prefix: &str, spellings: LayerNames) -> Vec<String> {
     let own = names.iter().filter_map(|name| name.strip_prefix(prefix));
-    let own: Vec<String> = own.map(|name| spellings.authors(name)).collect();
+    own.map(|name| spellings.authors(name)).collect()
+}
+
+/// Whether some of its authors' names begin with each of these marks.
+pub(crate) fn has_marks<'m>(own: &[String], mut marks: impl Iterator<Item = &'m str>) -> bool {
     marks.all(|mark| own.iter().any(|name| name.starts_with(mark)))
 }

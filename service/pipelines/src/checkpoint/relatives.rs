@@ -4,13 +4,9 @@
 
 mod table;
 
-use std::path::Path;
+use gpu::CheckpointFile;
 
 use table::{LORA, PARTS, RELATIVES};
-
-use super::components::open;
-use super::single_file::is_single_file;
-use crate::ModelError;
 
 /// A model that does not run here.
 struct Relative {
@@ -42,22 +38,14 @@ pub(crate) fn class_not_run(class: &str) -> Option<&'static str> {
         .map(|relative| relative.name)
 }
 
-/// The model in a single file, if it is known and does not run; `None` for any other path.
-///
-/// # Errors
-/// When the file cannot be read.
-pub(crate) fn file_not_run(path: &Path) -> Result<Option<&'static str>, ModelError> {
-    match is_single_file(path) {
-        true => Ok(in_file(path, &RELATIVES)?),
-        false => Ok(None),
-    }
+/// The model in a single file, if it is known and does not run.
+pub(crate) fn file_not_run(file: &CheckpointFile) -> Option<&'static str> {
+    in_file(file, &RELATIVES)
 }
 
 /// The part of a model that a single file has, if it is known.
-pub(crate) fn part_in_file(path: &Path) -> Option<&'static str> {
-    is_single_file(path)
-        .then(|| in_file(path, &PARTS).ok().flatten())
-        .flatten()
+pub(crate) fn part_in_file(file: &CheckpointFile) -> Option<&'static str> {
+    in_file(file, &PARTS)
 }
 
 /// Whether tensors of these names are those of a LoRA.
@@ -72,15 +60,14 @@ pub(crate) fn known_by_names(names: &[&str]) -> Option<&'static str> {
         .map(|relative| relative.name)
 }
 
-fn in_file(path: &Path, relatives: &[Relative]) -> Result<Option<&'static str>, ModelError> {
-    let file = open(path)?;
+fn in_file(file: &CheckpointFile, relatives: &[Relative]) -> Option<&'static str> {
     let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
     let architecture = file.metadata().get("general.architecture").map(String::as_str);
     let is_it = |relative: &&Relative| {
         relative.has_marks(&names)
             || architecture.is_some_and(|named| relative.architectures.contains(&named))
     };
-    Ok(relatives.iter().find(is_it).map(|relative| relative.name))
+    relatives.iter().find(is_it).map(|relative| relative.name)
 }
 
 #[cfg(test)]

@@ -187,6 +187,7 @@ fn assert_adapters(base: &Path, names: LayerNames, specs: &[TensorSpec]) {
         let file = AdapterFile {
             name: "one".to_owned(),
             path,
+            kind: crate::AdapterKind::Lora,
             ignores_unknown: false,
         };
         let adapted = model.with_adapters(&[file]).unwrap();

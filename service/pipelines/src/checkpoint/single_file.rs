@@ -36,31 +36,48 @@ pub(crate) fn base_folder(
     further: &[&str],
     is_of_family: &dyn Fn(&Path) -> Result<bool, ModelError>,
 ) -> Result<PathBuf, ModelError> {
+    let folder = file.parent().unwrap_or(Path::new("."));
+    let sidecar = sidecar_of(file);
+    if let Some(base) = written_base(file, further)? {
+        return named_base(&sidecar, family, &base, is_of_family);
+    }
+    if is_of_family(folder)? {
+        return Ok(folder.to_owned());
+    }
+    base_beside(file, &sidecar, family, is_of_family)
+}
+
+/// What may lie beside a single file `X.gguf`: `X.moored.json`.
+fn sidecar_of(file: &Path) -> PathBuf {
+    file.with_extension("moored.json")
+}
+
+/// The base that `X.moored.json` beside a single file names, if it does; `further` are the keys that the family reads of it
+/// itself.
+///
+/// # Errors
+/// When it cannot be read, or has other keys.
+pub(crate) fn written_base(file: &Path, further: &[&str]) -> Result<Option<PathBuf>, ModelError> {
     #[derive(Deserialize)]
     struct Sidecar {
         base: Option<PathBuf>,
         #[serde(flatten)]
         others: BTreeMap<String, serde::de::IgnoredAny>,
     }
+    let sidecar = sidecar_of(file);
+    if !sidecar.is_file() {
+        return Ok(None);
+    }
+    let Sidecar { base, others } = read_json(&sidecar)?;
+    if let Some(unknown) = others.keys().find(|key| !further.contains(&key.as_str())) {
+        let known = [&["base"], further].concat().join(", ");
+        return Err(damaged(
+            &sidecar,
+            format!("it has {unknown}, and what is read is {known}"),
+        ));
+    }
     let folder = file.parent().unwrap_or(Path::new("."));
-    let sidecar = file.with_extension("moored.json");
-    if sidecar.is_file() {
-        let Sidecar { base, others } = read_json(&sidecar)?;
-        if let Some(unknown) = others.keys().find(|key| !further.contains(&key.as_str())) {
-            let known = [&["base"], further].concat().join(", ");
-            return Err(damaged(
-                &sidecar,
-                format!("it has {unknown}, and what is read is {known}"),
-            ));
-        }
-        if let Some(base) = base {
-            return named_base(&sidecar, family, &folder.join(base), is_of_family);
-        }
-    }
-    if is_of_family(folder)? {
-        return Ok(folder.to_owned());
-    }
-    base_beside(file, &sidecar, family, is_of_family)
+    Ok(base.map(|base| folder.join(base)))
 }
 
 /// The base that a sidecar names.

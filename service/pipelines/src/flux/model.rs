@@ -1,5 +1,6 @@
 //! An open FLUX checkpoint: its answers to a planner, and the stages of a request.
 
+use gpu::CheckpointFile;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
 use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
 use super::transformer::denoise_scratch;
-use crate::adapters::{AdapterFile, AdapterReport, AdapterSet, UsedAs, is_control_net_folder};
+use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
@@ -61,6 +62,15 @@ impl Family for Flux {
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         Ok(FluxModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
+
+    fn open_file(
+        &self,
+        file: &CheckpointFile,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        let opened = FluxModel::of(file.path(), Some(file), precision)?;
+        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
+    }
 }
 
 /// A FLUX.1 checkpoint: dev, schnell, Kontext or Fill.
@@ -92,7 +102,7 @@ impl FluxModel {
         let (nets, loras): (Vec<_>, Vec<_>) = files
             .iter()
             .cloned()
-            .partition(|file| is_control_net_folder(&file.path));
+            .partition(|file| file.kind == AdapterKind::ControlNet);
         adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts.components)?;
         adapted.adapters.report_to(&mut adapted.parts);
         adapted.control_nets.clear();

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use gpu::CheckpointFile;
+
 use super::checkpoint::{MARKS, config_of_single_file};
 use super::components::{transformer_of_folder, transformer_of_single_file};
 use super::config::TransformerConfig;
@@ -10,7 +12,7 @@ use super::model::{FAMILY, FluxModel};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
-use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder};
+use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder, open_single_file};
 use crate::defaults::folder_defaults;
 use crate::files::{
     check_pairs, checked, count_all_as_read, damaged, pipeline_class, read_json, recorded, unsupported,
@@ -34,7 +36,16 @@ impl FluxModel {
     /// # Errors
     /// When it is FLUX and damaged or not supported, or cannot be quantized as requested.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<FluxModel>, ModelError> {
-        let Some(recognised) = MARKS.recognise(path)? else {
+        FluxModel::of(path, open_single_file(path)?.as_ref(), precision)
+    }
+
+    /// As [`FluxModel::open`], of what is open if it is a single file.
+    pub(super) fn of(
+        path: &Path,
+        file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<FluxModel>, ModelError> {
+        let Some(recognised) = MARKS.recognise(path, file)? else {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;

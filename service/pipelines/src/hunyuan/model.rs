@@ -1,5 +1,6 @@
 //! An open HunyuanVideo or FramePack checkpoint: its answers to a planner, and the stages of a request.
 
+use gpu::CheckpointFile;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -76,6 +77,15 @@ impl Family for Hunyuan {
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         Ok(HunyuanModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
+    }
+
+    fn open_file(
+        &self,
+        file: &CheckpointFile,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        let opened = HunyuanModel::of(file.path(), Some(file), precision)?;
+        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 

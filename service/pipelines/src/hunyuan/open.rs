@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use gpu::CheckpointFile;
+
 use super::checkpoint::config_of_single_file;
 use super::config::TransformerConfig;
 use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
@@ -10,7 +12,7 @@ use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentSet, Requested, Wanted, exact_component, whole,
+    Checkpoint, ComponentFiles, ComponentSet, Requested, Wanted, exact_component, open_single_file, whole,
 };
 use crate::defaults::folder_defaults;
 use crate::files::{check_pairs, checked, read_json, unsupported};
@@ -56,7 +58,16 @@ impl HunyuanModel {
     /// # Errors
     /// When it is of this family and damaged or not supported, or cannot be quantized as requested.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<HunyuanModel>, ModelError> {
-        let Some((places, transformer_place)) = Places::of(path)? else {
+        HunyuanModel::of(path, open_single_file(path)?.as_ref(), precision)
+    }
+
+    /// As [`HunyuanModel::open`], of what is open if it is a single file.
+    pub(super) fn of(
+        path: &Path,
+        file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<HunyuanModel>, ModelError> {
+        let Some((places, transformer_place)) = Places::of(path, file)? else {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;

@@ -14,6 +14,7 @@
 
 use std::path::{Path, PathBuf};
 
+use gpu::CheckpointFile;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
@@ -118,7 +119,10 @@ impl Places {
     ///
     /// # Errors
     /// When it is of this family and damaged, or its base is not found.
-    pub(super) fn of(path: &Path) -> Result<Option<(Places, TransformerPlace)>, ModelError> {
+    pub(super) fn of(
+        path: &Path,
+        file: Option<&CheckpointFile>,
+    ) -> Result<Option<(Places, TransformerPlace)>, ModelError> {
         let is_of_family = |folder: &Path| MARKS.is_folder(folder);
         let (sidecar, base, transformer) = if is_transformer_folder(path) {
             let sidecar = path.join("moored.json");
@@ -128,7 +132,7 @@ impl Places {
             };
             (sidecar, base, TransformerPlace::Folder(path.to_owned()))
         } else {
-            match MARKS.recognise(path)? {
+            match MARKS.recognise(path, file)? {
                 None => return Ok(None),
                 Some(Recognised::Folder(folder)) => {
                     let transformer = TransformerPlace::Folder(folder.join("transformer"));

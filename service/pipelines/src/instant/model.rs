@@ -14,7 +14,7 @@ use super::{
     DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, FAMILY,
     LATENT, LEFT, SAMPLING,
 };
-use crate::adapters::{AdapterError, AdapterFile, AdapterReport, is_control_net_folder};
+use crate::adapters::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::files::read_json;
 use crate::rounds::{Round, adapters_in_key, check_shared, is_in_rounds, shared_pass};
 use crate::start::is_from_latent;
@@ -124,7 +124,7 @@ impl InstantModel {
 
     /// Adds the component of an adapter.
     fn attach(&mut self, file: &AdapterFile) -> Result<(), AdapterError> {
-        if is_control_net_folder(&file.path) {
+        if file.kind == AdapterKind::ControlNet {
             return Err(AdapterError::ControlNetNotTaken { family: FAMILY });
         }
         let described: DescribedAdapter =

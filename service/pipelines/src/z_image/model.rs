@@ -1,5 +1,6 @@
 //! An open Z-Image checkpoint: its answers to a planner, and the stages of a request.
 
+use gpu::CheckpointFile;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -61,6 +62,15 @@ impl Family for ZImage {
 
     fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
         Ok(ZImageModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
+    }
+
+    fn open_file(
+        &self,
+        file: &CheckpointFile,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        let opened = ZImageModel::of(file.path(), Some(file), precision)?;
+        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 

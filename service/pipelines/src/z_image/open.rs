@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use gpu::CheckpointFile;
+
 use super::checkpoint::{MARKS, ZImageNaming, config_of_single_file, timestep_inner};
 use super::config::TransformerConfig;
 use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
@@ -10,7 +12,7 @@ use crate::adapters::AdapterSet;
 use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, Wanted, companion,
-    component_of_checkpoint, component_of_folder, exact_component, open, whole,
+    component_of_checkpoint, component_of_folder, exact_component, open, open_single_file, whole,
 };
 use crate::defaults::folder_defaults;
 use crate::files::{check_pairs, checked, damaged, read_json, unsupported};
@@ -41,7 +43,16 @@ impl ZImageModel {
     /// # Errors
     /// When it is Z-Image and damaged or not supported, or cannot be quantized as requested.
     pub fn open(path: &Path, precision: &Precision) -> Result<Option<ZImageModel>, ModelError> {
-        let Some(recognised) = MARKS.recognise(path)? else {
+        ZImageModel::of(path, open_single_file(path)?.as_ref(), precision)
+    }
+
+    /// As [`ZImageModel::open`], of what is open if it is a single file.
+    pub(super) fn of(
+        path: &Path,
+        file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<ZImageModel>, ModelError> {
+        let Some(recognised) = MARKS.recognise(path, file)? else {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;

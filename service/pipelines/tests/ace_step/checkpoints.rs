@@ -219,6 +219,7 @@ fn an_adapter_of_peft_has_the_alpha_of_its_configuration() {
             .adapted(&[AdapterFile {
                 name: "one".to_owned(),
                 path: adapter.path().to_owned(),
+                kind: pipelines::AdapterKind::Lora,
                 ignores_unknown: false,
             }])
             .expect("an adapter");

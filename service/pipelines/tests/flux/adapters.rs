@@ -32,6 +32,7 @@ fn file(name: &str) -> AdapterFile {
     AdapterFile {
         name: name.to_owned(),
         path: fixtures().join("flux-lora-tiny").join(name),
+        kind: pipelines::AdapterKind::Lora,
         ignores_unknown: false,
     }
 }

@@ -21,6 +21,7 @@ fn adapted(folder_of_net: &str) -> Result<FluxModel, ModelError> {
     model.adapted(&[AdapterFile {
         name: "net".to_owned(),
         path: fixtures().join(folder_of_net),
+        kind: pipelines::AdapterKind::ControlNet,
         ignores_unknown: false,
     }])
 }

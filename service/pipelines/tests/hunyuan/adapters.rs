@@ -117,6 +117,7 @@ fn adapted(path: &Path) -> Result<OpenModel, ModelError> {
     let file = AdapterFile {
         name: "one".to_owned(),
         path: path.to_owned(),
+        kind: pipelines::AdapterKind::Lora,
         ignores_unknown: false,
     };
     Ok(OpenModel::of(model.with_adapters(&[file])?))

@@ -25,6 +25,7 @@ fn adapted(base: &Path, path: PathBuf) -> Result<ZImageModel, ModelError> {
     model.adapted(&[AdapterFile {
         name: "one".to_owned(),
         path,
+        kind: pipelines::AdapterKind::Lora,
         ignores_unknown: false,
     }])
 }
