@@ -24,8 +24,8 @@ fn adapted(base: &Path, path: PathBuf) -> Result<ZImageModel, ModelError> {
         .expect("Z-Image");
     model.adapted(&[AdapterFile {
         name: "one".to_owned(),
+        kind: pipelines::kind_of_folder(&path).unwrap_or(pipelines::AdapterKind::Lora),
         path,
-        kind: pipelines::AdapterKind::Lora,
         ignores_unknown: false,
     }])
 }
