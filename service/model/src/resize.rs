@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn scaled_pictures_equal_pillows_to_the_byte() {
-        let path = "fixtures/flux-kontext-tiny/expected/resize.safetensors";
+        let path = "../pipelines/fixtures/flux-kontext-tiny/expected/resize.safetensors";
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
         let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
         let bytes = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<u8>().unwrap();
