@@ -12,6 +12,7 @@ from scripted import Service, accepted, done, event, pieces, track
 
 import moored
 from moored._generated import events_pb2, generation_pb2, model_pb2
+from moored._saving import recipe_in
 from moored._session_calls import SessionCall
 
 
@@ -62,6 +63,28 @@ def test_the_results_of_a_call_have_a_bound_in_all(
     service.on("GenerateAudio", [accepted(), *tracks, done()])
     with pytest.raises(moored.InternalError, match="more than 5 bytes"):
         ask("generate_audio", "x")
+
+
+def test_frames_of_one_pixel_are_given_at_once(service: Service, ask: Ask) -> None:
+    """As many as fit in a message: the work is in proportion to them."""
+    count = 100_000
+    video = events_pb2.VideoFormat(width=1, height=1, frames=count, frames_per_second=24)
+    film = events_pb2.Artifact(
+        chunk=bytes(3 * count),
+        total_bytes=3 * count,
+        media_type="video/x-raw-rgb",
+        video=video,
+        offset=0,
+        last=True,
+    )
+    service.on("GenerateVideo", [accepted(), event(artifact=film), done()])
+    (made,) = ask("generate_video", "x").films
+    assert len(made.data) == 3 * count
+
+
+@pytest.mark.parametrize("recipe", ["[" * 100_000, '{"a":' * 50_000])
+def test_a_recipe_that_nests_without_end_is_none(recipe: str) -> None:
+    assert recipe_in({"recipe": recipe}) == {}
 
 
 def endless(message: Any) -> Any:

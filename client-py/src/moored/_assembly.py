@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import mmap
+from collections import deque
 from collections.abc import Iterator
 
 from ._bounds import Bounds, artifact_error
@@ -165,7 +166,7 @@ class FilmAssembly(_InPlace):
             )
         super().__init__(first, bounds)
         # Numbers of frames that are there and were not given yet, as they came.
-        self._ready: list[int] = []
+        self._ready: deque[range] = deque()
 
     def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
         super()._put(start, chunk, span)
@@ -173,18 +174,19 @@ class FilmAssembly(_InPlace):
         if self.first.media_type != RAW_VIDEO or not chunk:
             return
         # Of the frames that the chunk has a part of, those that are whole by it.
-        touched = range(start // size, (start + len(chunk) - 1) // size + 1)
-        self._ready += [
-            number
-            for number in touched
-            if span[0] <= number * size and (number + 1) * size <= span[1]
-        ]
+        first = max(start // size, -(-span[0] // size))
+        last = min((start + len(chunk) - 1) // size + 1, span[1] // size)
+        if first < last:
+            self._ready.append(range(first, last))
 
     def frames(self) -> Iterator[Frame]:
         """The frames that are there and that it has not given before, as they came."""
         first, format_, size = self.first, self._format, self._frame_bytes
         while self._ready:
-            number = self._ready.pop(0)
+            numbers = self._ready.popleft()
+            if len(numbers) > 1:
+                self._ready.appendleft(numbers[1:])
+            number = numbers[0]
             data = self._view(number * size, (number + 1) * size)
             yield Frame(first.index, number, format_.width, format_.height, data, first.track)
 

@@ -38,6 +38,10 @@ NAME_AT_MOST_CHARACTERS = 100
 Metadata = tuple[tuple[str, str], ...]
 
 
+# Of gRPC's own spellings of addresses, those that are no host and port.
+_OTHER_SCHEMES = ("unix-abstract:", "vsock:", "ipv4:", "ipv6:", "dns:", "xds:", "passthrough:")
+
+
 def endpoint_of(endpoint: str | None) -> str:
     """The address as it is written out: the argument, else MOORED_ENDPOINT, else localhost:50051.
 
@@ -46,6 +50,10 @@ def endpoint_of(endpoint: str | None) -> str:
     address = (endpoint or os.environ.get("MOORED_ENDPOINT") or DEFAULT_ENDPOINT).strip()
     if address.startswith("unix:"):
         return address
+    if address.lower().startswith(_OTHER_SCHEMES):
+        raise InvalidRequest(
+            f"{address} is no address of a service: write host:port or https://host:port"
+        )
     scheme, named, rest = address.partition("://")
     if not named:
         return _with_port(address, DEFAULT_PORT)

@@ -76,7 +76,8 @@ class Conversation:
         self._idle_s = request.idle_seconds or _IDLE_S
         self._numbers = 0
         self._segments: dict[int, SegmentRecord] = {}
-        self._unread: deque[SessionEvent] = deque()
+        # Each with its bytes.
+        self._unread: deque[tuple[SessionEvent, int]] = deque()
         self._unread_bytes = 0
         self._taken = 0
         self._head = 0
@@ -174,9 +175,9 @@ class Conversation:
             case AudioSessionClosed():
                 self.report = event
         if not isinstance(event, AudioSessionOpened) and not self._is_left_out(event):
-            if isinstance(event, SoundChunk):
-                self._unread_bytes += len(event.samples)
-            self._unread.append(event)
+            size = len(event.samples) if isinstance(event, SoundChunk) else message.ByteSize()
+            self._unread_bytes += size
+            self._unread.append((event, size))
         self.wake()
 
     def _is_left_out(self, event: SessionEvent) -> bool:
@@ -236,11 +237,11 @@ class Conversation:
     def take(self) -> tuple[SessionEvent | None] | None:
         """What is next, or that there is nothing more; None: it is not there yet."""
         if self._unread:
-            event = self._unread.popleft()
+            event, size = self._unread.popleft()
+            self._unread_bytes -= size
             if isinstance(event, SoundChunk):
-                self._unread_bytes -= len(event.samples)
                 self._taken = event.first_sample + event.sample_count
-                self.wake()
+            self.wake()
             return (event,)
         if not self.ended:
             return None

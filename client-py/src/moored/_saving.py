@@ -97,9 +97,10 @@ def already_there(path: str | os.PathLike[str]) -> FileExistsError:
 
 def recipe_in(metadata: Mapping[str, str]) -> dict[str, Any]:
     """The recipe that the service sent along; empty where it was asked to leave it out."""
+    text = metadata.get("recipe", "{}")
     try:
-        recipe = json.loads(metadata.get("recipe", "{}"))
-    except ValueError:
+        recipe = json.loads(text) if len(text) <= _RECIPE_BYTES else {}
+    except (ValueError, RecursionError):  # whoever wrote it nested what no recipe nests
         return {}
     return recipe if isinstance(recipe, dict) else {}
 
@@ -317,6 +318,8 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 # A recipe is far smaller. What a file announces takes no memory.
 _RECIPE_BYTES = 16 * 1024**2
+# A file of sound has a few dozen.
+_MOST_BLOCKS = 4096
 
 
 def _comment_in(file: BinaryIO) -> str:
@@ -347,7 +350,9 @@ def _comment_in(file: BinaryIO) -> str:
 def _wav_comment_in(file: BinaryIO) -> str:
     """The comment among the texts of a WAV."""
     file.seek(12)
-    while len(head := file.read(8)) == 8:
+    for _ in range(_MOST_BLOCKS):
+        if len(head := file.read(8)) < 8:
+            break
         name, size = struct.unpack("<4sI", head)
         if name != b"LIST" or file.read(4) != b"INFO":
             file.seek(size + size % 2 - (4 if name == b"LIST" else 0), io.SEEK_CUR)
@@ -365,7 +370,9 @@ def _flac_comment_in(file: BinaryIO) -> str:
     """The comment among the tags of a FLAC (RFC 9639, section 8.6)."""
     file.seek(4)
     last = False
-    while not last and len(head := file.read(4)) == 4:
+    for _ in range(_MOST_BLOCKS):
+        if last or len(head := file.read(4)) < 4:
+            break
         last, kind, size = head[0] & 0x80 != 0, head[0] & 0x7F, int.from_bytes(head[1:], "big")
         if kind != 4:
             file.seek(size, io.SEEK_CUR)

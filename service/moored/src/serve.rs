@@ -416,7 +416,11 @@ fn shut_down(
 ) -> Result<impl Future<Output = ()>, ServeError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Signals)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Signals)?;
-    let mut hangup = signal(SignalKind::hangup()).map_err(ServeError::Signals)?; // its terminal was closed
+    // Its terminal was closed. Whoever has it ignored (nohup) wants it to go on.
+    let mut hangup = match crate::process::is_hangup_ignored() {
+        true => None,
+        false => Some(signal(SignalKind::hangup()).map_err(ServeError::Signals)?),
+    };
     Ok(async move {
         let asked = async {
             match stop {
@@ -424,10 +428,16 @@ fn shut_down(
                 None => std::future::pending().await,
             }
         };
+        let closed = async {
+            match &mut hangup {
+                Some(hangup) => drop(hangup.recv().await),
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
-            _ = hangup.recv() => {}
+            () = closed => {}
             () = asked => {}
         }
         tracing::info!(

@@ -29,6 +29,8 @@ pub(crate) fn start(log: &LogSettings) {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
+        // Where the log cannot be written, the service goes on: its reader is gone, or its disk is full.
+        .log_internal_errors(false)
         .with_writer(std::io::stderr);
     // Fails only when a logger is there already, as in tests.
     let _ = if log.json {

@@ -258,3 +258,8 @@ fn end_of_stdin() -> oneshot::Receiver<()> {
     });
     receiver
 }
+
+/// The sum of numbers that a service sent, whatever they are.
+fn total_of(numbers: impl IntoIterator<Item = u64>) -> u64 {
+    numbers.into_iter().fold(0, u64::saturating_add)
+}

@@ -9,7 +9,7 @@ use serde_json::json;
 use super::connection::Connection;
 use super::names::short_revision;
 use super::pull::decimal;
-use super::{CliError, local, screen};
+use super::{CliError, local, screen, total_of};
 use crate::config::{ClientSettings, Config};
 use crate::models::Models;
 use api::v1;
@@ -43,7 +43,7 @@ pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {
                 "id": model.id, "revision": model.revision, "family": model.family, "media": model.media,
                 "problem": model.problem,
                 "default": model.is_default, "pinned": model.pinned, "resident": model.resident,
-                "bytes": model.components.iter().map(|c| c.bytes).sum::<u64>(),
+                "bytes": total_of(model.components.iter().map(|c| c.bytes)),
                 "quantization": model.quantization.into_iter().collect::<BTreeMap<_, _>>(),
                 "choices": model.choices.iter()
                     .map(|c| json!({"preset": c.preset, "bytes": c.bytes})).collect::<Vec<_>>(),
@@ -58,7 +58,7 @@ pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {
         );
     }
     let rows = listed.into_iter().map(|model| {
-        let bytes: u64 = model.components.iter().map(|c| c.bytes).sum();
+        let bytes = total_of(model.components.iter().map(|c| c.bytes));
         let formats = formats(&model);
         let smaller = model.choices.iter().filter(|choice| choice.bytes < bytes);
         let choices: Vec<String> = smaller

@@ -4,6 +4,7 @@ use console::{Style, measure_text_width, pad_str, truncate_str};
 use residency::Bytes;
 
 use super::names::short_key;
+use super::total_of;
 use api::v1;
 use wording as shown;
 
@@ -296,7 +297,7 @@ fn card_bar(parts: &[MemoryUser], total: u64, canvas: Canvas) -> String {
 /// Characters for each share of `total`, `width` together (fewer if the shares are less than it): in proportion, but
 /// at least one for each share above 0, at the cost of the widest.
 fn widths(bytes: &[u64], total: u64, width: usize) -> Vec<usize> {
-    let total = u128::from(total.max(bytes.iter().sum()).max(1));
+    let total = u128::from(total.max(total_of(bytes.iter().copied())).max(1));
     // Boundaries are rounded, not widths, so that errors do not add up.
     let mut sum = 0_u128;
     let mut edge = 0;

@@ -11,7 +11,7 @@ use super::connection::Connection;
 use super::names::short_key;
 use super::pull::WhenMissing;
 use super::show::{Show, freed_json, kept_json};
-use super::{CliError, connection, screen};
+use super::{CliError, connection, screen, total_of};
 use crate::config::ClientSettings;
 use api::v1;
 
@@ -118,7 +118,7 @@ pub(super) async fn unload(client: &ClientSettings, mut options: Unload, json: b
         return only_kept();
     }
     left(&done.freed, &done.kept)?;
-    let total: u64 = done.freed.iter().map(|f| f.freed_bytes).sum();
+    let total = total_of(done.freed.iter().map(|f| f.freed_bytes));
     screen::text(&format!("{} freed in all", Bytes(total)))?;
     // No entry of this name was in memory: the model may be there in another format.
     if let Some(model) = what.filter(|_| done.freed.is_empty() && done.kept.is_empty()) {

@@ -144,7 +144,7 @@ impl Show {
                 let steps = Steps::of(step);
                 let title = match step.item {
                     0 => "film".to_owned(),
-                    more => format!("film {}", more + 1),
+                    more => format!("film {}", u64::from(more) + 1),
                 };
                 let bar = self.bar(&title, steps.of, SECTIONS);
                 bar.set_message(words(kind).unwrap_or_default());
@@ -233,13 +233,13 @@ impl Show {
 fn numbered(stage: &str, item: u32) -> String {
     match item {
         0 => stage.to_owned(),
-        more => format!("{stage}, number {}", more + 1),
+        more => format!("{stage}, number {}", u64::from(more) + 1),
     }
 }
 
 /// Whether a step is printed: the first, the last, and about [`LINES_OF_STEPS`] in all.
 fn is_told(steps: Steps) -> bool {
-    let tenth = |done: u64| done * LINES_OF_STEPS / steps.of.max(1);
+    let tenth = |done: u64| done.saturating_mul(LINES_OF_STEPS) / steps.of.max(1);
     steps.done <= 1 || tenth(steps.done) != tenth(steps.done - 1)
 }
 

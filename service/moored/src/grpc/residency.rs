@@ -637,7 +637,11 @@ fn time_to_live(
     longest: Duration,
 ) -> Result<Duration, Error> {
     let Some(asked) = asked else { return Ok(default) };
-    let ttl = Duration::try_from(asked).map_err(|_| invalid("ttl", "is negative"))?;
+    // The conversion negates what is negative, and the least number of all has no positive one.
+    let ttl = match asked.seconds < 0 || asked.nanos < 0 {
+        true => return Err(invalid("ttl", "is negative")),
+        false => Duration::try_from(asked).map_err(|_| invalid("ttl", "is no duration"))?,
+    };
     if ttl.is_zero() || ttl > longest {
         return Err(invalid(
             "ttl",

@@ -54,3 +54,31 @@ pub(crate) enum FromWorker {
     /// It cannot open its card, or has lost it, and exits: the reason, for display.
     Refused(String),
 }
+
+/// Whether this process was started with SIGHUP ignored, as `nohup` does: its lowest bit in `SigIgn` (`proc(5)`).
+pub(crate) fn is_hangup_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    ignores_hangup(&status)
+}
+
+fn ignores_hangup(status: &str) -> bool {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ignored_hangup_is_read_from_the_mask_of_ignored_signals() {
+        assert!(ignores_hangup(
+            "SigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n"
+        ));
+        assert!(!ignores_hangup(
+            "SigBlk:\t0000000000000001\nSigIgn:\t0000000000001000\n"
+        ));
+        assert!(!ignores_hangup(""));
+    }
+}

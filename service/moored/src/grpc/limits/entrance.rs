@@ -15,6 +15,12 @@ use super::budget::{Budget, Client, Exceeded, Taken};
 /// they are accepted.
 const FIRST_CALL: Duration = Duration::from_millis(500);
 
+/// The part of the pool that an address has when it is taken for one that floods the service: its connections get no time, and make
+/// room for its own first.
+const FLOOD_PART: usize = 8;
+/// Connections of one address that are never taken for a flood.
+const NO_FLOOD: usize = 8;
+
 /// The newcomers, and the places of those that are known.
 #[derive(Debug)]
 pub(in crate::grpc) struct Entrance {
@@ -59,8 +65,14 @@ impl Entrance {
         let mut newcomers = lock(&self.newcomers);
         let there: Vec<Arc<Place>> = newcomers.iter().filter_map(Weak::upgrade).collect();
         let full = there.len() >= self.most_newcomers;
-        let leaves = full.then(|| self.to_leave(&there)).flatten();
-        let begun_at = leaves.map(|leaves| leaves.came + FIRST_CALL);
+        let of = |client| there.iter().filter(|place| place.client == client).count();
+        let floods = |client| of(client) >= (self.most_newcomers / FLOOD_PART).max(NO_FLOOD);
+        let leaves = match full && floods(client) {
+            true => there.iter().find(|place| place.client == client),
+            false => full.then(|| self.to_leave(&there)).flatten(),
+        };
+        let begun_at = leaves.filter(|leaves| !floods(leaves.client));
+        let begun_at = begun_at.map(|leaves| leaves.came + FIRST_CALL);
         if let Some(ready) = begun_at.filter(|ready| *ready > Instant::now()) {
             return Err(ready);
         }
@@ -186,6 +198,24 @@ mod tests {
 
     fn is_closed(place: &Place) -> bool {
         place.poll_closed(Waker::noop())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_floods_makes_room_for_others_at_once_and_keeps_nobody_waiting() {
+        let entrance = Entrance::new(Budget::new(2, 1), 64);
+        let flood: Vec<_> = (0..500)
+            .map(|_| {
+                entrance
+                    .enter(client(9))
+                    .expect("its own oldest leaves at once")
+                    .0
+            })
+            .collect();
+        assert!(is_closed(&flood[0]) && !is_closed(&flood[499]));
+        for of in 10..20 {
+            let (_, left) = entrance.enter(client(of)).expect("nobody waits for it");
+            assert_eq!(left, Some(client(9)));
+        }
     }
 
     #[tokio::test(start_paused = true)]
