@@ -472,10 +472,7 @@ fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect(
     // Whatever the scale, the encodings are the same.
     assert_eq!(text(&one).memo, text(&guided(Some("a square"), 2.0)).memo);
 
-    let (denoise, before) = (
-        opened.stage(&one, "denoise"),
-        opened.stage(&request(), "denoise"),
-    );
+    let (denoise, before) = (opened.stage(&one, "denoise"), opened.stage(&request(), "denoise"));
     assert_eq!(denoise.takes.len(), before.takes.len() + 2);
     assert!(denoise.rungs[0].scratch > before.rungs[0].scratch);
     assert!(opened.model.plan(&guided(Some("x"), f32::NAN)).is_err());
