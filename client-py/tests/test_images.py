@@ -288,7 +288,7 @@ def test_signatures_and_help_have_every_option(
         ("guidance_scale", "write guidance="),
         ("num_images_per_prompt", "write count="),
         ("generator", "write seed="),
-        ("negative_prompt", "has no negative prompt"),
+        ("true_cfg_scale", "write true_guidance=.*negative_prompt"),
         ("image", "write init_image=.*Kontext references="),
         ("mask_image", "write mask="),
         ("controlnet", "write controls="),

@@ -181,6 +181,13 @@ class SamplingOptions(TypedDict, total=False):
 
     steps: Annotated[int | None, "Denoising steps, 1 to 200."]
     guidance: Annotated[float | None, "How closely to follow the prompt."]
+    negative_prompt: Annotated[
+        str | None, "What the result is led away from. It needs true_guidance over 1."
+    ]
+    true_guidance: Annotated[
+        float | None,
+        "Over 1: two passes in every step, away from negative_prompt by this scale.",
+    ]
     max_sequence_length: Annotated[int | None, "Tokens of the prompt, 1 to 512."]
     strength: Annotated[
         float | None,

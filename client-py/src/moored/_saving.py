@@ -106,12 +106,12 @@ def recipe_in(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def parameters_of(recipe: Mapping[str, Any]) -> str:
-    """A recipe as other tools read it: the prompt, and a line of settings."""
+    """A recipe as other tools read it: the prompt, the negative prompt, and a line of settings."""
     width, height, version = (recipe.get(name) for name in ("width", "height", "version"))
     settings = {
         "Steps": recipe.get("steps"),
         "Sampler": "Euler",
-        "CFG scale": recipe.get("guidance"),
+        "CFG scale": recipe.get("true_guidance", recipe.get("guidance")),
         "Seed": recipe.get("seed"),
         "Size": f"{width}x{height}" if width else None,
         "Model": recipe.get("model") or None,
@@ -121,8 +121,9 @@ def parameters_of(recipe: Mapping[str, Any]) -> str:
     line = ", ".join(
         f"{name}: {_value(value)}" for name, value in settings.items() if value is not None
     )
-    prompt = recipe.get("prompt")
-    text = f"{prompt}\n{line}" if prompt else line
+    prompt, negative = recipe.get("prompt"), recipe.get("negative_prompt")
+    lines = [prompt, f"Negative prompt: {negative}" if negative else None, line]
+    text = "\n".join(each for each in lines if each)
     return text.replace("\0", "")  # a text of PNG has none
 
 

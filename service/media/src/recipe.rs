@@ -23,6 +23,11 @@ pub struct Recipe {
     pub height: u32,
     pub steps: u32,
     pub guidance: f32,
+    /// Where it had an effect.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub negative_prompt: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub true_guidance: Option<f32>,
     pub max_sequence_length: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strength: Option<f32>,
@@ -111,6 +116,8 @@ impl Recipe {
             prompt,
             steps,
             guidance,
+            negative_prompt: _,
+            true_guidance,
             seed,
             max_sequence_length,
             strength,
@@ -129,6 +136,8 @@ impl Recipe {
             height,
             steps: *steps,
             guidance: *guidance,
+            negative_prompt: request.negative().map(str::to_owned),
+            true_guidance: request.negative().map(|_| *true_guidance),
             max_sequence_length: *max_sequence_length,
             model: with.model.to_owned(),
             model_key: with.model_key.to_owned(),
@@ -239,14 +248,18 @@ fn given<const N: usize>(named: [(&str, bool); N]) -> Vec<String> {
     given.map(|(name, _)| name.to_owned()).collect()
 }
 
-/// The recipe as other tools read it, in the form of web UIs for Stable Diffusion: the prompt, and a line of settings. The
-/// Python client writes the same (`client-py/src/moored/_saving.py`). There is no negative prompt to write.
+/// The recipe as other tools read it, in the form of web UIs for Stable Diffusion: the prompt, the negative prompt, and
+/// a line of settings. With a negative prompt the scale is that of true guidance, which other tools call so. The Python client
+/// writes the same (`client-py/src/moored/_saving.py`).
 pub(crate) fn parameters(recipe: &Recipe) -> String {
     let (width, height) = (recipe.width, recipe.height);
     let settings = [
         ("Steps", Some(recipe.steps.to_string())),
         ("Sampler", Some("Euler".to_owned())),
-        ("CFG scale", Some(recipe.guidance.to_string())),
+        (
+            "CFG scale",
+            Some(recipe.true_guidance.unwrap_or(recipe.guidance).to_string()),
+        ),
         ("Seed", Some(recipe.seed.to_string())),
         ("Size", (width > 0).then(|| format!("{width}x{height}"))),
         ("Model", (!recipe.model.is_empty()).then(|| recipe.model.clone())),
@@ -264,10 +277,14 @@ pub(crate) fn parameters(recipe: &Recipe) -> String {
         .filter_map(|(name, value)| Some(format!("{name}: {}", quoted(value?))))
         .collect();
     let line = settings.join(", ");
-    let text = match recipe.prompt.is_empty() {
-        true => line,
-        false => format!("{}\n{line}", recipe.prompt),
-    };
+    let negative = recipe.negative_prompt.as_ref().filter(|text| !text.is_empty());
+    let prompts = [
+        Some(recipe.prompt.clone()).filter(|text| !text.is_empty()),
+        negative.map(|text| format!("Negative prompt: {text}")),
+        Some(line),
+    ];
+    let lines: Vec<String> = prompts.into_iter().flatten().collect();
+    let text = lines.join("\n");
     text.replace('\0', "") // a text of PNG has none
 }
 

@@ -50,6 +50,24 @@ pub fn too_many_references(count: usize, most: usize) -> Option<RequestError> {
     (count > most).then(|| RequestError::new("references", problem))
 }
 
+/// A pair of fields that only some models read: the prompt that leads away, and the scale of the second pass.
+pub const TRUE_GUIDANCE: [&str; 2] = ["negative_prompt", "true_guidance"];
+
+/// The refusals of fields that only some models read, by a model that reads `read` of them.
+pub fn unread_fields(request: &Request, read: &[&str]) -> Vec<RequestError> {
+    let asked = [
+        ("negative_prompt", request.negative_prompt.is_some()),
+        ("true_guidance", request.true_guidance != 1.0),
+    ];
+    let unread = asked
+        .into_iter()
+        .filter(|(field, is_asked)| *is_asked && !read.contains(field));
+    let problem = "is not read by this model; leave it out, or take a FLUX.1 model";
+    unread
+        .map(|(field, _)| RequestError::new(field, problem))
+        .collect()
+}
+
 /// Sides within bounds that are next to these, rounded down.
 pub fn size_near(width: u32, height: u32) -> (u32, u32) {
     let side = |side: u32| (side / PIXELS_PER_TOKEN * PIXELS_PER_TOKEN).clamp(PIXELS_PER_TOKEN, MAX_SIDE);
@@ -84,8 +102,9 @@ pub fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<RequestE
     Some(RequestError::new("init_image", problem))
 }
 
-/// Fields that requests for all media have, and that are out of bounds.
-pub fn common_problems(request: &Request) -> Vec<RequestError> {
+/// Fields that requests for all media have, and that are out of bounds. The model reads `read` of those that only some models
+/// read ([`unread_fields`]).
+pub fn common_problems(request: &Request, read: &[&str]) -> Vec<RequestError> {
     let mut problems = Vec::new();
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     if !(1..=MAX_STEPS).contains(&request.steps) {
@@ -100,6 +119,15 @@ pub fn common_problems(request: &Request) -> Vec<RequestError> {
             format!("is {}; 0 to 1000 is expected", request.guidance),
         );
     }
+    if !(0.0..=1000.0).contains(&request.true_guidance) {
+        refuse(
+            "true_guidance",
+            format!(
+                "is {}; 0 to 1000 is expected, and over 1 for two passes",
+                request.true_guidance
+            ),
+        );
+    }
     if !(1..=MAX_TOKENS).contains(&request.max_sequence_length) {
         let found = request.max_sequence_length;
         refuse(
@@ -108,13 +136,17 @@ pub fn common_problems(request: &Request) -> Vec<RequestError> {
         );
     }
     problems.extend(slots_problem(request));
+    problems.extend(unread_fields(request, read));
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
-    if request.prompt.len() > MAX_PROMPT_BYTES {
-        let found = request.prompt.len();
-        refuse(
-            "prompt",
-            format!("has {found} bytes; at most {MAX_PROMPT_BYTES} are expected"),
-        );
+    let negative = request.negative_prompt.as_deref().unwrap_or_default();
+    for (field, text) in [("prompt", request.prompt.as_str()), ("negative_prompt", negative)] {
+        let found = text.len();
+        if found > MAX_PROMPT_BYTES {
+            refuse(
+                field,
+                format!("has {found} bytes; at most {MAX_PROMPT_BYTES} are expected"),
+            );
+        }
     }
     problems
 }
@@ -163,13 +195,13 @@ fn control_problems(index: usize, control: &ControlUse, expected: (u32, u32)) ->
     problems
 }
 
-/// All fields of a request for a picture that are out of bounds.
-pub fn problems(request: &Request) -> Vec<RequestError> {
+/// All fields of a request for a picture that are out of bounds, by a model that reads `read` of those that only some read.
+pub fn problems(request: &Request, read: &[&str]) -> Vec<RequestError> {
     let Medium::Image(picture) = &request.medium else {
         return vec![RequestError::other_medium(&request.medium, "image")];
     };
     let mut problems = side_problems(picture.width, picture.height);
-    problems.extend(common_problems(request));
+    problems.extend(common_problems(request, read));
     let start = picture.init_image.as_ref();
     problems.extend(start.and_then(|image| start_problem(image, (picture.width, picture.height))));
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));

@@ -57,6 +57,10 @@ pub struct Request {
     pub steps: u32,
     /// Guidance scale; ignored by models without it.
     pub guidance: f32,
+    /// What the result is led away from, by a second pass of the model in every step: see [`Request::negative`].
+    pub negative_prompt: Option<String>,
+    /// Scale of the difference between the pass of the prompt and that of the negative prompt; 1: one pass.
+    pub true_guidance: f32,
     /// Seed of the starting noise.
     pub seed: u64,
     /// Maximum prompt length in tokens; a family may pad to this length.
@@ -275,6 +279,14 @@ impl Request {
         self.adapters.iter().any(|each| !each.strength.is_constant())
     }
 
+    /// The negative prompt, where steps take two passes: it is there, if only empty, and the true guidance is over 1. So
+    /// diffusers' pipelines decide. Without one of the two the other has no effect.
+    pub fn negative(&self) -> Option<&str> {
+        self.negative_prompt
+            .as_deref()
+            .filter(|_| self.true_guidance > 1.0)
+    }
+
     /// A default request: no prompt, seed 0, no starting point, no previews. From a picture, a picture runs 0.6 of its
     /// schedule, as diffusers' pipelines do; other media run all of it.
     pub fn of(medium: Medium, steps: u32, guidance: f32, max_sequence_length: u32) -> Request {
@@ -282,6 +294,8 @@ impl Request {
             prompt: String::new(),
             steps,
             guidance,
+            negative_prompt: None,
+            true_guidance: 1.0,
             seed: 0,
             max_sequence_length,
             strength: match medium {
@@ -381,10 +395,14 @@ impl Request {
         }
     }
 
-    /// A request of which a stage reads the prompt alone, up to its longest length, and what `medium` has.
+    /// A request of which a stage reads the prompts alone, up to their longest length, and what `medium` has. A negative prompt
+    /// is in it where it has an effect.
     pub fn of_prompt(&self, medium: Medium) -> Request {
         Request {
             prompt: self.prompt.clone(),
+            negative_prompt: self.negative().map(str::to_owned),
+            // Whatever the scale, the prompts are encoded alike.
+            true_guidance: if self.negative().is_some() { 2.0 } else { 1.0 },
             ..Request::of(medium, 1, 0.0, self.max_sequence_length)
         }
     }

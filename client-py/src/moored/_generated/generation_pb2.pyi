@@ -283,6 +283,8 @@ class GenerateImageRequest(google.protobuf.message.Message):
     MASK_FIELD_NUMBER: builtins.int
     REFERENCES_FIELD_NUMBER: builtins.int
     CONTROLS_FIELD_NUMBER: builtins.int
+    NEGATIVE_PROMPT_FIELD_NUMBER: builtins.int
+    TRUE_GUIDANCE_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -322,6 +324,14 @@ class GenerateImageRequest(google.protobuf.message.Message):
     """Give the latent only: no decode, no picture. Implies `keep_latent`."""
     init_media_id: builtins.str
     """Start from this picture of PutMedia instead of `init_image`."""
+    negative_prompt: builtins.str
+    """What the result is led away from, at most 10,000 characters. It has an effect with `true_guidance` over 1, and is then read even
+    if it is empty. A model that does not read it refuses it.
+    """
+    true_guidance: builtins.float
+    """Over 1: every step takes two passes, of the prompt and of the negative prompt, and goes from the second towards the first so
+    many times as far. Twice the time. Absent: 1, one pass.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -367,18 +377,24 @@ class GenerateImageRequest(google.protobuf.message.Message):
         mask: global___PictureInput | None = ...,
         references: collections.abc.Iterable[global___PictureInput] | None = ...,
         controls: collections.abc.Iterable[global___Control] | None = ...,
+        negative_prompt: builtins.str | None = ...,
+        true_guidance: builtins.float | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "init_image", b"init_image", "mask", b"mask", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_seed", b"_seed", "_strength", b"_strength", "controls", b"controls", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "mask", b"mask", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "references", b"references", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "guidance", b"guidance", "init_image", b"init_image", "mask", b"mask", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "strength", b"strength", "true_guidance", b"true_guidance"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "controls", b"controls", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "mask", b"mask", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "references", b"references", "seed", b"seed", "steps", b"steps", "strength", b"strength", "true_guidance", b"true_guidance", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_init_image", b"_init_image"]) -> typing.Literal["init_image"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_negative_prompt", b"_negative_prompt"]) -> typing.Literal["negative_prompt"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_true_guidance", b"_true_guidance"]) -> typing.Literal["true_guidance"] | None: ...
 
 global___GenerateImageRequest = GenerateImageRequest
 
@@ -484,6 +500,8 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     OUTPUT_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     FRAMES_AT_A_TIME_FIELD_NUMBER: builtins.int
+    NEGATIVE_PROMPT_FIELD_NUMBER: builtins.int
+    TRUE_GUIDANCE_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -530,6 +548,14 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     """Most frames that are brought from the card and sent at a time, such as 16, 4 or 1; 0: as they are decoded. It changes memory
     and how soon frames come, never a pixel.
     """
+    negative_prompt: builtins.str
+    """What the result is led away from, at most 10,000 characters. It has an effect with `true_guidance` over 1, and is then read even
+    if it is empty. A model that does not read it refuses it.
+    """
+    true_guidance: builtins.float
+    """Over 1: every step takes two passes, of the prompt and of the negative prompt, and goes from the second towards the first so
+    many times as far. Twice the time. Absent: 1, one pass.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -559,18 +585,24 @@ class GenerateVideoRequest(google.protobuf.message.Message):
         output: global___FilmFormat.ValueType = ...,
         seconds: builtins.float = ...,
         frames_at_a_time: builtins.int = ...,
+        negative_prompt: builtins.str | None = ...,
+        true_guidance: builtins.float | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_seed", b"_seed", "_strength", b"_strength", "guidance", b"guidance", "init_image", b"init_image", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_seed", b"_seed", "_strength", b"_strength", "count", b"count", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "guidance", b"guidance", "init_image", b"init_image", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "strength", b"strength", "true_guidance", b"true_guidance"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "count", b"count", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "true_guidance", b"true_guidance", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_init_image", b"_init_image"]) -> typing.Literal["init_image"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_negative_prompt", b"_negative_prompt"]) -> typing.Literal["negative_prompt"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_true_guidance", b"_true_guidance"]) -> typing.Literal["true_guidance"] | None: ...
 
 global___GenerateVideoRequest = GenerateVideoRequest
 
@@ -606,6 +638,8 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     TIME_SIGNATURE_FIELD_NUMBER: builtins.int
     LANGUAGE_FIELD_NUMBER: builtins.int
     STRENGTHS_FIELD_NUMBER: builtins.int
+    NEGATIVE_PROMPT_FIELD_NUMBER: builtins.int
+    TRUE_GUIDANCE_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -654,6 +688,14 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     """Beats of a bar: `4`."""
     language: builtins.str
     """Language of the lyrics: `en`."""
+    negative_prompt: builtins.str
+    """What the result is led away from, at most 10,000 characters. It has an effect with `true_guidance` over 1, and is then read even
+    if it is empty. A model that does not read it refuses it.
+    """
+    true_guidance: builtins.float
+    """Over 1: every step takes two passes, of the prompt and of the negative prompt, and goes from the second towards the first so
+    many times as far. Twice the time. Absent: 1, one pass.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -700,18 +742,24 @@ class GenerateAudioRequest(google.protobuf.message.Message):
         time_signature: builtins.str = ...,
         language: builtins.str = ...,
         strengths: collections.abc.Iterable[global___StrengthAt] | None = ...,
+        negative_prompt: builtins.str | None = ...,
+        true_guidance: builtins.float | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "guidance", b"guidance", "model", b"model", "options", b"options", "seed", b"seed", "strength", b"strength", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_seed", b"_seed", "_strength", b"_strength", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "key", b"key", "language", b"language", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "reference_media_id", b"reference_media_id", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "strengths", b"strengths", "task", b"task", "time_signature", b"time_signature", "tracks", b"tracks", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "guidance", b"guidance", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "strength", b"strength", "true_guidance", b"true_guidance", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "key", b"key", "language", b"language", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "reference_media_id", b"reference_media_id", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "strengths", b"strengths", "task", b"task", "time_signature", b"time_signature", "tracks", b"tracks", "true_guidance", b"true_guidance", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_beats_per_minute", b"_beats_per_minute"]) -> typing.Literal["beats_per_minute"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_negative_prompt", b"_negative_prompt"]) -> typing.Literal["negative_prompt"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_true_guidance", b"_true_guidance"]) -> typing.Literal["true_guidance"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_window_end_seconds", b"_window_end_seconds"]) -> typing.Literal["window_end_seconds"] | None: ...
     @typing.overload

@@ -397,6 +397,12 @@ pub(super) struct Sampling {
     /// Guidance scale
     #[arg(short, long, help_heading = "Sampling")]
     pub(super) guidance: Option<f32>,
+    /// What the result is led away from; it needs --true-guidance
+    #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
+    pub(super) negative: Option<String>,
+    /// Over 1: two passes in every step, away from the negative prompt by this scale
+    #[arg(long, value_name = "SCALE", help_heading = "Sampling")]
+    pub(super) true_guidance: Option<f32>,
     /// Seed; item i uses seed + i [default: random]
     #[arg(long, help_heading = "Sampling", allow_negative_numbers = true)]
     pub(super) seed: Option<u64>,

@@ -11,8 +11,8 @@ use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::TransformerConfig;
 use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
-use super::stages::{DENOISE, ENCODE_TEXT, POOLED, SEQUENCE, Stage};
-use super::transformer::denoise_scratch;
+use super::stages::{DENOISE, ENCODE_TEXT, NEGATIVE_POOLED, NEGATIVE_SEQUENCE, POOLED, SEQUENCE, Stage};
+use super::transformer::{denoise_scratch, negative_scratch};
 use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
@@ -27,7 +27,7 @@ use crate::{
     Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 use model::Memo;
-use model::bounds::{self, PIXELS_PER_TOKEN, problems};
+use model::bounds::{self, PIXELS_PER_TOKEN, TRUE_GUIDANCE, problems};
 use model::plan::names;
 use model::{LeftOut, smaller_sides};
 
@@ -127,17 +127,24 @@ impl FluxModel {
         }
     }
 
-    /// Names and shapes of the text encodings of a request.
-    pub(super) fn encodings(&self, request: &Request) -> [ValueShape; 2] {
+    /// Names and shapes of the text encodings of a request: those of its prompt, and of a negative prompt with an effect.
+    pub(super) fn encodings(&self, request: &Request) -> Vec<ValueShape> {
         let tokens = request.max_sequence_length as usize;
         let (pooled, joint) = (
             self.transformer.pooled_projection_dim,
             self.transformer.joint_attention_dim,
         );
-        [
-            ValueShape::new(POOLED, vec![1, pooled]),
-            ValueShape::new(SEQUENCE, vec![1, tokens, joint]),
-        ]
+        let of_prompt = [(POOLED, SEQUENCE)];
+        let of_negative = request.negative().map(|_| (NEGATIVE_POOLED, NEGATIVE_SEQUENCE));
+        let named = of_prompt.into_iter().chain(of_negative);
+        named
+            .flat_map(|(pooled_name, sequence_name)| {
+                [
+                    ValueShape::new(pooled_name, vec![1, pooled]),
+                    ValueShape::new(sequence_name, vec![1, tokens, joint]),
+                ]
+            })
+            .collect()
     }
 
     fn encode_text_stage(&self, request: &Request) -> Result<StagePlan, RequestError> {
@@ -150,15 +157,24 @@ impl FluxModel {
         };
         let scratch = (self.clip.scratch(pooled, dtype) + encoder("text_encoder", pooled))
             .max(self.t5.scratch(tokens, dtype) + encoder("text_encoder_2", tokens));
-        self.check_prompt(request)?;
+        let most = request.max_sequence_length as usize;
+        self.check_prompt("prompt", &request.prompt, most)?;
+        if let Some(negative) = &request.negative_prompt {
+            self.check_prompt("negative_prompt", negative, most)?;
+        }
         let (bases, uses) = (["text_encoder", "text_encoder_2"], &request.adapters);
         let components = self.adapters.beside(&bases, uses, UsedAs::Text);
         Ok(StagePlan {
             shape: format!(
-                "t{tokens}{}",
+                "t{tokens}{}{}",
+                if request.negative().is_some() { " n" } else { "" },
                 self.parts.components.as_multiplied("text_encoder_2")
             ),
-            gives: names(&[POOLED, SEQUENCE]),
+            gives: self
+                .encodings(request)
+                .into_iter()
+                .map(|value| value.name)
+                .collect(),
             memo: Some(Memo::of(Request {
                 adapters: self.adapters.text_uses(&bases, uses),
                 ..request.of_prompt(Medium::Image(Image::of(0, 0)))
@@ -167,17 +183,23 @@ impl FluxModel {
         })
     }
 
+    /// The fields that it reads of those that only some models read. FLUX.1 Fill has no reference with a second pass.
+    fn read_fields(&self) -> &'static [&'static str] {
+        match self.variant {
+            Variant::Plain | Variant::Kontext => &TRUE_GUIDANCE,
+            Variant::Fill => &[],
+        }
+    }
+
     /// Refuses a prompt that a tokenizer cannot encode.
-    fn check_prompt(&self, request: &Request) -> Result<(), RequestError> {
-        let refused = |error: TokenizeError| RequestError::new("prompt", error.to_string());
-        let clip = self.clip_tokenizer.encode(&request.prompt).map_err(refused)?;
+    fn check_prompt(&self, field: &str, prompt: &str, most: usize) -> Result<(), RequestError> {
+        let refused = |error: TokenizeError| RequestError::new(field, error.to_string());
+        let clip = self.clip_tokenizer.encode(prompt).map_err(refused)?;
         let known = self
             .clip_tokenizer
             .check_known(&clip, "text_encoder", self.clip.vocab_size);
         known.map_err(refused)?;
-        let t5 = self
-            .t5_tokenizer
-            .encode(&request.prompt, request.max_sequence_length as usize);
+        let t5 = self.t5_tokenizer.encode(prompt, most);
         let t5 = t5.map_err(refused)?;
         let known = self
             .t5_tokenizer
@@ -202,7 +224,10 @@ impl FluxModel {
             width: self.transformer.width(),
             is_modulator,
         };
-        let buffers = denoise_scratch(&self.transformer, tokens as usize, picture, steps, dtype);
+        let mut buffers = denoise_scratch(&self.transformer, tokens as usize, picture, steps, dtype);
+        if request.negative().is_some() {
+            buffers += negative_scratch(&self.transformer, tokens as usize, picture, steps, dtype);
+        }
         let mut scratch = denoiser.scratch(buffers, all_tokens, steps, request);
         let mut nets = Vec::new();
         for (_, _, net) in self.controls_of(request, image) {
@@ -222,6 +247,9 @@ impl FluxModel {
         };
         if request.has_curves() {
             beside.push_str(" curve");
+        }
+        if request.negative().is_some() {
+            beside.push_str(" n");
         }
         if !nets.is_empty() {
             beside.push_str(&format!(" c{}", nets.len()));
@@ -268,7 +296,7 @@ impl Model for FluxModel {
     }
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
-        let mut problems = problems(request);
+        let mut problems = problems(request, self.read_fields());
         problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
@@ -300,8 +328,16 @@ impl Model for FluxModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let left_out = self.t5_tokenizer.left_out(&request.prompt, most);
-        LeftOut::of_prompt(left_out.ok(), request).into_iter().collect()
+        let texts = [
+            ("prompt", Some(&*request.prompt)),
+            ("negative_prompt", request.negative()),
+        ];
+        let of_text = texts.into_iter().filter_map(|(field, text)| {
+            let left_out = self.t5_tokenizer.left_out(text?, most);
+            let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
+            Some(LeftOut { field, ..left_out })
+        });
+        of_text.collect()
     }
 
     fn most_references(&self) -> usize {

@@ -17,7 +17,7 @@ use super::edit::{
     masked_picture,
 };
 use super::model::FluxModel;
-use super::transformer::{Prompted, Reference, Transformer, pack, unpack};
+use super::transformer::{Conditioning, Prompted, Reference, Transformer, pack, unpack};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::{Run, deliver, send_preview};
@@ -37,6 +37,43 @@ pub(super) const DENOISE: &str = "denoise";
 pub const POOLED: &str = "pooled";
 /// Name of T5's last hidden states among the encodings.
 pub const SEQUENCE: &str = "sequence";
+
+/// The same of the negative prompt.
+pub(super) const NEGATIVE_POOLED: &str = "negative_pooled";
+pub(super) const NEGATIVE_SEQUENCE: &str = "negative_sequence";
+
+/// The second pass of every step, which reads the negative prompt.
+struct Away {
+    sequence: Tensor,
+    pooled: Tensor,
+    conditioning: Conditioning,
+    /// Its velocity, kept while that of the prompt is computed in the same buffers.
+    velocity: Tensor,
+    /// Scale of the difference between both.
+    scale: f64,
+}
+
+impl Away {
+    /// One step towards the prompt and away from the negative prompt: `velocity` is that of the prompt. The mix of
+    /// both is added to the latent in f32 as two steps, without a buffer of its own.
+    fn step(
+        &self,
+        latent: &Tensor,
+        velocity: &Tensor,
+        by: f64,
+        (seen, finite): (&Tensor, &Finite),
+    ) -> candle_core::Result<()> {
+        euler(latent, &self.velocity, by * (1.0 - self.scale), seen, finite)?;
+        euler(latent, velocity, by * self.scale, seen, finite)
+    }
+
+    /// The mix of both velocities, in host memory.
+    fn mixed(&self, velocity: &Tensor) -> candle_core::Result<Tensor> {
+        let on_host = |velocity: &Tensor| velocity.to_device(&Device::Cpu)?.to_dtype(DType::F32);
+        let negative = on_host(&self.velocity)?;
+        &negative + ((on_host(velocity)? - &negative)? * self.scale)?
+    }
+}
 
 /// Inputs of a stage of one request.
 pub struct Stage<'a> {
@@ -84,29 +121,34 @@ impl Stage<'_> {
     }
 
     fn encode_text(&mut self) -> Result<Values, StageError> {
-        let Request {
-            prompt,
-            max_sequence_length,
-            ..
-        } = self.request;
+        let request = self.request;
         let cancelled = || self.observer.cancelled();
+        let texts = [(Some(&*request.prompt), POOLED, SEQUENCE)];
+        let negative = [(request.negative(), NEGATIVE_POOLED, NEGATIVE_SEQUENCE)];
+        let texts: Vec<_> = texts.into_iter().chain(negative).collect();
+        let mut values = Values::new();
 
-        let ids = self.model.clip_tokenizer.encode(prompt)?;
         let component = (self.tensors)("text_encoder")?;
         let adapted = AdaptedTensors::new(&component, &self.attached("text_encoder", UsedAs::Text)?);
         let clip = ClipEncoder::with_adapters(&self.model.clip, "text_encoder", &adapted)?;
-        let pooled = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
+        for (text, pooled, _) in &texts {
+            let Some(text) = text else { continue };
+            let ids = self.model.clip_tokenizer.encode(text)?;
+            let encoded = clip.forward(&ids, &cancelled)?.pooled;
+            values.insert((*pooled).to_owned(), to_host(&encoded)?);
+        }
 
-        let most = *max_sequence_length as usize;
-        let ids = self.model.t5_tokenizer.encode(prompt, most)?;
+        let most = request.max_sequence_length as usize;
         let component = (self.tensors)("text_encoder_2")?;
         let adapted = AdaptedTensors::new(&component, &self.attached("text_encoder_2", UsedAs::Text)?);
         let t5 = T5Encoder::with_adapters(&self.model.t5, "text_encoder_2", &adapted)?;
-        let sequence = to_host(&t5.forward(&ids, &cancelled)?)?;
-        Ok(Values::from([
-            (POOLED.to_owned(), pooled),
-            (SEQUENCE.to_owned(), sequence),
-        ]))
+        for (text, _, sequence) in &texts {
+            let Some(text) = text else { continue };
+            let ids = self.model.t5_tokenizer.encode(text, most)?;
+            let encoded = t5.forward(&ids, &cancelled)?;
+            values.insert((*sequence).to_owned(), to_host(&encoded)?);
+        }
+        Ok(values)
     }
 
     /// Runs `work` with the autoencoder.
@@ -208,6 +250,26 @@ impl Stage<'_> {
         self.observer.check_cancelled()?;
         let mut conditioning = transformer.condition(&prompted, &times)?;
 
+        let mut away = match self.request.negative() {
+            None => None,
+            Some(_) => {
+                let sequence = self.encoding(stage, NEGATIVE_SEQUENCE)?;
+                let pooled = self.encoding(stage, NEGATIVE_POOLED)?;
+                let negative = Prompted {
+                    sequence: &sequence,
+                    pooled: &pooled,
+                    ..prompted
+                };
+                Some(Away {
+                    conditioning: transformer.condition(&negative, &times)?,
+                    velocity: Tensor::zeros((1, rows * columns, config.out_width()), dtype, self.device)?,
+                    scale: self.request.true_guidance.into(),
+                    sequence,
+                    pooled,
+                })
+            }
+        };
+
         let controls = self.prepared_controls(stage, &image, &prompted, &times)?;
 
         // Transposing a latent on the host costs nothing. Two tensors, since both are written.
@@ -237,6 +299,14 @@ impl Stage<'_> {
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
                 conditioning = transformer.condition(&prompted, &times[step..=step])?;
+                if let Some(away) = &mut away {
+                    let negative = Prompted {
+                        sequence: &away.sequence,
+                        pooled: &away.pooled,
+                        ..prompted
+                    };
+                    away.conditioning = transformer.condition(&negative, &times[step..=step])?;
+                }
                 row = 0;
             }
             if let Some(input) = &input {
@@ -256,6 +326,19 @@ impl Stage<'_> {
                     beside.active.push(control);
                 }
             }
+            if let Some(away) = &away {
+                let conditioning = &away.conditioning;
+                // What ControlNets add is that of the prompt, as in the reference.
+                let velocity = transformer.velocity_beside(
+                    input,
+                    conditioning,
+                    row,
+                    &step_buffers,
+                    &mut beside,
+                    &mut go_on,
+                )?;
+                ops::copy_rows(velocity, &away.velocity)?;
+            }
             let velocity = transformer.velocity_beside(
                 input,
                 &conditioning,
@@ -265,7 +348,11 @@ impl Stage<'_> {
                 &mut go_on,
             )?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
-            euler(&latent, velocity, f64::from(next - sigma), &seen, &finite)?;
+            let by = f64::from(next - sigma);
+            match &away {
+                Some(away) => away.step(&latent, velocity, by, (&seen, &finite))?,
+                None => euler(&latent, velocity, by, &seen, &finite)?,
+            }
             // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed, and a
             // cancelled one is the last. The card idles for the microseconds until the next step is enqueued.
             if !finite.is_finite()? {
@@ -282,7 +369,10 @@ impl Stage<'_> {
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = without_noise(&latent, velocity, next)?;
+                let clean = match &away {
+                    Some(away) => without_noise(&latent, &away.mixed(velocity)?, next)?,
+                    None => without_noise(&latent, velocity, next)?,
+                };
                 let clean = unpack(&clean, rows, columns)?;
                 let preview = self.vae(|vae| vae.preview(&clean))?;
                 send_preview(preview, self.observer);

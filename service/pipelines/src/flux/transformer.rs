@@ -226,6 +226,19 @@ pub fn unpack(tokens: &Tensor, rows: usize, columns: usize) -> candle_core::Resu
 /// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;
 
+/// Predicted further bytes where a second pass of every step reads a negative prompt, in the same buffers: its text and
+/// modulations, and its velocity, which is kept for the pass of the prompt.
+pub(super) fn negative_scratch(
+    config: &TransformerConfig,
+    text: usize,
+    picture: usize,
+    steps: u32,
+    dtype: DType,
+) -> u64 {
+    let kept = picture * config.out_width() + text * config.joint_attention_dim;
+    config.blocks().modulations_bytes(steps, dtype) + (kept * dtype.size_in_bytes()) as u64
+}
+
 /// Predicted activation bytes of `steps` steps over `text` and `picture` tokens: the buffers, the workspace of
 /// attention, and the modulation of all steps. Not included are the scratch of quantized layers
 /// ([`ops::linear_scratch`]), and the codes of rows for native fp8 products.

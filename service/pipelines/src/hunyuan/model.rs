@@ -121,7 +121,7 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
         return vec![RequestError::other_medium(&request.medium, "video")];
     };
     let mut problems = side_problems(video.width, video.height);
-    problems.extend(common_problems(request));
+    problems.extend(common_problems(request, &[]));
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     let rate = video.frames_per_second;
     if !(1.0..=240.0).contains(&rate) {

@@ -20,7 +20,7 @@ use crate::rounds::{Round, adapters_in_key, check_shared, is_in_rounds, shared_p
 use crate::start::is_from_latent;
 use model::Memo;
 use model::ModelParts;
-use model::bounds::{decode_from_problem, no_references, slots_problem};
+use model::bounds::{decode_from_problem, no_references, slots_problem, unread_fields};
 use model::plan::only_value;
 use model::{Audio, Image, Medium, Request, RequestError, Video};
 use model::{MediaFormat, Piece, SampleFormat};
@@ -595,6 +595,7 @@ impl InstantModel {
             );
         }
         wrong.extend(no_references(request));
+        wrong.extend(unread_fields(request, &[]));
         wrong.extend(slots_problem(request));
         if let Medium::Audio(audio) = &request.medium {
             wrong.extend(decode_from_problem(audio));

@@ -76,7 +76,7 @@ impl Family for ZImage {
 
 /// All fields of a request that are out of bounds.
 pub(super) fn problems(request: &Request) -> Vec<RequestError> {
-    let mut problems = bounds::problems(request);
+    let mut problems = bounds::problems(request, &[]);
     if request.guidance != 0.0 && !problems.iter().any(|problem| problem.field == "guidance") {
         let problem = format!(
             "is {}; Z-Image-Turbo is distilled and takes 0, which is none",

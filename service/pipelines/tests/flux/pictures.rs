@@ -84,6 +84,78 @@ fn pictures_equal_the_references() {
     }
 }
 
+/// An entry of `expected/negatives.json`.
+#[derive(Deserialize)]
+struct Guided {
+    #[serde(flatten)]
+    case: Unguided,
+    negative_prompt: String,
+    true_guidance: f32,
+}
+
+/// What it has in common with other cases.
+#[derive(Deserialize)]
+struct Unguided {
+    name: String,
+    prompt: String,
+    width: u32,
+    height: u32,
+    steps: u32,
+    guidance: f32,
+    seed: u64,
+    max_sequence_length: u32,
+    strength: f32,
+}
+
+#[test]
+fn negative_prompts_with_true_guidance_equal_the_references() {
+    let expected = tensors("flux-tiny/expected/negatives.safetensors");
+    let cases: Vec<Guided> = json("flux-tiny/expected/negatives.json");
+    let folder = folder("dev");
+    let opened = open(folder.path());
+    for Guided {
+        case,
+        negative_prompt,
+        true_guidance,
+    } in cases
+    {
+        let name = &case.name;
+        let image = Image {
+            init_image: expected.get(&format!("{name}.init")).map(init_image),
+            ..Image::of(case.width, case.height)
+        };
+        let request = Request {
+            prompt: case.prompt.clone(),
+            negative_prompt: Some(negative_prompt),
+            true_guidance,
+            seed: case.seed,
+            strength: if case.strength > 0.0 { case.strength } else { 1.0 },
+            ..Request::of(
+                Medium::Image(image),
+                case.steps,
+                case.guidance,
+                case.max_sequence_length,
+            )
+        };
+        let latent = |request: &Request| {
+            let host = opened.latent(request, &mut Unobserved).expect("a latent");
+            on_cpu(&host)
+        };
+        let guided = latent(&request);
+        let of_latent = distance(&guided, &expected[&format!("{name}.latent")]);
+        println!("{name}: latent {of_latent:.2e}");
+        assert!(of_latent < tolerances().pipeline, "{name}: {of_latent:e}");
+
+        // Without the negative prompt it is another result, but where the scale leaves it off.
+        let without = Request {
+            negative_prompt: None,
+            ..request.clone()
+        };
+        let apart = distance(&latent(&without), &guided);
+        assert_eq!(apart > 1e-3, request.negative().is_some(), "{name}: {apart:e}");
+    }
+}
+
 #[test]
 fn bf16_generates_the_same_pictures_within_its_rounding() {
     // All components in bf16, as on a card. If the values that must stay in f32 (angles, norm statistics, sinusoids,

@@ -452,6 +452,32 @@ fn the_text_memo_depends_on_the_prompt_and_its_longest_length() {
     assert!(of_one[1..].iter().chain(&of_other[1..]).all(Option::is_none));
 }
 
+#[test]
+fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect() {
+    let opened = opened();
+    let guided = |negative: Option<&str>, true_guidance: f32| Request {
+        negative_prompt: negative.map(str::to_owned),
+        true_guidance,
+        ..request()
+    };
+    let text = |request: &Request| opened.stage(request, "encode_text");
+    let plain = text(&request());
+    for off in [guided(Some("a square"), 1.0), guided(None, 4.0)] {
+        assert_eq!(text(&off), plain);
+        assert_eq!(opened.stage(&off, "denoise"), opened.stage(&request(), "denoise"));
+    }
+    let one = guided(Some("a square"), 4.0);
+    assert_ne!(text(&one).memo, plain.memo);
+    assert_ne!(text(&one).memo, text(&guided(Some(""), 4.0)).memo);
+    // Whatever the scale, the encodings are the same.
+    assert_eq!(text(&one).memo, text(&guided(Some("a square"), 2.0)).memo);
+
+    let (denoise, before) = (opened.stage(&one, "denoise"), opened.stage(&request(), "denoise"));
+    assert_eq!(denoise.takes.len(), before.takes.len() + 2);
+    assert!(denoise.rungs[0].scratch > before.rungs[0].scratch);
+    assert!(opened.model.plan(&guided(Some("x"), f32::NAN)).is_err());
+}
+
 /// Names of the fields that planning rejects.
 fn wrong_fields(opened: &OpenModel<FluxModel>, request: &Request) -> Vec<String> {
     let problems = opened.model.plan(request).expect_err("something is wrong");

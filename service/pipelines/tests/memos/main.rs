@@ -148,6 +148,9 @@ fn other_requests(request: &Request) -> Vec<(String, Request)> {
     add("prompt", &|r| r.prompt = "a large blue hat".to_owned());
     add("steps", &|r| r.steps = 3);
     add("guidance", &|r| r.guidance = 4.0);
+    add("negative_prompt", &|r| {
+        (r.negative_prompt, r.true_guidance) = (Some("a square".to_owned()), 3.0);
+    });
     add("seed", &|r| r.seed = 8);
     add("max_sequence_length", &|r| r.max_sequence_length = 48);
     add("strength", &|r| r.strength = 1.0);

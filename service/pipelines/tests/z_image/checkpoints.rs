@@ -213,6 +213,11 @@ fn requests_out_of_bounds_are_refused_by_field() {
     for (field, request) in [
         ("width", narrow),
         ("guidance", with(|request| request.guidance = 3.5)),
+        (
+            "negative_prompt",
+            with(|request| request.negative_prompt = Some("blurred".to_owned())),
+        ),
+        ("true_guidance", with(|request| request.true_guidance = 4.0)),
         ("steps", with(|request| request.steps = 0)),
         (
             "max_sequence_length",

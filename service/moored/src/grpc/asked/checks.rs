@@ -41,7 +41,13 @@ impl Asked {
             OfMedium::Audio(track) => track.lyrics.as_str(),
             OfMedium::Image | OfMedium::Video { .. } => "",
         };
-        for (field, text) in [("prompt", self.prompt.as_str()), ("lyrics", lyrics)] {
+        let negative = self.negative_prompt.as_deref().unwrap_or_default();
+        let texts = [
+            ("prompt", self.prompt.as_str()),
+            ("negative_prompt", negative),
+            ("lyrics", lyrics),
+        ];
+        for (field, text) in texts {
             let characters = text.chars().count();
             if characters > LONGEST_PROMPT_CHARACTERS {
                 let problem =
