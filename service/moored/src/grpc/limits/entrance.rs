@@ -212,9 +212,11 @@ mod tests {
             })
             .collect();
         assert!(is_closed(&flood[0]) && !is_closed(&flood[499]));
+        let mut others = Vec::new();
         for of in 10..20 {
-            let (_, left) = entrance.enter(client(of)).expect("nobody waits for it");
+            let (place, left) = entrance.enter(client(of)).expect("nobody waits for it");
             assert_eq!(left, Some(client(9)));
+            others.push(place);
         }
     }
 
