@@ -16,7 +16,7 @@ from pathlib import Path
 import moored
 import pytest
 
-from service import BINARY, Service, clean_environment, run
+from service import BINARY, INSTANT_MODELS, ReservedPort, Service, clean_environment, run
 
 Simulate = Callable[..., Service]
 
@@ -110,6 +110,29 @@ def test_state_is_private_and_workers_have_no_secrets(tmp_path: Path) -> None:
     assert files
     assert [path for path in files if path.stat().st_mode & 0o077] == []
     assert service.stop() == 0
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    port = ReservedPort()
+    state = ("--state", str(tmp_path / "state"))
+    models = ("--models", str(INSTANT_MODELS), "--device", "sim:24GiB")
+    # As a full disk: every line of the log fails.
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(
+            [BINARY, "serve", "--listen", port.address, *state, *models, "--end-with-stdin"],
+            stdin=subprocess.PIPE,
+            stderr=full,
+            env=clean_environment(),
+        )
+    try:
+        with moored.Client(port.address) as client:
+            client.wait_until_ready(DEADLINE_S)
+            assert len(client.generate_image("a cat", model="small").pictures) == 1
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_sigterm_without_jobs_ends_at_once(simulate: Simulate) -> None:
