@@ -179,7 +179,7 @@ def _in_token_folder(named: str) -> Path:
 
 def _address(endpoint: str) -> str:
     """An endpoint as the client spells it; empty: MOORED_ENDPOINT, else localhost."""
-    if endpoint.lower().strip().startswith("unix"):
+    if endpoint.strip().lower().startswith("unix:"):
         raise moored.InvalidRequest(
             f"{endpoint} is a socket of this machine, which a workflow or a setting may not name: set "
             "MOORED_ENDPOINT where ComfyUI is started"

@@ -152,6 +152,13 @@ def test_sockets_are_named_by_the_environment_alone(
     assert connection.target().endpoint == "unix:/run/moored.sock"
 
 
+def test_a_machine_may_be_called_as_a_socket_begins(connection: Any, settings: Settings) -> None:
+    settings()
+    assert connection.target(connection.Server("unixbox:50051")).endpoint == "unixbox:50051"
+    with pytest.raises(moored.InvalidRequest, match="no address of a service"):
+        connection.target(connection.Server("unix-abstract:a"))
+
+
 def test_an_address_that_is_none_is_told(connection: Any, settings: Settings) -> None:
     with pytest.raises(moored.InvalidRequest, match="write https://host:port"):
         connection.target(connection.Server("https://box/path"))
