@@ -83,7 +83,7 @@ def test_frames_of_one_pixel_are_given_at_once(service: Service, ask: Ask) -> No
 
 
 @pytest.mark.parametrize("recipe", ["[" * 100_000, '{"a":' * 50_000])
-def test_a_recipe_that_nests_without_end_is_none(recipe: str) -> None:
+def test_a_recipe_that_is_nested_without_end_is_ignored(recipe: str) -> None:
     assert recipe_in({"recipe": recipe}) == {}
 
 

@@ -8,8 +8,7 @@ use candle_core::{DType, Device};
 use residency::{Bytes, Component, ComponentId, DriverTruth, Holder};
 use serde::{Deserialize, Serialize};
 
-use crate::allocator;
-use crate::allocator::return_free;
+use crate::allocator::{self, return_free};
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 use crate::load::{LoadError, LoadPlan, LoadProgress};
 use crate::reader::read_tensors;

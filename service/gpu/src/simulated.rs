@@ -15,8 +15,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use residency::{Bytes, Component, ComponentId, DriverTruth};
 
-use crate::allocator;
-use crate::allocator::return_free;
+use crate::allocator::{self, return_free};
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};

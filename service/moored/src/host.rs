@@ -3,11 +3,11 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use api::v1;
 use gpu::{SystemMemory, SystemReader};
 use residency::Bytes;
 
 use crate::process::supervisor::WorkerPids;
-use api::v1;
 
 /// Time between two readings of the available memory.
 const INTERVAL: Duration = Duration::from_secs(5);

@@ -10,16 +10,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
+use api::v1;
 use engine::Error;
 use engine::library::Entry;
 use gpu::{FileStamp, WeightFormat};
+use hub::catalogue::{self, Makes};
 use pipelines::{FULL, Medium, Preset, Quantization, Request, RequestError};
 
 use crate::config::ModelSettings;
 use crate::threads::FILES;
 use adapters::FoundAdapter;
-use api::v1;
-use hub::catalogue::{self, Makes};
 use listing::Listing;
 use names::Named;
 

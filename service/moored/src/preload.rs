@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use api::v1;
 use engine::Error;
 use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority};
 use engine::library::{Entry, Library};
@@ -10,7 +11,6 @@ use gpu::CardDescription;
 
 use crate::config;
 use crate::models::Models;
-use api::v1;
 
 /// Client name of these jobs.
 const CLIENT: &str = "moored (configuration)";

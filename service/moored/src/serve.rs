@@ -6,9 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use api::v1;
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
+use hub::{Hub, Pulls};
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -28,8 +30,6 @@ use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
 use crate::threads::Turns;
-use api::v1;
-use hub::{Hub, Pulls};
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -428,7 +428,7 @@ fn shut_down(
                 None => std::future::pending().await,
             }
         };
-        let closed = async {
+        let terminal_closed = async {
             match &mut hangup {
                 Some(hangup) => drop(hangup.recv().await),
                 None => std::future::pending().await,
@@ -437,7 +437,7 @@ fn shut_down(
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
-            () = closed => {}
+            () = terminal_closed => {}
             () = asked => {}
         }
         tracing::info!(

@@ -1,11 +1,11 @@
 //! The starting point of denoising.
 
 use candle_core::{DType, Device, Tensor};
+use model::first_step;
 
 use crate::noise::Generator;
 use crate::tensors::from_host;
 use crate::{HostTensor, Mask, Medium, Request, StageError};
-use model::first_step;
 
 /// Initial state of a request's denoising.
 #[derive(Debug)]

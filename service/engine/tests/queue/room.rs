@@ -471,43 +471,30 @@ async fn making_room_for_other_programs_blocks_orders() {
     assert_eq!(status.cards[0].reservations[0].by.label, "game");
     assert!(queue.release_reservation(&reserved.id).await);
 
-    let asking = queue.clone();
-    let reserve = tokio::spawn(async move {
-        asking
-            .reserve("sim:0", Bytes::gib(22), Duration::from_secs(60), "".into())
-            .await
-    });
-    let Wire::Command(Command::MakeRoom { id, .. }) = worker.next().await else {
-        panic!()
+    let mut refused = async |wanted: Bytes, short: Bytes| {
+        let asking = queue.clone();
+        let reserve = tokio::spawn(async move {
+            asking
+                .reserve("sim:0", wanted, Duration::from_secs(60), "".into())
+                .await
+        });
+        let Wire::Command(Command::MakeRoom { id, .. }) = worker.next().await else {
+            panic!()
+        };
+        let answer = Answer::Unloaded {
+            freed: Vec::new(),
+            kept: Vec::new(),
+            short,
+        };
+        worker.say(engine::messages::Event::Answer { id, answer });
+        reserve.await.unwrap().unwrap_err()
     };
-    let answer = Answer::Unloaded {
-        freed: Vec::new(),
-        kept: Vec::new(),
-        short: Bytes::gib(2),
-    };
-    worker.say(engine::messages::Event::Answer { id, answer });
-    let Err(Error::MemoryTaken(shortfall)) = reserve.await.unwrap() else {
+    let Error::MemoryTaken(shortfall) = refused(Bytes::gib(22), Bytes::gib(2)).await else {
         panic!("there are 20 GiB")
     };
     let offered = shortfall.fallbacks.iter().map(|fallback| &fallback.change.to);
     assert!(offered.eq([&ChangedTo::Bytes(Bytes::gib(20))]));
-
-    let asking = queue.clone();
-    let reserve = tokio::spawn(async move {
-        asking
-            .reserve("sim:0", Bytes::gib(60), Duration::from_secs(60), "".into())
-            .await
-    });
-    let Wire::Command(Command::MakeRoom { id, .. }) = worker.next().await else {
-        panic!()
-    };
-    let answer = Answer::Unloaded {
-        freed: Vec::new(),
-        kept: Vec::new(),
-        short: Bytes::gib(40),
-    };
-    worker.say(engine::messages::Event::Answer { id, answer });
-    let Err(Error::NeverFits(shortfall)) = reserve.await.unwrap() else {
+    let Error::NeverFits(shortfall) = refused(Bytes::gib(60), Bytes::gib(40)).await else {
         panic!("the card has 24 GiB")
     };
     assert!(shortfall.capacity <= Bytes::gib(24));

@@ -1,11 +1,11 @@
 //! Adapters on the command line: `--lora NAME[:STRENGTH[:TEXT_STRENGTH]]`. A name may have colons too, so what is listed decides.
 
+use api::v1;
+use media::RecipeAdapter;
 use pipelines::adapter_stem;
 
 use super::CliError;
 use super::connection::Connection;
-use api::v1;
-use media::RecipeAdapter;
 
 /// What stands for a colon that is part of a name.
 const ESCAPED_COLON: &str = "\\:";

@@ -13,6 +13,9 @@ use clap::{
 use pipelines::FULL;
 use residency::Bytes;
 
+use api::v1;
+use hub::catalogue::Makes;
+use media::Recipe;
 pub(super) use play::{Play, TaskChoice, TrackSettings};
 
 use super::adapter::{self, TypedAdapter};
@@ -20,9 +23,6 @@ use super::connection::Connection;
 use super::{CliError, cards, version};
 use crate::config::{ClientSettings, Config, Flags};
 use crate::models::Models;
-use api::v1;
-use hub::catalogue::Makes;
-use media::Recipe;
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
 #[derive(Debug, Parser)]

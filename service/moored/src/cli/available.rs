@@ -1,6 +1,8 @@
 //! `moored models --available`: the models that have a short name, and which of them fit this card.
 
+use api::v1;
 use gpu::{CardKind, DeviceChoice};
+use hub::catalogue::{self, Makes, Model, Room};
 use pipelines::Preset;
 use residency::Bytes;
 use serde_json::json;
@@ -9,8 +11,6 @@ use super::connection::Connection;
 use super::{CliError, screen};
 use crate::config::Config;
 use crate::models::{self, Models};
-use api::v1;
-use hub::catalogue::{self, Makes, Model, Room};
 
 /// Dtype of cards on which weights take twice the bytes.
 const F32: &str = "f32";

@@ -3,14 +3,14 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use api::v1;
 use bytes::Bytes;
+use media::tracks;
 
 use super::CliError;
 use super::arguments::Settings;
 use super::connection::Connection;
 use super::request::{Asked, read_media};
-use api::v1;
-use media::tracks;
 
 /// Bytes of a message.
 const CHUNK_BYTES: usize = 1 << 18;

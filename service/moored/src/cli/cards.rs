@@ -1,5 +1,6 @@
 //! `moored trim`, `reserve`, `release`, `recycle`: a card's memory, and its worker.
 
+use api::v1;
 use clap::Args;
 use residency::Bytes;
 use serde_json::json;
@@ -8,7 +9,6 @@ use super::connection::Connection;
 use super::show::freed_json;
 use super::{CliError, screen};
 use crate::config::ClientSettings;
-use api::v1;
 
 #[derive(Debug, Args)]
 pub(super) struct Trim {

@@ -6,6 +6,12 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use api::v1;
+use api::v1::generation_client::GenerationClient;
+use api::v1::hub_client::HubClient;
+use api::v1::jobs_client::JobsClient;
+use api::v1::residency_client::ResidencyClient;
+use api::v1::server_client::ServerClient;
 use prost::Message as _;
 use tonic::codegen::http;
 use tonic::metadata::{Ascii, MetadataValue};
@@ -19,13 +25,6 @@ use super::wire::{Answers, WireError};
 use super::{CliError, interrupt};
 use crate::bounded;
 use crate::config::ClientSettings;
-use api::v1;
-use api::v1::generation_client::GenerationClient;
-use api::v1::hub_client::HubClient;
-use api::v1::jobs_client::JobsClient;
-use api::v1::residency_client::ResidencyClient;
-use api::v1::server_client::ServerClient;
-use wording as shown;
 
 /// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
@@ -293,13 +292,13 @@ pub(super) fn when_of(fallback: &v1::Fallback) -> &'static str {
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&shown::one_line(&self.message))?;
+        f.write_str(&wording::one_line(&self.message))?;
         if let Some(shortfall) = &self.shortfall {
             for holder in &shortfall.holders {
                 write!(
                     f,
                     "\n  {} holds {}",
-                    shown::one_line(&holder.name),
+                    wording::one_line(&holder.name),
                     residency::Bytes(holder.bytes)
                 )?;
             }
@@ -308,7 +307,7 @@ impl fmt::Display for Refusal {
                 write!(
                     f,
                     "\n  {} would fit {when} ({})",
-                    shown::one_line(&fallback.label),
+                    wording::one_line(&fallback.label),
                     residency::Bytes(fallback.peak_bytes)
                 )?;
             }

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use api::v1;
 use image::{Rgb, RgbImage, imageops};
 use residency::Bytes;
 use serde_json::json;
@@ -20,7 +21,6 @@ use super::show::Show;
 use super::{CliError, screen};
 use crate::config::{ClientSettings, Config};
 use crate::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
-use api::v1;
 
 /// One prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");

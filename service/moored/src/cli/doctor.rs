@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use api::v1;
 use engine::Error;
 use engine::library::Library;
 use gpu::{CardKind, DeviceChoice, DeviceSpec};
@@ -15,7 +16,6 @@ use crate::config::{CardSettings, Config};
 use crate::grpc::policy_name;
 use crate::models::Models;
 use crate::serve;
-use api::v1;
 
 /// The result of one check.
 struct Finding {

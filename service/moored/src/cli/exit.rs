@@ -1,8 +1,9 @@
 //! Exit codes, by which scripts tell failures apart. docs/OPERATING.md lists them.
 
+use api::v1::Reason;
+
 use super::{CliError, interrupt};
 use crate::pull_messages;
-use api::v1::Reason;
 
 /// Kind of a failure, by what the caller can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,11 +4,12 @@ use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
+use api::v1;
+use media::pictures::{self, PictureFormat};
+
 use super::CliError;
 use super::arguments::MediumChoice;
 use super::results::Arrived;
-use api::v1;
-use media::pictures::{self, PictureFormat};
 
 /// Room for a picture: a disk with less is full.
 const PROBE_BYTES: usize = 1 << 20;

@@ -2,6 +2,8 @@
 
 use std::io::{IsTerminal as _, Write as _};
 
+use api::v1;
+use api::v1::event::Event as Kind;
 use futures::StreamExt as _;
 use residency::Bytes;
 use serde_json::json;
@@ -17,8 +19,6 @@ use super::results::{Bounds, Results};
 use super::show::Show;
 use super::{CliError, connection, interrupt, screen};
 use crate::config::ClientSettings;
-use api::v1;
-use api::v1::event::Event as Kind;
 
 /// Generates a film, and writes it.
 pub(super) async fn film(client: &ClientSettings, mut options: Generate, json: bool) -> Result<(), CliError> {

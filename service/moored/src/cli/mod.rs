@@ -39,10 +39,10 @@ use tokio::sync::oneshot;
 use arguments::{Arguments, Command, Verbosity};
 use exit::Exit;
 use interrupt::Second;
+use wording::one_line;
 
 use crate::config::{Config, DEFAULTS};
 use crate::{process, serve, telemetry};
-use wording::one_line;
 
 /// Timeout of ending threads when a command ends.
 const LAST_THREADS: Duration = Duration::from_secs(1);

@@ -2,6 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use api::v1;
+use hub::Reference;
+use hub::catalogue;
 use pipelines::{FULL, Preset};
 use residency::Bytes;
 use serde_json::json;
@@ -12,9 +15,6 @@ use super::pull::decimal;
 use super::{CliError, local, screen, total_of};
 use crate::config::{ClientSettings, Config};
 use crate::models::Models;
-use api::v1;
-use hub::Reference;
-use hub::catalogue;
 
 /// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.
 pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {

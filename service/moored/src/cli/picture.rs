@@ -1,12 +1,11 @@
 //! The cards as they are, drawn to scale: a bar for each card, with a row under it for everything that is in it.
 
+use api::v1;
 use console::{Style, measure_text_width, pad_str, truncate_str};
 use residency::Bytes;
 
 use super::names::short_key;
 use super::total_of;
-use api::v1;
-use wording as shown;
 
 /// Bounds of the width of a drawing, in characters.
 const NARROWEST: usize = 60;
@@ -116,7 +115,7 @@ pub(super) fn picture(status: &v1::Status, canvas: Canvas) -> String {
         status.text_encodings,
         Bytes(status.text_encoding_bytes)
     ));
-    let lines: Vec<_> = lines.iter().map(|line| shown::drawn_line(line)).collect();
+    let lines: Vec<_> = lines.iter().map(|line| wording::drawn_line(line)).collect();
     lines.join("\n")
 }
 

@@ -4,7 +4,10 @@ use std::io::IsTerminal as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use api::v1;
+use api::v1::pull_event::Event;
 use futures::StreamExt as _;
+use hub::{Base, Hub, Progress, PullPlan, Reference};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
@@ -15,9 +18,6 @@ use super::connection::{Connection, Refusal};
 use super::names::short_revision;
 use super::{CliError, screen};
 use crate::pull_messages::{progress_of, pulled_of};
-use api::v1;
-use api::v1::pull_event::Event;
-use hub::{Base, Hub, Progress, PullPlan, Reference};
 
 /// Least time between two lines in a pipe, and between two JSON lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);

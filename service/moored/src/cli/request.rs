@@ -3,14 +3,14 @@
 use std::io::IsTerminal as _;
 use std::path::Path;
 
+use api::v1;
 use bytes::Bytes;
+use media::Recipe;
 
 use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
 use crate::bounded;
 use crate::durations::millis;
-use api::v1;
-use media::Recipe;
 
 /// A request for a result of any medium.
 #[derive(Clone, Debug)]

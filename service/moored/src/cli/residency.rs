@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use api::v1;
 use futures::StreamExt as _;
 use residency::Bytes;
 use serde_json::json;
@@ -13,7 +14,6 @@ use super::pull::WhenMissing;
 use super::show::{Show, freed_json, kept_json};
 use super::{CliError, connection, screen, total_of};
 use crate::config::ClientSettings;
-use api::v1;
 
 pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool) -> Result<(), CliError> {
     options.formats.settle(client).await?;

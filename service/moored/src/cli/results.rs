@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use api::v1;
+use api::v1::artifact::Format;
 use bytes::Bytes;
+use media::{films, pictures, tracks};
 use pipelines::Covered;
 
 use super::request::Asked;
-use api::v1;
-use api::v1::artifact::Format;
-use media::{films, pictures, tracks};
 
 /// Most tracks of an item.
 const TRACKS_OF_ITEM: usize = 32;

@@ -5,6 +5,9 @@
 
 use std::time::Duration;
 
+use api::v1;
+use hub::Reference;
+use hub::catalogue;
 use pipelines::Preset;
 
 use super::arguments::Run;
@@ -14,9 +17,6 @@ use super::generate::Order;
 use super::local::{self, LocalService};
 use super::{CliError, interrupt, pull, screen};
 use crate::config::Config;
-use api::v1;
-use hub::Reference;
-use hub::catalogue;
 
 /// The preset that leaves the formats to the service.
 const AUTO: &str = "auto";

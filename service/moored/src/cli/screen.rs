@@ -10,26 +10,25 @@ use tokio::sync::oneshot;
 use super::arguments::Verbosity;
 use super::{CliError, interrupt};
 use crate::pull_messages;
-use wording as shown;
 
 /// Prints a line on standard output. A line break in it is escaped: it is of a name that others gave.
 pub(super) fn text(text: &str) -> Result<(), CliError> {
-    Ok(writeln!(std::io::stdout(), "{}", shown::one_line(text))?)
+    Ok(writeln!(std::io::stdout(), "{}", wording::one_line(text))?)
 }
 
 /// Prints several lines of our own on standard output.
 pub(super) fn lines(text: &str) -> Result<(), CliError> {
-    Ok(writeln!(std::io::stdout(), "{}", shown::lines(text))?)
+    Ok(writeln!(std::io::stdout(), "{}", wording::lines(text))?)
 }
 
 /// Prints a drawing, in its colours.
 pub(super) fn drawing(drawing: &str) -> Result<(), CliError> {
-    Ok(writeln!(std::io::stdout(), "{}", shown::drawing(drawing))?)
+    Ok(writeln!(std::io::stdout(), "{}", wording::drawing(drawing))?)
 }
 
 /// Draws lines from the top of the terminal, over what is there.
 pub(super) fn redraw(text: &str) -> Result<(), CliError> {
-    let drawn = shown::drawing(text).replace('\n', &format!("{END_OF_LINE}\n"));
+    let drawn = wording::drawing(text).replace('\n', &format!("{END_OF_LINE}\n"));
     Ok(writeln!(
         std::io::stdout(),
         "{TOP}{drawn}{END_OF_LINE}{END_OF_SCREEN}"
@@ -60,7 +59,7 @@ pub(super) fn verbosity() -> Verbosity {
 
 /// Prints one JSON object on a line of its own.
 pub(super) fn json(value: &Value) -> Result<(), CliError> {
-    Ok(writeln!(std::io::stdout(), "{}", shown::json(value))?)
+    Ok(writeln!(std::io::stdout(), "{}", wording::json(value))?)
 }
 
 /// Prints a line on standard error. Where it is closed or its disk is full, the work goes on: its results are more than its notes.
@@ -71,14 +70,14 @@ fn told(line: impl std::fmt::Display) {
 /// Prints a line on standard error, unless `--quiet` is given.
 pub(super) fn note(text: &str) {
     if verbosity() > Verbosity::Quiet {
-        told(shown::one_line(text));
+        told(wording::one_line(text));
     }
 }
 
 /// Prints a line on standard error, if `--verbose` is given.
 pub(super) fn detail(text: &str) {
     if verbosity() > Verbosity::Normal {
-        told(shown::one_line(text));
+        told(wording::one_line(text));
     }
 }
 
@@ -89,7 +88,7 @@ pub(super) fn can_ask(json: bool) -> bool {
 
 /// Asks a question on standard error; true for a yes. A signal ends the wait with an error.
 pub(super) async fn confirm(question: &str) -> Result<bool, CliError> {
-    write!(std::io::stderr(), "{} [y/N] ", shown::one_line(question))?;
+    write!(std::io::stderr(), "{} [y/N] ", wording::one_line(question))?;
     std::io::stderr().flush()?;
     let answer = interrupt::or(answer()).await?;
     Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
@@ -111,7 +110,7 @@ async fn answer() -> Result<String, CliError> {
 pub(super) fn table(heading: &[&str], rows: Vec<Vec<String>>) -> Result<(), CliError> {
     let cells = |row: Vec<String>| {
         row.iter()
-            .map(|cell| shown::one_line(cell).into_owned())
+            .map(|cell| wording::one_line(cell).into_owned())
             .collect()
     };
     let rows: Vec<Vec<String>> = rows.into_iter().map(cells).collect();
@@ -153,8 +152,8 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
         };
         let failed = json!({"event": "failed", "reason": reason, "message": error.to_string()});
         // The exit status says it too, where nobody reads this.
-        let _ = writeln!(std::io::stdout(), "{}", shown::json(&failed));
+        let _ = writeln!(std::io::stdout(), "{}", wording::json(&failed));
     } else {
-        told(format_args!("moored: {}", shown::lines(&error.to_string())));
+        told(format_args!("moored: {}", wording::lines(&error.to_string())));
     }
 }

@@ -2,15 +2,14 @@
 
 use std::io::IsTerminal as _;
 
+use api::v1;
+use api::v1::event::Event as Kind;
 use indicatif::{ProgressBar, ProgressStyle};
 use residency::Bytes;
 use serde_json::json;
 
 use super::arguments::Verbosity;
 use super::{CliError, screen};
-use api::v1;
-use api::v1::event::Event as Kind;
-use wording as shown;
 
 /// Shows events one by one.
 pub(super) struct Show {
@@ -191,7 +190,7 @@ impl Show {
             if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
             }
-            bar.set_message(shown::one_line(title).into_owned());
+            bar.set_message(wording::one_line(title).into_owned());
             bar.enable_steady_tick(std::time::Duration::from_millis(100));
             Shown {
                 title: title.to_owned(),
@@ -302,7 +301,7 @@ fn words(kind: &Kind) -> Option<String> {
         Kind::Latent(kept) => format!("latent kept: {}", kept.latent.clone().unwrap_or_default().id),
         Kind::Accepted(_) | Kind::Preview(_) | Kind::Artifact(_) | Kind::Done(_) => return None,
     };
-    Some(shown::one_line(&words).into_owned())
+    Some(wording::one_line(&words).into_owned())
 }
 
 /// The end of a text that the model does not read, as JSON.

@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal as _;
 
+use api::v1;
 use futures::StreamExt as _;
 use serde_json::json;
 
@@ -11,7 +12,6 @@ use super::picture::{Canvas, picture};
 use super::residency::job_json;
 use super::{CliError, screen};
 use crate::config::ClientSettings;
-use api::v1;
 
 /// Shows the cards and the jobs; with `--watch` again and again.
 pub(super) async fn run(client: &ClientSettings, options: Status, json: bool) -> Result<(), CliError> {

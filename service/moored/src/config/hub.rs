@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
+use hub::{HubSettings, HubToken};
+
 use super::reader::{Reader, from_home};
 use super::{home_folder, variable};
-use hub::{HubSettings, HubToken};
 
 /// URL of the hub unless `HF_ENDPOINT` names another.
 const ENDPOINT: &str = "https://huggingface.co";
@@ -18,8 +19,7 @@ pub(super) fn read(r: &mut Reader) -> HubSettings {
         home_folder(),
         variable,
     );
-    let is_url = settings.has_url();
-    if !is_url {
+    if !settings.has_url() {
         r.mistake(
                 "hub.endpoint",
                 format!(

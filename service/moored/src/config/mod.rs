@@ -411,8 +411,9 @@ fn account() -> Option<String> {
     })
 }
 
-/// Variables that the libraries of a worker read, or names that begin as theirs do: the loader, the allocator, the driver, and the
-/// libraries of its maker. Whatever else is in the environment may be a secret, and a worker parses files of strangers.
+/// Variables that a worker gets: those that its libraries read, which are the loader, the allocator, the driver, and the libraries of
+/// the card's maker. A name that ends with `_` stands for all that begin with it. Any other variable may be a secret, and a worker
+/// reads files of strangers.
 const OF_WORKERS: [&str; 27] = [
     "PATH",
     "HOME",
@@ -443,7 +444,7 @@ const OF_WORKERS: [&str; 27] = [
     "NO_COLOR",
 ];
 
-/// Whether a worker gets a variable: those that end with `_` above are the beginnings of names.
+/// Whether a worker gets a variable.
 fn is_of_workers(name: &str) -> bool {
     OF_WORKERS.iter().any(|known| match known.ends_with('_') {
         true => name.starts_with(known),

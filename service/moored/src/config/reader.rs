@@ -13,7 +13,6 @@ use residency::Bytes;
 use serde::de::DeserializeOwned;
 
 use super::{SHORT_NAMES, Setting, UnloadWhenIdle, home_folder};
-use wording as shown;
 
 /// Everything that is wrong with the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +25,7 @@ impl fmt::Display for Mistakes {
             several => write!(f, "the configuration has {several} errors:")?,
         }
         for mistake in &self.0 {
-            write!(f, "\n  {}", shown::lines(mistake))?;
+            write!(f, "\n  {}", wording::lines(mistake))?;
         }
         f.write_str("\n`moored config --defaults` prints every setting with what it means")
     }

@@ -7,13 +7,13 @@ use engine::Error;
 use engine::job::Call;
 use pipelines::{Clip, InitImage, MediaFormat, Medium, Request};
 
+use api::v1;
+use hub::catalogue::Makes;
+use media::films::FilmFormat;
 use track::{AskedTrack, seconds_of};
 
 use super::status::invalid;
 use super::stream::Encoding;
-use api::v1;
-use hub::catalogue::Makes;
-use media::films::FilmFormat;
 
 /// The decoded start of a request.
 #[derive(Debug, Default)]

@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
+use api::v1;
 use engine::Error;
 use engine::library::Entry;
 use engine::queue::StatusReport;
+use hub::catalogue::{self, Makes, Room};
 use pipelines::{Medium, Quantization};
 
 use super::server::Service;
 use super::status::invalid;
 use crate::models::Found;
 use crate::threads::FILES;
-use api::v1;
-use hub::catalogue::{self, Makes, Room};
 
 impl Service {
     /// The reference of a request for this medium, with a model where it names none: the configured default or the shipped

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use api::v1;
 use engine::Error;
 use engine::job::JobOptions;
 use gpu::{CardDescription, CardKind};
@@ -13,7 +14,6 @@ use tonic::Request;
 use super::convert::priority_in;
 use super::limits::{Client, client_at};
 use super::status::{invalid, short};
-use api::v1;
 
 /// What the names begin with by which sessions hold their models: no client's.
 pub(super) const SESSION: &str = "session-";

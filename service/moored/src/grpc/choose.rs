@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use api::v1;
 use engine::Error;
 use engine::job::{Call, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
@@ -13,7 +14,6 @@ use super::generation::whole_run;
 use super::given_pictures::controls_of;
 use super::server::Service;
 use super::status::invalid;
-use api::v1;
 
 /// The preset that leaves the formats to the service, and how an id says so.
 const AUTO: &str = "auto";

@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use api::v1;
+use api::v1::event::Event as Kind;
 use engine::job::{JobEvent, JobEventKind, JobReport, LatentInfo, Priority, StageReport};
 use engine::library::{Entry, OpenModel};
 use engine::queue::JobInfo;
@@ -13,8 +15,6 @@ use residency::{Component, Fits, Holder, MemorySummary};
 use super::residency::{freed_out, kept_out};
 use super::status::cut;
 use crate::durations::millis;
-use api::v1;
-use api::v1::event::Event as Kind;
 
 pub(super) fn component_out(component: &Component) -> v1::Component {
     v1::Component {

@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use api::v1::event::Event as Kind;
 use pipelines::Piece;
 use tokio::sync::OnceCell;
 use tonic::Status;
@@ -12,7 +13,6 @@ use super::shared_files::SharedFile;
 use super::status::{client_limit, internal, status_of};
 use super::stream::{Output, Part, artifact};
 use crate::threads::ENCODING;
-use api::v1::event::Event as Kind;
 
 /// The encoded results that a stream still sends.
 pub(crate) struct Encodings {

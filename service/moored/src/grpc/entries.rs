@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
+use api::v1;
 use engine::Error;
 use engine::job::JobOptions;
 use engine::library::{Entry, OpenModel};
+use hub::catalogue;
 
 use super::choose::{Chosen, left_open};
 use super::server::Service;
 use super::status::{invalid, short};
 use crate::models::{Meant, Resolved};
 use crate::threads::FILES;
-use api::v1;
-use hub::catalogue;
 
 /// Most components that formats can be named for.
 const MOST_FORMATS: usize = 64;

@@ -2,10 +2,14 @@
 
 use std::pin::Pin;
 
+use api::v1;
+use api::v1::generation_server::Generation;
 use engine::Error;
 use engine::job::{Call, JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::{Entry, OpenModel};
 use futures::Stream;
+use hub::catalogue::Makes;
+use media::{MadeWith, Recipe};
 use pipelines::{Image, InitImage, Medium, Model, Role};
 use tonic::{Request, Response, Status, Streaming};
 
@@ -21,10 +25,6 @@ use super::sessions::SessionStream;
 use super::status::{invalid, status_of};
 use super::stream::{CHUNK_BYTES, Encoding, EventStream, Output, events_of};
 use crate::models::Models;
-use api::v1;
-use api::v1::generation_server::Generation;
-use hub::catalogue::Makes;
-use media::{MadeWith, Recipe};
 
 #[tonic::async_trait]
 impl Generation for Service {

@@ -3,9 +3,11 @@
 
 use std::sync::Arc;
 
+use api::v1;
 use bytes::Bytes;
 use engine::Error;
 use engine::library::Entry;
+use media::pictures;
 use pipelines::{Clip, ControlUse, InitImage, Mask, Medium, Model, Picture, PictureSlot, Request};
 
 use super::asked::{Asked, StartFrom, named};
@@ -15,8 +17,6 @@ use super::server::Service;
 use super::status::invalid;
 use crate::models::Models;
 use crate::threads::PLANNING;
-use api::v1;
-use media::pictures;
 
 const MASK: &str = "mask";
 const REFERENCES: &str = "references";

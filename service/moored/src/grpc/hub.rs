@@ -3,17 +3,17 @@
 use std::pin::Pin;
 use std::time::Duration;
 
+use api::v1;
+use api::v1::hub_server::Hub;
+use api::v1::pull_event::Event;
 use futures::Stream;
+use hub::{Progress, PullError, PullUpdate, Reference};
 use tonic::{Request, Response, Status};
 
 use super::server::Service;
 use super::status::status_of_pull;
 use crate::pull_messages::{progress_of, pulled_of};
 use crate::threads::FILES;
-use api::v1;
-use api::v1::hub_server::Hub;
-use api::v1::pull_event::Event;
-use hub::{Progress, PullError, PullUpdate, Reference};
 
 /// Least time between two progress events of one listener.
 const INTERVAL: Duration = Duration::from_millis(100);

@@ -1,13 +1,13 @@
 //! `moored.v1.Jobs`.
 
+use api::v1;
+use api::v1::jobs_server::Jobs;
 use tonic::{Request, Response, Status};
 
 use super::caller::Caller;
 use super::convert::job_out;
 use super::server::Service;
 use super::status::status_of;
-use api::v1;
-use api::v1::jobs_server::Jobs;
 
 #[tonic::async_trait]
 impl Jobs for Service {

@@ -1,5 +1,6 @@
 //! The upload of a latent, in chunks.
 
+use api::v1;
 use engine::Error;
 use futures::StreamExt as _;
 use pipelines::{HostTensor, HostType, Values};
@@ -7,7 +8,6 @@ use residency::Bytes;
 use tonic::{Status, Streaming};
 
 use super::status::{invalid, short, status_of};
-use api::v1;
 
 /// Most tensors of a latent, and dimensions of each. The longest film has 500 sections, each a tensor.
 const MOST_TENSORS: usize = 512;

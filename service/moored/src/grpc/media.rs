@@ -5,9 +5,15 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use api::v1;
+use api::v1::artifact::Format as OfArtifact;
+use api::v1::media_info::Format;
 use bytes::Bytes;
 use engine::Error;
 use futures::StreamExt as _;
+use media::Caller;
+use media::pictures;
+use media::tracks::{self, TrackError, TrackFormat};
 use pipelines::{Clip, MediaFormat};
 use tokio::time::Instant;
 use tonic::{Status, Streaming};
@@ -17,12 +23,6 @@ use super::status::{client_limit, invalid, short, status_of};
 use super::stream::{format_out, raw_media_type};
 use crate::durations::millis;
 use crate::threads::Turns;
-use api::v1;
-use api::v1::artifact::Format as OfArtifact;
-use api::v1::media_info::Format;
-use media::Caller;
-use media::pictures;
-use media::tracks::{self, TrackError, TrackFormat};
 
 /// What each counts at least: an entry, and a task that ends it, take memory too.
 const LEAST_BYTES: u64 = 4 << 10;

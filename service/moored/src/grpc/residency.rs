@@ -5,6 +5,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use api::v1;
+use api::v1::plan_request::Request as Planned;
+use api::v1::residency_server::Residency;
 use engine::Error;
 use engine::job::{JobSpec, JobWork};
 use engine::library::{Entry, OpenModel};
@@ -30,9 +33,6 @@ use crate::durations::millis;
 use crate::models::Found;
 use crate::process::other::OtherProcess;
 use crate::threads::FILES;
-use api::v1;
-use api::v1::plan_request::Request as Planned;
-use api::v1::residency_server::Residency;
 
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);

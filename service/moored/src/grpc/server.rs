@@ -2,9 +2,16 @@
 
 use std::sync::Arc;
 
+use api::v1;
+use api::v1::generation_server::GenerationServer;
+use api::v1::hub_server::HubServer;
+use api::v1::jobs_server::JobsServer;
+use api::v1::residency_server::ResidencyServer;
+use api::v1::server_server::{Server, ServerServer};
 use engine::library::Library;
 use engine::queue::Queue;
 use gpu::CardDescription;
+use hub::Pulls;
 use residency::{Bytes, Policy};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -25,13 +32,6 @@ use crate::host::Host;
 use crate::models::Models;
 use crate::process::supervisor::WorkerPids;
 use crate::threads::{FILES, Turns};
-use api::v1;
-use api::v1::generation_server::GenerationServer;
-use api::v1::hub_server::HubServer;
-use api::v1::jobs_server::JobsServer;
-use api::v1::residency_server::ResidencyServer;
-use api::v1::server_server::{Server, ServerServer};
-use hub::Pulls;
 
 /// Capabilities of this build, as `GetServerInfo` lists them.
 const CAPABILITIES: [&str; 14] = [

@@ -11,6 +11,9 @@ mod versions;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
+use api::v1;
+use api::v1::stream_audio_request::Message as Asked;
+use api::v1::stream_audio_response::Message as SessionMessage;
 use engine::Error;
 use engine::job::{JobEvent, JobEventKind};
 use futures::{Stream, StreamExt as _};
@@ -28,9 +31,6 @@ use super::server::Service;
 use super::status::{client_limit, cut, invalid, status_of};
 use crate::durations::millis;
 use crate::sessions::{Gap, PlayHead, SegmentStart, Timeline};
-use api::v1;
-use api::v1::stream_audio_request::Message as Asked;
-use api::v1::stream_audio_response::Message as SessionMessage;
 
 pub(super) type SessionStream =
     std::pin::Pin<Box<dyn Stream<Item = Result<v1::StreamAudioResponse, Status>> + Send>>;

@@ -3,6 +3,10 @@
 use std::sync::{Arc, PoisonError, Weak};
 
 use gpu::Timeline;
+use media::EncodedFile;
+use media::Recipe;
+use media::films::{FilmFile, FilmFormat};
+use media::tracks::{TrackFile, TrackFormat};
 use pipelines::{MediaFormat, Piece};
 use tonic::Status;
 
@@ -11,10 +15,6 @@ use super::limits::{Client, Taken};
 use super::status::{internal, status_of};
 use super::stream::Output;
 use crate::threads::ENCODING;
-use media::EncodedFile;
-use media::Recipe;
-use media::films::{FilmFile, FilmFormat};
-use media::tracks::{TrackFile, TrackFormat};
 
 /// Which result of which job, and how it is sent.
 #[derive(Clone, Debug, PartialEq)]

@@ -2,21 +2,21 @@
 
 use std::time::Duration;
 
+use api::v1;
+use api::v1::Reason;
 use engine::library::NotOpened;
 use engine::{CancelledBy, Error, Shortfall};
+use hub::catalogue::did_you_mean;
+use hub::{PullError, Reference};
 use prost::Message as _;
 use prost_types::Any;
 use tonic::{Code, Status};
 use tonic_types::pb;
+use wording::is_obeyed;
 
 use super::convert::{fallback_out, holder_out};
 use super::paths;
 use crate::pull_messages;
-use api::v1;
-use api::v1::Reason;
-use hub::catalogue::did_you_mean;
-use hub::{PullError, Reference};
-use wording::is_obeyed;
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";

@@ -4,11 +4,17 @@ use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use api::v1;
+use api::v1::artifact::Format;
+use api::v1::event::Event as Kind;
 use bytes::Bytes;
 use engine::job::{JobEvent, JobEventKind};
 use engine::queue::Job;
 use futures::Stream;
 use gpu::Timeline;
+use media::tracks::{TrackFormat, wav_header};
+use media::{EncodedFile, FilePosition};
+use media::{Recipe, pictures};
 use pipelines::{Covered, MediaFormat, Piece};
 use tonic::Status;
 
@@ -18,12 +24,6 @@ use super::limits::Client;
 use super::shared_files::{FileOf, SharedFile};
 use super::status::{internal, status_of, status_of_job};
 use crate::threads::ENCODING;
-use api::v1;
-use api::v1::artifact::Format;
-use api::v1::event::Event as Kind;
-use media::tracks::{TrackFormat, wav_header};
-use media::{EncodedFile, FilePosition};
-use media::{Recipe, pictures};
 
 /// Bytes of one artifact or latent chunk. A stream that is not read holds a few of them.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;

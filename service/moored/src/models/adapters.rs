@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use api::v1;
 use engine::Error;
 use engine::library::Entry;
 use pipelines::{AdapterFile, AdapterKind, AdapterUse, StrengthCurve, adapter_stem, kind_of_folder};
@@ -11,7 +12,6 @@ use pipelines::{AdapterFile, AdapterKind, AdapterUse, StrengthCurve, adapter_ste
 use super::comfyui::Meaning;
 use super::names::{self, Named};
 use super::{Models, children, hub_model, invalid, is_pipeline, shipped_folder};
-use api::v1;
 
 /// Most adapters of one request.
 const MOST_ADAPTERS: usize = 16;

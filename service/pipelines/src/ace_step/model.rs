@@ -1,6 +1,8 @@
 //! An open ACE-Step checkpoint: its answers to a planner.
 
 use gpu::CheckpointFile;
+use model::plan::only_value;
+use model::{LeftOut, smaller_lengths};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,8 +20,6 @@ use crate::{
     Audio, Family, Medium, Model, ModelError, ModelParts, Observer, OwnLayout, Precision, Request,
     RequestError, SampleFormat, StageError, StagePlan, StageRun, ValueShape, Values,
 };
-use model::plan::only_value;
-use model::{LeftOut, smaller_lengths};
 
 /// Names of the components.
 pub(super) const TRANSFORMER: &str = "transformer";

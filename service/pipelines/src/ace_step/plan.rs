@@ -11,6 +11,9 @@
 //! | `decode` | `vae` | the track, piece by piece |
 
 use candle_core::DType;
+use model::LeftOut;
+use model::Memo;
+use model::plan::{names, rungs_of};
 use residency::Bytes;
 
 use super::buffers::{denoise_scratch, request_scratch};
@@ -26,9 +29,6 @@ use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::TokenizeError;
 use crate::{Audio, AudioTask, Clip, Medium, Request, RequestError, Role, Rung, StagePlan, ValueShape};
-use model::LeftOut;
-use model::Memo;
-use model::plan::{names, rungs_of};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";

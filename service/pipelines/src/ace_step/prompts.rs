@@ -1,7 +1,8 @@
 //! What the text encoder reads: the formats of diffusers' `AceStepPipeline._format_prompt`, which the model was trained with.
 
-use crate::{Audio, AudioTask};
 use model::decimal;
+
+use crate::{Audio, AudioTask};
 
 /// Most tokens of lyrics, as in the reference.
 pub(super) const MAX_LYRIC_TOKENS: usize = 2048;

@@ -5,6 +5,8 @@
 //! Numbers are drawn in f32 on every card.
 
 use candle_core::{DType, Device, Tensor};
+use model::decimal;
+use model::plan::of_rung;
 
 use super::condition::ConditionEncoder;
 use super::model::{AceStepModel, CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, VAE};
@@ -21,8 +23,6 @@ use crate::noise::Generator;
 use crate::tensors::{from_host, to_host};
 use crate::text::qwen3::Qwen3Encoder;
 use crate::{Audio, Clip, HostTensor, MediaFormat, Medium, Observer, Piece, StageError, StageRun, Values};
-use model::decimal;
-use model::plan::of_rung;
 
 /// A stage of one request.
 pub(super) struct Stage<'a> {

@@ -3,9 +3,9 @@
 //! the frame is the source's at the noise of each step.
 
 use candle_core::{Device, Tensor};
+use model::{decimal, first_step};
 
 use crate::StrengthPoint;
-use model::{decimal, first_step};
 
 /// Strengths over the seconds of a track.
 struct Curve(Vec<(f64, f32)>);

@@ -1,8 +1,9 @@
 //! What a request may ask for: its task, its source, and the frames that change.
 
-use crate::{Audio, AudioTask, Medium, Request, RequestError};
 use model::bounds::{common_problems, decode_from_problem};
 use model::{decimal, first_step};
+
+use crate::{Audio, AudioTask, Medium, Request, RequestError};
 
 use super::prompts::TRACKS;
 use super::sound;

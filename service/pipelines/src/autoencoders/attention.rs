@@ -1,6 +1,7 @@
 //! Attention with one head, of each frame over all positions of the frames up to it.
 
 use candle_core::{DType, Tensor};
+use model::StageError;
 use ops::{AttentionShape, ChannelNorm, MapReading, Mask, MaskShape, Onto};
 
 use super::convolution::Convolution;
@@ -8,7 +9,6 @@ use super::norm::GroupNorm;
 use super::pass::Map;
 use super::source::LayerSource;
 use super::strips::{Goes, Walk};
-use model::StageError;
 
 /// `Attention` of diffusers, in the middle of either half.
 #[derive(Clone, Debug)]

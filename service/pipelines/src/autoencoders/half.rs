@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 use ops::Onto;
 
 use super::attention::Attention;
@@ -12,7 +13,6 @@ use super::resnet::{Maps, Resnet, norm_and_convolve_to_frames};
 use super::source::LayerSource;
 use super::strips::{Reading, Walk, convolve};
 use super::table::{Layer, Layers};
-use model::StageError;
 
 /// A [`Layer`] with its tensors.
 #[derive(Clone, Debug)]

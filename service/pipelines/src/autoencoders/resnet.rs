@@ -1,6 +1,7 @@
 //! Residual blocks over maps `[h, t, w, c]`, in the memory of as few maps as their strips allow.
 
 use candle_core::{DType, Tensor};
+use model::StageError;
 use ops::{Affine, Onto};
 
 use super::convolution::Convolution;
@@ -8,7 +9,6 @@ use super::norm::GroupNorm;
 use super::pass::StripSize;
 use super::source::LayerSource;
 use super::strips::{Goes, Reading, StripConvolution, Walk, convolve};
-use model::StageError;
 
 type Outcome<T> = std::result::Result<T, StageError>;
 

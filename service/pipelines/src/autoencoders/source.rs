@@ -2,12 +2,12 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, Weight};
+use model::StageError;
 
 use super::COMPONENT;
 use super::convolution::Convolution;
 use super::kernels::Kernels;
 use super::norm::GroupNorm;
-use model::StageError;
 
 /// Takes the tensors of one layer out of a component.
 #[derive(Clone, Copy)]

@@ -5,12 +5,12 @@
 //! the upsampled nor the padded map is ever materialized, and results do not depend on the strips.
 
 use candle_core::{DType, Device, Result, Tensor};
+use model::StageError;
 use ops::{Affine, ChannelNorm, Enlarge, Filter, MapReading, Onto, Pad, Steps};
 
 use super::convolution::Convolution;
 use super::kernels::{Kernels, Resize};
 use super::pass::{Map, Pass, Rows, StripSize};
-use model::StageError;
 
 type Outcome<T> = std::result::Result<T, StageError>;
 

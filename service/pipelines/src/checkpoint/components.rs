@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, Target, TensorSource, WeightFormat};
+use model::ComponentFiles;
+use model::format_of_plan;
 
 use super::role::{QuantizeRole, RoleOf};
 use super::single_file::is_single_file;
 use super::spec::TensorSpec;
 use super::stored::{Checkpoint, SUPPORTED, StoredAs, StoredTensor, foreign, quantized_by};
-use model::ComponentFiles;
-use model::format_of_plan;
 
 use crate::files::{damaged, incomplete, unsupported};
 use crate::{Formats, ModelError, ModelFile, Precision};

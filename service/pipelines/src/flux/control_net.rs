@@ -5,6 +5,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
+use model::decimal;
 use ops::Epilogue;
 use serde::Deserialize;
 
@@ -18,7 +19,6 @@ use crate::files::read_json;
 use crate::linear::Linear;
 use crate::mmdit::{Added, BlockHook, BlockPlace, Buffers, Next};
 use crate::{ControlUse, StageError};
-use model::decimal;
 
 /// The class in its configuration.
 const CLASS: &str = "FluxControlNetModel";

@@ -5,6 +5,9 @@
 //! start and that of the noise.
 
 use candle_core::{Device, Tensor};
+use model::Memo;
+use model::Model;
+use model::bounds::PIXELS_PER_TOKEN;
 
 use super::config::{MASK_WIDTH, TransformerConfig};
 use super::control_net::{OpenControlNet, acts_in};
@@ -14,9 +17,6 @@ use crate::start::{CHANGES, steps_run};
 use crate::{
     ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, StageError, StagePlan, ValueShape,
 };
-use model::Memo;
-use model::Model;
-use model::bounds::PIXELS_PER_TOKEN;
 
 /// Names of the stages. That of a control picture is followed by its number.
 pub(super) const ENCODE_CONTROL: &str = "encode_control_";

@@ -4,6 +4,10 @@ use gpu::CheckpointFile;
 use std::path::Path;
 use std::sync::Arc;
 
+use model::Memo;
+use model::bounds::{self, PIXELS_PER_TOKEN, TRUE_GUIDANCE, problems};
+use model::plan::names;
+use model::{LeftOut, smaller_sides};
 use residency::Bytes;
 
 use super::adapter_targets::adapter_targets;
@@ -26,10 +30,6 @@ use crate::{
     Family, Image, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError, Role,
     Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
-use model::Memo;
-use model::bounds::{self, PIXELS_PER_TOKEN, TRUE_GUIDANCE, problems};
-use model::plan::names;
-use model::{LeftOut, smaller_sides};
 
 /// Name of the family.
 pub(super) const FAMILY: &str = "flux";

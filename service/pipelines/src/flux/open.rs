@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use gpu::CheckpointFile;
+use model::bounds::{PIXELS_PER_TOKEN, problems};
 
 use super::checkpoint::{MARKS, config_of_single_file};
 use super::components::{transformer_of_folder, transformer_of_single_file};
@@ -22,7 +23,6 @@ use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
-use model::bounds::{PIXELS_PER_TOKEN, problems};
 
 /// Component names, in the order of [`crate::Model::components`].
 const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];

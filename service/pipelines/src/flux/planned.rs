@@ -1,5 +1,6 @@
 //! The cuDNN shapes of a request's stages, derived from the configurations.
 
+use model::bounds::PIXELS_PER_TOKEN;
 use ops::Planned;
 
 use super::edit::{ENCODE_CONTROL, ENCODE_MASKED, ENCODE_REFERENCE};
@@ -7,7 +8,6 @@ use super::model::FluxModel;
 use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::{Image, Request};
-use model::bounds::PIXELS_PER_TOKEN;
 
 impl FluxModel {
     /// cuDNN shapes of a stage on a card, in order of use. Pictures are decoded and encoded whole: a lower rung

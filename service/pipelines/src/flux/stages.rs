@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
+use model::bounds::PIXELS_PER_TOKEN;
 use ops::{Finite, euler};
 
 use super::control_net::{ControlNet, Controls, PreparedControl, acts_in};
@@ -27,7 +28,6 @@ use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::t5::T5Encoder;
 use crate::{ControlUse, HostTensor, Image, Observer, Request, StageError, StageRun, Values};
-use model::bounds::PIXELS_PER_TOKEN;
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -43,7 +43,7 @@ pub(super) const NEGATIVE_POOLED: &str = "negative_pooled";
 pub(super) const NEGATIVE_SEQUENCE: &str = "negative_sequence";
 
 /// The second pass of every step, which reads the negative prompt.
-struct Away {
+struct NegativePass {
     sequence: Tensor,
     pooled: Tensor,
     conditioning: Conditioning,
@@ -53,7 +53,7 @@ struct Away {
     scale: f64,
 }
 
-impl Away {
+impl NegativePass {
     /// One step towards the prompt and away from the negative prompt: `velocity` is that of the prompt. The mix of
     /// both is added to the latent in f32 as two steps, without a buffer of its own.
     fn step(
@@ -250,7 +250,7 @@ impl Stage<'_> {
         self.observer.check_cancelled()?;
         let mut conditioning = transformer.condition(&prompted, &times)?;
 
-        let mut away = match self.request.negative() {
+        let mut negative_pass = match self.request.negative() {
             None => None,
             Some(_) => {
                 let sequence = self.encoding(stage, NEGATIVE_SEQUENCE)?;
@@ -260,7 +260,7 @@ impl Stage<'_> {
                     pooled: &pooled,
                     ..prompted
                 };
-                Some(Away {
+                Some(NegativePass {
                     conditioning: transformer.condition(&negative, &times)?,
                     velocity: Tensor::zeros((1, rows * columns, config.out_width()), dtype, self.device)?,
                     scale: self.request.true_guidance.into(),
@@ -299,13 +299,13 @@ impl Stage<'_> {
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
                 conditioning = transformer.condition(&prompted, &times[step..=step])?;
-                if let Some(away) = &mut away {
+                if let Some(negative_pass) = &mut negative_pass {
                     let negative = Prompted {
-                        sequence: &away.sequence,
-                        pooled: &away.pooled,
+                        sequence: &negative_pass.sequence,
+                        pooled: &negative_pass.pooled,
                         ..prompted
                     };
-                    away.conditioning = transformer.condition(&negative, &times[step..=step])?;
+                    negative_pass.conditioning = transformer.condition(&negative, &times[step..=step])?;
                 }
                 row = 0;
             }
@@ -326,8 +326,8 @@ impl Stage<'_> {
                     beside.active.push(control);
                 }
             }
-            if let Some(away) = &away {
-                let conditioning = &away.conditioning;
+            if let Some(negative_pass) = &negative_pass {
+                let conditioning = &negative_pass.conditioning;
                 // What ControlNets add is that of the prompt, as in the reference.
                 let velocity = transformer.velocity_beside(
                     input,
@@ -337,7 +337,7 @@ impl Stage<'_> {
                     &mut beside,
                     &mut go_on,
                 )?;
-                ops::copy_rows(velocity, &away.velocity)?;
+                ops::copy_rows(velocity, &negative_pass.velocity)?;
             }
             let velocity = transformer.velocity_beside(
                 input,
@@ -349,8 +349,8 @@ impl Stage<'_> {
             )?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
             let by = f64::from(next - sigma);
-            match &away {
-                Some(away) => away.step(&latent, velocity, by, (&seen, &finite))?,
+            match &negative_pass {
+                Some(negative_pass) => negative_pass.step(&latent, velocity, by, (&seen, &finite))?,
                 None => euler(&latent, velocity, by, &seen, &finite)?,
             }
             // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed, and a
@@ -369,8 +369,8 @@ impl Stage<'_> {
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = match &away {
-                    Some(away) => without_noise(&latent, &away.mixed(velocity)?, next)?,
+                let clean = match &negative_pass {
+                    Some(negative_pass) => without_noise(&latent, &negative_pass.mixed(velocity)?, next)?,
                     None => without_noise(&latent, velocity, next)?,
                 };
                 let clean = unpack(&clean, rows, columns)?;

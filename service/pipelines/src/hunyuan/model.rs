@@ -1,6 +1,8 @@
 //! An open HunyuanVideo or FramePack checkpoint: its answers to a planner, and the stages of a request.
 
 use gpu::CheckpointFile;
+use model::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
+use model::{LeftOut, nearest_frames, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -23,8 +25,6 @@ use crate::{
     Family, InitImage, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError,
     StageError, StagePlan, StageRun, ValueShape, Values, Video,
 };
-use model::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
-use model::{LeftOut, nearest_frames, smaller_sides};
 
 /// Names of the components.
 pub(super) const TRANSFORMER: &str = "transformer";

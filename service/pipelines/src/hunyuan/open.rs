@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use gpu::CheckpointFile;
+use model::bounds::PIXELS_PER_TOKEN;
 
 use super::checkpoint::config_of_single_file;
 use super::config::TransformerConfig;
@@ -23,7 +24,6 @@ use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
 use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
 use crate::{Medium, ModelError, ModelParts, Precision, Request, Video};
-use model::bounds::PIXELS_PER_TOKEN;
 
 /// Its components.
 const COMPONENTS: [&str; 5] = [TRANSFORMER, VAE, LLAMA, CLIP, VISION];

@@ -1,6 +1,8 @@
 //! The stages of a request. FramePack's are, section by section, one that samples and one that decodes, so that each section
 //! is there to be seen when it is sampled, and whatever fails behind it costs none of what is done.
 
+use model::Memo;
+use model::plan::{names, only_value, rungs_of};
 use residency::Bytes;
 
 use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
@@ -11,8 +13,6 @@ use crate::mmdit::is_modulator;
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{Medium, PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
-use model::Memo;
-use model::plan::{names, only_value, rungs_of};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";

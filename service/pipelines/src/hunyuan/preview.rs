@@ -3,10 +3,10 @@
 //! published map of HunyuanVideo's. It shows shapes and motion; colours are rough.
 
 use candle_core::{DType, Device, Tensor};
+use model::resized;
 
 use crate::autoencoders::hunyuan::HunyuanVaeConfig;
 use crate::{InitImage, StageError};
-use model::resized;
 
 /// Weight of small weights in the fit, relative to the mean variance of the latent: a start of one colour has a map too.
 const RIDGE: f64 = 1e-3;

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
 use candle_core::{DType, Device, Tensor};
+use model::plan::of_rung;
 use ops::{Finite, euler};
 
 use super::film::Film;
@@ -32,7 +33,6 @@ use crate::text::llama::LlamaEncoder;
 use crate::vision::processor::bytes_through_floats;
 use crate::vision::siglip::SiglipEncoder;
 use crate::{HostTensor, InitImage, Observer, Request, StageError, StageRun, Values};
-use model::plan::of_rung;
 
 /// Largest factor of a dynamic shift of FramePack's sigmas, whose exponent is thus at most its logarithm.
 const MOST_SHIFT: f64 = 7.0;

@@ -1,8 +1,9 @@
 //! Conversion of an instant model's request to media formats, latents, and bytes.
 
-use super::colour::CHANNELS;
 use model::MediaFormat;
 use model::{Audio, Image, Medium, Video};
+
+use super::colour::CHANNELS;
 
 /// Pixels per latent element along each axis.
 const PIXELS_PER_LATENT: usize = 8;

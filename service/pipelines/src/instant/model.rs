@@ -4,6 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::{ComponentTensors, LoadPlan, ScratchGuard, WeightFormat, simulated_scratch};
+use model::Memo;
+use model::ModelParts;
+use model::bounds::{decode_from_problem, no_references, slots_problem, unread_fields};
+use model::plan::only_value;
+use model::{Audio, Image, Medium, Request, RequestError, Video};
+use model::{MediaFormat, Piece, SampleFormat};
+use model::{Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides};
+use model::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
 use residency::{Bytes, Component, ComponentId};
 
 use super::colour::{
@@ -18,14 +26,6 @@ use crate::adapters::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::files::read_json;
 use crate::rounds::{Round, adapters_in_key, check_shared, is_in_rounds, shared_pass};
 use crate::start::is_from_latent;
-use model::Memo;
-use model::ModelParts;
-use model::bounds::{decode_from_problem, no_references, slots_problem, unread_fields};
-use model::plan::only_value;
-use model::{Audio, Image, Medium, Request, RequestError, Video};
-use model::{MediaFormat, Piece, SampleFormat};
-use model::{Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides};
-use model::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
 
 /// Predicted bytes per second of a component's reload.
 const LOAD_SPEED: f64 = 25e9;

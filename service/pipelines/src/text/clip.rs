@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
+use model::StageError;
 use ops::{
     AttentionShape, Epilogue, Mask, MaskShape, Nonlinearity, Planned, Scratch, add_residual, allocated,
     attention, linears_into, norm_modulate, residual_norm_modulate,
@@ -15,7 +16,6 @@ use crate::checkpoint::QuantizeRole;
 use crate::files::check_sizes;
 use crate::layer_norm::LayerNorm;
 use crate::linear::{Linear, largest_scratch};
-use model::StageError;
 
 /// Prefix of all names in published checkpoints.
 const PREFIX: &str = "text_model.";

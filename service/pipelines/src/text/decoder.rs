@@ -7,6 +7,7 @@ mod layer;
 
 use candle_core::{DType, Tensor};
 use gpu::{ComponentTensors, MissingTensor, Weight};
+use model::StageError;
 use ops::{AttentionShape, MaskShape, Norm, Planned, Scratch, allocated, norm_modulate};
 use residency::Bytes;
 use serde::Deserialize;
@@ -17,7 +18,6 @@ use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::files::check_sizes;
 use crate::linear::largest_scratch;
-use model::StageError;
 
 /// Maximum tokens of a prompt: attention is quadratic.
 pub(super) const MAX_TOKENS: usize = 4096;

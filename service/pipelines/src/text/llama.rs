@@ -6,13 +6,13 @@
 
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 use ops::Planned;
 use residency::Bytes;
 use serde::Deserialize;
 
 use super::decoder::{Decoder, ResidentDecoder, Rope};
 use super::tokenizers::TemplatedIds;
-use model::StageError;
 
 pub(crate) use super::decoder::role;
 

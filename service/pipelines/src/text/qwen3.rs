@@ -6,6 +6,7 @@
 
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 use ops::Planned;
 use residency::Bytes;
 use serde::Deserialize;
@@ -13,7 +14,6 @@ use serde::Deserialize;
 use super::candle;
 use super::decoder::{Decoder, ResidentDecoder, Rope, prefix_of};
 use super::encoding::{check_finite, check_ids};
-use model::StageError;
 
 pub(crate) use super::decoder::role;
 

@@ -3,6 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
+use model::StageError;
 use ops::{
     AttentionShape, Epilogue, Mask, MaskShape, Nonlinearity, Norm, Planned, Scratch, allocated, attention,
     linears_into, norm_modulate, residual_norm_modulate,
@@ -15,7 +16,6 @@ use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
 use crate::files::check_sizes;
 use crate::linear::{Linear, largest_scratch};
-use model::StageError;
 
 /// Maximum tokens of a prompt: attention is quadratic.
 const MAX_TOKENS: usize = 4096;

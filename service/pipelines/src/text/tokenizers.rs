@@ -11,13 +11,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use model::ModelError;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokenizers::{AddedToken, Tokenizer};
 
 use super::shared::Shared;
 use crate::files::{damaged, incomplete, read_json, read_text};
-use model::ModelError;
 
 pub use llama::{LlamaTokenizer, TemplatedIds};
 

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
+use model::{Filter, resized_by};
 use serde::Deserialize;
 
 use crate::ModelError;
 use crate::files::checked;
-use model::{Filter, resized_by};
 
 /// Channels of a picture.
 const CHANNELS: usize = 3;

@@ -7,6 +7,7 @@ use candle_core::{DType, Module, Tensor};
 use candle_nn::Activation;
 use candle_transformers::models::siglip::{VisionConfig, VisionModel};
 use gpu::ComponentTensors;
+use model::StageError;
 use ops::allocated;
 use residency::Bytes;
 use serde::Deserialize;
@@ -15,7 +16,6 @@ use crate::checkpoint::QuantizeRole;
 use crate::files::check_sizes;
 use crate::resident;
 use crate::text::encoding::check_finite;
-use model::StageError;
 
 /// Prefix of all names in published checkpoints.
 const PREFIX: &str = "vision_model.";

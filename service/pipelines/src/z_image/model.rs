@@ -1,6 +1,10 @@
 //! An open Z-Image checkpoint: its answers to a planner, and the stages of a request.
 
 use gpu::CheckpointFile;
+use model::Memo;
+use model::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
+use model::plan::names;
+use model::{LeftOut, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -22,10 +26,6 @@ use crate::{
     Family, Image, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError, Role,
     Rung, StageError, StagePlan, StageRun, ValueShape, Values,
 };
-use model::Memo;
-use model::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
-use model::plan::names;
-use model::{LeftOut, smaller_sides};
 
 /// Names of the components.
 pub(super) const TRANSFORMER: &str = "transformer";

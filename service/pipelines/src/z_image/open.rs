@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use gpu::CheckpointFile;
+use model::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 
 use super::checkpoint::{MARKS, ZImageNaming, config_of_single_file, timestep_inner};
 use super::config::TransformerConfig;
@@ -20,7 +21,6 @@ use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
-use model::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 
 /// Its components.
 const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];

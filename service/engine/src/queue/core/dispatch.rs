@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use model::Values;
 use residency::{Bytes, WaitCause};
 use tokio::time::Instant;
 
@@ -16,7 +17,6 @@ use crate::queue::decide::{Decision, Pass};
 use crate::queue::record::{JobRecord, Patience, State};
 use crate::queue::reductions::{Reduction, Reductions};
 use crate::queue::steps::{Model, Step, StepKind};
-use model::Values;
 
 impl Core {
     /// Starts all that can start, and tells the others why they cannot.

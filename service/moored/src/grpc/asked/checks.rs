@@ -1,11 +1,11 @@
 //! What of a request is checked before its model is known.
 
+use api::v1;
 use engine::Error;
 use pipelines::RequestError;
 
 use super::{Asked, OfMedium};
 use crate::grpc::status::all_valid;
-use api::v1;
 
 /// Longest prompt, and longest lyrics, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
 const LONGEST_PROMPT_CHARACTERS: usize = 10_000;

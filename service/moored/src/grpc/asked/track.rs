@@ -1,11 +1,11 @@
 //! The part of a request that is of tracks alone.
 
+use api::v1;
 use engine::Error;
+use media::tracks::LONGEST_TRACK_SECONDS;
 use pipelines::{Audio, AudioTask, Clip, MediaFormat, RequestError, StrengthPoint};
 
 use crate::grpc::status::invalid;
-use api::v1;
-use media::tracks::LONGEST_TRACK_SECONDS;
 
 /// Names of tracks in one request: no model knows as many.
 const MOST_TRACKS: usize = 32;

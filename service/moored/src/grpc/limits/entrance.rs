@@ -15,11 +15,11 @@ use super::budget::{Budget, Client, Exceeded, Taken};
 /// they are accepted.
 const FIRST_CALL: Duration = Duration::from_millis(500);
 
-/// The part of the pool that an address has when it is taken for one that floods the service: its connections get no time, and make
-/// room for its own first.
+/// An address floods the service when it has one in so many places of the pool. Its connections get no time for a first call, and a new
+/// one closes its own oldest.
 const FLOOD_PART: usize = 8;
-/// Connections of one address that are never taken for a flood.
-const NO_FLOOD: usize = 8;
+/// An address with fewer connections than this does not flood the service, however small the pool is.
+const LEAST_FLOOD: usize = 8;
 
 /// The newcomers, and the places of those that are known.
 #[derive(Debug)]
@@ -65,8 +65,8 @@ impl Entrance {
         let mut newcomers = lock(&self.newcomers);
         let there: Vec<Arc<Place>> = newcomers.iter().filter_map(Weak::upgrade).collect();
         let full = there.len() >= self.most_newcomers;
-        let of = |client| there.iter().filter(|place| place.client == client).count();
-        let floods = |client| of(client) >= (self.most_newcomers / FLOOD_PART).max(NO_FLOOD);
+        let count_of = |client| there.iter().filter(|place| place.client == client).count();
+        let floods = |client| count_of(client) >= (self.most_newcomers / FLOOD_PART).max(LEAST_FLOOD);
         let leaves = match full && floods(client) {
             true => there.iter().find(|place| place.client == client),
             false => full.then(|| self.to_leave(&there)).flatten(),

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use api::v1;
+use api::v1::stream_audio_response::Message as SessionMessage;
 use engine::Error;
 use tonic::Status;
 
@@ -9,8 +11,6 @@ use crate::grpc::caller::SESSION;
 use crate::grpc::convert::event;
 use crate::grpc::status::{all_valid, invalid, reason_of, status_of};
 use crate::sessions::{Gap, PlaybackSettings, Rendered, SegmentStart};
-use api::v1;
-use api::v1::stream_audio_response::Message as SessionMessage;
 
 const DEFAULT_LEAD_MS: u32 = 2_000;
 const LEAST_LEAD_MS: u32 = 100;

@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use api::v1;
 use engine::Error;
 use engine::job::{Call, JobEvent, JobEventKind, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{Job, Queue};
+use hub::catalogue::Makes;
 use pipelines::{Clip, Medium};
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinHandle, JoinSet};
@@ -20,8 +22,6 @@ use crate::grpc::convert::resolved;
 use crate::grpc::limits::{Client, Taken};
 use crate::grpc::server::Service;
 use crate::grpc::status::invalid;
-use api::v1;
-use hub::catalogue::Makes;
 
 /// Events of jobs that wait for the session: it takes them as they come.
 const MOST_REPORTS: usize = 64;

@@ -2,13 +2,13 @@
 
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 
 use super::config::HunyuanVaeConfig;
 use super::scratch::Chunking;
 use crate::autoencoders::half::Half;
 use crate::autoencoders::source::{dtype_of_maps, unsupported};
 use crate::autoencoders::tiles::in_tiles;
-use model::StageError;
 
 /// The decoder of films. Tensors are shared with the component that it was made from.
 #[derive(Clone, Debug)]

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 
 use super::config::HunyuanVaeConfig;
 use super::film::blend;
@@ -11,7 +12,6 @@ use crate::autoencoders::half::Half;
 use crate::autoencoders::moments::Moments;
 use crate::autoencoders::source::{device_of, dtype_of_maps, finite, unsupported};
 use crate::autoencoders::tiles::{copy, in_tiles};
-use model::StageError;
 
 /// The encoder of pictures and films.
 #[derive(Clone, Debug)]

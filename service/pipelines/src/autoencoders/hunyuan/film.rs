@@ -1,13 +1,13 @@
 //! Latents to frames, as they are finished: `AutoencoderKLHunyuanVideo.decode`, tile by tile in time.
 
 use candle_core::{DType, Tensor};
+use model::StageError;
 
 use super::decoder::HunyuanVaeDecoder;
 use super::scratch::Chunking;
 use super::time::decode_tiles;
 use crate::autoencoders::source::finite;
 use crate::autoencoders::tiles::copy;
-use model::StageError;
 
 /// How a film is decoded. None of it changes a frame, but tiles in space.
 #[derive(Clone, Copy)]

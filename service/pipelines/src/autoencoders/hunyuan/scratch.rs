@@ -1,6 +1,7 @@
 //! Activation memory of a decode or an encode, derived from the configuration, and the rungs that need less.
 
 use candle_core::DType;
+use model::plan::ladder;
 use ops::Planned;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,6 @@ use crate::autoencoders::pass::{Map, StripSize};
 use crate::autoencoders::scratch::Account;
 use crate::autoencoders::strips::Walk;
 use crate::autoencoders::tiles::edges;
-use model::plan::ladder;
 
 /// Most bytes of a strip of a map that is processed whole: engines of convolutions count elements in 32 bits, and the
 /// strips of a film at 832x480 are already longer than a card's cache.

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 
 use super::config::VaeConfig;
 use super::picture::Rgb8;
@@ -9,7 +10,6 @@ use super::scratch::Chunking;
 use crate::autoencoders::half::Half;
 use crate::autoencoders::source::{dtype_of_maps, finite, unsupported};
 use crate::autoencoders::tiles::in_tiles;
-use model::StageError;
 
 /// The decoder of an autoencoder. Tensors are shared with the component that it was made from.
 #[derive(Clone, Debug)]

@@ -1,6 +1,7 @@
 //! The autoencoder's part in the plan of a request: its stages, and the memory of previews.
 
 use candle_core::DType;
+use model::plan::{names, only_value, rungs_of};
 use ops::Planned;
 use residency::Bytes;
 
@@ -9,7 +10,6 @@ use super::scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder};
 use crate::autoencoders::COMPONENT;
 use crate::checkpoint::ComponentSet;
 use crate::{Image, PreviewNeed, Role, Rung, StagePlan, ValueShape};
-use model::plan::{names, only_value, rungs_of};
 
 /// Names of the stages.
 pub(crate) const ENCODE_IMAGE: &str = "encode_image";

@@ -1,6 +1,7 @@
 //! Activation memory of a decode or an encode, derived from the configuration, and the rungs that need less.
 
 use candle_core::DType;
+use model::plan::ladder;
 use ops::Planned;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,6 @@ use crate::autoencoders::pass::{Map, StripSize};
 use crate::autoencoders::scratch::Account;
 use crate::autoencoders::strips::Walk;
 use crate::autoencoders::tiles::edges;
-use model::plan::ladder;
 
 /// How much of a map is processed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -2,13 +2,13 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
+use model::plan::of_rung;
 
 use super::scratch::{Chunking, decode_ladder, encode_ladder};
 use super::{Moments, Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
 use crate::noise::Generator;
 use crate::tensors::{from_host, to_host};
 use crate::{HostTensor, Image, InitImage, Observer, Piece, StageError};
-use model::plan::of_rung;
 
 /// One run of the autoencoder for a request.
 pub(crate) struct Run<'a> {

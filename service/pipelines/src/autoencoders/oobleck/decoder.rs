@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 use ops::copy_rows;
 
 use super::config::OobleckConfig;
 use super::layers::Half;
 use super::windows::{Window, Windows, windows_of};
 use crate::autoencoders::source::{device_of, dtype_of_maps, unsupported};
-use model::StageError;
 
 /// The decoder of tracks. Weights are folded into filters when it is made, which takes the bytes that
 /// [`super::decode_scratch`] counts.

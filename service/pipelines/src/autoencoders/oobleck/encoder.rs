@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 use ops::copy_rows;
 
 use super::config::OobleckConfig;
@@ -9,7 +10,6 @@ use super::layers::Half;
 use super::moments::OobleckMoments;
 use super::windows::{Window, Windows, windows_of};
 use crate::autoencoders::source::{device_of, dtype_of_maps, finite, unsupported};
-use model::StageError;
 
 /// The encoder of tracks. Weights are folded into filters when it is made, which takes the bytes that
 /// [`super::encode_scratch`] counts.

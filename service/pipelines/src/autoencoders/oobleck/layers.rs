@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
+use model::StageError;
 use ops::{NormedWeight, SequenceFilter, SequenceShape, Snake, Through, pad_sequence, snake_in_place};
 
 use super::table::{Layer, dilated};
 use crate::autoencoders::source::missing;
-use model::StageError;
 
 type Outcome<T> = std::result::Result<T, StageError>;
 

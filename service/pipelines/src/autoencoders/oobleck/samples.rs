@@ -1,10 +1,10 @@
 //! Samples as numbers and as 16-bit integers.
 
 use candle_core::{Device, Tensor};
+use model::StageError;
 use rayon::prelude::*;
 
 use crate::autoencoders::source::finite;
-use model::StageError;
 
 /// Samples `[n, channels]` of -1 to 1, f32, as 16-bit little-endian integers, channels interleaved
 /// ([`crate::MediaFormat::Audio`]): clipped, times 32767, rounded to the nearest.

@@ -1,6 +1,7 @@
 //! Activation memory of a decode or an encode, derived from the configuration, and the rungs that need less.
 
 use candle_core::DType;
+use model::plan::ladder;
 use ops::{Planned, SequenceShape, allocated};
 use residency::Bytes;
 
@@ -8,7 +9,6 @@ use super::config::OobleckConfig;
 use super::table::{Layer, dilated};
 use super::windows::{Margins, Windows, window_frames, windows_of};
 use crate::Rung;
-use model::plan::ladder;
 
 /// Most latent frames of a window: with ACE-Step's autoencoder in bf16, 0.9 GiB.
 const MOST_FRAMES: usize = 512;

@@ -3,11 +3,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use model::ModelError;
 use serde_json::{Value, json};
 
 use super::{Shared, TokenizeError, TokenizerConfig, Words, build, id_of, take, words};
 use crate::files::{damaged, read_json};
-use model::ModelError;
 
 /// What stands before a prompt, to the letter: diffusers' `HunyuanVideoPipeline`, `DEFAULT_PROMPT_TEMPLATE`.
 const HEAD: &str = concat!(
