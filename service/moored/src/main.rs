@@ -1,24 +1,17 @@
-//! SERVES. The binary: command line, configuration, gRPC, supervisor and worker processes, telemetry.
+//! SERVES. The binary: command line, configuration, supervisor and worker processes, telemetry.
 
 mod bounded;
 mod cli;
 mod config;
-mod durations;
 #[cfg(test)]
 #[path = "../../gpu/tests/edits/mod.rs"]
 mod edits;
-mod grpc;
-mod host;
 mod locks;
 mod memory;
-mod models;
 mod preload;
 mod process;
-mod pull_messages;
 mod serve;
-mod sessions;
 mod telemetry;
-mod threads;
 
 use std::process::ExitCode;
 

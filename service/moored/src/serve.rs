@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::v1;
+use calls::{Bounds, Host, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
+use grpc::{DoorSettings, Token, TransportError};
 use hub::{Hub, Pulls};
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
@@ -18,18 +19,14 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use crate::bounded;
 use crate::config::{CardSettings, Config};
-use crate::durations::millis;
-use crate::grpc::{self, Limits, Service, Token};
-use crate::host::{self, Host};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
-use crate::models::Models;
 use crate::preload;
 use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
-use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
-use crate::threads::Turns;
+use crate::process::supervisor::{self, EarlyWorker};
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -78,8 +75,8 @@ pub(crate) enum ServeError {
     )]
     QueueEnded,
     /// The gRPC transport failed.
-    #[error("the gRPC transport failed: {0}")]
-    Transport(#[from] tonic::transport::Error),
+    #[error(transparent)]
+    Transport(#[from] TransportError),
 }
 
 /// Runs the service until a signal or `stop` ends it. `ready` receives the address.
@@ -90,7 +87,7 @@ pub(crate) async fn run(
 ) -> Result<(), ServeError> {
     let mut timeline = Timeline::begin("start the service");
     memory::start_trimming();
-    let token = Token::read(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
+    let token = read_token(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
     make_state_folder(&config.service.state)?;
     timeline.part("token and folders");
     let early = EarlyWorker::start();
@@ -106,8 +103,8 @@ pub(crate) async fn run(
     let workers = WorkerPids::new(cards.len());
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
-    let limits = Limits::new(&config.limits, token);
-    grpc::paths::set_folders(folders_of_models(&config));
+    let bounds = Bounds::new(&config.limits.bounds);
+    calls::paths::set_folders(folders_of_models(&config));
     let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
     let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
     let queue = start_queue(
@@ -121,30 +118,32 @@ pub(crate) async fn run(
     timeline.part("library, queue");
     let models = Arc::new(Models::new(config.models.clone(), config.hub.cache.clone()));
     let host = Arc::new(Host::new());
-    tokio::spawn(host::watch(host.clone(), workers.clone()));
-    let service = Service {
+    tokio::spawn(calls::watch_host(host.clone(), workers.clone()));
+    let service = Service::new(Parts {
         queue: queue.clone(),
         library: library.clone(),
         models: models.clone(),
-        host,
         pulls: Pulls::new(Hub::new(config.hub.clone())),
-        started: Instant::now(),
-        max_message: config.service.max_message,
-        policy,
+        bounds: bounds.clone(),
+        host,
         workers,
-        decoding: Turns::of_decoding(),
-        encodings: limits.encodings(),
-        media: limits.media(config.queue.latent_ttl),
+        policy,
         latents: config.queue.latents,
-        limits,
+        media_ttl: config.queue.latent_ttl,
         stopping: stopping_seen,
+    });
+    let door = DoorSettings {
+        limits: config.limits.door,
+        token,
+        max_message: config.service.max_message,
+        families: pipelines::catalogue().names().map(str::to_owned).collect(),
     };
     tokio::spawn(preload::run(
         config.models.clone(),
         models.clone(),
         library.clone(),
         queue.clone(),
-        service.first_card(),
+        first_card_of(&queue),
     ));
     let reports = queue.status();
     let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
@@ -156,7 +155,7 @@ pub(crate) async fn run(
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let serving = tokio::spawn(grpc::serve(service, listener, stopped_seen));
+    let serving = tokio::spawn(grpc::serve(service, bounds.uploads, door, listener, stopped_seen));
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),
@@ -165,6 +164,21 @@ pub(crate) async fn run(
     close(card_tasks.tasks, library, serving).await?;
     tracing::info!("stopped");
     Ok(())
+}
+
+/// The token in a file, which calls must carry; without a file they need none.
+fn read_token(file: Option<&Path>) -> Result<Token, String> {
+    let unusable =
+        |file: &Path, problem: String| format!("the token file {} cannot be used: {problem}", file.display());
+    let read = |file: &Path| bounded::token(file).map_err(|problem| unusable(file, problem.to_string()));
+    let token = file.map(read).transpose()?;
+    let short = |problem: String| {
+        format!(
+            "the token in {} {problem}",
+            file.unwrap_or(Path::new("")).display()
+        )
+    };
+    Token::new(token.as_deref()).map_err(short)
 }
 
 fn make_state_folder(folder: &Path) -> Result<(), ServeError> {
@@ -186,7 +200,7 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeE
 async fn close(
     card_tasks: Vec<JoinHandle<()>>,
     library: Arc<Library>,
-    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    serving: JoinHandle<Result<(), TransportError>>,
 ) -> Result<(), ServeError> {
     // The cards are free when this process has ended.
     futures::future::join_all(card_tasks).await;
@@ -271,12 +285,8 @@ pub(crate) fn missing_folders(config: &Config) -> impl Iterator<Item = &PathBuf>
 /// The configured default model, if it is not there.
 pub(crate) fn missing_default<'a>(config: &'a Config, models: &Models) -> Option<&'a str> {
     let id = config.models.default.as_deref()?;
-    let model = v1::ModelRef {
-        id: id.to_owned(),
-        ..Default::default()
-    };
     matches!(
-        models.resolve(Some(&model)),
+        models.resolve(&ModelRef::named(id)),
         Err(engine::Error::ModelNotFound { .. })
     )
     .then_some(id)

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 11] = [
+const CRATES: [&str; 13] = [
     "residency",
     "gpu",
     "ops",
@@ -16,6 +16,8 @@ const CRATES: [&str; 11] = [
     "hub",
     "wording",
     "api",
+    "calls",
+    "grpc",
     "moored",
 ];
 
@@ -30,8 +32,21 @@ fn allowed(name: &str) -> &'static [&'static str] {
         "engine" => &["model", "ops", "gpu", "residency"],
         "media" => &["model"],
         "hub" => &["pipelines", "gpu", "residency", "wording"],
+        "calls" => &[
+            "engine",
+            "media",
+            "hub",
+            "model",
+            "pipelines",
+            "gpu",
+            "residency",
+            "wording",
+        ],
+        "grpc" => &["api", "calls", "engine", "hub", "model", "gpu", "residency"],
         "moored" => &[
             "api",
+            "calls",
+            "grpc",
             "engine",
             "media",
             "hub",
@@ -108,7 +123,7 @@ fn only_the_api_and_the_binary_know_a_protocol() {
     for (name, dependencies) in dependencies() {
         for protocol in ["tonic", "prost", "tonic-prost", "tonic-types", "postcard"] {
             assert!(
-                ["api", "moored"].contains(&name.as_str()) || !dependencies.contains(protocol),
+                ["api", "grpc", "moored"].contains(&name.as_str()) || !dependencies.contains(protocol),
                 "{name} imports {protocol}"
             );
         }

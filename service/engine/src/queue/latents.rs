@@ -92,6 +92,7 @@ impl Latents {
                 holders: Vec::new(),
                 fallbacks: Vec::new(),
                 smallest: None,
+                instead: None,
             })));
         }
         self.make_room(wanted);

@@ -22,7 +22,7 @@ use super::adapter::{self, TypedAdapter};
 use super::connection::Connection;
 use super::{CliError, cards, version};
 use crate::config::{ClientSettings, Config, Flags};
-use crate::models::Models;
+use calls::Models;
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
 #[derive(Debug, Parser)]

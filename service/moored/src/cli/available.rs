@@ -10,7 +10,7 @@ use serde_json::json;
 use super::connection::Connection;
 use super::{CliError, screen};
 use crate::config::Config;
-use crate::models::{self, Models};
+use calls::{Models, models};
 
 /// Dtype of cards on which weights take twice the bytes.
 const F32: &str = "f32";

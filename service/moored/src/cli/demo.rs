@@ -20,7 +20,7 @@ use super::request::Asked;
 use super::show::Show;
 use super::{CliError, screen};
 use crate::config::{ClientSettings, Config};
-use crate::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
+use calls::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 
 /// One prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");

@@ -13,9 +13,8 @@ use super::connection::Connection;
 use super::pull::decimal;
 use super::{CliError, screen};
 use crate::config::{CardSettings, Config};
-use crate::grpc::policy_name;
-use crate::models::Models;
 use crate::serve;
+use calls::{ModelRef, Models, policy_name};
 
 /// The result of one check.
 struct Finding {
@@ -257,13 +256,12 @@ async fn models(config: &Config) -> Vec<Finding> {
             });
         }
         for model in models.list().iter() {
-            let reference = v1::ModelRef {
-                id: model.id.clone(),
+            let reference = ModelRef {
                 revision: model.revision.clone(),
-                ..Default::default()
+                ..ModelRef::named(&model.id)
             };
             let opened = models
-                .resolve(Some(&reference))
+                .resolve(&reference)
                 .and_then(|resolved| library.open(&resolved.entry, &card));
             findings.push(match opened {
                 Ok(open) => {

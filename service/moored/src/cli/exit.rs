@@ -2,8 +2,8 @@
 
 use api::v1::Reason;
 
+use super::pull_messages;
 use super::{CliError, interrupt};
-use crate::pull_messages;
 
 /// Kind of a failure, by what the caller can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,6 +18,7 @@ mod models;
 mod names;
 mod picture;
 mod pull;
+mod pull_messages;
 mod reports;
 mod request;
 mod residency;

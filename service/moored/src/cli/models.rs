@@ -14,7 +14,7 @@ use super::names::short_revision;
 use super::pull::decimal;
 use super::{CliError, local, screen, total_of};
 use crate::config::{ClientSettings, Config};
-use crate::models::Models;
+use calls::Models;
 
 /// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.
 pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {

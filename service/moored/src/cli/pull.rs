@@ -16,8 +16,8 @@ use tokio::sync::watch;
 use super::arguments::Verbosity;
 use super::connection::{Connection, Refusal};
 use super::names::short_revision;
+use super::pull_messages::{progress_of, pulled_of};
 use super::{CliError, screen};
-use crate::pull_messages::{progress_of, pulled_of};
 
 /// Least time between two lines in a pipe, and between two JSON lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);

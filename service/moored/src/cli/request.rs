@@ -10,7 +10,7 @@ use media::Recipe;
 use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
 use crate::bounded;
-use crate::durations::millis;
+use calls::millis;
 
 /// A request for a result of any medium.
 #[derive(Clone, Debug)]

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
 use super::arguments::Verbosity;
+use super::pull_messages;
 use super::{CliError, interrupt};
-use crate::pull_messages;
 
 /// Prints a line on standard output. A line break in it is escaped: it is of a name that others gave.
 pub(super) fn text(text: &str) -> Result<(), CliError> {

@@ -5,11 +5,12 @@ mod hub;
 mod reader;
 mod sections;
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use calls::BoundSettings;
+use calls::models::ModelSettings;
 use figment::providers::{Env, Format as _, Serialized, Toml};
 use figment::{Figment, Provider as _};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
@@ -68,37 +69,6 @@ pub(crate) struct ServiceSettings {
     pub(crate) max_message: Bytes,
     pub(crate) drain: Duration,
     pub(crate) state: PathBuf,
-}
-
-/// `[models]`.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct ModelSettings {
-    pub(crate) folders: Vec<PathBuf>,
-    /// Folders of adapters.
-    pub(crate) adapters: Vec<PathBuf>,
-    /// Folders of ComfyUI, whose models and adapters are found too.
-    pub(crate) comfyui: Vec<PathBuf>,
-    pub(crate) default: Option<String>,
-    pub(crate) paths: BTreeMap<String, PathBuf>,
-    /// Loaded when the service starts, by name, in order.
-    pub(crate) preload: Vec<String>,
-    /// Loaded and pinned when the service starts.
-    pub(crate) pinned: Vec<String>,
-    pub(crate) settings: BTreeMap<String, SettingsOfModel>,
-}
-
-/// `[models.settings."id"]`: defaults for requests for this model.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct SettingsOfModel {
-    pub(crate) steps: Option<u32>,
-    pub(crate) guidance: Option<f32>,
-    pub(crate) max_sequence_length: Option<u32>,
-    pub(crate) width: Option<u32>,
-    pub(crate) height: Option<u32>,
-    /// `queue.keep_alive` for this model: some time, or ("") none.
-    #[serde(default, deserialize_with = "reader::keep_alive")]
-    pub(crate) keep_alive: Option<Option<Duration>>,
 }
 
 /// `[cards]`.
@@ -190,21 +160,10 @@ impl UnloadWhenIdle {
 /// `[limits]`.
 #[derive(Clone, Debug)]
 pub(crate) struct LimitSettings {
-    pub(crate) connections: u64,
-    pub(crate) connections_per_client: u64,
-    pub(crate) handshake: Duration,
-    pub(crate) calls: u64,
-    pub(crate) calls_per_client: u64,
-    pub(crate) uploads: Bytes,
-    pub(crate) uploads_per_client: Bytes,
-    pub(crate) upload_idle: Duration,
-    pub(crate) results: Bytes,
-    pub(crate) results_per_client: Bytes,
-    pub(crate) unread: Duration,
-    pub(crate) media: Bytes,
-    pub(crate) media_per_client: Bytes,
-    pub(crate) holds_per_client: usize,
-    pub(crate) reservations_per_client: usize,
+    /// Of what clients may have of the service.
+    pub(crate) bounds: BoundSettings,
+    /// Of what they may have open at its door.
+    pub(crate) door: grpc::LimitSettings,
 }
 
 /// `[quantization]`.
@@ -280,7 +239,7 @@ impl Config {
         let mut r = Reader::new(figment, mistakes);
         let mut config = Config {
             service: ServiceSettings::read(&mut r),
-            models: ModelSettings::read(&mut r),
+            models: sections::read_models(&mut r),
             hub: hub::read(&mut r),
             cards: CardSettings::read(&mut r),
             queue: QueueSettings::read(&mut r),
@@ -311,8 +270,8 @@ impl Config {
             );
         }
         for (name, bytes) in [
-            ("limits.uploads", self.limits.uploads),
-            ("limits.uploads_per_client", self.limits.uploads_per_client),
+            ("limits.uploads", self.limits.bounds.uploads),
+            ("limits.uploads_per_client", self.limits.bounds.uploads_per_client),
         ] {
             if bytes < self.service.max_message {
                 r.mistake(
@@ -475,6 +434,12 @@ fn environment() -> Env {
             None => key.replacen('_', ".", 1).into(),
         }
     })
+}
+
+/// A path as people write it, with their home for `~` and variables for `$NAME` and `${NAME}`. What is not set stays as it is.
+fn expanded(path: &str) -> PathBuf {
+    let home = || home_folder()?.into_os_string().into_string().ok();
+    PathBuf::from(&*shellexpand::full_with_context_no_errors(path, home, variable))
 }
 
 /// The user's home.

@@ -502,19 +502,3 @@ impl Placeholder for std::net::SocketAddr {
         (std::net::Ipv4Addr::LOCALHOST, 0).into()
     }
 }
-
-/// A time, or "" for none, in a table that serde reads.
-pub(super) fn keep_alive<'de, D: serde::Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Option<Option<Duration>>, D::Error> {
-    let text = <String as serde::Deserialize>::deserialize(deserializer)?;
-    if text.is_empty() {
-        return Ok(Some(None));
-    }
-    let duration = humantime::parse_duration(&text);
-    duration.map(|duration| Some(Some(duration))).map_err(|_| {
-        serde::de::Error::custom(format!(
-            "keep_alive is {text:?}: write a time such as 10m, or \"\""
-        ))
-    })
-}

@@ -370,3 +370,14 @@ fn any_configuration_is_read_or_its_mistakes_are_named() {
             }
         });
 }
+
+#[test]
+fn paths_in_files_of_others_may_name_variables() {
+    assert_eq!(
+        expanded("$NO_SUCH_VARIABLE/loras"),
+        PathBuf::from("$NO_SUCH_VARIABLE/loras")
+    );
+    let own = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    assert_eq!(expanded("${CARGO_MANIFEST_DIR}/loras"), own.join("loras"));
+    assert_eq!(expanded("~/loras"), home_folder().unwrap().join("loras"));
+}

@@ -14,7 +14,6 @@ use crate::config::LogSettings;
 
 pub(crate) mod frames;
 mod inputs;
-pub(crate) mod other;
 pub(crate) mod supervisor;
 pub(crate) mod worker;
 

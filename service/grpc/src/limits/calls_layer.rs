@@ -1,0 +1,186 @@
+//! Calls: how many there are, what of a request is counted, and a span for each.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use tokio::time::Instant;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{Service, http};
+use tracing::Instrument as _;
+
+use super::Limits;
+use super::accept::ConnectionInfo;
+use super::entrance::PublicCall;
+use super::methods::{Requests, is_public, is_spare};
+use super::uploads::Upload;
+use crate::status::{client_limit, unauthenticated};
+use calls::{Client, Exceeded, Taken};
+
+/// A service whose calls are counted.
+#[derive(Clone)]
+pub(crate) struct Limited<S> {
+    inner: S,
+    limits: Arc<Limits>,
+}
+
+impl<S> Limited<S> {
+    pub(crate) fn new(inner: S, limits: Arc<Limits>) -> Limited<S> {
+        Limited { inner, limits }
+    }
+}
+
+/// A call that is counted, until this is dropped.
+pub(super) struct OpenCall {
+    _taken: Taken,
+    public: Option<PublicCall>,
+}
+
+impl OpenCall {
+    pub(super) fn counted(taken: Taken) -> OpenCall {
+        OpenCall {
+            _taken: taken,
+            public: None,
+        }
+    }
+}
+
+impl Limits {
+    /// Lets a call in: with the token to the places of its client, without it to the few of methods that need none.
+    fn admit(
+        &self,
+        connection: Option<&ConnectionInfo>,
+        path: &str,
+        headers: &http::HeaderMap,
+    ) -> Result<OpenCall, Status> {
+        let client = client_of(connection);
+        match self.token.check(headers) {
+            Ok(()) => {
+                let known = connection.map_or(Ok(()), |connection| connection.place.admit());
+                known.map_err(|exceeded| {
+                    client_limit(refusal(
+                        exceeded,
+                        "connections",
+                        "close some",
+                        "limits.connections",
+                    ))
+                })?;
+                self.call(client, path).map(OpenCall::counted)
+            }
+            Err(_) if is_public(path) => {
+                let taken = self.public_calls.take(client, 1).map_err(|exceeded| {
+                    let (Exceeded::Client(most) | Exceeded::All(most)) = exceeded;
+                    client_limit(format!(
+                        "{most} calls without the token are open, which are the most: send the token, or try again later"
+                    ))
+                })?;
+                Ok(OpenCall {
+                    _taken: taken,
+                    public: connection.map(|connection| connection.place.public_call()),
+                })
+            }
+            Err(refused) => {
+                self.token.log_refusal(client, refused);
+                Err(unauthenticated(refused))
+            }
+        }
+    }
+
+    /// Counts a call until the result is dropped.
+    fn call(&self, client: Client, path: &str) -> Result<Taken, Status> {
+        self.calls.take(client, 1).or_else(|exceeded| {
+            if is_spare(path)
+                && let Ok(spare) = self.spare_calls.take(client, 1)
+            {
+                return Ok(spare);
+            }
+            Err(client_limit(refusal(
+                exceeded,
+                "calls",
+                "end some",
+                "limits.calls",
+            )))
+        })
+    }
+
+    /// Drops answers that are not read, for as long as this is polled.
+    pub(crate) async fn watch(&self) {
+        self.readers.watch().await;
+    }
+}
+
+fn client_of(connection: Option<&ConnectionInfo>) -> Client {
+    connection.and_then(|connection| connection.place.client())
+}
+
+/// The refusal of one more of what is open, for people.
+fn refusal(exceeded: Exceeded, what: &str, remedy: &str, setting: &str) -> String {
+    match exceeded {
+        Exceeded::Client(bound) => format!(
+            "this client has {bound} {what} open, which are the most: {remedy}, or raise {setting}_per_client"
+        ),
+        Exceeded::All(bound) => format!(
+            "{bound} {what} may be open, and the last are kept for clients that have none: try again, or raise {setting}"
+        ),
+    }
+}
+
+impl<S> Service<http::Request<Body>> for Limited<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        let connection = request.extensions().get::<ConnectionInfo>().cloned();
+        let client = client_of(connection.as_ref());
+        if let Some(connection) = &connection {
+            request.extensions_mut().insert(connection.tcp.clone()); // where tonic looks for the address
+        }
+        let path = request.uri().path().trim_start_matches('/').to_owned();
+        let limits = self.limits.clone();
+        let call = match limits.admit(connection.as_ref(), &path, request.headers()) {
+            Ok(call) => call,
+            Err(refusal) => return Box::pin(std::future::ready(Ok(refusal.into_http()))),
+        };
+        let requests = Requests::of(&path);
+        let longest = requests.longest_bytes(call.public.is_some());
+        let idle = requests.idle(limits.upload_idle);
+        let span = match client {
+            Some(address) => {
+                tracing::info_span!("call", method = path, %address, client = tracing::field::Empty)
+            }
+            None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
+        };
+        let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
+        let counted = call.public.is_none().then(|| uploaded.clone());
+        let by_message = requests.longest_message_bytes();
+        let request = request.map(|body| {
+            let upload = Upload::new(body, counted, longest, idle);
+            Body::new(match by_message {
+                Some(longest) => upload.by_message(longest),
+                None => upload,
+            })
+        });
+        let answer = span.in_scope(|| self.inner.call(request));
+        let of_answer = span.clone();
+        let answered = async move {
+            let began = Instant::now();
+            let response = answer.await?;
+            tracing::debug!(after = ?began.elapsed(), "answered");
+            drop(uploaded); // the handler has taken the bytes or dropped them
+            Ok(response.map(|body| Body::new(limits.readers.follow(body, call, of_answer))))
+        };
+        Box::pin(answered.instrument(span))
+    }
+}

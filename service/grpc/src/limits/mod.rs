@@ -1,0 +1,88 @@
+//! Bounds on what clients have open: connections, calls, bytes that arrive and bytes that are not read. They hold whatever a
+//! client sends, leaves unfinished or does not read.
+
+mod accept;
+mod calls_layer;
+mod entrance;
+mod methods;
+mod sent;
+mod uploads;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+
+use accept::{Handshake, accepted};
+use calls::Budget;
+pub(crate) use calls_layer::Limited;
+use entrance::Entrance;
+use sent::Readers;
+
+use crate::auth::Token;
+
+/// Bounds on what clients have open at this door (`[limits]`).
+#[derive(Clone, Copy, Debug)]
+pub struct LimitSettings {
+    pub connections: u64,
+    pub connections_per_client: u64,
+    /// Time for the first bytes of a connection.
+    pub handshake: Duration,
+    pub calls: u64,
+    pub calls_per_client: u64,
+    /// The longest pause in a request that arrives.
+    pub upload_idle: Duration,
+    /// Time after which an answer that is not read is given up.
+    pub unread: Duration,
+}
+
+/// The bounds of one service.
+pub(crate) struct Limits {
+    entrance: Arc<Entrance>,
+    handshake: Duration,
+    /// Whose calls count.
+    token: Token,
+    calls: Arc<Budget>,
+    /// Calls that need no token and have none.
+    public_calls: Arc<Budget>,
+    /// Calls to look at jobs and cards, or to cancel, beyond `calls`.
+    spare_calls: Arc<Budget>,
+    uploads: Arc<Budget>,
+    upload_idle: Duration,
+    readers: Readers,
+}
+
+/// Most of the spare calls at a time.
+const SPARE_CALLS: u64 = 64;
+/// Most calls without the token at a time, of all clients and of one: probes of health, and tools that ask what there is.
+const PUBLIC_CALLS: u64 = 32;
+const PUBLIC_CALLS_PER_CLIENT: u64 = 8;
+/// Connections that have made no call yet are so many of those that have: a quarter.
+const NEWCOMERS_PART: u64 = 4;
+
+impl Limits {
+    pub(crate) fn new(settings: &LimitSettings, token: Token, uploads: Arc<Budget>) -> Arc<Limits> {
+        let connections = Budget::with_places_kept(settings.connections, settings.connections_per_client);
+        let newcomers = usize::try_from(settings.connections / NEWCOMERS_PART).unwrap_or(usize::MAX);
+        Arc::new(Limits {
+            entrance: Entrance::new(connections, newcomers),
+            handshake: settings.handshake,
+            token,
+            calls: Budget::with_places_kept(settings.calls, settings.calls_per_client),
+            public_calls: Budget::new(PUBLIC_CALLS, PUBLIC_CALLS_PER_CLIENT),
+            spare_calls: Budget::new(SPARE_CALLS, SPARE_CALLS),
+            uploads,
+            upload_idle: settings.upload_idle,
+            readers: Readers::new(settings.unread),
+        })
+    }
+
+    /// The connections of a listener.
+    pub(super) fn accept(&self, listener: TcpListener) -> accept::Connections {
+        let handshake = Handshake {
+            limit: self.handshake,
+            needs_call: self.token.is_set(),
+        };
+        accepted(listener, self.entrance.clone(), handshake)
+    }
+}
