@@ -2,26 +2,10 @@
 
 use std::sync::Arc;
 
-use residency::Bytes;
+use config::LimitSettings;
 
 use crate::budget::Budget;
 use crate::claims::Claims;
-
-/// The bounds as they are set (`[limits]`).
-#[derive(Clone, Copy, Debug)]
-pub struct BoundSettings {
-    /// Bytes of requests under way, and of messages of sessions that are not looked at yet.
-    pub uploads: Bytes,
-    pub uploads_per_client: Bytes,
-    /// Bytes of results that are made and not read.
-    pub results: Bytes,
-    pub results_per_client: Bytes,
-    /// Bytes of media that were brought for later requests, and of pictures that are decoded for requests.
-    pub media: Bytes,
-    pub media_per_client: Bytes,
-    pub holds_per_client: usize,
-    pub reservations_per_client: usize,
-}
 
 /// What is taken of the bounds. Cheap to clone.
 #[derive(Clone)]
@@ -38,7 +22,7 @@ pub struct Bounds {
 
 impl Bounds {
     /// Nothing is taken yet.
-    pub fn new(settings: &BoundSettings) -> Bounds {
+    pub fn new(settings: &LimitSettings) -> Bounds {
         Bounds {
             uploads: Budget::new(settings.uploads.0, settings.uploads_per_client.0),
             results: Budget::new(settings.results.0, settings.results_per_client.0),

@@ -42,7 +42,7 @@ use hub::Pulls;
 use tokio::sync::watch;
 
 pub use asked::{Asked, AskedTask, AskedTrack, OfMedium};
-pub use bounds::{BoundSettings, Bounds};
+pub use bounds::Bounds;
 pub use budget::{Budget, Client, Exceeded, Taken, client_at};
 pub use caller::{AskedOptions, Caller};
 pub use durations::millis;

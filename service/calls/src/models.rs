@@ -5,23 +5,22 @@ mod comfyui;
 mod listing;
 mod names;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use engine::Error;
 use engine::library::Entry;
 use gpu::{FileStamp, WeightFormat};
 use hub::catalogue::{self, Makes};
 use model::{FULL, Medium, Preset, Quantization, Request};
-use serde::Deserialize;
 
+use config::ModelSettings;
 use crate::errors::invalid;
 use crate::references::{AskedAdapter, AskedFormats, ModelRef};
 use crate::threads::FILES;
 pub use adapters::FoundAdapter;
-pub use comfyui::PathReader;
 use listing::Listing;
 use names::Named;
 
@@ -39,55 +38,6 @@ const SHIPPED: [(&str, &str); 3] = [
     (SHIPPED_FILM_ID, "demo/film/model"),
     (SHIPPED_SOUND_ID, "demo/sound/model"),
 ];
-
-/// Which models there are, and their defaults (`[models]`).
-#[derive(Clone, Debug, Default)]
-pub struct ModelSettings {
-    pub folders: Vec<PathBuf>,
-    /// Folders of adapters.
-    pub adapters: Vec<PathBuf>,
-    /// Folders of ComfyUI, whose models and adapters are found too.
-    pub comfyui: Vec<PathBuf>,
-    /// How paths in its files of further folders are read.
-    pub read_path: PathReader,
-    pub default: Option<String>,
-    pub paths: BTreeMap<String, PathBuf>,
-    /// Loaded when the service starts, by name, in order.
-    pub preload: Vec<String>,
-    /// Loaded and pinned when the service starts.
-    pub pinned: Vec<String>,
-    pub settings: BTreeMap<String, SettingsOfModel>,
-}
-
-/// Defaults for requests for one model (`[models.settings."id"]`).
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SettingsOfModel {
-    pub steps: Option<u32>,
-    pub guidance: Option<f32>,
-    pub max_sequence_length: Option<u32>,
-    pub width: Option<u32>,
-    pub height: Option<u32>,
-    /// `queue.keep_alive` for this model: some time, or ("") none.
-    #[serde(default, deserialize_with = "keep_alive")]
-    pub keep_alive: Option<Option<Duration>>,
-}
-
-/// A time, or "" for none, in a table that serde reads.
-fn keep_alive<'de, D: serde::Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Option<Option<Duration>>, D::Error> {
-    let text = String::deserialize(deserializer)?;
-    if text.is_empty() {
-        return Ok(Some(None));
-    }
-    let duration = humantime::parse_duration(&text);
-    duration.map(|duration| Some(Some(duration))).map_err(|_| {
-        serde::de::Error::custom(format!(
-            "keep_alive is {text:?}: write a time such as 10m, or \"\""
-        ))
-    })
-}
 
 /// A model that can be named.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -198,7 +148,7 @@ impl Models {
             .settings
             .comfyui
             .iter()
-            .map(|folder| comfyui::places(folder, self.settings.read_path));
+            .map(|folder| comfyui::places(folder));
         places.filter_map(|(_, problem)| problem).collect()
     }
 
@@ -257,7 +207,7 @@ impl Models {
     fn places_of_comfyui(&self) -> Vec<comfyui::Place> {
         let installations = self.settings.comfyui.iter();
         installations
-            .flat_map(|folder| comfyui::places(folder, self.settings.read_path).0)
+            .flat_map(|folder| comfyui::places(folder).0)
             .collect()
     }
 

@@ -18,5 +18,4 @@ mod sessions;
 mod status;
 
 pub use auth::Token;
-pub use limits::LimitSettings;
 pub use server::{DoorSettings, TransportError, serve};

@@ -9,6 +9,7 @@ use api::v1::jobs_server::JobsServer;
 use api::v1::residency_server::ResidencyServer;
 use api::v1::server_server::{Server, ServerServer};
 use calls::{Budget, Service};
+use config::LimitSettings;
 use gpu::CardDescription;
 use residency::Bytes;
 use tokio::net::TcpListener;
@@ -23,7 +24,7 @@ use crate::generation::GenerationDoor;
 use crate::health;
 use crate::hub::HubDoor;
 use crate::jobs::JobsDoor;
-use crate::limits::{LimitSettings, Limited, Limits};
+use crate::limits::{Limited, Limits};
 use crate::residency::ResidencyDoor;
 use crate::status::status_of;
 

@@ -19,7 +19,6 @@ mod pull;
 mod pulls;
 mod reference;
 mod selection;
-mod settings;
 #[cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 mod transfer;
 
@@ -31,4 +30,3 @@ pub use pull::{
 };
 pub use pulls::{PullUpdate, Pulls};
 pub use reference::Reference;
-pub use settings::{HubSettings, HubToken};

@@ -13,7 +13,7 @@ use crate::error::shown;
 use crate::listing::{HubSession, RepoFile, RepositoryListing};
 use crate::meter::Meter;
 use crate::selection::{self, INDEX};
-use crate::settings::HubSettings;
+use config::HubSettings;
 use crate::transfer::Transfer;
 use crate::{Progress, PullError, Reference, catalogue};
 

@@ -1,8 +1,6 @@
 //! SERVES. The binary: command line, configuration, supervisor and worker processes, telemetry.
 
-mod bounded;
 mod cli;
-mod config;
 #[cfg(test)]
 #[path = "../../gpu/tests/edits/mod.rs"]
 mod edits;

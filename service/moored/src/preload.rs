@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use calls::models::ModelSettings;
 use calls::{ModelRef, Models};
+use config::ModelSettings;
 use engine::Error;
 use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority};
 use engine::library::{Entry, Library};

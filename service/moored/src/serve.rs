@@ -19,8 +19,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::bounded;
-use crate::config::{CardSettings, Config};
+use config::bounded;
+use config::{CardSettings, Config};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
 use crate::preload;
@@ -103,7 +103,7 @@ pub(crate) async fn run(
     let workers = WorkerPids::new(cards.len());
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
-    let bounds = Bounds::new(&config.limits.bounds);
+    let bounds = Bounds::new(&config.limits);
     calls::paths::set_folders(folders_of_models(&config));
     let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
     let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
@@ -133,7 +133,7 @@ pub(crate) async fn run(
         stopping: stopping_seen,
     });
     let door = DoorSettings {
-        limits: config.limits.door,
+        limits: config.limits.clone(),
         token,
         max_message: config.service.max_message,
         families: pipelines::catalogue().names().map(str::to_owned).collect(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 use gpu::Timeline;
 use tracing_subscriber::EnvFilter;
 
-use crate::config::LogSettings;
+use config::LogSettings;
 
 /// The default filter.
 pub(crate) const DEFAULT_FILTER: &str = "info";

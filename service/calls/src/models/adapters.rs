@@ -411,7 +411,7 @@ fn of_hub(repository: &Path, id: &str, holds_transformer: &dyn Fn(&Path) -> bool
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::models::ModelSettings;
+    use config::ModelSettings;
     use crate::models::tests::folder_with;
 
     fn models(folder: &Path) -> Models {

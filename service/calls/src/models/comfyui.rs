@@ -33,23 +33,12 @@ impl Meaning {
     }
 }
 
-/// How a path in a file of ComfyUI is read: `~` and variables in it may mean something.
-#[derive(Clone, Copy, Debug)]
-pub struct PathReader(pub fn(&str) -> PathBuf);
-
-impl Default for PathReader {
-    /// As it is written.
-    fn default() -> PathReader {
-        PathReader(|path| PathBuf::from(path))
-    }
-}
-
 /// A folder and what lies in it.
 pub(super) type Place = (Meaning, PathBuf);
 
 /// The folders of an installation, in the order in which ComfyUI looks through them. What is wrong with the file of further
 /// folders is the other half.
-pub(super) fn places(installation: &Path, read: PathReader) -> (Vec<Place>, Option<String>) {
+pub(super) fn places(installation: &Path) -> (Vec<Place>, Option<String>) {
     // ComfyUI looks into the older name of the folder of transformers first.
     let own = [
         "checkpoints",
@@ -64,7 +53,7 @@ pub(super) fn places(installation: &Path, read: PathReader) -> (Vec<Place>, Opti
         Some((Meaning::of(name)?, folder))
     });
     let mut places: Vec<Place> = own.collect();
-    let problem = match further(installation, read) {
+    let problem = match further(installation) {
         Ok(further) => {
             for (place, is_default) in further {
                 match is_default {
@@ -80,7 +69,7 @@ pub(super) fn places(installation: &Path, read: PathReader) -> (Vec<Place>, Opti
 }
 
 /// The folders that the file names, and whether each goes before all others.
-fn further(installation: &Path, read: PathReader) -> Result<Vec<(Place, bool)>, String> {
+fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
     let file = installation.join(EXTRA);
     if !file.is_file() {
         return Ok(Vec::new());
@@ -98,7 +87,7 @@ fn further(installation: &Path, read: PathReader) -> Result<Vec<(Place, bool)>, 
             let value = entries.get(&Yaml::String(name.to_owned()));
             value.and_then(Yaml::as_str)
         };
-        let base = installation.join(text_of("base_path").map(read.0).unwrap_or_default());
+        let base = installation.join(text_of("base_path").map(config::expanded).unwrap_or_default());
         let is_default = entries.get(&Yaml::String("is_default".to_owned()));
         let is_default = is_default.and_then(Yaml::as_bool).unwrap_or_default();
         for (name, value) in entries {
@@ -107,7 +96,7 @@ fn further(installation: &Path, read: PathReader) -> Result<Vec<(Place, bool)>, 
                 continue;
             };
             let folders = lines.lines().map(str::trim).filter(|line| !line.is_empty());
-            further.extend(folders.map(|folder| ((meaning, base.join(read.0(folder))), is_default)));
+            further.extend(folders.map(|folder| ((meaning, base.join(config::expanded(folder))), is_default)));
         }
     }
     Ok(further)
@@ -128,17 +117,17 @@ mod tests {
              vae: models/VAE\n    unet: /else/where\n\
              mine:\n    base_path: shared\n    is_default: true\n    diffusion_models: transformers\n    controlnet: nets\n\
              empty:\n\
-             variables:\n    base_path: $HERE\n    loras: $NO_SUCH_VARIABLE/loras\n",
+             variables:\n    base_path: ${CARGO_MANIFEST_DIR}\n    loras: $NO_SUCH_VARIABLE/loras\n",
         )
         .unwrap();
-        let read = PathReader(|path| PathBuf::from(path.replace("$HERE", "/here")));
-        let (places, problem) = places(folder.path(), read);
+        let (places, problem) = places(folder.path());
         assert_eq!(problem, None);
         let has = |meaning: Meaning, path: &Path| places.contains(&(meaning, path.to_owned()));
         assert!(has(Meaning::Loras, Path::new("/srv/webui/models/Lora")));
         assert!(has(Meaning::Loras, Path::new("/srv/webui/models/LyCORIS")));
         assert!(has(Meaning::Models, Path::new("/else/where")));
-        assert!(has(Meaning::Loras, Path::new("/here/$NO_SUCH_VARIABLE/loras")));
+        let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+        assert!(has(Meaning::Loras, &own.join("$NO_SUCH_VARIABLE/loras")));
         assert!(has(Meaning::ControlNets, &folder.path().join("shared/nets")));
         assert!(has(Meaning::Models, &folder.path().join("models/unet")));
         assert!(
@@ -160,11 +149,11 @@ mod tests {
     fn a_file_that_is_no_yaml_is_told() {
         let folder = folder_with(&[]);
         std::fs::write(folder.path().join(EXTRA), "a: [\n").unwrap();
-        let (places, problem) = places(folder.path(), PathReader::default());
+        let (places, problem) = places(folder.path());
         assert!(!places.is_empty() && problem.unwrap().contains(EXTRA));
         let long = format!("a:\n    loras: x\n{}", "# a comment\n".repeat(100_000));
         std::fs::write(folder.path().join(EXTRA), long).unwrap();
-        let (_, problem) = super::places(folder.path(), PathReader::default());
+        let (_, problem) = super::places(folder.path());
         assert!(problem.unwrap().contains("more than 1.0 MiB"));
     }
 }

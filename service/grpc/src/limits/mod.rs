@@ -15,26 +15,12 @@ use tokio::net::TcpListener;
 
 use accept::{Handshake, accepted};
 use calls::Budget;
+use config::LimitSettings;
 pub(crate) use calls_layer::Limited;
 use entrance::Entrance;
 use sent::Readers;
 
 use crate::auth::Token;
-
-/// Bounds on what clients have open at this door (`[limits]`).
-#[derive(Clone, Copy, Debug)]
-pub struct LimitSettings {
-    pub connections: u64,
-    pub connections_per_client: u64,
-    /// Time for the first bytes of a connection.
-    pub handshake: Duration,
-    pub calls: u64,
-    pub calls_per_client: u64,
-    /// The longest pause in a request that arrives.
-    pub upload_idle: Duration,
-    /// Time after which an answer that is not read is given up.
-    pub unread: Duration,
-}
 
 /// The bounds of one service.
 pub(crate) struct Limits {

@@ -21,7 +21,7 @@ pub(super) use play::{Play, TaskChoice, TrackSettings};
 use super::adapter::{self, TypedAdapter};
 use super::connection::Connection;
 use super::{CliError, cards, version};
-use crate::config::{ClientSettings, Config, Flags};
+use config::{ClientSettings, Config, Flags};
 use calls::Models;
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::connection::Connection;
 use super::{CliError, screen};
-use crate::config::Config;
+use config::Config;
 use calls::{Models, models};
 
 /// Dtype of cards on which weights take twice the bytes.

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::connection::Connection;
 use super::show::freed_json;
 use super::{CliError, screen};
-use crate::config::ClientSettings;
+use config::ClientSettings;
 
 #[derive(Debug, Args)]
 pub(super) struct Trim {

@@ -19,7 +19,7 @@ use super::picture::{Canvas, picture};
 use super::request::Asked;
 use super::show::Show;
 use super::{CliError, screen};
-use crate::config::{ClientSettings, Config};
+use config::{ClientSettings, Config};
 use calls::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 
 /// One prompt a line, in the language of the shipped model.

@@ -12,7 +12,7 @@ use serde_json::json;
 use super::connection::Connection;
 use super::pull::decimal;
 use super::{CliError, screen};
-use crate::config::{CardSettings, Config};
+use config::{CardSettings, Config};
 use crate::serve;
 use calls::{ModelRef, Models, policy_name};
 

@@ -18,7 +18,7 @@ use super::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of
 use super::results::{Bounds, Results};
 use super::show::Show;
 use super::{CliError, connection, interrupt, screen};
-use crate::config::ClientSettings;
+use config::ClientSettings;
 
 /// Generates a film, and writes it.
 pub(super) async fn film(client: &ClientSettings, mut options: Generate, json: bool) -> Result<(), CliError> {

@@ -11,7 +11,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use super::{CliError, interrupt};
-use crate::config::{ClientSettings, Config};
+use config::{ClientSettings, Config};
 use crate::serve::{self, ServeError};
 
 /// Timeout of a worker's start.

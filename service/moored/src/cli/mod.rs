@@ -42,7 +42,7 @@ use exit::Exit;
 use interrupt::Second;
 use wording::one_line;
 
-use crate::config::{Config, DEFAULTS};
+use config::{Config, DEFAULTS};
 use crate::{process, serve, telemetry};
 
 /// Timeout of ending threads when a command ends.
@@ -52,7 +52,7 @@ const LAST_THREADS: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
     #[error(transparent)]
-    Config(#[from] crate::config::Mistakes),
+    Config(#[from] config::Mistakes),
     /// The service could not start, or failed while running.
     #[error(transparent)]
     Serve(#[from] serve::ServeError),

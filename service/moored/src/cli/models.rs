@@ -13,7 +13,7 @@ use super::connection::Connection;
 use super::names::short_revision;
 use super::pull::decimal;
 use super::{CliError, local, screen, total_of};
-use crate::config::{ClientSettings, Config};
+use config::{ClientSettings, Config};
 use calls::Models;
 
 /// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.

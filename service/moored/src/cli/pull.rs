@@ -26,7 +26,7 @@ const BYTES: &str = "{msg:32!} {bar:30} {decimal_bytes}/{decimal_total_bytes} {d
 
 /// `moored pull`.
 pub(super) async fn run(
-    hub: hub::HubSettings,
+    hub: config::HubSettings,
     model: &str,
     dry_run: bool,
     json: bool,
@@ -36,7 +36,7 @@ pub(super) async fn run(
 
 /// Pulls into the hub cache of this machine, without a service, and prints the plan first.
 pub(super) async fn here(
-    settings: hub::HubSettings,
+    settings: config::HubSettings,
     model: &Reference,
     dry_run: bool,
     json: bool,

@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::{CliError, screen};
-use crate::config::{Config, FileRead};
+use config::{Config, FileRead};
 
 /// Every setting with its value and its source; or, with `path`, the file alone.
 pub(super) fn configuration(config: &Config, path: bool, as_json: bool) -> Result<(), CliError> {

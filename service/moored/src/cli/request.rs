@@ -9,7 +9,7 @@ use media::Recipe;
 
 use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
-use crate::bounded;
+use config::bounded;
 use calls::millis;
 
 /// A request for a result of any medium.

@@ -13,7 +13,7 @@ use super::names::short_key;
 use super::pull::WhenMissing;
 use super::show::{Show, freed_json, kept_json};
 use super::{CliError, connection, screen, total_of};
-use crate::config::ClientSettings;
+use config::ClientSettings;
 
 pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool) -> Result<(), CliError> {
     options.formats.settle(client).await?;

@@ -16,7 +16,7 @@ use super::connection::Connection;
 use super::generate::Order;
 use super::local::{self, LocalService};
 use super::{CliError, interrupt, pull, screen};
-use crate::config::Config;
+use config::Config;
 
 /// The preset that leaves the formats to the service.
 const AUTO: &str = "auto";

@@ -11,7 +11,7 @@ use super::connection::Connection;
 use super::picture::{Canvas, picture};
 use super::residency::job_json;
 use super::{CliError, screen};
-use crate::config::ClientSettings;
+use config::ClientSettings;
 
 /// Shows the cards and the jobs; with `--watch` again and again.
 pub(super) async fn run(client: &ClientSettings, options: Status, json: bool) -> Result<(), CliError> {

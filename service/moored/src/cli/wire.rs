@@ -220,7 +220,7 @@ mod tests {
     use super::*;
     use crate::cli::CliError;
     use crate::cli::connection::Connection;
-    use crate::config::ClientSettings;
+    use config::ClientSettings;
     use api::v1;
 
     /// A server that does this with its one connection.

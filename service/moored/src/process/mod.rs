@@ -10,7 +10,7 @@ use pipelines::Fp8Products;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::config::LogSettings;
+use config::LogSettings;
 
 pub(crate) mod frames;
 mod inputs;

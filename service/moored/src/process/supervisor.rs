@@ -21,7 +21,7 @@ use tokio_util::codec::FramedRead;
 use super::frames::{self, FrameError, Frames};
 use super::inputs::RecentInputs;
 use super::{Configuration, FromWorker, WorkerSettings};
-use crate::config;
+
 
 /// Backoff between two starts: doubled from the first to the last while workers end before [`BACK_OFF_RESET_UPTIME`].
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);

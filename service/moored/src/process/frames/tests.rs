@@ -19,7 +19,7 @@ use residency::{
 
 use super::super::{Configuration, FromWorker, WorkerSettings};
 use super::*;
-use crate::config::LogSettings;
+use config::LogSettings;
 use crate::edits::Changes;
 
 fn component(name: &str) -> Component {

@@ -16,7 +16,7 @@ use super::{SHORT_NAMES, Setting, UnloadWhenIdle, home_folder};
 
 /// Everything that is wrong with the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Mistakes(Vec<String>);
+pub struct Mistakes(Vec<String>);
 
 impl fmt::Display for Mistakes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -501,4 +501,20 @@ impl Placeholder for std::net::SocketAddr {
     fn placeholder() -> Self {
         (std::net::Ipv4Addr::LOCALHOST, 0).into()
     }
+}
+
+/// A time, or "" for none, in a table that serde reads.
+pub(super) fn keep_alive<'de, D: serde::Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Option<Duration>>, D::Error> {
+    let text = <String as serde::Deserialize>::deserialize(deserializer)?;
+    if text.is_empty() {
+        return Ok(Some(None));
+    }
+    let duration = humantime::parse_duration(&text);
+    duration.map(|duration| Some(Some(duration))).map_err(|_| {
+        serde::de::Error::custom(format!(
+            "keep_alive is {text:?}: write a time such as 10m, or \"\""
+        ))
+    })
 }

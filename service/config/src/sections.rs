@@ -1,15 +1,13 @@
 //! The sections of the configuration, setting by setting.
 
-use calls::BoundSettings;
-use calls::models::{ModelSettings, PathReader};
 use gpu::ProfileName;
-use pipelines::Fp8Products;
+use ops::Fp8Products;
 use residency::{Bytes, Policy};
 
 use super::reader::{Reader, in_home};
 use super::{
-    CardSettings, ClientSettings, LimitSettings, LogSettings, QuantizationSettings, QueueSettings,
-    ServiceSettings, expanded, state_folder, user_at_host,
+    CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings, QueueSettings,
+    ServiceSettings, state_folder, user_at_host,
 };
 
 /// A message of less has no room for a prompt and a small picture.
@@ -27,13 +25,12 @@ impl ServiceSettings {
     }
 }
 
-/// `[models]`.
-pub(super) fn read_models(r: &mut Reader) -> ModelSettings {
+impl ModelSettings {
+    pub(super) fn read(r: &mut Reader) -> ModelSettings {
     ModelSettings {
         folders: r.paths("models.folders"),
         adapters: r.paths("models.adapters"),
         comfyui: r.paths("models.comfyui"),
-        read_path: PathReader(expanded),
         default: r.optional_text("models.default"),
         paths: r
             .table::<String>("models.paths")
@@ -44,6 +41,7 @@ pub(super) fn read_models(r: &mut Reader) -> ModelSettings {
         pinned: r.words("models.pinned"),
         settings: r.table("models.settings"),
     }
+}
 }
 
 impl CardSettings {
@@ -99,25 +97,21 @@ impl QueueSettings {
 impl LimitSettings {
     pub(super) fn read(r: &mut Reader) -> LimitSettings {
         LimitSettings {
-            bounds: BoundSettings {
-                uploads: r.size("limits.uploads"),
-                uploads_per_client: r.size("limits.uploads_per_client"),
-                results: r.size("limits.results"),
-                results_per_client: r.size("limits.results_per_client"),
-                media: r.size("limits.media"),
-                media_per_client: r.size("limits.media_per_client"),
-                holds_per_client: r.at_least("limits.holds_per_client", 1),
-                reservations_per_client: r.at_least("limits.reservations_per_client", 1),
-            },
-            door: grpc::LimitSettings {
-                connections: r.at_least("limits.connections", 1),
-                connections_per_client: r.at_least("limits.connections_per_client", 1),
-                handshake: r.some_time("limits.handshake"),
-                calls: r.at_least("limits.calls", 1),
-                calls_per_client: r.at_least("limits.calls_per_client", 1),
-                upload_idle: r.some_time("limits.upload_idle"),
-                unread: r.some_time("limits.unread"),
-            },
+            connections: r.at_least("limits.connections", 1),
+            connections_per_client: r.at_least("limits.connections_per_client", 1),
+            handshake: r.some_time("limits.handshake"),
+            calls: r.at_least("limits.calls", 1),
+            calls_per_client: r.at_least("limits.calls_per_client", 1),
+            uploads: r.size("limits.uploads"),
+            uploads_per_client: r.size("limits.uploads_per_client"),
+            upload_idle: r.some_time("limits.upload_idle"),
+            results: r.size("limits.results"),
+            results_per_client: r.size("limits.results_per_client"),
+            unread: r.some_time("limits.unread"),
+            media: r.size("limits.media"),
+            media_per_client: r.size("limits.media_per_client"),
+            holds_per_client: r.at_least("limits.holds_per_client", 1),
+            reservations_per_client: r.at_least("limits.reservations_per_client", 1),
         }
     }
 }

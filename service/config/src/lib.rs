@@ -1,51 +1,55 @@
-//! Configuration: the embedded defaults, then a file, then `MOORED_*`, then flags; read into meaningful
-//! types, with all mistakes reported at once. The only module that reads the environment.
+//! SETS. Configuration: the embedded defaults, then a file, then `MOORED_*`, then flags; read into meaningful
+//! types, with all mistakes reported at once. The only crate that reads the environment.
 
+pub mod bounded;
+#[cfg(test)]
+#[path = "../../gpu/tests/edits/mod.rs"]
+mod edits;
 mod hub;
+mod hub_settings;
 mod reader;
 mod sections;
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use calls::BoundSettings;
-use calls::models::ModelSettings;
 use figment::providers::{Env, Format as _, Serialized, Toml};
 use figment::{Figment, Provider as _};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
-use pipelines::Fp8Products;
+use ops::Fp8Products;
 use residency::{Bytes, Policy};
 use serde::{Deserialize, Serialize};
 
-use ::hub::HubSettings;
-pub(crate) use reader::Mistakes;
+pub use hub_settings::{HubSettings, HubToken};
+pub use reader::Mistakes;
 use reader::{EMBEDDED, ENVIRONMENT, Named, Reader};
 
 /// The commented defaults, as `moored config --defaults` prints them.
-pub(crate) const DEFAULTS: &str = include_str!("default.toml");
+pub const DEFAULTS: &str = include_str!("default.toml");
 
 /// The resolved configuration.
 #[derive(Clone, Debug)]
-pub(crate) struct Config {
-    pub(crate) service: ServiceSettings,
-    pub(crate) models: ModelSettings,
-    pub(crate) hub: HubSettings,
-    pub(crate) cards: CardSettings,
-    pub(crate) queue: QueueSettings,
-    pub(crate) limits: LimitSettings,
-    pub(crate) quantization: QuantizationSettings,
-    pub(crate) client: ClientSettings,
-    pub(crate) log: LogSettings,
+pub struct Config {
+    pub service: ServiceSettings,
+    pub models: ModelSettings,
+    pub hub: HubSettings,
+    pub cards: CardSettings,
+    pub queue: QueueSettings,
+    pub limits: LimitSettings,
+    pub quantization: QuantizationSettings,
+    pub client: ClientSettings,
+    pub log: LogSettings,
     /// Every setting with its value and where it comes from, for `moored config`.
-    pub(crate) sources: Vec<Setting>,
+    pub sources: Vec<Setting>,
     /// The configuration file.
-    pub(crate) file: FileRead,
+    pub file: FileRead,
 }
 
 /// Which configuration file was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum FileRead {
+pub enum FileRead {
     /// The file that was read.
     Read(PathBuf),
     /// No file was read; the path where one would be, if there is a home folder.
@@ -54,49 +58,80 @@ pub(crate) enum FileRead {
 
 /// One setting with its effective value.
 #[derive(Clone, Debug, serde::Serialize)]
-pub(crate) struct Setting {
-    pub(crate) name: String,
+pub struct Setting {
+    pub name: String,
     /// The effective value: that of a setting that is left open is resolved.
-    pub(crate) value: serde_json::Value,
-    pub(crate) source: String,
+    pub value: serde_json::Value,
+    pub source: String,
 }
 
 /// `[service]`.
 #[derive(Clone, Debug)]
-pub(crate) struct ServiceSettings {
-    pub(crate) listen: SocketAddr,
-    pub(crate) token_file: Option<PathBuf>,
-    pub(crate) max_message: Bytes,
-    pub(crate) drain: Duration,
-    pub(crate) state: PathBuf,
+pub struct ServiceSettings {
+    pub listen: SocketAddr,
+    pub token_file: Option<PathBuf>,
+    pub max_message: Bytes,
+    pub drain: Duration,
+    pub state: PathBuf,
+}
+
+/// `[models]`.
+#[derive(Clone, Debug, Default)]
+pub struct ModelSettings {
+    pub folders: Vec<PathBuf>,
+    /// Folders of adapters.
+    pub adapters: Vec<PathBuf>,
+    /// Folders of ComfyUI, whose models and adapters are found too.
+    pub comfyui: Vec<PathBuf>,
+    pub default: Option<String>,
+    pub paths: BTreeMap<String, PathBuf>,
+    /// Loaded when the service starts, by name, in order.
+    pub preload: Vec<String>,
+    /// Loaded and pinned when the service starts.
+    pub pinned: Vec<String>,
+    pub settings: BTreeMap<String, SettingsOfModel>,
+}
+
+/// `[models.settings."id"]`: defaults for requests for this model.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SettingsOfModel {
+    pub steps: Option<u32>,
+    pub guidance: Option<f32>,
+    pub max_sequence_length: Option<u32>,
+    pub width: Option<u32>,
+    pub height: Option<u32>,
+    /// `queue.keep_alive` for this model: some time, or ("") none.
+    #[serde(default, deserialize_with = "reader::keep_alive")]
+    pub keep_alive: Option<Option<Duration>>,
 }
 
 /// `[cards]`.
 #[derive(Clone, Debug)]
-pub(crate) struct CardSettings {
-    pub(crate) devices: Vec<DeviceChoice>,
+pub struct CardSettings {
+    pub devices: Vec<DeviceChoice>,
     /// `None`: the default of the card.
-    pub(crate) profile: Option<ProfileName>,
+    pub profile: Option<ProfileName>,
     /// `None`: that of the profile.
-    pub(crate) policy: Option<Policy>,
-    pub(crate) headroom: Bytes,
+    pub policy: Option<Policy>,
+    pub headroom: Bytes,
     /// `None`: that of the profile. So are the next three.
-    pub(crate) slack_limit: Option<Bytes>,
-    pub(crate) release_threshold: Option<Bytes>,
-    pub(crate) staging: Option<Bytes>,
-    pub(crate) staging_chunk: Option<Bytes>,
-    pub(crate) fp8_products: Fp8Products,
+    pub slack_limit: Option<Bytes>,
+    pub release_threshold: Option<Bytes>,
+    pub staging: Option<Bytes>,
+    pub staging_chunk: Option<Bytes>,
+    pub fp8_products: Fp8Products,
 }
 
 impl CardSettings {
     /// The profile of one card: as configured, or its default.
-    pub(crate) fn profile_of(&self, card: &CardDescription) -> ProfileName {
+    pub fn profile_of(&self, card: &CardDescription) -> ProfileName {
         self.profile
             .unwrap_or_else(|| ProfileName::suggested(card.kind, card.total))
     }
 
     /// Memory settings of one card: its profile, with overrides.
-    pub(crate) fn memory_of(&self, card: &CardDescription) -> MemoryProfile {
+    pub fn memory_of(&self, card: &CardDescription) -> MemoryProfile {
         let profile = MemoryProfile::of(self.profile_of(card), card.total);
         MemoryProfile {
             release_threshold: self.release_threshold.or(profile.release_threshold),
@@ -108,7 +143,7 @@ impl CardSettings {
 
     /// Eviction policy; `None`: by the model and the card that it runs on. If the profile of any card asks for
     /// `exclusive`, all cards use it.
-    pub(crate) fn policy_on<'a>(
+    pub fn policy_on<'a>(
         &self,
         cards: impl IntoIterator<Item = &'a CardDescription>,
     ) -> Option<Policy> {
@@ -120,25 +155,25 @@ impl CardSettings {
 
 /// `[queue]`.
 #[derive(Clone, Debug)]
-pub(crate) struct QueueSettings {
-    pub(crate) max_jobs: usize,
-    pub(crate) max_jobs_per_client: usize,
-    pub(crate) overtaking_bound: u32,
-    pub(crate) patience_after_eviction: Duration,
-    pub(crate) patience_foreign: Duration,
-    pub(crate) text_cache: Bytes,
-    pub(crate) latents: Bytes,
-    pub(crate) latent_ttl: Duration,
-    pub(crate) keep_alive: Option<Duration>,
-    pub(crate) unload_when_idle: UnloadWhenIdle,
-    pub(crate) stall_limit: Duration,
-    pub(crate) stall_floor: Duration,
-    pub(crate) cancel_limit: Duration,
+pub struct QueueSettings {
+    pub max_jobs: usize,
+    pub max_jobs_per_client: usize,
+    pub overtaking_bound: u32,
+    pub patience_after_eviction: Duration,
+    pub patience_foreign: Duration,
+    pub text_cache: Bytes,
+    pub latents: Bytes,
+    pub latent_ttl: Duration,
+    pub keep_alive: Option<Duration>,
+    pub unload_when_idle: UnloadWhenIdle,
+    pub stall_limit: Duration,
+    pub stall_floor: Duration,
+    pub cancel_limit: Duration,
 }
 
 /// When models are unloaded that no job has needed for a while.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum UnloadWhenIdle {
+pub enum UnloadWhenIdle {
     Never,
     After(Duration),
     /// After a while, if a card drives a display.
@@ -147,7 +182,7 @@ pub(crate) enum UnloadWhenIdle {
 
 impl UnloadWhenIdle {
     /// Time without a job after which models are unloaded.
-    pub(crate) fn after(self, is_desktop: bool) -> Option<Duration> {
+    pub fn after(self, is_desktop: bool) -> Option<Duration> {
         const ON_DESKTOPS: Duration = Duration::from_secs(600);
         match self {
             UnloadWhenIdle::Never => None,
@@ -159,51 +194,68 @@ impl UnloadWhenIdle {
 
 /// `[limits]`.
 #[derive(Clone, Debug)]
-pub(crate) struct LimitSettings {
-    /// Of what clients may have of the service.
-    pub(crate) bounds: BoundSettings,
-    /// Of what they may have open at its door.
-    pub(crate) door: grpc::LimitSettings,
+pub struct LimitSettings {
+    pub connections: u64,
+    pub connections_per_client: u64,
+    /// Time for the first bytes of a connection.
+    pub handshake: Duration,
+    pub calls: u64,
+    pub calls_per_client: u64,
+    /// Bytes of requests under way, and of messages of sessions that are not looked at yet.
+    pub uploads: Bytes,
+    pub uploads_per_client: Bytes,
+    /// The longest pause in a request that arrives.
+    pub upload_idle: Duration,
+    /// Bytes of results that are made and not read.
+    pub results: Bytes,
+    pub results_per_client: Bytes,
+    /// Time after which an answer that is not read is given up.
+    pub unread: Duration,
+    /// Bytes of media that were brought for later requests, and of pictures that are decoded for requests.
+    pub media: Bytes,
+    pub media_per_client: Bytes,
+    pub holds_per_client: usize,
+    pub reservations_per_client: usize,
 }
 
 /// `[quantization]`.
 #[derive(Clone, Debug)]
-pub(crate) struct QuantizationSettings {
+pub struct QuantizationSettings {
     /// `None`: no kept copies.
-    pub(crate) keep_folder: Option<PathBuf>,
-    pub(crate) keep_limit: Bytes,
+    pub keep_folder: Option<PathBuf>,
+    pub keep_limit: Bytes,
 }
 
 /// `[client]`.
 #[derive(Clone, Debug)]
-pub(crate) struct ClientSettings {
-    pub(crate) endpoint: String,
-    pub(crate) token_file: Option<PathBuf>,
+pub struct ClientSettings {
+    pub endpoint: String,
+    pub token_file: Option<PathBuf>,
     /// CA certificates for `https://`; `None`: the system's.
-    pub(crate) ca_file: Option<PathBuf>,
+    pub ca_file: Option<PathBuf>,
     /// Whether the token may be sent to another machine over a connection that is not encrypted.
-    pub(crate) insecure_token: bool,
+    pub insecure_token: bool,
     /// Client name in the job list, and for fair shares.
-    pub(crate) name: String,
+    pub name: String,
 }
 
 /// `[log]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct LogSettings {
+pub struct LogSettings {
     /// `None`: the default of the command.
-    pub(crate) filter: Option<String>,
-    pub(crate) json: bool,
+    pub filter: Option<String>,
+    pub json: bool,
 }
 
 /// Settings given as flags: (setting, value) pairs such as (`service.listen`, "127.0.0.1:0"); `None` for one that was named without a value.
-pub(crate) type Flags = Vec<(String, Option<figment::value::Value>)>;
+pub type Flags = Vec<(String, Option<figment::value::Value>)>;
 
 impl Config {
     /// Reads all layers.
     ///
     /// # Errors
     /// Every mistake in every layer, each with its source.
-    pub(crate) fn load(file: Option<PathBuf>, flags: Flags) -> Result<Config, Mistakes> {
+    pub fn load(file: Option<PathBuf>, flags: Flags) -> Result<Config, Mistakes> {
         let mut figment = Figment::new().merge(Named(EMBEDDED, Toml::string(DEFAULTS)));
         let mut mistakes = Vec::new();
         let mut file_read = FileRead::NoneAt(None);
@@ -239,7 +291,7 @@ impl Config {
         let mut r = Reader::new(figment, mistakes);
         let mut config = Config {
             service: ServiceSettings::read(&mut r),
-            models: sections::read_models(&mut r),
+            models: ModelSettings::read(&mut r),
             hub: hub::read(&mut r),
             cards: CardSettings::read(&mut r),
             queue: QueueSettings::read(&mut r),
@@ -270,8 +322,8 @@ impl Config {
             );
         }
         for (name, bytes) in [
-            ("limits.uploads", self.limits.bounds.uploads),
-            ("limits.uploads_per_client", self.limits.bounds.uploads_per_client),
+            ("limits.uploads", self.limits.uploads),
+            ("limits.uploads_per_client", self.limits.uploads_per_client),
         ] {
             if bytes < self.service.max_message {
                 r.mistake(
@@ -355,7 +407,7 @@ fn user_at_host() -> String {
 }
 
 /// A variable of the environment; `None` where it is not set, or is no text.
-pub(crate) fn variable(name: &str) -> Option<String> {
+pub fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
@@ -412,7 +464,7 @@ fn is_of_workers(name: &str) -> bool {
 }
 
 /// The variables of this process that its workers get.
-pub(crate) fn variables_of_workers() -> impl Iterator<Item = (std::ffi::OsString, std::ffi::OsString)> {
+pub fn variables_of_workers() -> impl Iterator<Item = (std::ffi::OsString, std::ffi::OsString)> {
     std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_of_workers))
 }
 
@@ -437,13 +489,13 @@ fn environment() -> Env {
 }
 
 /// A path as people write it, with their home for `~` and variables for `$NAME` and `${NAME}`. What is not set stays as it is.
-fn expanded(path: &str) -> PathBuf {
+pub fn expanded(path: &str) -> PathBuf {
     let home = || home_folder()?.into_os_string().into_string().ok();
     PathBuf::from(&*shellexpand::full_with_context_no_errors(path, home, variable))
 }
 
 /// The user's home.
-pub(crate) fn home_folder() -> Option<PathBuf> {
+pub fn home_folder() -> Option<PathBuf> {
     directories::BaseDirs::new().map(|folders| folders.home_dir().to_owned())
 }
 

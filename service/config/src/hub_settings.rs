@@ -38,7 +38,7 @@ impl fmt::Debug for HubToken {
 impl HubSettings {
     /// Whether the endpoint is a URL of HTTP.
     pub fn has_url(&self) -> bool {
-        reqwest::Url::parse(&self.endpoint)
+        url::Url::parse(&self.endpoint)
             .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host())
     }
 }

@@ -4,17 +4,17 @@ use std::io::{Error, ErrorKind};
 use std::path::Path;
 
 /// Most bytes of a picture, a film or a track, and of a file with a recipe.
-pub(crate) const MEDIA_BYTES: u64 = 2 << 30;
+pub const MEDIA_BYTES: u64 = 2 << 30;
 /// Most bytes of a text: prompts, lyrics.
-pub(crate) const TEXT_BYTES: u64 = 16 << 20;
+pub const TEXT_BYTES: u64 = 16 << 20;
 /// Most bytes of a certificate or a token.
-pub(crate) const SETTING_BYTES: u64 = 4 << 20;
+pub const SETTING_BYTES: u64 = 4 << 20;
 
 /// The token in a file: one line.
 ///
 /// # Errors
 /// As [`gpu::text_bounded`], and for several lines.
-pub(crate) fn token(path: &Path) -> std::io::Result<String> {
+pub fn token(path: &Path) -> std::io::Result<String> {
     let text = gpu::text_bounded(path, SETTING_BYTES)?;
     let token = text.trim();
     if token.contains(char::is_control) {

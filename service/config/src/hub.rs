@@ -2,8 +2,7 @@
 
 use std::path::PathBuf;
 
-use hub::{HubSettings, HubToken};
-
+use super::hub_settings::{HubSettings, HubToken};
 use super::reader::{Reader, from_home};
 use super::{home_folder, variable};
 
