@@ -14,7 +14,7 @@ use engine::Error;
 use engine::library::Entry;
 use gpu::{FileStamp, WeightFormat};
 use hub::catalogue::{self, Makes};
-use model::{FULL, Medium, Preset, Quantization, Request};
+use model::{FULL, Families, Medium, Preset, Quantization, Request};
 
 use config::ModelSettings;
 use crate::errors::invalid;
@@ -48,12 +48,16 @@ pub struct Found {
     /// Branches and tags of a hub cache that stand for this revision.
     refs: Vec<String>,
     pub path: PathBuf,
+    /// What its name lacks of that of its file; empty for a folder.
+    ending: String,
 }
 
 impl Found {
     /// A model without revisions.
-    fn at(id: String, path: PathBuf) -> Found {
+    fn at(families: &dyn Families, id: String, path: PathBuf) -> Found {
+        let file = path.file_name().and_then(|name| name.to_str());
         Found {
+            ending: ending_of(families, file.unwrap_or(&id)).to_owned(),
             id,
             revision: String::new(),
             refs: Vec::new(),
@@ -79,9 +83,14 @@ impl Named for Found {
         &self.path
     }
 
-    fn stem(name: &str) -> Option<&str> {
-        pipelines::catalogue().single_file_stem(name)
+    fn stem<'a>(&self, name: &'a str) -> Option<&'a str> {
+        name.strip_suffix(self.ending.as_str()).filter(|_| !self.ending.is_empty())
     }
+}
+
+/// The ending of the name of a model's file; empty where it is none.
+fn ending_of<'a>(families: &dyn Families, name: &'a str) -> &'a str {
+    families.single_file_stem(name).map_or("", |stem| &name[stem.len()..])
 }
 
 /// The version of a file that was read, and what it is where it is no model that runs here.
@@ -89,6 +98,7 @@ type ReadFile = (FileStamp, Option<String>);
 
 /// Finds models by id.
 pub struct Models {
+    families: Arc<dyn Families>,
     settings: ModelSettings,
     /// Scanned after the folders.
     hub_cache: PathBuf,
@@ -120,8 +130,9 @@ pub struct OtherFile {
 }
 
 impl Models {
-    pub fn new(settings: ModelSettings, hub_cache: PathBuf) -> Models {
+    pub fn new(settings: ModelSettings, hub_cache: PathBuf, families: Arc<dyn Families>) -> Models {
         Models {
+            families,
             settings,
             hub_cache,
             listing: Listing::default(),
@@ -189,14 +200,15 @@ impl Models {
     fn scan(&self) -> Vec<Found> {
         // What is configured by path comes first, then the folders in their order; the first of a file's name and
         // revision wins. A hub cache lists the revision of `main` first, which the stable sort keeps.
+        let families = &*self.families;
         let configured = self
             .settings
             .paths
             .iter()
-            .map(|(id, path)| Found::at(id.clone(), path.clone()));
+            .map(|(id, path)| Found::at(families, id.clone(), path.clone()));
         let folders = self.settings.folders.iter().chain([&self.hub_cache]);
-        let scanned = folders.flat_map(|folder| scan(folder, &|file| self.holds_transformer(file)));
-        let shipped = shipped_models().map(|(id, path)| Found::at(id.to_owned(), path));
+        let scanned = folders.flat_map(|folder| scan(families, folder, &|file| self.holds_transformer(file)));
+        let shipped = shipped_models(families).map(|(id, path)| Found::at(families, id.to_owned(), path));
         let comfyui = self.scan_comfyui().into_iter();
         let mut found = names::distinct(configured.chain(scanned).chain(comfyui).chain(shipped));
         found.sort_by(|a, b| a.id.cmp(&b.id));
@@ -216,7 +228,8 @@ impl Models {
         let (mut models, mut others) = (Vec::new(), Vec::new());
         let places = self.places_of_comfyui().into_iter();
         for (_, folder) in places.filter(|(meaning, _)| *meaning == comfyui::Meaning::Models) {
-            for found in models_below(&folder, "", DEPTH_OF_COMFYUI) {
+            let families = &*self.families;
+            for found in models_below(families, &folder, "", DEPTH_OF_COMFYUI) {
                 match self.what_else(&found.path) {
                     None => models.push(found),
                     Some(what) => others.push(OtherFile {
@@ -240,7 +253,7 @@ impl Models {
         {
             return what.clone();
         }
-        let what = pipelines::catalogue().what_else(path);
+        let what = self.families.what_else(path);
         known().insert(path.to_owned(), (stamp, what.clone()));
         what
     }
@@ -253,7 +266,7 @@ impl Models {
         let known = || self.transformers.lock().unwrap_or_else(PoisonError::into_inner);
         let read = known().get(&content).copied();
         read.unwrap_or_else(|| {
-            let holds = pipelines::catalogue().holds_transformer(file);
+            let holds = self.families.holds_transformer(file);
             known().insert(content, holds);
             holds
         })
@@ -509,13 +522,13 @@ fn named_by_key<'a>(listing: &[Found], model: &'a ModelRef) -> Option<Option<(&'
 }
 
 /// Whether one of these ids is what a request names so, as in [`Models::has`]. Which revisions are there is not known.
-pub fn is_among(ids: &[String], name: &str) -> bool {
+pub fn is_among(families: &dyn Families, ids: &[String], name: &str) -> bool {
     let listing: Vec<Found> = (ids.iter().cloned())
-        .map(|id| Found::at(id, PathBuf::new()))
+        .map(|id| Found::at(families, id, PathBuf::new()))
         .collect();
     names_in_key(name).any(|name| {
         let plain = without_revision(name);
-        let stem = pipelines::catalogue().single_file_stem(&plain);
+        let stem = families.single_file_stem(&plain);
         [Some(name), Some(&plain), stem]
             .into_iter()
             .flatten()
@@ -584,11 +597,11 @@ fn find_spelled(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
 }
 
 /// The shipped models that are there.
-fn shipped_models() -> impl Iterator<Item = (&'static str, PathBuf)> {
+fn shipped_models(families: &dyn Families) -> impl Iterator<Item = (&'static str, PathBuf)> {
     let there = SHIPPED
         .into_iter()
         .filter_map(|(id, folder)| Some((id, shipped_folder(folder)?)));
-    there.filter(|(_, folder)| is_pipeline(folder))
+    there.filter(|(_, folder)| is_pipeline(families, folder))
 }
 
 /// A folder that ships with the project: beside the program, where it is installed to (`share/moored` of the same prefix),
@@ -608,14 +621,14 @@ fn shipped_folder(name: &str) -> Option<PathBuf> {
 }
 
 /// Models in a folder: itself, its children, and their children. Which files of a hub cache are models tells `holds`.
-fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
+fn scan(families: &dyn Families, folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
     let mut found = Vec::new();
     let name = folder
         .file_name()
         .map(|n| n.to_string_lossy().into_owned())
         .unwrap_or_default();
-    if is_pipeline(folder) {
-        found.push(Found::at(name, folder.to_owned()));
+    if is_pipeline(families, folder) {
+        found.push(Found::at(families, name, folder.to_owned()));
         return found;
     }
     for child in children(folder) {
@@ -624,10 +637,10 @@ fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
             .map(|n| n.to_string_lossy().into_owned())
             .unwrap_or_default();
         if let Some(id) = name.strip_prefix("models--") {
-            for snapshot in hub_model(&child, &id.replacen("--", "/", 1)) {
+            for snapshot in hub_model(families, &child, &id.replacen("--", "/", 1)) {
                 // A pipeline's own transformer is in a folder; what lies beside its index is another.
-                let is_pipeline = is_pipeline(&snapshot.path);
-                let files = files_in(&snapshot, holds).into_iter();
+                let is_pipeline = is_pipeline(families, &snapshot.path);
+                let files = files_in(families, &snapshot, holds).into_iter();
                 let is_model = |file: &Found| {
                     !is_pipeline
                         || (file.path.parent() == Some(&snapshot.path) && !hub::is_of_folder(&file.path))
@@ -635,19 +648,19 @@ fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
                 found.extend(files.filter(is_model));
                 found.extend(is_pipeline.then_some(snapshot));
             }
-        } else if let Some(id) = single_file_id(&child) {
-            found.push(Found::at(id, child));
-        } else if is_pipeline(&child) {
-            found.push(Found::at(name, child));
+        } else if let Some(id) = single_file_id(families, &child) {
+            found.push(Found::at(families, id, child));
+        } else if is_pipeline(families, &child) {
+            found.push(Found::at(families, name, child));
         } else if child.is_dir() {
             for grandchild in children(&child)
                 .into_iter()
-                .filter(|g| is_pipeline(g) || single_file_id(g).is_some())
+                .filter(|g| is_pipeline(families, g) || single_file_id(families, g).is_some())
             {
-                let own = single_file_id(&grandchild)
+                let own = single_file_id(families, &grandchild)
                     .or_else(|| grandchild.file_name().map(|n| n.to_string_lossy().into_owned()))
                     .unwrap_or_default();
-                found.push(Found::at(format!("{name}/{own}"), grandchild));
+                found.push(Found::at(families, format!("{name}/{own}"), grandchild));
             }
         }
     }
@@ -658,29 +671,30 @@ fn scan(folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
 const DEPTH_OF_COMFYUI: usize = 4;
 
 /// Models in a folder and the folders in it, by their paths in it.
-fn models_below(folder: &Path, prefix: &str, depth: usize) -> Vec<Found> {
+fn models_below(families: &dyn Families, folder: &Path, prefix: &str, depth: usize) -> Vec<Found> {
     let mut found = Vec::new();
     for child in children(folder) {
         let name = child.file_name().and_then(|name| name.to_str());
         let Some(name) = name.filter(|name| !name.starts_with('.')) else {
             continue;
         };
-        if let Some(id) = single_file_id(&child) {
-            found.push(Found::at(format!("{prefix}{id}"), child));
-        } else if is_pipeline(&child) {
-            found.push(Found::at(format!("{prefix}{name}"), child));
+        if let Some(id) = single_file_id(families, &child) {
+            found.push(Found::at(families, format!("{prefix}{id}"), child));
+        } else if is_pipeline(families, &child) {
+            found.push(Found::at(families, format!("{prefix}{name}"), child));
         } else if child.is_dir() && depth > 1 {
-            found.extend(models_below(&child, &format!("{prefix}{name}/"), depth - 1));
+            found.extend(models_below(families, &child, &format!("{prefix}{name}/"), depth - 1));
         }
     }
     found
 }
 
 /// The models in single files of a snapshot of a hub cache: `owner/name:file`.
-fn files_in(snapshot: &Found, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
+fn files_in(families: &dyn Families, snapshot: &Found, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
     let files = hub::transformer_files(&snapshot.path, holds).into_iter();
     let found = files.map(|file| Found {
         id: format!("{}:{file}", snapshot.id),
+        ending: ending_of(families, &file).to_owned(),
         path: snapshot.path.join(&file),
         ..snapshot.clone()
     });
@@ -688,17 +702,15 @@ fn files_in(snapshot: &Found, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
 }
 
 /// Whether a folder can be opened: a pipeline, or a transformer alone that finds the rest beside it.
-fn is_pipeline(folder: &Path) -> bool {
-    let catalogue = pipelines::catalogue();
-    (folder.join("model_index.json").is_file() && !catalogue.holds_parts_alone(folder))
-        || catalogue.has_transformer(folder)
-        || catalogue.has_own_layout(folder)
+fn is_pipeline(families: &dyn Families, folder: &Path) -> bool {
+    (folder.join("model_index.json").is_file() && !families.holds_parts_alone(folder))
+        || families.has_transformer(folder)
+        || families.has_own_layout(folder)
 }
 
-fn single_file_id(path: &Path) -> Option<String> {
+fn single_file_id(families: &dyn Families, path: &Path) -> Option<String> {
     let name = path.file_name()?.to_str()?;
-    let catalogue = pipelines::catalogue();
-    let stem = catalogue.single_file_stem(name)?;
+    let stem = families.single_file_stem(name)?;
     path.is_file().then(|| stem.to_owned())
 }
 
@@ -712,13 +724,13 @@ fn children(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// The snapshots of a repository in a hub cache; the one that `main` points to, or the newest, comes first.
-fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
+fn hub_model(families: &dyn Families, repository: &Path, id: &str) -> Vec<Found> {
     let refs = refs_of(&repository.join("refs"), "");
     let main = refs.iter().find(|(name, _)| name == "main");
     let main = main.map(|(_, commit)| commit.clone()).unwrap_or_default();
     let mut snapshots: Vec<PathBuf> = children(&repository.join("snapshots"))
         .into_iter()
-        .filter(|s| hub::is_whole(s))
+        .filter(|s| hub::is_whole(families, s))
         .collect();
     let age = |path: &PathBuf| {
         let changed = path
@@ -739,6 +751,7 @@ fn hub_model(repository: &Path, id: &str) -> Vec<Found> {
             refs: named.map(|(name, _)| name.clone()).collect(),
             revision,
             path,
+            ending: String::new(),
         }
     };
     snapshots.into_iter().map(found).collect()

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use figment::Figment;
 use figment::providers::{Format as _, Toml};
-use pipelines::{Medium, Preset};
+use model::{Medium, Preset};
 use residency::Bytes;
 use serde::Deserialize;
 

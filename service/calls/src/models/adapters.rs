@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use engine::Error;
 use engine::library::Entry;
-use model::{AdapterFile, AdapterKind, AdapterUse, StrengthCurve};
-use pipelines::{adapter_stem, kind_of_folder};
+use model::{AdapterFile, AdapterKind, AdapterUse, Families, StrengthCurve, adapter_stem};
 
 use super::comfyui::Meaning;
 use super::names::{self, Named};
@@ -48,7 +47,7 @@ impl Named for FoundAdapter {
         &self.path
     }
 
-    fn stem(name: &str) -> Option<&str> {
+    fn stem<'a>(&self, name: &'a str) -> Option<&'a str> {
         adapter_stem(name)
     }
 }
@@ -67,15 +66,15 @@ impl Named for AdapterFile {
         &self.path
     }
 
-    fn stem(name: &str) -> Option<&str> {
+    fn stem<'a>(&self, name: &'a str) -> Option<&'a str> {
         adapter_stem(name)
     }
 }
 
 impl FoundAdapter {
     /// A folder that is an adapter; `None` for another.
-    fn folder(id: String, path: PathBuf) -> Option<FoundAdapter> {
-        let kind = kind_of_folder(&path)?;
+    fn folder(families: &dyn Families, id: String, path: PathBuf) -> Option<FoundAdapter> {
+        let kind = families.kind_of_folder(&path)?;
         let bytes = children(&path).iter().map(|path| length(path)).sum();
         Some(FoundAdapter {
             id,
@@ -146,9 +145,9 @@ impl Models {
     }
 
     fn scan_adapters(&self) -> Vec<FoundAdapter> {
-        let mut found = Vec::new();
+        let (families, mut found) = (&*self.families, Vec::new());
         for folder in &self.settings.adapters {
-            scan(folder, "", DEPTH, &mut found);
+            scan(families, folder, "", DEPTH, &mut found);
         }
         let places = self.places_of_comfyui();
         let with = |wanted: Meaning| {
@@ -156,11 +155,11 @@ impl Models {
             wanted.map(|(_, folder)| folder)
         };
         for folder in with(Meaning::Loras) {
-            scan(folder, "", DEPTH, &mut found);
+            scan(families, folder, "", DEPTH, &mut found);
         }
         for folder in with(Meaning::ControlNets) {
             let mut nets = Vec::new();
-            scan(folder, "", DEPTH, &mut nets);
+            scan(families, folder, "", DEPTH, &mut nets);
             // A file alone is of a layout that is not read.
             found.extend(nets.into_iter().filter(|net| net.kind == AdapterKind::ControlNet));
         }
@@ -169,6 +168,7 @@ impl Models {
             if let Some(id) = name.and_then(|name| name.strip_prefix("models--")) {
                 let holds_transformer = |file: &Path| self.holds_transformer(file);
                 found.extend(of_hub(
+                    families,
                     &repository,
                     &id.replacen("--", "/", 1),
                     &holds_transformer,
@@ -176,7 +176,7 @@ impl Models {
             }
         }
         if let Some(folder) = shipped_folder("demo/adapters") {
-            scan(&folder, SHIPPED, 1, &mut found);
+            scan(families, &folder, SHIPPED, 1, &mut found);
         }
         let mut listed = names::distinct(found.into_iter());
         listed.sort_by(|a, b| a.id.cmp(&b.id));
@@ -357,7 +357,7 @@ fn not_found(id: &str, there: &[FoundAdapter]) -> String {
 }
 
 /// Adapters in a folder and the folders in it: files, and folders of peft. Ids are paths without the ending.
-fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>) {
+fn scan(families: &dyn Families, folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>) {
     for child in children(folder) {
         let Some(name) = child.file_name().and_then(|name| name.to_str()) else {
             continue;
@@ -365,11 +365,11 @@ fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>
         if name.starts_with('.') {
             continue;
         }
-        if let Some(folder) = FoundAdapter::folder(format!("{prefix}{name}"), child.clone()) {
+        if let Some(folder) = FoundAdapter::folder(families, format!("{prefix}{name}"), child.clone()) {
             found.push(folder);
         } else if child.is_dir() {
             if depth > 1 {
-                scan(&child, &format!("{prefix}{name}/"), depth - 1, found);
+                scan(families, &child, &format!("{prefix}{name}/"), depth - 1, found);
             }
         } else if let Some(stem) = adapter_stem(name) {
             found.push(FoundAdapter::file(format!("{prefix}{stem}"), child));
@@ -380,21 +380,26 @@ fn scan(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<FoundAdapter>
 /// The adapters of a repository in a hub cache: of the revision of `main`, or the newest. A repository with a pipeline, or a
 /// model of another kind, has none; nor are transformers and shards adapters. The only file goes by the repository's name,
 /// several by that and theirs.
-fn of_hub(repository: &Path, id: &str, holds_transformer: &dyn Fn(&Path) -> bool) -> Vec<FoundAdapter> {
-    let Some(snapshot) = hub_model(repository, id).into_iter().next() else {
+fn of_hub(
+    families: &dyn Families,
+    repository: &Path,
+    id: &str,
+    holds_transformer: &dyn Fn(&Path) -> bool,
+) -> Vec<FoundAdapter> {
+    let Some(snapshot) = hub_model(families, repository, id).into_iter().next() else {
         return Vec::new();
     };
-    if is_pipeline(&snapshot.path) {
+    if is_pipeline(families, &snapshot.path) {
         return Vec::new();
     }
-    if let Some(folder) = FoundAdapter::folder(id.to_owned(), snapshot.path.clone()) {
+    if let Some(folder) = FoundAdapter::folder(families, id.to_owned(), snapshot.path.clone()) {
         return vec![folder];
     }
     if snapshot.path.join("config.json").is_file() {
         return Vec::new();
     }
     let mut files = Vec::new();
-    scan(&snapshot.path, "", DEPTH, &mut files);
+    scan(families, &snapshot.path, "", DEPTH, &mut files);
     files.retain(|adapter| {
         let is_file = !adapter.path.is_dir();
         !(is_file && (hub::is_shard(&adapter.path) || holds_transformer(&adapter.path)))
@@ -419,7 +424,7 @@ mod tests {
             adapters: vec![folder.to_owned()],
             ..ModelSettings::default()
         };
-        Models::new(settings, folder.join("no-hub-cache"))
+        Models::new(settings, folder.join("no-hub-cache"), Arc::new(pipelines::catalogue()))
     }
 
     fn adapter(id: &str, strength: Option<f32>) -> AskedAdapter {

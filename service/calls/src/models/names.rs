@@ -12,13 +12,13 @@ pub(super) trait Named {
         ""
     }
     fn path(&self) -> &Path;
-    /// A file's name without its ending; `None` for a file of another kind.
-    fn stem(name: &str) -> Option<&str>;
+    /// A file's name without the ending of its kind; `None` for a name without it.
+    fn stem<'a>(&self, name: &'a str) -> Option<&'a str>;
 
     /// Its name with the ending of its file; `None` for a folder, and for what has a name of its own.
     fn id_with_ending(&self) -> Option<String> {
         let name = self.path().file_name()?.to_str()?;
-        let before = self.id().strip_suffix(Self::stem(name)?)?;
+        let before = self.id().strip_suffix(self.stem(name)?)?;
         (before.is_empty() || before.ends_with('/')).then(|| format!("{before}{name}"))
     }
 }
@@ -73,7 +73,7 @@ pub(super) fn meanings<T: Named>(listed: &[T], asked: &str) -> Vec<String> {
     let last = |name: &str| name.rsplit('/').next().unwrap_or(name).to_owned();
     let could_mean = |each: &&T, name: &str| {
         let id = each.id();
-        let stem = T::stem(id).unwrap_or(id);
+        let stem = each.stem(id).unwrap_or(id);
         [id, stem].into_iter().any(|own| own == name || last(own) == name)
     };
     let meant = spellings(asked).find_map(|name| {

@@ -29,4 +29,3 @@ pub(crate) use single_file::{
 };
 pub(crate) use spec::{Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};
-pub use stored::{WeightNames, is_shard};
