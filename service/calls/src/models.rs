@@ -13,24 +13,16 @@ use std::time::SystemTime;
 use engine::Error;
 use engine::library::Entry;
 use gpu::{FileStamp, WeightFormat};
-use hub::catalogue::{self, Makes};
+use hub::catalogue::{self, Makes, SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 use model::{FULL, Families, Medium, Preset, Quantization, Request};
 
-use config::ModelSettings;
 use crate::errors::invalid;
 use crate::references::{AskedAdapter, AskedFormats, ModelRef};
 use crate::threads::FILES;
 pub use adapters::FoundAdapter;
+use config::ModelSettings;
 use listing::Listing;
 use names::Named;
-
-/// Id of the model that ships with the project, and is the default where nothing else is.
-pub const SHIPPED_ID: &str = "moored/demo";
-/// Id of the film model that ships with it.
-pub const SHIPPED_FILM_ID: &str = "moored/demo-film";
-
-/// Id of the sound model that ships with it.
-pub const SHIPPED_SOUND_ID: &str = "moored/demo-sound";
 
 /// Models that ship with the project: their ids, and their folders in it.
 const SHIPPED: [(&str, &str); 3] = [
@@ -84,13 +76,16 @@ impl Named for Found {
     }
 
     fn stem<'a>(&self, name: &'a str) -> Option<&'a str> {
-        name.strip_suffix(self.ending.as_str()).filter(|_| !self.ending.is_empty())
+        name.strip_suffix(self.ending.as_str())
+            .filter(|_| !self.ending.is_empty())
     }
 }
 
 /// The ending of the name of a model's file; empty where it is none.
 fn ending_of<'a>(families: &dyn Families, name: &'a str) -> &'a str {
-    families.single_file_stem(name).map_or("", |stem| &name[stem.len()..])
+    families
+        .single_file_stem(name)
+        .map_or("", |stem| &name[stem.len()..])
 }
 
 /// The version of a file that was read, and what it is where it is no model that runs here.
@@ -155,11 +150,7 @@ impl Models {
 
     /// What is wrong with ComfyUI's files of further folders.
     pub fn problems_of_comfyui(&self) -> Vec<String> {
-        let places = self
-            .settings
-            .comfyui
-            .iter()
-            .map(|folder| comfyui::places(folder));
+        let places = self.settings.comfyui.iter().map(|folder| comfyui::places(folder));
         places.filter_map(|(_, problem)| problem).collect()
     }
 
@@ -683,7 +674,12 @@ fn models_below(families: &dyn Families, folder: &Path, prefix: &str, depth: usi
         } else if is_pipeline(families, &child) {
             found.push(Found::at(families, format!("{prefix}{name}"), child));
         } else if child.is_dir() && depth > 1 {
-            found.extend(models_below(families, &child, &format!("{prefix}{name}/"), depth - 1));
+            found.extend(models_below(
+                families,
+                &child,
+                &format!("{prefix}{name}/"),
+                depth - 1,
+            ));
         }
     }
     found

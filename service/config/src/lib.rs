@@ -29,6 +29,9 @@ use reader::{EMBEDDED, ENVIRONMENT, Named, Reader};
 /// The commented defaults, as `moored config --defaults` prints them.
 pub const DEFAULTS: &str = include_str!("default.toml");
 
+/// The filter of the log where none is set.
+pub const DEFAULT_FILTER: &str = "info";
+
 /// The resolved configuration.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -143,10 +146,7 @@ impl CardSettings {
 
     /// Eviction policy; `None`: by the model and the card that it runs on. If the profile of any card asks for
     /// `exclusive`, all cards use it.
-    pub fn policy_on<'a>(
-        &self,
-        cards: impl IntoIterator<Item = &'a CardDescription>,
-    ) -> Option<Policy> {
+    pub fn policy_on<'a>(&self, cards: impl IntoIterator<Item = &'a CardDescription>) -> Option<Policy> {
         let is_exclusive = |card| self.profile_of(card).policy() == Policy::Exclusive;
         self.policy
             .or_else(|| cards.into_iter().any(is_exclusive).then_some(Policy::Exclusive))

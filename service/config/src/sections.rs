@@ -6,8 +6,8 @@ use residency::{Bytes, Policy};
 
 use super::reader::{Reader, in_home};
 use super::{
-    CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings, QueueSettings,
-    ServiceSettings, state_folder, user_at_host,
+    CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
+    QueueSettings, ServiceSettings, state_folder, user_at_host,
 };
 
 /// A message of less has no room for a prompt and a small picture.
@@ -27,21 +27,21 @@ impl ServiceSettings {
 
 impl ModelSettings {
     pub(super) fn read(r: &mut Reader) -> ModelSettings {
-    ModelSettings {
-        folders: r.paths("models.folders"),
-        adapters: r.paths("models.adapters"),
-        comfyui: r.paths("models.comfyui"),
-        default: r.optional_text("models.default"),
-        paths: r
-            .table::<String>("models.paths")
-            .into_iter()
-            .map(|(id, path)| (id, in_home(&path)))
-            .collect(),
-        preload: r.words("models.preload"),
-        pinned: r.words("models.pinned"),
-        settings: r.table("models.settings"),
+        ModelSettings {
+            folders: r.paths("models.folders"),
+            adapters: r.paths("models.adapters"),
+            comfyui: r.paths("models.comfyui"),
+            default: r.optional_text("models.default"),
+            paths: r
+                .table::<String>("models.paths")
+                .into_iter()
+                .map(|(id, path)| (id, in_home(&path)))
+                .collect(),
+            preload: r.words("models.preload"),
+            pinned: r.words("models.pinned"),
+            settings: r.table("models.settings"),
+        }
     }
-}
 }
 
 impl CardSettings {

@@ -9,6 +9,14 @@ use model::{Medium, Preset};
 use residency::Bytes;
 use serde::Deserialize;
 
+/// Id of the model that ships with the project, and is the default where nothing else is.
+pub const SHIPPED_ID: &str = "moored/demo";
+/// Id of the film model that ships with it.
+pub const SHIPPED_FILM_ID: &str = "moored/demo-film";
+
+/// Id of the sound model that ships with it.
+pub const SHIPPED_SOUND_ID: &str = "moored/demo-sound";
+
 /// What a model generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]

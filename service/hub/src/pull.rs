@@ -725,13 +725,16 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_cache_is_looked_at_on_threads_that_may_block_alone() {
         let root = tempfile::tempdir().unwrap();
-        let hub = Hub::new(HubSettings {
-            endpoint: String::new(),
-            cache: root.path().to_owned(),
-            pull: true,
-            token: HubToken::new(None, None),
-            offline: true,
-        }, Arc::new(pipelines::catalogue()));
+        let hub = Hub::new(
+            HubSettings {
+                endpoint: String::new(),
+                cache: root.path().to_owned(),
+                pull: true,
+                token: HubToken::new(None, None),
+                offline: true,
+            },
+            Arc::new(pipelines::catalogue()),
+        );
         let model: Reference = "me/mine".parse().unwrap();
         assert!(matches!(
             hub.prepare(&model).await,

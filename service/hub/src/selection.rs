@@ -254,8 +254,8 @@ pub(crate) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
 
 #[cfg(test)]
 mod tests {
-    use model::Families as _;
     use super::*;
+    use model::Families as _;
 
     fn folders() -> &'static [&'static str] {
         pipelines::catalogue().folders_of("FluxPipeline").unwrap()

@@ -1,13 +1,14 @@
-//! SERVES. The binary: command line, configuration, supervisor and worker processes, telemetry.
+//! SERVES. The program: it wires the service together, runs it and its workers, and has the command line.
 
-mod cli;
 #[cfg(test)]
 #[path = "../../gpu/tests/edits/mod.rs"]
 mod edits;
+mod examine;
 mod locks;
 mod memory;
 mod preload;
 mod process;
+mod program;
 mod serve;
 mod telemetry;
 
@@ -20,5 +21,5 @@ static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 fn main() -> ExitCode {
     media::panics::bound_reports();
     gpu::allocator::share_heaps(2);
-    cli::run()
+    cli::run(&program::Moored)
 }

@@ -12,6 +12,7 @@ use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
 use grpc::{DoorSettings, Token, TransportError};
 use hub::{Hub, Pulls};
+use model::Families;
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -19,14 +20,14 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use config::bounded;
-use config::{CardSettings, Config};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
 use crate::preload;
 use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker};
+use config::bounded;
+use config::{CardSettings, Config};
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -116,14 +117,16 @@ pub(crate) async fn run(
         card_tasks.signals,
     );
     timeline.part("library, queue");
-    let models = Arc::new(Models::new(config.models.clone(), config.hub.cache.clone()));
+    let families: Arc<dyn Families> = Arc::new(pipelines::catalogue());
+    let models = Models::new(config.models.clone(), config.hub.cache.clone(), families.clone());
+    let models = Arc::new(models);
     let host = Arc::new(Host::new());
     tokio::spawn(calls::watch_host(host.clone(), workers.clone()));
     let service = Service::new(Parts {
         queue: queue.clone(),
         library: library.clone(),
         models: models.clone(),
-        pulls: Pulls::new(Hub::new(config.hub.clone())),
+        pulls: Pulls::new(Hub::new(config.hub.clone(), families.clone())),
         bounds: bounds.clone(),
         host,
         workers,
@@ -136,7 +139,7 @@ pub(crate) async fn run(
         limits: config.limits.clone(),
         token,
         max_message: config.service.max_message,
-        families: pipelines::catalogue().names().map(str::to_owned).collect(),
+        families: families.names().into_iter().map(str::to_owned).collect(),
     };
     tokio::spawn(preload::run(
         config.models.clone(),

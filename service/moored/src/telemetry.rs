@@ -6,10 +6,8 @@ use std::time::Duration;
 use gpu::Timeline;
 use tracing_subscriber::EnvFilter;
 
-use config::LogSettings;
+use config::{DEFAULT_FILTER, LogSettings};
 
-/// The default filter.
-pub(crate) const DEFAULT_FILTER: &str = "info";
 /// Libraries that log every frame and handshake at `debug`; they log from `info` on, unless a filter names them.
 const LIBRARIES: [&str; 8] = [
     "h2",

@@ -106,7 +106,10 @@ impl Catalogue {
 
     /// The `model_index.json` classes of all families.
     fn classes(&self) -> impl Iterator<Item = &'static str> {
-        self.families.iter().flat_map(|family| family.pipelines()).copied()
+        self.families
+            .iter()
+            .flat_map(|family| family.pipelines())
+            .copied()
     }
 
     /// What people call the models of all families that have some to be downloaded.
@@ -133,8 +136,7 @@ impl Catalogue {
             None => root_class(path),
             class => class,
         };
-        let is_run =
-            |class: &str| self.classes().any(|run| run == class) || self.is_transformer_class(class);
+        let is_run = |class: &str| self.classes().any(|run| run == class) || self.is_transformer_class(class);
         let relative = match class.filter(|class| !is_run(class)) {
             Some(class) => class_not_run(&class).map(|name| format!("{name} ({class})")),
             None => file.and_then(file_not_run).map(str::to_owned),

@@ -416,15 +416,19 @@ fn of_hub(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use config::ModelSettings;
     use crate::models::tests::folder_with;
+    use config::ModelSettings;
 
     fn models(folder: &Path) -> Models {
         let settings = ModelSettings {
             adapters: vec![folder.to_owned()],
             ..ModelSettings::default()
         };
-        Models::new(settings, folder.join("no-hub-cache"), Arc::new(pipelines::catalogue()))
+        Models::new(
+            settings,
+            folder.join("no-hub-cache"),
+            Arc::new(pipelines::catalogue()),
+        )
     }
 
     fn adapter(id: &str, strength: Option<f32>) -> AskedAdapter {

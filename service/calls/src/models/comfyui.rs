@@ -96,7 +96,8 @@ fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
                 continue;
             };
             let folders = lines.lines().map(str::trim).filter(|line| !line.is_empty());
-            further.extend(folders.map(|folder| ((meaning, base.join(config::expanded(folder))), is_default)));
+            further
+                .extend(folders.map(|folder| ((meaning, base.join(config::expanded(folder))), is_default)));
         }
     }
     Ok(further)

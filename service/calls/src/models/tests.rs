@@ -16,7 +16,11 @@ fn models(folder: &Path) -> Models {
         folders: vec![folder.to_owned()],
         ..ModelSettings::default()
     };
-    Models::new(settings, folder.join("no-hub-cache"), Arc::new(pipelines::catalogue()))
+    Models::new(
+        settings,
+        folder.join("no-hub-cache"),
+        Arc::new(pipelines::catalogue()),
+    )
 }
 
 fn reference(id: &str) -> ModelRef {
@@ -28,7 +32,11 @@ fn reference(id: &str) -> ModelRef {
 
 #[test]
 fn a_revision_that_is_not_there_is_named() {
-    let models = Models::new(ModelSettings::default(), PathBuf::from("/no/such/cache"), Arc::new(pipelines::catalogue()));
+    let models = Models::new(
+        ModelSettings::default(),
+        PathBuf::from("/no/such/cache"),
+        Arc::new(pipelines::catalogue()),
+    );
     let named = ModelRef {
         id: SHIPPED_ID.to_owned(),
         revision: "abc".to_owned(),
@@ -112,7 +120,10 @@ fn a_model_is_there_by_every_name_that_requests_may_give_it() {
         assert!(!is_among(&pipelines::catalogue(), &ids, name), "{name}");
     }
     assert!(!models.has("flux-dev@v2"));
-    assert!(is_among(&pipelines::catalogue(), &ids, "flux-dev@v2"), "a list of ids says no revision");
+    assert!(
+        is_among(&pipelines::catalogue(), &ids, "flux-dev@v2"),
+        "a list of ids says no revision"
+    );
 }
 
 /// FramePack's own repositories have a transformer alone, at their root.
@@ -150,7 +161,11 @@ fn the_hub_cache_is_scanned_and_branches_name_revisions() {
     for (name, commit) in [("main", "def"), ("pr/1", "abc")] {
         std::fs::write(refs.join(name), commit).unwrap();
     }
-    let models = Models::new(models(folder.path()).settings, cache.path().to_owned(), Arc::new(pipelines::catalogue()));
+    let models = Models::new(
+        models(folder.path()).settings,
+        cache.path().to_owned(),
+        Arc::new(pipelines::catalogue()),
+    );
     let key = |id: &str, revision: &str| {
         let mut model = reference(id);
         model.revision = revision.to_owned();
@@ -379,7 +394,11 @@ fn the_folders_of_comfyui_are_read_by_their_meaning() {
         comfyui: vec![folder.path().to_owned()],
         ..ModelSettings::default()
     };
-    let models = Models::new(settings, folder.path().join("no-hub-cache"), Arc::new(pipelines::catalogue()));
+    let models = Models::new(
+        settings,
+        folder.path().join("no-hub-cache"),
+        Arc::new(pipelines::catalogue()),
+    );
     let listed = models.list();
     let own = listed
         .iter()

@@ -15,8 +15,8 @@ use tokio::net::TcpListener;
 
 use accept::{Handshake, accepted};
 use calls::Budget;
-use config::LimitSettings;
 pub(crate) use calls_layer::Limited;
+use config::LimitSettings;
 use entrance::Entrance;
 use sent::Readers;
 

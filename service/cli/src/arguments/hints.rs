@@ -69,7 +69,7 @@ mod tests {
     use clap::CommandFactory as _;
 
     use super::*;
-    use crate::cli::arguments::Arguments;
+    use crate::arguments::Arguments;
 
     #[test]
     fn words_of_other_programs_get_a_hint() {

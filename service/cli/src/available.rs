@@ -3,20 +3,21 @@
 use api::v1;
 use gpu::{CardKind, DeviceChoice};
 use hub::catalogue::{self, Makes, Model, Room};
-use pipelines::Preset;
+use model::Preset;
 use residency::Bytes;
 use serde_json::json;
 
 use super::connection::Connection;
 use super::{CliError, screen};
+use crate::Program;
 use config::Config;
-use calls::{Models, models};
 
 /// Dtype of cards on which weights take twice the bytes.
 const F32: &str = "f32";
 
 /// Models and card of the service that answers, else of this machine.
 pub(super) struct Inventory {
+    program: &'static dyn Program,
     place: Place,
     /// The largest card.
     pub(super) card: Option<Card>,
@@ -26,8 +27,8 @@ pub(super) struct Inventory {
 enum Place {
     /// In a service, which lists these ids.
     Service(Vec<String>),
-    /// On this machine.
-    Here(Box<Models>),
+    /// On this machine, of this configuration.
+    Here(Box<Config>),
 }
 
 /// A card, and what a model can have of it.
@@ -40,32 +41,37 @@ pub(super) struct Card {
 
 impl Inventory {
     /// That of the service, if one answers, else of this machine.
-    pub(super) async fn of(config: &Config) -> Result<Inventory, CliError> {
+    pub(super) async fn of(program: &'static dyn Program, config: &Config) -> Result<Inventory, CliError> {
         match Connection::open(&config.client).await {
-            Ok(connection) => Inventory::of_service(&connection, config.cards.headroom).await,
-            Err(CliError::Unreachable { .. }) => Ok(Inventory::of_this_machine(config)),
+            Ok(connection) => Inventory::of_service(program, &connection, config.cards.headroom).await,
+            Err(CliError::Unreachable { .. }) => Ok(Inventory::of_this_machine(program, config)),
             Err(other) => Err(other),
         }
     }
 
     /// That of a service, whose cards keep so much free.
-    pub(super) async fn of_service(connection: &Connection, headroom: Bytes) -> Result<Inventory, CliError> {
+    pub(super) async fn of_service(
+        program: &'static dyn Program,
+        connection: &Connection,
+        headroom: Bytes,
+    ) -> Result<Inventory, CliError> {
         let listed = connection
             .residency()
             .list_models(v1::ListModelsRequest::default())
             .await?
             .into_inner();
         Ok(Inventory {
+            program,
             place: Place::Service(listed.models.into_iter().map(|model| model.id).collect()),
             card: Card::of_service(connection, headroom).await?,
         })
     }
 
     /// That of this machine.
-    pub(super) fn of_this_machine(config: &Config) -> Inventory {
-        let models = Models::new(config.models.clone(), config.hub.cache.clone());
+    pub(super) fn of_this_machine(program: &'static dyn Program, config: &Config) -> Inventory {
         Inventory {
-            place: Place::Here(Box::new(models)),
+            program,
+            place: Place::Here(Box::new(config.clone())),
             card: Card::of_this_machine(config),
         }
     }
@@ -74,15 +80,20 @@ impl Inventory {
     pub(super) fn ids(&self) -> Vec<String> {
         match &self.place {
             Place::Service(ids) => ids.clone(),
-            Place::Here(models) => models.list().iter().map(|model| model.id.clone()).collect(),
+            Place::Here(config) => self
+                .program
+                .models(config)
+                .into_iter()
+                .map(|model| model.id)
+                .collect(),
         }
     }
 
     /// Whether it has the model that a request names so.
     pub(super) fn has(&self, name: &str) -> bool {
         match &self.place {
-            Place::Service(ids) => models::is_among(ids, name),
-            Place::Here(models) => models.has(name),
+            Place::Service(ids) => self.program.is_among(ids, name),
+            Place::Here(config) => self.program.has_model(config, name),
         }
     }
 }
@@ -185,8 +196,12 @@ fn fit_in_words(model: &Model, card: Option<&Card>) -> String {
 }
 
 /// Lists the models of the catalogue, and which fit the card.
-pub(super) async fn list(config: &Config, as_json: bool) -> Result<(), CliError> {
-    let place = Inventory::of(config).await?;
+pub(super) async fn list(
+    program: &'static dyn Program,
+    config: &Config,
+    as_json: bool,
+) -> Result<(), CliError> {
+    let place = Inventory::of(program, config).await?;
     let ids = place.ids();
     let is_here = |model: &Model| ids.contains(&model.id);
     if as_json {

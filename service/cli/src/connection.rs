@@ -23,8 +23,8 @@ use tonic_types::pb;
 
 use super::wire::{Answers, WireError};
 use super::{CliError, interrupt};
-use config::bounded;
 use config::ClientSettings;
+use config::bounded;
 
 /// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;

@@ -9,8 +9,8 @@ use media::Recipe;
 
 use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
+use crate::millis;
 use config::bounded;
-use calls::millis;
 
 /// A request for a result of any medium.
 #[derive(Clone, Debug)]

@@ -1,50 +1,25 @@
-//! `moored doctor`: checks of this machine, the configuration and the models.
+//! Checks of this machine for `moored doctor`: the cards, the state folder, the folder of downloads, the models.
 
 use std::sync::Arc;
 
-use api::v1;
+use calls::{ModelRef, Models, policy_name};
+use cli::Finding;
+use config::{CardSettings, Config};
 use engine::Error;
 use engine::library::Library;
 use gpu::{CardKind, DeviceChoice, DeviceSpec};
 use residency::Bytes;
-use serde_json::json;
 
-use super::connection::Connection;
-use super::pull::decimal;
-use super::{CliError, screen};
-use config::{CardSettings, Config};
 use crate::serve;
-use calls::{ModelRef, Models, policy_name};
 
-/// The result of one check.
-struct Finding {
-    well: bool,
-    what: &'static str,
-    found: String,
-}
-
-/// Checks the cards, the state folder, the folder of downloads, the models and the service. Fails when a check does.
-pub(super) async fn run(config: Config, as_json: bool) -> Result<(), CliError> {
-    let mut findings = Vec::new();
-    findings.extend(cards(&config).await);
+/// Everything that is found, in the order in which it is shown.
+pub(crate) async fn examine(config: Config) -> Vec<Finding> {
+    let mut findings = cards(&config).await;
     findings.push(libraries());
     findings.push(state_folder(&config));
     findings.push(cache_folder(&config));
     findings.extend(models(&config).await);
-    findings.push(service(&config).await);
-    for finding in &findings {
-        if as_json {
-            screen::json(&json!({"check": finding.what, "well": finding.well, "found": finding.found}))?;
-        } else {
-            let mark = if finding.well { "ok " } else { "BAD" };
-            screen::text(&format!("{mark}  {:<9} {}", finding.what, finding.found))?;
-        }
-    }
-    match findings.iter().filter(|finding| !finding.well).count() {
-        0 => Ok(()),
-        1 => Err(CliError::Failed("1 problem found".to_owned())),
-        wrong => Err(CliError::Failed(format!("{wrong} problems found"))),
-    }
+    findings
 }
 
 /// Checks the configured cards; where `auto` found none, says why.
@@ -220,14 +195,22 @@ fn cache_folder(config: &Config) -> Finding {
         well: free.is_ok(),
         what: "cache",
         found: match free {
-            Ok(bytes) => format!("{}, {} free for downloads", folder.display(), decimal(bytes)),
+            Ok(bytes) => format!(
+                "{}, {} free for downloads",
+                folder.display(),
+                bytesize::ByteSize(bytes).display().si()
+            ),
             Err(problem) => format!("{}: {problem}; hub.cache names another folder", folder.display()),
         },
     }
 }
 
 async fn models(config: &Config) -> Vec<Finding> {
-    let models = Models::new(config.models.clone(), config.hub.cache.clone());
+    let models = Models::new(
+        config.models.clone(),
+        config.hub.cache.clone(),
+        Arc::new(pipelines::catalogue()),
+    );
     let library = Arc::new(Library::new(pipelines::catalogue(), None));
     let choices = config.cards.devices.clone();
     let config = config.clone();
@@ -292,57 +275,4 @@ async fn models(config: &Config) -> Vec<Finding> {
         findings
     };
     tokio::task::spawn_blocking(look).await.unwrap_or_default()
-}
-
-async fn service(config: &Config) -> Finding {
-    let connection = match Connection::open(&config.client).await {
-        Ok(connection) => connection,
-        Err(CliError::Unreachable { .. }) => {
-            let found = format!(
-                "none runs at {} (not needed for this check)",
-                config.client.endpoint
-            );
-            return Finding {
-                well: true,
-                what: "service",
-                found,
-            };
-        }
-        Err(problem) => {
-            return Finding {
-                well: false,
-                what: "service",
-                found: problem.to_string(),
-            };
-        }
-    };
-    match connection
-        .server()
-        .get_server_info(v1::GetServerInfoRequest {})
-        .await
-    {
-        Ok(info) => {
-            let info = info.into_inner();
-            let own = env!("CARGO_PKG_VERSION");
-            let found = format!("version {} at {}", info.version, config.client.endpoint);
-            Finding {
-                well: info.version == own,
-                what: "service",
-                found,
-            }
-        }
-        Err(status) if status.code() == tonic::Code::Unauthenticated => Finding {
-            well: false,
-            what: "service",
-            found: format!(
-                "{} asks for a token: name its file with --token-file or MOORED_TOKEN_FILE",
-                config.client.endpoint
-            ),
-        },
-        Err(status) => Finding {
-            well: false,
-            what: "service",
-            found: status.message().to_owned(),
-        },
-    }
 }

@@ -18,6 +18,7 @@ use super::connection::{Connection, Refusal};
 use super::names::short_revision;
 use super::pull_messages::{progress_of, pulled_of};
 use super::{CliError, screen};
+use crate::Program;
 
 /// Least time between two lines in a pipe, and between two JSON lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
@@ -26,23 +27,25 @@ const BYTES: &str = "{msg:32!} {bar:30} {decimal_bytes}/{decimal_total_bytes} {d
 
 /// `moored pull`.
 pub(super) async fn run(
+    program: &dyn Program,
     hub: config::HubSettings,
     model: &str,
     dry_run: bool,
     json: bool,
 ) -> Result<(), CliError> {
-    here(hub, &model.parse()?, dry_run, json).await
+    here(program, hub, &model.parse()?, dry_run, json).await
 }
 
 /// Pulls into the hub cache of this machine, without a service, and prints the plan first.
 pub(super) async fn here(
+    program: &dyn Program,
     settings: config::HubSettings,
     model: &Reference,
     dry_run: bool,
     json: bool,
 ) -> Result<(), CliError> {
     let cache = settings.cache.clone();
-    let prepared = Hub::new(settings).prepare(model).await?;
+    let prepared = Hub::new(settings, program.families()).prepare(model).await?;
     // JSON has the plan only with `--dry-run`: the event at the end of a pull has the same fields.
     if dry_run || !json {
         tell_plan(model, &prepared.plan(), &cache, dry_run, json)?;

@@ -218,10 +218,10 @@ mod tests {
     use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::cli::CliError;
-    use crate::cli::connection::Connection;
-    use config::ClientSettings;
+    use crate::CliError;
+    use crate::connection::Connection;
     use api::v1;
+    use config::ClientSettings;
 
     /// A server that does this with its one connection.
     async fn server<F: Future<Output = ()> + Send>(

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use api::v1;
 use hub::Reference;
 use hub::catalogue;
-use pipelines::{FULL, Preset};
+use model::{FULL, Preset};
 use residency::Bytes;
 use serde_json::json;
 
@@ -13,18 +13,18 @@ use super::connection::Connection;
 use super::names::short_revision;
 use super::pull::decimal;
 use super::{CliError, local, screen, total_of};
+use crate::Program;
 use config::{ClientSettings, Config};
-use calls::Models;
 
 /// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.
-pub(super) async fn list(config: &Config, json: bool) -> Result<(), CliError> {
+pub(super) async fn list(program: &dyn Program, config: &Config, json: bool) -> Result<(), CliError> {
     let mut residency = match Connection::open(&config.client).await {
         Ok(connection) => connection.residency(),
         // A service elsewhere has other models.
         Err(CliError::Unreachable { endpoint, .. })
             if local::address_of(&config.client.endpoint).is_some() =>
         {
-            return list_here(config, &endpoint, json);
+            return list_here(program, config, &endpoint, json);
         }
         Err(other) => return Err(other),
     };
@@ -124,9 +124,8 @@ fn others_in_words(others: &[v1::OtherFile]) -> String {
 }
 
 /// Lists the models that a service of this configuration would have.
-fn list_here(config: &Config, endpoint: &str, json: bool) -> Result<(), CliError> {
-    let models = Models::new(config.models.clone(), config.hub.cache.clone());
-    let found = models.list();
+fn list_here(program: &dyn Program, config: &Config, endpoint: &str, json: bool) -> Result<(), CliError> {
+    let found = program.models(config);
     if json {
         return found.iter().try_for_each(|model| {
             screen::json(&json!({"id": model.id, "revision": model.revision, "path": model.path.display().to_string()}))

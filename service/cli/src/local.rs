@@ -11,8 +11,8 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use super::{CliError, interrupt};
+use crate::{Program, ServiceProblem};
 use config::{ClientSettings, Config};
-use crate::serve::{self, ServeError};
 
 /// Timeout of a worker's start.
 const START_LIMIT: Duration = Duration::from_secs(120);
@@ -20,17 +20,20 @@ const START_LIMIT: Duration = Duration::from_secs(120);
 /// A service that runs as long as a command.
 pub(super) struct LocalService {
     stop: oneshot::Sender<()>,
-    served: JoinHandle<Result<(), ServeError>>,
+    served: JoinHandle<Result<(), ServiceProblem>>,
 }
 
 impl LocalService {
     /// Starts a service, waits until a card is ready, and returns the settings of a client of it.
-    pub(super) async fn start(config: Config) -> Result<(LocalService, ClientSettings), CliError> {
+    pub(super) async fn start(
+        program: &dyn Program,
+        config: Config,
+    ) -> Result<(LocalService, ClientSettings), CliError> {
         let client = config.client.clone();
         let token_file = config.service.token_file.clone();
         let (ready, address) = oneshot::channel();
         let (stop, stopped) = oneshot::channel();
-        let served = tokio::spawn(serve::run(config, Some(ready), Some(stopped)));
+        let served = tokio::spawn(program.serve(config, Some(ready), Some(stopped)));
         let service = LocalService { stop, served };
         let started = async {
             let Ok(address) = address.await else {

@@ -2,7 +2,7 @@
 
 use api::v1;
 use media::RecipeAdapter;
-use pipelines::adapter_stem;
+use model::adapter_stem;
 
 use super::CliError;
 use super::connection::Connection;

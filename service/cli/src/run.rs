@@ -8,7 +8,7 @@ use std::time::Duration;
 use api::v1;
 use hub::Reference;
 use hub::catalogue;
-use pipelines::Preset;
+use model::Preset;
 
 use super::arguments::Run;
 use super::available::{self, Inventory};
@@ -16,6 +16,7 @@ use super::connection::Connection;
 use super::generate::Order;
 use super::local::{self, LocalService};
 use super::{CliError, interrupt, pull, screen};
+use crate::Program;
 use config::Config;
 
 /// The preset that leaves the formats to the service.
@@ -24,12 +25,17 @@ const AUTO: &str = "auto";
 /// Time that jobs of other clients have to finish when the service ends.
 const DRAIN: Duration = Duration::from_secs(3600);
 
-pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<(), CliError> {
+pub(super) async fn run(
+    program: &'static dyn Program,
+    config: Config,
+    mut options: Run,
+    json: bool,
+) -> Result<(), CliError> {
     let known = catalogue::find_entry(&options.model);
     if options.settings.medium.is_none() {
         options.settings.medium = known.map(|model| model.makes.into());
     }
-    options.settings.formats.settle_here(&config).await?;
+    options.settings.formats.settle_here(program, &config).await?;
     let mut order = Order::of(
         Some(&options.model),
         options.prompt.as_deref(),
@@ -45,7 +51,7 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
     };
     let (connection, own) = match Connection::open(&config.client).await {
         Ok(connection) => {
-            let found = Inventory::of_service(&connection, config.cards.headroom);
+            let found = Inventory::of_service(program, &connection, config.cards.headroom);
             let place = interrupt::or(found).await?;
             if !place.has(&options.model) {
                 check_name(&options.model, &place, tell)?;
@@ -57,11 +63,11 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
             let Some(listen) = local::address_of(&config.client.endpoint) else {
                 return Err(CliError::Unreachable { endpoint, problem });
             };
-            let place = Inventory::of_this_machine(&config);
+            let place = Inventory::of_this_machine(program, &config);
             if !place.has(&options.model) {
                 let reference = check_name(&options.model, &place, tell)?;
                 confirm_fit(&options, &place, json).await?;
-                interrupt::or(pull::here(config.hub.clone(), &reference, false, json)).await?;
+                interrupt::or(pull::here(program, config.hub.clone(), &reference, false, json)).await?;
             }
             tell(&format!(
                 "no service runs at {listen}: starting one, which ends with this command (`moored serve` keeps one running)"
@@ -69,7 +75,7 @@ pub(super) async fn run(config: Config, mut options: Run, json: bool) -> Result<
             let mut config = config.clone();
             config.service.listen = listen;
             config.service.drain = DRAIN;
-            let (service, client) = LocalService::start(config).await?;
+            let (service, client) = LocalService::start(program, config).await?;
             (Connection::open(&client).await?, Some(service))
         }
         Err(other) => return Err(other),
@@ -154,7 +160,7 @@ async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(
         },
     };
     let choice = plan.model.map(|model| model.choice).unwrap_or_default();
-    if !json && !choice.is_empty() && !choice.starts_with(pipelines::FULL) {
+    if !json && !choice.is_empty() && !choice.starts_with(model::FULL) {
         screen::note(&format!("{choice} (--quantization overrides this)"));
     }
     Ok(())

@@ -15,7 +15,7 @@ use prost_types::{
 /// The package of the public API; others in the descriptors are not ours.
 const PACKAGE: &str = "moored.v1";
 
-const REFRESH: &str = "cargo test -p moored --test proto_baseline -- --ignored";
+const REFRESH: &str = "cargo test -p api --test proto_baseline -- --ignored";
 
 fn baseline() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../proto/baseline.txt")

@@ -10,7 +10,7 @@ use clap::error::ErrorKind;
 use clap::{
     ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
 };
-use pipelines::FULL;
+use model::FULL;
 use residency::Bytes;
 
 use api::v1;
@@ -20,13 +20,13 @@ pub(super) use play::{Play, TaskChoice, TrackSettings};
 
 use super::adapter::{self, TypedAdapter};
 use super::connection::Connection;
-use super::{CliError, cards, version};
+use super::{CliError, cards};
+use crate::Program;
 use config::{ClientSettings, Config, Flags};
-use calls::Models;
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
 #[derive(Debug, Parser)]
-#[command(name = "moored", version = version::SHORT, long_version = version::LONG, propagate_version = true)]
+#[command(name = "moored", version, propagate_version = true)]
 #[command(
     after_help = "Start here: `moored demo`, then `moored models --available`, which shows what fits your card."
 )]
@@ -591,16 +591,13 @@ impl Formats {
     ///
     /// # Errors
     /// As [`adapter::settle`].
-    pub(super) async fn settle_here(&mut self, config: &Config) -> Result<(), CliError> {
+    pub(super) async fn settle_here(
+        &mut self,
+        program: &dyn Program,
+        config: &Config,
+    ) -> Result<(), CliError> {
         let listed = async || match Connection::open(&config.client).await {
-            Err(CliError::Unreachable { .. }) => {
-                let models = Models::new(config.models.clone(), config.hub.cache.clone());
-                Ok(models
-                    .adapters()
-                    .iter()
-                    .map(|adapter| adapter.id.clone())
-                    .collect())
-            }
+            Err(CliError::Unreachable { .. }) => Ok(program.adapters(config)),
             connection => adapter::listed(&connection?).await,
         };
         adapter::settle(&mut self.adapters, listed).await
@@ -730,8 +727,10 @@ pub(super) struct Pin {
 impl Arguments {
     /// Parses the command line. clap's global options would drop those before a command where there are some behind it, so
     /// each command has them once more.
-    pub(super) fn read() -> Arguments {
+    /// Of this process; `long_version` is what `--version` says.
+    pub(super) fn read(long_version: &'static str) -> Arguments {
         let matches = whole_command()
+            .long_version(long_version)
             .try_get_matches()
             .unwrap_or_else(|mistake| hints::with_hint(mistake).exit());
         Arguments::of(&matches).unwrap_or_else(|mistake| mistake.exit())

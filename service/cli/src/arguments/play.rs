@@ -7,74 +7,74 @@ use clap::{Args, ValueEnum};
 use super::{Formats, Generate, JobSettings, MediumChoice, OutputArguments, Prompts, Sampling, Settings};
 
 #[derive(Debug, Args)]
-pub(in crate::cli) struct Play {
+pub(crate) struct Play {
     /// The prompt: style, instruments, mood; read from standard input when it is left out or "-"
-    pub(in crate::cli) prompt: Option<String>,
+    pub(crate) prompt: Option<String>,
     /// A model of the service, a short name, or OWNER/NAME [default: the service's for pictures, films or music]
     #[arg(short, long, value_name = "ID")]
-    pub(in crate::cli) model: Option<String>,
+    pub(crate) model: Option<String>,
     /// Download the model if it is missing, without asking
     #[arg(long)]
-    pub(in crate::cli) pull: bool,
+    pub(crate) pull: bool,
     /// Length in seconds [default: that of the source, else the model's]
     #[arg(long, help_heading = "Track")]
-    pub(in crate::cli) seconds: Option<f32>,
+    pub(crate) seconds: Option<f32>,
     /// The WAV or FLAC file that the task works on, or to start from
     #[arg(long, value_name = "FILE", help_heading = "Track")]
-    pub(in crate::cli) source: Option<PathBuf>,
+    pub(crate) source: Option<PathBuf>,
     /// A WAV or FLAC file to take the timbre from
     #[arg(long, value_name = "FILE", help_heading = "Track")]
-    pub(in crate::cli) reference: Option<PathBuf>,
+    pub(crate) reference: Option<PathBuf>,
     #[command(flatten)]
-    pub(in crate::cli) track: TrackSettings,
+    pub(crate) track: TrackSettings,
     #[command(flatten)]
-    pub(in crate::cli) prompts: Prompts,
+    pub(crate) prompts: Prompts,
     #[command(flatten)]
-    pub(in crate::cli) formats: Formats,
+    pub(crate) formats: Formats,
     #[command(flatten)]
-    pub(in crate::cli) sampling: Sampling,
+    pub(crate) sampling: Sampling,
     #[command(flatten)]
-    pub(in crate::cli) job: JobSettings,
+    pub(crate) job: JobSettings,
     #[command(flatten)]
-    pub(in crate::cli) output: OutputArguments,
+    pub(crate) output: OutputArguments,
 }
 
 /// What is of tracks alone.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Track")]
-pub(in crate::cli) struct TrackSettings {
+pub(crate) struct TrackSettings {
     /// File with the lyrics, with marks such as `[verse]` and `[chorus]`
     #[arg(long, value_name = "FILE")]
-    pub(in crate::cli) lyrics: Option<PathBuf>,
+    pub(crate) lyrics: Option<PathBuf>,
     /// What to make of the source [default: a new track]
     #[arg(long, value_enum, requires = "source")]
-    pub(in crate::cli) task: Option<TaskChoice>,
+    pub(crate) task: Option<TaskChoice>,
     /// Repaint and lego: where the part to generate begins [default: at the start]
     #[arg(long, value_name = "SECONDS", requires = "task")]
-    pub(in crate::cli) from: Option<f32>,
+    pub(crate) from: Option<f32>,
     /// Repaint and lego: where it ends [default: at the end of the source]
     #[arg(long, value_name = "SECONDS", requires = "task")]
-    pub(in crate::cli) to: Option<f32>,
+    pub(crate) to: Option<f32>,
     /// Extract, lego and complete: a track, such as vocals or drums; may be repeated for complete
     #[arg(long = "track", value_name = "NAME", requires = "task")]
-    pub(in crate::cli) tracks: Vec<String>,
+    pub(crate) tracks: Vec<String>,
     /// Beats per minute [default: the model's choice]
     #[arg(long)]
-    pub(in crate::cli) bpm: Option<u32>,
+    pub(crate) bpm: Option<u32>,
     /// Key and scale, such as "C major" [default: the model's choice]
     #[arg(long)]
-    pub(in crate::cli) key: Option<String>,
+    pub(crate) key: Option<String>,
     /// Beats per bar, such as 4 [default: the model's choice]
     #[arg(long, value_name = "BEATS")]
-    pub(in crate::cli) time_signature: Option<String>,
+    pub(crate) time_signature: Option<String>,
     /// Language of the lyrics, such as en
     #[arg(long)]
-    pub(in crate::cli) language: Option<String>,
+    pub(crate) language: Option<String>,
 }
 
 /// What to make of a track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(in crate::cli) enum TaskChoice {
+pub(crate) enum TaskChoice {
     /// Generate a part of it again
     Repaint,
     /// The same melody and rhythm in another style
@@ -89,7 +89,7 @@ pub(in crate::cli) enum TaskChoice {
 
 impl Play {
     /// The same as `moored generate` takes it.
-    pub(in crate::cli) fn into_generate(self) -> Generate {
+    pub(crate) fn into_generate(self) -> Generate {
         Generate {
             prompt: self.prompt,
             model: self.model,

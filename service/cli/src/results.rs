@@ -6,7 +6,7 @@ use api::v1;
 use api::v1::artifact::Format;
 use bytes::Bytes;
 use media::{films, pictures, tracks};
-use pipelines::Covered;
+use model::Covered;
 
 use super::request::Asked;
 

@@ -19,8 +19,9 @@ use super::picture::{Canvas, picture};
 use super::request::Asked;
 use super::show::Show;
 use super::{CliError, screen};
+use crate::Program;
 use config::{ClientSettings, Config};
-use calls::models::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
+use hub::catalogue::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 
 /// One prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");
@@ -35,7 +36,12 @@ const MARGIN_PIXELS: u32 = 8;
 const SHEET_COLUMNS: u32 = 4;
 
 /// Starts a service, generates a picture for each prompt, a film of the first and a sound, and ends the service.
-pub(super) async fn run(mut config: Config, options: Demo, as_json: bool) -> Result<(), CliError> {
+pub(super) async fn run(
+    program: &dyn Program,
+    mut config: Config,
+    options: Demo,
+    as_json: bool,
+) -> Result<(), CliError> {
     check_free(&options)?;
     config.service.listen = (std::net::Ipv4Addr::LOCALHOST, 0).into();
     config.service.token_file = None;
@@ -43,7 +49,7 @@ pub(super) async fn run(mut config: Config, options: Demo, as_json: bool) -> Res
     let state = std::env::temp_dir().join(format!("moored-demo-{}", std::process::id()));
     config.service.state = state.clone();
     let headroom = config.cards.headroom;
-    let outcome = match LocalService::start(config).await {
+    let outcome = match LocalService::start(program, config).await {
         Ok((service, client)) => {
             let generated = generate_all(&client, headroom, &options, as_json).await;
             generated.and(service.end().await)

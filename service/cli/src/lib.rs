@@ -1,5 +1,5 @@
-//! The command line. `serve` and `worker` are the service; the others are clients of one, as any other would
-//! be; `demo` is both.
+//! ASKS. The command line: its commands are clients of a service, as any other would be. What needs the service itself, or what
+//! it is made of, is done by the [`Program`] that the command line is part of.
 
 mod adapter;
 mod arguments;
@@ -17,6 +17,7 @@ mod local;
 mod models;
 mod names;
 mod picture;
+mod program;
 mod pull;
 mod pull_messages;
 mod reports;
@@ -28,7 +29,6 @@ mod screen;
 mod shell;
 mod show;
 mod status;
-mod version;
 mod wire;
 
 use std::path::Path;
@@ -42,20 +42,22 @@ use exit::Exit;
 use interrupt::Second;
 use wording::one_line;
 
-use config::{Config, DEFAULTS};
-use crate::{process, serve, telemetry};
+use config::{Config, DEFAULT_FILTER, DEFAULTS};
+
+pub use doctor::Finding;
+pub use program::{Ended, LocalModel, Program, Ready, ServiceProblem};
 
 /// Timeout of ending threads when a command ends.
 const LAST_THREADS: Duration = Duration::from_secs(1);
 
 /// Why a command failed, for people.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum CliError {
+enum CliError {
     #[error(transparent)]
     Config(#[from] config::Mistakes),
     /// The service could not start, or failed while running.
-    #[error(transparent)]
-    Serve(#[from] serve::ServeError),
+    #[error("{0}")]
+    Serve(#[from] ServiceProblem),
     /// The service cannot be reached.
     #[error(
         "no service answers at {endpoint}: {problem}\n  start one with `moored serve`, or name another with \
@@ -131,13 +133,13 @@ impl From<tonic::Status> for CliError {
 }
 
 /// Parses the arguments and runs the command.
-pub(crate) fn run() -> ExitCode {
-    let arguments = Arguments::read();
+pub fn run(program: &'static dyn Program) -> ExitCode {
+    let arguments = Arguments::read(program.version());
     if matches!(arguments.command, Command::Worker) {
-        process::worker::run();
+        program.work();
     }
     let json = arguments.json();
-    match dispatch(arguments) {
+    match dispatch(program, arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(CliError::Output(problem)) if problem.kind() == std::io::ErrorKind::BrokenPipe => {
             ExitCode::SUCCESS
@@ -149,7 +151,7 @@ pub(crate) fn run() -> ExitCode {
     }
 }
 
-fn dispatch(arguments: Arguments) -> Result<(), CliError> {
+fn dispatch(program: &'static dyn Program, arguments: Arguments) -> Result<(), CliError> {
     let verbosity = arguments.verbosity();
     screen::set_verbosity(verbosity);
     match &arguments.command {
@@ -162,7 +164,7 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
     let (file, flags) = arguments.layers();
     let mut config = Config::load(file, flags)?;
     config.log.filter = Some(filter_of(&arguments.command, &config, verbosity));
-    telemetry::start(&config.log);
+    program.start_log(&config.log);
     if let Command::Config { path, .. } = arguments.command {
         return reports::configuration(&config, path, json);
     }
@@ -180,17 +182,16 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
         }
         match arguments.command {
             Command::Serve(options) => {
-                telemetry::tell_age("start the service");
                 let stop = options.end_with_stdin.then(end_of_stdin);
-                Ok(serve::run(config, None, stop).await?)
+                Ok(program.serve(config, None, stop).await?)
             }
             // These clear up before they end on a signal.
-            Command::Run(options) => run::run(config, options, json).await,
-            Command::Demo(options) => demo::run(config, options, json).await,
+            Command::Run(options) => run::run(program, config, options, json).await,
+            Command::Demo(options) => demo::run(program, config, options, json).await,
             Command::Generate(options) => generate::run(client, options, json).await,
             Command::Film(options) => generate::film(client, options, json).await,
             Command::Play(options) => generate::run(client, options.into_generate(), json).await,
-            other => interrupt::or(ask(&config, other, json)).await,
+            other => interrupt::or(ask(program, &config, other, json)).await,
         }
     });
     // A thread that waits for a file system that does not answer ends with the process.
@@ -199,17 +200,24 @@ fn dispatch(arguments: Arguments) -> Result<(), CliError> {
 }
 
 /// The commands that may be dropped at any time.
-async fn ask(config: &Config, command: Command, json: bool) -> Result<(), CliError> {
+async fn ask(
+    program: &'static dyn Program,
+    config: &Config,
+    command: Command,
+    json: bool,
+) -> Result<(), CliError> {
     let client = &config.client;
     match command {
-        Command::Doctor => doctor::run(config.clone(), json).await,
+        Command::Doctor => doctor::run(program, config.clone(), json).await,
         Command::Plan(options) => generate::plan(client, config.cards.headroom, options, json).await,
         Command::Status(options) => status::run(client, options, json).await,
-        Command::Models { available: true, .. } => available::list(config, json).await,
+        Command::Models { available: true, .. } => available::list(program, config, json).await,
         Command::Models { adapters: true, .. } => models::list_adapters(client, json).await,
-        Command::Models { .. } => models::list(config, json).await,
+        Command::Models { .. } => models::list(program, config, json).await,
         Command::Info { model } => models::info(config, &model, json).await,
-        Command::Pull { model, dry_run } => pull::run(config.hub.clone(), &model, dry_run, json).await,
+        Command::Pull { model, dry_run } => {
+            pull::run(program, config.hub.clone(), &model, dry_run, json).await
+        }
         Command::Rm { model, yes } => models::remove(config, &model, yes, json).await,
         Command::Load(options) => residency::load(client, options, json).await,
         Command::Unload(options) => residency::unload(client, options, json).await,
@@ -239,7 +247,7 @@ fn filter_of(command: &Command, config: &Config, verbosity: Verbosity) -> String
         Verbosity::Quiet => "error",
         Verbosity::Normal => match &config.log.filter {
             Some(filter) => filter.as_str(),
-            None if matches!(command, Command::Serve(_)) => telemetry::DEFAULT_FILTER,
+            None if matches!(command, Command::Serve(_)) => DEFAULT_FILTER,
             None => "warn",
         },
         Verbosity::Verbose if matches!(command, Command::Serve(_)) => "debug",
@@ -258,6 +266,11 @@ fn end_of_stdin() -> oneshot::Receiver<()> {
         drop(sender);
     });
     receiver
+}
+
+/// Whole milliseconds.
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The sum of numbers that a service sent, whatever they are.
