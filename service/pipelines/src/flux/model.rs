@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use model::Memo;
-use model::bounds::{self, PIXELS_PER_TOKEN, TRUE_GUIDANCE, problems};
+use model::bounds::{self, PIXELS_PER_TOKEN, problems};
 use model::plan::names;
-use model::{LeftOut, smaller_sides};
+use model::{Field, LeftOut, Reads, smaller_sides};
 use residency::Bytes;
 
 use super::adapter_targets::adapter_targets;
@@ -183,14 +183,6 @@ impl FluxModel {
         })
     }
 
-    /// The fields that it reads of those that only some models read. FLUX.1 Fill has no reference with a second pass.
-    fn read_fields(&self) -> &'static [&'static str] {
-        match self.variant {
-            Variant::Plain | Variant::Kontext => &TRUE_GUIDANCE,
-            Variant::Fill => &[],
-        }
-    }
-
     /// Refuses a prompt that a tokenizer cannot encode.
     fn check_prompt(&self, field: &str, prompt: &str, most: usize) -> Result<(), RequestError> {
         let refused = |error: TokenizeError| RequestError::new(field, error.to_string());
@@ -295,15 +287,32 @@ impl Model for FluxModel {
         self.adapters.reports().into_iter().chain(nets).collect()
     }
 
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
-        let mut problems = problems(request, self.read_fields());
+    fn reads(&self) -> Reads {
+        const EVERY: Reads = Reads::of(&[
+            Field::InitImage,
+            Field::InitLatent,
+            Field::Mask,
+            Field::Controls,
+            Field::Adapters,
+        ]);
+        const PLAIN: Reads = EVERY.and(&[Field::NegativePrompt, Field::TrueGuidance]);
+        match self.variant {
+            Variant::Plain => PLAIN,
+            Variant::Kontext => PLAIN.and(&[Field::References]),
+            // It has no reference with a second pass.
+            Variant::Fill => EVERY,
+        }
+    }
+
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        let mut problems = problems(request);
         problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }
         let refused = |problem| vec![problem];
         let image = request.image().map_err(refused)?;
-        if let Some(problem) = self.editing_problems(image) {
+        if let Some(problem) = self.control_problem(image) {
             return Err(vec![problem]);
         }
         let mut stages = vec![self.encode_text_stage(request).map_err(refused)?];
@@ -338,13 +347,6 @@ impl Model for FluxModel {
             Some(LeftOut { field, ..left_out })
         });
         of_text.collect()
-    }
-
-    fn most_references(&self) -> usize {
-        match self.variant {
-            Variant::Kontext => 1,
-            Variant::Plain | Variant::Fill => 0,
-        }
     }
 
     fn reference_size(&self, width: u32, height: u32) -> Result<Option<(u32, u32)>, RequestError> {

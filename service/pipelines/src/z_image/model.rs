@@ -2,9 +2,9 @@
 
 use gpu::CheckpointFile;
 use model::Memo;
-use model::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
+use model::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN};
 use model::plan::names;
-use model::{LeftOut, smaller_sides};
+use model::{Field, LeftOut, Reads, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -76,7 +76,7 @@ impl Family for ZImage {
 
 /// All fields of a request that are out of bounds.
 pub(super) fn problems(request: &Request) -> Vec<RequestError> {
-    let mut problems = bounds::problems(request, &[]);
+    let mut problems = bounds::problems(request);
     if request.guidance != 0.0 && !problems.iter().any(|problem| problem.field == "guidance") {
         let problem = format!(
             "is {}; Z-Image-Turbo is distilled and takes 0, which is none",
@@ -84,7 +84,6 @@ pub(super) fn problems(request: &Request) -> Vec<RequestError> {
         );
         problems.push(RequestError::new("guidance", problem));
     }
-    problems.extend(no_references(request));
     problems
 }
 
@@ -221,7 +220,11 @@ impl Model for ZImageModel {
         Ok(Arc::new(self.adapted(files)?))
     }
 
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+    fn reads(&self) -> Reads {
+        Reads::of(&[Field::InitImage, Field::InitLatent, Field::Mask, Field::Adapters])
+    }
+
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(request);
         problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
