@@ -15,14 +15,14 @@ use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::TransformerConfig;
 use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
-use super::stages::{DENOISE, ENCODE_TEXT, NEGATIVE_POOLED, NEGATIVE_SEQUENCE, POOLED, SEQUENCE, Stage};
+use super::stages::{DENOISE, ENCODE_TEXT, Stage, encodings};
 use super::transformer::{denoise_scratch, negative_scratch};
 use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::is_modulator;
-use crate::sampling::Denoiser;
+use crate::sampling::{Denoiser, Prompts};
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
@@ -134,11 +134,9 @@ impl FluxModel {
             self.transformer.pooled_projection_dim,
             self.transformer.joint_attention_dim,
         );
-        let of_prompt = [(POOLED, SEQUENCE)];
-        let of_negative = request.negative().map(|_| (NEGATIVE_POOLED, NEGATIVE_SEQUENCE));
-        let named = of_prompt.into_iter().chain(of_negative);
-        named
-            .flat_map(|(pooled_name, sequence_name)| {
+        encodings(request)
+            .iter()
+            .flat_map(|&(pooled_name, sequence_name)| {
                 [
                     ValueShape::new(pooled_name, vec![1, pooled]),
                     ValueShape::new(sequence_name, vec![1, tokens, joint]),
@@ -337,14 +335,14 @@ impl Model for FluxModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let texts = [
-            ("prompt", Some(&*request.prompt)),
-            ("negative_prompt", request.negative()),
-        ];
-        let of_text = texts.into_iter().filter_map(|(field, text)| {
-            let left_out = self.t5_tokenizer.left_out(text?, most);
+        let texts = Prompts::texts(request);
+        let of_text = texts.iter().filter_map(|(field, text)| {
+            let left_out = self.t5_tokenizer.left_out(text, most);
             let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
-            Some(LeftOut { field, ..left_out })
+            Some(LeftOut {
+                field: *field,
+                ..left_out
+            })
         });
         of_text.collect()
     }
