@@ -1,7 +1,7 @@
 //! Bounds of requests for pictures and films, shared by families whose transformer has a token per 16 by 16 pixels.
 
 use crate::steps::first_step;
-use crate::{Audio, ControlUse, Image, InitImage, Medium, Request, RequestError};
+use crate::{Audio, ControlUse, Field, Image, InitImage, Medium, Request, RequestError};
 
 /// Pixels per token along each axis.
 pub const PIXELS_PER_TOKEN: u32 = 16;
@@ -29,43 +29,15 @@ pub fn smallest(defaults: Request) -> Request {
 /// Maximum absolute scale of a ControlNet: many times what any use has.
 const MAX_CONTROL_SCALE: f32 = 100.0;
 
-/// The refusal of reference and control pictures, by a model that takes none.
-pub fn no_references(request: &Request) -> Option<RequestError> {
-    if matches!(&request.medium, Medium::Image(image) if !image.controls.is_empty()) {
-        let problem = "are not taken by this model; FLUX.1 takes ControlNets";
-        return Some(RequestError::new("controls", problem));
-    }
-    match &request.medium {
-        Medium::Image(image) => too_many_references(image.references.len(), 0),
-        Medium::Video(_) | Medium::Audio(_) => None,
-    }
-}
-
 /// The refusal of more reference pictures than a model takes.
 pub fn too_many_references(count: usize, most: usize) -> Option<RequestError> {
-    let problem = match most {
-        0 => "are not taken by this model; FLUX.1 Kontext takes one".to_owned(),
-        most => format!("are {count}; this model takes {most}"),
-    };
-    (count > most).then(|| RequestError::new("references", problem))
-}
-
-/// A pair of fields that only some models read: the prompt that leads away, and the scale of the second pass.
-pub const TRUE_GUIDANCE: [&str; 2] = ["negative_prompt", "true_guidance"];
-
-/// The refusals of fields that only some models read, by a model that reads `read` of them.
-pub fn unread_fields(request: &Request, read: &[&str]) -> Vec<RequestError> {
-    let asked = [
-        ("negative_prompt", request.negative_prompt.is_some()),
-        ("true_guidance", request.true_guidance != 1.0),
-    ];
-    let unread = asked
-        .into_iter()
-        .filter(|(field, is_asked)| *is_asked && !read.contains(field));
-    let problem = "is not read by this model; leave it out, or take a FLUX.1 model";
-    unread
-        .map(|(field, _)| RequestError::new(field, problem))
-        .collect()
+    (count > most).then(|| match most {
+        0 => Field::References.refusal(),
+        most => RequestError::new(
+            Field::References.name(),
+            format!("are {count}; this model takes {most}"),
+        ),
+    })
 }
 
 /// Sides within bounds that are next to these, rounded down.
@@ -102,9 +74,8 @@ pub fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<RequestE
     Some(RequestError::new("init_image", problem))
 }
 
-/// Fields that requests for all media have, and that are out of bounds. The model reads `read` of those that only some models
-/// read ([`unread_fields`]).
-pub fn common_problems(request: &Request, read: &[&str]) -> Vec<RequestError> {
+/// Fields that requests for all media have, and that are out of bounds.
+pub fn common_problems(request: &Request) -> Vec<RequestError> {
     let mut problems = Vec::new();
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     if !(1..=MAX_STEPS).contains(&request.steps) {
@@ -136,7 +107,6 @@ pub fn common_problems(request: &Request, read: &[&str]) -> Vec<RequestError> {
         );
     }
     problems.extend(slots_problem(request));
-    problems.extend(unread_fields(request, read));
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     let negative = request.negative_prompt.as_deref().unwrap_or_default();
     for (field, text) in [("prompt", request.prompt.as_str()), ("negative_prompt", negative)] {
@@ -195,13 +165,13 @@ fn control_problems(index: usize, control: &ControlUse, expected: (u32, u32)) ->
     problems
 }
 
-/// All fields of a request for a picture that are out of bounds, by a model that reads `read` of those that only some read.
-pub fn problems(request: &Request, read: &[&str]) -> Vec<RequestError> {
+/// All fields of a request for a picture that are out of bounds.
+pub fn problems(request: &Request) -> Vec<RequestError> {
     let Medium::Image(picture) = &request.medium else {
         return vec![RequestError::other_medium(&request.medium, "image")];
     };
     let mut problems = side_problems(picture.width, picture.height);
-    problems.extend(common_problems(request, read));
+    problems.extend(common_problems(request));
     let start = picture.init_image.as_ref();
     problems.extend(start.and_then(|image| start_problem(image, (picture.width, picture.height))));
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));

@@ -18,6 +18,7 @@ mod parts;
 pub mod plan;
 mod precision;
 mod quantization;
+mod reads;
 mod request;
 mod resize;
 mod smaller;
@@ -45,6 +46,7 @@ pub use parts::{ModelParts, ReadFiles};
 pub use plan::{PreviewNeed, Role, Rung, Section, SharedPass, StagePlan, ValueShape, Values};
 pub use precision::Precision;
 pub use quantization::{FULL, Formats, Preset, Quantization};
+pub use reads::{Field, Reads};
 pub use request::{
     Audio, AudioTask, Clip, ControlUse, Image, InitImage, Mask, Medium, Picture, PictureMut, PictureSlot,
     Request, RequestError, StrengthPoint, Video,

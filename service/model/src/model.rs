@@ -17,7 +17,8 @@ use crate::parts::ModelParts;
 use crate::plan::{StagePlan, ValueShape, Values};
 use crate::precision::Precision;
 use crate::quantization::{Formats, Quantization};
-use crate::request::{Request, RequestError};
+use crate::reads::{Field, Reads};
+use crate::request::{Medium, Request, RequestError};
 use crate::smaller::nearest_frames;
 use crate::stage_run::{Observer, StageRun};
 
@@ -115,13 +116,37 @@ pub trait Model: Send + Sync {
         self.parts().components.files_of(component_name)
     }
 
-    /// The stages of a request, in order. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the
-    /// latents that a client may keep, bring back, and decode later. Only formats and sizes of media count: their data may be left
-    /// out ([`Request::without_media_data`]), but for the memos of what encodes them.
+    /// The optional fields of a request that it reads. Requests with others are refused.
+    fn reads(&self) -> Reads;
+
+    /// The stages of a request, in order: [`Model::stages_of`], of a request for what the model generates and reads.
     ///
     /// # Errors
     /// All invalid fields of the request.
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>>;
+    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        let made = self.parts().defaults.medium.name();
+        if request.medium.name() != made {
+            return Err(vec![RequestError::other_medium(&request.medium, made)]);
+        }
+        let mut problems = self.reads().refusals(request);
+        if let (Medium::Image(image), true) = (&request.medium, self.reads().has(Field::References)) {
+            problems.extend(self.too_many_references(image.references.len()));
+        }
+        match self.stages_of(request) {
+            Ok(stages) if problems.is_empty() => Ok(stages),
+            Ok(_) => Err(problems),
+            Err(others) => Err([others, problems].concat()),
+        }
+    }
+
+    /// The stages of a request for the model's medium, in order; [`Model::plan`] refuses the optional fields that it does not
+    /// read. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the latents that a client may keep, bring
+    /// back, and decode later. Only formats and sizes of media count: their data may be left out
+    /// ([`Request::without_media_data`]), but for the memos of what encodes them.
+    ///
+    /// # Errors
+    /// All other invalid fields of the request.
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>>;
 
     /// A default request whose decode takes values of these shapes; `None` if there is none.
     fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
@@ -134,7 +159,7 @@ pub trait Model: Send + Sync {
 
     /// Most reference pictures of one request.
     fn most_references(&self) -> usize {
-        0
+        usize::from(self.reads().has(Field::References))
     }
 
     /// The refusal of so many reference pictures; `None` if the model takes them.

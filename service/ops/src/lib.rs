@@ -19,6 +19,7 @@ mod cuda;
 #[cfg(any(feature = "cuda", test))]
 mod cudnn;
 mod dequantize;
+mod disjoint;
 mod euler;
 mod finite;
 mod glu;

@@ -7,6 +7,7 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage
 use gemm::Parallelism;
 use rayon::prelude::*;
 
+use crate::disjoint::{Disjoint, end_of};
 use crate::place::{Rows, apart_from, with_rows, write_rows};
 
 /// Minimum of multiplications per tile: some microseconds, many times the cost of scheduling it.
@@ -125,14 +126,6 @@ struct LinearProduct<'a> {
     finish: FinishPiece<'a>,
 }
 
-/// The storage of the result; tasks write disjoint elements.
-struct DisjointTiles(*mut f32);
-
-// SAFETY: tiles are disjoint, and the rows of the result do not overlap (`is_within`).
-unsafe impl Send for DisjointTiles {}
-// SAFETY: the same.
-unsafe impl Sync for DisjointTiles {}
-
 /// Whether all rows are within `count` elements, and if `apart`, do not overlap.
 fn is_within(rows: &Rows, count: usize, apart: bool) -> bool {
     let Rows {
@@ -143,9 +136,13 @@ fn is_within(rows: &Rows, count: usize, apart: bool) -> bool {
         batch_stride,
         row_stride,
     } = *rows;
-    let of_matrix = rows.saturating_sub(1) * row_stride + columns;
-    let is_apart = (rows < 2 || row_stride >= columns) && (batch < 2 || batch_stride >= of_matrix);
-    start + batch.saturating_sub(1) * batch_stride + of_matrix <= count && (is_apart || !apart)
+    let is_apart = || {
+        let of_matrix = end_of(0, [(rows, row_stride)], columns);
+        (rows < 2 || row_stride >= columns)
+            && (batch < 2 || of_matrix.is_some_and(|of_matrix| batch_stride >= of_matrix))
+    };
+    let end = end_of(start, [(batch, batch_stride), (rows, row_stride)], columns);
+    end.is_some_and(|end| end <= count) && (!apart || is_apart())
 }
 
 /// Rows and columns of a tile. They depend on the shapes alone, so that results are deterministic.
@@ -177,7 +174,7 @@ impl InplaceOp1 for LinearProduct<'_> {
         if !are_within {
             candle_core::bail!("rows outside of their tensors, or over one another");
         }
-        let target = DisjointTiles(numbers.as_mut_ptr());
+        let target = Disjoint::of(numbers);
         // A matrix has one row stride; a product is of one matrix of `x` and one of the result.
         let matrices = self.x_rows.batch.max(self.out_rows.batch);
         let of_matrix = if self.x_rows.batch > 1 {
@@ -221,7 +218,7 @@ impl InplaceOp1 for LinearProduct<'_> {
 
 impl LinearProduct<'_> {
     /// The product of some rows, which have one stride, and some columns.
-    fn tile(&self, target: &DisjointTiles, (row, rows): (usize, usize), (column, columns): (usize, usize)) {
+    fn tile(&self, target: &Disjoint<f32>, (row, rows): (usize, usize), (column, columns): (usize, usize)) {
         let inputs = self.weight_rows.columns;
         let begin = self.out_rows.begin(row) + column;
         let (x, weight) = (
@@ -234,7 +231,7 @@ impl LinearProduct<'_> {
                 rows,
                 columns,
                 inputs,
-                target.0.add(begin),
+                target.at(begin),
                 1,
                 self.out_rows.row_stride as isize,
                 false,
@@ -259,7 +256,7 @@ impl LinearProduct<'_> {
                     rows,
                     columns,
                     *rank,
-                    target.0.add(begin),
+                    target.at(begin),
                     1,
                     self.out_rows.row_stride as isize,
                     true,
@@ -281,7 +278,7 @@ impl LinearProduct<'_> {
         for i in 0..rows {
             // SAFETY: as above; the slices of two rows do not overlap.
             let numbers = unsafe {
-                std::slice::from_raw_parts_mut(target.0.add(begin + i * self.out_rows.row_stride), columns)
+                std::slice::from_raw_parts_mut(target.at(begin + i * self.out_rows.row_stride), columns)
             };
             (self.finish)(row + i, column, numbers);
         }
@@ -297,6 +294,50 @@ mod tests {
     fn defined(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         let wide = |t: &Tensor| t.to_dtype(DType::F64);
         wide(x)?.matmul(&wide(weight)?.t()?)?.to_dtype(DType::F32)
+    }
+
+    #[test]
+    fn rows_beyond_a_storage_or_over_one_another_are_refused() {
+        let rows = Rows {
+            start: 2,
+            batch: 2,
+            rows: 3,
+            columns: 4,
+            batch_stride: 20,
+            row_stride: 5,
+        };
+        assert!(is_within(&rows, 2 + 20 + 10 + 4, true));
+        assert!(!is_within(&rows, 2 + 20 + 10 + 3, false));
+        let over_one_another = [
+            Rows {
+                row_stride: 3,
+                ..rows
+            },
+            Rows {
+                batch_stride: 13,
+                ..rows
+            },
+        ];
+        for other in over_one_another {
+            assert!(is_within(&other, 36, false) && !is_within(&other, 36, true));
+        }
+        // Their ends are no numbers: a sum that begins again at zero is within any storage.
+        for beyond in [
+            Rows {
+                row_stride: usize::MAX / 2 + 1,
+                ..rows
+            },
+            Rows {
+                batch_stride: usize::MAX - 10,
+                ..rows
+            },
+            Rows {
+                start: usize::MAX - 30,
+                ..rows
+            },
+        ] {
+            assert!(!is_within(&beyond, 36, false), "{beyond:?}");
+        }
     }
 
     fn poisoned(shape: &[usize]) -> Result<Tensor> {

@@ -1,9 +1,11 @@
-//! The memory of a sampling, for every family.
+//! What the samplings of all families share: their memory, and steps under two conditions.
 
+use candle_core::{DType, Device, Tensor};
+use ops::{Finite, euler};
 use residency::Bytes;
 
 use crate::adapters::{AdapterSet, UsedAs};
-use crate::{ModelParts, Request, Role, StagePlan};
+use crate::{ModelParts, Request, Role, StageError, StagePlan};
 
 /// The transformer of a sampling.
 pub(crate) struct Denoiser<'a> {
@@ -49,5 +51,159 @@ impl Denoiser<'_> {
             per_item: true,
             ..StagePlan::of(name, Role::Sample, beside, rungs)
         }
+    }
+}
+
+/// One of something for the prompt of a request, and one for its negative prompt where that has an effect
+/// ([`Request::negative`]).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Prompts<T> {
+    pub(crate) prompt: T,
+    pub(crate) negative: Option<T>,
+}
+
+impl<'a> Prompts<(&'static str, &'a str)> {
+    /// The texts of a request, each with the name of its field.
+    pub(crate) fn texts(request: &'a Request) -> Self {
+        Prompts {
+            prompt: ("prompt", &request.prompt),
+            negative: request.negative().map(|text| ("negative_prompt", text)),
+        }
+    }
+}
+
+impl<T> Prompts<T> {
+    /// Those of these that the request has.
+    pub(crate) fn of(request: &Request, prompt: T, negative: T) -> Prompts<T> {
+        Prompts {
+            prompt,
+            negative: request.negative().map(|_| negative),
+        }
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
+        std::iter::once(&self.prompt).chain(&self.negative)
+    }
+
+    /// The same of each.
+    ///
+    /// # Errors
+    /// The first of `change`.
+    pub(crate) fn try_map<U, E>(self, mut change: impl FnMut(T) -> Result<U, E>) -> Result<Prompts<U>, E> {
+        Ok(Prompts {
+            prompt: change(self.prompt)?,
+            negative: self.negative.map(change).transpose()?,
+        })
+    }
+}
+
+/// What the steps of a request predict under: the condition of the prompt, and that of a negative prompt.
+///
+/// A step predicts under one after the other, in the same buffers: two conditions take twice the time, and little memory
+/// ([`Conditions::kept_bytes`]). Both predictions are combined as `negative + scale * (prompt - negative)` in f32, where the
+/// scale is [`Request::true_guidance`]. That is what diffusers' FLUX pipelines do with their `true_cfg_scale`. `ZImagePipeline`
+/// computes `prompt + guidance * (prompt - negative)`, which is the same with a scale of `1 + guidance`.
+pub(crate) struct Conditions<C> {
+    conditions: Prompts<C>,
+    /// The prediction under the negative prompt, kept while that under the prompt is computed in the same buffers.
+    kept: Option<Tensor>,
+    scale: f64,
+}
+
+impl<C> Conditions<C> {
+    /// These conditions of a request, whose predictions have this shape, in the dtype and on the device of the transformer.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn new(
+        conditions: Prompts<C>,
+        request: &Request,
+        shape: (usize, usize, usize),
+        (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<Conditions<C>> {
+        let kept = conditions.negative.as_ref();
+        let kept = kept.map(|_| Tensor::zeros(shape, dtype, device)).transpose()?;
+        Ok(Conditions {
+            conditions,
+            kept,
+            scale: request.true_guidance.into(),
+        })
+    }
+
+    /// Bytes that a second condition keeps beside itself, where a prediction has so many numbers.
+    pub(crate) fn kept_bytes(numbers: usize, dtype: DType) -> u64 {
+        (numbers * dtype.size_in_bytes()) as u64
+    }
+
+    /// All of them, to be changed.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut C> {
+        std::iter::once(&mut self.conditions.prompt).chain(&mut self.conditions.negative)
+    }
+
+    /// The prediction of a step: `predict` computes it under one condition, in buffers that the next call overwrites.
+    ///
+    /// # Errors
+    /// Those of `predict`, and of the device.
+    pub(crate) fn predict<'a>(
+        &'a self,
+        mut predict: impl FnMut(&C) -> Result<&'a Tensor, StageError>,
+    ) -> Result<Prediction<'a>, StageError> {
+        let negative = match (&self.conditions.negative, &self.kept) {
+            (Some(negative), Some(kept)) => {
+                ops::copy_rows(predict(negative)?, kept)?;
+                Some((kept, self.scale))
+            }
+            _ => None,
+        };
+        Ok(Prediction {
+            prompt: predict(&self.conditions.prompt)?,
+            negative,
+        })
+    }
+}
+
+/// What a step predicts, valid until the next one: the combination of what the transformer gives under each condition,
+/// `[1, tokens, width]` in its dtype.
+pub(crate) struct Prediction<'a> {
+    prompt: &'a Tensor,
+    /// Under the negative prompt, and the scale of the difference.
+    negative: Option<(&'a Tensor, f64)>,
+}
+
+impl Prediction<'_> {
+    /// A step: adds the prediction times `by` to the latent, which is f32; `seen` gets it in the transformer's dtype. Of two
+    /// conditions these are two additions, so the combination needs no buffer of its own.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn step(
+        &self,
+        latent: &Tensor,
+        by: f64,
+        (seen, finite): (&Tensor, &Finite),
+    ) -> candle_core::Result<()> {
+        let Some((negative, scale)) = self.negative else {
+            return euler(latent, self.prompt, by, seen, finite);
+        };
+        euler(latent, negative, by * (1.0 - scale), seen, finite)?;
+        euler(latent, self.prompt, by * scale, seen, finite)
+    }
+
+    /// The latent plus the prediction times `by`, f32 in host memory: with what remains of the schedule, the latent that
+    /// sampling will end with if the prediction is right.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn ahead_of(&self, latent: &Tensor, by: f64) -> candle_core::Result<Tensor> {
+        let on_host = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32);
+        let prompt = on_host(self.prompt)?;
+        let combined = match self.negative {
+            None => prompt,
+            Some((negative, scale)) => {
+                let negative = on_host(negative)?;
+                (&negative + ((prompt - &negative)? * scale)?)?
+            }
+        };
+        on_host(latent)? + (combined * by)?
     }
 }

@@ -2,8 +2,8 @@
 
 use gpu::LoadPlan;
 use model::{
-    Image, Medium, Model, ModelFile, ModelParts, Observer, Precision, Request, RequestError, StageError,
-    StagePlan, StageRun, ValueShape, Values,
+    Image, Medium, Model, ModelFile, ModelParts, Observer, Precision, Reads, Request, RequestError,
+    StageError, StagePlan, StageRun, ValueShape, Values,
 };
 use residency::Component;
 
@@ -26,7 +26,10 @@ impl Model for IdleModel {
     fn parts(&self) -> &ModelParts {
         &self.0
     }
-    fn plan(&self, _request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+    fn reads(&self) -> Reads {
+        Reads::NOTHING
+    }
+    fn stages_of(&self, _request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         Ok(Vec::new())
     }
     fn request_of(&self, _values: &[ValueShape]) -> Option<Request> {

@@ -9,9 +9,9 @@ use engine::job::{Call, JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{LoadPlan, WeightFormat};
 use model::{
-    Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer, Precision,
-    Preset, PreviewNeed, Quantization, Request, RequestError, Role, Rung, SharedPass, StageError, StagePlan,
-    StageRun, ValueShape, Values,
+    Field, Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer,
+    Precision, Preset, PreviewNeed, Quantization, Reads, Request, RequestError, Role, Rung, SharedPass,
+    StageError, StagePlan, StageRun, ValueShape, Values,
 };
 use pipelines::Family;
 use residency::{Bytes, Component, ComponentId};
@@ -133,7 +133,10 @@ impl Model for FakeModel {
     fn parts(&self) -> &ModelParts {
         &self.0
     }
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+    fn reads(&self) -> Reads {
+        Reads::of(&[Field::InitImage, Field::InitLatent, Field::Mask, Field::Adapters])
+    }
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let image = request.image().map_err(|problem| vec![problem])?;
         let &Image { width, height, .. } = image;
         if width == 0 {

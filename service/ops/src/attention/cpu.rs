@@ -14,6 +14,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::Mask;
+use crate::disjoint::{Disjoint, end_of};
 use crate::loops::{Processor, by_processor, vectorised};
 use crate::place::apart_from;
 use crate::product::{COLUMNS, Product, multiply};
@@ -147,12 +148,9 @@ fn four(of_axes: &[usize]) -> Result<[usize; 4]> {
 /// Strides of a tensor whose elements are all within a storage of `count`.
 fn strides_within(layout: &Layout, count: usize) -> Result<[usize; 4]> {
     let (dims, strides) = (layout.dims(), layout.stride());
-    let last: usize = dims
-        .iter()
-        .zip(strides)
-        .map(|(dim, stride)| dim.saturating_sub(1) * stride)
-        .sum();
-    if layout.shape().elem_count() > 0 && layout.start_offset() + last >= count {
+    let axes = dims.iter().copied().zip(strides.iter().copied());
+    let end = end_of(layout.start_offset(), axes, 1);
+    if layout.shape().elem_count() > 0 && end.is_none_or(|end| end > count) {
         candle_core::bail!("a tensor of shape {dims:?} and strides {strides:?} over {count} numbers");
     }
     four(strides)
@@ -214,14 +212,6 @@ impl InplaceOp1 for Operands<'_> {
     }
 }
 
-/// The storage of the result; tasks write disjoint elements.
-struct DisjointRows<T>(*mut T);
-
-// SAFETY: blocks have disjoint queries, and no two elements of the result share an address.
-unsafe impl<T: Send> Send for DisjointRows<T> {}
-// SAFETY: the same.
-unsafe impl<T: Send> Sync for DisjointRows<T> {}
-
 impl Operands<'_> {
     fn write<T: Copy + Send>(
         &self,
@@ -240,10 +230,9 @@ impl Operands<'_> {
         let blocks = queries.div_ceil(QUERIES);
         let queries_of_block = queries.div_ceil(blocks).next_multiple_of(VECTOR);
         let blocks = queries.div_ceil(queries_of_block);
-        let target = DisjointRows(numbers.as_mut_ptr());
+        let target = Disjoint::of(numbers);
         let start = layout.start_offset();
         (0..batch * heads * blocks).into_par_iter().for_each(|task| {
-            let target = &target;
             let first = task % blocks * queries_of_block;
             let count = queries_of_block.min(queries - first);
             let block = Block {
@@ -270,8 +259,9 @@ impl Operands<'_> {
                             .sum::<usize>();
                     for column in 0..width {
                         let number = narrow(sums[column * block.lanes + query] * factor);
-                        // SAFETY: within the storage (`strides_within`), and no other task's (`DisjointRows`).
-                        unsafe { target.0.add(begin + column * strides[3]).write(number) };
+                        // SAFETY: within the storage (`strides_within`), and no other task's: blocks have
+                        // disjoint queries, and no two elements of the result share an address (`is_apart`).
+                        unsafe { target.at(begin + column * strides[3]).write(number) };
                     }
                 }
             });

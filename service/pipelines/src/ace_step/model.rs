@@ -2,7 +2,7 @@
 
 use gpu::CheckpointFile;
 use model::plan::only_value;
-use model::{LeftOut, smaller_lengths};
+use model::{Field, LeftOut, Reads, smaller_lengths};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -153,7 +153,24 @@ impl Model for AceStepModel {
         Ok(Arc::new(self.adapted(files)?))
     }
 
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+    fn reads(&self) -> Reads {
+        Reads::of(&[
+            Field::InitMedia,
+            Field::InitLatent,
+            Field::ReferenceMedia,
+            Field::Task,
+            Field::Lyrics,
+            Field::BeatsPerMinute,
+            Field::Key,
+            Field::TimeSignature,
+            Field::Language,
+            Field::Strengths,
+            Field::DecodeFrom,
+            Field::Adapters,
+        ])
+    }
+
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = tasks::problems(request, self.able());
         problems.extend(self.adapters.problems(&request.adapters));
         match (&request.medium, problems.is_empty()) {

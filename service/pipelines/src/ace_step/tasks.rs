@@ -102,7 +102,7 @@ pub(super) fn problems(request: &Request, able: Abilities) -> Vec<RequestError> 
     let Medium::Audio(audio) = &request.medium else {
         return vec![RequestError::other_medium(&request.medium, "audio")];
     };
-    let mut problems = common_problems(request, &[]);
+    let mut problems = common_problems(request);
     problems.extend(clip_problems(audio));
     problems.extend(decode_from_problem(audio));
     problems.extend(strengths_problem(request, audio));

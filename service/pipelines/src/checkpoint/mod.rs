@@ -13,6 +13,7 @@ mod role;
 mod single_file;
 mod spec;
 mod stored;
+mod transformer;
 
 pub(crate) use components::{
     Requested, Shapes, Wanted, component_of_checkpoint, component_of_file, component_of_folder,
@@ -21,7 +22,7 @@ pub(crate) use components::{
 pub(crate) use model::{ComponentFiles, ComponentSet};
 pub(crate) use names::{LayerNames, prefixes, unwrapped};
 pub(crate) use numbers::number_of;
-pub(crate) use recognise::{Marks, Naming, Recognised, authors_names, has_marks};
+pub(crate) use recognise::{Marks, Recognised, authors_names, has_marks};
 pub(crate) use relatives::{class_not_run, file_not_run, is_lora, known_by_names, part_in_file};
 pub(crate) use role::{QuantizeRole, RoleOf};
 pub(crate) use single_file::{
@@ -29,3 +30,4 @@ pub(crate) use single_file::{
 };
 pub(crate) use spec::{Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};
+pub(crate) use transformer::{Naming, TransformerFiles, TransformerPlace, rotary_axes};

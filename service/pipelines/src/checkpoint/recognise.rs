@@ -7,25 +7,20 @@ use gpu::CheckpointFile;
 use super::names::{LayerNames, prefixes};
 use super::single_file::base_folder;
 use super::stored::Checkpoint;
+use super::transformer::{Naming, TransformerPlace};
 use crate::ModelError;
-use crate::files::{pipeline_class, unsupported};
-
-/// A naming scheme of the tensors in a single file.
-pub(crate) trait Naming: Copy {
-    /// Beginnings of authors' or diffusers' names that only this family's transformer has, quantized or not.
-    fn marks(self) -> &'static [&'static str];
-}
+use crate::files::{damaged, pipeline_class, unsupported};
 
 /// Detection rules of a family.
-pub(crate) struct Marks<N: 'static> {
+pub(crate) struct Marks {
     /// Display name of the family.
     pub(crate) family: &'static str,
     /// Prefix of the class in its `model_index.json`.
     pub(crate) class_prefix: &'static str,
     /// The supported pipeline classes.
     pub(crate) pipelines: &'static [&'static str],
-    /// Naming schemes of single files.
-    pub(crate) namings: &'static [N],
+    /// Beginnings of names that only this family's transformer has in a single file, quantized or not.
+    pub(crate) namings: [(Naming, &'static [&'static str]); 2],
     /// Further names of its layers in single files.
     pub(crate) names: LayerNames,
     /// A tensor of single files that is never used.
@@ -35,22 +30,13 @@ pub(crate) struct Marks<N: 'static> {
 }
 
 /// A detected checkpoint.
-pub(crate) enum Recognised<N> {
-    /// A folder in diffusers' layout.
-    Folder(PathBuf),
-    /// A single file with the transformer.
-    SingleFile {
-        path: PathBuf,
-        /// The tensors of its transformer.
-        checkpoint: Checkpoint,
-        /// The naming scheme of its tensors.
-        naming: N,
-        /// The folder of its companions.
-        base: PathBuf,
-    },
+pub(crate) struct Recognised {
+    pub(crate) transformer: TransformerPlace,
+    /// The folder of its pipeline, or of a single file's companions; no link.
+    pub(crate) base: PathBuf,
 }
 
-impl<N: Naming> Marks<N> {
+impl Marks {
     /// Detects what a path is, which is open if it is a single file. `None` if it is not of this family.
     ///
     /// # Errors
@@ -59,9 +45,15 @@ impl<N: Naming> Marks<N> {
         &self,
         path: &Path,
         file: Option<&CheckpointFile>,
-    ) -> Result<Option<Recognised<N>>, ModelError> {
+    ) -> Result<Option<Recognised>, ModelError> {
+        let canonical = |base: &Path| std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()));
         if path.is_dir() {
-            return Ok(self.is_folder(path)?.then(|| Recognised::Folder(path.to_owned())));
+            let is_folder = self.is_folder(path)?;
+            let base = is_folder.then(|| canonical(path)).transpose()?;
+            return Ok(base.map(|base| Recognised {
+                transformer: TransformerPlace::Folder(base.join("transformer")),
+                base,
+            }));
         }
         let Some(file) = file else { return Ok(None) };
         let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
@@ -72,24 +64,27 @@ impl<N: Naming> Marks<N> {
             let name = self.names.authors(name.strip_prefix(prefix)?);
             (self.unused != Some(name.as_str())).then_some(name)
         };
-        Ok(Some(Recognised::SingleFile {
-            checkpoint: Checkpoint::of_file(file, name_of)?.with_scales_beside(name_of)?,
-            path: path.to_owned(),
-            naming,
-            base: base_folder(path, self.family, self.sidecar_keys, &|folder| {
-                self.is_folder(folder)
-            })?,
+        let checkpoint = Checkpoint::of_file(file, name_of)?.with_scales_beside(name_of)?;
+        let is_folder = |folder: &Path| self.is_folder(folder);
+        let base = base_folder(path, self.family, self.sidecar_keys, &is_folder)?;
+        Ok(Some(Recognised {
+            transformer: TransformerPlace::SingleFile {
+                path: path.to_owned(),
+                checkpoint,
+                naming,
+            },
+            base: canonical(&base)?,
         }))
     }
 
     /// What is in front of all names of a file's tensors, and their naming scheme; `None` if it does not hold the family's
     /// transformer.
-    pub(crate) fn naming_of<'a>(&self, names: &[&'a str]) -> Option<(&'a str, N)> {
-        let all = |naming: N| naming.marks().iter().copied();
+    pub(crate) fn naming_of<'a>(&self, names: &[&'a str]) -> Option<(&'a str, Naming)> {
         prefixes(names.iter().copied()).into_iter().find_map(|prefix| {
             let own = authors_names(names, prefix, self.names);
-            let naming = self.namings.iter().find(|naming| has_marks(&own, all(**naming)));
-            Some((prefix, *naming?))
+            let mut namings = self.namings.iter();
+            let (naming, _) = namings.find(|(_, marks)| has_marks(&own, marks.iter().copied()))?;
+            Some((prefix, *naming))
         })
     }
 

@@ -333,6 +333,16 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// The length of an axis of a tensor.
+    ///
+    /// # Errors
+    /// When it is missing, has no such axis, or is stored in an unsupported way.
+    pub(crate) fn length(&self, name: &str, axis: usize) -> Result<usize, ModelError> {
+        let shape = self.tensor(name)?.shape;
+        let length = shape.get(axis).copied();
+        length.ok_or_else(|| damaged(&self.place, format!("tensor {name} has {} axes", shape.len())))
+    }
+
     /// A tensor that is not among these names and does not belong to one of them: its name and file.
     pub(crate) fn left_over<'a>(&'a self, known: &BTreeSet<String>) -> Option<(&'a str, &'a Path)> {
         let belongs = |name: &str| {

@@ -14,8 +14,7 @@ use std::path::Path;
 use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
 use crate::ModelError;
-use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
-use crate::files::damaged;
+use crate::checkpoint::{Checkpoint, Marks, Naming, TensorSpec, TransformerFiles, heads, rotary_axes};
 
 /// The supported pipeline classes.
 pub(super) const PIPELINES: [&str; 4] = [
@@ -36,112 +35,100 @@ pub(super) const FOLDERS: [&str; 7] = [
     "vae",
 ];
 
-/// Naming scheme of the tensors in a single file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FluxNaming {
-    Bfl,
-    Diffusers,
-}
-
-impl checkpoint::Naming for FluxNaming {
-    fn marks(self) -> &'static [&'static str] {
-        match self {
-            // HunyuanVideo has blocks of the same names, and convolves its input.
-            FluxNaming::Bfl => &["double_blocks.0.img_attn.", "single_blocks.0.", "img_in.weight"],
-            FluxNaming::Diffusers => &[
+/// Detection rules of FLUX.
+pub(super) const MARKS: Marks = Marks {
+    family: "FLUX",
+    class_prefix: "Flux",
+    pipelines: &PIPELINES,
+    namings: [
+        // HunyuanVideo has blocks of the same names, and convolves its input.
+        (
+            Naming::Authors,
+            &["double_blocks.0.img_attn.", "single_blocks.0.", "img_in.weight"],
+        ),
+        (
+            Naming::Diffusers,
+            &[
                 "transformer_blocks.0.",
                 "single_transformer_blocks.0.",
                 "x_embedder.weight",
             ],
-        }
-    }
-}
-
-/// Detection rules of FLUX.
-pub(super) const MARKS: Marks<FluxNaming> = Marks {
-    family: "FLUX",
-    class_prefix: "Flux",
-    pipelines: &PIPELINES,
-    namings: &[FluxNaming::Bfl, FluxNaming::Diffusers],
+        ),
+    ],
     names: NAMES,
     unused: None,
     sidecar_keys: &[],
 };
 
-impl FluxNaming {
-    /// The tensors of a transformer of this configuration in a single file.
-    pub(super) fn specs(self, config: &TransformerConfig) -> Vec<TensorSpec> {
-        match self {
-            FluxNaming::Bfl => layout(config),
-            FluxNaming::Diffusers => whole(config.tensor_shapes().collect()),
-        }
-    }
-}
+impl TransformerFiles for TransformerConfig {
+    const WHAT: &'static str = "a FLUX transformer";
 
-/// The configuration of a single file's transformer, from the shapes of its tensors. The rotary axes cannot be
-/// derived: they are those of the base folder, or of every published FLUX.1.
-pub(super) fn config_of_single_file(
-    path: &Path,
-    checkpoint: &Checkpoint,
-    naming: FluxNaming,
-    base: &TransformerConfig,
-) -> Result<TransformerConfig, ModelError> {
-    let [
-        picture_in,
-        text_in,
-        pooled_in,
-        guidance_in,
-        norm,
-        out,
-        double,
-        single,
-    ] = match naming {
-        FluxNaming::Bfl => [
-            "img_in.weight",
-            "txt_in.weight",
-            "vector_in.in_layer.weight",
-            "guidance_in.in_layer.weight",
-            "double_blocks.0.img_attn.norm.query_norm.weight",
-            "final_layer.linear.weight",
-            "double_blocks",
-            "single_blocks",
-        ],
-        FluxNaming::Diffusers => [
-            "x_embedder.weight",
-            "context_embedder.weight",
-            "time_text_embed.text_embedder.linear_1.weight",
-            "time_text_embed.guidance_embedder.linear_1.weight",
-            "transformer_blocks.0.attn.norm_q.weight",
-            "proj_out.weight",
-            "transformer_blocks",
-            "single_transformer_blocks",
-        ],
-    };
-    let shape = |name: &str| Ok(checkpoint.tensor(name)?.shape);
-    let columns = |name: &str| {
-        let shape: Vec<usize> = shape(name)?;
-        let columns = shape.get(1).copied();
-        columns.ok_or_else(|| damaged(path, format!("tensor {name} is no matrix")))
-    };
-    let head = shape(norm)?.iter().product::<usize>();
-    let width = shape(picture_in)?.first().copied().unwrap_or_default();
-    let heads = heads(path, width, head)?;
-    let blocks = |kind| checkpoint.blocks(kind);
-    let axes = match base.axes_dims_rope.iter().sum::<usize>() == head {
-        true => base.axes_dims_rope,
-        false => TransformerConfig::default().axes_dims_rope,
-    };
-    Ok(TransformerConfig {
-        in_channels: columns(picture_in)?,
-        out_channels: shape(out)?.first().copied(),
-        num_layers: blocks(double),
-        num_single_layers: blocks(single),
-        attention_head_dim: head,
-        num_attention_heads: heads,
-        joint_attention_dim: columns(text_in)?,
-        pooled_projection_dim: columns(pooled_in)?,
-        guidance_embeds: checkpoint.has(guidance_in),
-        axes_dims_rope: axes,
-        ..TransformerConfig::default()
-    })
+    fn of_single_file(
+        path: &Path,
+        checkpoint: &Checkpoint,
+        naming: Naming,
+        base: &TransformerConfig,
+    ) -> Result<TransformerConfig, ModelError> {
+        let [
+            picture_in,
+            text_in,
+            pooled_in,
+            guidance_in,
+            norm,
+            out,
+            double,
+            single,
+        ] = match naming {
+            Naming::Authors => [
+                "img_in.weight",
+                "txt_in.weight",
+                "vector_in.in_layer.weight",
+                "guidance_in.in_layer.weight",
+                "double_blocks.0.img_attn.norm.query_norm.weight",
+                "final_layer.linear.weight",
+                "double_blocks",
+                "single_blocks",
+            ],
+            Naming::Diffusers => [
+                "x_embedder.weight",
+                "context_embedder.weight",
+                "time_text_embed.text_embedder.linear_1.weight",
+                "time_text_embed.guidance_embedder.linear_1.weight",
+                "transformer_blocks.0.attn.norm_q.weight",
+                "proj_out.weight",
+                "transformer_blocks",
+                "single_transformer_blocks",
+            ],
+        };
+        let (rows, columns) = (
+            |name| checkpoint.length(name, 0),
+            |name| checkpoint.length(name, 1),
+        );
+        let head = rows(norm)?;
+        Ok(TransformerConfig {
+            in_channels: columns(picture_in)?,
+            out_channels: Some(rows(out)?),
+            num_layers: checkpoint.blocks(double),
+            num_single_layers: checkpoint.blocks(single),
+            attention_head_dim: head,
+            num_attention_heads: heads(path, rows(picture_in)?, head)?,
+            joint_attention_dim: columns(text_in)?,
+            pooled_projection_dim: columns(pooled_in)?,
+            guidance_embeds: checkpoint.has(guidance_in),
+            axes_dims_rope: rotary_axes(
+                head,
+                base.axes_dims_rope,
+                TransformerConfig::default().axes_dims_rope,
+            ),
+            ..TransformerConfig::default()
+        })
+    }
+
+    fn check(&self) -> Result<(), String> {
+        TransformerConfig::check(self)
+    }
+
+    fn layout(&self) -> Vec<TensorSpec> {
+        layout(self)
+    }
 }

@@ -6,7 +6,6 @@
 
 use candle_core::{Device, Tensor};
 use model::Memo;
-use model::Model;
 use model::bounds::PIXELS_PER_TOKEN;
 
 use super::config::{MASK_WIDTH, TransformerConfig};
@@ -110,7 +109,7 @@ impl FluxModel {
     }
 
     /// Problems of a request's ControlNets.
-    fn control_problem(&self, image: &Image) -> Option<RequestError> {
+    pub(super) fn control_problem(&self, image: &Image) -> Option<RequestError> {
         for (index, each) in image.controls.iter().enumerate() {
             let field = |name: &str| format!("controls[{index}].{name}");
             let Some(net) = self.control_nets.iter().find(|net| net.name == each.name) else {
@@ -130,14 +129,6 @@ impl FluxModel {
             }
         }
         None
-    }
-
-    /// Problems of what a request gives to edit.
-    pub(super) fn editing_problems(&self, image: &Image) -> Option<RequestError> {
-        if let Some(problem) = self.control_problem(image) {
-            return Some(problem);
-        }
-        self.too_many_references(image.references.len())
     }
 
     /// The stages that encode what a request gives to edit.

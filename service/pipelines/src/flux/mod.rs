@@ -5,7 +5,6 @@
 
 mod adapter_targets;
 mod checkpoint;
-mod components;
 mod config;
 mod control_net;
 mod edit;

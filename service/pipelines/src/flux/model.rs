@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use model::Memo;
-use model::bounds::{self, PIXELS_PER_TOKEN, TRUE_GUIDANCE, problems};
+use model::bounds::{self, PIXELS_PER_TOKEN, problems};
 use model::plan::names;
-use model::{LeftOut, smaller_sides};
+use model::{Field, LeftOut, Reads, smaller_sides};
 use residency::Bytes;
 
 use super::adapter_targets::adapter_targets;
@@ -15,14 +15,14 @@ use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::TransformerConfig;
 use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
-use super::stages::{DENOISE, ENCODE_TEXT, NEGATIVE_POOLED, NEGATIVE_SEQUENCE, POOLED, SEQUENCE, Stage};
+use super::stages::{DENOISE, ENCODE_TEXT, Stage, encodings};
 use super::transformer::{denoise_scratch, negative_scratch};
 use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::is_modulator;
-use crate::sampling::Denoiser;
+use crate::sampling::{Denoiser, Prompts};
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
@@ -134,11 +134,9 @@ impl FluxModel {
             self.transformer.pooled_projection_dim,
             self.transformer.joint_attention_dim,
         );
-        let of_prompt = [(POOLED, SEQUENCE)];
-        let of_negative = request.negative().map(|_| (NEGATIVE_POOLED, NEGATIVE_SEQUENCE));
-        let named = of_prompt.into_iter().chain(of_negative);
-        named
-            .flat_map(|(pooled_name, sequence_name)| {
+        encodings(request)
+            .iter()
+            .flat_map(|&(pooled_name, sequence_name)| {
                 [
                     ValueShape::new(pooled_name, vec![1, pooled]),
                     ValueShape::new(sequence_name, vec![1, tokens, joint]),
@@ -181,14 +179,6 @@ impl FluxModel {
             })),
             ..StagePlan::of(ENCODE_TEXT, Role::Encode, components, vec![Rung::whole(scratch)])
         })
-    }
-
-    /// The fields that it reads of those that only some models read. FLUX.1 Fill has no reference with a second pass.
-    fn read_fields(&self) -> &'static [&'static str] {
-        match self.variant {
-            Variant::Plain | Variant::Kontext => &TRUE_GUIDANCE,
-            Variant::Fill => &[],
-        }
     }
 
     /// Refuses a prompt that a tokenizer cannot encode.
@@ -295,15 +285,32 @@ impl Model for FluxModel {
         self.adapters.reports().into_iter().chain(nets).collect()
     }
 
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
-        let mut problems = problems(request, self.read_fields());
+    fn reads(&self) -> Reads {
+        const EVERY: Reads = Reads::of(&[
+            Field::InitImage,
+            Field::InitLatent,
+            Field::Mask,
+            Field::Controls,
+            Field::Adapters,
+        ]);
+        const PLAIN: Reads = EVERY.and(&[Field::NegativePrompt, Field::TrueGuidance]);
+        match self.variant {
+            Variant::Plain => PLAIN,
+            Variant::Kontext => PLAIN.and(&[Field::References]),
+            // It has no reference with a second pass.
+            Variant::Fill => EVERY,
+        }
+    }
+
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+        let mut problems = problems(request);
         problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);
         }
         let refused = |problem| vec![problem];
         let image = request.image().map_err(refused)?;
-        if let Some(problem) = self.editing_problems(image) {
+        if let Some(problem) = self.control_problem(image) {
             return Err(vec![problem]);
         }
         let mut stages = vec![self.encode_text_stage(request).map_err(refused)?];
@@ -328,23 +335,16 @@ impl Model for FluxModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let texts = [
-            ("prompt", Some(&*request.prompt)),
-            ("negative_prompt", request.negative()),
-        ];
-        let of_text = texts.into_iter().filter_map(|(field, text)| {
-            let left_out = self.t5_tokenizer.left_out(text?, most);
+        let texts = Prompts::texts(request);
+        let of_text = texts.iter().filter_map(|(field, text)| {
+            let left_out = self.t5_tokenizer.left_out(text, most);
             let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
-            Some(LeftOut { field, ..left_out })
+            Some(LeftOut {
+                field: *field,
+                ..left_out
+            })
         });
         of_text.collect()
-    }
-
-    fn most_references(&self) -> usize {
-        match self.variant {
-            Variant::Kontext => 1,
-            Variant::Plain | Variant::Fill => 0,
-        }
     }
 
     fn reference_size(&self, width: u32, height: u32) -> Result<Option<(u32, u32)>, RequestError> {

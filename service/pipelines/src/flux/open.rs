@@ -5,19 +5,18 @@ use std::path::Path;
 use gpu::CheckpointFile;
 use model::bounds::{PIXELS_PER_TOKEN, problems};
 
-use super::checkpoint::{MARKS, config_of_single_file};
-use super::components::{transformer_of_folder, transformer_of_single_file};
+use super::checkpoint::MARKS;
 use super::config::TransformerConfig;
 use super::edit::Variant;
 use super::model::{FAMILY, FluxModel};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
-use crate::checkpoint::{ComponentSet, Recognised, Wanted, companion, component_of_folder, open_single_file};
-use crate::defaults::folder_defaults;
-use crate::files::{
-    check_pairs, checked, count_all_as_read, damaged, pipeline_class, read_json, recorded, unsupported,
+use crate::checkpoint::{
+    ComponentSet, Recognised, TransformerPlace, Wanted, companion, component_of_folder, open_single_file,
 };
+use crate::defaults::folder_defaults;
+use crate::files::{check_pairs, checked, count_all_as_read, pipeline_class, recorded, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -45,17 +44,12 @@ impl FluxModel {
         file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<FluxModel>, ModelError> {
-        let Some(recognised) = MARKS.recognise(path, file)? else {
+        let Some(Recognised { transformer, base }) = MARKS.recognise(path, file)? else {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
-        let base = match &recognised {
-            Recognised::Folder(folder) => folder,
-            Recognised::SingleFile { base, .. } => base,
-        };
-        let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
-        let folder_config = base.join("transformer").join("config.json");
-        let is_folder = matches!(recognised, Recognised::Folder(_));
+        let base = base.as_path();
+        let is_folder = matches!(transformer, TransformerPlace::Folder(_));
         let class = pipeline_class(base)?.unwrap_or_default();
         let file_name = match is_folder {
             true => String::new(),
@@ -65,30 +59,8 @@ impl FluxModel {
                 .to_string_lossy()
                 .into_owned(),
         };
-        let (transformer, transformer_files) = match recognised {
-            Recognised::Folder(_) => {
-                let config: TransformerConfig = checked(&folder_config, TransformerConfig::check)?;
-                let files =
-                    transformer_of_folder(&base.join("transformer"), &config, wanted.of("transformer"))?;
-                (config, files)
-            }
-            Recognised::SingleFile {
-                path,
-                checkpoint,
-                naming,
-                ..
-            } => {
-                let of_base = match folder_config.is_file() {
-                    true => read_json(&folder_config)?,
-                    false => TransformerConfig::default(),
-                };
-                let config = config_of_single_file(&path, &checkpoint, naming, &of_base)?;
-                config.check().map_err(|problem| unsupported(&path, problem))?;
-                let specs = naming.specs(&config);
-                let files = transformer_of_single_file(&path, checkpoint, &specs, wanted.of("transformer"))?;
-                (config, files)
-            }
-        };
+        let (transformer, transformer_files): (TransformerConfig, _) =
+            transformer.open(base, wanted.of("transformer"))?;
         let bfl_vae = match is_folder {
             true => None,
             false if base.join("vae").is_dir() => None,
@@ -132,9 +104,7 @@ impl FluxModel {
         let variant = Variant::of(&class, &file_name, &transformer);
         let components =
             ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, wanted.formats);
-        let defaults = folder_defaults(base, defaults(&transformer, variant), |request| {
-            problems(request, &[])
-        })?;
+        let defaults = folder_defaults(base, defaults(&transformer, variant), |request| problems(request))?;
         Ok(Some(FluxModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use model::bounds::PIXELS_PER_TOKEN;
-use ops::{Finite, euler};
+use ops::Finite;
 
 use super::control_net::{ControlNet, Controls, PreparedControl, acts_in};
 use super::edit::{
@@ -23,6 +23,7 @@ use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::{Run, deliver, send_preview};
 use crate::autoencoders::kl::{Chunking, VaeDecoder};
+use crate::sampling::{Conditions, Prompts};
 use crate::start::{Start, start};
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
@@ -38,41 +39,20 @@ pub const POOLED: &str = "pooled";
 /// Name of T5's last hidden states among the encodings.
 pub const SEQUENCE: &str = "sequence";
 
-/// The same of the negative prompt.
-pub(super) const NEGATIVE_POOLED: &str = "negative_pooled";
-pub(super) const NEGATIVE_SEQUENCE: &str = "negative_sequence";
-
-/// The second pass of every step, which reads the negative prompt.
-struct NegativePass {
-    sequence: Tensor,
-    pooled: Tensor,
-    conditioning: Conditioning,
-    /// Its velocity, kept while that of the prompt is computed in the same buffers.
-    velocity: Tensor,
-    /// Scale of the difference between both.
-    scale: f64,
+/// The names of a request's encodings, CLIP's and T5's.
+pub(super) fn encodings(request: &Request) -> Prompts<(&'static str, &'static str)> {
+    Prompts::of(
+        request,
+        (POOLED, SEQUENCE),
+        ("negative_pooled", "negative_sequence"),
+    )
 }
 
-impl NegativePass {
-    /// One step towards the prompt and away from the negative prompt: `velocity` is that of the prompt. The mix of
-    /// both is added to the latent in f32 as two steps, without a buffer of its own.
-    fn step(
-        &self,
-        latent: &Tensor,
-        velocity: &Tensor,
-        by: f64,
-        (seen, finite): (&Tensor, &Finite),
-    ) -> candle_core::Result<()> {
-        euler(latent, &self.velocity, by * (1.0 - self.scale), seen, finite)?;
-        euler(latent, velocity, by * self.scale, seen, finite)
-    }
-
-    /// The mix of both velocities, in host memory.
-    fn mixed(&self, velocity: &Tensor) -> candle_core::Result<Tensor> {
-        let on_host = |velocity: &Tensor| velocity.to_device(&Device::Cpu)?.to_dtype(DType::F32);
-        let negative = on_host(&self.velocity)?;
-        &negative + ((on_host(velocity)? - &negative)? * self.scale)?
-    }
+/// The encodings of a prompt, and what all steps share of them.
+struct Condition {
+    pooled: Tensor,
+    sequence: Tensor,
+    conditioning: Conditioning,
 }
 
 /// Inputs of a stage of one request.
@@ -123,16 +103,13 @@ impl Stage<'_> {
     fn encode_text(&mut self) -> Result<Values, StageError> {
         let request = self.request;
         let cancelled = || self.observer.cancelled();
-        let texts = [(Some(&*request.prompt), POOLED, SEQUENCE)];
-        let negative = [(request.negative(), NEGATIVE_POOLED, NEGATIVE_SEQUENCE)];
-        let texts: Vec<_> = texts.into_iter().chain(negative).collect();
+        let (texts, names) = (Prompts::texts(request), encodings(request));
         let mut values = Values::new();
 
         let component = (self.tensors)("text_encoder")?;
         let adapted = AdaptedTensors::new(&component, &self.attached("text_encoder", UsedAs::Text)?);
         let clip = ClipEncoder::with_adapters(&self.model.clip, "text_encoder", &adapted)?;
-        for (text, pooled, _) in &texts {
-            let Some(text) = text else { continue };
+        for ((_, text), (pooled, _)) in texts.iter().zip(names.iter()) {
             let ids = self.model.clip_tokenizer.encode(text)?;
             let encoded = clip.forward(&ids, &cancelled)?.pooled;
             values.insert((*pooled).to_owned(), to_host(&encoded)?);
@@ -142,8 +119,7 @@ impl Stage<'_> {
         let component = (self.tensors)("text_encoder_2")?;
         let adapted = AdaptedTensors::new(&component, &self.attached("text_encoder_2", UsedAs::Text)?);
         let t5 = T5Encoder::with_adapters(&self.model.t5, "text_encoder_2", &adapted)?;
-        for (text, _, sequence) in &texts {
-            let Some(text) = text else { continue };
+        for ((_, text), (_, sequence)) in texts.iter().zip(names.iter()) {
             let ids = self.model.t5_tokenizer.encode(text, most)?;
             let encoded = t5.forward(&ids, &cancelled)?;
             values.insert((*sequence).to_owned(), to_host(&encoded)?);
@@ -197,9 +173,7 @@ impl Stage<'_> {
 
     fn denoise(&mut self, stage: &StageRun<'_>) -> Result<HostTensor, StageError> {
         let config = &self.model.transformer;
-        let pooled = self.encoding(stage, POOLED)?;
         let tokens = self.request.max_sequence_length as usize;
-        let sequence = self.encoding(stage, SEQUENCE)?;
         let image_latent = stage.value_if_taken(LATENT)?;
         let image = self.request.image()?.clone();
         let Image { width, height, .. } = image;
@@ -221,7 +195,6 @@ impl Stage<'_> {
                 component: "transformer".to_owned(),
                 missing,
             })?;
-        let guidance = self.request.guidance;
         let dtype = self.model.precision.dtype;
         let reference = match stage.value_if_taken(REFERENCE)? {
             Some(latent) => Some(self.packed(latent, REFERENCE)?),
@@ -233,6 +206,11 @@ impl Stage<'_> {
             rows: (picture.height / PIXELS_PER_TOKEN) as usize,
             columns: (picture.width / PIXELS_PER_TOKEN) as usize,
         });
+        let guidance = self.request.guidance;
+        let encodings = encodings(self.request).try_map(|(pooled, sequence)| {
+            Ok::<_, StageError>((self.encoding(stage, pooled)?, self.encoding(stage, sequence)?))
+        })?;
+        let (pooled, sequence) = encodings.prompt.clone();
         let prompted = Prompted {
             reference,
             sequence: &sequence,
@@ -248,28 +226,20 @@ impl Stage<'_> {
             .map(|sigma| sigma * 1000.0 / 1000.0)
             .collect();
         self.observer.check_cancelled()?;
-        let mut conditioning = transformer.condition(&prompted, &times)?;
-
-        let mut negative_pass = match self.request.negative() {
-            None => None,
-            Some(_) => {
-                let sequence = self.encoding(stage, NEGATIVE_SEQUENCE)?;
-                let pooled = self.encoding(stage, NEGATIVE_POOLED)?;
-                let negative = Prompted {
-                    sequence: &sequence,
-                    pooled: &pooled,
-                    ..prompted
-                };
-                Some(NegativePass {
-                    conditioning: transformer.condition(&negative, &times)?,
-                    velocity: Tensor::zeros((1, rows * columns, config.out_width()), dtype, self.device)?,
-                    scale: self.request.true_guidance.into(),
-                    sequence,
-                    pooled,
-                })
-            }
+        let condition = |pooled: Tensor, sequence: Tensor| -> Result<Condition, StageError> {
+            let conditioning = transformer.condition(&prompted.of(&pooled, &sequence), &times)?;
+            Ok(Condition {
+                pooled,
+                sequence,
+                conditioning,
+            })
         };
-
+        let mut conditions = Conditions::new(
+            encodings.try_map(|(pooled, sequence)| condition(pooled, sequence))?,
+            self.request,
+            (1, rows * columns, config.out_width()),
+            (dtype, self.device),
+        )?;
         let controls = self.prepared_controls(stage, &image, &prompted, &times)?;
 
         // Transposing a latent on the host costs nothing. Two tensors, since both are written.
@@ -298,14 +268,9 @@ impl Stage<'_> {
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
-                conditioning = transformer.condition(&prompted, &times[step..=step])?;
-                if let Some(negative_pass) = &mut negative_pass {
-                    let negative = Prompted {
-                        sequence: &negative_pass.sequence,
-                        pooled: &negative_pass.pooled,
-                        ..prompted
-                    };
-                    negative_pass.conditioning = transformer.condition(&negative, &times[step..=step])?;
+                for each in conditions.iter_mut() {
+                    let prompted = prompted.of(&each.pooled, &each.sequence);
+                    each.conditioning = transformer.condition(&prompted, &times[step..=step])?;
                 }
                 row = 0;
             }
@@ -326,33 +291,19 @@ impl Stage<'_> {
                     beside.active.push(control);
                 }
             }
-            if let Some(negative_pass) = &negative_pass {
-                let conditioning = &negative_pass.conditioning;
-                // What ControlNets add is that of the prompt, as in the reference.
-                let velocity = transformer.velocity_beside(
+            // What ControlNets add is that of the prompt under both conditions, as in the reference.
+            let velocity = conditions.predict(|each| {
+                transformer.velocity_beside(
                     input,
-                    conditioning,
+                    &each.conditioning,
                     row,
                     &step_buffers,
                     &mut beside,
                     &mut go_on,
-                )?;
-                ops::copy_rows(velocity, &negative_pass.velocity)?;
-            }
-            let velocity = transformer.velocity_beside(
-                input,
-                &conditioning,
-                row,
-                &step_buffers,
-                &mut beside,
-                &mut go_on,
-            )?;
+                )
+            })?;
             let (sigma, next) = (sigmas[step], sigmas[step + 1]);
-            let by = f64::from(next - sigma);
-            match &negative_pass {
-                Some(negative_pass) => negative_pass.step(&latent, velocity, by, (&seen, &finite))?,
-                None => euler(&latent, velocity, by, &seen, &finite)?,
-            }
+            velocity.step(&latent, f64::from(next - sigma), (&seen, &finite))?;
             // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed, and a
             // cancelled one is the last. The card idles for the microseconds until the next step is enqueued.
             if !finite.is_finite()? {
@@ -369,10 +320,7 @@ impl Stage<'_> {
             }
             self.observer.step(step as u32 + 1, steps as u32);
             if self.request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = match &negative_pass {
-                    Some(negative_pass) => without_noise(&latent, &negative_pass.mixed(velocity)?, next)?,
-                    None => without_noise(&latent, velocity, next)?,
-                };
+                let clean = velocity.ahead_of(&latent, f64::from(-next))?;
                 let clean = unpack(&clean, rows, columns)?;
                 let preview = self.vae(|vae| vae.preview(&clean))?;
                 send_preview(preview, self.observer);
@@ -442,10 +390,4 @@ impl Stage<'_> {
         let latent = latent.to_device(self.device)?;
         decoder.decode(&latent, chunking, &|| self.observer.cancelled())
     }
-}
-
-/// The predicted final latent of a step, in host memory: the latent less the velocity times the remaining sigma.
-fn without_noise(latent: &Tensor, velocity: &Tensor, sigma: f32) -> candle_core::Result<Tensor> {
-    let velocity = velocity.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-    latent.to_device(&Device::Cpu)? - (velocity * f64::from(sigma))?
 }

@@ -10,6 +10,7 @@ use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 use crate::mmdit::{BlockHook, Buffers, Modulator, Next, NoHook};
+use crate::sampling::Conditions;
 
 /// The transformer over resident tensors. It holds handles only, and allocates nothing.
 pub struct Transformer {
@@ -41,6 +42,17 @@ pub struct Prompted<'a> {
     pub columns: usize,
     /// A picture to edit (Kontext).
     pub reference: Option<Reference<'a>>,
+}
+
+impl Prompted<'_> {
+    /// The same with the encodings of another prompt.
+    pub(super) fn of<'a>(&'a self, pooled: &'a Tensor, sequence: &'a Tensor) -> Prompted<'a> {
+        Prompted {
+            pooled,
+            sequence,
+            ..*self
+        }
+    }
 }
 
 /// A reference picture, beside the one that is generated.
@@ -235,8 +247,9 @@ pub(super) fn negative_scratch(
     steps: u32,
     dtype: DType,
 ) -> u64 {
-    let kept = picture * config.out_width() + text * config.joint_attention_dim;
-    config.blocks().modulations_bytes(steps, dtype) + (kept * dtype.size_in_bytes()) as u64
+    let text = text * config.joint_attention_dim * dtype.size_in_bytes();
+    let kept = Conditions::<Conditioning>::kept_bytes(picture * config.out_width(), dtype);
+    config.blocks().modulations_bytes(steps, dtype) + text as u64 + kept
 }
 
 /// Predicted activation bytes of `steps` steps over `text` and `picture` tokens: the buffers, the workspace of

@@ -8,8 +8,7 @@ use std::path::Path;
 use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
 use crate::ModelError;
-use crate::checkpoint::{self, Checkpoint, Marks, TensorSpec, heads, whole};
-use crate::files::damaged;
+use crate::checkpoint::{Checkpoint, Marks, Naming, TensorSpec, TransformerFiles, heads, rotary_axes};
 
 /// The pipeline class of FramePack.
 pub(super) const FRAMEPACK: &str = "HunyuanVideoFramepackPipeline";
@@ -42,123 +41,111 @@ pub(super) fn folders_of(class: &str) -> &'static [&'static str] {
 pub(super) const PARTS: [(&str, &[&str]); 1] =
     [("FluxPriorReduxPipeline", &["feature_extractor", "image_encoder"])];
 
-/// Naming scheme of the tensors in a single file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum HunyuanNaming {
-    Tencent,
-    Diffusers,
-}
-
-impl checkpoint::Naming for HunyuanNaming {
-    fn marks(self) -> &'static [&'static str] {
-        match self {
-            HunyuanNaming::Tencent => &[
+/// Detection rules of the family.
+pub(super) const MARKS: Marks = Marks {
+    family: "HunyuanVideo",
+    class_prefix: "HunyuanVideo",
+    pipelines: &PIPELINES,
+    namings: [
+        (
+            Naming::Authors,
+            &[
                 "double_blocks.0.img_attn_qkv.",
                 "txt_in.individual_token_refiner.",
             ],
-            HunyuanNaming::Diffusers => &[
+        ),
+        (
+            Naming::Diffusers,
+            &[
                 "transformer_blocks.0.",
                 "context_embedder.token_refiner.",
                 "x_embedder.proj.weight",
             ],
-        }
-    }
-}
-
-/// Detection rules of the family.
-pub(super) const MARKS: Marks<HunyuanNaming> = Marks {
-    family: "HunyuanVideo",
-    class_prefix: "HunyuanVideo",
-    pipelines: &PIPELINES,
-    namings: &[HunyuanNaming::Tencent, HunyuanNaming::Diffusers],
+        ),
+    ],
     names: NAMES,
     unused: None,
     sidecar_keys: &["image_encoder", "sampling_order"],
 };
 
-impl HunyuanNaming {
-    /// The tensors of a transformer of this configuration in a single file.
-    pub(super) fn specs(self, config: &TransformerConfig) -> Vec<TensorSpec> {
-        match self {
-            HunyuanNaming::Tencent => layout(config),
-            HunyuanNaming::Diffusers => whole(config.tensor_shapes().collect()),
-        }
-    }
-}
+impl TransformerFiles for TransformerConfig {
+    const WHAT: &'static str = "a HunyuanVideo transformer";
 
-/// The configuration of a single file's transformer, from the shapes of its tensors. The rotary axes and the base of their
-/// frequencies cannot be derived: they are those of the base folder, or the published ones.
-pub(super) fn config_of_single_file(
-    path: &Path,
-    checkpoint: &Checkpoint,
-    naming: HunyuanNaming,
-    base: &TransformerConfig,
-) -> Result<TransformerConfig, ModelError> {
-    let [
-        latent_in,
-        text_in,
-        pooled_in,
-        guidance_in,
-        norm,
-        double,
-        single,
-        refiner,
-    ] = match naming {
-        HunyuanNaming::Tencent => [
-            "img_in.proj.weight",
-            "txt_in.input_embedder.weight",
-            "vector_in.in_layer.weight",
-            "guidance_in.mlp.0.weight",
-            "double_blocks.0.img_attn_q_norm.weight",
-            "double_blocks",
-            "single_blocks",
-            "txt_in.individual_token_refiner.blocks",
-        ],
-        HunyuanNaming::Diffusers => [
-            "x_embedder.proj.weight",
-            "context_embedder.proj_in.weight",
-            "time_text_embed.text_embedder.linear_1.weight",
-            "time_text_embed.guidance_embedder.linear_1.weight",
-            "transformer_blocks.0.attn.norm_q.weight",
-            "transformer_blocks",
-            "single_transformer_blocks",
-            "context_embedder.token_refiner.refiner_blocks",
-        ],
-    };
-    let shape = |name: &str| Ok(checkpoint.tensor(name)?.shape);
-    let second = |name: &str| {
-        let shape: Vec<usize> = shape(name)?;
-        let columns = shape.get(1).copied();
-        columns.ok_or_else(|| damaged(path, format!("tensor {name} has one axis")))
-    };
-    let head = shape(norm)?.iter().product::<usize>();
-    let width = shape(latent_in)?.first().copied().unwrap_or_default();
-    let heads = heads(path, width, head)?;
-    let blocks = |kind| checkpoint.blocks(kind);
-    let axes = match base.rope_axes_dim.iter().sum::<usize>() == head {
-        true => base.rope_axes_dim,
-        false => TransformerConfig::default().rope_axes_dim,
-    };
-    let vision = "image_projection.up.weight";
-    let has_vision = checkpoint.has(vision);
-    Ok(TransformerConfig {
-        in_channels: second(latent_in)?,
-        num_attention_heads: heads,
-        attention_head_dim: head,
-        num_layers: blocks(double),
-        num_single_layers: blocks(single),
-        num_refiner_layers: blocks(refiner),
-        guidance_embeds: checkpoint.has(guidance_in),
-        text_embed_dim: second(text_in)?,
-        pooled_projection_dim: second(pooled_in)?,
-        rope_theta: base.rope_theta,
-        rope_axes_dim: axes,
-        has_image_proj: has_vision,
-        image_proj_dim: match has_vision {
-            true => second(vision)?,
-            false => base.image_proj_dim,
-        },
-        has_clean_x_embedder: checkpoint.has("clean_x_embedder.proj.weight"),
-        ..TransformerConfig::default()
-    })
+    fn of_single_file(
+        path: &Path,
+        checkpoint: &Checkpoint,
+        naming: Naming,
+        base: &TransformerConfig,
+    ) -> Result<TransformerConfig, ModelError> {
+        let [
+            latent_in,
+            text_in,
+            pooled_in,
+            guidance_in,
+            norm,
+            double,
+            single,
+            refiner,
+        ] = match naming {
+            Naming::Authors => [
+                "img_in.proj.weight",
+                "txt_in.input_embedder.weight",
+                "vector_in.in_layer.weight",
+                "guidance_in.mlp.0.weight",
+                "double_blocks.0.img_attn_q_norm.weight",
+                "double_blocks",
+                "single_blocks",
+                "txt_in.individual_token_refiner.blocks",
+            ],
+            Naming::Diffusers => [
+                "x_embedder.proj.weight",
+                "context_embedder.proj_in.weight",
+                "time_text_embed.text_embedder.linear_1.weight",
+                "time_text_embed.guidance_embedder.linear_1.weight",
+                "transformer_blocks.0.attn.norm_q.weight",
+                "transformer_blocks",
+                "single_transformer_blocks",
+                "context_embedder.token_refiner.refiner_blocks",
+            ],
+        };
+        let (first, second) = (
+            |name| checkpoint.length(name, 0),
+            |name| checkpoint.length(name, 1),
+        );
+        let head = first(norm)?;
+        let vision = "image_projection.up.weight";
+        let has_vision = checkpoint.has(vision);
+        Ok(TransformerConfig {
+            in_channels: second(latent_in)?,
+            num_attention_heads: heads(path, first(latent_in)?, head)?,
+            attention_head_dim: head,
+            num_layers: checkpoint.blocks(double),
+            num_single_layers: checkpoint.blocks(single),
+            num_refiner_layers: checkpoint.blocks(refiner),
+            guidance_embeds: checkpoint.has(guidance_in),
+            text_embed_dim: second(text_in)?,
+            pooled_projection_dim: second(pooled_in)?,
+            rope_theta: base.rope_theta,
+            rope_axes_dim: rotary_axes(
+                head,
+                base.rope_axes_dim,
+                TransformerConfig::default().rope_axes_dim,
+            ),
+            has_image_proj: has_vision,
+            image_proj_dim: match has_vision {
+                true => second(vision)?,
+                false => base.image_proj_dim,
+            },
+            has_clean_x_embedder: checkpoint.has("clean_x_embedder.proj.weight"),
+            ..TransformerConfig::default()
+        })
+    }
+
+    fn check(&self) -> Result<(), String> {
+        TransformerConfig::check(self)
+    }
+
+    fn layout(&self) -> Vec<TensorSpec> {
+        layout(self)
+    }
 }

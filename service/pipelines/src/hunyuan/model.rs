@@ -2,7 +2,7 @@
 
 use gpu::CheckpointFile;
 use model::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
-use model::{LeftOut, nearest_frames, smaller_sides};
+use model::{Field, LeftOut, Reads, nearest_frames, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -121,7 +121,7 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
         return vec![RequestError::other_medium(&request.medium, "video")];
     };
     let mut problems = side_problems(video.width, video.height);
-    problems.extend(common_problems(request, &[]));
+    problems.extend(common_problems(request));
     let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
     let rate = video.frames_per_second;
     if !(1.0..=240.0).contains(&rate) {
@@ -130,29 +130,13 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
     if let Err(problem) = check_frames(framepack, video.frames) {
         refuse("frames", problem);
     }
-    if video.init_video.is_some() {
-        refuse(
-            "init_media_id",
-            "is not taken by this model, which starts from no film".to_owned(),
-        );
-    }
-    if request.from_values {
-        refuse(
-            "init_latent_id",
-            "is not taken by this model: its latents are decoded, and not started from".to_owned(),
-        );
-    }
     match (&video.init_image, framepack) {
         (Some(image), Some(_)) => problems.extend(start_problem(image, (video.width, video.height))),
         (None, Some(_)) => refuse(
             "init_image",
             "is missing: FramePack makes a film from a picture, which is its first frame".to_owned(),
         ),
-        (Some(_), None) => refuse(
-            "init_image",
-            "is not taken by HunyuanVideo's text to film; FramePack takes one".to_owned(),
-        ),
-        (None, None) => {}
+        (_, None) => {}
     }
     problems
 }
@@ -269,7 +253,14 @@ impl Model for HunyuanModel {
         Ok(Arc::new(self.adapted(files)?))
     }
 
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+    fn reads(&self) -> Reads {
+        match self.framepack {
+            Some(_) => Reads::of(&[Field::Adapters, Field::InitImage]),
+            None => Reads::of(&[Field::Adapters]),
+        }
+    }
+
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(self.order(), request);
         problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {

@@ -5,18 +5,15 @@ use std::path::Path;
 use gpu::CheckpointFile;
 use model::bounds::PIXELS_PER_TOKEN;
 
-use super::checkpoint::config_of_single_file;
 use super::config::TransformerConfig;
 use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
-use super::places::{PROCESSOR, Places, TransformerPlace};
+use super::places::{PROCESSOR, Places};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
-use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentSet, Requested, Wanted, exact_component, open_single_file, whole,
-};
+use crate::checkpoint::{ComponentSet, Wanted, open_single_file};
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, read_json, unsupported};
+use crate::files::{check_pairs, checked, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -30,9 +27,6 @@ const COMPONENTS: [&str; 5] = [TRANSFORMER, VAE, LLAMA, CLIP, VISION];
 
 /// Components that presets quantize: nearly all bytes.
 const LARGE: [&str; 2] = [TRANSFORMER, LLAMA];
-
-/// Name of the component in messages about unexpected tensors.
-const WHAT: &str = "a HunyuanVideo transformer";
 
 /// The default request of HunyuanVideo or FramePack: what their authors say.
 fn defaults(is_framepack: bool) -> Request {
@@ -72,7 +66,8 @@ impl HunyuanModel {
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
         let base = places.base.as_path();
-        let (transformer, transformer_files) = transformer(transformer_place, base, wanted.of(TRANSFORMER))?;
+        let (transformer, transformer_files): (TransformerConfig, _) =
+            transformer_place.open(base, wanted.of(TRANSFORMER))?;
         let (vae, vae_place) =
             places.component(base, VAE, HunyuanVaeConfig::default, HunyuanVaeConfig::check)?;
         let (llama, llama_place) =
@@ -150,38 +145,6 @@ impl HunyuanModel {
             clip,
             framepack,
         }))
-    }
-}
-
-fn transformer(
-    place: TransformerPlace,
-    base: &Path,
-    wanted: Requested,
-) -> Result<(TransformerConfig, ComponentFiles), ModelError> {
-    match place {
-        TransformerPlace::Folder(folder) => {
-            let config: TransformerConfig = checked(&folder.join("config.json"), TransformerConfig::check)?;
-            let specs = whole(config.tensor_shapes().collect());
-            let checkpoint = Checkpoint::of_folder(&folder)?;
-            let files = exact_component(&folder, checkpoint, &specs, wanted, WHAT)?;
-            Ok((config, files))
-        }
-        TransformerPlace::SingleFile {
-            path,
-            checkpoint,
-            naming,
-        } => {
-            let config_file = base.join(TRANSFORMER).join("config.json");
-            let of_base = match config_file.is_file() {
-                true => read_json(&config_file)?,
-                false => TransformerConfig::default(),
-            };
-            let config = config_of_single_file(&path, &checkpoint, naming, &of_base)?;
-            config.check().map_err(|problem| unsupported(&path, problem))?;
-            let specs = naming.specs(&config);
-            let files = exact_component(&path, checkpoint, &specs, wanted, WHAT)?;
-            Ok((config, files))
-        }
     }
 }
 

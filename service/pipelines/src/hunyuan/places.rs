@@ -18,12 +18,12 @@ use gpu::CheckpointFile;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::checkpoint::{FRAMEPACK, HunyuanNaming, MARKS};
+use super::checkpoint::{FRAMEPACK, MARKS};
 use super::model::{CLIP, LLAMA, VAE, VISION};
 use super::sections::Order;
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, Recognised, Requested, Shapes, base_beside, beside, companion,
-    component_of_checkpoint, named_base, of_hub_cache, open,
+    Checkpoint, ComponentFiles, Recognised, Requested, Shapes, TransformerPlace, base_beside, beside,
+    companion, component_of_checkpoint, named_base, of_hub_cache, open,
 };
 use crate::files::{checked, damaged, pipeline_class, read_json, transformer_class, unsupported};
 use crate::{ModelError, ModelFile};
@@ -84,16 +84,6 @@ impl Written {
     }
 }
 
-/// A transformer.
-pub(super) enum TransformerPlace {
-    Folder(PathBuf),
-    SingleFile {
-        path: PathBuf,
-        checkpoint: Checkpoint,
-        naming: HunyuanNaming,
-    },
-}
-
 /// Where the parts of a pipeline are.
 pub(super) struct Places {
     /// What was opened: the pipeline's folder, or a transformer that comes alone.
@@ -132,28 +122,19 @@ impl Places {
             };
             (sidecar, base, TransformerPlace::Folder(path.to_owned()))
         } else {
-            match MARKS.recognise(path, file)? {
-                None => return Ok(None),
-                Some(Recognised::Folder(folder)) => {
-                    let transformer = TransformerPlace::Folder(folder.join("transformer"));
-                    (folder.join("moored.json"), folder, transformer)
-                }
-                Some(Recognised::SingleFile {
-                    path,
-                    checkpoint,
-                    naming,
-                    base,
-                }) => {
-                    let transformer = TransformerPlace::SingleFile {
-                        path: path.clone(),
-                        checkpoint,
-                        naming,
-                    };
-                    (path.with_extension("moored.json"), base, transformer)
-                }
-            }
+            let Some(Recognised { transformer, base }) = MARKS.recognise(path, file)? else {
+                return Ok(None);
+            };
+            let sidecar = match transformer {
+                TransformerPlace::Folder(_) => base.join("moored.json"),
+                TransformerPlace::SingleFile { .. } => path.with_extension("moored.json"),
+            };
+            (sidecar, base, transformer)
         };
-        let is_alone = base != path;
+        let is_alone = match &transformer {
+            TransformerPlace::Folder(folder) => folder == path,
+            TransformerPlace::SingleFile { .. } => true,
+        };
         let places = Places {
             opened: path.to_owned(),
             base: std::fs::canonicalize(&base).map_err(|e| damaged(&base, e.to_string()))?,

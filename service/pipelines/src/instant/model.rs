@@ -6,9 +6,10 @@ use std::time::Duration;
 use gpu::{ComponentTensors, LoadPlan, ScratchGuard, WeightFormat, simulated_scratch};
 use model::Memo;
 use model::ModelParts;
-use model::bounds::{decode_from_problem, no_references, slots_problem, unread_fields};
+use model::bounds::{decode_from_problem, slots_problem};
 use model::plan::only_value;
 use model::{Audio, Image, Medium, Request, RequestError, Video};
+use model::{Field, Reads};
 use model::{MediaFormat, Piece, SampleFormat};
 use model::{Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides};
 use model::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
@@ -594,8 +595,6 @@ impl InstantModel {
                 "must be whole, and of the medium that is generated",
             );
         }
-        wrong.extend(no_references(request));
-        wrong.extend(unread_fields(request, &[]));
         wrong.extend(slots_problem(request));
         if let Medium::Audio(audio) = &request.medium {
             wrong.extend(decode_from_problem(audio));
@@ -687,7 +686,27 @@ impl Model for InstantModel {
         self.adapters.iter().map(report).collect()
     }
 
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+    /// All that it can pretend to read.
+    fn reads(&self) -> Reads {
+        Reads::of(&[
+            Field::InitImage,
+            Field::InitMedia,
+            Field::InitLatent,
+            Field::Mask,
+            Field::Adapters,
+            Field::ReferenceMedia,
+            Field::Task,
+            Field::Lyrics,
+            Field::BeatsPerMinute,
+            Field::Key,
+            Field::TimeSignature,
+            Field::Language,
+            Field::Strengths,
+            Field::DecodeFrom,
+        ])
+    }
+
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let problems = self.problems(request);
         if !problems.is_empty() {
             return Err(problems);

@@ -37,6 +37,7 @@ pub(super) struct Block {
 
 /// The modulation of a block in every step, `[steps, dim]` each: scale and gate of attention, scale and gate of the
 /// feed-forward. For an unmodulated block: gates of one, `[1, dim]`.
+#[derive(Clone)]
 pub(super) enum Modulations {
     /// Modulated by the timestep.
     OfSteps(Vec<Tensor>),

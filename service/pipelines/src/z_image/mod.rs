@@ -20,7 +20,8 @@ pub use self::model::{ZImage, ZImageModel};
 pub use config::TransformerConfig;
 pub use positions::{Lengths, positions, rotations};
 pub use transformer::{
-    Conditioning, StepBuffers, Transformer, denoise_scratch, latent_of, patches_of, times,
+    Conditioning, Modulated, StepBuffers, Transformer, denoise_scratch, latent_of, negative_scratch,
+    patches_of, times,
 };
 
 /// The further names of the transformer's layers, and its tensors.

@@ -2,9 +2,9 @@
 
 use gpu::CheckpointFile;
 use model::Memo;
-use model::bounds::{self, MAX_TOKENS, PIXELS_PER_TOKEN, no_references};
+use model::bounds::{self, PIXELS_PER_TOKEN};
 use model::plan::names;
-use model::{LeftOut, smaller_sides};
+use model::{Field, LeftOut, Reads, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
 use super::layout::{NAMES, layout};
 use super::positions::Lengths;
-use super::stages::{CAPTION, DENOISE, ENCODE_TEXT, Stage};
-use super::transformer::{denoise_scratch, is_modulator};
+use super::stages::{DENOISE, ENCODE_TEXT, Stage, captions};
+use super::transformer::{denoise_scratch, is_modulator, negative_scratch};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
-use crate::sampling::Denoiser;
+use crate::sampling::{Denoiser, Prompts};
 use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
@@ -76,15 +76,14 @@ impl Family for ZImage {
 
 /// All fields of a request that are out of bounds.
 pub(super) fn problems(request: &Request) -> Vec<RequestError> {
-    let mut problems = bounds::problems(request, &[]);
+    let mut problems = bounds::problems(request);
     if request.guidance != 0.0 && !problems.iter().any(|problem| problem.field == "guidance") {
         let problem = format!(
-            "is {}; Z-Image-Turbo is distilled and takes 0, which is none",
+            "is {}; Z-Image-Turbo is distilled and takes 0, which is none; a negative prompt goes with true_guidance",
             request.guidance
         );
         problems.push(RequestError::new("guidance", problem));
     }
-    problems.extend(no_references(request));
     problems
 }
 
@@ -131,19 +130,22 @@ impl ZImageModel {
         }
     }
 
-    /// The token ids of a request's prompt.
-    pub(super) fn tokens(&self, request: &Request) -> Result<Vec<u32>, TokenizeError> {
+    /// The token ids of one of a request's texts.
+    pub(super) fn tokens(&self, request: &Request, text: &str) -> Result<Vec<u32>, TokenizeError> {
         let most = request.max_sequence_length as usize;
-        let ids = self.tokenizer.encode_turn(&request.prompt, most)?;
+        let ids = self.tokenizer.encode_turn(text, most)?;
         self.tokenizer
             .check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
         Ok(ids)
     }
 
-    /// Their number, on which the shape of attention depends.
-    pub(super) fn text_tokens(&self, request: &Request) -> usize {
-        let most = request.max_sequence_length.min(MAX_TOKENS) as usize;
-        self.tokens(request).map_or(most, |ids| ids.len())
+    /// The number of tokens of each of a request's texts, on which the shape of attention depends.
+    pub(super) fn text_tokens(&self, request: &Request) -> Result<Prompts<usize>, RequestError> {
+        Prompts::texts(request).try_map(|(field, text)| {
+            let ids = self.tokens(request, text);
+            ids.map(|ids| ids.len())
+                .map_err(|error| RequestError::new(field, error.to_string()))
+        })
     }
 
     /// Token counts of the picture and of its text.
@@ -155,18 +157,19 @@ impl ZImageModel {
         }
     }
 
-    fn encode_text_stage(&self, request: &Request, ids: &[u32]) -> StagePlan {
+    fn encode_text_stage(&self, request: &Request, tokens: &Prompts<usize>) -> StagePlan {
+        let longest = tokens.iter().copied().max().unwrap_or_default();
         // Prompts of similar length share their learned peaks.
-        let tokens = ids.len().next_multiple_of(MULTIPLE);
+        let tokens = longest.next_multiple_of(MULTIPLE);
         let is_quantized = self.parts.components.is_quantized(TEXT_ENCODER);
         let scratch = self.text.scratch(tokens, is_quantized, self.precision.dtype)
             + self.parts.components.dequantizing(TEXT_ENCODER, tokens, |_| true);
         StagePlan {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(TEXT_ENCODER)),
-            gives: names(&[CAPTION]),
+            gives: captions(request).iter().map(|&name| name.to_owned()).collect(),
             memo: Some(Memo::of(Request {
                 // A longer limit gives the same tokens.
-                max_sequence_length: ids.len() as u32,
+                max_sequence_length: longest as u32,
                 ..request.of_prompt(Medium::Image(Image::of(0, 0)))
             })),
             ..StagePlan::of(
@@ -178,11 +181,15 @@ impl ZImageModel {
         }
     }
 
-    fn denoise_stage(&self, request: &Request, image: &Image, tokens: usize) -> StagePlan {
+    fn denoise_stage(&self, request: &Request, image: &Image, tokens: &Prompts<usize>) -> StagePlan {
         let &Image { width, height, .. } = image;
-        let caption = ValueShape::new(CAPTION, vec![tokens, self.transformer.cap_feat_dim]);
-        let tokens = tokens.next_multiple_of(MULTIPLE);
-        let lengths = self.lengths(image, tokens);
+        let named = captions(request);
+        let captions = named.iter().zip(tokens.iter());
+        let captions = captions
+            .map(|(name, tokens)| ValueShape::new(*name, vec![*tokens, self.transformer.cap_feat_dim]));
+        let padded = |tokens: &usize| tokens.next_multiple_of(MULTIPLE);
+        let longest = tokens.iter().map(padded).max().unwrap_or_default();
+        let lengths = self.lengths(image, longest);
         let steps = steps_run(request);
         let dtype = self.precision.dtype;
         let denoiser = Denoiser {
@@ -192,17 +199,22 @@ impl ZImageModel {
             width: self.transformer.dim,
             is_modulator,
         };
-        let buffers = denoise_scratch(&self.transformer, &lengths, steps, dtype);
+        let mut buffers = denoise_scratch(&self.transformer, &lengths, steps, dtype);
+        let mut texts = format!("t{}", padded(&tokens.prompt));
+        if let Some(negative) = tokens.negative.as_ref().map(padded) {
+            texts.push_str(&format!(" n{negative}"));
+            buffers += negative_scratch(&self.transformer, &self.lengths(image, negative), dtype);
+        }
         let scratch = denoiser.scratch(buffers, lengths.all(), steps, request);
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
             shape: format!(
-                "{width}x{height} t{tokens}{}{}",
+                "{width}x{height} {texts}{}{}",
                 self.parts.components.as_multiplied(TRANSFORMER),
                 if request.has_curves() { " curve" } else { "" },
             ),
             steps,
-            takes: std::iter::once(caption).chain(latent).collect(),
+            takes: captions.chain(latent).collect(),
             gives: names(&[LATENT]),
             // What a mask keeps is put back after every step.
             reads_media: image.mask.is_some(),
@@ -221,7 +233,18 @@ impl Model for ZImageModel {
         Ok(Arc::new(self.adapted(files)?))
     }
 
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+    fn reads(&self) -> Reads {
+        Reads::of(&[
+            Field::InitImage,
+            Field::InitLatent,
+            Field::Mask,
+            Field::Adapters,
+            Field::NegativePrompt,
+            Field::TrueGuidance,
+        ])
+    }
+
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let mut problems = problems(request);
         problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
@@ -229,14 +252,13 @@ impl Model for ZImageModel {
         }
         let refused = |problem| vec![problem];
         let image = request.image().map_err(refused)?;
-        let ids = self.tokens(request);
-        let ids = ids.map_err(|error| vec![RequestError::new("prompt", error.to_string())])?;
-        let mut stages = vec![self.encode_text_stage(request, &ids)];
+        let tokens = self.text_tokens(request).map_err(refused)?;
+        let mut stages = vec![self.encode_text_stage(request, &tokens)];
         if image.init_image.is_some() && !request.from_values {
             stages.push(self.autoencoder().encode_stage(image));
         }
         stages.extend([
-            self.denoise_stage(request, image, ids.len()),
+            self.denoise_stage(request, image, &tokens),
             self.autoencoder().decode_stage(image),
         ]);
         Ok(stages)
@@ -252,8 +274,13 @@ impl Model for ZImageModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let left_out = self.tokenizer.left_out_of_turn(&request.prompt, most);
-        LeftOut::of_prompt(left_out.ok(), request).into_iter().collect()
+        let texts = Prompts::texts(request);
+        let of_text = texts.iter().filter_map(|(field, text)| {
+            let left_out = self.tokenizer.left_out_of_turn(text, most);
+            let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
+            Some(LeftOut { field, ..left_out })
+        });
+        of_text.collect()
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

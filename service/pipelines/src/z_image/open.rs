@@ -5,18 +5,18 @@ use std::path::Path;
 use gpu::CheckpointFile;
 use model::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
 
-use super::checkpoint::{MARKS, ZImageNaming, config_of_single_file, timestep_inner};
+use super::checkpoint::MARKS;
 use super::config::TransformerConfig;
 use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentSet, Recognised, Requested, Wanted, companion,
-    component_of_checkpoint, component_of_folder, exact_component, open, open_single_file, whole,
+    Checkpoint, ComponentSet, Recognised, TransformerPlace, Wanted, companion, component_of_checkpoint,
+    component_of_folder, open, open_single_file,
 };
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, damaged, read_json, unsupported};
+use crate::files::{check_pairs, checked, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
@@ -27,9 +27,6 @@ const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
 
 /// Components that presets quantize.
 const LARGE: [&str; 2] = [TRANSFORMER, TEXT_ENCODER];
-
-/// Name of the component in messages about unexpected tensors.
-const WHAT: &str = "a Z-Image transformer";
 
 /// Default request of Z-Image-Turbo.
 fn defaults() -> Request {
@@ -52,18 +49,16 @@ impl ZImageModel {
         file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<ZImageModel>, ModelError> {
-        let Some(recognised) = MARKS.recognise(path, file)? else {
+        let Some(Recognised { transformer, base }) = MARKS.recognise(path, file)? else {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
-        let (base, single) = match &recognised {
-            Recognised::Folder(folder) => (folder, None),
-            Recognised::SingleFile { base, path, .. } => (base, Some(path.clone())),
-        };
-        let base = &std::fs::canonicalize(base).map_err(|e| damaged(base, e.to_string()))?;
-        let (transformer, transformer_files) = transformer(recognised, base, wanted.of(TRANSFORMER))?;
+        let base = base.as_path();
+        let single = matches!(transformer, TransformerPlace::SingleFile { .. }).then_some(path);
+        let (transformer, transformer_files): (TransformerConfig, _) =
+            transformer.open(base, wanted.of(TRANSFORMER))?;
         // Companions may be single files too.
-        let alone = |folder: &str, comfy: &str, stem: &str| match (&single, base.join(folder).is_dir()) {
+        let alone = |folder: &str, comfy: &str, stem: &str| match (single, base.join(folder).is_dir()) {
             (Some(file), false) => companion(file, base, comfy, stem),
             _ => None,
         };
@@ -113,46 +108,6 @@ impl ZImageModel {
             text,
             depth,
         }))
-    }
-}
-
-fn transformer(
-    recognised: Recognised<ZImageNaming>,
-    base: &Path,
-    wanted: Requested,
-) -> Result<(TransformerConfig, ComponentFiles), ModelError> {
-    let folder = base.join(TRANSFORMER);
-    let config_file = folder.join("config.json");
-    match recognised {
-        Recognised::Folder(_) => {
-            let checkpoint = Checkpoint::of_folder(&folder)?;
-            let config = TransformerConfig {
-                timestep_inner: timestep_inner(&checkpoint)?,
-                ..read_json(&config_file)?
-            };
-            config
-                .check()
-                .map_err(|problem| unsupported(&config_file, problem))?;
-            let specs = whole(config.tensor_shapes().collect());
-            let files = exact_component(&folder, checkpoint, &specs, wanted, WHAT)?;
-            Ok((config, files))
-        }
-        Recognised::SingleFile {
-            path,
-            checkpoint,
-            naming,
-            ..
-        } => {
-            let of_base = match config_file.is_file() {
-                true => read_json(&config_file)?,
-                false => TransformerConfig::default(),
-            };
-            let config = config_of_single_file(&path, &checkpoint, naming, &of_base)?;
-            config.check().map_err(|problem| unsupported(&path, problem))?;
-            let specs = naming.specs(&config);
-            let files = exact_component(&path, checkpoint, &specs, wanted, WHAT)?;
-            Ok((config, files))
-        }
     }
 }
 

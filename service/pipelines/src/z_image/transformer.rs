@@ -16,6 +16,7 @@ use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::Rotations;
+use crate::sampling::Conditions;
 use crate::sinusoids::sinusoids;
 
 /// Width of the sinusoidal embedding of timesteps.
@@ -46,12 +47,19 @@ pub struct Conditioning {
     /// `[1, padded text, dim]`.
     text: Tensor,
     rotations: Rotations,
+    modulated: Modulated,
+    /// Source indices of the picture's padding: as many zeros, u32.
+    pads: Option<Tensor>,
+}
+
+/// The modulation of every block for every step. It depends on no text, so all texts of a request share it: a clone is
+/// handles.
+#[derive(Clone)]
+pub struct Modulated {
     picture_blocks: Vec<Modulations>,
     blocks: Vec<Modulations>,
     /// `[steps, dim]`.
     last: Tensor,
-    /// Source indices of the picture's padding: as many zeros, u32.
-    pads: Option<Tensor>,
 }
 
 impl Transformer {
@@ -109,17 +117,23 @@ impl Transformer {
     pub fn condition(
         &self,
         caption: &Tensor,
-        (rows, columns): (usize, usize),
+        size: (usize, usize),
         times: &[f32],
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<Conditioning, StageError> {
-        let (device, dtype) = (caption.device(), caption.dtype());
-        let lengths = Lengths {
-            rows,
-            columns,
-            text: caption.dim(0)?,
-        };
-        let rotations = rotations(&positions(&lengths), &self.config, device)?;
+        let modulated = self.modulated(times, (caption.dtype(), caption.device()))?;
+        self.condition_of(caption, size, &modulated, go_on)
+    }
+
+    /// The modulation of the steps at these times.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn modulated(
+        &self,
+        times: &[f32],
+        (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<Modulated> {
         let scale = self.config.t_scale as f32;
         let scaled: Vec<f32> = times.iter().map(|time| time * scale).collect();
         let [first, second] = &self.timestep;
@@ -130,18 +144,39 @@ impl Transformer {
             blocks.iter().map(|block| block.modulate(&embedded)).collect()
         };
         let (picture_blocks, blocks) = (modulated(&self.picture_blocks)?, modulated(&self.blocks)?);
-        let text = self.refined(caption, &lengths, &rotations, go_on)?;
         // The blocks take the embedding without activation.
         ops::activate(&embedded, Nonlinearity::Silu)?;
-        let pads = lengths.padded_picture() - lengths.picture();
-        Ok(Conditioning {
-            lengths,
-            text,
-            rotations,
+        Ok(Modulated {
             picture_blocks,
             blocks,
             last: self.last_modulator.forward(&embedded)?,
-            pads: zeros(pads, device)?,
+        })
+    }
+
+    /// As [`Transformer::condition`], with the modulation of the steps.
+    ///
+    /// # Errors
+    /// Those of [`Transformer::condition`].
+    pub fn condition_of(
+        &self,
+        caption: &Tensor,
+        (rows, columns): (usize, usize),
+        modulated: &Modulated,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<Conditioning, StageError> {
+        let lengths = Lengths {
+            rows,
+            columns,
+            text: caption.dim(0)?,
+        };
+        let rotations = rotations(&positions(&lengths), &self.config, caption.device())?;
+        let pads = lengths.padded_picture() - lengths.picture();
+        Ok(Conditioning {
+            lengths,
+            text: self.refined(caption, &lengths, &rotations, go_on)?,
+            rotations,
+            modulated: modulated.clone(),
+            pads: zeros(pads, caption.device())?,
         })
     }
 
@@ -188,7 +223,7 @@ impl Transformer {
         Ok(text.hidden)
     }
 
-    /// Buffers of steps.
+    /// Buffers of steps; those of a longer text serve a shorter one too.
     ///
     /// # Errors
     /// Errors of the device.
@@ -228,6 +263,7 @@ impl Transformer {
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
         let (buffers, lengths) = (&step_buffers.buffers, &conditioning.lengths);
+        let modulated = &conditioning.modulated;
         let (there, padded) = (lengths.picture(), lengths.padded_picture());
         let (picture, text) = (
             buffers.part(0, padded)?,
@@ -243,15 +279,15 @@ impl Transformer {
         }
         ops::copy_rows(&conditioning.text, &text.hidden)?;
 
-        let together = |i: usize| match (self.blocks.get(i), conditioning.blocks.get(i)) {
+        let together = |i: usize| match (self.blocks.get(i), modulated.blocks.get(i)) {
             (Some(block), Some(modulations)) => block.first(modulations, step, dtype),
             _ => Ok(Next::Last {
-                scale: conditioning.last.narrow(0, step, 1)?,
+                scale: modulated.last.narrow(0, step, 1)?,
             }),
         };
         let turned = conditioning.rotations.rows(0, padded)?;
-        let alone = self.picture_blocks.iter().zip(&conditioning.picture_blocks);
-        let mut behind = self.picture_blocks.iter().zip(&conditioning.picture_blocks);
+        let alone = self.picture_blocks.iter().zip(&modulated.picture_blocks);
+        let mut behind = self.picture_blocks.iter().zip(&modulated.picture_blocks);
         for (i, (block, modulations)) in alone.enumerate() {
             go_on()?;
             if i == 0 {
@@ -276,7 +312,7 @@ impl Transformer {
             false => text.enter(&together(0)?)?,
         }
         let last = self.blocks.len().saturating_sub(1);
-        for (i, (block, modulations)) in self.blocks.iter().zip(&conditioning.blocks).enumerate() {
+        for (i, (block, modulations)) in self.blocks.iter().zip(&modulated.blocks).enumerate() {
             go_on()?;
             let goes_on = if i == last { &wanted } else { &whole };
             let angles = conditioning.rotations.angles();
@@ -386,6 +422,16 @@ pub fn denoise_scratch(config: &TransformerConfig, lengths: &Lengths, steps: u32
     let latents = lengths.picture() * config.patch_width() * (4 + 2 * number);
     let text = (2 * lengths.text * config.cap_feat_dim + lengths.padded_text() * config.dim) * number;
     buffers + rotations + modulations + (latents + text) as u64 + LIBRARIES
+}
+
+/// Predicted further bytes where every step predicts under a second condition, whose text makes these lengths: the encoded
+/// and the refined text, rotations, and the prediction that is kept.
+pub fn negative_scratch(config: &TransformerConfig, lengths: &Lengths, dtype: DType) -> u64 {
+    let text = lengths.text * config.cap_feat_dim + lengths.padded_text() * config.dim;
+    let rotations = lengths.all() * config.head() * 4;
+    let prediction = lengths.picture() * config.patch_width();
+    (text * dtype.size_in_bytes() + rotations) as u64
+        + Conditions::<Conditioning>::kept_bytes(prediction, dtype)
 }
 
 /// Whether a tensor is the weight of a layer that computes modulations, which steps do not use.

@@ -26,13 +26,15 @@ fn adapted(folder_of_net: &str) -> Result<FluxModel, ModelError> {
     }])
 }
 
-fn with(net: &str) -> OpenModel<FluxModel> {
+/// FLUX.1 dev with a ControlNet.
+pub(crate) fn with_control_net(net: &str) -> OpenModel<FluxModel> {
     OpenModel::of(Arc::new(
         adapted(&format!("flux-controlnet-tiny/{net}")).expect("a ControlNet"),
     ))
 }
 
-fn used(image: InitImage) -> ControlUse {
+/// Its use with a control picture.
+pub(crate) fn used(image: InitImage) -> ControlUse {
     ControlUse {
         name: "net".to_owned(),
         image,
@@ -74,7 +76,7 @@ struct Case {
 fn pictures_with_control_nets_equal_the_references() {
     let expected = tensors("flux-controlnet-tiny/expected/pipelines.safetensors");
     for case in json::<Vec<Case>>("flux-controlnet-tiny/expected/pipelines.json") {
-        let opened = with(&case.controlnet);
+        let opened = with_control_net(&case.controlnet);
         let control = init_image(&expected[&format!("{}.control", case.name)]);
         let control = scaled(&control, (case.width, case.height));
         let image = Image {
@@ -103,7 +105,7 @@ fn pictures_with_control_nets_equal_the_references() {
 
 #[test]
 fn a_control_net_is_a_component_of_the_stage_that_uses_it() {
-    let opened = with("single");
+    let opened = with_control_net("single");
     let named = |request: &Request| opened.stage(request, "denoise").components;
     assert!(!named(&request()).contains(&"controlnet:net".to_owned()));
     let request = picture(vec![used(black(64, 64))]);
@@ -118,7 +120,7 @@ fn a_control_net_is_a_component_of_the_stage_that_uses_it() {
 
 #[test]
 fn a_control_net_that_acts_in_no_step_is_not_needed() {
-    let opened = with("single");
+    let opened = with_control_net("single");
     let idle = |scale: f32, start: f32, end: f32| ControlUse {
         scale,
         start,
@@ -145,7 +147,7 @@ fn a_control_net_that_acts_in_no_step_is_not_needed() {
 
 #[test]
 fn a_request_is_planned_by_the_sizes_of_its_pictures() {
-    let opened = with("single");
+    let opened = with_control_net("single");
     let whole = Request {
         medium: Medium::Image(Image {
             init_image: Some(black(64, 64)),
@@ -176,7 +178,7 @@ fn a_request_is_planned_by_the_sizes_of_its_pictures() {
 
 #[test]
 fn several_control_nets_add_up_and_scale_zero_adds_nothing() {
-    let opened = with("single");
+    let opened = with_control_net("single");
     let latent = |scales: &[f32]| {
         let controls = scales.iter().map(|scale| ControlUse {
             scale: *scale,
@@ -199,7 +201,7 @@ fn wrong_controls_are_refused_by_their_fields() {
             .field
             .clone()
     };
-    let single = with("single");
+    let single = with_control_net("single");
     let control = || used(black(64, 64));
     let other = ControlUse {
         name: "other".to_owned(),
@@ -223,7 +225,7 @@ fn wrong_controls_are_refused_by_their_fields() {
         ..control()
     };
     assert_eq!(field(&single, loud), "controls[0].scale");
-    let union = with("union");
+    let union = with_control_net("union");
     assert_eq!(field(&union, control()), "controls[0].mode");
     let beyond = ControlUse {
         mode: Some(4),

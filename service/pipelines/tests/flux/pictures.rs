@@ -4,11 +4,12 @@ use std::collections::HashMap;
 
 use candle_core::Tensor;
 use pipelines::flux::FluxModel;
-use pipelines::{HostTensor, Image, MediaFormat, Medium, Request, Unobserved, Values};
+use pipelines::{ControlUse, HostTensor, Image, MediaFormat, Medium, Request, Unobserved, Values};
 use serde::Deserialize;
 
+use crate::controls::{used, with_control_net};
 use crate::device::{BF16_PIPELINE, ON_CPU, tolerances};
-use crate::given::{BF16, folder, open, open_in};
+use crate::given::{BF16, copy_of, folder, open, open_in};
 use crate::numbers::{distance, init_image, json, largest_difference, numbers, tensors};
 use crate::open_model::{Delivered, OpenModel, on_cpu};
 
@@ -91,6 +92,11 @@ struct Guided {
     case: Unguided,
     negative_prompt: String,
     true_guidance: f32,
+    /// Of a ControlNet.
+    #[serde(default)]
+    scale: f32,
+    #[serde(default)]
+    end: f32,
 }
 
 /// What it has in common with other cases.
@@ -111,18 +117,36 @@ struct Unguided {
 fn negative_prompts_with_true_guidance_equal_the_references() {
     let expected = tensors("flux-tiny/expected/negatives.safetensors");
     let cases: Vec<Guided> = json("flux-tiny/expected/negatives.json");
-    let folder = folder("dev");
-    let opened = open(folder.path());
+    let dev = folder("dev");
+    let dev = open(dev.path());
+    let kontext = copy_of(&["flux-tiny", "flux-kontext-tiny"]);
+    let kontext = open(kontext.path());
+    let controlled = with_control_net("single");
     for Guided {
         case,
         negative_prompt,
         true_guidance,
+        scale,
+        end,
     } in cases
     {
         let name = &case.name;
+        let given = |what: &str| expected.get(&format!("{name}.{what}")).map(init_image);
+        let control = given("control").map(|image| ControlUse {
+            scale,
+            end,
+            ..used(image)
+        });
         let image = Image {
-            init_image: expected.get(&format!("{name}.init")).map(init_image),
+            init_image: given("init"),
+            references: given("reference").into_iter().collect(),
+            controls: control.into_iter().collect(),
             ..Image::of(case.width, case.height)
+        };
+        let opened = match (image.references.is_empty(), image.controls.is_empty()) {
+            (true, true) => &dev,
+            (false, _) => &kontext,
+            (true, false) => &controlled,
         };
         let request = Request {
             prompt: case.prompt.clone(),

@@ -1,39 +1,53 @@
 //! Z-Image's stages.
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use pipelines::noise::Generator;
 use pipelines::text::qwen3::{Qwen3Config, Qwen3Encoder};
-use pipelines::z_image::{Lengths, Transformer, TransformerConfig, denoise_scratch};
+use pipelines::z_image::{Lengths, Transformer, TransformerConfig, denoise_scratch, negative_scratch};
 
 use crate::{alone, assert_close, made_up, peak_of, random};
 
-/// Peak bytes of `steps` steps.
-fn denoise(config: &TransformerConfig, lengths: &Lengths, steps: usize) -> u64 {
+/// Peak bytes of `steps` steps, with a negative prompt of so many tokens.
+fn denoise(config: &TransformerConfig, lengths: &Lengths, steps: usize, negative: Option<usize>) -> u64 {
     let tensors = made_up(config.tensor_shapes());
     let transformer = Transformer::new(config, &tensors).expect("all tensors");
     let mut generator = Generator::new(2);
-    let caption = random(&[lengths.text, config.cap_feat_dim], &mut generator);
+    let texts = std::iter::once(lengths.text).chain(negative);
+    let captions: Vec<Tensor> = texts
+        .map(|text| random(&[text, config.cap_feat_dim], &mut generator))
+        .collect();
+    let longest = Lengths {
+        text: lengths.text.max(negative.unwrap_or_default()),
+        ..*lengths
+    };
     let latent = random(&[1, lengths.picture(), config.patch_width()], &mut generator);
     let times: Vec<f32> = (0..steps).map(|step| step as f32 / steps as f32).collect();
 
     peak_of(|| {
         // Inputs of the stage: the text on the card, the latent twice.
-        let caption = caption.copy().expect("a text");
         let latent = latent.copy().expect("a latent");
         let seen = latent.copy().expect("a latent");
-        let conditioning = transformer
-            .condition(&caption, (lengths.rows, lengths.columns), &times, &mut || Ok(()))
-            .expect("conditioning");
+        let on = (DType::F32, &Device::Cpu);
+        let modulated = transformer.modulated(&times, on).expect("modulation");
+        let size = (lengths.rows, lengths.columns);
+        let conditions = captions.iter().map(|caption| {
+            let caption = caption.copy().expect("a text");
+            let conditioning = transformer.condition_of(&caption, size, &modulated, &mut || Ok(()));
+            (conditioning.expect("conditioning"), caption)
+        });
+        let conditions: Vec<_> = conditions.collect();
+        let kept = negative.map(|_| latent.copy().expect("a prediction that is kept"));
         let finite = ops::Finite::new(&Device::Cpu).expect("a flag");
-        let buffers = transformer
-            .step_buffers(lengths, (DType::F32, &Device::Cpu))
-            .expect("buffers");
+        let buffers = transformer.step_buffers(&longest, on).expect("buffers");
         for step in 0..steps {
-            let direction = transformer
-                .direction(&seen, &conditioning, step, &buffers, &mut || Ok(()))
-                .expect("an output");
-            ops::euler(&latent, direction, 1.0 / steps as f64, &seen, &finite).expect("a step");
+            for (conditioning, _) in &conditions {
+                let direction = transformer
+                    .direction(&seen, conditioning, step, &buffers, &mut || Ok(()))
+                    .expect("an output");
+                ops::euler(&latent, direction, 1.0 / steps as f64, &seen, &finite).expect("a step");
+            }
         }
+        drop(kept);
     })
 }
 
@@ -53,10 +67,26 @@ fn stages_allocate_the_predicted_bytes() {
     };
     for (rows, columns, text) in [(8, 9, 33), (24, 20, 130), (40, 32, 500)] {
         let lengths = Lengths { rows, columns, text };
-        let taken = denoise(&small, &lengths, 2);
+        let taken = denoise(&small, &lengths, 2, None);
         let predicted = denoise_scratch(&small, &lengths, 2, DType::F32);
         assert_close(&format!("{rows}x{columns} and {text} tokens"), taken, predicted);
     }
+
+    // A second condition, of a text as long: what it adds is predicted apart.
+    let lengths = Lengths {
+        rows: 40,
+        columns: 32,
+        text: 500,
+    };
+    let [one, two] = [None, Some(lengths.text)].map(|negative| denoise(&small, &lengths, 2, negative));
+    let (added, predicted) = (two - one, negative_scratch(&small, &lengths, DType::F32));
+    println!("a second condition adds {added} bytes, {predicted} predicted");
+    // Threads of the products hold other packing buffers in each run.
+    let noise = predicted / 4;
+    assert!(
+        added.abs_diff(predicted) < noise,
+        "{added} bytes, {predicted} predicted"
+    );
 
     let json = r#"{"vocab_size": 400, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 1000000.0}"#;

@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use pipelines::{
-    Catalogue, Image, Medium, ModelError, Observer, Piece, Preset, Quantization, Request, Role, StageError,
-    ValueShape, Values, identity_of_values,
+    Catalogue, Image, InitImage, Medium, ModelError, Observer, Piece, Preset, Quantization, Request, Role,
+    StageError, ValueShape, Values, identity_of_values,
 };
 use tempfile::TempDir;
 
@@ -129,6 +129,24 @@ fn what_it_cannot_do_is_refused_by_name() {
     let problems = toy.model.plan(&wrong).unwrap_err();
     let fields: Vec<&str> = problems.iter().map(|problem| &*problem.field).collect();
     assert_eq!(fields, ["width", "height", "steps", "slots"]);
+    let unread = Request {
+        negative_prompt: Some("dusk".to_owned()),
+        from_values: true,
+        medium: Medium::Image(Image {
+            init_image: Some(InitImage::of_size((60, 32))),
+            ..Image::of(60, 32)
+        }),
+        ..request("dawn", 7, (60, 32))
+    };
+    let problems = toy.model.plan(&unread).unwrap_err();
+    let said: Vec<String> = problems.iter().map(ToString::to_string).collect();
+    let expected = [
+        "width: must be a multiple of 8 from 8 to 2048",
+        "negative_prompt: is not taken by this model: leave it out; FLUX.1 and Z-Image take one",
+        "init_latent_id: is not taken by this model: leave it out; its latents are decoded, and not started from",
+        "init_image: is not taken by this model: leave it out; models of pictures take one, and of films FramePack",
+    ];
+    assert_eq!(said, expected);
 
     let other = folder.path().join("other.safetensors");
     std::fs::copy(folder.path().join("gradient.toy.safetensors"), &other).unwrap();

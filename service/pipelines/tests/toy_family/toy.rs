@@ -10,7 +10,7 @@ use gpu::{CheckpointFile, LoadError, LoadPlan};
 use pipelines::noise::Generator;
 use pipelines::{
     Family, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelFile, ModelParts, Observer,
-    Piece, Precision, PreviewNeed, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun,
+    Piece, Precision, PreviewNeed, Reads, Request, RequestError, Role, Rung, StageError, StagePlan, StageRun,
     ValueShape, Values, provisional_identity,
 };
 use residency::{Bytes, Component};
@@ -106,7 +106,11 @@ impl Model for ToyModel {
         &self.0
     }
 
-    fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
+    fn reads(&self) -> Reads {
+        Reads::NOTHING
+    }
+
+    fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let image = request.image().map_err(|other| vec![other])?;
         let wrong = problems(request, image);
         if !wrong.is_empty() {
@@ -210,10 +214,9 @@ impl Model for ToyModel {
     }
 }
 
-/// All fields that are out of bounds, each by its name. A field that would be ignored is refused too.
+/// All fields that are out of bounds, each by its name.
 fn problems(request: &Request, image: &Image) -> Vec<RequestError> {
     let side_is_right = |side: u32| (GRAIN..=MAX_SIDE).contains(&side) && side.is_multiple_of(GRAIN);
-    let has_pictures = !request.medium.pictures().is_empty() || request.from_values;
     let checks = [
         (
             side_is_right(image.width),
@@ -231,19 +234,9 @@ fn problems(request: &Request, image: &Image) -> Vec<RequestError> {
             "must be from 1 to 100",
         ),
         (
-            request.adapters.is_empty(),
-            "adapters",
-            "are not taken by this model",
-        ),
-        (
             request.slots == 1,
             "slots",
             "must be 1: this model runs each request alone",
-        ),
-        (
-            !has_pictures,
-            "init_image",
-            "is not taken by this model: it starts from noise",
         ),
     ];
     let wrong = checks.into_iter().filter(|(holds, ..)| !holds);

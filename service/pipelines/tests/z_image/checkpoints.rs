@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use gpu::WeightFormat;
 use pipelines::{
-    FULL, Image, Medium, ModelError, Precision, Preset, Quantization, Request, Unobserved, Values, catalogue,
+    FULL, Image, InitImage, Medium, ModelError, Precision, Preset, Quantization, Request, Unobserved, Values,
+    catalogue,
 };
 
 use crate::components::WEIGHTS;
@@ -213,11 +214,19 @@ fn requests_out_of_bounds_are_refused_by_field() {
     for (field, request) in [
         ("width", narrow),
         ("guidance", with(|request| request.guidance = 3.5)),
+        ("true_guidance", with(|request| request.true_guidance = f32::NAN)),
         (
             "negative_prompt",
-            with(|request| request.negative_prompt = Some("blurred".to_owned())),
+            with(|request| request.negative_prompt = Some("x".repeat(100_000))),
         ),
-        ("true_guidance", with(|request| request.true_guidance = 4.0)),
+        (
+            "references",
+            with(|request| {
+                if let Medium::Image(image) = &mut request.medium {
+                    image.references = vec![InitImage::of_size((16, 16))];
+                }
+            }),
+        ),
         ("steps", with(|request| request.steps = 0)),
         (
             "max_sequence_length",

@@ -117,6 +117,47 @@ fn bf16_generates_the_same_pictures_within_its_rounding() {
 }
 
 #[test]
+fn negative_prompts_with_true_guidance_equal_the_references() {
+    #[derive(Deserialize)]
+    struct Guided {
+        #[serde(flatten)]
+        case: Case,
+        negative_prompt: String,
+        true_guidance: f32,
+    }
+    let expected = tensors("z-image-tiny/expected/negatives.safetensors");
+    let cases: Vec<Guided> = json("z-image-tiny/expected/negatives.json");
+    let folder = folder();
+    let opened = open(folder.path(), &F32);
+    for Guided {
+        case,
+        negative_prompt,
+        true_guidance,
+    } in cases
+    {
+        let name = &case.name;
+        let request = Request {
+            negative_prompt: Some(negative_prompt),
+            true_guidance,
+            ..case.request(&expected)
+        };
+        let latent = |request: &Request| on_cpu(&opened.latent(request, &mut Unobserved).expect("a latent"));
+        let guided = latent(&request);
+        let apart = distance(&guided, &expected[&format!("{name}.latent")]);
+        println!("{name}: latent {apart:.2e}");
+        assert!(apart < tolerances().pipeline, "{name}: {apart:e}");
+
+        // Without the negative prompt it is another result, but where the scale leaves it off.
+        let without = Request {
+            negative_prompt: None,
+            ..request.clone()
+        };
+        let apart = distance(&latent(&without), &guided);
+        assert_eq!(apart > 1e-3, request.negative().is_some(), "{name}: {apart:e}");
+    }
+}
+
+#[test]
 fn masked_pictures_equal_the_references() {
     #[derive(Deserialize)]
     struct Masked {

@@ -31,7 +31,13 @@ fn stages_use_the_planned_shapes_in_order() {
     };
     for (precision, is_text_planned) in [(F32, false), (quantized, true)] {
         let opened = open(folder.path(), &precision);
-        for request in [request(), from_picture()] {
+        let guided = |negative: &str| Request {
+            negative_prompt: Some(negative.to_owned()),
+            true_guidance: 4.0,
+            ..request()
+        };
+        let longer = guided(&"a red circle ".repeat(30));
+        for request in [request(), from_picture(), guided("a square"), longer] {
             assert_planned(&opened, &request, is_text_planned);
         }
     }

@@ -134,6 +134,51 @@ fn equal_tokens_have_equal_text_memos() {
 }
 
 #[test]
+fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect() {
+    let folder = folder();
+    let opened = open(folder.path(), &F32);
+    let guided = |negative: Option<&str>, true_guidance: f32| Request {
+        negative_prompt: negative.map(str::to_owned),
+        true_guidance,
+        ..request()
+    };
+    let stages = |request: &Request| {
+        let stage = |name| opened.stage(request, name);
+        (stage("encode_text"), stage("denoise"))
+    };
+    let (text, denoise) = stages(&request());
+    for off in [guided(Some("a square"), 1.0), guided(None, 4.0)] {
+        assert_eq!(stages(&off), (text.clone(), denoise.clone()));
+    }
+    let (text_of_two, denoise_of_two) = stages(&guided(Some("a square"), 4.0));
+    assert_eq!(text_of_two.gives, ["caption", "negative_caption"]);
+    assert_ne!(text_of_two.memo, text.memo);
+    assert_ne!(text_of_two.memo, stages(&guided(Some(""), 4.0)).0.memo);
+    // Whatever the scale, the encodings are the same.
+    assert_eq!(text_of_two.memo, stages(&guided(Some("a square"), 2.0)).0.memo);
+    assert_eq!(denoise_of_two.takes.len(), denoise.takes.len() + 1);
+    assert!(denoise_of_two.rungs[0].scratch > denoise.rungs[0].scratch);
+    // The buffers are those of the longer text.
+    let (_, longer) = stages(&guided(Some(&"a square ".repeat(60)), 4.0));
+    assert!(longer.rungs[0].scratch > denoise_of_two.rungs[0].scratch);
+    assert_ne!(longer.shape, denoise_of_two.shape);
+
+    let long = Request {
+        negative_prompt: Some("a square ".repeat(60)),
+        true_guidance: 4.0,
+        max_sequence_length: 32,
+        ..request()
+    };
+    let left_out: Vec<&str> = opened
+        .model
+        .left_out(&long)
+        .iter()
+        .map(|text| text.field)
+        .collect();
+    assert_eq!(left_out, ["negative_prompt"]);
+}
+
+#[test]
 fn bad_input_is_refused() {
     let folder = folder();
     let opened = open(folder.path(), &F32);

@@ -1,0 +1,110 @@
+//! A family's transformer as files: a component of a folder in diffusers' layout, or alone in a single file.
+
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+
+use super::components::{Requested, exact_component};
+use super::spec::TensorSpec;
+use super::stored::Checkpoint;
+use crate::files::{read_json, unsupported};
+use crate::{ComponentFiles, ModelError};
+
+/// Who named the tensors of a single file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Naming {
+    /// The model's authors, who fuse some that are apart in diffusers.
+    Authors,
+    Diffusers,
+}
+
+/// Where a transformer is.
+pub(crate) enum TransformerPlace {
+    /// In a folder of its own, with its configuration.
+    Folder(PathBuf),
+    /// Alone in a file.
+    SingleFile {
+        path: PathBuf,
+        checkpoint: Checkpoint,
+        naming: Naming,
+    },
+}
+
+/// The configuration of a family's transformer. Missing fields are those of the published model.
+pub(crate) trait TransformerFiles: DeserializeOwned + Default {
+    /// Name of the component in messages about unexpected tensors.
+    const WHAT: &'static str;
+
+    /// That of a single file's transformer, from the shapes of its tensors. What they do not tell is that of the base folder,
+    /// or of the published model.
+    fn of_single_file(
+        path: &Path,
+        checkpoint: &Checkpoint,
+        naming: Naming,
+        base: &Self,
+    ) -> Result<Self, ModelError>;
+
+    /// The same with what a folder's tensors tell and its configuration does not.
+    fn completed(self, _checkpoint: &Checkpoint) -> Result<Self, ModelError> {
+        Ok(self)
+    }
+
+    /// Refuses what is not supported.
+    fn check(&self) -> Result<(), String>;
+
+    /// All tensors, and where they are in a file of the authors.
+    fn layout(&self) -> Vec<TensorSpec>;
+}
+
+impl TransformerPlace {
+    /// The transformer there: exactly the tensors of its configuration. `base` is the folder of its pipeline.
+    ///
+    /// # Errors
+    /// When it is damaged or not supported, or cannot be quantized as requested.
+    pub(crate) fn open<C: TransformerFiles>(
+        self,
+        base: &Path,
+        wanted: Requested,
+    ) -> Result<(C, ComponentFiles), ModelError> {
+        let (config, of_config, place, checkpoint, naming) = match self {
+            TransformerPlace::Folder(folder) => {
+                let path = folder.join("config.json");
+                let written: C = read_json(&path)?;
+                let checkpoint = Checkpoint::of_folder(&folder)?;
+                let config = written.completed(&checkpoint)?;
+                (config, path, folder, checkpoint, Naming::Diffusers)
+            }
+            TransformerPlace::SingleFile {
+                path,
+                checkpoint,
+                naming,
+            } => {
+                let of_base = base.join("transformer").join("config.json");
+                let of_base = match of_base.is_file() {
+                    true => read_json(&of_base)?,
+                    false => C::default(),
+                };
+                let config = C::of_single_file(&path, &checkpoint, naming, &of_base)?;
+                (config, path.clone(), path, checkpoint, naming)
+            }
+        };
+        let checked = config.check();
+        checked.map_err(|problem| unsupported(&of_config, problem))?;
+        let mut specs = config.layout();
+        if naming == Naming::Diffusers {
+            let whole = |spec: TensorSpec| TensorSpec::whole(spec.name, spec.shape);
+            specs = specs.into_iter().map(whole).collect();
+        }
+        let files = exact_component(&place, checkpoint, &specs, wanted, C::WHAT)?;
+        Ok((config, files))
+    }
+}
+
+/// The lengths of the axes of a rotary embedding, which no tensor tells: those of the base if they are of heads of this width,
+/// or the published ones.
+pub(crate) fn rotary_axes(head: usize, of_base: [usize; 3], published: [usize; 3]) -> [usize; 3] {
+    match of_base.iter().sum::<usize>() == head {
+        true => of_base,
+        false => published,
+    }
+}
