@@ -10,15 +10,17 @@ import functools
 import inspect
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from ._errors import InvalidRequest, Violation
+from ._errors import refused
 
+M = TypeVar("M", bound=Message)
 F = TypeVar("F", bound=Callable[..., Any])
 
 # What other libraries call it, and what it is here.
@@ -170,21 +172,34 @@ def _remedy(option: str, known: set[str]) -> str:
 
 def put(message: Message, field: str, value: Any, *, option: str = "") -> None:
     """Writes one field of a message; what it cannot hold is refused by the option's name."""
-    option = option or field
-    try:
+    with _by_name(message.DESCRIPTOR.fields_by_name[field], option or field, value):
         if isinstance(value, Message):
             getattr(message, field).CopyFrom(value)
         else:
             setattr(message, field, value)
+
+
+def message_of(kind: type[M], of: str = "", /, **fields: Any) -> M:
+    """A message of these fields. What one cannot hold is refused by its name, `of.field`."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError):
+        for field, value in fields.items():
+            name = f"{of}.{field}" if of else field
+            with _by_name(kind.DESCRIPTOR.fields_by_name[field], name, value):
+                kind(**{field: value})
+        raise
+
+
+@contextmanager
+def _by_name(field: Any, option: str, value: Any) -> Iterator[None]:
+    """What a field cannot hold is refused by the option's name."""
+    try:
+        yield
     except ValueError:
-        why = f"{value!r} is not {_range(message.DESCRIPTOR.fields_by_name[field])}"
-        violation = Violation(option, why)
-        raise InvalidRequest(
-            f"{option}: {why}", reason="INVALID_REQUEST", violations=[violation]
-        ) from None
+        raise refused(option, f"{value!r} is not {_range(field)}") from None
     except TypeError:
-        wanted = _kind(message.DESCRIPTOR.fields_by_name[field])
-        raise TypeError(f"{option}: {wanted} is wanted, not {value!r}") from None
+        raise TypeError(f"{option}: {_kind(field)} is wanted, not {value!r}") from None
 
 
 _WHOLE = {
@@ -199,6 +214,8 @@ def _range(field: Any) -> str:
     if field.cpp_type in _WHOLE:
         lowest, highest = _WHOLE[field.cpp_type]
         return f"a whole number from {lowest} to {highest}"
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE):
+        return "text that can be sent: it has half of a character"
     return "a value that can be sent"
 
 

@@ -5,8 +5,7 @@ Seconds here are milliseconds or a Duration there; None leaves a field to the se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict, TypeVar
 
@@ -16,7 +15,7 @@ from google.protobuf.message import Message
 
 from ._errors import InvalidRequest, Violation
 from ._generated import generation_pb2, hub_pb2, model_pb2, residency_pb2, rpc_pb2
-from ._options import put
+from ._options import message_of, put
 from ._pictures import WANTED, ImageInput, picture_bytes
 from ._records import LatentInfo, MediaInfo
 
@@ -368,24 +367,22 @@ class SessionOptions(QueueOptions, total=False):
     ]
 
 
-@contextmanager
-def _checked() -> Iterator[None]:
-    """A number that a field cannot hold is a wrong request, like those that the service finds."""
-    try:
-        yield
-    except ValueError as error:
-        raise InvalidRequest(str(error), reason="INVALID_REQUEST") from error
-
-
 def model_of(model: ModelLike | None) -> model_pb2.ModelRef | None:
     """A model's name as a message; None for none."""
     if model is None:
         return None
     if isinstance(model, str):
-        return model_pb2.ModelRef(id=model)
-    quantization = model_pb2.Quantization(preset=model.quantization, components=model.formats)
+        return message_of(model_pb2.ModelRef, "model", id=model)
+    quantization = message_of(
+        model_pb2.Quantization,
+        "model.quantization",
+        preset=model.quantization,
+        components=model.formats,
+    )
     has_quantization = bool(model.quantization or model.formats)
-    return model_pb2.ModelRef(
+    return message_of(
+        model_pb2.ModelRef,
+        "model",
         id=model.id,
         revision=model.revision,
         quantization=quantization if has_quantization else None,
@@ -540,7 +537,7 @@ def _listed(value: Any, option: str, wanted: str) -> Sequence[Any]:
 
 def _picture_of(picture: PictureLike, option: str) -> generation_pb2.PictureInput:
     if isinstance(picture, MediaInfo):
-        return generation_pb2.PictureInput(media_id=picture.id)
+        return message_of(generation_pb2.PictureInput, option, media_id=picture.id)
     wanted = f"{WANTED}, or the MediaInfo of put_media()"
     return generation_pb2.PictureInput(data=picture_bytes(picture, option, wanted))
 
@@ -729,7 +726,8 @@ def decode_request(
     film_output: FilmOutput | None = None,
 ) -> generation_pb2.DecodeLatentRequest:
     """The request of decode_latent, decode_video and decode_audio."""
-    return generation_pb2.DecodeLatentRequest(
+    return message_of(
+        generation_pb2.DecodeLatentRequest,
         model=model_of(model),
         latent_id=latent_id(latent),
         output=output_of(output),
@@ -790,7 +788,8 @@ def film_output_of(output: FilmOutput | None) -> generation_pb2.FilmFormat.Value
 def pull_request(model: str, revision: str) -> hub_pb2.PullModelRequest:
     """What to pull: `owner/name`, whose revision may be behind an @ as well."""
     name, _, behind = model.partition("@")
-    return hub_pb2.PullModelRequest(id=name, revision=revision or behind)
+    revision = revision or behind
+    return message_of(hub_pb2.PullModelRequest, "model", id=name, revision=revision)
 
 
 def latent_id(latent: str | LatentInfo) -> str:
@@ -844,20 +843,21 @@ def reserve_request(
     process_id: int = 0,
 ) -> residency_pb2.ReserveRequest:
     """The request of reserve; of a renewal, where `renews` is the id of a reservation."""
-    with _checked():
-        return residency_pb2.ReserveRequest(
-            bytes=size_bytes,
-            ttl=duration(ttl_s),
-            label=label,
-            card=card,
-            reservation_id=renews,
-            process_id=process_id,
-        )
+    return message_of(
+        residency_pb2.ReserveRequest,
+        bytes=size_bytes,
+        ttl=duration(ttl_s),
+        label=label,
+        card=card,
+        reservation_id=renews,
+        process_id=process_id,
+    )
 
 
 def health_request(card: str) -> rpc_pb2.HealthCheckRequest:
     """Asks for the service as a whole, or for one card."""
-    return rpc_pb2.HealthCheckRequest(service=f"moored.card.{card}" if card else "")
+    service = f"moored.card.{card}" if card else ""
+    return message_of(rpc_pb2.HealthCheckRequest, "card", service=service)
 
 
 def health_word(answer: rpc_pb2.HealthCheckResponse) -> str:

@@ -649,6 +649,26 @@ def test_an_edit_without_a_picture_says_so(connected: Headless, tmp_path: Path) 
     assert fails(connected, node).startswith("The input_image is too large")
 
 
+@pytest.mark.parametrize("name", ["a\0b.png", "a\ud800b.png", "~nobody-of-this-name/b.png"])
+@pytest.mark.parametrize("field", ["input_image", "mask", "reference_image"])
+def test_a_file_that_cannot_be_there_is_told(
+    connected: Headless, tmp_path: Path, field: str, name: str
+) -> None:
+    Image.new("RGB", (16, 16)).save(tmp_path / "start.png")
+    given = {"input_image": str(tmp_path / "start.png")} | {field: name}
+    node = connected.do(connected.node("EditImage", prompt="x", **given))
+    sentence = fails(connected, node)
+    assert "b.png" in sentence
+    assert sentence.isprintable()
+
+
+@pytest.mark.parametrize("endpoint", ["box\0:1", "box\ud800:1"])
+def test_an_address_that_none_has_is_told(nowhere: Headless, endpoint: str) -> None:
+    nowhere.do(nowhere.settings(endpoint=endpoint))
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="x"))
+    assert "no address of a service" in fails(nowhere, node)
+
+
 # Choices.
 
 
