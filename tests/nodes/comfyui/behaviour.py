@@ -34,6 +34,9 @@ DEADLINE_S = 60.0
 # More than a minute on the model "slow": such a job ends before only if it is ended.
 LONG: dict[str, Any] = {"steps": 200, "count": 8}
 
+# What ends a line of a text on classic nodes, which show HTML, and on those of Nodes 2.0: Markdown.
+BREAK = "  \n"
+
 # So that half of the start is left: with all of the schedule, none of it would be.
 HALF: dict[str, Any] = {"strength": 0.5, "steps": 4}
 
@@ -667,7 +670,9 @@ def test_quantization_auto_says_on_the_nodes_what_was_chosen_and_why(
     assert re.match(r"8-bit: full needs [\d.]+ GiB in its denoise stage, and sim:0 has ", chosen)
     texts = run.texts(generated)
     assert texts[0] == chosen, "as soon as it is known"
-    assert re.fullmatch(r"Done in .*\n" + re.escape(chosen), texts[-1]), "and in the end"
+    assert re.fullmatch(rf"Done in [\d.]+ s{BREAK}" + re.escape(chosen), texts[-1]), (
+        "and in the end"
+    )
     with service.client() as client:
         (job,) = client.jobs(include_ended=True)
         assert job.model_key == "flux-full+8-bit"
@@ -1073,7 +1078,7 @@ def test_unload_says_what_stayed_and_why(comfyui: ComfyUI, serve: Serve) -> None
     unload = graph.add("MooredUnload", model=[preload, 0], force=False)
     run = comfyui.queue(graph.prompt).succeeded()
     (told,) = [text for text in run.texts(unload) if text.startswith("Freed")]
-    freed, *kept = told.splitlines()
+    freed, *kept = told.split(BREAK)
     assert freed == "Freed 0.0 MiB"
     assert any(line.startswith("Kept ") and line.endswith(": pinned") for line in kept), kept
     assert len(kept) == 1, "what stayed for one reason is one line"
@@ -1149,5 +1154,8 @@ def test_the_status_is_asked_for_each_time(comfyui: ComfyUI, serve: Serve) -> No
     with service.client() as client:
         client.load("small")
         client.pin("small")
-    (after,) = comfyui.queue(graph.prompt).succeeded().outputs[status]["text"]
-    assert "transformer of small+full: 4.0 MiB (pinned)" in after
+    run = comfyui.queue(graph.prompt).succeeded()
+    (after,) = run.outputs[status]["text"]
+    assert "\n  transformer of small+full: 4.0 MiB (pinned)\n" in after
+    shown = f"{BREAK}\u00a0\u00a0transformer of small+full: 4.0 MiB (pinned){BREAK}"
+    assert shown in run.texts(status)[-1]
