@@ -151,7 +151,9 @@ class Client:
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
     ) -> EventStream[ImageResult]:
         """The same as an iterator of events; closing it cancels the job."""
-        request = requests.image_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateImageRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateImage, request, timeout, image_result)
 
     @overload
@@ -192,7 +194,9 @@ class Client:
 
         `stream.frames()` gives the frames as they come.
         """
-        request = requests.video_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateVideoRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateVideo, request, timeout, video_result)
 
     @overload
@@ -233,7 +237,9 @@ class Client:
 
         `stream.samples()` gives the samples as they come.
         """
-        request = requests.audio_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateAudioRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateAudio, request, timeout, audio_result)
 
     @spelled(SessionOptions)
@@ -617,7 +623,9 @@ class Client:
         **options: Unpack[ImageOptions],
     ) -> Plan:
         """What `generate_image` with the same arguments would need and do, without doing it."""
-        generate = requests.image_request(prompt, options, self.client_id)
+        generate = requests.generate_request(
+            generation_pb2.GenerateImageRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(generate=generate, card=generate.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
@@ -630,7 +638,9 @@ class Client:
         **options: Unpack[VideoOptions],
     ) -> Plan:
         """What `generate_video` with the same arguments would need and do, without doing it."""
-        video = requests.video_request(prompt, options, self.client_id)
+        video = requests.generate_request(
+            generation_pb2.GenerateVideoRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(video=video, card=video.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
@@ -643,7 +653,9 @@ class Client:
         **options: Unpack[AudioOptions],
     ) -> Plan:
         """What `generate_audio` with the same arguments would need and do, without doing it."""
-        audio = requests.audio_request(prompt, options, self.client_id)
+        audio = requests.generate_request(
+            generation_pb2.GenerateAudioRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(audio=audio, card=audio.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 

@@ -97,11 +97,12 @@ ELSEWHERE: Mapping[str, str] = {
 
 def words_of(options: type) -> dict[str, str]:
     """What each option of a TypedDict is for; the caller's own first, then those of all."""
-    return {name: hint.__metadata__[0] for name, hint in _hints(options).items()}
+    return {name: hint.__metadata__[0] for name, hint in hints_of(options).items()}
 
 
 @functools.cache
-def _hints(options: type) -> dict[str, Any]:
+def hints_of(options: type) -> dict[str, Any]:
+    """What a TypedDict and its bases say of each option: type, words, a range if there is one."""
     found: dict[str, Any] = {}
     # Bases are not in the MRO of a TypedDict.
     for kind in (options, *_bases(options)):
@@ -124,7 +125,7 @@ def spelled(options: type) -> Callable[[F], F]:
     """Shows a method's options one by one in its signature and its help, and refuses others."""
 
     def spell(method: F) -> F:
-        hints, name = _hints(options), getattr(method, "__name__", "")
+        hints, name = hints_of(options), getattr(method, "__name__", "")
 
         @functools.wraps(method)
         def checked(self: Any, *given: Any, **named: Any) -> Any:
@@ -208,6 +209,12 @@ _WHOLE = {
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
+
+
+def is_left_out_by_0(field: Any) -> bool:
+    """Whether a number of 0 is the same in a message as none: then the default would be taken."""
+    numbers = (*_WHOLE, FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+    return field is not None and field.cpp_type in numbers and not field.has_presence
 
 
 def _range(field: Any) -> str:
