@@ -47,6 +47,15 @@ def test_a_field_has_its_words_and_its_range() -> None:
     assert {"prompt", "model", "mask", "output", "priority"}.isdisjoint(found)
 
 
+def test_forms_ask_in_one_way_for_how_a_result_is_sampled() -> None:
+    sampling = ["steps", "guidance", "max_sequence_length", "negative_prompt", "true_guidance"]
+    for options in (moored.ImageOptions, moored.VideoOptions, moored.AudioOptions):
+        assert [field.option for field in moored.sampling_fields(options)] == sampling
+    tooltip = fields(moored.ImageOptions)["true_guidance"].tooltip
+    assert "negative_prompt" in tooltip
+    assert not {"`", "Default"} & {*tooltip, *tooltip.split()}
+
+
 @pytest.mark.parametrize(
     ("values", "asked"),
     [

@@ -68,7 +68,7 @@ from ._events import (
     TextLeftOut,
     Waiting,
 )
-from ._fields import FieldKind, OptionField, asked_options, option_fields
+from ._fields import FieldKind, OptionField, asked_options, option_fields, sampling_fields
 from ._latents import Latent
 from ._media import Film, Frame, Picture, Samples, Track
 from ._pictures import ImageInput
@@ -321,6 +321,7 @@ __all__ = [
     "option_fields",
     "progress",
     "read_recipe",
+    "sampling_fields",
 ]
 
 # Users see the flat namespace, in tracebacks and in pickles alike.

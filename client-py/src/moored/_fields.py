@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ._generated.request_fields import ResultFields
 from ._options import hints_of
+from ._requests import JobOptions
 
 FieldKind = Literal["text", "whole", "number", "truth"]
 """What is entered in a field: words, a whole number, any number, or yes and no."""
@@ -32,6 +34,11 @@ class OptionField:
     """Of a number: the smallest that is taken, as far as it is known."""
     most: int | None = None
     """Of a number: the largest."""
+
+    @property
+    def tooltip(self) -> str:
+        """Its words as plain text, without the default of Python."""
+        return self.words.partition("Default: ")[0].replace("`", "").strip()
 
     @property
     def left_open(self) -> str | int | bool:
@@ -59,6 +66,26 @@ def option_fields(options: type) -> tuple[OptionField, ...]:
             least, most = more[0] if more else (0, None)
             fields.append(OptionField(option, _KINDS[kind], words, least, most))
     return tuple(fields)
+
+
+# What forms ask for in ways of their own: sizes and lengths, seeds, starts, results, and jobs.
+_OTHERS = frozenset(
+    (
+        *JobOptions.__annotations__,
+        *ResultFields.__annotations__,
+        *("seed", "strength", "preview_interval_s"),
+        *("width", "height", "frames", "frames_per_second", "seconds", "frames_at_a_time"),
+        *("lyrics", "bpm", "key", "time_signature", "language"),
+    )
+)
+
+
+def sampling_fields(options: type) -> tuple[OptionField, ...]:
+    """Those of them that say how a result is sampled: forms can ask for all in the same way.
+
+    What is new in the API is one of them.
+    """
+    return tuple(field for field in option_fields(options) if field.option not in _OTHERS)
 
 
 def asked_options(options: type, values: Mapping[str, Any]) -> dict[str, Any]:

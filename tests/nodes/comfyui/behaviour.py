@@ -133,6 +133,32 @@ def test_text_to_image_gives_the_same_picture_as_the_client(
     )
 
 
+def test_an_empty_negative_prompt_is_led_away_from_where_true_guidance_is_set(
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
+) -> None:
+    graph = Graph(demo_service.address)
+    guided = shown(graph, graph.text_to_image(true_guidance=3.0))
+    alone = shown(graph, graph.text_to_image(negative_prompt="a dog"))
+    run = comfyui.queue(graph.prompt).succeeded()
+    options: dict[str, Any] = {"seed": 7, "steps": 2, **SIZE}
+    away = client.generate_image(RED, negative_prompt="", true_guidance=3.0, **options)
+    same(run.pictures(guided), [away.pictures[0].array])
+    same(run.pictures(alone), [client.generate_image(RED, **options).pictures[0].array])
+    assert not np.array_equal(run.pictures(guided)[0], run.pictures(alone)[0])
+
+
+def test_a_model_without_true_guidance_refuses_it_by_name(
+    comfyui: ComfyUI, demo_service: Service
+) -> None:
+    graph = Graph(demo_service.address, model="moored/demo-sound")
+    made = graph.text_to_music(negative_prompt="drums", true_guidance=3.0)
+    graph.add("PreviewAudio", audio=[made, 0])
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert re.search(r"negative_prompt is not read .*true_guidance is not read", run.error, re.I)
+    assert run.texts(made)[-1] in run.error
+
+
 def test_several_pictures_come_as_a_batch(
     comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:

@@ -163,6 +163,46 @@ def track(node: Any) -> bytes:
     return bytes(File(artifact.value).read_bytes())
 
 
+def test_an_empty_negative_prompt_is_led_away_from_where_true_guidance_is_set(
+    connected: Headless, demo_service: Service
+) -> None:
+    values: dict[str, Any] = {"seed": 7, "steps": 2, "width": 64, "height": 64}
+    node = connected.do(
+        connected.node("GenerateImage", prompt="a red cube", true_guidance="3", **values)
+    )
+    succeeds(connected)
+    with demo_service.client() as client:
+        alone = client.generate_image("a red cube", **values).image
+        away = client.generate_image("a red cube", **values, negative_prompt="", true_guidance=3)
+    assert picture(node).convert("RGB").tobytes() == away.image.convert("RGB").tobytes()
+    assert away.image.tobytes() != alone.tobytes()
+    connected.do(connected.set(node, true_guidance="", negative_prompt="a dog"))
+    succeeds(connected)
+    assert picture(node).convert("RGB").tobytes() == alone.convert("RGB").tobytes()
+
+
+def test_a_model_without_true_guidance_refuses_it_by_name(connected: Headless) -> None:
+    node = connected.do(
+        connected.node(
+            "GenerateAudio", prompt="a waltz", negative_prompt="drums", true_guidance=3.0
+        )
+    )
+    model = connected.do(connected.node("DiffusionModel", model="moored/demo-sound"))
+    connected.do(connected.connect(model, "model_handle", node, "model"))
+    sentence = fails(connected, node)
+    assert "negative_prompt is not read" in sentence
+    assert "true_guidance is not read" in sentence
+
+
+def test_what_is_seldom_set_is_in_a_folded_group(nowhere: Headless) -> None:
+    node = nowhere.do(nowhere.node("GenerateImage"))
+    group = node.get_group_by_name_or_element_id("Advanced")
+    assert group.ui_options["collapsed"]
+    folded = {parameter.name for parameter in group.children}
+    assert {"negative_prompt", "true_guidance", "max_sequence_length"} <= folded
+    assert {"steps", "guidance"}.isdisjoint(folded)
+
+
 def test_a_prompt_becomes_a_track_by_url(simulate: Simulate, nowhere: Headless) -> None:
     client = simulate()
     values = {"prompt": "a slow waltz", "model": "track", "seed": 7, "steps": 2}
