@@ -49,7 +49,7 @@ def test_a_field_has_its_words_and_its_range() -> None:
 
 def test_forms_ask_in_one_way_for_how_a_result_is_sampled() -> None:
     sampling = {"steps", "guidance", "max_sequence_length", "negative_prompt", "true_guidance"}
-    others = {"seed", "count", "strength", "width", "frames", "lyrics", "bpm", "card", "latent_only"}
+    others = {"seed", "count", "strength", "width", "frames", "lyrics", "bpm", "card"}
     for options in (moored.ImageOptions, moored.VideoOptions, moored.AudioOptions):
         found = {field.option for field in moored.sampling_fields(options)}
         assert sampling <= found

@@ -133,7 +133,7 @@ impl FluxModel {
         let components =
             ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, wanted.formats);
         let defaults = folder_defaults(base, defaults(&transformer, variant), |request| {
-            problems(request, &[])
+            problems(request, variant.read_fields())
         })?;
         Ok(Some(FluxModel {
             precision: precision.clone(),
