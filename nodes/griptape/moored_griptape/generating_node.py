@@ -13,7 +13,7 @@ from griptape_nodes.exe_types.param_types.parameter_bool import ParameterBool
 from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
 from griptape_nodes.exe_types.param_types.parameter_string import ParameterString
 
-from moored_griptape.numbers import number
+from moored_griptape.numbers import number_or_none
 from moored_griptape.run_node import RunNode
 
 R = TypeVar("R", bound=moored.JobResult)
@@ -91,15 +91,13 @@ class GeneratingNode(RunNode):
         values: dict[str, Any] = {}
         for field in moored.sampling_fields(self.kind_of_options):
             value = self.get_parameter_value(field.option)
-            if field.is_left_open(value):
-                continue
             match field.kind:
                 case "whole":
-                    values[field.option] = _unsigned(int(value), field.option, bits=32)
+                    values[field.option] = _unsigned(int(value or 0), field.option, bits=32)
                 case "number":
-                    values[field.option] = number(value, field.option)
+                    values[field.option] = _at_least(field, number_or_none(value, field.option))
                 case "text":
-                    values[field.option] = str(value)
+                    values[field.option] = str(value or "")
                 case "truth":
                     values[field.option] = bool(value)
         return moored.asked_options(self.kind_of_options, values)
@@ -160,6 +158,15 @@ def option_parameter(field: moored.OptionField) -> Parameter:
                 output_type="float",
                 default_value=None,
             )
+
+
+def _at_least(field: moored.OptionField, value: float | None) -> float | None:
+    """A number from the smallest on: what is below it would stand for the model's own, as in other forms."""
+    if value is not None and value < field.least:
+        raise ValueError(
+            f"{field.option} is {field.least} or more, not {value:g}: empty is the model's own"
+        )
+    return value
 
 
 def _unsigned(value: int, name: str, bits: int) -> int:

@@ -644,6 +644,8 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
         ({"prompt": "x", "steps": 1 << 40}, "steps is 0 or more, and less than 2^32"),
         ({"prompt": "x", "seed": -5}, "seed is 0 or more"),
         ({"prompt": "x", "guidance": "much"}, "guidance is a number"),
+        ({"prompt": "x", "guidance": -1}, "guidance is 0 or more, not -1"),
+        ({"prompt": "x", "true_guidance": "-1"}, "true_guidance is 0 or more, not -1"),
         (
             {"prompt": "x", "model": '{"quantization_mode": "int3"}'},
             "one of auto, None, fp8, int8, int4",
