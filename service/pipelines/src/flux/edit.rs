@@ -7,7 +7,7 @@
 use candle_core::{Device, Tensor};
 use model::Memo;
 use model::Model;
-use model::bounds::{PIXELS_PER_TOKEN, TRUE_GUIDANCE};
+use model::bounds::PIXELS_PER_TOKEN;
 
 use super::config::{MASK_WIDTH, TransformerConfig};
 use super::control_net::{OpenControlNet, acts_in};
@@ -45,14 +45,6 @@ pub(super) enum Variant {
 }
 
 impl Variant {
-    /// The fields that it reads of those that only some models read. FLUX.1 Fill has no reference with a second pass.
-    pub(super) fn read_fields(self) -> &'static [&'static str] {
-        match self {
-            Variant::Plain | Variant::Kontext => &TRUE_GUIDANCE,
-            Variant::Fill => &[],
-        }
-    }
-
     /// By the pipeline's class, the name of a single file, and the transformer's inputs. A single file of Kontext has the
     /// tensors of dev.
     pub(super) fn of(class: &str, file_name: &str, config: &TransformerConfig) -> Variant {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use model::Memo;
-use model::bounds::{self, PIXELS_PER_TOKEN, problems};
+use model::bounds::{self, PIXELS_PER_TOKEN, TRUE_GUIDANCE, problems};
 use model::plan::names;
 use model::{LeftOut, smaller_sides};
 use residency::Bytes;
@@ -183,6 +183,14 @@ impl FluxModel {
         })
     }
 
+    /// The fields that it reads of those that only some models read. FLUX.1 Fill has no reference with a second pass.
+    fn read_fields(&self) -> &'static [&'static str] {
+        match self.variant {
+            Variant::Plain | Variant::Kontext => &TRUE_GUIDANCE,
+            Variant::Fill => &[],
+        }
+    }
+
     /// Refuses a prompt that a tokenizer cannot encode.
     fn check_prompt(&self, field: &str, prompt: &str, most: usize) -> Result<(), RequestError> {
         let refused = |error: TokenizeError| RequestError::new(field, error.to_string());
@@ -288,7 +296,7 @@ impl Model for FluxModel {
     }
 
     fn plan(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
-        let mut problems = problems(request, self.variant.read_fields());
+        let mut problems = problems(request, self.read_fields());
         problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use gpu::CheckpointFile;
-use model::bounds::{PIXELS_PER_TOKEN, problems};
+use model::bounds::{PIXELS_PER_TOKEN, TRUE_GUIDANCE, problems};
 
 use super::checkpoint::{MARKS, config_of_single_file};
 use super::components::{transformer_of_folder, transformer_of_single_file};
@@ -133,7 +133,8 @@ impl FluxModel {
         let components =
             ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, wanted.formats);
         let defaults = folder_defaults(base, defaults(&transformer, variant), |request| {
-            problems(request, variant.read_fields())
+            // Whether the variant reads them is said of a request.
+            problems(request, &TRUE_GUIDANCE)
         })?;
         Ok(Some(FluxModel {
             precision: precision.clone(),
