@@ -158,7 +158,7 @@ impl Catalogue {
     ///
     /// # Errors
     /// [`ModelError`]; [`ModelError::NotAPipeline`] if no family recognizes it.
-    fn open_checkpoint(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
+    pub fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
         let file = open_single_file(path)?;
         self.check_is_run(path, file.as_ref())?;
         for family in &self.families {
@@ -285,7 +285,7 @@ impl Families for Catalogue {
 
 impl ModelOpener for Catalogue {
     fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
-        self.open_checkpoint(path, precision)
+        Catalogue::open(self, path, precision)
     }
 }
 
