@@ -122,10 +122,11 @@ impl Generation for Service {
         &self,
         request: Request<Streaming<v1::LatentChunk>>,
     ) -> Result<Response<v1::LatentInfo>, Status> {
+        let account = Caller::of(&request).account();
         let (values, decoder_id) = receive_latent(request.into_inner(), self.latents).await?;
         let info = self
             .queue
-            .put_latent(values, decoder_id)
+            .put_latent(values, decoder_id, account)
             .await
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(latent_out(&info)))
