@@ -13,7 +13,7 @@ use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Time
 use hub::{Hub, Pulls};
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -414,13 +414,7 @@ fn shut_down(
     stopping: watch::Sender<bool>,
     stopped: watch::Sender<bool>,
 ) -> Result<impl Future<Output = ()>, ServeError> {
-    let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Signals)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Signals)?;
-    // Its terminal was closed. Whoever has it ignored (nohup) wants it to go on.
-    let mut hangup = match crate::process::is_hangup_ignored() {
-        true => None,
-        false => Some(signal(SignalKind::hangup()).map_err(ServeError::Signals)?),
-    };
+    let mut signals = Signals::new().map_err(ServeError::Signals)?;
     Ok(async move {
         let asked = async {
             match stop {
@@ -428,16 +422,8 @@ fn shut_down(
                 None => std::future::pending().await,
             }
         };
-        let terminal_closed = async {
-            match &mut hangup {
-                Some(hangup) => drop(hangup.recv().await),
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-            () = terminal_closed => {}
+            () = signals.end_or_hangup() => {}
             () = asked => {}
         }
         tracing::info!(
@@ -449,8 +435,7 @@ fn shut_down(
         tokio::select! {
             () = queue.drain(deadline) => {}
             never = tell_time_left(deadline) => match never {},
-            _ = terminate.recv() => queue.drain(Instant::now()).await,
-            _ = interrupt.recv() => queue.drain(Instant::now()).await,
+            () = signals.end() => queue.drain(Instant::now()).await,
         }
         stopped.send_replace(true);
     })
@@ -460,6 +445,52 @@ fn shut_down(
 async fn tell_time_left(deadline: Instant) -> std::convert::Infallible {
     const INTERVAL: Duration = Duration::from_secs(30);
     loop {
+/// The signals that end the service.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    /// What `docker stop` and some supervisors send where they are told to, and a terminal at Ctrl-\\. By its default the process would
+    /// end at once, with all its jobs, and leave a dump of its memory.
+    quit: Signal,
+    /// Its terminal was closed. Whoever has it ignored (nohup) wants it to go on.
+    hangup: Option<Signal>,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        let hangup = (!crate::process::is_hangup_ignored()).then(|| signal(SignalKind::hangup()));
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
+            hangup: hangup.transpose()?,
+        })
+    }
+
+    /// Resolves at one of those that are sent on purpose.
+    async fn end(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+            _ = self.quit.recv() => {}
+        }
+    }
+
+    async fn end_or_hangup(&mut self) {
+        let hangup = self.hangup.take();
+        let terminal_closed = async {
+            match hangup {
+                Some(mut hangup) => drop(hangup.recv().await),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = self.end() => {}
+            () = terminal_closed => {}
+        }
+    }
+}
+
         tokio::time::sleep(INTERVAL).await;
         let left = deadline.saturating_duration_since(Instant::now());
         if !left.is_zero() {

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM end a command that waits: what it has asked for is cancelled, and its exit code names the signal.
+//! Ctrl-C, SIGTERM and SIGQUIT end a command that waits: what it has asked for is cancelled, and its exit code names the signal.
 
 use std::sync::LazyLock;
 
@@ -25,11 +25,14 @@ pub(super) fn listen(second: Second) -> Result<(), CliError> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     tokio::spawn(async move {
+    // A service in this program drains at it, as at SIGTERM: see there.
+    let mut quit = signal(SignalKind::quit())?;
         let mut next = async || {
             tokio::select! {
                 _ = interrupt.recv() => Exit::Cancelled,
                 _ = terminate.recv() => Exit::Terminated,
             }
+                _ = quit.recv() => Exit::Terminated,
         };
         ARRIVED.send_replace(Some(next().await));
         if second == Second::Exits {
