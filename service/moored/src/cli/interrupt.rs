@@ -7,6 +7,7 @@ use tokio::sync::watch;
 
 use super::CliError;
 use super::exit::Exit;
+use crate::telemetry;
 
 /// The exit code for the first signal that has arrived.
 static ARRIVED: LazyLock<watch::Sender<Option<Exit>>> = LazyLock::new(|| watch::channel(None).0);
@@ -24,19 +25,21 @@ pub(super) enum Second {
 pub(super) fn listen(second: Second) -> Result<(), CliError> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
-    tokio::spawn(async move {
     // A service in this program drains at it, as at SIGTERM: see there.
     let mut quit = signal(SignalKind::quit())?;
+    tokio::spawn(async move {
         let mut next = async || {
             tokio::select! {
                 _ = interrupt.recv() => Exit::Cancelled,
                 _ = terminate.recv() => Exit::Terminated,
-            }
                 _ = quit.recv() => Exit::Terminated,
+            }
         };
         ARRIVED.send_replace(Some(next().await));
         if second == Second::Exits {
-            std::process::exit(next().await as i32);
+            let code = next().await;
+            telemetry::flush();
+            std::process::exit(code as i32);
         }
     });
     Ok(())

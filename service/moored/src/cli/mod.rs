@@ -136,7 +136,9 @@ pub(crate) fn run() -> ExitCode {
         process::worker::run();
     }
     let json = arguments.json();
-    match dispatch(arguments) {
+    let done = dispatch(arguments);
+    telemetry::flush();
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(CliError::Output(problem)) if problem.kind() == std::io::ErrorKind::BrokenPipe => {
             ExitCode::SUCCESS
