@@ -66,6 +66,9 @@ pub(crate) enum ServeError {
     /// A card is configured twice.
     #[error("cards.devices names the card {0} twice")]
     Twice(String),
+    /// A card has no more memory than is to stay free of it.
+    #[error("{0}")]
+    Headroom(String),
     /// Device discovery failed.
     #[error("the cards cannot be discovered: {0}")]
     Discovery(String),
@@ -302,9 +305,9 @@ fn open_library(config: &Config) -> Result<Library, ServeError> {
 
 /// The configured cards, by names that do not change: an NVIDIA card by its UUID.
 async fn find_cards(cards: &CardSettings) -> Result<Vec<(DeviceSpec, CardDescription)>, ServeError> {
-    let choices = cards.devices.clone();
+    let cards = cards.clone();
     let look = move || {
-        let discovered = DeviceChoice::resolve(&choices)?;
+        let discovered = DeviceChoice::resolve(&cards.devices)?;
         if let Some(why) = discovered.fallback {
             tracing::info!("no NVIDIA card is used, models run on the CPU: {why}");
         }
@@ -314,6 +317,7 @@ async fn find_cards(cards: &CardSettings) -> Result<Vec<(DeviceSpec, CardDescrip
             if found.iter().any(|(_, known)| known.id == card.id) {
                 return Err(ServeError::Twice(card.id));
             }
+            cards.check_headroom(&card).map_err(ServeError::Headroom)?;
             found.push((device, card));
         }
         Ok(found)
@@ -441,10 +445,6 @@ fn shut_down(
     })
 }
 
-/// Says in the log how long the jobs that run still have.
-async fn tell_time_left(deadline: Instant) -> std::convert::Infallible {
-    const INTERVAL: Duration = Duration::from_secs(30);
-    loop {
 /// The signals that end the service.
 struct Signals {
     terminate: Signal,
@@ -491,6 +491,10 @@ impl Signals {
     }
 }
 
+/// Says in the log how long the jobs that run still have.
+async fn tell_time_left(deadline: Instant) -> std::convert::Infallible {
+    const INTERVAL: Duration = Duration::from_secs(30);
+    loop {
         tokio::time::sleep(INTERVAL).await;
         let left = deadline.saturating_duration_since(Instant::now());
         if !left.is_zero() {
