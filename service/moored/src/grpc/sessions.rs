@@ -507,10 +507,19 @@ impl Session {
         }
     }
 
+    /// One that goes on while its client does not read is the same gap.
     fn tell_gap(&mut self, gap: Gap) {
-        self.gaps += 1;
         self.gap += gap.length;
-        self.unsent.push_back(messages::gap(&gap));
+        let told = messages::gap(&gap);
+        match self.unsent.back_mut() {
+            Some(SessionMessage::Gap(last)) if last.at_sample == gap.at_sample => {
+                last.milliseconds = last.milliseconds.saturating_add(told.milliseconds);
+            }
+            _ => {
+                self.gaps += 1;
+                self.unsent.push_back(SessionMessage::Gap(told));
+            }
+        }
     }
 
     fn supersede(&mut self, number: u32) {

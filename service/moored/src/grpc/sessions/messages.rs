@@ -9,7 +9,7 @@ use tonic::Status;
 
 use crate::grpc::caller::SESSION;
 use crate::grpc::convert::event;
-use crate::grpc::status::{all_valid, invalid, reason_of, status_of};
+use crate::grpc::status::{all_valid, invalid, reason_of, status_of, told_of};
 use crate::sessions::{Gap, PlaybackSettings, Rendered, SegmentStart};
 
 const DEFAULT_LEAD_MS: u32 = 2_000;
@@ -177,29 +177,20 @@ pub(super) fn progress(segment: u32, job_id: &str, at_ms: u64, kind: v1::event::
 pub(super) fn failed(segment: u32, error: &Error) -> SessionMessage {
     let status = status_of(error);
     let problems = match error {
-        Error::Invalid(fields) => fields.iter().map(|field| v1::SegmentProblem {
-            field: field.field.clone(),
-            description: field.problem.clone(),
-        }),
-        _ => return told_of(segment, &status, reason_of(error), Vec::new()),
+        Error::Invalid(fields) => told_of(fields)
+            .map(|(field, description)| v1::SegmentProblem { field, description })
+            .collect(),
+        _ => Vec::new(),
     };
-    told_of(
-        segment,
-        &status,
-        reason_of(error),
-        problems.take(MOST_PROBLEMS).collect(),
-    )
+    failed_with(segment, &status, reason_of(error), problems)
 }
-
-/// Most wrong fields that are told of one segment.
-const MOST_PROBLEMS: usize = 12;
 
 /// A segment that a limit of the client refused.
 pub(super) fn refused(segment: u32, status: &Status) -> SessionMessage {
-    told_of(segment, status, v1::Reason::ClientLimit, Vec::new())
+    failed_with(segment, status, v1::Reason::ClientLimit, Vec::new())
 }
 
-fn told_of(
+fn failed_with(
     segment: u32,
     status: &Status,
     reason: v1::Reason,
@@ -225,11 +216,11 @@ pub(super) fn superseded(segment: u32) -> SessionMessage {
     })
 }
 
-pub(super) fn gap(gap: &Gap) -> SessionMessage {
-    SessionMessage::Gap(v1::SoundGap {
+pub(super) fn gap(gap: &Gap) -> v1::SoundGap {
+    v1::SoundGap {
         at_sample: gap.at_sample,
         milliseconds: u32::try_from(gap.length.as_millis()).unwrap_or(u32::MAX),
-    })
+    }
 }
 
 pub(super) fn sound(rendered: Rendered) -> SessionMessage {
@@ -247,4 +238,28 @@ pub(super) fn no_sound(key: &str) -> Error {
         "model",
         format!("{key} makes no sound: name a model that does; `moored models` lists what each generates"),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message as _;
+
+    use super::*;
+    use crate::grpc::sessions::{MOST_KEPT, response};
+
+    #[test]
+    fn failures_that_a_client_does_not_read_take_a_few_mib_whatever_it_asked_for() {
+        let text = "🟥".repeat(50_000);
+        let wrong = || pipelines::RequestError::new(text.clone(), text.clone());
+        let errors = [
+            Error::Invalid((0..100).map(|_| wrong()).collect()),
+            Error::ModelNotFound { id: text.clone() },
+            Error::Internal(text.clone()),
+        ];
+        for error in errors {
+            let told = response(failed(1, &error));
+            let bytes = MOST_KEPT * told.encoded_len();
+            assert!(bytes < 20 << 20, "{bytes} B of {} B each", told.encoded_len());
+        }
+    }
 }
