@@ -365,6 +365,12 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     assert "config --defaults" in result.stderr
 
 
+def test_more_headroom_than_a_card_has_is_refused(tmp_path: Path) -> None:
+    card = ("--device", "sim:1GiB", "--set", "cards.headroom=2GiB")
+    result = refused(*card, "--listen", "127.0.0.1:0", "--state", str(tmp_path))
+    assert "cards.headroom is 2.0 GiB, and sim:0 has 1.0 GiB" in result.stderr
+
+
 def test_a_missing_configuration_file_is_named(tmp_path: Path) -> None:
     result = refused("--config", str(tmp_path / "none.toml"))
     assert str(tmp_path / "none.toml") in result.stderr

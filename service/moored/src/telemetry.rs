@@ -40,7 +40,8 @@ pub(crate) fn start(log: &LogSettings) {
     let filter = log.filter.as_deref().unwrap_or(DEFAULT_FILTER);
     let filter = EnvFilter::try_new(directives(filter)).unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER)); // it was checked
     let lines = Lines::start(std::io::stderr(), |dropped| {
-        tracing::warn!(
+        // Of this level, since errors may be among them.
+        tracing::error!(
             dropped,
             "lines of the log were dropped before this one: whoever reads it was too slow"
         );

@@ -161,8 +161,7 @@ impl Reader {
         match text.parse::<bytesize::ByteSize>() {
             Ok(size) if size.as_u64() <= most.0 => Bytes(size.as_u64()),
             Ok(_) => {
-                let problem =
-                    format!("{text:?} is more than any machine has: {most} is the most that is taken");
+                let problem = format!("{text:?} is too much to be meant: {most} is the most that is taken");
                 self.mistake(name, problem);
                 Bytes::ZERO
             }
@@ -173,10 +172,10 @@ impl Reader {
         }
     }
 
-    /// A size of at least `least`.
-    pub(super) fn size_from(&mut self, name: &'static str, least: Bytes) -> Bytes {
+    /// A size of at least `least`, and at most `most`.
+    pub(super) fn size_within(&mut self, name: &'static str, least: Bytes, most: Bytes) -> Bytes {
         let told = self.mistakes.len();
-        let size = self.size(name);
+        let size = self.size_to(name, most);
         if size < least && self.mistakes.len() == told {
             self.mistake(name, format!("is {size}; {least} is the least that is of use"));
         }
@@ -452,7 +451,7 @@ impl Reader {
 }
 
 /// More than the memory of any machine.
-const MOST_MEMORY: Bytes = Bytes(64 << 40);
+pub(super) const MOST_MEMORY: Bytes = Bytes(64 << 40);
 /// More than the disks of any machine.
 const MOST_FILES: Bytes = Bytes(1 << 60);
 /// Longer than anything here runs, and short enough to be added to any time.
@@ -532,6 +531,13 @@ fn in_words(kind: &Kind) -> String {
             };
             format!("{found} is not {expected}")
         }
+        // Of a kind of number that has no such value.
+        Kind::InvalidValue(found, _) => match found {
+            Actual::Signed(number) if *number < 0 => format!("{number} is less than 0"),
+            Actual::Signed(number) => format!("{number} is too large"),
+            Actual::Unsigned(number) => format!("{number} is too large"),
+            found => format!("{found} is too large"),
+        },
         other => other.to_string(),
     }
 }

@@ -7,7 +7,7 @@ use gpu::ProfileName;
 use pipelines::Fp8Products;
 use residency::{Bytes, Policy};
 
-use super::reader::Reader;
+use super::reader::{MOST_MEMORY, Reader};
 use super::{
     Address, CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
     QueueSettings, ServiceSettings, SettingsOfModel, state_folder, user_at_host,
@@ -16,6 +16,10 @@ use crate::telemetry;
 
 /// A message of less has no room for a prompt and a small picture.
 const LEAST_MESSAGE: Bytes = Bytes(64 << 10);
+/// The length of a message of gRPC is written in four bytes.
+const MOST_MESSAGE: Bytes = Bytes(u32::MAX as u64);
+/// With less no picture is ever sent.
+const LEAST_RESULTS: Bytes = Bytes(1 << 20);
 /// A worker that answers says so within it.
 const LEAST_OF_WORKERS: Duration = Duration::from_secs(1);
 /// A client far away says something within it.
@@ -28,7 +32,7 @@ impl ServiceSettings {
         ServiceSettings {
             listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
             token_file: r.optional_path("service.token_file"),
-            max_message: r.size_from("service.max_message", LEAST_MESSAGE),
+            max_message: r.size_within("service.max_message", LEAST_MESSAGE, MOST_MESSAGE),
             drain: r.duration("service.drain"),
             state: r.optional_path("service.state").unwrap_or_else(state_folder),
         }
@@ -115,7 +119,7 @@ impl LimitSettings {
             uploads: r.size("limits.uploads"),
             uploads_per_client: r.size("limits.uploads_per_client"),
             upload_idle: r.time_from("limits.upload_idle", LEAST_OF_CLIENTS),
-            results: r.size("limits.results"),
+            results: r.size_within("limits.results", LEAST_RESULTS, MOST_MEMORY),
             results_per_client: r.size("limits.results_per_client"),
             unread: r.time_from("limits.unread", LEAST_OF_CLIENTS),
             media: r.size("limits.media"),

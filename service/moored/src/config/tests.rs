@@ -63,11 +63,15 @@ fn what_cannot_be_meant_is_refused_with_what_to_write() {
     for (wrong, says) in [
         (
             "cards.headroom = '99999999999999999999TiB'",
-            "more than any machine has",
+            "64.0 TiB is the most",
         ),
         ("cards.headroom = '999PiB'", "64.0 TiB is the most"),
         ("limits.uploads = '999PiB'", "64.0 TiB is the most"),
-        ("quantization.keep_limit = '16EiB'", "more than any machine has"),
+        ("quantization.keep_limit = '15EiB'", "is the most"),
+        ("service.max_message = '32TiB'", "4.0 GiB is the most"),
+        ("limits.results = '0'", "the least that is of use"),
+        ("queue.overtaking_bound = -1", "-1 is less than 0"),
+        ("queue.overtaking_bound = 5000000000", "is too large"),
         ("queue.stall_limit = '0s'", "1s is the least"),
         ("queue.stall_limit = '1ns'", "is 1ns; 1s is the least"),
         ("queue.stall_floor = '1ns'", "1s is the least"),
