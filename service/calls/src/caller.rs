@@ -67,6 +67,13 @@ impl Caller {
         self.address.and_then(client_at)
     }
 
+    /// The name by which the queue bounds what it has there, whatever it calls itself: its address; empty without one.
+    pub(crate) fn account(&self) -> String {
+        self.client()
+            .map(|address| address.to_string())
+            .unwrap_or_default()
+    }
+
     /// Whether it is on the machine of the service, or reaches it through a program there.
     pub(crate) fn is_on_this_machine(&self) -> bool {
         self.address
@@ -108,10 +115,7 @@ impl Caller {
         short("options.idempotency_key", &options.idempotency_key)?;
         Ok(JobOptions {
             client: self.name(options.client_id)?,
-            account: self
-                .client()
-                .map(|address| address.to_string())
-                .unwrap_or_default(),
+            account: self.account(),
             priority: options.priority,
             patience: options.patience,
             allow_low_memory: options.allow_low_memory,

@@ -29,6 +29,35 @@ pub(crate) fn internal(why: impl ToString) -> Error {
     Error::Internal(why.to_string())
 }
 
+/// Most characters of a text in an error that is kept for a client, and most wrong fields.
+const LONGEST_KEPT_CHARACTERS: usize = 300;
+const MOST_KEPT_FIELDS: usize = 12;
+
+/// An error to be kept until its client reads it: what repeats text of the client is cut.
+pub(crate) fn to_keep(error: Error) -> Error {
+    let cut = |text: String| match text.char_indices().nth(LONGEST_KEPT_CHARACTERS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    };
+    match error {
+        Error::Invalid(fields) => {
+            let fields = fields.into_iter().take(MOST_KEPT_FIELDS);
+            let cut = |field: RequestError| RequestError::new(cut(field.field), cut(field.problem));
+            Error::Invalid(fields.map(cut).collect())
+        }
+        Error::Adapter { name, problem } => Error::Adapter {
+            name: cut(name),
+            problem: cut(problem),
+        },
+        Error::ModelNotFound { id } => Error::ModelNotFound { id: cut(id) },
+        Error::ModelUnsupported(problem) => Error::ModelUnsupported(cut(problem)),
+        Error::LatentNotFound(id) => Error::LatentNotFound(cut(id)),
+        Error::KeyReused(key) => Error::KeyReused(cut(key)),
+        Error::Internal(problem) => Error::Internal(cut(problem)),
+        other => other,
+    }
+}
+
 /// Most characters of a client's name, a key, a label: they are kept, repeated and sent to workers.
 const LONGEST_NAME_CHARACTERS: usize = 256;
 
@@ -73,6 +102,28 @@ pub fn words_of(error: &Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_that_is_kept_for_a_client_is_short_whatever_was_asked_for() {
+        let text = "🟥".repeat(50_000);
+        let wrong = || RequestError::new(text.clone(), text.clone());
+        let errors = [
+            Error::Invalid((0..100).map(|_| wrong()).collect()),
+            Error::ModelNotFound { id: text.clone() },
+            Error::Adapter {
+                name: text.clone(),
+                problem: text.clone(),
+            },
+            Error::ModelUnsupported(text.clone()),
+            Error::LatentNotFound(text.clone()),
+            Error::KeyReused(text.clone()),
+            Error::Internal(text.clone()),
+        ];
+        for error in errors {
+            let bytes = to_keep(error).to_string().len();
+            assert!(bytes < 32 << 10, "{bytes} B");
+        }
+    }
 
     #[test]
     fn a_pull_is_suggested_for_a_missing_model_with_a_hub_name() {

@@ -108,9 +108,9 @@ impl Generation {
     ///
     /// # Errors
     /// When it is not what its description says, or there is no room for it.
-    pub async fn put_latent(&self, upload: LatentUpload) -> Result<LatentInfo, Error> {
+    pub async fn put_latent(&self, upload: LatentUpload, caller: &Caller) -> Result<LatentInfo, Error> {
         let (values, decoder_id) = upload.finish()?;
-        self.queue.put_latent(values, decoder_id).await
+        self.queue.put_latent(values, decoder_id, caller.account()).await
     }
 
     /// Drops a latent; false when there was none.

@@ -23,7 +23,7 @@ use self::segments::{Maker, Report, Work};
 use crate::asked::Asked;
 use crate::budget::{Budget, Client, Exceeded, Taken};
 use crate::caller::Caller;
-use crate::errors::{invalid, words_of};
+use crate::errors::{invalid, to_keep, words_of};
 use crate::generation::Generation;
 use crate::playback::{Gap, PlayHead, Rendered, SegmentStart, Timeline};
 use crate::references::ModelRef;
@@ -557,10 +557,16 @@ impl Session {
         }
     }
 
+    /// One that goes on while its client does not read is the same gap.
     fn tell_gap(&mut self, gap: Gap) {
-        self.gaps += 1;
         self.gap += gap.length;
-        self.unsent.push_back(SessionEvent::Gap(gap));
+        match self.unsent.back_mut() {
+            Some(SessionEvent::Gap(last)) if last.at_sample == gap.at_sample => last.length += gap.length,
+            _ => {
+                self.gaps += 1;
+                self.unsent.push_back(SessionEvent::Gap(gap));
+            }
+        }
     }
 
     fn supersede(&mut self, number: u32) {
@@ -611,7 +617,7 @@ impl Session {
 
 /// A segment that does not come.
 fn failed(segment: u32, error: Error) -> SessionEvent {
-    let failure = SegmentFailure::Error(error);
+    let failure = SegmentFailure::Error(to_keep(error));
     SessionEvent::Failed { segment, failure }
 }
 

@@ -1,7 +1,6 @@
 //! The connection to a running service, and its errors with remedies.
 
 use std::fmt;
-use std::net::IpAddr;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -13,7 +12,6 @@ use api::v1::jobs_client::JobsClient;
 use api::v1::residency_client::ResidencyClient;
 use api::v1::server_client::ServerClient;
 use prost::Message as _;
-use tonic::codegen::http;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
@@ -23,8 +21,8 @@ use tonic_types::pb;
 
 use super::wire::{Answers, WireError};
 use super::{CliError, interrupt};
-use config::ClientSettings;
 use config::bounded;
+use config::{Address, ClientSettings};
 
 /// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
@@ -50,46 +48,6 @@ impl Interceptor for Credentials {
             request.metadata_mut().insert("authorization", header.clone());
         }
         Ok(request)
-    }
-}
-
-/// The address of a service, as it is configured.
-struct Address {
-    /// URL with its scheme.
-    url: String,
-    encrypted: bool,
-    /// Whether it is this machine.
-    is_here: bool,
-}
-
-impl Address {
-    fn of(endpoint: &str) -> Result<Address, String> {
-        let url = match endpoint.split_once("://") {
-            Some(_) => endpoint.to_owned(),
-            None => format!("http://{endpoint}"),
-        };
-        let uri: http::Uri = url
-            .parse()
-            .map_err(|_| format!("{url} is no address: write http://HOST:PORT"))?;
-        let encrypted = match uri.scheme_str() {
-            Some("http") => false,
-            Some("https") => true,
-            _ => {
-                return Err(format!(
-                    "{url} is no address: write http://HOST:PORT, or https://HOST:PORT"
-                ));
-            }
-        };
-        let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-        let is_here = match host.parse::<IpAddr>() {
-            Ok(address) => address.to_canonical().is_loopback(),
-            Err(_) => host.eq_ignore_ascii_case("localhost"),
-        };
-        Ok(Address {
-            url,
-            encrypted,
-            is_here,
-        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM end a command that waits: what it has asked for is cancelled, and its exit code names the signal.
+//! Ctrl-C, SIGTERM and SIGQUIT end a command that waits: what it has asked for is cancelled, and its exit code names the signal.
 
 use std::sync::LazyLock;
 
@@ -7,6 +7,7 @@ use tokio::sync::watch;
 
 use super::CliError;
 use super::exit::Exit;
+use crate::Program;
 
 /// The exit code for the first signal that has arrived.
 static ARRIVED: LazyLock<watch::Sender<Option<Exit>>> = LazyLock::new(|| watch::channel(None).0);
@@ -21,19 +22,24 @@ pub(super) enum Second {
 }
 
 /// Listens to signals from here on: none of them ends the program by itself any more. Called once, in the runtime.
-pub(super) fn listen(second: Second) -> Result<(), CliError> {
+pub(super) fn listen(program: &'static dyn Program, second: Second) -> Result<(), CliError> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
+    // A service in this program drains at it, as at SIGTERM: see there.
+    let mut quit = signal(SignalKind::quit())?;
     tokio::spawn(async move {
         let mut next = async || {
             tokio::select! {
                 _ = interrupt.recv() => Exit::Cancelled,
                 _ = terminate.recv() => Exit::Terminated,
+                _ = quit.recv() => Exit::Terminated,
             }
         };
         ARRIVED.send_replace(Some(next().await));
         if second == Second::Exits {
-            std::process::exit(next().await as i32);
+            let code = next().await;
+            program.flush_log();
+            std::process::exit(code as i32);
         }
     });
     Ok(())

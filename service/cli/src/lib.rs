@@ -139,7 +139,9 @@ pub fn run(program: &'static dyn Program) -> ExitCode {
         program.work();
     }
     let json = arguments.json();
-    match dispatch(program, arguments) {
+    let done = dispatch(program, arguments);
+    program.flush_log();
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(CliError::Output(problem)) if problem.kind() == std::io::ErrorKind::BrokenPipe => {
             ExitCode::SUCCESS
@@ -177,8 +179,8 @@ fn dispatch(program: &'static dyn Program, arguments: Arguments) -> Result<(), C
         let client = &config.client;
         match &arguments.command {
             Command::Serve(_) => {} // it stops by itself
-            Command::Run(_) | Command::Demo(_) => interrupt::listen(Second::IsForTheService)?,
-            _ => interrupt::listen(Second::Exits)?,
+            Command::Run(_) | Command::Demo(_) => interrupt::listen(program, Second::IsForTheService)?,
+            _ => interrupt::listen(program, Second::Exits)?,
         }
         match arguments.command {
             Command::Serve(options) => {

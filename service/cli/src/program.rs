@@ -44,6 +44,9 @@ pub trait Program: Sync {
     /// Starts the log.
     fn start_log(&self, log: &LogSettings);
 
+    /// Returns once the log is written, as far as it can be.
+    fn flush_log(&self);
+
     /// Runs a service until a signal or `stop` ends it. `ready` receives the address.
     fn serve(&self, config: Config, ready: Option<Ready>, stop: Option<oneshot::Receiver<()>>) -> Ended;
 

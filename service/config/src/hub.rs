@@ -19,14 +19,18 @@ pub(super) fn read(r: &mut Reader) -> HubSettings {
         variable,
     );
     if !settings.has_url() {
+        let written = settings.endpoint.trim_start_matches('/');
+        let example = match written.contains("://") || written.contains(' ') {
+            true => ENDPOINT.to_owned(),
+            false => format!("https://{written}"),
+        };
         r.mistake(
-                "hub.endpoint",
-                format!(
-                    "the hub's address, here or in HF_ENDPOINT, is {:?}: write it with its scheme, as in https://{}",
-                    settings.endpoint,
-                    settings.endpoint.trim_start_matches('/')
-                ),
-            );
+            "hub.endpoint",
+            format!(
+                "the hub's address, here or in HF_ENDPOINT, is {:?}: write it with its scheme, as in {example}",
+                settings.endpoint
+            ),
+        );
     }
     settings
 }

@@ -1,12 +1,15 @@
 //! SETS. Configuration: the embedded defaults, then a file, then `MOORED_*`, then flags; read into meaningful
 //! types, with all mistakes reported at once. The only crate that reads the environment.
 
+mod address;
 pub mod bounded;
 #[cfg(test)]
 #[path = "../../gpu/tests/edits/mod.rs"]
 mod edits;
 mod hub;
 mod hub_settings;
+mod layers;
+mod log_filter;
 mod reader;
 mod sections;
 
@@ -15,16 +18,19 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use figment::providers::{Env, Format as _, Serialized, Toml};
-use figment::{Figment, Provider as _};
+use figment::providers::Env;
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
 use ops::Fp8Products;
 use residency::{Bytes, Policy};
 use serde::{Deserialize, Serialize};
 
+pub use address::Address;
+use bounded::SETTING_BYTES;
 pub use hub_settings::{HubSettings, HubToken};
+use layers::Layers;
+pub use log_filter::directives;
 pub use reader::Mistakes;
-use reader::{EMBEDDED, ENVIRONMENT, Named, Reader};
+use reader::Reader;
 
 /// The commented defaults, as `moored config --defaults` prints them.
 pub const DEFAULTS: &str = include_str!("default.toml");
@@ -131,6 +137,20 @@ impl CardSettings {
     pub fn profile_of(&self, card: &CardDescription) -> ProfileName {
         self.profile
             .unwrap_or_else(|| ProfileName::suggested(card.kind, card.total))
+    }
+
+    /// Whether a card has more memory than is to stay free of it.
+    ///
+    /// # Errors
+    /// For people, where it has not.
+    pub fn check_headroom(&self, card: &CardDescription) -> Result<(), String> {
+        match self.headroom < card.total {
+            true => Ok(()),
+            false => Err(format!(
+                "cards.headroom is {}, and {} has {}: nothing would be left for models, so write less",
+                self.headroom, card.id, card.total
+            )),
+        }
     }
 
     /// Memory settings of one card: its profile, with overrides.
@@ -256,39 +276,29 @@ impl Config {
     /// # Errors
     /// Every mistake in every layer, each with its source.
     pub fn load(file: Option<PathBuf>, flags: Flags) -> Result<Config, Mistakes> {
-        let mut figment = Figment::new().merge(Named(EMBEDDED, Toml::string(DEFAULTS)));
-        let mut mistakes = Vec::new();
+        let mut layers = Layers::new();
         let mut file_read = FileRead::NoneAt(None);
         match configuration_file(file) {
-            Ok(FileRead::Read(path)) => {
+            Ok((FileRead::Read(path), text)) => {
                 // Told alone: what cannot be read says nothing of its settings.
-                let layer = Toml::file_exact(&path);
-                if let Err(problem) = layer.data() {
-                    let problem = format!("{}: {}", path.display(), problem.kind);
-                    return Err(Mistakes::one(problem.trim_end().to_owned()));
-                }
-                figment = figment.merge(layer);
+                layers.add_file(&path, &text).map_err(|problem| {
+                    Mistakes::one(format!("{}: {}", path.display(), problem.trim_end()))
+                })?;
                 file_read = FileRead::Read(path);
             }
-            Ok(none) => file_read = none,
-            Err(mistake) => mistakes.push(mistake),
+            Ok((none, _)) => file_read = none,
+            Err(mistake) => layers.mistakes.push(mistake),
         }
-        figment = figment.merge(Named(ENVIRONMENT, environment()));
-        for (name, value) in flags {
-            match value {
-                Some(value) => figment = figment.merge(Serialized::default(&name, value)),
-                None => mistakes.push(format!("{name} (flag): has no value; write --set {name}=VALUE")),
-            }
-        }
-        Config::extract(figment, mistakes).map(|config| Config {
+        layers.add_environment();
+        layers.add_flags(flags);
+        Config::extract(layers).map(|config| Config {
             file: file_read,
             ..config
         })
     }
 
-    /// Reads the settings; `mistakes` were made in the layers themselves.
-    fn extract(figment: Figment, mistakes: Vec<String>) -> Result<Config, Mistakes> {
-        let mut r = Reader::new(figment, mistakes);
+    fn extract(layers: Layers) -> Result<Config, Mistakes> {
+        let mut r = Reader::new(layers.figment, layers.mistakes);
         let mut config = Config {
             service: ServiceSettings::read(&mut r),
             models: ModelSettings::read(&mut r),
@@ -325,7 +335,7 @@ impl Config {
             ("limits.uploads", self.limits.uploads),
             ("limits.uploads_per_client", self.limits.uploads_per_client),
         ] {
-            if bytes < self.service.max_message {
+            if bytes < self.service.max_message && !r.is_wrong(name) {
                 r.mistake(
                     name,
                     "is less than service.max_message, which no message could have then",
@@ -337,7 +347,11 @@ impl Config {
             let staging = self.cards.staging.unwrap_or(profile.staging_bytes);
             let chunk = self.cards.staging_chunk.unwrap_or(profile.staging_chunk);
             let is_set = self.cards.staging.is_some() || self.cards.staging_chunk.is_some();
-            if is_set && (chunk.0 < 1 << 16 || staging < chunk || !staging.0.is_multiple_of(chunk.0)) {
+            let is_read = !r.is_wrong("cards.staging") && !r.is_wrong("cards.staging_chunk");
+            if is_set
+                && is_read
+                && (chunk.0 < 1 << 16 || staging < chunk || !staging.0.is_multiple_of(chunk.0))
+            {
                 r.mistake(
                     "cards.staging",
                     format!("{staging} is no multiple of cards.staging_chunk, {chunk}, of 64 KiB at least: set both"),
@@ -376,21 +390,29 @@ fn names_of_several(devices: &[DeviceChoice]) -> Vec<String> {
         .collect()
 }
 
-/// The configuration file: the one named, or the user's if there is one.
-fn configuration_file(named: Option<PathBuf>) -> Result<FileRead, String> {
+/// The configuration file with its text: the one named, or the user's if there is one.
+fn configuration_file(named: Option<PathBuf>) -> Result<(FileRead, String), String> {
     let named = named.or_else(|| std::env::var_os("MOORED_CONFIG").map(PathBuf::from));
-    if let Some(path) = named {
-        let path = path.to_str().map_or_else(|| path.clone(), reader::in_home);
-        if path.is_file() {
-            return Ok(FileRead::Read(path));
+    let path = match named {
+        Some(path) => path.to_str().map_or_else(|| path.clone(), reader::in_home),
+        None => {
+            let users = project_folders().map(|folders| folders.config_dir().join("moored.toml"));
+            match users {
+                Some(path) if path.exists() => path,
+                users => return Ok((FileRead::NoneAt(users), String::new())),
+            }
         }
-        return Err(format!("there is no configuration file {}", path.display()));
+    };
+    match gpu::text_bounded(&path, SETTING_BYTES) {
+        Ok(text) => Ok((FileRead::Read(path), text)),
+        Err(problem) if problem.kind() == std::io::ErrorKind::NotFound => {
+            Err(format!("there is no configuration file {}", path.display()))
+        }
+        Err(problem) => Err(format!(
+            "the configuration file {} cannot be read: {problem}",
+            path.display()
+        )),
     }
-    let users = project_folders().map(|folders| folders.config_dir().join("moored.toml"));
-    Ok(match users {
-        Some(path) if path.is_file() => FileRead::Read(path),
-        users => FileRead::NoneAt(users),
-    })
 }
 
 /// The default client name, which tells apart users behind one tunnel.

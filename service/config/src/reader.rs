@@ -7,8 +7,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use figment::error::{Actual, Kind};
-use figment::value::{Dict, Map, Value};
-use figment::{Figment, Metadata, Profile, Provider, Source};
+use figment::value::{Dict, Value};
+use figment::{Figment, Provider as _, Source};
 use residency::Bytes;
 use serde::de::DeserializeOwned;
 
@@ -44,23 +44,6 @@ impl std::error::Error for Mistakes {}
 pub(super) const ENVIRONMENT: &str = "environment";
 /// The layer of the defaults.
 pub(super) const EMBEDDED: &str = "defaults";
-
-/// A layer by a name of ours, by which the source of a setting is known.
-pub(super) struct Named<P>(pub(super) &'static str, pub(super) P);
-
-impl<P: Provider> Provider for Named<P> {
-    fn metadata(&self) -> Metadata {
-        self.1.metadata().source(Source::Custom(self.0.to_owned()))
-    }
-
-    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
-        self.1.data()
-    }
-
-    fn profile(&self) -> Option<Profile> {
-        self.1.profile()
-    }
-}
 
 /// Reads settings from the layers, and records mistakes and which settings exist.
 pub(super) struct Reader {
@@ -127,7 +110,16 @@ impl Reader {
 
     /// A folder or file for each string.
     pub(super) fn paths(&mut self, name: &'static str) -> Vec<PathBuf> {
-        self.texts(name).iter().map(|text| in_home(text)).collect()
+        let texts = self.texts(name);
+        texts.iter().map(|text| self.path_of(name, text)).collect()
+    }
+
+    /// A path by its text, which is that of a setting or in one.
+    pub(super) fn path_of(&mut self, name: &'static str, text: &str) -> PathBuf {
+        if text.contains('\0') {
+            self.mistake(name, format!("{text:?} has a NUL in it, which no path has"));
+        }
+        in_home(text)
     }
 
     /// A list of names, none of them empty.
@@ -154,13 +146,23 @@ impl Reader {
         }
     }
 
-    /// A size such as "512MiB"; a bare number is bytes.
+    /// A size of memory such as "512MiB"; a bare number is bytes.
     pub(super) fn size(&mut self, name: &'static str) -> Bytes {
+        self.size_to(name, MOST_MEMORY)
+    }
+
+    /// A size of files.
+    pub(super) fn size_of_files(&mut self, name: &'static str) -> Bytes {
+        self.size_to(name, MOST_FILES)
+    }
+
+    fn size_to(&mut self, name: &'static str, most: Bytes) -> Bytes {
         let text = self.text(name);
         match text.parse::<bytesize::ByteSize>() {
-            Ok(size) if size.as_u64() <= LARGEST_SIZE => Bytes(size.as_u64()),
+            Ok(size) if size.as_u64() <= most.0 => Bytes(size.as_u64()),
             Ok(_) => {
-                self.mistake(name, format!("{text:?} is more than any machine has"));
+                let problem = format!("{text:?} is too much to be meant: {most} is the most that is taken");
+                self.mistake(name, problem);
                 Bytes::ZERO
             }
             Err(_) => {
@@ -170,10 +172,10 @@ impl Reader {
         }
     }
 
-    /// A size of at least `least`.
-    pub(super) fn size_from(&mut self, name: &'static str, least: Bytes) -> Bytes {
+    /// A size of at least `least`, and at most `most`.
+    pub(super) fn size_within(&mut self, name: &'static str, least: Bytes, most: Bytes) -> Bytes {
         let told = self.mistakes.len();
-        let size = self.size(name);
+        let size = self.size_to(name, most);
         if size < least && self.mistakes.len() == told {
             self.mistake(name, format!("is {size}; {least} is the least that is of use"));
         }
@@ -192,18 +194,25 @@ impl Reader {
     /// A time such as "30s".
     pub(super) fn duration(&mut self, name: &'static str) -> Duration {
         let text = self.text(name);
-        humantime::parse_duration(&text).unwrap_or_else(|_| {
-            self.mistake(name, format!("{text:?} is not a time such as \"30s\""));
+        time_of(&text).unwrap_or_else(|problem| {
+            self.mistake(name, problem);
             Duration::ZERO
         })
     }
 
-    /// A time that is not 0.
-    pub(super) fn some_time(&mut self, name: &'static str) -> Duration {
+    /// A time of at least `least`.
+    pub(super) fn time_from(&mut self, name: &'static str, least: Duration) -> Duration {
         let told = self.mistakes.len();
         let time = self.duration(name);
-        if time.is_zero() && self.mistakes.len() == told {
-            self.mistake(name, "is 0, which leaves no time for anything");
+        if time < least && self.mistakes.len() == told {
+            let (time, least) = (
+                humantime::format_duration(time),
+                humantime::format_duration(least),
+            );
+            self.mistake(
+                name,
+                format!("is {time}; {least} is the least that leaves time for anything"),
+            );
         }
         time
     }
@@ -229,7 +238,23 @@ impl Reader {
 
     /// A path, or "".
     pub(super) fn optional_path(&mut self, name: &'static str) -> Option<PathBuf> {
-        self.optional_text(name).map(|text| in_home(&text))
+        self.optional_text(name).map(|text| self.path_of(name, &text))
+    }
+
+    /// A text that is checked by the reader of it.
+    pub(super) fn checked_text(
+        &mut self,
+        name: &'static str,
+        check: impl FnOnce(&str) -> Result<(), String>,
+    ) -> String {
+        let told = self.mistakes.len();
+        let text = self.text(name);
+        if self.mistakes.len() == told
+            && let Err(problem) = check(&text)
+        {
+            self.mistake(name, problem);
+        }
+        text
     }
 
     /// A text, or "".
@@ -425,8 +450,26 @@ impl Reader {
     }
 }
 
-/// Larger than the memory and the disks of any machine.
-const LARGEST_SIZE: u64 = 1 << 60;
+/// More than the memory of any machine.
+pub(super) const MOST_MEMORY: Bytes = Bytes(64 << 40);
+/// More than the disks of any machine.
+const MOST_FILES: Bytes = Bytes(1 << 60);
+/// Longer than anything here runs, and short enough to be added to any time.
+const LONGEST_TIME: Duration = Duration::from_secs(100 * 366 * 24 * 3600);
+
+/// A time such as "30s".
+///
+/// # Errors
+/// For people, what it is not.
+fn time_of(text: &str) -> Result<Duration, String> {
+    match humantime::parse_duration(text) {
+        Ok(time) if time <= LONGEST_TIME => Ok(time),
+        Ok(_) => Err(format!(
+            "{text:?} is longer than a hundred years: write a shorter time"
+        )),
+        Err(_) => Err(format!("{text:?} is not a time such as \"30s\"")),
+    }
+}
 
 /// A path as it is written, in which a leading `~` is the user's home: a shell expands it only where it stands alone.
 pub(super) fn in_home(text: &str) -> PathBuf {
@@ -442,7 +485,7 @@ pub(super) fn from_home(text: &str, home: Option<&Path>) -> PathBuf {
     }
 }
 
-fn not_there(what: &str, meant: Option<&str>) -> String {
+pub(super) fn not_there(what: &str, meant: Option<&str>) -> String {
     match meant {
         Some(meant) => format!("there is no such {what}; {meant} is one"),
         None => format!("there is no such {what}"),
@@ -450,7 +493,7 @@ fn not_there(what: &str, meant: Option<&str>) -> String {
 }
 
 /// The name that was probably meant.
-fn meant<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub(super) fn meant<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     const ALIKE: f64 = 0.8;
     let alike = known.map(|known| (strsim::jaro_winkler(name, known), known));
     let best = alike.max_by(|(a, _), (b, _)| a.total_cmp(b))?;
@@ -458,7 +501,7 @@ fn meant<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str
 }
 
 /// The environment variable of a setting.
-fn variable(name: &str) -> String {
+pub(super) fn variable(name: &str) -> String {
     let short = SHORT_NAMES.iter().find(|(_, long)| *long == name);
     let short = short.map_or_else(|| name.replace('.', "_"), |(short, _)| (*short).to_owned());
     format!("MOORED_{}", short.to_uppercase())
@@ -488,6 +531,13 @@ fn in_words(kind: &Kind) -> String {
             };
             format!("{found} is not {expected}")
         }
+        // Of a kind of number that has no such value.
+        Kind::InvalidValue(found, _) => match found {
+            Actual::Signed(number) if *number < 0 => format!("{number} is less than 0"),
+            Actual::Signed(number) => format!("{number} is too large"),
+            Actual::Unsigned(number) => format!("{number} is too large"),
+            found => format!("{found} is too large"),
+        },
         other => other.to_string(),
     }
 }
@@ -511,10 +561,10 @@ pub(super) fn keep_alive<'de, D: serde::Deserializer<'de>>(
     if text.is_empty() {
         return Ok(Some(None));
     }
-    let duration = humantime::parse_duration(&text);
-    duration.map(|duration| Some(Some(duration))).map_err(|_| {
+    let time = time_of(&text).map(|time| Some(Some(time)));
+    time.map_err(|problem| {
         serde::de::Error::custom(format!(
-            "keep_alive is {text:?}: write a time such as 10m, or \"\""
+            "keep_alive: {problem}; write a time such as 10m, or \"\""
         ))
     })
 }

@@ -1,24 +1,38 @@
 //! The sections of the configuration, setting by setting.
 
+use std::collections::BTreeMap;
+use std::time::Duration;
+
 use gpu::ProfileName;
 use ops::Fp8Products;
 use residency::{Bytes, Policy};
 
-use super::reader::{Reader, in_home};
+use super::reader::{MOST_MEMORY, Reader};
 use super::{
-    CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
-    QueueSettings, ServiceSettings, state_folder, user_at_host,
+    Address, CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
+    QueueSettings, ServiceSettings, SettingsOfModel, state_folder, user_at_host,
 };
+use crate::log_filter::check_filter;
 
 /// A message of less has no room for a prompt and a small picture.
 const LEAST_MESSAGE: Bytes = Bytes(64 << 10);
+/// The length of a message of gRPC is written in four bytes.
+const MOST_MESSAGE: Bytes = Bytes(u32::MAX as u64);
+/// With less no picture is ever sent.
+const LEAST_RESULTS: Bytes = Bytes(1 << 20);
+/// A worker that answers says so within it.
+const LEAST_OF_WORKERS: Duration = Duration::from_secs(1);
+/// A client far away says something within it.
+const LEAST_OF_CLIENTS: Duration = Duration::from_millis(100);
+/// What is kept for a later request is there for it.
+const LEAST_KEPT: Duration = Duration::from_secs(1);
 
 impl ServiceSettings {
     pub(super) fn read(r: &mut Reader) -> ServiceSettings {
         ServiceSettings {
             listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
             token_file: r.optional_path("service.token_file"),
-            max_message: r.size_from("service.max_message", LEAST_MESSAGE),
+            max_message: r.size_within("service.max_message", LEAST_MESSAGE, MOST_MESSAGE),
             drain: r.duration("service.drain"),
             state: r.optional_path("service.state").unwrap_or_else(state_folder),
         }
@@ -35,11 +49,11 @@ impl ModelSettings {
             paths: r
                 .table::<String>("models.paths")
                 .into_iter()
-                .map(|(id, path)| (id, in_home(&path)))
+                .map(|(id, path)| (id, r.path_of("models.paths", &path)))
                 .collect(),
             preload: r.words("models.preload"),
             pinned: r.words("models.pinned"),
-            settings: r.table("models.settings"),
+            settings: settings_of_models(r),
         }
     }
 }
@@ -84,12 +98,12 @@ impl QueueSettings {
             patience_foreign: r.duration("queue.patience_foreign"),
             text_cache: r.size("queue.text_cache"),
             latents: r.size("queue.latents"),
-            latent_ttl: r.duration("queue.latent_ttl"),
+            latent_ttl: r.time_from("queue.latent_ttl", LEAST_KEPT),
             keep_alive: r.optional_duration("queue.keep_alive"),
             unload_when_idle: r.unload_when_idle("queue.unload_when_idle"),
-            stall_limit: r.some_time("queue.stall_limit"),
-            stall_floor: r.some_time("queue.stall_floor"),
-            cancel_limit: r.some_time("queue.cancel_limit"),
+            stall_limit: r.time_from("queue.stall_limit", LEAST_OF_WORKERS),
+            stall_floor: r.time_from("queue.stall_floor", LEAST_OF_WORKERS),
+            cancel_limit: r.time_from("queue.cancel_limit", LEAST_OF_WORKERS),
         }
     }
 }
@@ -99,15 +113,15 @@ impl LimitSettings {
         LimitSettings {
             connections: r.at_least("limits.connections", 1),
             connections_per_client: r.at_least("limits.connections_per_client", 1),
-            handshake: r.some_time("limits.handshake"),
+            handshake: r.time_from("limits.handshake", LEAST_OF_CLIENTS),
             calls: r.at_least("limits.calls", 1),
             calls_per_client: r.at_least("limits.calls_per_client", 1),
             uploads: r.size("limits.uploads"),
             uploads_per_client: r.size("limits.uploads_per_client"),
-            upload_idle: r.some_time("limits.upload_idle"),
-            results: r.size("limits.results"),
+            upload_idle: r.time_from("limits.upload_idle", LEAST_OF_CLIENTS),
+            results: r.size_within("limits.results", LEAST_RESULTS, MOST_MEMORY),
             results_per_client: r.size("limits.results_per_client"),
-            unread: r.some_time("limits.unread"),
+            unread: r.time_from("limits.unread", LEAST_OF_CLIENTS),
             media: r.size("limits.media"),
             media_per_client: r.size("limits.media_per_client"),
             holds_per_client: r.at_least("limits.holds_per_client", 1),
@@ -120,7 +134,7 @@ impl QuantizationSettings {
     pub(super) fn read(r: &mut Reader) -> QuantizationSettings {
         QuantizationSettings {
             keep_folder: r.optional_path("quantization.keep_folder"),
-            keep_limit: r.size("quantization.keep_limit"),
+            keep_limit: r.size_of_files("quantization.keep_limit"),
         }
     }
 }
@@ -128,11 +142,13 @@ impl QuantizationSettings {
 impl ClientSettings {
     pub(super) fn read(r: &mut Reader) -> ClientSettings {
         ClientSettings {
-            endpoint: r.text("client.endpoint"),
+            endpoint: r.checked_text("client.endpoint", |text| Address::of(text).map(drop)),
             token_file: r.optional_path("client.token_file"),
             ca_file: r.optional_path("client.ca_file"),
             insecure_token: r.switch("client.insecure_token"),
-            name: r.optional_text("client.name").unwrap_or_else(user_at_host),
+            name: Some(r.checked_text("client.name", name_of_client))
+                .filter(|name| !name.is_empty())
+                .unwrap_or_else(user_at_host),
         }
     }
 }
@@ -140,9 +156,43 @@ impl ClientSettings {
 impl LogSettings {
     pub(super) fn read(r: &mut Reader) -> LogSettings {
         LogSettings {
-            filter: r.optional_text("log.filter"),
+            filter: Some(r.checked_text("log.filter", check_filter)).filter(|filter| !filter.is_empty()),
             json: r.choice("log.format", &[("text", false), ("json", true)]),
         }
+    }
+}
+
+/// `[models.settings]`.
+fn settings_of_models(r: &mut Reader) -> BTreeMap<String, SettingsOfModel> {
+    let settings: BTreeMap<String, SettingsOfModel> = r.table("models.settings");
+    for (id, own) in &settings {
+        let counts = [
+            ("steps", own.steps),
+            ("max_sequence_length", own.max_sequence_length),
+            ("width", own.width),
+            ("height", own.height),
+        ];
+        for (name, _) in counts.iter().filter(|(_, count)| *count == Some(0)) {
+            r.mistake(
+                "models.settings",
+                format!("{name} of {id:?} is 0, which is less than 1"),
+            );
+        }
+        if own.guidance.is_some_and(|guidance| !guidance.is_finite()) {
+            r.mistake(
+                "models.settings",
+                format!("guidance of {id:?} is no finite number"),
+            );
+        }
+    }
+    settings
+}
+
+/// Checks the name of a client, which the service shows to others.
+fn name_of_client(name: &str) -> Result<(), String> {
+    match name.chars().any(wording::is_obeyed) {
+        true => Err(format!("{name:?} has control characters in it: leave them out")),
+        false => Ok(()),
     }
 }
 

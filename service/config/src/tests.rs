@@ -2,12 +2,19 @@ use super::*;
 use crate::edits::{Edit, edited};
 
 fn with(toml: &str) -> Result<Config, Mistakes> {
-    Config::extract(
-        Figment::new()
-            .merge(Named(EMBEDDED, Toml::string(DEFAULTS)))
-            .merge(Toml::string(toml)),
-        Vec::new(),
-    )
+    let mut layers = Layers::new();
+    let path = std::path::Path::new("moored.toml");
+    layers.add_file(path, toml).map_err(Mistakes::one)?;
+    Config::extract(layers)
+}
+
+/// What is said of flags as `--set` takes them.
+fn said_of(flags: &[(&str, &str)]) -> String {
+    let flag = |(name, value): &(&str, &str)| ((*name).to_owned(), Some(value.parse().unwrap()));
+    match Config::load(None, flags.iter().map(flag).collect()) {
+        Ok(_) => String::new(),
+        Err(mistakes) => mistakes.to_string(),
+    }
 }
 
 #[test]
@@ -56,9 +63,47 @@ fn what_cannot_be_meant_is_refused_with_what_to_write() {
     for (wrong, says) in [
         (
             "cards.headroom = '99999999999999999999TiB'",
-            "more than any machine has",
+            "64.0 TiB is the most",
         ),
-        ("queue.stall_limit = '0s'", "is 0"),
+        ("cards.headroom = '999PiB'", "64.0 TiB is the most"),
+        ("limits.uploads = '999PiB'", "64.0 TiB is the most"),
+        ("quantization.keep_limit = '15EiB'", "is the most"),
+        ("service.max_message = '32TiB'", "4.0 GiB is the most"),
+        ("limits.results = '0'", "the least that is of use"),
+        ("queue.overtaking_bound = -1", "-1 is less than 0"),
+        ("queue.overtaking_bound = 5000000000", "is too large"),
+        ("queue.stall_limit = '0s'", "1s is the least"),
+        ("queue.stall_limit = '1ns'", "is 1ns; 1s is the least"),
+        ("queue.stall_floor = '1ns'", "1s is the least"),
+        ("queue.cancel_limit = '1ms'", "1s is the least"),
+        ("queue.latent_ttl = '0s'", "1s is the least"),
+        ("limits.handshake = '1us'", "100ms is the least"),
+        ("limits.unread = '1us'", "100ms is the least"),
+        ("service.drain = '99999999999999999999y'", "is not a time"),
+        ("service.drain = '500000000000y'", "longer than a hundred years"),
+        ("queue.keep_alive = '300y'", "longer than a hundred years"),
+        ("queue.unload_when_idle = '300y'", "longer than a hundred years"),
+        (
+            "models.settings.'a/b'.keep_alive = '300y'",
+            "longer than a hundred years",
+        ),
+        ("models.settings.'a/b'.steps = 0", "steps of \"a/b\" is 0"),
+        ("models.settings.'a/b'.guidance = nan", "no finite number"),
+        ("log.filter = '[[['", "no filter such as"),
+        ("log.filter = 'engine=loud'", "no filter such as"),
+        ("client.endpoint = 'ftp://x'", "write http://HOST:PORT"),
+        ("client.endpoint = 'http://'", "write http://HOST:PORT"),
+        ("client.endpoint = ''", "write http://HOST:PORT"),
+        ("client.name = \"a\\u001b[31m\"", "control characters"),
+        ("service.state = \"\\u0000\"", "NUL"),
+        ("service.token_file = \"a\\u0000\"", "NUL"),
+        ("models.folders = [\"\\u0000\"]", "NUL"),
+        ("models.paths.'a/b' = \"\\u0000\"", "NUL"),
+        ("hub.cache = \"\\u0000\"", "NUL"),
+        ("queue = 1", "queue (moored.toml): is a section"),
+        ("models.paths = 1", "models.paths (moored.toml): is a section"),
+        ("queue.max_jobs.x = 1", "is a setting, and has no others in it"),
+        ("'' = 1", "there is no such setting"),
         ("[nope]", "there is no such section"),
         ("[querue]", "no such section; queue is one"),
         ("queue.max_jbs = 3", "no such setting; queue.max_jobs is one"),
@@ -71,6 +116,78 @@ fn what_cannot_be_meant_is_refused_with_what_to_write() {
             "{wrong}: {told}"
         );
     }
+}
+
+#[test]
+fn a_flag_that_stands_in_the_place_of_a_section_is_the_one_error() {
+    for (name, says) in [
+        (
+            "queue",
+            "queue (flag): is a section, and has no value itself: name a setting in it such as queue.",
+        ),
+        (
+            "queue..max_jobs",
+            "queue..max_jobs (flag): there is no such setting; queue.max_jobs is one",
+        ),
+        ("queue.", "queue. (flag): there is no such setting"),
+        ("", "names no setting; write --set NAME=VALUE"),
+        (".", "there is no such setting"),
+        (
+            "queue.max_jobs.more",
+            "queue.max_jobs (flag): is a setting, and has no others in it",
+        ),
+    ] {
+        let told = said_of(&[(name, "1")]);
+        assert!(
+            told.contains("an error:") && told.contains(says),
+            "{name:?}: {told}"
+        );
+    }
+    let told = said_of(&[("queue", "1"), ("queue.max_jobs", "0"), ("cards", "{headroom=1}")]);
+    assert!(
+        told.contains("2 errors") && told.contains("0 is less than 1"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_configuration_that_is_no_regular_file_or_has_no_end_is_refused_as_such() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &pipe,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RUSR,
+        0,
+    )
+    .unwrap();
+    let sparse = folder.path().join("sparse.toml");
+    std::fs::File::create(&sparse).unwrap().set_len(60 << 30).unwrap();
+    for (path, says) in [
+        (pipe, "no regular file"),
+        ("/dev/zero".into(), "no regular file"),
+        (folder.path().to_owned(), "no regular file"),
+        (sparse, "the most that is read"),
+        (folder.path().join("none"), "there is no configuration file"),
+    ] {
+        let told = Config::load(Some(path.clone()), Vec::new())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            told.contains("an error:") && told.contains(says),
+            "{}: {told}",
+            path.display()
+        );
+    }
+}
+
+#[test]
+fn more_headroom_than_a_card_has_is_refused() {
+    let cards = with("cards.headroom = '8GiB'").unwrap().cards;
+    let told = cards.check_headroom(&card("sim:8GiB")).unwrap_err();
+    assert!(told.contains("sim:0 has 8.0 GiB"), "{told}");
+    assert_eq!(cards.check_headroom(&card("sim:9GiB")), Ok(()));
 }
 
 #[test]

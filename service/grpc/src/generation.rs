@@ -108,6 +108,7 @@ impl generation_server::Generation for GenerationDoor {
         &self,
         request: Request<Streaming<v1::LatentChunk>>,
     ) -> Result<Response<v1::LatentInfo>, Status> {
+        let caller = caller_of(&request);
         let mut upload = self.0.latent_upload();
         let mut chunks = request.into_inner();
         while let Some(chunk) = chunks.next().await {
@@ -115,7 +116,7 @@ impl generation_server::Generation for GenerationDoor {
             let added = upload.add(info.map(latent_in), &chunk);
             added.map_err(|e| status_of(&e))?;
         }
-        let info = self.0.put_latent(upload).await;
+        let info = self.0.put_latent(upload, &caller).await;
         let info = info.map_err(|e| status_of(&e))?;
         Ok(Response::new(latent_out(&info)))
     }

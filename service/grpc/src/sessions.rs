@@ -17,7 +17,7 @@ use tonic::{Code, Status, Streaming};
 
 use crate::convert::{OfJob, done_out, event, job_kind_out, resolved_out};
 use crate::requests::{model_in, options_in, track_in};
-use crate::status::{reason_of, status_of};
+use crate::status::{reason_of, status_of, told_of};
 
 /// What a session says, until its end or its error.
 pub(crate) type SessionStream =
@@ -25,8 +25,6 @@ pub(crate) type SessionStream =
 
 /// Time for the first message of a session.
 const OPENING: Duration = Duration::from_secs(20);
-/// Most wrong fields that are listed of one segment.
-const MOST_PROBLEMS: usize = 12;
 
 /// Opens a session by its first message, and returns what it says until its end.
 ///
@@ -244,20 +242,18 @@ fn failure_out(segment: u32, failure: &SegmentFailure) -> v1::SegmentFailed {
         }
     };
     let status = status_of(error);
-    let fields = match error {
-        Error::Invalid(fields) => fields.as_slice(),
-        _ => &[],
+    let problems = match error {
+        Error::Invalid(fields) => told_of(fields)
+            .map(|(field, description)| v1::SegmentProblem { field, description })
+            .collect(),
+        _ => Vec::new(),
     };
-    let problems = fields.iter().take(MOST_PROBLEMS).map(|field| v1::SegmentProblem {
-        field: field.field.clone(),
-        description: field.problem.clone(),
-    });
     v1::SegmentFailed {
         segment,
         code: status.code() as i32,
         reason: reason_of(error).as_str_name().to_owned(),
         message: status.message().to_owned(),
-        problems: problems.collect(),
+        problems,
     }
 }
 

@@ -216,13 +216,18 @@ fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> A
     any("google.rpc.ErrorInfo", &info)
 }
 
+/// The wrong fields that a client is told of, each with its problem. Both may repeat what the client sent, so they are cut.
+pub(crate) fn told_of(fields: &[model::RequestError]) -> impl Iterator<Item = (String, String)> {
+    let cut = |text: &str| cut(text, LONGEST_PROBLEM_CHARACTERS);
+    let listed = fields.iter().take(MOST_LISTED);
+    listed.map(move |wrong| (cut(&wrong.field), cut(&wrong.problem)))
+}
+
 fn bad_request(fields: &[model::RequestError]) -> Any {
-    let field_violations = fields
-        .iter()
-        .take(MOST_LISTED)
-        .map(|field| pb::bad_request::FieldViolation {
-            field: field.field.clone(),
-            description: cut(&field.problem, LONGEST_PROBLEM_CHARACTERS),
+    let field_violations = told_of(fields)
+        .map(|(field, description)| pb::bad_request::FieldViolation {
+            field,
+            description,
             ..Default::default()
         })
         .collect();

@@ -90,6 +90,13 @@ fn card(cards: &CardSettings, device: &DeviceSpec) -> Finding {
             };
         }
     };
+    if let Err(problem) = cards.check_headroom(&description) {
+        return Finding {
+            well: false,
+            what: "card",
+            found: problem,
+        };
+    }
     let suits = if cards.profile.is_some() { "set" } else { "auto" };
     let policy = policy_name(cards.policy_on([&description]));
     let mut found = vec![

@@ -19,7 +19,7 @@ use std::process::ExitCode;
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 
 fn main() -> ExitCode {
-    media::panics::bound_reports();
+    media::panics::bound_reports(telemetry::report_panic);
     gpu::allocator::share_heaps(2);
     cli::run(&program::Moored)
 }

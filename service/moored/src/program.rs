@@ -42,6 +42,10 @@ impl Program for Moored {
         telemetry::start(log);
     }
 
+    fn flush_log(&self) {
+        telemetry::flush();
+    }
+
     fn serve(&self, config: Config, ready: Option<Ready>, stop: Option<oneshot::Receiver<()>>) -> Ended {
         telemetry::tell_age("start the service");
         let served = serve::run(config, ready, stop);

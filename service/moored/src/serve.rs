@@ -15,7 +15,7 @@ use hub::{Hub, Pulls};
 use model::Families;
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -64,6 +64,9 @@ pub(crate) enum ServeError {
     /// A card is configured twice.
     #[error("cards.devices names the card {0} twice")]
     Twice(String),
+    /// A card has no more memory than is to stay free of it.
+    #[error("{0}")]
+    Headroom(String),
     /// Device discovery failed.
     #[error("the cards cannot be discovered: {0}")]
     Discovery(String),
@@ -315,9 +318,9 @@ fn open_library(config: &Config) -> Result<Library, ServeError> {
 
 /// The configured cards, by names that do not change: an NVIDIA card by its UUID.
 async fn find_cards(cards: &CardSettings) -> Result<Vec<(DeviceSpec, CardDescription)>, ServeError> {
-    let choices = cards.devices.clone();
+    let cards = cards.clone();
     let look = move || {
-        let discovered = DeviceChoice::resolve(&choices)?;
+        let discovered = DeviceChoice::resolve(&cards.devices)?;
         if let Some(why) = discovered.fallback {
             tracing::info!("no NVIDIA card is used, models run on the CPU: {why}");
         }
@@ -327,6 +330,7 @@ async fn find_cards(cards: &CardSettings) -> Result<Vec<(DeviceSpec, CardDescrip
             if found.iter().any(|(_, known)| known.id == card.id) {
                 return Err(ServeError::Twice(card.id));
             }
+            cards.check_headroom(&card).map_err(ServeError::Headroom)?;
             found.push((device, card));
         }
         Ok(found)
@@ -427,13 +431,7 @@ fn shut_down(
     stopping: watch::Sender<bool>,
     stopped: watch::Sender<bool>,
 ) -> Result<impl Future<Output = ()>, ServeError> {
-    let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Signals)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Signals)?;
-    // Its terminal was closed. Whoever has it ignored (nohup) wants it to go on.
-    let mut hangup = match crate::process::is_hangup_ignored() {
-        true => None,
-        false => Some(signal(SignalKind::hangup()).map_err(ServeError::Signals)?),
-    };
+    let mut signals = Signals::new().map_err(ServeError::Signals)?;
     Ok(async move {
         let asked = async {
             match stop {
@@ -441,16 +439,8 @@ fn shut_down(
                 None => std::future::pending().await,
             }
         };
-        let terminal_closed = async {
-            match &mut hangup {
-                Some(hangup) => drop(hangup.recv().await),
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-            () = terminal_closed => {}
+            () = signals.end_or_hangup() => {}
             () = asked => {}
         }
         tracing::info!(
@@ -462,11 +452,56 @@ fn shut_down(
         tokio::select! {
             () = queue.drain(deadline) => {}
             never = tell_time_left(deadline) => match never {},
-            _ = terminate.recv() => queue.drain(Instant::now()).await,
-            _ = interrupt.recv() => queue.drain(Instant::now()).await,
+            () = signals.end() => queue.drain(Instant::now()).await,
         }
         stopped.send_replace(true);
     })
+}
+
+/// The signals that end the service.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    /// What `docker stop` and some supervisors send where they are told to, and a terminal at Ctrl-\\. By its default the process would
+    /// end at once, with all its jobs, and leave a dump of its memory.
+    quit: Signal,
+    /// Its terminal was closed. Whoever has it ignored (nohup) wants it to go on.
+    hangup: Option<Signal>,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        let hangup = (!crate::process::is_hangup_ignored()).then(|| signal(SignalKind::hangup()));
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
+            hangup: hangup.transpose()?,
+        })
+    }
+
+    /// Resolves at one of those that are sent on purpose.
+    async fn end(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+            _ = self.quit.recv() => {}
+        }
+    }
+
+    async fn end_or_hangup(&mut self) {
+        let hangup = self.hangup.take();
+        let terminal_closed = async {
+            match hangup {
+                Some(mut hangup) => drop(hangup.recv().await),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = self.end() => {}
+            () = terminal_closed => {}
+        }
+    }
 }
 
 /// Says in the log how long the jobs that run still have.

@@ -12,11 +12,11 @@ use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tracing::Instrument as _;
 
-use super::Limits;
 use super::accept::ConnectionInfo;
 use super::entrance::PublicCall;
-use super::methods::{Requests, is_public, is_spare};
+use super::methods::{Requests, is_endless, is_public, is_spare};
 use super::uploads::Upload;
+use super::{Limits, PUBLIC_CALL};
 use crate::status::{client_limit, unauthenticated};
 use calls::{Client, Exceeded, Taken};
 
@@ -36,6 +36,8 @@ impl<S> Limited<S> {
 /// A call that is counted, until this is dropped.
 pub(super) struct OpenCall {
     _taken: Taken,
+    /// Where it has a place of those that are endless, too.
+    _endless: Option<Taken>,
     public: Option<PublicCall>,
 }
 
@@ -43,6 +45,7 @@ impl OpenCall {
     pub(super) fn counted(taken: Taken) -> OpenCall {
         OpenCall {
             _taken: taken,
+            _endless: None,
             public: None,
         }
     }
@@ -71,14 +74,13 @@ impl Limits {
                 self.call(client, path).map(OpenCall::counted)
             }
             Err(_) if is_public(path) => {
-                let taken = self.public_calls.take(client, 1).map_err(|exceeded| {
-                    let (Exceeded::Client(most) | Exceeded::All(most)) = exceeded;
-                    client_limit(format!(
-                        "{most} calls without the token are open, which are the most: send the token, or try again later"
-                    ))
-                })?;
+                let taken = self.public_calls.take(client, 1);
+                let endless = is_endless(path).then(|| self.endless_public_calls.take(client, 1));
                 Ok(OpenCall {
-                    _taken: taken,
+                    _taken: taken.map_err(|exceeded| refusal_of_public(exceeded, "calls"))?,
+                    _endless: endless
+                        .transpose()
+                        .map_err(|exceeded| refusal_of_public(exceeded, "calls of Health/Watch"))?,
                     public: connection.map(|connection| connection.place.public_call()),
                 })
             }
@@ -108,12 +110,24 @@ impl Limits {
 
     /// Drops answers that are not read, for as long as this is polled.
     pub(crate) async fn watch(&self) {
-        self.readers.watch().await;
+        tokio::join!(self.readers.watch(), self.public_readers.watch());
     }
 }
 
 fn client_of(connection: Option<&ConnectionInfo>) -> Client {
     connection.and_then(|connection| connection.place.client())
+}
+
+fn refusal_of_public(exceeded: Exceeded, what: &str) -> Status {
+    client_limit(match exceeded {
+        Exceeded::Client(most) => format!(
+            "this client has {most} {what} without the token open, which are the most: end some, or send the token"
+        ),
+        Exceeded::All(most) => format!(
+            "{most} {what} without the token may be open, and the last are kept for clients that have none: send the token, or \
+             try again later"
+        ),
+    })
 }
 
 /// The refusal of one more of what is open, for people.
@@ -154,7 +168,9 @@ where
             Err(refusal) => return Box::pin(std::future::ready(Ok(refusal.into_http()))),
         };
         let requests = Requests::of(&path);
-        let longest = requests.longest_bytes(call.public.is_some());
+        let is_public = call.public.is_some();
+        let longest = requests.longest_bytes(is_public);
+        let whole = is_public.then_some(PUBLIC_CALL);
         let idle = requests.idle(limits.upload_idle);
         let span = match client {
             Some(address) => {
@@ -163,10 +179,14 @@ where
             None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
         };
         let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
-        let counted = call.public.is_none().then(|| uploaded.clone());
+        let counted = (!is_public).then(|| uploaded.clone());
         let by_message = requests.longest_message_bytes();
         let request = request.map(|body| {
             let upload = Upload::new(body, counted, longest, idle);
+            let upload = match whole {
+                Some(whole) => upload.within(whole),
+                None => upload,
+            };
             Body::new(match by_message {
                 Some(longest) => upload.by_message(longest),
                 None => upload,
@@ -179,7 +199,11 @@ where
             let response = answer.await?;
             tracing::debug!(after = ?began.elapsed(), "answered");
             drop(uploaded); // the handler has taken the bytes or dropped them
-            Ok(response.map(|body| Body::new(limits.readers.follow(body, call, of_answer))))
+            let readers = match is_public {
+                true => &limits.public_readers,
+                false => &limits.readers,
+            };
+            Ok(response.map(|body| Body::new(readers.follow(body, call, of_answer))))
         };
         Box::pin(answered.instrument(span))
     }

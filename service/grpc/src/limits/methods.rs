@@ -89,6 +89,11 @@ pub(super) fn is_public(path: &str) -> bool {
     )
 }
 
+/// Whether a method's answer lasts as long as its client likes.
+pub(super) fn is_endless(path: &str) -> bool {
+    path == "grpc.health.v1.Health/Watch"
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::{BTreeMap, BTreeSet};

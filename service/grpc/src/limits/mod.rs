@@ -31,11 +31,15 @@ pub(crate) struct Limits {
     calls: Arc<Budget>,
     /// Calls that need no token and have none.
     public_calls: Arc<Budget>,
+    /// Of them, those that last as long as their clients like.
+    endless_public_calls: Arc<Budget>,
     /// Calls to look at jobs and cards, or to cancel, beyond `calls`.
     spare_calls: Arc<Budget>,
     uploads: Arc<Budget>,
     upload_idle: Duration,
     readers: Readers,
+    /// Of answers to calls without the token.
+    public_readers: Readers,
 }
 
 /// Most of the spare calls at a time.
@@ -43,6 +47,11 @@ const SPARE_CALLS: u64 = 64;
 /// Most calls without the token at a time, of all clients and of one: probes of health, and tools that ask what there is.
 const PUBLIC_CALLS: u64 = 32;
 const PUBLIC_CALLS_PER_CLIENT: u64 = 8;
+/// Of them, those that last as long as their clients like: half, so that the rest is free again soon, whoever has all of these.
+const ENDLESS_PUBLIC_CALLS: u64 = PUBLIC_CALLS / 2;
+const ENDLESS_PUBLIC_CALLS_PER_CLIENT: u64 = PUBLIC_CALLS_PER_CLIENT / 2;
+/// How long the request of a call without the token may take as a whole, and its answer may stay unread.
+const PUBLIC_CALL: Duration = Duration::from_secs(30);
 /// Connections that have made no call yet are so many of those that have: a quarter.
 const NEWCOMERS_PART: u64 = 4;
 
@@ -55,11 +64,16 @@ impl Limits {
             handshake: settings.handshake,
             token,
             calls: Budget::with_places_kept(settings.calls, settings.calls_per_client),
-            public_calls: Budget::new(PUBLIC_CALLS, PUBLIC_CALLS_PER_CLIENT),
+            public_calls: Budget::with_places_kept(PUBLIC_CALLS, PUBLIC_CALLS_PER_CLIENT),
+            endless_public_calls: Budget::with_places_kept(
+                ENDLESS_PUBLIC_CALLS,
+                ENDLESS_PUBLIC_CALLS_PER_CLIENT,
+            ),
             spare_calls: Budget::new(SPARE_CALLS, SPARE_CALLS),
             uploads,
             upload_idle: settings.upload_idle,
             readers: Readers::new(settings.unread),
+            public_readers: Readers::new(settings.unread.min(PUBLIC_CALL)),
         })
     }
 

@@ -32,6 +32,8 @@ pub(super) struct Upload {
     idle: Duration,
     /// Timeout of the current pause; `None` before the first pause.
     timer: Option<Pin<Box<Sleep>>>,
+    /// Timeout of the whole request, and how long that is.
+    whole: Option<(Pin<Box<Sleep>>, Duration)>,
 }
 
 impl Upload {
@@ -45,6 +47,15 @@ impl Upload {
             longest,
             idle,
             timer: None,
+            whole: None,
+        }
+    }
+
+    /// The same, which must have come as a whole within some time: bytes that come one by one are no pauses.
+    pub(super) fn within(self, whole: Duration) -> Upload {
+        Upload {
+            whole: Some((Box::pin(tokio::time::sleep(whole)), whole)),
+            ..self
         }
     }
 
@@ -157,6 +168,14 @@ impl http_body::Body for Upload {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if let Some((timer, whole)) = &mut self.whole
+            && timer.as_mut().poll(context).is_ready()
+        {
+            let whole = humantime::format_duration(*whole);
+            let problem =
+                format!("a request without the token may take {whole}: send the token, or call again");
+            return Poll::Ready(Some(Err(client_limit(problem))));
+        }
         match Pin::new(&mut self.inner).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
                 let idle = self.idle;
@@ -249,6 +268,37 @@ pub(super) mod tests {
         assert_eq!(budget.taken(), 700, "the call may have the bytes still");
         drop(counted);
         assert_eq!(budget.taken(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_must_come_within_some_time_ends_then_although_it_has_no_pause() {
+        /// A byte for each half of a pause that is too long.
+        struct Drip(Pin<Box<Sleep>>);
+
+        impl http_body::Body for Drip {
+            type Data = Bytes;
+            type Error = Status;
+
+            fn poll_frame(
+                mut self: Pin<&mut Self>,
+                context: &mut Context<'_>,
+            ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+                std::task::ready!(self.0.as_mut().poll(context));
+                self.0.as_mut().reset(Instant::now() + IDLE / 2);
+                Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b"x")))))
+            }
+        }
+
+        let began = Instant::now();
+        let body = Body::new(Drip(Box::pin(tokio::time::sleep(IDLE / 2))));
+        let mut upload = Upload::new(body, None, u64::MAX, IDLE).within(IDLE * 2);
+        let refused = loop {
+            if let Err(refused) = next(&mut upload).await {
+                break refused;
+            }
+        };
+        assert!(refused.message().contains("without the token"), "{refused}");
+        assert_eq!(began.elapsed(), IDLE * 2);
     }
 
     #[tokio::test]
