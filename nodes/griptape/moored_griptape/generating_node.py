@@ -13,6 +13,7 @@ from griptape_nodes.exe_types.param_types.parameter_bool import ParameterBool
 from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
 from griptape_nodes.exe_types.param_types.parameter_string import ParameterString
 
+from moored_griptape.given_pictures import is_name_of_a_file
 from moored_griptape.numbers import number_or_none
 from moored_griptape.run_node import RunNode
 
@@ -78,6 +79,7 @@ class GeneratingNode(RunNode):
 
     def _options(self) -> dict[str, Any]:
         """The options that a job of any of these nodes has; draws the seed."""
+        self._check_file()
         self._seed.preprocess()
         return {
             "model": self._handle.ref,
@@ -85,6 +87,12 @@ class GeneratingNode(RunNode):
             "seed": _unsigned(self._seed.get_seed(), "seed", bits=64),
             **self._constraints.job_options,
         }
+
+    def _check_file(self) -> None:
+        """Refuses a name that no file can have, before anything is computed that it would be for."""
+        name = str(self.get_parameter_value("output_file") or "")
+        if not is_name_of_a_file(name):
+            raise ValueError(f"output_file: no file can have the name {name!r}")
 
     def _sampling(self) -> dict[str, Any]:
         """What the parameters of options ask for; what is left open is the model's."""

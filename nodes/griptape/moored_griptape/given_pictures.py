@@ -26,12 +26,13 @@ def file_data(given: Any) -> bytes:
         return value
     path = str(value)
     # The engine would say what Python says of a NUL, or of half of a character, and not of which file.
-    if not _is_name_of_a_file(path):
+    if not is_name_of_a_file(path):
         raise ValueError(f"There is no file {path!r}: choose another one")
     return File(path).read_bytes()
 
 
-def _is_name_of_a_file(path: str) -> bool:
+def is_name_of_a_file(path: str) -> bool:
+    """Whether a file can have it as its path."""
     try:
         return b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

@@ -704,6 +704,17 @@ def test_a_file_that_cannot_be_there_is_told(
     assert sentence.isprintable()
 
 
+@pytest.mark.parametrize("name", ["a\0b.png", "a\ud800b.png"])
+def test_an_output_file_that_cannot_be_is_told_before_anything_is_computed(
+    connected: Headless, name: str
+) -> None:
+    node = connected.do(connected.node("GenerateImage", prompt="x", output_file=name))
+    sentence = fails(connected, node)
+    assert sentence.startswith("output_file: ")
+    assert sentence.isprintable()
+    assert "Denoising" not in outputs(node)["logs"]
+
+
 @pytest.mark.parametrize("endpoint", ["box\0:1", "box\ud800:1"])
 def test_an_address_that_none_has_is_told(nowhere: Headless, endpoint: str) -> None:
     nowhere.do(nowhere.settings(endpoint=endpoint))
