@@ -1,6 +1,8 @@
 //! SAYS. The public protocol as Rust types, generated from `proto/`.
 #![allow(missing_docs, unreachable_pub, clippy::all, clippy::unwrap_used)]
 
+mod json;
+
 /// The public API, `proto/moored/v1`.
 pub mod v1 {
     tonic::include_proto!("moored.v1");

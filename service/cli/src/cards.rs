@@ -6,7 +6,6 @@ use residency::Bytes;
 use serde_json::json;
 
 use super::connection::Connection;
-use super::show::freed_json;
 use super::{CliError, screen};
 use config::ClientSettings;
 
@@ -58,7 +57,7 @@ pub(super) async fn trim(client: &ClientSettings, options: Trim, json: bool) -> 
     let card = options.card.unwrap_or_default();
     let freed = residency.trim(v1::TrimRequest { card }).await?.into_inner();
     match json {
-        true => screen::json(&json!({"freed_bytes": freed.freed_bytes})),
+        true => screen::message(&freed),
         false => screen::text(&format!("freed {}", Bytes(freed.freed_bytes))),
     }
 }
@@ -81,10 +80,7 @@ pub(super) async fn reserve(client: &ClientSettings, options: Reserve, json: boo
     let mut residency = Connection::open(client).await?.residency();
     let reserved = residency.reserve(request).await?.into_inner();
     if json {
-        return screen::json(&json!({
-            "reservation_id": reserved.reservation_id, "card": reserved.card, "bytes": reserved.bytes,
-            "evicted": reserved.evicted.iter().map(freed_json).collect::<Vec<_>>(),
-        }));
+        return screen::message(&reserved);
     }
     let names = reserved
         .evicted

@@ -250,7 +250,7 @@ pub(super) async fn plan(
     let connection = Connection::open(client).await?;
     let plan = connection.residency().plan(request).await?.into_inner();
     if json {
-        screen::json(&plan_json(&plan))?;
+        screen::message(&plan)?;
     } else {
         let instead = match plan.runs_now {
             true => None,
@@ -445,32 +445,6 @@ fn attention(stages: &[v1::StageReport]) -> Option<String> {
 
 fn seconds(milliseconds: u64) -> String {
     format!("{:.2} s", milliseconds as f64 / 1000.0)
-}
-
-fn plan_json(plan: &v1::PlanResponse) -> serde_json::Value {
-    let stages: Vec<_> = plan
-        .stages
-        .iter()
-        .map(|stage| {
-            json!({
-                "name": stage.name, "verdict": stage.verdict, "chunking": stage.chunking,
-                "approximate": stage.approximate, "component_bytes": stage.component_bytes,
-                "scratch_bytes": stage.scratch_bytes, "scratch_learned": stage.scratch_learned,
-                "resident_already": stage.resident_already, "moves": stage.moves,
-                "components": stage.components.iter()
-                    .map(|c| json!({"id": c.id, "name": c.name, "bytes": c.bytes})).collect::<Vec<_>>(),
-                "shortfall": stage.shortfall.as_ref().map(|s| json!({
-                    "needed_bytes": s.needed_bytes, "free_bytes": s.free_bytes, "capacity_bytes": s.capacity_bytes,
-                    "fallbacks": s.fallbacks.iter().map(|f| json!({"label": f.label,
-                        "peak_bytes": f.peak_bytes, "fits_now": f.fits_now})).collect::<Vec<_>>(),
-                })),
-            })
-        })
-        .collect();
-    json!({
-        "model": plan.model.clone().unwrap_or_default().key, "card": plan.card, "runs_now": plan.runs_now,
-        "predicted_move_seconds": plan.predicted_move_seconds, "stages": stages,
-    })
 }
 
 #[cfg(test)]

@@ -38,17 +38,7 @@ pub(super) async fn list(program: &dyn Program, config: &Config, json: bool) -> 
         .await?
         .into_inner();
     if json {
-        for model in listed {
-            screen::json(&json!({
-                "id": model.id, "revision": model.revision, "family": model.family, "media": model.media,
-                "problem": model.problem,
-                "default": model.is_default, "pinned": model.pinned, "resident": model.resident,
-                "bytes": total_of(model.components.iter().map(|c| c.bytes)),
-                "quantization": model.quantization.into_iter().collect::<BTreeMap<_, _>>(),
-                "choices": model.choices.iter()
-                    .map(|c| json!({"preset": c.preset, "bytes": c.bytes})).collect::<Vec<_>>(),
-            }))?;
-        }
+        listed.iter().try_for_each(screen::message)?;
         return Ok(());
     }
     if listed.is_empty() {
@@ -151,9 +141,7 @@ pub(super) async fn list_adapters(client: &ClientSettings, json: bool) -> Result
     let listed = residency.list_models(v1::ListModelsRequest::default()).await?;
     let adapters = listed.into_inner().adapters;
     if json {
-        return adapters.into_iter().try_for_each(|adapter| {
-            screen::json(&json!({ "id": adapter.id, "kind": adapter.kind, "bytes": adapter.bytes }))
-        });
+        return adapters.iter().try_for_each(screen::message);
     }
     if adapters.is_empty() {
         return screen::text(

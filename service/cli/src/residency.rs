@@ -11,7 +11,7 @@ use super::arguments::{Formats, Load, Pin, Unload};
 use super::connection::Connection;
 use super::names::short_key;
 use super::pull::WhenMissing;
-use super::show::{Show, freed_json, kept_json};
+use super::show::Show;
 use super::{CliError, connection, screen, total_of};
 use config::ClientSettings;
 
@@ -110,11 +110,7 @@ pub(super) async fn unload(client: &ClientSettings, mut options: Unload, json: b
         false => Ok(()),
     };
     if json {
-        screen::json(&json!({
-            "freed": done.freed.iter().map(freed_json).collect::<Vec<_>>(),
-            "kept": done.kept.iter().map(kept_json).collect::<Vec<_>>(),
-            "cancelled_jobs": done.cancelled_jobs,
-        }))?;
+        screen::message(&done)?;
         return only_kept();
     }
     left(&done.freed, &done.kept)?;
@@ -200,7 +196,7 @@ pub(super) async fn jobs(client: &ClientSettings, all: bool, json: bool) -> Resu
         .jobs;
     if json {
         for job in listed {
-            screen::json(&job_json(&job))?;
+            screen::message(&job)?;
         }
         return Ok(());
     }
@@ -231,15 +227,6 @@ pub(super) async fn jobs(client: &ClientSettings, all: bool, json: bool) -> Resu
         ],
         rows.collect(),
     )
-}
-
-/// A job for scripts.
-pub(super) fn job_json(job: &v1::JobInfo) -> serde_json::Value {
-    json!({
-        "id": job.id, "client": job.client_id, "kind": job.kind, "state": job.state, "model": job.model_key,
-        "card": job.card, "stage": job.stage, "step": job.step, "steps": job.steps,
-        "queue_position": job.queue_position, "age_ms": job.age_ms, "error": job.error,
-    })
 }
 
 pub(super) async fn cancel(client: &ClientSettings, job: String, json: bool) -> Result<(), CliError> {

@@ -57,6 +57,12 @@ pub(super) fn verbosity() -> Verbosity {
     *VERBOSITY.get().unwrap_or(&Verbosity::Normal)
 }
 
+/// Prints a message of the API as JSON, with the names of its fields.
+pub(super) fn message(message: &impl serde::Serialize) -> Result<(), CliError> {
+    let value = serde_json::to_value(message).map_err(|problem| CliError::Failed(problem.to_string()))?;
+    json(&value)
+}
+
 /// Prints one JSON object on a line of its own.
 pub(super) fn json(value: &Value) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{}", wording::json(value))?)

@@ -6,7 +6,6 @@ use api::v1;
 use api::v1::event::Event as Kind;
 use indicatif::{ProgressBar, ProgressStyle};
 use residency::Bytes;
-use serde_json::json;
 
 use super::arguments::Verbosity;
 use super::{CliError, screen};
@@ -95,7 +94,7 @@ impl Show {
     pub(super) fn event(&mut self, event: &v1::Event) -> Result<(), CliError> {
         let Some(kind) = &event.event else { return Ok(()) };
         match self.form {
-            Form::Json => screen::json(&as_json(event, kind)),
+            Form::Json => screen::message(event),
             Form::Bars => {
                 self.draw(kind);
                 Ok(())
@@ -302,79 +301,6 @@ fn words(kind: &Kind) -> Option<String> {
         Kind::Accepted(_) | Kind::Preview(_) | Kind::Artifact(_) | Kind::Done(_) => return None,
     };
     Some(wording::one_line(&words).into_owned())
-}
-
-/// The end of a text that the model does not read, as JSON.
-fn left_out_json(left_out: &v1::TextLeftOut) -> serde_json::Value {
-    json!({"field": left_out.field, "tokens": left_out.tokens, "limit": left_out.limit, "message": left_out.message})
-}
-
-/// A component that left, as JSON.
-pub(super) fn freed_json(freed: &v1::FreedComponent) -> serde_json::Value {
-    let name = freed.component.clone().unwrap_or_default().name;
-    json!({"component": name, "card": freed.card, "booked_bytes": freed.booked_bytes, "freed_bytes": freed.freed_bytes})
-}
-
-/// A component that stayed, as JSON.
-pub(super) fn kept_json(kept: &v1::KeptComponent) -> serde_json::Value {
-    let name = kept.component.clone().unwrap_or_default().name;
-    json!({"component": name, "card": kept.card, "reason": kept.reason})
-}
-
-/// An event as JSON; the bytes of pictures stay out.
-fn as_json(event: &v1::Event, kind: &Kind) -> serde_json::Value {
-    let mut object = match kind {
-        Kind::Accepted(accepted) => json!({"event": "accepted", "joined": accepted.joined,
-            "model": accepted.model.clone().unwrap_or_default().key,
-            "left_out": accepted.left_out.iter().map(left_out_json).collect::<Vec<_>>()}),
-        Kind::Queued(queued) => {
-            json!({"event": "queued", "position": queued.position, "estimate_ms": queued.estimate_ms})
-        }
-        Kind::Waiting(waiting) => json!({"event": "waiting", "needed_bytes": waiting.needed_bytes,
-            "free_bytes": waiting.free_bytes, "patience_left_ms": waiting.patience_left_ms,
-            "cause": waiting.cause, "stage": waiting.stage,
-            "holders": waiting.holders.iter().map(|h| json!({"name": h.name, "pid": h.pid, "bytes": h.bytes})).collect::<Vec<_>>()}),
-        Kind::Evicting(evicting) => {
-            json!({"event": "evicting", "component": evicting.component.clone().unwrap_or_default().name})
-        }
-        Kind::Loading(loading) => json!({"event": "loading",
-            "component": loading.component.clone().unwrap_or_default().name,
-            "bytes_done": loading.bytes_done, "bytes_total": loading.bytes_total}),
-        Kind::Retrying(retrying) => json!({"event": "retrying", "reason": retrying.reason,
-            "message": retrying.message, "stage": retrying.stage}),
-        Kind::Stage(stage) => {
-            json!({"event": "stage", "name": stage.name, "index": stage.index, "of": stage.of,
-            "chunking": stage.chunking, "cached": stage.cached, "card": stage.card, "item": stage.item,
-            "part": stage.part, "parts": stage.parts})
-        }
-        Kind::Step(step) => json!({"event": "step", "n": step.n, "of": step.of, "item": step.item,
-            "part": step.part, "parts": step.parts}),
-        Kind::Preview(preview) => {
-            json!({"event": "preview", "step": preview.step, "bytes": preview.jpeg.len()})
-        }
-        Kind::Artifact(artifact) => json!({"event": "artifact", "index": artifact.index,
-            "media_type": artifact.media_type, "metadata": artifact.metadata, "bytes": artifact.chunk.len(),
-            "track": artifact.track, "last": artifact.last, "offset": artifact.offset,
-            "total_bytes": artifact.total_bytes}),
-        Kind::Latent(kept) => {
-            let latent = kept.latent.clone().unwrap_or_default();
-            json!({"event": "latent", "id": latent.id, "shape": latent.shape, "item": kept.item})
-        }
-        Kind::Done(done) => json!({"event": "done", "seed": done.seed, "total_ms": done.total_ms,
-            "resident_already": done.resident_already, "approximations": done.approximations,
-            "left_out": done.left_out.iter().map(left_out_json).collect::<Vec<_>>(),
-            "stages": done.stages.iter().map(|s| json!({"name": s.name, "run_ms": s.run_ms, "move_ms": s.move_ms,
-                "wait_ms": s.wait_ms, "peak_scratch_bytes": s.peak_scratch_bytes, "peak_bytes": s.peak_bytes,
-                "predicted_scratch_bytes": s.predicted_scratch_bytes, "chunking": s.chunking, "cached": s.cached,
-                "item": s.item, "card": s.card, "attention": s.attention})).collect::<Vec<_>>(),
-            "freed": done.freed.iter().map(freed_json).collect::<Vec<_>>(),
-            "kept": done.kept.iter().map(kept_json).collect::<Vec<_>>()}),
-    };
-    if let Some(map) = object.as_object_mut() {
-        map.insert("job_id".to_owned(), event.job_id.clone().into());
-        map.insert("at_ms".to_owned(), event.at_ms.into());
-    }
-    object
 }
 
 impl Drop for Show {
