@@ -5,7 +5,7 @@ mod track;
 
 use engine::Error;
 use engine::job::Call;
-use model::{Clip, InitImage, MediaFormat, Medium, Request};
+use model::{Clip, InitImage, MediaFormat, Medium, Request, Sampling};
 
 use hub::catalogue::Makes;
 use media::films::FilmFormat;
@@ -37,13 +37,7 @@ pub struct Asked {
     pub prompt: String,
     pub width: u32,
     pub height: u32,
-    pub steps: u32,
-    pub guidance: Option<f32>,
-    pub negative_prompt: Option<String>,
-    pub true_guidance: Option<f32>,
-    pub seed: Option<u64>,
-    pub max_sequence_length: u32,
-    pub strength: Option<f32>,
+    pub sampling: Sampling,
     pub count: u32,
     /// A file in PNG, JPEG or WebP.
     pub init_image: Option<bytes::Bytes>,
@@ -193,26 +187,21 @@ impl Asked {
         start: StartFrom,
         size_near: impl Fn(u32, u32) -> (u32, u32),
     ) -> Result<Request, Error> {
-        let mut medium = defaults.medium;
+        let mut medium = defaults.medium.clone();
         if let StartFrom::Clip(clip) = &start {
             start_size(&mut medium, &clip.format, size_near);
         }
         self.fill(&mut medium, start)?;
-        Ok(Request {
+        let request = Request {
             prompt: self.prompt.clone(),
-            steps: named(self.steps, defaults.steps),
-            guidance: self.guidance.unwrap_or(defaults.guidance),
-            negative_prompt: self.negative_prompt.clone().or(defaults.negative_prompt),
-            true_guidance: self.true_guidance.unwrap_or(defaults.true_guidance),
-            seed: self.seed.unwrap_or_else(|| seed_of(self.options.as_ref())),
-            max_sequence_length: named(self.max_sequence_length, defaults.max_sequence_length),
-            strength: self.strength.unwrap_or(defaults.strength),
+            seed: seed_of(self.options.as_ref()),
             preview: self.preview_interval_ms > 0,
             from_values: self.init_latent.is_some(),
-            adapters: defaults.adapters,
             slots: 1,
             medium,
-        })
+            ..defaults
+        };
+        Ok(self.sampling.clone().over(request))
     }
 }
 
@@ -285,7 +274,10 @@ mod tests {
             width: 17,
             height: 130,
             count: 1000,
-            strength: Some(f32::NAN),
+            sampling: Sampling {
+                strength: Some(f32::NAN),
+                ..Sampling::default()
+            },
             preview_interval_ms: 5,
             ..Default::default()
         };

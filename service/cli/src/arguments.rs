@@ -10,7 +10,7 @@ use clap::error::ErrorKind;
 use clap::{
     ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
 };
-use model::FULL;
+use model::{FULL, Sampling};
 use residency::Bytes;
 
 use api::v1;
@@ -338,7 +338,7 @@ pub(super) struct Settings {
     #[arg(short = 'H', long, help_heading = "Picture")]
     pub(super) height: Option<u32>,
     #[command(flatten)]
-    pub(super) sampling: Sampling,
+    pub(super) sampling: SamplingArguments,
     /// Regenerate a picture, film or track from the settings stored in its file. Other options override them
     #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(super) from: Option<PathBuf>,
@@ -390,7 +390,7 @@ pub(super) struct Settings {
 
 /// How sampling goes.
 #[derive(Debug, Default, Args)]
-pub(super) struct Sampling {
+pub(super) struct SamplingArguments {
     /// Denoising steps
     #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Sampling")]
     pub(super) steps: Option<u32>,
@@ -415,6 +415,21 @@ pub(super) struct Sampling {
     /// How strongly to change the start picture, film or track: more than 0, up to 1
     #[arg(long, help_heading = "Sampling")]
     pub(super) strength: Option<f32>,
+}
+
+impl SamplingArguments {
+    /// What the options say.
+    pub(super) fn sampling(&self) -> Sampling {
+        Sampling {
+            steps: self.steps,
+            guidance: self.guidance,
+            negative_prompt: self.negative.clone(),
+            true_guidance: self.true_guidance,
+            seed: self.seed,
+            max_sequence_length: self.max_sequence_length,
+            strength: self.strength,
+        }
+    }
 }
 
 /// How a job is run.

@@ -6,6 +6,7 @@ use std::path::Path;
 use api::v1;
 use bytes::Bytes;
 use media::Recipe;
+use model::Sampling;
 
 use super::CliError;
 use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
@@ -175,22 +176,15 @@ fn picture_of(
         prompt,
         width,
         height,
-        steps: common.steps,
-        guidance: common.guidance,
-        negative_prompt: common.negative_prompt,
-        true_guidance: common.true_guidance,
-        seed: common.seed,
-        max_sequence_length: common.max_sequence_length,
         count: options.sampling.count,
         init_image: pictures.init_image,
         mask: pictures.mask,
         references: pictures.references,
         controls: pictures.controls,
-        strength: common.strength,
         output: v1::OutputFormat::Png.into(),
         omit_metadata,
         options: Some(common.job),
-        ..Default::default()
+        ..api::sampling_out!(v1::GenerateImageRequest, common.sampling)
     }))
 }
 
@@ -217,19 +211,12 @@ fn film_of(
         seconds: options.seconds.unwrap_or(0.0),
         frames_at_a_time: options.frames_at_a_time.unwrap_or(0),
         frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
-        steps: common.steps,
-        guidance: common.guidance,
-        negative_prompt: common.negative_prompt,
-        true_guidance: common.true_guidance,
-        seed: common.seed,
-        max_sequence_length: common.max_sequence_length,
         count: options.sampling.count,
         init_image: pictures.init_image,
-        strength: common.strength,
         omit_metadata,
         output: asked.film.into(),
         options: Some(common.job),
-        ..Default::default()
+        ..api::sampling_out!(v1::GenerateVideoRequest, common.sampling)
     }))
 }
 
@@ -302,38 +289,19 @@ impl Pictures {
 struct SharedFields {
     model: v1::ModelRef,
     job: v1::JobOptions,
-    steps: u32,
-    guidance: Option<f32>,
-    negative_prompt: Option<String>,
-    true_guidance: Option<f32>,
-    seed: Option<u64>,
-    max_sequence_length: u32,
-    strength: Option<f32>,
+    sampling: Sampling,
 }
 
 impl SharedFields {
     fn of(asked: &Wanted<'_>, options: &Settings, recipe: &Recipe) -> Result<SharedFields, CliError> {
-        let zero = |value: u32| (value > 0).then_some(value);
-        let from_recipe = options.from.is_some();
         let model = match asked.model {
             None => options.formats.or_those_of(recipe).of(&recipe.model),
             Some(model) => options.formats.or_adapters_of(recipe).of(model),
         }?;
-        let sampling = &options.sampling;
-        let tokens = sampling.max_sequence_length.or(zero(recipe.max_sequence_length));
         Ok(SharedFields {
             model,
             job: job_of(&options.job, asked.client),
-            steps: sampling.steps.or(zero(recipe.steps)).unwrap_or(0),
-            guidance: sampling.guidance.or(from_recipe.then_some(recipe.guidance)),
-            negative_prompt: sampling
-                .negative
-                .clone()
-                .or_else(|| recipe.negative_prompt.clone()),
-            true_guidance: sampling.true_guidance.or(recipe.true_guidance),
-            seed: sampling.seed.or(from_recipe.then_some(recipe.seed)),
-            max_sequence_length: tokens.unwrap_or(0),
-            strength: sampling.strength.or(recipe.strength),
+            sampling: options.sampling.sampling().or(recipe.sampling()),
         })
     }
 }
@@ -390,14 +358,7 @@ fn track_of(
         prompt,
         lyrics: lyrics.or(options.lyrics.clone()).unwrap_or(recipe.lyrics),
         seconds: options.seconds.or(recipe.seconds).unwrap_or(0.0),
-        steps: common.steps,
-        guidance: common.guidance,
-        negative_prompt: common.negative_prompt,
-        true_guidance: common.true_guidance,
-        seed: common.seed,
-        max_sequence_length: common.max_sequence_length,
         count: options.sampling.count,
-        strength: common.strength,
         omit_metadata,
         output: asked.track.into(),
         task: task.into(),
@@ -416,7 +377,7 @@ fn track_of(
         time_signature: word(&track.time_signature, recipe.time_signature),
         language: word(&track.language, recipe.language),
         options: Some(common.job),
-        ..Default::default()
+        ..api::sampling_out!(v1::GenerateAudioRequest, common.sampling)
     }))
 }
 

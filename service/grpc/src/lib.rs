@@ -3,7 +3,7 @@
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 
-mod auth;
+mod access;
 mod convert;
 mod events;
 mod generation;
@@ -11,11 +11,12 @@ mod health;
 mod hub;
 mod jobs;
 mod limits;
+mod methods;
 mod requests;
 mod residency;
 mod server;
 mod sessions;
 mod status;
 
-pub use auth::Token;
+pub use access::Token;
 pub use server::{DoorSettings, TransportError, serve};

@@ -11,7 +11,7 @@ use calls::{
 };
 use engine::Error;
 use engine::job::{Call, Priority};
-use model::{MediaFormat, StrengthPoint};
+use model::{MediaFormat, Sampling, StrengthPoint};
 use residency::Bytes;
 use tonic::Request;
 
@@ -115,13 +115,7 @@ macro_rules! asked {
         Asked {
             model: model_in($request.model),
             prompt: $request.prompt,
-            steps: $request.steps,
-            guidance: $request.guidance,
-            negative_prompt: $request.negative_prompt,
-            true_guidance: $request.true_guidance,
-            seed: $request.seed,
-            max_sequence_length: $request.max_sequence_length,
-            strength: $request.strength,
+            sampling: api::sampling_in!(Sampling, $request),
             count: $request.count,
             init_latent: named($request.init_latent_id),
             init_media: named($request.init_media_id),

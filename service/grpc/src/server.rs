@@ -18,33 +18,17 @@ use tonic::service::Routes;
 use tonic::transport::Server as Transport;
 use tonic::{Request, Response, Status};
 
-use crate::auth::Token;
+use crate::access::{Access, Token};
 use crate::convert::card_kind_out;
 use crate::generation::GenerationDoor;
 use crate::health;
 use crate::hub::HubDoor;
 use crate::jobs::JobsDoor;
 use crate::limits::{Limited, Limits};
+use crate::methods::capabilities;
 use crate::residency::ResidencyDoor;
 use crate::status::status_of;
 
-/// Capabilities of this build, as `GetServerInfo` lists them.
-const CAPABILITIES: [&str; 14] = [
-    "text_to_image",
-    "image_to_image",
-    "encode_image",
-    "decode_latent",
-    "latents",
-    "media",
-    "preview",
-    "reserve",
-    "quantization",
-    "adapters",
-    "mask",
-    "references",
-    "controlnet",
-    "audio_sessions",
-];
 /// Capability that `hub.pull` may switch off.
 const PULL: &str = "pull";
 /// HTTP/2 windows, large enough for a picture.
@@ -84,7 +68,8 @@ pub async fn serve(
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), TransportError> {
-    let limits = Limits::new(&settings.limits, settings.token.clone(), uploads);
+    let limits = Limits::new(&settings.limits, settings.token.is_set(), uploads);
+    let token = settings.token.clone();
     let incoming = limits.accept(listener);
     let limit = usize::try_from(settings.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
@@ -128,7 +113,7 @@ pub async fn serve(
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .serve_with_incoming_shutdown(
-            Limited::new(routes.routes().prepare(), limits.clone()),
+            Access::new(Limited::new(routes.routes().prepare(), limits.clone()), token),
             incoming,
             async move {
                 let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
@@ -161,8 +146,7 @@ impl Server for ServerDoor {
         let default_model = default_model.map_err(|e| status_of(&e))?.unwrap_or_default();
         Ok(Response::new(v1::ServerInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            capabilities: CAPABILITIES
-                .into_iter()
+            capabilities: capabilities()
                 .chain(self.service.pulling.is_open().then_some(PULL))
                 .map(str::to_owned)
                 .collect(),

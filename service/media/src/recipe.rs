@@ -1,6 +1,6 @@
 //! The settings with which something was made, as they are kept in its file.
 
-use model::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Video};
+use model::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Sampling, Video};
 use serde::{Deserialize, Serialize};
 
 /// The model with which a request is run.
@@ -152,6 +152,21 @@ impl Recipe {
         };
         recipe.strength = (starts || from_latent).then_some(*strength);
         recipe
+    }
+
+    /// How it was sampled, as far as it says so. One that was read from no file says nothing: its numbers are 0.
+    pub fn sampling(&self) -> Sampling {
+        let number = |value: u32| (value > 0).then_some(value);
+        let is_read = self.steps > 0;
+        Sampling {
+            steps: number(self.steps),
+            guidance: is_read.then_some(self.guidance),
+            negative_prompt: self.negative_prompt.clone(),
+            true_guidance: self.true_guidance,
+            seed: is_read.then_some(self.seed),
+            max_sequence_length: number(self.max_sequence_length),
+            strength: self.strength,
+        }
     }
 
     /// Takes what is a picture's own. Whether it begins at a picture.

@@ -1,5 +1,6 @@
 //! Bounds of requests for pictures and films, shared by families whose transformer has a token per 16 by 16 pixels.
 
+use crate::sampling::sampling_problems;
 use crate::steps::first_step;
 use crate::{Audio, ControlUse, Field, Image, InitImage, Medium, Request, RequestError};
 
@@ -76,48 +77,8 @@ pub fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<RequestE
 
 /// Fields that requests for all media have, and that are out of bounds.
 pub fn common_problems(request: &Request) -> Vec<RequestError> {
-    let mut problems = Vec::new();
-    let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
-    if !(1..=MAX_STEPS).contains(&request.steps) {
-        refuse(
-            "steps",
-            format!("is {}; 1 to {MAX_STEPS} is expected", request.steps),
-        );
-    }
-    if !(0.0..=1000.0).contains(&request.guidance) {
-        refuse(
-            "guidance",
-            format!("is {}; 0 to 1000 is expected", request.guidance),
-        );
-    }
-    if !(0.0..=1000.0).contains(&request.true_guidance) {
-        refuse(
-            "true_guidance",
-            format!(
-                "is {}; 0 to 1000 is expected, and over 1 for two passes",
-                request.true_guidance
-            ),
-        );
-    }
-    if !(1..=MAX_TOKENS).contains(&request.max_sequence_length) {
-        let found = request.max_sequence_length;
-        refuse(
-            "max_sequence_length",
-            format!("is {found}; 1 to {MAX_TOKENS} is expected"),
-        );
-    }
+    let mut problems = sampling_problems(request);
     problems.extend(slots_problem(request));
-    let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
-    let negative = request.negative_prompt.as_deref().unwrap_or_default();
-    for (field, text) in [("prompt", request.prompt.as_str()), ("negative_prompt", negative)] {
-        let found = text.len();
-        if found > MAX_PROMPT_BYTES {
-            refuse(
-                field,
-                format!("has {found} bytes; at most {MAX_PROMPT_BYTES} are expected"),
-            );
-        }
-    }
     problems
 }
 

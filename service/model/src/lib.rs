@@ -21,6 +21,7 @@ mod quantization;
 mod reads;
 mod request;
 mod resize;
+mod sampling;
 mod smaller;
 mod stage_run;
 mod steps;
@@ -52,6 +53,7 @@ pub use request::{
     Request, RequestError, StrengthPoint, Video,
 };
 pub use resize::{Filter, resized, resized_by};
+pub use sampling::Sampling;
 pub use smaller::{nearest_frames, smaller_lengths, smaller_sides};
 pub use stage_run::{Observer, StageRun, Unobserved};
 pub use steps::{decimal, first_step};

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::files::{damaged, read_json};
-use crate::{Medium, ModelError, Request, RequestError};
+use crate::{Medium, ModelError, Request, RequestError, Sampling};
 
 /// Applies `moored.json` in a model's folder to the family's default request, of any medium.
 ///
@@ -19,11 +19,8 @@ pub(crate) fn folder_defaults(
     #[derive(Default, Deserialize)]
     #[serde(default)]
     struct FolderDefaults {
-        steps: Option<u32>,
-        guidance: Option<f32>,
-        negative_prompt: Option<String>,
-        true_guidance: Option<f32>,
-        max_sequence_length: Option<u32>,
+        #[serde(flatten)]
+        sampling: Sampling,
         width: Option<u32>,
         height: Option<u32>,
         frames: Option<u32>,
@@ -54,17 +51,8 @@ pub(crate) fn folder_defaults(
         *width = folder_defaults.width.unwrap_or(*width);
         *height = folder_defaults.height.unwrap_or(*height);
     }
-    let defaults = Request {
-        steps: folder_defaults.steps.unwrap_or(otherwise.steps),
-        guidance: folder_defaults.guidance.unwrap_or(otherwise.guidance),
-        negative_prompt: folder_defaults.negative_prompt.or(otherwise.negative_prompt),
-        true_guidance: folder_defaults.true_guidance.unwrap_or(otherwise.true_guidance),
-        max_sequence_length: folder_defaults
-            .max_sequence_length
-            .unwrap_or(otherwise.max_sequence_length),
-        medium,
-        ..otherwise
-    };
+    let otherwise = Request { medium, ..otherwise };
+    let defaults = folder_defaults.sampling.over(otherwise);
     let problems: Vec<String> = problems(&defaults)
         .into_iter()
         .map(|RequestError { field, problem }| format!("{field} {problem}"))

@@ -41,13 +41,8 @@ impl Asked {
             OfMedium::Audio(track) => track.lyrics.as_str(),
             OfMedium::Image | OfMedium::Video { .. } => "",
         };
-        let negative = self.negative_prompt.as_deref().unwrap_or_default();
-        let texts = [
-            ("prompt", self.prompt.as_str()),
-            ("negative_prompt", negative),
-            ("lyrics", lyrics),
-        ];
-        for (field, text) in texts {
+        let texts = [("prompt", self.prompt.as_str()), ("lyrics", lyrics)];
+        for (field, text) in texts.into_iter().chain(self.sampling.texts()) {
             let characters = text.chars().count();
             if characters > LONGEST_PROMPT_CHARACTERS {
                 let problem =
@@ -80,7 +75,7 @@ impl Asked {
                 format!("is less than {LEAST_PREVIEW_INTERVAL_MS}; 0 leaves previews off"),
             );
         }
-        if let Some(strength) = self.strength
+        if let Some(strength) = self.sampling.strength
             && !(strength > 0.0 && strength <= 1.0)
         {
             problem("strength", format!("{strength} is not over 0 and up to 1"));

@@ -334,7 +334,7 @@ impl Making {
         bytes: Option<Taken>,
     ) {
         if let Some(seed) = self.segment(number, (*track).clone(), place_seconds).await {
-            track.seed = Some(seed);
+            track.sampling.seed = Some(seed);
             self.last = Some(LastSegment { track, _bytes: bytes });
         }
     }

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::{Formats, Generate, JobSettings, MediumChoice, OutputArguments, Prompts, Sampling, Settings};
+use super::{
+    Formats, Generate, JobSettings, MediumChoice, OutputArguments, Prompts, SamplingArguments, Settings,
+};
 
 #[derive(Debug, Args)]
 pub(crate) struct Play {
@@ -32,7 +34,7 @@ pub(crate) struct Play {
     #[command(flatten)]
     pub(crate) formats: Formats,
     #[command(flatten)]
-    pub(crate) sampling: Sampling,
+    pub(crate) sampling: SamplingArguments,
     #[command(flatten)]
     pub(crate) job: JobSettings,
     #[command(flatten)]

@@ -14,10 +14,11 @@ use tracing::Instrument as _;
 
 use super::accept::ConnectionInfo;
 use super::entrance::PublicCall;
-use super::methods::{Requests, is_endless, is_public, is_spare};
 use super::uploads::Upload;
 use super::{Limits, PUBLIC_CALL};
-use crate::status::{client_limit, unauthenticated};
+use crate::access::Admitted;
+use crate::methods::{Method, method_at};
+use crate::status::client_limit;
 use calls::{Client, Exceeded, Taken};
 
 /// A service whose calls are counted.
@@ -38,7 +39,7 @@ pub(super) struct OpenCall {
     _taken: Taken,
     /// Where it has a place of those that are endless, too.
     _endless: Option<Taken>,
-    public: Option<PublicCall>,
+    _public: Option<PublicCall>,
 }
 
 impl OpenCall {
@@ -46,55 +47,39 @@ impl OpenCall {
         OpenCall {
             _taken: taken,
             _endless: None,
-            public: None,
+            _public: None,
         }
     }
 }
 
 impl Limits {
-    /// Lets a call in: with the token to the places of its client, without it to the few of methods that need none.
-    fn admit(
-        &self,
-        connection: Option<&ConnectionInfo>,
-        path: &str,
-        headers: &http::HeaderMap,
-    ) -> Result<OpenCall, Status> {
-        let client = client_of(connection);
-        match self.token.check(headers) {
-            Ok(()) => {
-                let known = connection.map_or(Ok(()), |connection| connection.place.admit());
-                known.map_err(|exceeded| {
-                    client_limit(refusal(
-                        exceeded,
-                        "connections",
-                        "close some",
-                        "limits.connections",
-                    ))
-                })?;
-                self.call(client, path).map(OpenCall::counted)
-            }
-            Err(_) if is_public(path) => {
-                let taken = self.public_calls.take(client, 1);
-                let endless = is_endless(path).then(|| self.endless_public_calls.take(client, 1));
-                Ok(OpenCall {
-                    _taken: taken.map_err(|exceeded| refusal_of_public(exceeded, "calls"))?,
-                    _endless: endless
-                        .transpose()
-                        .map_err(|exceeded| refusal_of_public(exceeded, "calls of Health/Watch"))?,
-                    public: connection.map(|connection| connection.place.public_call()),
-                })
-            }
-            Err(refused) => {
-                self.token.log_refusal(client, refused);
-                Err(unauthenticated(refused))
-            }
+    /// Gives a call its place: one with the token among those of its client, one without it among the few for methods that need none.
+    fn admit(&self, connection: Option<&ConnectionInfo>, call: Admitted) -> Result<OpenCall, Status> {
+        let client = connection.and_then(|connection| connection.place.client());
+        if call.is_known {
+            let known = connection.map_or(Ok(()), |connection| connection.place.admit());
+            known.map_err(|exceeded| {
+                let refused = refusal(exceeded, "connections", "close some", "limits.connections");
+                client_limit(refused)
+            })?;
+            return self.call(client, call.method).map(OpenCall::counted);
         }
+        let taken = self.public_calls.take(client, 1);
+        let endless = call.method.is_endless;
+        let endless = endless.then(|| self.endless_public_calls.take(client, 1));
+        Ok(OpenCall {
+            _taken: taken.map_err(|exceeded| refusal_of_public(exceeded, "calls"))?,
+            _endless: endless
+                .transpose()
+                .map_err(|exceeded| refusal_of_public(exceeded, "calls of Health/Watch"))?,
+            _public: connection.map(|connection| connection.place.public_call()),
+        })
     }
 
     /// Counts a call until the result is dropped.
-    fn call(&self, client: Client, path: &str) -> Result<Taken, Status> {
+    fn call(&self, client: Client, method: &Method) -> Result<Taken, Status> {
         self.calls.take(client, 1).or_else(|exceeded| {
-            if is_spare(path)
+            if method.is_spare
                 && let Ok(spare) = self.spare_calls.take(client, 1)
             {
                 return Ok(spare);
@@ -114,7 +99,9 @@ impl Limits {
     }
 }
 
-fn client_of(connection: Option<&ConnectionInfo>) -> Client {
+/// The client of a request.
+pub(crate) fn client_of<B>(request: &http::Request<B>) -> Client {
+    let connection = request.extensions().get::<ConnectionInfo>();
     connection.and_then(|connection| connection.place.client())
 }
 
@@ -157,18 +144,22 @@ where
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
         let connection = request.extensions().get::<ConnectionInfo>().cloned();
-        let client = client_of(connection.as_ref());
+        let client = client_of(&request);
         if let Some(connection) = &connection {
             request.extensions_mut().insert(connection.tcp.clone()); // where tonic looks for the address
         }
         let path = request.uri().path().trim_start_matches('/').to_owned();
         let limits = self.limits.clone();
-        let call = match limits.admit(connection.as_ref(), &path, request.headers()) {
+        // The layer before this one says so; without it nobody is known.
+        let admitted = request.extensions().get().copied().unwrap_or(Admitted {
+            method: method_at(&path),
+            is_known: false,
+        });
+        let call = match limits.admit(connection.as_ref(), admitted) {
             Ok(call) => call,
             Err(refusal) => return Box::pin(std::future::ready(Ok(refusal.into_http()))),
         };
-        let requests = Requests::of(&path);
-        let is_public = call.public.is_some();
+        let (requests, is_public) = (admitted.method.requests, !admitted.is_known);
         let longest = requests.longest_bytes(is_public);
         let whole = is_public.then_some(PUBLIC_CALL);
         let idle = requests.idle(limits.upload_idle);

@@ -4,7 +4,6 @@
 mod accept;
 mod calls_layer;
 mod entrance;
-mod methods;
 mod sent;
 mod uploads;
 
@@ -15,19 +14,17 @@ use tokio::net::TcpListener;
 
 use accept::{Handshake, accepted};
 use calls::Budget;
-pub(crate) use calls_layer::Limited;
+pub(crate) use calls_layer::{Limited, client_of};
 use config::LimitSettings;
 use entrance::Entrance;
 use sent::Readers;
-
-use crate::auth::Token;
 
 /// The bounds of one service.
 pub(crate) struct Limits {
     entrance: Arc<Entrance>,
     handshake: Duration,
-    /// Whose calls count.
-    token: Token,
+    /// Whether a connection has to make a call with the token soon.
+    needs_token: bool,
     calls: Arc<Budget>,
     /// Calls that need no token and have none.
     public_calls: Arc<Budget>,
@@ -56,13 +53,13 @@ const PUBLIC_CALL: Duration = Duration::from_secs(30);
 const NEWCOMERS_PART: u64 = 4;
 
 impl Limits {
-    pub(crate) fn new(settings: &LimitSettings, token: Token, uploads: Arc<Budget>) -> Arc<Limits> {
+    pub(crate) fn new(settings: &LimitSettings, needs_token: bool, uploads: Arc<Budget>) -> Arc<Limits> {
         let connections = Budget::with_places_kept(settings.connections, settings.connections_per_client);
         let newcomers = usize::try_from(settings.connections / NEWCOMERS_PART).unwrap_or(usize::MAX);
         Arc::new(Limits {
             entrance: Entrance::new(connections, newcomers),
             handshake: settings.handshake,
-            token,
+            needs_token,
             calls: Budget::with_places_kept(settings.calls, settings.calls_per_client),
             public_calls: Budget::with_places_kept(PUBLIC_CALLS, PUBLIC_CALLS_PER_CLIENT),
             endless_public_calls: Budget::with_places_kept(
@@ -81,7 +78,7 @@ impl Limits {
     pub(super) fn accept(&self, listener: TcpListener) -> accept::Connections {
         let handshake = Handshake {
             limit: self.handshake,
-            needs_call: self.token.is_set(),
+            needs_call: self.needs_token,
         };
         accepted(listener, self.entrance.clone(), handshake)
     }

@@ -1,13 +1,22 @@
-//! The bearer token.
+//! Who may call: a layer that looks at the token of a call before anything else does.
 
+use std::convert::Infallible;
+use std::future::{Ready, ready};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tokio::time::Instant;
-use tonic::codegen::http::HeaderMap;
-use tonic::codegen::http::header::AUTHORIZATION;
-
 use calls::Client;
+use futures::future::Either;
+use tokio::time::Instant;
+use tonic::body::Body;
+use tonic::codegen::Service;
+use tonic::codegen::http::header::AUTHORIZATION;
+use tonic::codegen::http::{HeaderMap, Request, Response};
+
+use crate::limits::client_of;
+use crate::methods::{Method, Needs, method_at};
+use crate::status::unauthenticated;
 
 /// The token that calls must carry, if there is one.
 #[derive(Clone)]
@@ -77,6 +86,54 @@ impl Token {
         *last_refusal_log = Some(Instant::now());
         let client = client.map_or_else(|| "unknown".to_owned(), |client| client.to_string());
         tracing::warn!(client, why, "a call was refused");
+    }
+}
+
+/// A call that was let in, in the extensions of its request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Admitted {
+    pub(crate) method: &'static Method,
+    /// Whether its caller has shown the token, or none is needed.
+    pub(crate) is_known: bool,
+}
+
+/// A service whose callers are known, or call what anybody may.
+#[derive(Clone)]
+pub(crate) struct Access<S> {
+    inner: S,
+    token: Token,
+}
+
+impl<S> Access<S> {
+    pub(crate) fn new(inner: S, token: Token) -> Access<S> {
+        Access { inner, token }
+    }
+}
+
+impl<S> Service<Request<Body>> for Access<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Either<Ready<Result<Response<Body>, Infallible>>, S::Future>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        let method = method_at(request.uri().path().trim_start_matches('/'));
+        let checked = self.token.check(request.headers());
+        if let Err(why) = checked
+            && method.needs != Needs::Nothing
+        {
+            self.token.log_refusal(client_of(&request), why);
+            return Either::Left(ready(Ok(unauthenticated(why).into_http())));
+        }
+        let is_known = checked.is_ok();
+        request.extensions_mut().insert(Admitted { method, is_known });
+        Either::Right(self.inner.call(request))
     }
 }
 

@@ -1,0 +1,105 @@
+//! How results are sampled, as far as somebody says it: a client, a recipe, a model's folder.
+
+use serde::{Deserialize, Serialize};
+
+use crate::bounds::{MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS};
+use crate::request::{Request, RequestError};
+
+/// The fields of sampling that requests of all media have. What is `None` is left to whoever is asked next.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Sampling {
+    pub steps: Option<u32>,
+    pub guidance: Option<f32>,
+    pub negative_prompt: Option<String>,
+    pub true_guidance: Option<f32>,
+    pub seed: Option<u64>,
+    pub max_sequence_length: Option<u32>,
+    pub strength: Option<f32>,
+}
+
+impl Sampling {
+    /// What is said, else what `other` says.
+    #[must_use]
+    pub fn or(self, other: Sampling) -> Sampling {
+        Sampling {
+            steps: self.steps.or(other.steps),
+            guidance: self.guidance.or(other.guidance),
+            negative_prompt: self.negative_prompt.or(other.negative_prompt),
+            true_guidance: self.true_guidance.or(other.true_guidance),
+            seed: self.seed.or(other.seed),
+            max_sequence_length: self.max_sequence_length.or(other.max_sequence_length),
+            strength: self.strength.or(other.strength),
+        }
+    }
+
+    /// The request with what is said here over it.
+    #[must_use]
+    pub fn over(self, request: Request) -> Request {
+        // Named here, so that none is forgotten.
+        let Sampling {
+            steps,
+            guidance,
+            negative_prompt,
+            true_guidance,
+            seed,
+            max_sequence_length,
+            strength,
+        } = self;
+        Request {
+            steps: steps.unwrap_or(request.steps),
+            guidance: guidance.unwrap_or(request.guidance),
+            negative_prompt: negative_prompt.or(request.negative_prompt),
+            true_guidance: true_guidance.unwrap_or(request.true_guidance),
+            seed: seed.unwrap_or(request.seed),
+            max_sequence_length: max_sequence_length.unwrap_or(request.max_sequence_length),
+            strength: strength.unwrap_or(request.strength),
+            ..request
+        }
+    }
+
+    /// Its texts, by field: they may be as long as a prompt.
+    pub fn texts(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let texts = [("negative_prompt", &self.negative_prompt)];
+        texts
+            .into_iter()
+            .filter_map(|(field, text)| Some((field, text.as_deref()?)))
+    }
+}
+
+/// Fields of sampling that are out of bounds.
+pub(crate) fn sampling_problems(request: &Request) -> Vec<RequestError> {
+    let mut problems = Vec::new();
+    let mut refuse = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
+    if !(1..=MAX_STEPS).contains(&request.steps) {
+        let found = request.steps;
+        refuse("steps", format!("is {found}; 1 to {MAX_STEPS} is expected"));
+    }
+    if !(0.0..=1000.0).contains(&request.guidance) {
+        let found = request.guidance;
+        refuse("guidance", format!("is {found}; 0 to 1000 is expected"));
+    }
+    if !(0.0..=1000.0).contains(&request.true_guidance) {
+        let found = request.true_guidance;
+        let expected = "0 to 1000 is expected, and over 1 for two passes";
+        refuse("true_guidance", format!("is {found}; {expected}"));
+    }
+    if !(1..=MAX_TOKENS).contains(&request.max_sequence_length) {
+        let found = request.max_sequence_length;
+        refuse(
+            "max_sequence_length",
+            format!("is {found}; 1 to {MAX_TOKENS} is expected"),
+        );
+    }
+    let negative = request.negative_prompt.as_deref().unwrap_or_default();
+    for (field, text) in [("prompt", request.prompt.as_str()), ("negative_prompt", negative)] {
+        let found = text.len();
+        if found > MAX_PROMPT_BYTES {
+            refuse(
+                field,
+                format!("has {found} bytes; at most {MAX_PROMPT_BYTES} are expected"),
+            );
+        }
+    }
+    problems
+}
