@@ -50,11 +50,33 @@ pub(crate) fn to_keep(error: Error) -> Error {
             problem: cut(problem),
         },
         Error::ModelNotFound { id } => Error::ModelNotFound { id: cut(id) },
+        Error::ModelDamaged(problem) => Error::ModelDamaged(cut(problem)),
+        Error::ModelChanged(problem) => Error::ModelChanged(cut(problem)),
         Error::ModelUnsupported(problem) => Error::ModelUnsupported(cut(problem)),
+        Error::ClientLimit(problem) => Error::ClientLimit(cut(problem)),
+        Error::CardNotReady(problem) => Error::CardNotReady(cut(problem)),
         Error::LatentNotFound(id) => Error::LatentNotFound(cut(id)),
+        Error::LatentMismatch(problem) => Error::LatentMismatch(cut(problem)),
+        Error::JobNotFound(id) => Error::JobNotFound(cut(id)),
         Error::KeyReused(key) => Error::KeyReused(cut(key)),
+        Error::TooLargeToJoin(key) => Error::TooLargeToJoin(cut(key)),
         Error::Internal(problem) => Error::Internal(cut(problem)),
-        other => other,
+        // Of what the service says itself, and of names that were checked.
+        short @ (Error::NotOpened(_)
+        | Error::NeverFits(_)
+        | Error::MemoryTaken(_)
+        | Error::OutOfMemory(_)
+        | Error::QueueFull { .. }
+        | Error::TooManyJobs(_)
+        | Error::InputsFull { .. }
+        | Error::SlowReader { .. }
+        | Error::Deadline { .. }
+        | Error::Cancelled(_)
+        | Error::WorkerDied { .. }
+        | Error::WorkerSilent { .. }
+        | Error::NotFinite { .. }
+        | Error::LatentWithoutDecoder
+        | Error::ShuttingDown) => short,
     }
 }
 
@@ -116,6 +138,7 @@ mod tests {
             },
             Error::ModelUnsupported(text.clone()),
             Error::LatentNotFound(text.clone()),
+            Error::LatentMismatch(text.clone()),
             Error::KeyReused(text.clone()),
             Error::Internal(text.clone()),
         ];
