@@ -58,7 +58,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         code = code.type_attribute(name, "#[derive(serde::Serialize)]");
     }
     for (field, writer) in written_otherwise(&descriptors) {
-        code = code.field_attribute(field, format!("#[serde(serialize_with = \"crate::json::{writer}\")]"));
+        code = code.field_attribute(
+            field,
+            format!("#[serde(serialize_with = \"crate::json::{writer}\")]"),
+        );
     }
     code.compile_fds(descriptors)?;
     Ok(())

@@ -307,8 +307,8 @@ def test_models_are_listed(service: Service) -> None:
     assert rows["flux-full"]["on the card"] == "31.5 GiB"
     listed = {str(one["id"]): one for one in objects(good(service.run("models", "--json")))}
     assert set(listed) == set(rows)
-    assert listed["moored/demo"]["default"] is True
-    assert listed["small"]["bytes"] == 8 << 20
+    assert listed["moored/demo"]["is_default"] is True
+    assert sum(one["bytes"] for one in listed["small"]["components"]) == 8 << 20
     assert rows["flux-full"]["formats"] == "full"
     assert rows["flux-full"]["quantized"] == "8-bit 15.9 GiB, 4-bit 9.1 GiB"
     assert listed["small"]["quantization"]["transformer"] == "full"
@@ -342,9 +342,9 @@ def test_load_pin_and_unload(simulate: Simulate) -> None:
     (unloaded,) = objects(good(service.run("unload", "--all", "--json")))
     assert unloaded["kept"] == []
     assert unloaded["cancelled_jobs"] == []
-    assert unloaded["freed"] == [
-        {"component": "vae", "card": "sim:0", "booked_bytes": 1 << 20, "freed_bytes": 1 << 20}
-    ]
+    (freed,) = unloaded["freed"]
+    assert (freed["component"]["name"], freed["card"]) == ("vae", "sim:0")
+    assert (freed["booked_bytes"], freed["freed_bytes"]) == (1 << 20, 1 << 20)
     events = objects(good(service.run("load", "small", "--json")))
     assert [event["event"] for event in (events[0], events[-1])] == ["accepted", "done"]
     assert "--all" in bad(service.run("unload"), 2), "everything is unloaded by --all only"
@@ -366,7 +366,7 @@ def test_a_plan_is_a_table(service: Service) -> None:
     plan, failure = objects(told.stdout)
     assert failure["reason"] == "NEVER_FITS"
     assert plan["runs_now"] is False
-    assert plan["model"] == "huge+full"
+    assert plan["model"]["key"] == "huge+full"
 
 
 def test_status_shows_the_card(service: Service, client: moored.Client) -> None:

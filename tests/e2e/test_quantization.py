@@ -374,7 +374,7 @@ def test_formats_are_requested_on_the_command_line(simulate: Simulate, tmp_path:
         good("load", "small", *formats, "--format", "text_encoder_2=nf4")
         assert len(residents(client)) == len(FULL_BYTES)
         plan = json.loads(good("plan", "a cube", "-m", "small", *preset, "--json"))
-        assert plan["model"] == FOUR_BITS
+        assert plan["model"]["key"] == FOUR_BITS
         assert "small+4-bit" in good("pin", "small", *preset), "as it is typed"
         good("pin", "small", *preset, "--off")
         good("unload", "small", *preset)

@@ -96,7 +96,7 @@ def test_the_most_faithful_precision_that_fits_is_chosen(tmp_path: Path) -> None
             told = service.run("run", "flux-full", "a cube", *more, cwd=tmp_path).stderr
             done = service.run("run", "flux-full", "a cube", "--json", *more, cwd=tmp_path)
             events = [json.loads(line) for line in good(done).splitlines()]
-            return next(one["model"] for one in events if one["event"] == "accepted"), told
+            return next(one["model"]["key"] for one in events if one["event"] == "accepted"), told
 
         key, told = model_of()
         assert key == "flux-full+8-bit"

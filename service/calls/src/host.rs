@@ -52,7 +52,14 @@ pub struct Host {
     reader: Mutex<Option<SystemReader>>,
 }
 
+impl Default for Host {
+    fn default() -> Host {
+        Host::new()
+    }
+}
+
 impl Host {
+    /// A reader; it says so in the log where the system does not report its memory.
     pub fn new() -> Host {
         let reader = SystemReader::new().inspect_err(|error| {
             tracing::warn!(%error, "the machine's memory is not shown in the status");

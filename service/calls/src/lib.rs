@@ -19,6 +19,7 @@ mod given_pictures;
 mod host;
 mod latent_upload;
 mod media_store;
+#[allow(clippy::disallowed_methods)] // it looks through folders: its callers run it on threads that may block
 pub mod models;
 mod other_process;
 pub mod paths;

@@ -40,4 +40,3 @@ fn show(status: &v1::Status, json: bool) -> Result<(), CliError> {
         screen::drawing(&picture(status, Canvas::of_stdout()))
     }
 }
-

@@ -248,6 +248,6 @@ mod tests {
         }
         let others = ["grpc.health.v1.", "grpc.reflection."];
         let is_other = |path: &&str| others.iter().any(|package| path.starts_with(package));
-        assert!(rows.iter().all(|path| is_other(path)), "{rows:?}");
+        assert!(rows.iter().all(is_other), "{rows:?}");
     }
 }

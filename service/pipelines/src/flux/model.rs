@@ -339,10 +339,7 @@ impl Model for FluxModel {
         let of_text = texts.iter().filter_map(|(field, text)| {
             let left_out = self.t5_tokenizer.left_out(text, most);
             let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
-            Some(LeftOut {
-                field: *field,
-                ..left_out
-            })
+            Some(LeftOut { field, ..left_out })
         });
         of_text.collect()
     }

@@ -186,7 +186,7 @@ impl ZImageModel {
         let named = captions(request);
         let captions = named.iter().zip(tokens.iter());
         let captions = captions
-            .map(|(name, tokens)| ValueShape::new(*name, vec![*tokens, self.transformer.cap_feat_dim]));
+            .map(|(name, tokens)| ValueShape::new(name, vec![*tokens, self.transformer.cap_feat_dim]));
         let padded = |tokens: &usize| tokens.next_multiple_of(MULTIPLE);
         let longest = tokens.iter().map(padded).max().unwrap_or_default();
         let lengths = self.lengths(image, longest);
