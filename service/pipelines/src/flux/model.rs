@@ -15,7 +15,7 @@ use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::TransformerConfig;
 use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
-use super::stages::{DENOISE, ENCODE_TEXT, Stage, encodings};
+use super::stages::{DENOISE, ENCODE_TEXT, encodings};
 use super::transformer::{denoise_scratch, negative_scratch};
 use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
@@ -23,6 +23,7 @@ use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::is_modulator;
 use crate::sampling::{Denoiser, Prompts};
+use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
@@ -59,17 +60,13 @@ impl Family for Flux {
         MARKS.naming_of(names).is_some()
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        Ok(FluxModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
-    }
-
-    fn open_file(
+    fn open(
         &self,
-        file: &CheckpointFile,
+        path: &Path,
+        file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let opened = FluxModel::of(file.path(), Some(file), precision)?;
-        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
+        Ok(FluxModel::of(path, file, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 
@@ -103,8 +100,7 @@ impl FluxModel {
             .iter()
             .cloned()
             .partition(|file| file.kind == AdapterKind::ControlNet);
-        adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts.components)?;
-        adapted.adapters.report_to(&mut adapted.parts);
+        adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts)?;
         adapted.control_nets.clear();
         for file in nets {
             let opened = OpenControlNet::open(&file, &self.transformer, self.precision.dtype);
@@ -339,10 +335,7 @@ impl Model for FluxModel {
         let of_text = texts.iter().filter_map(|(field, text)| {
             let left_out = self.t5_tokenizer.left_out(text, most);
             let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
-            Some(LeftOut {
-                field: *field,
-                ..left_out
-            })
+            Some(LeftOut { field, ..left_out })
         });
         of_text.collect()
     }
@@ -367,13 +360,6 @@ impl Model for FluxModel {
     }
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
-        Stage {
-            model: self,
-            request: stage.request,
-            tensors: stage.tensors,
-            device: stage.device,
-            observer,
-        }
-        .run(stage)
+        Stage::new(self, stage, observer).run()
     }
 }

@@ -12,10 +12,10 @@ use super::layout::{NAMES, layout};
 use super::places::TRANSFORMERS;
 use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
-use super::stages::Stage;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::flow_match::SchedulerConfig;
+use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
 use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
@@ -75,17 +75,13 @@ impl Family for Hunyuan {
         MARKS.naming_of(names).is_some()
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        Ok(HunyuanModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
-    }
-
-    fn open_file(
+    fn open(
         &self,
-        file: &CheckpointFile,
+        path: &Path,
+        file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let opened = HunyuanModel::of(file.path(), Some(file), precision)?;
-        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
+        Ok(HunyuanModel::of(path, file, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 
@@ -196,8 +192,7 @@ impl HunyuanModel {
             "",
         )];
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts.components)?;
-        adapted.adapters.report_to(&mut adapted.parts);
+        adapted.adapters = AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts)?;
         Ok(adapted)
     }
 
@@ -362,12 +357,7 @@ impl Model for HunyuanModel {
     }
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
-        Stage {
-            model: self,
-            run: *stage,
-            observer,
-        }
-        .run()
+        Stage::new(self, stage, observer).run()
     }
 }
 

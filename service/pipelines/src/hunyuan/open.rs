@@ -13,7 +13,7 @@ use crate::adapters::AdapterSet;
 use crate::autoencoders::hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::checkpoint::{ComponentSet, Wanted, open_single_file};
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, unsupported};
+use crate::files::{check_pairs, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -133,10 +133,7 @@ impl HunyuanModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
-            scheduler: checked(
-                &base.join("scheduler/scheduler_config.json"),
-                SchedulerConfig::check,
-            )?,
+            scheduler: SchedulerConfig::of_pipeline(base)?,
             llama_tokenizer: LlamaTokenizer::shared(&base.join("tokenizer"))?,
             clip_tokenizer,
             transformer,

@@ -12,13 +12,14 @@ use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
 use super::layout::{NAMES, layout};
 use super::positions::Lengths;
-use super::stages::{DENOISE, ENCODE_TEXT, Stage, captions};
+use super::stages::{DENOISE, ENCODE_TEXT, captions};
 use super::transformer::{denoise_scratch, is_modulator, negative_scratch};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
 use crate::sampling::{Denoiser, Prompts};
+use crate::stage::Stage;
 use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
@@ -60,17 +61,13 @@ impl Family for ZImage {
         MARKS.naming_of(names).is_some()
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        Ok(ZImageModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
-    }
-
-    fn open_file(
+    fn open(
         &self,
-        file: &CheckpointFile,
+        path: &Path,
+        file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let opened = ZImageModel::of(file.path(), Some(file), precision)?;
-        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
+        Ok(ZImageModel::of(path, file, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 
@@ -116,8 +113,7 @@ impl ZImageModel {
             "",
         )];
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.parts.components)?;
-        adapted.adapters.report_to(&mut adapted.parts);
+        adapted.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.parts)?;
         Ok(adapted)
     }
 
@@ -186,7 +182,7 @@ impl ZImageModel {
         let named = captions(request);
         let captions = named.iter().zip(tokens.iter());
         let captions = captions
-            .map(|(name, tokens)| ValueShape::new(*name, vec![*tokens, self.transformer.cap_feat_dim]));
+            .map(|(name, tokens)| ValueShape::new(name, vec![*tokens, self.transformer.cap_feat_dim]));
         let padded = |tokens: &usize| tokens.next_multiple_of(MULTIPLE);
         let longest = tokens.iter().map(padded).max().unwrap_or_default();
         let lengths = self.lengths(image, longest);
@@ -296,11 +292,6 @@ impl Model for ZImageModel {
     }
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
-        Stage {
-            model: self,
-            run: *stage,
-            observer,
-        }
-        .run()
+        Stage::new(self, stage, observer).run()
     }
 }

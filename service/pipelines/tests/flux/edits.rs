@@ -97,7 +97,7 @@ pub(crate) fn assert_equal(
     let host = opened.latent(request, &mut Unobserved).expect("a latent");
     let latent = on_cpu(&host);
     let apart = distance(&latent, &expected[&format!("{case}.latent")]);
-    let picture = opened.picture(request, &latent);
+    let picture = opened.picture(&latent);
     let largest = f64::from(largest_difference(
         &picture,
         &expected[&format!("{case}.picture")],
