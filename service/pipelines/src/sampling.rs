@@ -6,7 +6,7 @@ use residency::Bytes;
 
 use crate::adapters::{AdapterSet, UsedAs};
 use crate::start::Kept;
-use crate::{ModelParts, Request, Role, StageError, StagePlan};
+use crate::{LeftOut, ModelParts, Request, Role, StageError, StagePlan};
 
 /// The transformer of a sampling.
 pub(crate) struct Denoiser<'a> {
@@ -70,6 +70,15 @@ impl<'a> Prompts<(&'static str, &'a str)> {
             prompt: ("prompt", &request.prompt),
             negative: request.negative().map(|text| ("negative_prompt", text)),
         }
+    }
+
+    /// The ends of these texts of a request that are not read, of which `tokens` counts the tokens.
+    pub(crate) fn left_out(&self, request: &Request, tokens: impl Fn(&str) -> Option<usize>) -> Vec<LeftOut> {
+        let of_text = self.iter().filter_map(|(field, text)| {
+            let left_out = LeftOut::of_prompt(tokens(text), request)?;
+            Some(LeftOut { field, ..left_out })
+        });
+        of_text.collect()
     }
 }
 

@@ -331,13 +331,7 @@ impl Model for FluxModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let texts = Prompts::texts(request);
-        let of_text = texts.iter().filter_map(|(field, text)| {
-            let left_out = self.t5_tokenizer.left_out(text, most);
-            let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
-            Some(LeftOut { field, ..left_out })
-        });
-        of_text.collect()
+        Prompts::texts(request).left_out(request, |text| self.t5_tokenizer.left_out(text, most).ok())
     }
 
     fn reference_size(&self, width: u32, height: u32) -> Result<Option<(u32, u32)>, RequestError> {

@@ -15,6 +15,7 @@ use super::sections::{Order, Sections};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::flow_match::SchedulerConfig;
+use crate::sampling::Prompts;
 use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -295,8 +296,7 @@ impl Model for HunyuanModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let left_out = self.llama_tokenizer.left_out(&request.prompt, most);
-        LeftOut::of_prompt(left_out.ok(), request).into_iter().collect()
+        Prompts::texts(request).left_out(request, |text| self.llama_tokenizer.left_out(text, most).ok())
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

@@ -270,13 +270,7 @@ impl Model for ZImageModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let texts = Prompts::texts(request);
-        let of_text = texts.iter().filter_map(|(field, text)| {
-            let left_out = self.tokenizer.left_out_of_turn(text, most);
-            let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
-            Some(LeftOut { field, ..left_out })
-        });
-        of_text.collect()
+        Prompts::texts(request).left_out(request, |text| self.tokenizer.left_out_of_turn(text, most).ok())
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
