@@ -13,7 +13,7 @@ use super::config::{MULTIPLE, TransformerConfig};
 use super::layout::{NAMES, layout};
 use super::positions::Lengths;
 use super::stages::{DENOISE, ENCODE_TEXT, captions};
-use super::transformer::{denoise_scratch, is_modulator, negative_scratch};
+use super::transformer::{denoise_scratch, is_modulator, negative_scratch, refining_scratch};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
@@ -200,6 +200,9 @@ impl ZImageModel {
         if let Some(negative) = tokens.negative.as_ref().map(padded) {
             texts.push_str(&format!(" n{negative}"));
             buffers += negative_scratch(&self.transformer, &self.lengths(image, negative), dtype);
+        }
+        if request.has_curves() {
+            buffers += refining_scratch(&self.transformer, &lengths, dtype);
         }
         let scratch = denoiser.scratch(buffers, lengths.all(), steps, request);
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
