@@ -44,7 +44,7 @@ CARD_ROWS_FILES = (
 # Where a figure is to be read against another program's, the table shows what it is of that.
 WITH_RATIOS = ("speed.json", "film.json", "sound.json")
 DOCUMENT = ROOT / "docs/BENCHMARKS.md"
-PROMPTS = ROOT / "service/moored/src/cli/demo_prompts.txt"
+PROMPTS = ROOT / "service/cli/src/demo_prompts.txt"
 END = "<!-- end -->"
 CLIENTS = 64
 MIB = 2**20

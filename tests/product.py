@@ -33,6 +33,9 @@ class Row:
     needs_picture: bool = False
     """Whether it starts from a picture."""
     steps: int = 2
+    precisions: tuple[str, ...] = PRECISIONS
+    about: str = ""
+    """What it shows, in a word, beside another row of the model."""
 
 
 ROWS = (
@@ -41,6 +44,14 @@ ROWS = (
         "image",
         "a large red circle in the centre on a yellow background",
         {"width": 64, "height": 64},
+    ),
+    Row(
+        "moored/demo",
+        "image",
+        "a large red circle in the centre on a yellow background",
+        {"width": 64, "height": 64, "negative_prompt": "a blue square", "true_guidance": 3.0},
+        precisions=("full",),
+        about="negative",
     ),
     Row(
         "moored/demo-film",
@@ -53,12 +64,15 @@ ROWS = (
     Row("moored/demo-sound", "audio", "a slow melody", {"seconds": 1.0}),
 )
 
-CASES = [(row, precision) for row in ROWS for precision in PRECISIONS]
+CASES = [(row, precision) for row in ROWS for precision in row.precisions]
 
 
 def name_of(value: object) -> str:
     """The name of a row or a precision in a test's id."""
-    return value.model.removeprefix("moored/") if isinstance(value, Row) else str(value)
+    if not isinstance(value, Row):
+        return str(value)
+    name = value.model.removeprefix("moored/")
+    return f"{name}-{value.about}" if value.about else name
 
 
 def start_picture() -> Image.Image:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from scripted import (
     CHANNELS,
     SAMPLES_PER_SECOND,
+    WAIT_S,
     Service,
     Talk,
     done,
@@ -201,7 +203,9 @@ async def heard(talk: Talk, count: int) -> None:
 
 async def until(there: Callable[[], bool]) -> None:
     """Waits for what the reading of a session changes."""
-    for _ in iter(there, True):
+    end = time.monotonic() + WAIT_S
+    while not there():
+        assert time.monotonic() < end, "it did not come"
         await asyncio.sleep(0)
 
 

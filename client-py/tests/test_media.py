@@ -253,7 +253,7 @@ def test_a_film_as_mp4(service: Service, ask: Ask, tmp_path: Path) -> None:
         result.save(tmp_path / "film.webp")
     with pytest.raises(ValueError, match='output="raw"'):
         _ = result.array
-    with pytest.raises(moored.InvalidRequest, match="raw, mp4 or raw"):
+    with pytest.raises(moored.InvalidRequest, match="one of raw, mp4, raw"):
         ask("generate_video", "waves", output="gif")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readme_tables import README, TABLES, with_tables
 from scripted import (
     SAMPLES_PER_SECOND,
     Service,
@@ -21,11 +22,8 @@ from scripted import (
 )
 from talks import CHUNK, Player, talk_on
 
-import moored
 from moored._generated import events_pb2, generation_pb2, model_pb2, residency_pb2
-from moored._options import words_of
 
-README = Path(__file__).parent.parent / "README.md"
 EXAMPLES = re.findall(
     r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL
 )
@@ -54,21 +52,11 @@ def test_the_readme_lists_every_program_of_the_examples() -> None:
     assert sorted(listed) == programs
 
 
-@pytest.mark.parametrize(
-    ("medium", "options", "without"),
-    [
-        ("pictures", moored.ImageOptions, None),
-        ("films", moored.VideoOptions, moored.ImageOptions),
-        ("sound", moored.AudioOptions, moored.GenerateOptions),
-        ("sessions", moored.SessionOptions, moored.JobOptions),
-    ],
-)
-def test_the_tables_have_every_option(medium: str, options: type, without: type | None) -> None:
+def test_the_tables_have_every_option() -> None:
+    """Written by `readme_tables.py`."""
     text = README.read_text("utf-8")
-    table = text.partition(f"<!-- options of {medium} -->")[2].partition("<!-- end -->")[0]
-    told = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE))
-    known = words_of(without) if without else {}
-    assert told == {one: said for one, said in words_of(options).items() if one not in known}
+    assert with_tables(text) == text
+    assert all(f"<!-- options of {kind} -->" in text for kind in TABLES)
 
 
 @pytest.mark.parametrize(("example", "said"), [*zip(EXAMPLES, SAID, strict=True)])

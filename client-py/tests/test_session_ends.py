@@ -29,7 +29,7 @@ from talks import (
 
 import moored
 from moored import _conversation
-from moored._generated import errors_pb2
+from moored._generated import errors_pb2, generation_pb2
 
 
 def test_a_session_that_is_refused(service: Service, both: Both) -> None:
@@ -369,6 +369,28 @@ def test_a_session_that_nobody_refers_to(service: Service, client: moored.Client
     gc.collect()
     assert talk.gone.wait(WAIT_S)
     assert segment.number == 1
+
+
+def test_unread_events_are_bounded_by_their_bytes(
+    service: Service, both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sound is: a service may send events without an end."""
+    monkeypatch.setattr(_conversation, "UNREAD_BYTES", 3000)
+    talk = talk_on(service)
+    failures = [
+        generation_pb2.SegmentFailed(segment=number, message="x" * 1000) for number in range(1, 51)
+    ]
+
+    async def use(session: Any, now: Any) -> None:
+        talk.say(*(generation_pb2.StreamAudioResponse(failed=each) for each in failures))
+        said = session._said
+        await until(lambda: said.is_full)
+        assert len(said._unread) == 3
+        assert (await now(session.close())).reason == "closed"
+        told = [one.segment for one in [one async for one in items(session)]]
+        assert told == list(range(1, len(told) + 1))
+
+    both(use)
 
 
 def test_unread_sound_is_bounded(

@@ -168,8 +168,12 @@ def _in_token_folder(named: str) -> Path:
     one that they can have sent to them.
     """
     folder = Path(folder_paths.get_user_directory()) / TOKEN_FOLDER
-    file = folder / Path(named).expanduser()
-    if file.resolve().parent != folder.resolve():
+    file = folder / _with_home(named)
+    try:
+        lies_there = file.resolve().parent == folder.resolve()
+    except (OSError, RuntimeError, ValueError):
+        lies_there = False  # no file can have this name, or its links go round in a ring
+    if not lies_there:
         raise moored.Unauthenticated(
             f"The token file of the settings has to lie in {folder}: put it there and write its name "
             f"alone, or set MOORED_TOKEN_FILE where ComfyUI is started. {named} is not read"
@@ -184,20 +188,25 @@ def _address(endpoint: str) -> str:
             f"{endpoint} is a socket of this machine, which a workflow or a setting may not name: set "
             "MOORED_ENDPOINT where ComfyUI is started"
         )
+    return moored.AsyncClient(endpoint or None, token="").endpoint
+
+
+def _with_home(path: str) -> Path:
+    """The path, with `~` as the home; as it is where there is no such user."""
     try:
-        return moored.AsyncClient(endpoint or None, token="").endpoint
-    except ValueError as error:
-        raise moored.InvalidRequest(str(error)) from error
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError):
+        return Path(path)
 
 
 def _token(path: str) -> str:
-    file = Path(path).expanduser()
+    file = _with_home(path)
     try:
         if file.exists() and not file.is_file():
             raise moored.Unauthenticated(f"The token file {path} is no file with text in it")
         with file.open(encoding="utf-8") as opened:
             text = opened.read(TOKEN_AT_MOST_CHARACTERS + 2).strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise moored.Unauthenticated(f"The token file {path} cannot be read: {reason}") from error
     if len(text) > TOKEN_AT_MOST_CHARACTERS or not (text.isascii() and text.isprintable()):

@@ -16,10 +16,9 @@ from .handles import ModelHandle, ModelRecipe
 from .schema import (
     CATEGORY,
     film_inputs,
-    job_options,
     model_input,
+    options_of,
     prompt_input,
-    sampling_options,
     size_inputs,
 )
 
@@ -114,15 +113,12 @@ async def _filmed(
     width: int,
     height: int,
     seconds: float,
-    steps: int,
-    guidance: float,
     seed: int,
     frames: int = 0,
     fps: float = 0.0,
     give_frames: bool = False,
-    max_sequence_length: int = 0,
     preview_every_s: float = 0.0,
-    **job: Any,
+    **asked: Any,
 ) -> io.NodeOutput:
     """A film, from an IMAGE or from none (None)."""
     if model.controls:
@@ -159,8 +155,7 @@ async def _filmed(
             seed=seed,
             output="raw",
             preview_interval_s=preview_every_s or None,
-            **sampling_options(steps, guidance, max_sequence_length),
-            **job_options(**job),
+            **options_of(moored.VideoOptions, asked),
         ),
     )
     if preview_every_s and result.film.frame_count:

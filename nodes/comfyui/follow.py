@@ -54,8 +54,8 @@ class Display:
             case moored.Accepted():
                 self._choice = said
             case moored.Done() if self._choice:
-                # The last text stays on the node; those that are HTML show it in one line.
-                said = f"{said};\n{self._choice}"
+                # The last text stays on the node.
+                said = f"{said}\n{self._choice}"
             case moored.Step():
                 of_item = max(event.parts, 1) * event.of
                 before = (self.pictures_before + event.item) * of_item

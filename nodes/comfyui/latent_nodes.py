@@ -15,9 +15,9 @@ from .schema import (
     CATEGORY,
     LatentType,
     job_inputs,
-    job_options,
     latent_input,
     model_input,
+    options_of,
     seed_input,
     seed_of,
 )
@@ -56,7 +56,7 @@ class VAEEncode(io.ComfyNode):
             pngs = tensors.pngs_of(image)
             width, height = tensors.size_of(image)
             display = Display(cls.hidden.unique_id, pictures=len(pngs))
-            options = tuple(job_options(**job).items())
+            options = tuple(options_of(moored.JobOptions, job).items())
             with claims.latents_of(target) as handle:
                 for n, png in enumerate(pngs):
                     encoding = Encoding(png, width, height, seed_of(seed, n), options)
@@ -89,7 +89,7 @@ class VAEDecode(io.ComfyNode):
             recipe = model.recipe
             target = connection.target(recipe.server)
             display = Display(cls.hidden.unique_id, pictures=len(latent.latents))
-            options = job_options(**job)
+            options = options_of(moored.JobOptions, job)
 
             async def decoded(name: str) -> moored.ImageResult:
                 return await follow(

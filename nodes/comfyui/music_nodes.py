@@ -13,12 +13,11 @@ from .follow import Deliver, Display, attend, follow
 from .handles import ModelHandle
 from .schema import (
     CATEGORY,
-    job_options,
     model_input,
     music_inputs,
     music_start_inputs,
+    options_of,
     prompt_input,
-    sampling_options,
     seconds_input,
 )
 
@@ -155,18 +154,11 @@ async def _played(
     source: Any,
     options: dict[str, Any],
     *,
-    lyrics: str,
-    steps: int,
-    guidance: float,
     seed: int,
     count: int,
     reference: Any = None,
     bpm: int = 0,
-    key: str = "",
-    time_signature: str = "",
-    language: str = "",
-    max_sequence_length: int = 0,
-    **job: Any,
+    **asked: Any,
 ) -> io.NodeOutput:
     """Tracks, from an AUDIO or from none (None); `options` are those of the node alone."""
     recipe, display = model.recipe, Display(node, pictures=count)
@@ -200,18 +192,13 @@ async def _played(
             lambda client: client.stream_audio(
                 prompt,
                 model=recipe.ref,
-                lyrics=lyrics or None,
                 bpm=bpm or None,
-                key=key or None,
-                time_signature=time_signature or None,
-                language=language or None,
                 seed=seed,
                 count=count,
                 output="raw",
                 **media,
                 **options,
-                **sampling_options(steps, guidance, max_sequence_length),
-                **job_options(**job),
+                **options_of(moored.AudioOptions, asked),
             ),
         )
     finally:

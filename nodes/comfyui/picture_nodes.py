@@ -15,12 +15,11 @@ from .handles import Generation, KeptLatent, LatentHandle, ModelHandle
 from .schema import (
     CATEGORY,
     LatentType,
-    job_options,
     latent_input,
     model_input,
+    options_of,
     picture_inputs,
     prompt_input,
-    sampling_options,
     seed_of,
     size_inputs,
 )
@@ -199,26 +198,17 @@ async def _generated(
     prompt: str,
     starts: list[tuple[Start, dict[str, Any]]],
     *,
-    steps: int,
-    guidance: float,
     seed: int,
     count: int,
     latent_only: bool = False,
-    max_sequence_length: int = 0,
     preview_every_s: float = 0.0,
-    strength: float | None = None,
-    **job: Any,
+    **asked: Any,
 ) -> io.NodeOutput:
     """`count` pictures from each start, one job a start; picture n of them all has seed + n."""
     recipe = model.recipe
     target = connection.target(recipe.server)
     display = Display(node, pictures=count * len(starts))
-    options = {
-        **sampling_options(steps, guidance, max_sequence_length),
-        "strength": strength,
-        "controls": model.controls,
-        **job_options(**job),
-    }
+    options = options_of(moored.ImageOptions, asked) | {"controls": model.controls}
     shown = {
         "latent_only": latent_only,
         "output": "raw",

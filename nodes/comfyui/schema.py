@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import moored
 from comfy_api.latest import io
 
 CATEGORY = "moored"
@@ -21,7 +23,6 @@ MAX_FILM_SECONDS = 600.0
 MAX_BEATS_PER_MINUTE = 999
 
 SERVICE_PATIENCE = -1.0
-MODEL_GUIDANCE = -1.0
 
 
 def model_input() -> io.Input:
@@ -74,7 +75,7 @@ def size_inputs(default: str) -> list[io.Input]:
 def picture_inputs() -> list[io.Input]:
     """What both picture nodes ask for besides their start."""
     return [
-        *sampling_inputs(),
+        *placed_inputs("steps", "guidance"),
         seed_input(),
         count_input("How many pictures."),
         io.Boolean.Input(
@@ -83,9 +84,10 @@ def picture_inputs() -> list[io.Input]:
             advanced=True,
             tooltip="Make only a latent, for VAE Decode. Nodes linked to image do not run.",
         ),
-        text_length_input(),
+        *placed_inputs("max_sequence_length", folded=True),
         preview_input(),
         *job_inputs(),
+        *further_inputs(moored.ImageOptions, unfolded=("negative_prompt", "true_guidance")),
     ]
 
 
@@ -117,7 +119,7 @@ def film_inputs() -> list[io.Input]:
             advanced=True,
             tooltip="Frames a second. 0: the model's default.",
         ),
-        *sampling_inputs(),
+        *placed_inputs("steps", "guidance"),
         seed_input("Another seed is another film."),
         io.Boolean.Input(
             "give_frames",
@@ -125,9 +127,10 @@ def film_inputs() -> list[io.Input]:
             advanced=True,
             tooltip="Output the frames too, as a batch. If off, nodes linked to frames do not run.",
         ),
-        text_length_input(),
+        *placed_inputs("max_sequence_length", folded=True),
         preview_input(),
         *job_inputs(),
+        *further_inputs(moored.VideoOptions),
     ]
 
 
@@ -170,53 +173,73 @@ def music_inputs() -> list[io.Input]:
         io.String.Input(
             "language", advanced=True, tooltip="Language of the lyrics: en. Empty: the model's."
         ),
-        *sampling_inputs(),
+        *placed_inputs("steps", "guidance"),
         seed_input("Track n of several uses seed + n, from 0."),
         count_input("How many tracks."),
-        text_length_input(),
+        *placed_inputs("max_sequence_length", folded=True),
         *job_inputs(),
+        *further_inputs(moored.AudioOptions),
     ]
 
 
-def sampling_inputs() -> list[io.Input]:
-    """Steps and guidance."""
-    return [
-        io.Int.Input("steps", default=0, min=0, max=200, tooltip="0: the model's default."),
-        io.Float.Input(
-            "guidance",
-            default=MODEL_GUIDANCE,
-            min=-1.0,
-            max=100.0,
-            step=0.1,
-            tooltip="How closely to follow the prompt. -1: the model's default.",
-        ),
-    ]
+# Those that have had their place since before: a workflow that is saved has its values by their places. All
+# others come last.
+PLACED = ("steps", "guidance", "max_sequence_length")
+
+MAX_NUMBER = 1_000_000
 
 
-def sampling_options(steps: int, guidance: float, max_sequence_length: int) -> dict[str, Any]:
-    """What `sampling_inputs` and `text_length_input` asked for, as options of the client."""
-    return {
-        "steps": steps or None,
-        "guidance": None if guidance == MODEL_GUIDANCE else guidance,
-        "max_sequence_length": max_sequence_length or None,
+def option_input(field: moored.OptionField, *, folded: bool, optional: bool = False) -> io.Input:
+    """An option of the client as an input; the value that leaves it open is its default."""
+    if field.kind == "text":
+        left_open = "Empty: the model's default."
+    else:
+        left_open = f"{field.left_open}: the model's default."
+    shared: dict[str, Any] = {
+        "optional": optional,
+        "advanced": folded or None,
+        "tooltip": field.tooltip if field.kind == "truth" else f"{field.tooltip} {left_open}",
     }
+    least, most = field.left_open, field.most or MAX_NUMBER
+    match field.kind:
+        case "text":
+            return io.String.Input(
+                field.option, default="", multiline=True, dynamic_prompts=True, **shared
+            )
+        case "truth":
+            return io.Boolean.Input(field.option, default=False, **shared)
+        case "whole":
+            return io.Int.Input(field.option, default=least, min=least, max=most, **shared)
+        case "number":
+            first, last = float(least), float(most)
+            return io.Float.Input(
+                field.option, default=first, min=first, max=last, step=0.1, **shared
+            )
+
+
+def placed_inputs(*options: str, folded: bool = False) -> list[io.Input]:
+    """Inputs of these options, which every medium has."""
+    fields = {field.option: field for field in moored.sampling_fields(moored.GenerateOptions)}
+    return [option_input(fields[option], folded=folded) for option in options]
+
+
+def further_inputs(kind: type, unfolded: tuple[str, ...] = ()) -> list[io.Input]:
+    """Inputs of all other options of a medium. Nodes and prompts that are saved may lack them."""
+    return [
+        option_input(field, folded=field.option not in unfolded, optional=True)
+        for field in moored.sampling_fields(kind)
+        if field.option not in PLACED
+    ]
+
+
+def options_of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the inputs of a job and of its options asked for, as options of the client."""
+    return moored.asked_options(kind, values) | {"priority": values["priority"]}
 
 
 def count_input(tooltip: str) -> io.Input:
     """How many."""
     return io.Int.Input("count", default=1, min=1, max=MAX_COUNT, tooltip=tooltip)
-
-
-def text_length_input() -> io.Input:
-    """How much of the prompt is read."""
-    return io.Int.Input(
-        "max_sequence_length",
-        default=0,
-        min=0,
-        max=512,
-        advanced=True,
-        tooltip="Tokens of the prompt that the large text encoder reads. 0: the model's default.",
-    )
 
 
 def preview_input() -> io.Input:
@@ -258,15 +281,6 @@ def job_inputs() -> list[io.Input]:
             tooltip="Try even if memory is short. If it runs out, only this job fails.",
         ),
     ]
-
-
-def job_options(priority: str, patience_s: float, allow_low_memory: bool) -> dict[str, Any]:
-    """What `job_inputs` asked for, as options of the client."""
-    return {
-        "priority": priority,
-        "patience_s": None if patience_s == SERVICE_PATIENCE else patience_s,
-        "allow_low_memory": allow_low_memory,
-    }
 
 
 def seed_of(seed: int, n: int) -> int:

@@ -47,10 +47,8 @@ def unreachable(problem: str, endpoint: str) -> dict[str, Any]:
 def defaults(of: ModelDefaults) -> dict[str, float]:
     """A model's own values, by the inputs of the nodes; none for what it does not make."""
     of_film = of.frames / of.frames_per_second if of.frames_per_second else 0.0
-    values = {"fps": of.frames_per_second, "seconds": of.seconds or round(of_film, 1)} | {
-        name: getattr(of, name)
-        for name in ("width", "height", "frames", "steps", "guidance", "max_sequence_length")
-    }
+    values: dict[str, float] = asdict(of)
+    values |= {"fps": values.pop("frames_per_second"), "seconds": of.seconds or round(of_film, 1)}
     # The wire has singles: 3.5 is to look like that.
     shown = {name: float(f"{value:.6g}") for name, value in values.items() if value}
     return {name: int(value) if value.is_integer() else value for name, value in shown.items()}

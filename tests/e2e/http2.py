@@ -35,6 +35,7 @@ class Http2:
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self.frames: dict[tuple[int, int], bytes] = {}
+        self._answered: set[int] = set()
         self._may_send = {0: 65_535}
         self._stream_window = 65_535
         self._socket.sendall(PREFACE)
@@ -86,11 +87,18 @@ class Http2:
             self._may_send[stream] = self._may_send.get(
                 stream, self._stream_window
             ) + int.from_bytes(payload)
+        if kind in (DATA, HEADERS) and flags & END_STREAM:
+            self._answered.add(stream)
         self.frames[(kind, stream)] = self.frames.get((kind, stream), b"") + payload
 
     def wait_for(self, so: Callable[[], bool], seconds: float = DEADLINE_S) -> None:
         with self._changed:
             assert self._changed.wait_for(so, seconds), sorted(self.frames)
+
+    def is_answered(self, stream: int) -> bool:
+        """Whether the service has said all that it says on a stream."""
+        with self._changed:
+            return stream in self._answered
 
     def ended(self, stream: int) -> bool:
         """Whether the service has closed a stream, or the connection."""
@@ -120,9 +128,9 @@ class Http2:
     def _room(self, stream: int) -> int:
         return min(self._may_send[0], self._may_send[stream])
 
-    def open_window(self) -> None:
-        """Lets the service send as much as it likes on all streams together."""
-        self._send(WINDOW_UPDATE, 0, 0, struct.pack("!I", 2**30))
+    def open_window(self, stream: int = 0) -> None:
+        """Lets the service send as much as it likes on all streams together, or on one."""
+        self._send(WINDOW_UPDATE, 0, stream, struct.pack("!I", 2**30))
 
     def write(self, stream: int, data: bytes, end: bool = False) -> bool:
         """Writes data as the service's windows allow. False: the service has ended the stream."""

@@ -537,12 +537,12 @@ def test_doctor_reports_problems(tmp_path: Path) -> None:
     folders = [str(tmp_path / "models"), str(tmp_path / "nowhere")]
     file.write_text(
         f'[service]\nstate = "{tmp_path}/file/state"\n[models]\nfolders = {json.dumps(folders)}\n'
-        '[client]\nendpoint = "http://127.0.0.1:1"\n'
+        '[client]\nendpoint = "http://127.0.0.1:1"\n[cards]\nheadroom = "60TiB"\n'
     )
     result = run("doctor", "--config", str(file))
-    assert "3 problems found" in bad(result, 1)
+    assert "4 problems found" in bad(result, 1)
     wrong = [line for line in result.stdout.splitlines() if line.startswith("BAD")]
-    for word in ("service.state", "nowhere", "broken"):
+    for word in ("service.state", "nowhere", "broken", "cards.headroom"):
         assert any(word in line for line in wrong), wrong
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from service import ROOT, clean_environment, run
 
-PROMPTS = (ROOT / "service/moored/src/cli/demo_prompts.txt").read_text(encoding="utf-8").split("\n")
+PROMPTS = (ROOT / "service/cli/src/demo_prompts.txt").read_text(encoding="utf-8").split("\n")
 PROMPTS = [prompt for prompt in PROMPTS if prompt]
 FILM_PROMPT = "the red circle moves to the top left on a yellow background"
 SOUND_PROMPT = "three high short notes, then a low long one, square wave"

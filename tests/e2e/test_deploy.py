@@ -22,7 +22,7 @@ import yaml
 from service import BINARY, ROOT, START_TIMEOUT_S, ReservedPort, clean_environment
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
-DEFAULTS = (ROOT / "service/moored/src/config/default.toml").read_text(encoding="utf-8")
+DEFAULTS = (ROOT / "service/config/src/default.toml").read_text(encoding="utf-8")
 TOKEN_PATH = "/run/secrets/moored_token"
 STATE_PATH = "/var/lib/moored"
 CACHE_PATH = f"{STATE_PATH}/hub"

@@ -335,14 +335,14 @@ def test_only_what_is_asked_for_is_kept(simulate: Simulate) -> None:
 
 def test_the_store_is_bounded(simulate: Simulate) -> None:
     one = LATENT_OF_SMALL_BYTES
-    service = simulate(arguments=("--set", f"queue.latents={3 * one}B"))
+    service = simulate(arguments=("--set", f"queue.latents={4 * one}B"))
     with service.client() as client:
         latents = [
             client.generate_image("", model="small", seed=seed, latent_only=True).latents[0]
             for seed in range(5)
         ]
         assert {latent.bytes for latent in latents} == {one}
-        wait_for_latents(client, 3)
+        wait_for_latents(client, 3)  # one client has seven eighths of the store at the most
         assert client.status().latent_bytes == 3 * one
         with pytest.raises(moored.LatentNotFound):
             client.get_latent(latents[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -22,6 +23,8 @@ Simulate = Callable[..., Service]
 
 DEADLINE_S = 60.0
 TOKEN = "0123456789abcdef-a-token"
+CALLS_OF_A_FULL_LOG = 150
+"""So many pictures log more than a pipe and the queue of lines hold together."""
 
 
 @contextmanager
@@ -74,12 +77,12 @@ def refused(
 # Ending.
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_lets_running_jobs_finish(simulate: Simulate, sign: signal.Signals) -> None:
-    """SIGHUP comes when the terminal is closed."""
+    """SIGHUP comes when the terminal is closed, SIGQUIT from some supervisors."""
     service = simulate()
     with service.client() as client, end_of(worker_pid(client)) as worker_ended:
-        with running(client, steps=100) as stream:
+        with running(client, steps=50) as stream:
             service.process.send_signal(sign)
             wait_for_log(service, "stopping: waiting")
             with pytest.raises((moored.ShuttingDown, moored.ConnectionFailed)) as late:
@@ -128,6 +131,38 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
         with moored.Client(port.address) as client:
             client.wait_until_ready(DEADLINE_S)
             assert len(client.generate_image("a cat", model="small").pictures) == 1
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_log_that_nobody_reads_stops_nothing_and_tells_what_was_dropped(tmp_path: Path) -> None:
+    port = ReservedPort()
+    state = ("--state", str(tmp_path / "state"))
+    models = ("--models", str(INSTANT_MODELS), "--device", "sim:24GiB")
+    # Each call logs some dozens of lines.
+    noisy = ("--set", "log.filter=trace,h2=trace,hyper=trace,tonic=trace")
+    process = subprocess.Popen(
+        [BINARY, "serve", "--listen", port.address, *state, *models, *noisy, "--end-with-stdin"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=clean_environment(),
+    )
+    try:
+        assert process.stderr is not None
+        with moored.Client(port.address) as client:
+            client.wait_until_ready(DEADLINE_S)
+            for seed in range(CALLS_OF_A_FULL_LOG):
+                client.generate_image("a cat", model="small", seed=seed)
+        told = next(line for line in process.stderr if b"lines of the log were dropped" in line)
+        dropped = re.search(rb"dropped(?:\x1b\[\S*?m)*=(?:\x1b\[\S*?m)*(\d+)", told)
+        assert dropped and int(dropped[1]) > 0, told
+        # Nobody reads again, and it ends all the same.
+        with moored.Client(port.address) as client:
+            for seed in range(CALLS_OF_A_FULL_LOG):
+                client.generate_image("a cat", model="small", seed=seed)
         process.terminate()
         assert process.wait(DEADLINE_S) == 0
     finally:
@@ -328,6 +363,12 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     for wrong in ("mine", "nowhere", "never", "tpu", "a lot"):
         assert wrong in result.stderr
     assert "config --defaults" in result.stderr
+
+
+def test_more_headroom_than_a_card_has_is_refused(tmp_path: Path) -> None:
+    card = ("--device", "sim:1GiB", "--set", "cards.headroom=2GiB")
+    result = refused(*card, "--listen", "127.0.0.1:0", "--state", str(tmp_path))
+    assert "cards.headroom is 2.0 GiB, and sim:0 has 1.0 GiB" in result.stderr
 
 
 def test_a_missing_configuration_file_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import moored
+import numpy as np
 import pytest
 from http2 import DATA, GOAWAY, PREFACE, Http2, message
 from moored._errors import error_of
@@ -229,3 +230,24 @@ def test_output_of_a_library_in_a_worker_is_not_read_as_a_frame(simulate: Simula
         client.generate_image("after it", model="small", width=64, height=64)
         card = client.status().cards[0]
         assert (card.worker_pid, card.worker_restarts) == (worker, 0)
+
+
+def test_latents_of_one_client_push_out_its_own_and_not_those_of_another(
+    simulate: Simulate, opened: ExitStack
+) -> None:
+    service = simulate(arguments=("--set", "queue.latents=8KiB"))
+    info = model_pb2.LatentInfo(vae_id="a decoder", shape=[1, 1, 16, 16], dtype="f32")
+    chunk = generation_pb2.LatentChunk(info=info, chunk=bytes(1024)).SerializeToString()
+    other = Http2(service.address, source="127.0.0.30")
+    opened.callback(other.close)
+    stream = other.call("Generation/PutLatent")
+    other.write(stream, message(chunk), end=True)
+    other.wait_for(lambda: (DATA, stream) in other.frames)
+    of_another = model_pb2.LatentInfo.FromString(other.frames[(DATA, stream)][5:])
+    with service.client() as client:
+        own = [client.put_latent(np.zeros((1, 1, 16, 16), "f4"), vae_id="a") for _ in range(20)]
+        assert client.status().latents == 8, "seven of its own, and that of the other"
+        assert client.get_latent(of_another.id).data == bytes(1024)
+        assert client.get_latent(own[-7].id).data == bytes(1024)
+        with pytest.raises(moored.LatentNotFound):
+            client.get_latent(own[-8].id)

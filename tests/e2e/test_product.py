@@ -30,6 +30,8 @@ from product import (
 from service import Service
 
 COMMANDS = {"image": "generate", "video": "film", "audio": "play"}
+FLAGS = {"negative_prompt": "negative", "true_guidance": "true-guidance"}
+"""Options of the command line, by those of the Python client, where they differ."""
 ENDINGS = {"image": "png", "video": "apng", "audio": "wav"}
 """Of files without loss."""
 
@@ -52,7 +54,7 @@ class Case:
 
     def options(self) -> list[str]:
         """The row's options on the command line."""
-        told = [f"--{name}={value}" for name, value in self.row.options.items()]
+        told = [f"--{FLAGS.get(name, name)}={value}" for name, value in self.row.options.items()]
         told += [f"--seed={SEED}", f"--steps={self.row.steps}"]
         told += [f"--quantization={self.precision}"]
         if self.row.needs_picture:

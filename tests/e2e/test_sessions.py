@@ -20,6 +20,7 @@ import moored
 import numpy as np
 import pytest
 from faults import assert_at_rest, kill_worker, running
+from http2 import DATA, Http2, message
 from moored._generated import generation_pb2 as pb
 from moored._generated import generation_pb2_grpc, model_pb2
 from numpy.typing import NDArray
@@ -492,6 +493,41 @@ def test_the_hold_of_a_client_that_stops_reading_ends(simulate: Simulate) -> Non
         call.cancel()
         over.set()
         assert_at_rest(client)
+
+
+def test_a_gap_is_told_once_however_long_its_client_does_not_read(simulate: Simulate) -> None:
+    connection = Http2(simulate().address, window=10_000)  # of bytes that nobody reads
+    try:
+        stream = connection.call("Generation/StreamAudio")
+        model = model_pb2.ModelRef(id="track")
+        opening = pb.StreamAudioRequest(open=pb.OpenAudioSession(model=model, lead_ms=500))
+        # A second sounds by the clock, and at each message the session sees that nothing follows.
+        looks = [pb.StreamAudioRequest(played=pb.PlayHead(sample=0))] * 80
+        for asked in (opening, segment(prompt="x", seconds=10.0), *looks):
+            connection.write(stream, message(asked.SerializeToString()))
+            time.sleep(0.025)  # how long it does not read is what is tested
+        for one in (0, stream):
+            connection.open_window(one)
+        asked = pb.StreamAudioRequest(close=pb.CloseAudioSession())
+        connection.write(stream, message(asked.SerializeToString()), end=True)
+        connection.wait_for(lambda: connection.is_answered(stream))
+        told = messages_in(connection.frames[(DATA, stream)])
+    finally:
+        connection.close()
+    gaps = [one.gap for one in told if one.HasField("gap")]
+    assert 0 < len(gaps) <= 3, [(gap.at_sample, gap.milliseconds) for gap in gaps]
+    assert told[-1].closed.gaps == len(gaps)
+    assert sum(gap.milliseconds for gap in gaps) > 500
+
+
+def messages_in(data: bytes) -> list[pb.StreamAudioResponse]:
+    """The messages of a stream's data, each after a head of five bytes."""
+    told = []
+    while data:
+        size = int.from_bytes(data[1:5])
+        told.append(pb.StreamAudioResponse.FromString(data[5 : 5 + size]))
+        data = data[5 + size :]
+    return told
 
 
 def test_what_sessions_keep_of_messages_counts_against_their_client(simulate: Simulate) -> None:

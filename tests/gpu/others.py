@@ -11,7 +11,7 @@ from bench import ROOT, Bench, gigabytes
 from figures import MIB
 from PIL import Image
 
-PROMPTS = ROOT / "service/moored/src/cli/demo_prompts.txt"
+PROMPTS = ROOT / "service/cli/src/demo_prompts.txt"
 PICTURES = 8
 DEMO = "moored/demo"
 MAGNIFIED = 32

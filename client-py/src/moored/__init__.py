@@ -68,6 +68,7 @@ from ._events import (
     TextLeftOut,
     Waiting,
 )
+from ._fields import FieldKind, OptionField, asked_options, option_fields, sampling_fields
 from ._latents import Latent
 from ._media import Film, Frame, Picture, Samples, Track
 from ._pictures import ImageInput
@@ -204,6 +205,7 @@ __all__ = [
     "EventStream",
     "Evicting",
     "Fallback",
+    "FieldKind",
     "Film",
     "FilmOutput",
     "Frame",
@@ -251,6 +253,7 @@ __all__ = [
     "NeverFits",
     "NotBuilt",
     "NotFinite",
+    "OptionField",
     "OutOfMemory",
     "OutputFormat",
     "Picture",
@@ -313,9 +316,12 @@ __all__ = [
     "WavWriter",
     "WorkerDied",
     "__version__",
+    "asked_options",
     "describe",
+    "option_fields",
     "progress",
     "read_recipe",
+    "sampling_fields",
 ]
 
 # Users see the flat namespace, in tracebacks and in pickles alike.

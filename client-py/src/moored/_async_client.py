@@ -20,7 +20,7 @@ from ._errors import MooredError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
 from ._latents import Latent, LatentReader, chunks_of
 from ._mirror import mirror
-from ._options import spelled
+from ._options import message_of, spelled
 from ._pictures import ImageInput
 from ._records import (
     AdapterInfo,
@@ -151,7 +151,9 @@ class AsyncClient:
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
     ) -> AsyncEventStream[ImageResult]:
         """The same as an iterator of events; closing it cancels the job."""
-        request = requests.image_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateImageRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateImage, request, timeout, image_result)
 
     @overload
@@ -192,7 +194,9 @@ class AsyncClient:
 
         `stream.frames()` gives the frames as they come.
         """
-        request = requests.video_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateVideoRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateVideo, request, timeout, video_result)
 
     @overload
@@ -233,7 +237,9 @@ class AsyncClient:
 
         `stream.samples()` gives the samples as they come.
         """
-        request = requests.audio_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateAudioRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateAudio, request, timeout, audio_result)
 
     @spelled(SessionOptions)
@@ -393,7 +399,7 @@ class AsyncClient:
 
         One of several tensors has `.arrays`, by their names.
         """
-        request = generation_pb2.GetLatentRequest(latent_id=requests.latent_id(latent))
+        request = message_of(generation_pb2.GetLatentRequest, latent_id=requests.latent_id(latent))
         call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
         read = LatentReader()
         try:
@@ -428,7 +434,9 @@ class AsyncClient:
 
         A job that needs it keeps it until it has ended.
         """
-        request = generation_pb2.ReleaseLatentRequest(latent_id=requests.latent_id(latent))
+        request = message_of(
+            generation_pb2.ReleaseLatentRequest, latent_id=requests.latent_id(latent)
+        )
         method = self._stubs.generation.ReleaseLatent
         released: bool = (await self._unary(method, request, timeout)).released
         return released
@@ -471,7 +479,7 @@ class AsyncClient:
 
         Accepted jobs keep it.
         """
-        request = generation_pb2.ReleaseMediaRequest(media_id=requests.media_id(media))
+        request = message_of(generation_pb2.ReleaseMediaRequest, media_id=requests.media_id(media))
         method = self._stubs.generation.ReleaseMedia
         released: bool = (await self._unary(method, request, timeout)).released
         return released
@@ -553,7 +561,8 @@ class AsyncClient:
         **options: Unpack[JobOptions],
     ) -> AsyncEventStream[JobResult]:
         """The same as an iterator of events; closing it cancels the job."""
-        request = residency_pb2.LoadRequest(
+        request = message_of(
+            residency_pb2.LoadRequest,
             model=requests.model_of(model),
             options=requests.job_request(options, self.client_id),
             components=requests.component_names(components),
@@ -597,7 +606,8 @@ class AsyncClient:
 
         Usable by `async with await`. Asking again, by the same client, renews it.
         """
-        request = residency_pb2.HoldRequest(
+        request = message_of(
+            residency_pb2.HoldRequest,
             model=requests.model_of(model),
             client_id=client_id or self.client_id,
             ttl=requests.duration(ttl_s),
@@ -621,7 +631,9 @@ class AsyncClient:
         **options: Unpack[ImageOptions],
     ) -> Plan:
         """What `generate_image` with the same arguments would need and do, without doing it."""
-        generate = requests.image_request(prompt, options, self.client_id)
+        generate = requests.generate_request(
+            generation_pb2.GenerateImageRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(generate=generate, card=generate.options.card)
         return mirror(Plan, await self._unary(self._stubs.residency.Plan, request, timeout))
 
@@ -634,7 +646,9 @@ class AsyncClient:
         **options: Unpack[VideoOptions],
     ) -> Plan:
         """What `generate_video` with the same arguments would need and do, without doing it."""
-        video = requests.video_request(prompt, options, self.client_id)
+        video = requests.generate_request(
+            generation_pb2.GenerateVideoRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(video=video, card=video.options.card)
         return mirror(Plan, await self._unary(self._stubs.residency.Plan, request, timeout))
 
@@ -647,7 +661,9 @@ class AsyncClient:
         **options: Unpack[AudioOptions],
     ) -> Plan:
         """What `generate_audio` with the same arguments would need and do, without doing it."""
-        audio = requests.audio_request(prompt, options, self.client_id)
+        audio = requests.generate_request(
+            generation_pb2.GenerateAudioRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(audio=audio, card=audio.options.card)
         return mirror(Plan, await self._unary(self._stubs.residency.Plan, request, timeout))
 
@@ -658,7 +674,7 @@ class AsyncClient:
 
         Pictures that the model requires count with the request's size.
         """
-        request = residency_pb2.PlanRequest(model=requests.model_of(model), card=card)
+        request = message_of(residency_pb2.PlanRequest, model=requests.model_of(model), card=card)
         return mirror(Plan, await self._unary(self._stubs.residency.Plan, request, timeout))
 
     async def status(self, *, timeout: float | None = QUICK_S) -> Status:
@@ -670,13 +686,15 @@ class AsyncClient:
         self, *, interval_s: float = 0.25, timeout: float | None = None
     ) -> AsyncStatusStream:
         """The same, each time it changes, no oftener than every `interval_s` seconds."""
-        request = residency_pb2.WatchStatusRequest(interval_ms=requests.milliseconds(interval_s))
+        request = message_of(
+            residency_pb2.WatchStatusRequest, interval_ms=requests.milliseconds(interval_s)
+        )
         call = self._connection.stream(self._stubs.residency.WatchStatus, request, timeout)
         return AsyncStatusStream(call, self.endpoint)
 
     async def trim(self, card: str = "", *, timeout: float | None = None) -> int:
         """Frees memory that the service keeps unused, of one card or all. Returns its bytes."""
-        request = residency_pb2.TrimRequest(card=card)
+        request = message_of(residency_pb2.TrimRequest, card=card)
         return int((await self._unary(self._stubs.residency.Trim, request, timeout)).freed_bytes)
 
     async def renew_reservation(
@@ -702,7 +720,9 @@ class AsyncClient:
         What it runs is finished first; with `force` that is tried again on the new one. Returns
         the ids of the cards.
         """
-        request = residency_pb2.RecycleRequest(card=card, force=force, client_id=self.client_id)
+        request = message_of(
+            residency_pb2.RecycleRequest, card=card, force=force, client_id=self.client_id
+        )
         return list((await self._unary(self._stubs.residency.Recycle, request, timeout)).cards)
 
     async def reserve(
@@ -752,8 +772,11 @@ class AsyncClient:
         `release_latents` also releases what the job has kept and what it keeps until it ends, even
         if it has ended: for those who left its stream, and may not have heard of every latent.
         """
-        request = jobs_pb2.CancelJobRequest(
-            job_id=job_id, release_latents=release_latents, client_id=self.client_id
+        request = message_of(
+            jobs_pb2.CancelJobRequest,
+            job_id=job_id,
+            release_latents=release_latents,
+            client_id=self.client_id,
         )
         return bool((await self._unary(self._stubs.jobs.Cancel, request, timeout)).cancelled)
 

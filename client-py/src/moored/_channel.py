@@ -16,8 +16,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ._errors import InvalidRequest, Unauthenticated, UnencryptedToken
-from ._files import TEXT_BYTES, TOKEN_BYTES, read_regular
+from ._errors import InvalidRequest, Unauthenticated, UnencryptedToken, refused
+from ._files import TEXT_BYTES, TOKEN_BYTES, read_regular, with_home
+from ._text import escaped, is_sendable
 from ._version import __version__
 
 DEFAULT_ENDPOINT = "localhost:50051"
@@ -48,6 +49,10 @@ def endpoint_of(endpoint: str | None) -> str:
     `https://host:port` where it is to be TLS, else `host:port` or `unix:path`.
     """
     address = (endpoint or os.environ.get("MOORED_ENDPOINT") or DEFAULT_ENDPOINT).strip()
+    if not address.isprintable():
+        raise InvalidRequest(
+            f"{address!r} is no address of a service: it has characters that no address has"
+        )
     if address.startswith("unix:"):
         return address
     if address.lower().startswith(_OTHER_SCHEMES):
@@ -88,7 +93,9 @@ def client_id_of(client_id: str | None) -> str:
     if client_id is None:
         client_id = os.environ.get("MOORED_CLIENT") or f"{_user()}@{socket.gethostname()}"
         # A default must not fail a call.
-        client_id = client_id[:NAME_AT_MOST_CHARACTERS]
+        client_id = escaped(client_id)[:NAME_AT_MOST_CHARACTERS]
+    if not is_sendable(client_id):
+        raise refused("client_id", f"{client_id!r} has half of a character, which cannot be sent")
     return client_id
 
 
@@ -198,7 +205,7 @@ def _roots(ca_file: str | os.PathLike[str] | None) -> bytes | None:
     path = ca_file or os.environ.get("MOORED_CA_FILE")
     if path:
         try:
-            pem = read_regular(Path(path).expanduser(), TEXT_BYTES)
+            pem = read_regular(with_home(path), TEXT_BYTES)
         except OSError as error:
             reason = error.strerror or str(error)
             raise InvalidRequest(f"The CA file {path} cannot be read: {reason}") from None
@@ -236,7 +243,7 @@ def metadata_of(token: str | None, token_file: str | os.PathLike[str] | None) ->
         if not path:
             return ()
         try:
-            token = read_regular(path, TOKEN_BYTES).decode("utf-8").strip()
+            token = read_regular(with_home(path), TOKEN_BYTES).decode("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise Unauthenticated(f"The token file {path} cannot be read: {reason}") from error

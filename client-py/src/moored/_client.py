@@ -19,7 +19,7 @@ from ._errors import MooredError, error_of, not_ready
 from ._generated import generation_pb2, jobs_pb2, residency_pb2, server_pb2
 from ._latents import Latent, LatentReader, chunks_of
 from ._mirror import mirror
-from ._options import spelled
+from ._options import message_of, spelled
 from ._pictures import ImageInput
 from ._records import (
     AdapterInfo,
@@ -151,7 +151,9 @@ class Client:
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[ImageOptions]
     ) -> EventStream[ImageResult]:
         """The same as an iterator of events; closing it cancels the job."""
-        request = requests.image_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateImageRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateImage, request, timeout, image_result)
 
     @overload
@@ -192,7 +194,9 @@ class Client:
 
         `stream.frames()` gives the frames as they come.
         """
-        request = requests.video_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateVideoRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateVideo, request, timeout, video_result)
 
     @overload
@@ -233,7 +237,9 @@ class Client:
 
         `stream.samples()` gives the samples as they come.
         """
-        request = requests.audio_request(prompt, options, self.client_id)
+        request = requests.generate_request(
+            generation_pb2.GenerateAudioRequest, prompt, options, self.client_id
+        )
         return self._events(self._stubs.generation.GenerateAudio, request, timeout, audio_result)
 
     @spelled(SessionOptions)
@@ -391,7 +397,7 @@ class Client:
 
         One of several tensors has `.arrays`, by their names.
         """
-        request = generation_pb2.GetLatentRequest(latent_id=requests.latent_id(latent))
+        request = message_of(generation_pb2.GetLatentRequest, latent_id=requests.latent_id(latent))
         call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
         read = LatentReader()
         try:
@@ -424,7 +430,9 @@ class Client:
 
         A job that needs it keeps it until it has ended.
         """
-        request = generation_pb2.ReleaseLatentRequest(latent_id=requests.latent_id(latent))
+        request = message_of(
+            generation_pb2.ReleaseLatentRequest, latent_id=requests.latent_id(latent)
+        )
         method = self._stubs.generation.ReleaseLatent
         released: bool = self._unary(method, request, timeout).released
         return released
@@ -465,7 +473,7 @@ class Client:
 
         Accepted jobs keep it.
         """
-        request = generation_pb2.ReleaseMediaRequest(media_id=requests.media_id(media))
+        request = message_of(generation_pb2.ReleaseMediaRequest, media_id=requests.media_id(media))
         method = self._stubs.generation.ReleaseMedia
         released: bool = self._unary(method, request, timeout).released
         return released
@@ -547,7 +555,8 @@ class Client:
         **options: Unpack[JobOptions],
     ) -> EventStream[JobResult]:
         """The same as an iterator of events; closing it cancels the job."""
-        request = residency_pb2.LoadRequest(
+        request = message_of(
+            residency_pb2.LoadRequest,
             model=requests.model_of(model),
             options=requests.job_request(options, self.client_id),
             components=requests.component_names(components),
@@ -591,7 +600,8 @@ class Client:
 
         Usable by `with`. Asking again, by the same client, renews it.
         """
-        request = residency_pb2.HoldRequest(
+        request = message_of(
+            residency_pb2.HoldRequest,
             model=requests.model_of(model),
             client_id=client_id or self.client_id,
             ttl=requests.duration(ttl_s),
@@ -613,7 +623,9 @@ class Client:
         **options: Unpack[ImageOptions],
     ) -> Plan:
         """What `generate_image` with the same arguments would need and do, without doing it."""
-        generate = requests.image_request(prompt, options, self.client_id)
+        generate = requests.generate_request(
+            generation_pb2.GenerateImageRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(generate=generate, card=generate.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
@@ -626,7 +638,9 @@ class Client:
         **options: Unpack[VideoOptions],
     ) -> Plan:
         """What `generate_video` with the same arguments would need and do, without doing it."""
-        video = requests.video_request(prompt, options, self.client_id)
+        video = requests.generate_request(
+            generation_pb2.GenerateVideoRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(video=video, card=video.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
@@ -639,7 +653,9 @@ class Client:
         **options: Unpack[AudioOptions],
     ) -> Plan:
         """What `generate_audio` with the same arguments would need and do, without doing it."""
-        audio = requests.audio_request(prompt, options, self.client_id)
+        audio = requests.generate_request(
+            generation_pb2.GenerateAudioRequest, prompt, options, self.client_id
+        )
         request = residency_pb2.PlanRequest(audio=audio, card=audio.options.card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
@@ -650,7 +666,7 @@ class Client:
 
         Pictures that the model requires count with the request's size.
         """
-        request = residency_pb2.PlanRequest(model=requests.model_of(model), card=card)
+        request = message_of(residency_pb2.PlanRequest, model=requests.model_of(model), card=card)
         return mirror(Plan, self._unary(self._stubs.residency.Plan, request, timeout))
 
     def status(self, *, timeout: float | None = QUICK_S) -> Status:
@@ -662,13 +678,15 @@ class Client:
         self, *, interval_s: float = 0.25, timeout: float | None = None
     ) -> StatusStream:
         """The same, each time it changes, no oftener than every `interval_s` seconds."""
-        request = residency_pb2.WatchStatusRequest(interval_ms=requests.milliseconds(interval_s))
+        request = message_of(
+            residency_pb2.WatchStatusRequest, interval_ms=requests.milliseconds(interval_s)
+        )
         call = self._connection.stream(self._stubs.residency.WatchStatus, request, timeout)
         return StatusStream(call, self.endpoint)
 
     def trim(self, card: str = "", *, timeout: float | None = None) -> int:
         """Frees memory that the service keeps unused, of one card or all. Returns its bytes."""
-        request = residency_pb2.TrimRequest(card=card)
+        request = message_of(residency_pb2.TrimRequest, card=card)
         return int(self._unary(self._stubs.residency.Trim, request, timeout).freed_bytes)
 
     def renew_reservation(
@@ -694,7 +712,9 @@ class Client:
         What it runs is finished first; with `force` that is tried again on the new one. Returns
         the ids of the cards.
         """
-        request = residency_pb2.RecycleRequest(card=card, force=force, client_id=self.client_id)
+        request = message_of(
+            residency_pb2.RecycleRequest, card=card, force=force, client_id=self.client_id
+        )
         return list(self._unary(self._stubs.residency.Recycle, request, timeout).cards)
 
     def reserve(
@@ -742,8 +762,11 @@ class Client:
         `release_latents` also releases what the job has kept and what it keeps until it ends, even
         if it has ended: for those who left its stream, and may not have heard of every latent.
         """
-        request = jobs_pb2.CancelJobRequest(
-            job_id=job_id, release_latents=release_latents, client_id=self.client_id
+        request = message_of(
+            jobs_pb2.CancelJobRequest,
+            job_id=job_id,
+            release_latents=release_latents,
+            client_id=self.client_id,
         )
         return bool(self._unary(self._stubs.jobs.Cancel, request, timeout).cancelled)
 

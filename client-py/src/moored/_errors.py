@@ -98,8 +98,11 @@ _VERBS = frozenset(
 """Words with which a description begins that goes on from its field as a sentence."""
 
 
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What a terminal may obey: control characters, and those that set the direction of text."""
+_OBEYED = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What a terminal may obey: control characters, and those that set the direction of text; and
+halves of characters, which cannot be written at all."""
 
 
 def _one_line(text: str) -> str:

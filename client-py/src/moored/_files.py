@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+from ._text import is_name_of_a_file
 
 PICTURE_BYTES = 1 << 30
 """Most bytes of a picture: more than a service takes."""
@@ -15,9 +18,19 @@ TOKEN_BYTES = 64 << 10
 
 def check_regular(path: str | os.PathLike[str]) -> None:
     """Raises OSError for what is no regular file, or is not there."""
+    if not is_name_of_a_file(os.fspath(path)):
+        raise OSError(errno.EINVAL, "no file can have this name", path)
     Path(path).stat()
     if not Path(path).is_file():
         raise OSError(f"{os.fspath(path)} is no regular file (a pipe, a device or a folder)")
+
+
+def with_home(path: str | os.PathLike[str]) -> Path:
+    """The path, with `~` as the home; as it is where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError):
+        return Path(path)
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:

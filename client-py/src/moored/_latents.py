@@ -12,6 +12,7 @@ from ._errors import InternalError
 from ._extras import numpy
 from ._generated import generation_pb2, model_pb2
 from ._mirror import mirror
+from ._options import message_of
 from ._records import LatentInfo, TensorInfo
 
 if TYPE_CHECKING:
@@ -138,9 +139,13 @@ def chunks_of(
         data = b"".join(array.tobytes() for array in arrays.values())
     if not vae_id:
         raise ValueError("An array does not say whose VAE it is of: name it by vae_id")
-    info_out = model_pb2.LatentInfo(shape=shape, dtype=dtype, vae_id=vae_id, bytes=len(data))
+    info_out = message_of(
+        model_pb2.LatentInfo, shape=shape, dtype=dtype, vae_id=vae_id, bytes=len(data)
+    )
     for tensor in tensors:
-        info_out.tensors.add(name=tensor.name, shape=tensor.shape)
+        info_out.tensors.append(
+            message_of(model_pb2.TensorInfo, "tensors", name=tensor.name, shape=tensor.shape)
+        )
     first = generation_pb2.LatentChunk(info=info_out, chunk=data[:CHUNK_BYTES])
     rest = (
         generation_pb2.LatentChunk(chunk=data[start : start + CHUNK_BYTES])

@@ -404,8 +404,8 @@ class Track(_Made):
     def _wav(self) -> memoryview:
         if self.media_type == WAV:
             return self.data
-        recipe = self.metadata.get("recipe", "") if self.recipe else ""
-        return memoryview(wav_file(self._samples(), self.sample_rate, self.channels, recipe))
+        file = wav_file(self._samples(), self.sample_rate, self.channels, self.metadata)
+        return memoryview(file)
 
     def _flac(self) -> memoryview:
         if self._file is not None:

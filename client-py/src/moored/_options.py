@@ -10,15 +10,17 @@ import functools
 import inspect
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from ._errors import InvalidRequest, Violation
+from ._errors import refused
 
+M = TypeVar("M", bound=Message)
 F = TypeVar("F", bound=Callable[..., Any])
 
 # What other libraries call it, and what it is here.
@@ -95,11 +97,12 @@ ELSEWHERE: Mapping[str, str] = {
 
 def words_of(options: type) -> dict[str, str]:
     """What each option of a TypedDict is for; the caller's own first, then those of all."""
-    return {name: hint.__metadata__[0] for name, hint in _hints(options).items()}
+    return {name: hint.__metadata__[0] for name, hint in hints_of(options).items()}
 
 
 @functools.cache
-def _hints(options: type) -> dict[str, Any]:
+def hints_of(options: type) -> dict[str, Any]:
+    """What a TypedDict and its bases say of each option: type, words, a range if there is one."""
     found: dict[str, Any] = {}
     # Bases are not in the MRO of a TypedDict.
     for kind in (options, *_bases(options)):
@@ -122,7 +125,7 @@ def spelled(options: type) -> Callable[[F], F]:
     """Shows a method's options one by one in its signature and its help, and refuses others."""
 
     def spell(method: F) -> F:
-        hints, name = _hints(options), getattr(method, "__name__", "")
+        hints, name = hints_of(options), getattr(method, "__name__", "")
 
         @functools.wraps(method)
         def checked(self: Any, *given: Any, **named: Any) -> Any:
@@ -170,21 +173,34 @@ def _remedy(option: str, known: set[str]) -> str:
 
 def put(message: Message, field: str, value: Any, *, option: str = "") -> None:
     """Writes one field of a message; what it cannot hold is refused by the option's name."""
-    option = option or field
-    try:
+    with _by_name(message.DESCRIPTOR.fields_by_name[field], option or field, value):
         if isinstance(value, Message):
             getattr(message, field).CopyFrom(value)
         else:
             setattr(message, field, value)
+
+
+def message_of(kind: type[M], of: str = "", /, **fields: Any) -> M:
+    """A message of these fields. What one cannot hold is refused by its name, `of.field`."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError):
+        for field, value in fields.items():
+            name = f"{of}.{field}" if of else field
+            with _by_name(kind.DESCRIPTOR.fields_by_name[field], name, value):
+                kind(**{field: value})
+        raise
+
+
+@contextmanager
+def _by_name(field: Any, option: str, value: Any) -> Iterator[None]:
+    """What a field cannot hold is refused by the option's name."""
+    try:
+        yield
     except ValueError:
-        why = f"{value!r} is not {_range(message.DESCRIPTOR.fields_by_name[field])}"
-        violation = Violation(option, why)
-        raise InvalidRequest(
-            f"{option}: {why}", reason="INVALID_REQUEST", violations=[violation]
-        ) from None
+        raise refused(option, f"{value!r} is not {_range(field)}") from None
     except TypeError:
-        wanted = _kind(message.DESCRIPTOR.fields_by_name[field])
-        raise TypeError(f"{option}: {wanted} is wanted, not {value!r}") from None
+        raise TypeError(f"{option}: {_kind(field)} is wanted, not {value!r}") from None
 
 
 _WHOLE = {
@@ -195,10 +211,18 @@ _WHOLE = {
 }
 
 
+def is_left_out_by_0(field: Any) -> bool:
+    """Whether a number of 0 is the same in a message as none: then the default would be taken."""
+    numbers = (*_WHOLE, FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+    return field is not None and field.cpp_type in numbers and not field.has_presence
+
+
 def _range(field: Any) -> str:
     if field.cpp_type in _WHOLE:
         lowest, highest = _WHOLE[field.cpp_type]
         return f"a whole number from {lowest} to {highest}"
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE):
+        return "text that can be sent: it has half of a character"
     return "a value that can be sent"
 
 

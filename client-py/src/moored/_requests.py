@@ -5,8 +5,7 @@ Seconds here are milliseconds or a Duration there; None leaves a field to the se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict, TypeVar
 
@@ -16,7 +15,14 @@ from google.protobuf.message import Message
 
 from ._errors import InvalidRequest, Violation
 from ._generated import generation_pb2, hub_pb2, model_pb2, residency_pb2, rpc_pb2
-from ._options import put
+from ._generated.request_fields import (
+    AudioFields,
+    ImageFields,
+    ResultFields,
+    SamplingFields,
+    VideoFields,
+)
+from ._options import is_left_out_by_0, message_of, put
 from ._pictures import WANTED, ImageInput, picture_bytes
 from ._records import LatentInfo, MediaInfo
 
@@ -176,26 +182,7 @@ class JobOptions(QueueOptions, total=False):
     ]
 
 
-class SamplingOptions(TypedDict, total=False):
-    """How anything is sampled. None is the same as left out: the model's default."""
-
-    steps: Annotated[int | None, "Denoising steps, 1 to 200."]
-    guidance: Annotated[float | None, "How closely to follow the prompt."]
-    negative_prompt: Annotated[
-        str | None, "What the result is led away from. It needs true_guidance over 1."
-    ]
-    true_guidance: Annotated[
-        float | None,
-        "Over 1: two passes in every step, away from negative_prompt by this scale.",
-    ]
-    max_sequence_length: Annotated[int | None, "Tokens of the prompt, 1 to 512."]
-    strength: Annotated[
-        float | None,
-        "How strongly to change the start: over 0, up to 1. Default: the model's, mostly 0.6 or 1.",
-    ]
-
-
-class GenerateOptions(JobOptions, SamplingOptions, total=False):
+class GenerateOptions(SamplingFields, ResultFields, JobOptions, total=False):
     """What pictures, films and tracks are made with. None is the same as left out.
 
     What is left out is the model's default.
@@ -210,27 +197,16 @@ class GenerateOptions(JobOptions, SamplingOptions, total=False):
         Sequence[AdapterLike] | None,
         "LoRA: names, (name, strength) pairs, or Adapter. Added after those of a ModelRef.",
     ]
-    seed: Annotated[
-        int | None, "Default: random; the result tells it. Number i of several uses seed + i."
-    ]
-    count: Annotated[int | None, "How many pictures, films or tracks, 1 to 64."]
     init_latent: Annotated[str | LatentInfo | None, "Start from this latent of the service."]
     init_media: Annotated[
         str | MediaInfo | None,
         "Start from this picture, film or track, uploaded by `put_media`.",
     ]
-    omit_metadata: Annotated[
-        bool | None, "Leave prompt, seed, settings and model out of the metadata."
-    ]
-    keep_latent: Annotated[bool | None, "Keep the latent of each in the service."]
-    latent_only: Annotated[bool | None, "Make only the latent, and no picture, film or track."]
 
 
-class ImageOptions(GenerateOptions, total=False):
+class ImageOptions(ImageFields, GenerateOptions, total=False):
     """What a picture is made with. None is the same as left out: the model's default."""
 
-    width: Annotated[int | None, "Pixels across; a multiple of 16."]
-    height: Annotated[int | None, "Pixels down; a multiple of 16."]
     init_image: Annotated[
         ImageInput | None,
         "A picture to start from: bytes, a path, a PIL image, an array or a result. "
@@ -254,18 +230,9 @@ class ImageOptions(GenerateOptions, total=False):
     ]
 
 
-class VideoOptions(GenerateOptions, total=False):
+class VideoOptions(VideoFields, GenerateOptions, total=False):
     """What a film is made with. None is the same as left out: the model's default."""
 
-    width: Annotated[int | None, "Pixels across; a multiple of 16."]
-    height: Annotated[int | None, "Pixels down; a multiple of 16."]
-    frames: Annotated[int | None, "Frames in all. A model may take certain numbers only."]
-    frames_per_second: Annotated[float | None, "Rate of the film."]
-    seconds: Annotated[float | None, "Length in seconds, instead of frames."]
-    frames_at_a_time: Annotated[
-        int | None,
-        "Most frames to bring from the card at a time, such as 16, 4 or 1: it changes no pixel.",
-    ]
     init_image: Annotated[
         ImageInput | None, "Image to video: the first frame; scaled to width x height."
     ]
@@ -279,13 +246,9 @@ class VideoOptions(GenerateOptions, total=False):
     ]
 
 
-class TrackOptions(TypedDict, total=False):
+class TrackOptions(AudioFields, total=False):
     """What sounds. None is the same as left out: the model's default."""
 
-    lyrics: Annotated[str | None, "What is sung. Default: nothing."]
-    seconds: Annotated[
-        float | None, "Length in seconds. Default: that of the start, else the model's."
-    ]
     task: Annotated[
         AudioTask | None,
         "What to make of the track to start from: `repaint`, `cover`, `extract`, `lego`, "
@@ -308,12 +271,9 @@ class TrackOptions(TypedDict, total=False):
         str | MediaInfo | None, "A track to take the timbre from, uploaded by `put_media`."
     ]
     bpm: Annotated[int | None, "Beats a minute. Default: the model's choice."]
-    key: Annotated[str | None, "Key and scale: `C major`. Default: the model's choice."]
-    time_signature: Annotated[str | None, "Beats of a bar: `4`. Default: the model's choice."]
-    language: Annotated[str | None, "Language of the lyrics: `en`."]
 
 
-class AudioOptions(GenerateOptions, TrackOptions, total=False):
+class AudioOptions(TrackOptions, GenerateOptions, total=False):
     """What a track is made with. None is the same as left out: the model's default."""
 
     output: Annotated[
@@ -323,13 +283,12 @@ class AudioOptions(GenerateOptions, TrackOptions, total=False):
     ]
 
 
-class SegmentOptions(SamplingOptions, TrackOptions, total=False):
+class SegmentOptions(TrackOptions, SamplingFields, total=False):
     """What a segment of a session is made with. None is the same as left out.
 
     What is left out is the model's default.
     """
 
-    seed: Annotated[int | None, "Default: random; the segment tells it once it is accepted."]
     adapters: Annotated[
         Sequence[AdapterLike] | None,
         "LoRA: names, (name, strength) pairs, or Adapter. Default: those of the session.",
@@ -368,24 +327,22 @@ class SessionOptions(QueueOptions, total=False):
     ]
 
 
-@contextmanager
-def _checked() -> Iterator[None]:
-    """A number that a field cannot hold is a wrong request, like those that the service finds."""
-    try:
-        yield
-    except ValueError as error:
-        raise InvalidRequest(str(error), reason="INVALID_REQUEST") from error
-
-
 def model_of(model: ModelLike | None) -> model_pb2.ModelRef | None:
     """A model's name as a message; None for none."""
     if model is None:
         return None
     if isinstance(model, str):
-        return model_pb2.ModelRef(id=model)
-    quantization = model_pb2.Quantization(preset=model.quantization, components=model.formats)
+        return message_of(model_pb2.ModelRef, "model", id=model)
+    quantization = message_of(
+        model_pb2.Quantization,
+        "model.quantization",
+        preset=model.quantization,
+        components=model.formats,
+    )
     has_quantization = bool(model.quantization or model.formats)
-    return model_pb2.ModelRef(
+    return message_of(
+        model_pb2.ModelRef,
+        "model",
         id=model.id,
         revision=model.revision,
         quantization=quantization if has_quantization else None,
@@ -440,38 +397,18 @@ def _adapter_of(adapter: AdapterLike, number: int) -> model_pb2.Adapter:
     return message
 
 
-_PRIORITIES = {
-    "low": generation_pb2.LOW,
-    "normal": generation_pb2.NORMAL,
-    "high": generation_pb2.HIGH,
-}
-
-
 # How a result travels unless it is said, by the name of the request.
 _FILM_OUTPUT: FilmOutput = "raw+mp4"
 _OUTPUTS = {"GenerateVideoRequest": _FILM_OUTPUT, "GenerateAudioRequest": "wav+flac"}
 
 
-_AT_LEAST_ONE = (
-    "steps",
-    "width",
-    "height",
-    "frames",
-    "count",
-    "max_sequence_length",
-    "frames_per_second",
-    "seconds",
-    "frames_at_a_time",
-    "bpm",
-)
-
-
 def _fill(message: Message, options: Mapping[str, Any]) -> None:
     """Writes options into a message. None leaves a field to the service."""
+    fields = message.DESCRIPTOR.fields_by_name
     for option, value in options.items():
         if value is None:
             continue
-        if option in _AT_LEAST_ONE and isinstance(value, (int, float)) and value == 0:
+        if is_left_out_by_0(fields.get(option)) and isinstance(value, (int, float)) and value == 0:
             # 0 is "left out" in a message: it would be the default without a word.
             why = "is 0: leave it out for the default"
             raise InvalidRequest(
@@ -496,8 +433,6 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, "init_media_id", media_id(value, option), option=option)
             case "reference":
                 put(message, "reference_media_id", media_id(value, option), option=option)
-            case "task":
-                put(message, option, audio_task_of(value))
             case "tracks":
                 _put_tracks(message, _listed(value, option, "names"))
             case "strengths":
@@ -515,18 +450,36 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, "idle_seconds", value, option=option)
             case "paced":
                 put(message, "paced_by_client", value, option=option)
-            case "output" if isinstance(message, generation_pb2.GenerateAudioRequest):
-                put(message, option, audio_output_of(value))
-            case "output" if isinstance(message, generation_pb2.GenerateVideoRequest):
-                put(message, option, film_output_of(value))
-            case "output":
-                put(message, option, output_of(value))
-            case "priority" if value not in _PRIORITIES:
-                raise InvalidRequest(f"priority is low, normal or high, not {value!r}")
-            case "priority":
-                put(message, option, _PRIORITIES[value])
+            case _ if fields[option].enum_type is not None:
+                put(message, option, _number_of(fields[option].enum_type, option, value))
             case _:
                 put(message, option, value)
+
+
+# What Python calls values whose own names say more: the others are their names in small letters.
+_CALLED: Mapping[str, Mapping[str, str]] = {
+    "OutputFormat": {"RAW_RGB": "raw"},
+    "FilmFormat": {"RAW_FRAMES": "raw", "RAW_FRAMES_AND_MP4": "raw+mp4"},
+    "AudioFormat": {"RAW_S16LE": "raw", "WAV_AND_FLAC": "wav+flac"},
+    "SegmentStart": {
+        "WHEN_OVER": "over",
+        "AT_ONCE": "now",
+        "AT_ONCE_FROM_START": "now_from_start",
+    },
+}
+
+
+def _number_of(enum: Any, option: str, word: Any) -> Any:
+    """The number of a value, by what Python calls it. 0 is a value that was left out."""
+    called = _CALLED.get(enum.name, {})
+    words = {
+        called.get(value.name, value.name.lower()): value.number
+        for value in enum.values
+        if value.number
+    }
+    if not isinstance(word, str) or word not in words:
+        raise InvalidRequest(f"{option} is one of {', '.join(words)}, not {word!r}")
+    return words[word]
 
 
 def _listed(value: Any, option: str, wanted: str) -> Sequence[Any]:
@@ -540,7 +493,7 @@ def _listed(value: Any, option: str, wanted: str) -> Sequence[Any]:
 
 def _picture_of(picture: PictureLike, option: str) -> generation_pb2.PictureInput:
     if isinstance(picture, MediaInfo):
-        return generation_pb2.PictureInput(media_id=picture.id)
+        return message_of(generation_pb2.PictureInput, option, media_id=picture.id)
     wanted = f"{WANTED}, or the MediaInfo of put_media()"
     return generation_pb2.PictureInput(data=picture_bytes(picture, option, wanted))
 
@@ -597,28 +550,11 @@ def _milliseconds_of(option: str, seconds: Any) -> int:
     return milliseconds(seconds)
 
 
-def image_request(
-    prompt: str, options: ImageOptions, client_id: str | None
-) -> generation_pb2.GenerateImageRequest:
-    """The request of generate_image and its like; `client_id` is the client's own."""
-    return _request(generation_pb2.GenerateImageRequest(), prompt, options, client_id)
-
-
-def video_request(
-    prompt: str, options: VideoOptions, client_id: str | None
-) -> generation_pb2.GenerateVideoRequest:
-    """The request of generate_video and its like; `client_id` is the client's own."""
-    return _request(generation_pb2.GenerateVideoRequest(), prompt, options, client_id)
-
-
-def audio_request(
-    prompt: str, options: AudioOptions, client_id: str | None
-) -> generation_pb2.GenerateAudioRequest:
-    """The request of generate_audio and its like; `client_id` is the client's own."""
-    return _request(generation_pb2.GenerateAudioRequest(), prompt, options, client_id)
-
-
-def _request(message: M, prompt: str, options: GenerateOptions, client_id: str | None) -> M:
+def generate_request(
+    kind: type[M], prompt: str, options: GenerateOptions, client_id: str | None
+) -> M:
+    """The request of `generate_image` and its like; `client_id` is the client's own."""
+    message = kind()
     if not isinstance(prompt, str):
         raise TypeError(f"prompt: a str is wanted, not {prompt!r}")
     rest: dict[str, Any] = dict(options)
@@ -630,18 +566,10 @@ def _request(message: M, prompt: str, options: GenerateOptions, client_id: str |
     adapters = rest.pop("adapters", None)
     if adapters is not None:
         rest["model"] = _with_adapters(rest.get("model"), adapters)
-    if "output" in message.DESCRIPTOR.fields_by_name and rest.get("output") is None:
-        rest["output"] = _OUTPUTS.get(message.DESCRIPTOR.name, "png")
+    rest["output"] = rest.get("output") or _OUTPUTS.get(message.DESCRIPTOR.name, "png")
     _fill(message, rest)
     put(message, "options", job_request(job, client_id))
     return message
-
-
-_STARTS: Mapping[str, generation_pb2.SegmentStart.ValueType] = {
-    "over": generation_pb2.WHEN_OVER,
-    "now": generation_pb2.AT_ONCE,
-    "now_from_start": generation_pb2.AT_ONCE_FROM_START,
-}
 
 
 def open_request(
@@ -668,8 +596,8 @@ def segment_request(
     """A segment of a session. What the session says for all of them is left out."""
     if not isinstance(prompt, str):
         raise TypeError(f"prompt: a str is wanted, not {prompt!r}")
-    if at not in _STARTS:
-        raise InvalidRequest(f"at is one of {', '.join(_STARTS)}, not {at!r}")
+    segment = generation_pb2.AudioSegment.DESCRIPTOR.fields_by_name["start"]
+    start = _number_of(segment.enum_type, "at", at)
     rest: dict[str, Any] = dict(options)
     track = generation_pb2.GenerateAudioRequest()
     put(track, "prompt", prompt)
@@ -677,7 +605,7 @@ def segment_request(
     if adapters is not None:
         rest["model"] = _with_adapters(None, adapters)
     _fill(track, rest)
-    return generation_pb2.AudioSegment(track=track, start=_STARTS[at])
+    return generation_pb2.AudioSegment(track=track, start=start)
 
 
 def replace_model_request(
@@ -717,7 +645,8 @@ def encode_request(
     request = generation_pb2.EncodeImageRequest(
         model=model_of(model), image=picture_bytes(image, "image"), options=options
     )
-    _fill(request, {"width": width, "height": height, "seed": seed})
+    _fill(request, {"width": width, "height": height})
+    put(request, "seed", seed)
     return request
 
 
@@ -729,68 +658,21 @@ def decode_request(
     film_output: FilmOutput | None = None,
 ) -> generation_pb2.DecodeLatentRequest:
     """The request of decode_latent, decode_video and decode_audio."""
-    return generation_pb2.DecodeLatentRequest(
+    request = message_of(
+        generation_pb2.DecodeLatentRequest,
         model=model_of(model),
         latent_id=latent_id(latent),
-        output=output_of(output),
-        film_output=film_output_of(film_output or _FILM_OUTPUT),
         options=options,
     )
-
-
-def output_of(output: OutputFormat | None) -> generation_pb2.OutputFormat.ValueType:
-    """An output format as its number."""
-    if output is None or output == "png":
-        return generation_pb2.PNG
-    if output == "raw":
-        return generation_pb2.RAW_RGB
-    raise InvalidRequest(f"output is png or raw, not {output!r}")
-
-
-def audio_output_of(output: AudioOutput | None) -> generation_pb2.AudioFormat.ValueType:
-    """How a track travels, as its number."""
-    if output is None or output == "wav":
-        return generation_pb2.WAV
-    if output == "flac":
-        return generation_pb2.FLAC
-    if output == "raw":
-        return generation_pb2.RAW_S16LE
-    if output == "wav+flac":
-        return generation_pb2.WAV_AND_FLAC
-    raise InvalidRequest(f"output is wav, flac, wav+flac or raw, not {output!r}")
-
-
-_TASKS: Mapping[str, generation_pb2.AudioTask.ValueType] = {
-    "repaint": generation_pb2.REPAINT,
-    "cover": generation_pb2.COVER,
-    "extract": generation_pb2.EXTRACT,
-    "lego": generation_pb2.LEGO,
-    "complete": generation_pb2.COMPLETE,
-}
-
-
-def audio_task_of(task: AudioTask) -> generation_pb2.AudioTask.ValueType:
-    """What is made of a track, as its number."""
-    if task not in _TASKS:
-        raise InvalidRequest(f"task is one of {', '.join(_TASKS)}, not {task!r}")
-    return _TASKS[task]
-
-
-def film_output_of(output: FilmOutput | None) -> generation_pb2.FilmFormat.ValueType:
-    """How a film travels, as its number."""
-    if output is None or output == "raw":
-        return generation_pb2.RAW_FRAMES
-    if output == "mp4":
-        return generation_pb2.MP4
-    if output == "raw+mp4":
-        return generation_pb2.RAW_FRAMES_AND_MP4
-    raise InvalidRequest(f"output is raw, mp4 or raw+mp4, not {output!r}")
+    _fill(request, {"output": output or "png", "film_output": film_output or _FILM_OUTPUT})
+    return request
 
 
 def pull_request(model: str, revision: str) -> hub_pb2.PullModelRequest:
     """What to pull: `owner/name`, whose revision may be behind an @ as well."""
     name, _, behind = model.partition("@")
-    return hub_pb2.PullModelRequest(id=name, revision=revision or behind)
+    revision = revision or behind
+    return message_of(hub_pb2.PullModelRequest, "model", id=name, revision=revision)
 
 
 def latent_id(latent: str | LatentInfo) -> str:
@@ -844,20 +726,21 @@ def reserve_request(
     process_id: int = 0,
 ) -> residency_pb2.ReserveRequest:
     """The request of reserve; of a renewal, where `renews` is the id of a reservation."""
-    with _checked():
-        return residency_pb2.ReserveRequest(
-            bytes=size_bytes,
-            ttl=duration(ttl_s),
-            label=label,
-            card=card,
-            reservation_id=renews,
-            process_id=process_id,
-        )
+    return message_of(
+        residency_pb2.ReserveRequest,
+        bytes=size_bytes,
+        ttl=duration(ttl_s),
+        label=label,
+        card=card,
+        reservation_id=renews,
+        process_id=process_id,
+    )
 
 
 def health_request(card: str) -> rpc_pb2.HealthCheckRequest:
     """Asks for the service as a whole, or for one card."""
-    return rpc_pb2.HealthCheckRequest(service=f"moored.card.{card}" if card else "")
+    service = f"moored.card.{card}" if card else ""
+    return message_of(rpc_pb2.HealthCheckRequest, "card", service=service)
 
 
 def health_word(answer: rpc_pb2.HealthCheckResponse) -> str:

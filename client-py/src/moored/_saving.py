@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from ._errors import refused
 from ._extras import pillow
 from ._files import check_regular
+from ._text import escaped_values, is_name_of_a_file
 
 if TYPE_CHECKING:
     from ._session_events import SoundChunk
@@ -52,7 +53,7 @@ def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: boo
     One that is there already is replaced where that is asked for; else the name is counted up, as
     the command line counts: what was computed is not lost for a name that is taken.
     """
-    target = Path(path)
+    target = _possible(path)
     if target.exists() and not target.is_file():
         target.write_bytes(data)  # a pipe or a device; of a folder it says so
         return target
@@ -67,6 +68,16 @@ def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: boo
         return _named(beside, target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _possible(path: str | os.PathLike[str]) -> Path:
+    """The path, with `_` for what no file can have in its name: no result is lost for that."""
+    text = os.fspath(path)
+    if is_name_of_a_file(text):
+        return Path(text)
+    possible = "".join(sign if is_name_of_a_file(sign) else "_" for sign in text)
+    warnings.warn(f"No file can have the name {text!r}: saved as {possible}", stacklevel=4)
+    return Path(possible)
 
 
 def _named(beside: Path, target: Path) -> Path:
@@ -96,13 +107,26 @@ def already_there(path: str | os.PathLike[str]) -> FileExistsError:
 
 
 def recipe_in(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The recipe that the service sent along; empty where it was asked to leave it out."""
+    """The recipe that the service sent along; empty where it was asked to leave it out.
+
+    Half of a character in its texts is escaped here, so that all that is made of it can be written.
+    """
     text = metadata.get("recipe", "{}")
     try:
-        recipe = json.loads(text) if len(text) <= _RECIPE_BYTES else {}
+        recipe = escaped_values(json.loads(text)) if len(text) <= _RECIPE_BYTES else {}
     except (ValueError, RecursionError):  # whoever wrote it nested what no recipe nests
         return {}
     return recipe if isinstance(recipe, dict) else {}
+
+
+def recipe_text(metadata: Mapping[str, str]) -> str:
+    """The recipe as a file has it: as it was sent, unless something in it is escaped."""
+    recipe, text = recipe_in(metadata), metadata.get("recipe", "")
+    if not recipe:
+        return ""
+    if json.loads(text) == recipe:
+        return text
+    return json.dumps(recipe, ensure_ascii=False, separators=(",", ":"))
 
 
 def parameters_of(recipe: Mapping[str, Any]) -> str:
@@ -123,7 +147,7 @@ def parameters_of(recipe: Mapping[str, Any]) -> str:
     )
     prompt, negative = recipe.get("prompt"), recipe.get("negative_prompt")
     lines = [prompt, f"Negative prompt: {negative}" if negative else None, line]
-    text = "\n".join(each for each in lines if each)
+    text = "\n".join(str(each) for each in lines if each)
     return text.replace("\0", "")  # a text of PNG has none
 
 
@@ -140,7 +164,7 @@ def with_recipe(png: bytes, metadata: Mapping[str, str]) -> bytes:
     recipe = recipe_in(metadata)
     if not recipe:
         return png
-    texts = {KEYWORD: metadata["recipe"], PARAMETERS: parameters_of(recipe)}
+    texts = {KEYWORD: recipe_text(metadata), PARAMETERS: parameters_of(recipe)}
     at, there = len(_PNG_START), set()
     while at + 8 <= len(png):
         size, kind = struct.unpack(">I4s", png[at : at + 8])
@@ -168,7 +192,7 @@ def exif_of(metadata: Mapping[str, str]) -> bytes:
     recipe = recipe_in(metadata)
     if not recipe:
         return b""
-    note = _OURS + metadata["recipe"].encode()
+    note = _OURS + recipe_text(metadata).encode()
     comment = b"UNICODE\0" + parameters_of(recipe).encode("utf-16-be")
     # All of it big endian (TIFF 6.0, section 2): readers disagree whether UTF-16 in `UserComment`
     # is so always, or as the file is. The comment comes first, as its length is even: TIFF wants
@@ -202,8 +226,10 @@ def picture_file(image: Any, ending: str, metadata: Mapping[str, str]) -> bytes:
     return file.getvalue()
 
 
-def wav_file(samples: memoryview, sample_rate: int, channels: int, recipe: str = "") -> bytearray:
-    """A WAV of 16-bit samples, channels interleaved; with a recipe as its comment, if it has one.
+def wav_file(
+    samples: memoryview, sample_rate: int, channels: int, metadata: Mapping[str, str]
+) -> bytearray:
+    """A WAV of 16-bit samples, channels interleaved; with its recipe as its comment, if it has one.
 
     RIFF, as Microsoft's "Multimedia Programming Interface and Data Specifications 1.0" has it; the
     same bytes as the service writes.
@@ -216,9 +242,10 @@ def wav_file(samples: memoryview, sample_rate: int, channels: int, recipe: str =
             ),
         )
     ]
+    recipe = recipe_in(metadata)
     if recipe:
-        software = f"moored {json.loads(recipe).get('version', '')}"
-        texts = ((b"ICMT", recipe), (b"ISFT", software))
+        software = f"moored {recipe.get('version', '')}"
+        texts = ((b"ICMT", recipe_text(metadata)), (b"ISFT", software))
         info = b"".join(_riff(name, text.encode() + b"\0") for name, text in texts)
         chunks.append(_riff(b"LIST", b"INFO" + info))
     head = b"".join(chunks) + b"data" + struct.pack("<I", len(samples))

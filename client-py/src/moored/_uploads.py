@@ -14,6 +14,7 @@ from ._files import check_regular
 from ._generated import events_pb2, generation_pb2
 from ._latents import CHUNK_BYTES, Latent
 from ._media import FLAC, PNG, RAW_AUDIO, RAW_VIDEO, WAV, Film, Frame, Picture, Track
+from ._options import message_of
 from ._pictures import is_array, picture_bytes
 from ._records import AudioTrackFormat, ImageFormat, LatentInfo, MediaInfo, VideoFormat
 from ._results import AudioResult, ImageResult, LatentResult, VideoResult
@@ -338,7 +339,7 @@ def _upload(
     size: int,
     pieces: Iterator[bytes],
 ) -> Upload:
-    info = generation_pb2.MediaInfo(media_type=media_type, bytes=size)
+    info = message_of(generation_pb2.MediaInfo, media_type=media_type, bytes=size)
     try:
         if isinstance(format, VideoFormat):
             info.video.CopyFrom(

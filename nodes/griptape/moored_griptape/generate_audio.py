@@ -31,6 +31,7 @@ FORMATS = ("wav", "flac")
 class MooredGenerateAudio(GeneratingNode):
     """Makes music or sound from a prompt, or from a prompt and a track, as a file of the project."""
 
+    kind_of_options = moored.AudioOptions
     prompt_tooltip = "What is to be heard."
     prompt_example = "a slow waltz on an accordion"
     without_prompt = "There is no prompt: say what is to be heard"

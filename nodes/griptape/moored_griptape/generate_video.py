@@ -28,6 +28,7 @@ _RAW_FRAMES = "video/x-raw-rgb"
 class MooredGenerateVideo(PreviewingNode):
     """Generates a film from a prompt, or from a prompt and a picture, as a file of the project."""
 
+    kind_of_options = moored.VideoOptions
     shown = "film"
     prompt_tooltip = "What the film shows."
     prompt_example = "a red cube that turns slowly on a blue plane"

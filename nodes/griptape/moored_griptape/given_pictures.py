@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,21 @@ _CONTROL_KEYS = ("id", "image", "scale", "start", "end", "mode")
 def file_data(given: Any) -> bytes:
     """The bytes of an artifact, or of a file by its path or URL. Blocks."""
     value = given.get("value") if isinstance(given, Mapping) else getattr(given, "value", given)
-    return value if isinstance(value, bytes) else File(str(value)).read_bytes()
+    if isinstance(value, bytes):
+        return value
+    path = str(value)
+    # The engine would say what Python says of a NUL, or of half of a character, and not of which file.
+    if not is_name_of_a_file(path):
+        raise ValueError(f"There is no file {path!r}: choose another one")
+    return File(path).read_bytes()
+
+
+def is_name_of_a_file(path: str) -> bool:
+    """Whether a file can have it as its path."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def sized_picture(given: Any, name: str) -> tuple[bytes, tuple[int, int]]:

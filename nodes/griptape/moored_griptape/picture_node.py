@@ -19,6 +19,7 @@ from moored_griptape.previewing_node import PreviewingNode
 class PictureNode(PreviewingNode):
     """A node that gives a picture, as a file of the project."""
 
+    kind_of_options = moored.ImageOptions
     shown = "picture"
     prompt_tooltip = "What the picture shows."
     prompt_example = "a red cube on a blue plane"

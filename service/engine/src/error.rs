@@ -49,15 +49,17 @@ pub struct Shortfall {
     pub fallbacks: Vec<Fallback>,
     /// Where nothing would fit: the formats in which the model needs the least, and what it needs then.
     pub smallest: Option<(String, Bytes)>,
+    /// Where nothing would fit: a model that does, in words. Whoever knows which models there are sets it.
+    pub instead: Option<String>,
 }
 
 impl Shortfall {
-    /// `; quantization 4-bit (nf4) needs 6.7 GiB, and is the smallest`, where that is known.
-    fn smallest_in_words(&self) -> String {
-        match &self.smallest {
-            Some((label, needed)) => format!("; {label}, the smallest, needs {needed}"),
-            None => String::new(),
-        }
+    /// `; quantization 4-bit (nf4), the smallest, needs 6.7 GiB; NAME fits this card`, as far as that is known.
+    fn what_would_fit(&self) -> String {
+        let smallest = self.smallest.as_ref();
+        let smallest = smallest.map(|(label, needed)| format!("; {label}, the smallest, needs {needed}"));
+        let instead = self.instead.as_ref().map(|instead| format!("; {instead}"));
+        smallest.into_iter().chain(instead).collect()
     }
 }
 
@@ -159,7 +161,7 @@ pub enum Error {
     /// The job exceeds the capacity of the card.
     #[error(
         "{} needs {} at its peak, and the card can give {} at the most{}",
-        .0.stage, .0.needed, .0.capacity, .0.smallest_in_words()
+        .0.stage, .0.needed, .0.capacity, .0.what_would_fit()
     )]
     NeverFits(Box<Shortfall>),
     /// The patience for foreign or late memory is exhausted.

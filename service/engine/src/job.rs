@@ -36,7 +36,7 @@ pub enum Priority {
 pub struct JobOptions {
     /// Name of the client, for fair queueing.
     pub client: String,
-    /// Whose jobs and unread results are bounded together, whatever name they go by: the client's address; empty without one.
+    /// Whose jobs, latents and unread results are bounded together, whatever name they go by: the client's address; empty without one.
     pub account: String,
     pub priority: Priority,
     /// For late or foreign memory; `None` for the service's setting.

@@ -5,9 +5,17 @@ use std::sync::LazyLock;
 
 use figment::Figment;
 use figment::providers::{Format as _, Toml};
-use pipelines::{Medium, Preset};
+use model::{Medium, Preset};
 use residency::Bytes;
 use serde::Deserialize;
+
+/// Id of the model that ships with the project, and is the default where nothing else is.
+pub const SHIPPED_ID: &str = "moored/demo";
+/// Id of the film model that ships with it.
+pub const SHIPPED_FILM_ID: &str = "moored/demo-film";
+
+/// Id of the sound model that ships with it.
+pub const SHIPPED_SOUND_ID: &str = "moored/demo-sound";
 
 /// What a model generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]

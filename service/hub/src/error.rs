@@ -183,3 +183,46 @@ pub(crate) fn list(names: &[String]) -> String {
         more => format!("{listed} and {more} more are"),
     }
 }
+
+/// Kinds of failed pulls, by what a person or a program can do about them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PullFailure {
+    /// The name is none of a model.
+    WrongName,
+    /// The repository holds nothing that runs here.
+    NotSupported,
+    DiskFull,
+    /// The disk of the cache does not answer.
+    DiskSilent,
+    /// Too many pulls wait for the disk of the cache.
+    DiskBusy,
+    ShuttingDown,
+    /// Anything else: its words say what.
+    Failed,
+}
+
+impl PullError {
+    /// Its kind.
+    pub fn kind(&self) -> PullFailure {
+        match self {
+            PullError::Name { .. } => PullFailure::WrongName,
+            PullError::NotAPipeline(_) => PullFailure::NotSupported,
+            PullError::DiskFull { .. } => PullFailure::DiskFull,
+            PullError::DiskSilent { .. } => PullFailure::DiskSilent,
+            PullError::DiskBusy { .. } => PullFailure::DiskBusy,
+            PullError::ShuttingDown => PullFailure::ShuttingDown,
+            PullError::NotAllowed { .. }
+            | PullError::Offline { .. }
+            | PullError::OfflineWithoutBranch { .. }
+            | PullError::Unreachable { .. }
+            | PullError::NoSuchModel { .. }
+            | PullError::NoSuchRevision { .. }
+            | PullError::Gated { .. }
+            | PullError::TokenRefused { .. }
+            | PullError::Answer { .. }
+            | PullError::Checksum { .. }
+            | PullError::Cut { .. }
+            | PullError::Disk { .. } => PullFailure::Failed,
+        }
+    }
+}

@@ -19,11 +19,10 @@ mod pull;
 mod pulls;
 mod reference;
 mod selection;
-mod settings;
 #[cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 mod transfer;
 
-pub use error::PullError;
+pub use error::{PullError, PullFailure};
 pub use meter::Progress;
 pub use pull::{
     Base, Hub, LONGEST_REF, PreparedPull, PullPlan, Pulled, is_of_folder, is_shard, is_whole,
@@ -31,4 +30,3 @@ pub use pull::{
 };
 pub use pulls::{PullUpdate, Pulls};
 pub use reference::Reference;
-pub use settings::{HubSettings, HubToken};

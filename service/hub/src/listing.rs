@@ -16,7 +16,7 @@ use super::checksum::Oid;
 use crate::PullError;
 use crate::error::shown;
 use crate::reference::{Reference, is_commit, is_part};
-use crate::settings::HubSettings;
+use config::HubSettings;
 
 /// Timeout of a response, and of each chunk of it.
 pub(crate) const SILENCE: Duration = Duration::from_secs(30);

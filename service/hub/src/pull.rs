@@ -2,8 +2,11 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use config::HubSettings;
 use futures::{StreamExt as _, TryStreamExt as _};
+use model::{BASE_CONFIGURATION, Families};
 use serde::Deserialize;
 use tokio::sync::watch;
 
@@ -13,7 +16,6 @@ use crate::error::shown;
 use crate::listing::{HubSession, RepoFile, RepositoryListing};
 use crate::meter::Meter;
 use crate::selection::{self, INDEX};
-use crate::settings::HubSettings;
 use crate::transfer::Transfer;
 use crate::{Progress, PullError, Reference, catalogue};
 
@@ -63,9 +65,10 @@ pub struct Pulled {
 }
 
 /// A hub, and the cache that its models are pulled into.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Hub {
     settings: HubSettings,
+    families: Arc<dyn Families>,
     /// The disk of the cache.
     disk: Disk,
 }
@@ -277,9 +280,14 @@ impl PreparedPull {
 }
 
 impl Hub {
-    pub fn new(settings: HubSettings) -> Hub {
+    /// A hub whose models are those of these families.
+    pub fn new(settings: HubSettings, families: Arc<dyn Families>) -> Hub {
         let disk = Disk::of(&settings.cache);
-        Hub { settings, disk }
+        Hub {
+            settings,
+            families,
+            disk,
+        }
     }
 
     /// Whether clients may ask for a pull.
@@ -325,7 +333,7 @@ impl Hub {
         let names: Vec<&str> = listing.files.iter().map(|file| file.path.as_str()).collect();
         let wanted = self.wanted(session, model, &listing.commit, &names).await?;
         let is_alone = match &model.file {
-            Some(file) => is_transformer(session, model, &listing.commit, file).await?,
+            Some(file) => is_transformer(&*self.families, session, model, &listing.commit, file).await?,
             None => false,
         };
         let (kind, others) = match (is_alone, &listing.base) {
@@ -381,9 +389,10 @@ impl Hub {
         base: &Reference,
     ) -> Result<(Base, Option<RepositoryPart>), PullError> {
         let cache = ModelCache::new(&self.settings.cache, base);
+        let families = self.families.clone();
         let has_it = move || {
             let commit = cache.commit();
-            Ok(commit.is_some_and(|commit| has_base(&cache.snapshot(&commit))))
+            Ok(commit.is_some_and(|commit| has_base(&*families, &cache.snapshot(&commit))))
         };
         if self.disk.short(has_it).await? {
             return Ok((Base::Pipeline(base.id.clone()), None));
@@ -398,12 +407,12 @@ impl Hub {
         }
         let index = session.read(base, &listing.commit, INDEX).await?;
         let class = class_of(&base.id, &index)?;
-        let Some(folders) = pipelines::catalogue().base_folders_of(&class) else {
+        let Some(folders) = self.families.base_folders_of(&class) else {
             return Ok((Base::Unknown, None));
         };
-        let folders = without_absent(&class, folders.into_iter(), &names);
+        let folders = without_absent(&*self.families, &class, folders.into_iter(), &names);
         let mut wanted = selection::wanted(&base.id, &folders, &names)?;
-        wanted.push(pipelines::BASE_CONFIGURATION.to_owned());
+        wanted.push(BASE_CONFIGURATION.to_owned());
         let part = self.part(base, listing, wanted).await?;
         Ok((Base::Pipeline(base.id.clone()), Some(part)))
     }
@@ -420,10 +429,10 @@ impl Hub {
             Some(file) => selection::of_file(&model.id, file, names),
             None if names.contains(&INDEX) => {
                 let index = session.read(model, commit, INDEX).await?;
-                let folders = folders_of(&model.id, &index, names)?;
+                let folders = folders_of(&*self.families, &model.id, &index, names)?;
                 selection::wanted(&model.id, &folders, names)
             }
-            None => match pipelines::catalogue().own_layout(names) {
+            None => match self.families.own_layout(names) {
                 Some(layout) => selection::of_own_layout(&model.id, &layout, names),
                 None => self.adapter_files(session, model, commit, names).await,
             },
@@ -494,7 +503,7 @@ impl Hub {
         }
         let text = session.read(model, commit, selection::CONFIGURATION).await?;
         let class = class_of(&model.id, &text);
-        let is_run = class.is_ok_and(|class| pipelines::catalogue().opens_without_pipeline(&class));
+        let is_run = class.is_ok_and(|class| self.families.opens_without_pipeline(&class));
         let files = is_run.then(|| selection::of_root(names)).flatten();
         files.ok_or_else(no_pipeline)
     }
@@ -504,14 +513,15 @@ impl Hub {
     /// # Errors
     /// [`PullError::Offline`] with the missing files when it is incomplete.
     async fn whole_in_cache(&self, model: &Reference) -> Result<Pulled, PullError> {
-        let (cache, model) = (self.settings.cache.clone(), model.clone());
-        self.disk.short(move || whole_in_cache(&cache, &model)).await
+        let (cache, model, families) = (self.settings.cache.clone(), model.clone(), self.families.clone());
+        let look = move || whole_in_cache(&*families, &cache, &model);
+        self.disk.short(look).await
     }
 }
 
 /// The model in a cache: see [`Hub::whole_in_cache`].
 #[allow(clippy::disallowed_methods)] // it waits on threads that may block
-fn whole_in_cache(root: &Path, model: &Reference) -> Result<Pulled, PullError> {
+fn whole_in_cache(families: &dyn Families, root: &Path, model: &Reference) -> Result<Pulled, PullError> {
     let cache = ModelCache::new(root, model);
     let incomplete = |missing: Vec<String>| PullError::Offline {
         id: model.to_string(),
@@ -533,7 +543,7 @@ fn whole_in_cache(root: &Path, model: &Reference) -> Result<Pulled, PullError> {
             .filter(|file| !path.join(file).is_file())
             .into_iter()
             .collect(),
-        None => missing_of(&model.id, &path)?,
+        None => missing_of(families, &model.id, &path)?,
     };
     if !missing.is_empty() {
         let told = |file: String| match path.join(&file).is_symlink() {
@@ -569,23 +579,23 @@ pub fn remove_from_cache(cache: &Path, model: &Reference) -> Result<(), PullErro
 
 /// Whether a snapshot has the files that its pipeline is read from, as far as that can be told without the hub: other
 /// programs leave incomplete ones when they are interrupted. A pipeline of an unknown class counts as complete.
-pub fn is_whole(snapshot: &Path) -> bool {
-    missing_of("", snapshot).unwrap_or_default().is_empty()
+pub fn is_whole(families: &dyn Families, snapshot: &Path) -> bool {
+    missing_of(families, "", snapshot).unwrap_or_default().is_empty()
 }
 
 /// The files of its pipeline that a snapshot lacks.
 ///
 /// # Errors
 /// When the pipeline is of an unknown class.
-fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
+fn missing_of(families: &dyn Families, id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
     let Ok(index) = gpu::read_bounded(&snapshot.join(INDEX), INDEX_BYTES) else {
-        if let Some(layout) = pipelines::catalogue().own_layout(&names) {
+        if let Some(layout) = families.own_layout(&names) {
             let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
             return Ok(selection::missing(&folders, &names));
         }
-        if pipelines::catalogue().has_transformer(snapshot) {
+        if families.has_transformer(snapshot) {
             return Ok(selection::missing_at_root(&names));
         }
         // A file is linked into a snapshot when it is whole: an adapter or a transformer is there, or it is not.
@@ -594,7 +604,7 @@ fn missing_of(id: &str, snapshot: &Path) -> Result<Vec<String>, PullError> {
             false => vec![INDEX.to_owned()],
         });
     };
-    let folders = folders_of(id, &index, &names)?;
+    let folders = folders_of(families, id, &index, &names)?;
     Ok(selection::missing(&folders, &names))
 }
 
@@ -622,6 +632,7 @@ pub fn is_shard(file: &Path) -> bool {
 
 /// Whether a file of a repository is a transformer alone, by the header that the hub has of it.
 async fn is_transformer(
+    families: &dyn Families,
     session: &HubSession,
     model: &Reference,
     commit: &str,
@@ -633,20 +644,20 @@ async fn is_transformer(
     }
     let names = session.tensor_names(model, commit, file).await?;
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    Ok(pipelines::catalogue().is_transformer_file(&names))
+    Ok(families.is_transformer_file(&names))
 }
 
 /// Whether a snapshot has what a transformer in a single file takes from a pipeline.
-fn has_base(snapshot: &Path) -> bool {
+fn has_base(families: &dyn Families, snapshot: &Path) -> bool {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
     let index = gpu::read_bounded(&snapshot.join(INDEX), INDEX_BYTES).unwrap_or_default();
     let Ok(class) = class_of("", &index) else {
         return false;
     };
-    let folders = pipelines::catalogue().base_folders_of(&class);
+    let folders = families.base_folders_of(&class);
     folders.is_some_and(|folders| {
-        let folders = without_absent(&class, folders.into_iter(), &names);
+        let folders = without_absent(families, &class, folders.into_iter(), &names);
         selection::missing(&folders, &names).is_empty()
     })
 }
@@ -667,11 +678,12 @@ fn class_of(id: &str, index: &[u8]) -> Result<String, PullError> {
 
 /// These folders of a pipeline of a class, without those that it may lack and that are not there.
 fn without_absent(
+    families: &dyn Families,
     class: &str,
     folders: impl Iterator<Item = &'static str>,
     files: &[&str],
 ) -> Vec<&'static str> {
-    let optional = pipelines::catalogue().optional_folders_of(class);
+    let optional = families.optional_folders_of(class);
     let is_there = |folder: &str| {
         files.iter().any(|file| {
             file.strip_prefix(folder)
@@ -684,11 +696,15 @@ fn without_absent(
 }
 
 /// The folders that a pipeline is read from, by its index; of those that it may lack, the ones that there are.
-fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str>, PullError> {
+fn folders_of(
+    families: &dyn Families,
+    id: &str,
+    index: &[u8],
+    files: &[&str],
+) -> Result<Vec<&'static str>, PullError> {
     let class = class_of(id, index)?;
-    let catalogue = pipelines::catalogue();
-    let folders = catalogue.folders_of(&class).ok_or_else(|| {
-        let known: Vec<&str> = catalogue.pipelines().collect();
+    let folders = families.folders_of(&class).ok_or_else(|| {
+        let known = families.pipelines();
         let class = match class.as_str() {
             "" => "nameless pipeline".to_owned(),
             class => shown(class),
@@ -698,24 +714,27 @@ fn folders_of(id: &str, index: &[u8], files: &[&str]) -> Result<Vec<&'static str
             known.join(", ")
         ))
     })?;
-    Ok(without_absent(&class, folders.iter().copied(), files))
+    Ok(without_absent(families, &class, folders.iter().copied(), files))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::HubToken;
+    use config::HubToken;
 
     #[tokio::test(start_paused = true)]
     async fn the_cache_is_looked_at_on_threads_that_may_block_alone() {
         let root = tempfile::tempdir().unwrap();
-        let hub = Hub::new(HubSettings {
-            endpoint: String::new(),
-            cache: root.path().to_owned(),
-            pull: true,
-            token: HubToken::new(None, None),
-            offline: true,
-        });
+        let hub = Hub::new(
+            HubSettings {
+                endpoint: String::new(),
+                cache: root.path().to_owned(),
+                pull: true,
+                token: HubToken::new(None, None),
+                offline: true,
+            },
+            Arc::new(pipelines::catalogue()),
+        );
         let model: Reference = "me/mine".parse().unwrap();
         assert!(matches!(
             hub.prepare(&model).await,
@@ -740,7 +759,7 @@ mod tests {
             "audio_tokenizer/config.json",
             "audio_token_detokenizer/config.json",
         ];
-        let read = |files: &[&str]| folders_of("me/music", index, files).unwrap();
+        let read = |files: &[&str]| folders_of(&pipelines::catalogue(), "me/music", index, files).unwrap();
         assert!(read(&all).contains(&"audio_tokenizer"));
         let without = read(&["audio_tokenizer.json"]);
         assert!(

@@ -1,7 +1,7 @@
 //! Which files of a repository a pipeline is read from. A repository in diffusers' layout often holds the same weights
 //! several times: as single checkpoints at its root, in half precision, for other frameworks. One copy is enough.
 
-use pipelines::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, OwnLayout, WeightNames};
+use model::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, OwnLayout, WeightNames};
 
 use crate::PullError;
 use crate::error::{list, list_all, shown};
@@ -235,7 +235,7 @@ pub(crate) fn is_of_folder(name: &str) -> bool {
 
 /// Whether a file is one of several shards.
 pub(super) fn is_shard(file: &str) -> bool {
-    pipelines::is_shard(file.rsplit('/').next().unwrap_or_default())
+    model::is_shard(file.rsplit('/').next().unwrap_or_default())
 }
 
 /// The error for a repository that is no pipeline, with a remedy for single files.
@@ -255,6 +255,7 @@ pub(crate) fn no_pipeline(id: &str, files: &[&str]) -> PullError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use model::Families as _;
 
     fn folders() -> &'static [&'static str] {
         pipelines::catalogue().folders_of("FluxPipeline").unwrap()

@@ -2,7 +2,7 @@
 //! one a second is reported with its backtrace, so that whatever causes them cannot fill the disk.
 
 use std::cell::Cell;
-use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,9 +18,8 @@ thread_local! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expected;
 
-/// Bounds the reports of this process. To be called once, at its start.
-pub fn bound_reports() {
-    let report = take_hook();
+/// Bounds the reports of this process, which are made by `report`. To be called once, at its start.
+pub fn bound_reports(report: impl Fn(&PanicHookInfo<'_>) + Send + Sync + 'static) {
     let reports = Mutex::new(Reports::default());
     set_hook(Box::new(move |panic| {
         if IS_EXPECTED.get() {

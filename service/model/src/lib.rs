@@ -6,6 +6,7 @@ pub mod bounds;
 mod component_set;
 mod covered;
 mod errors;
+mod families;
 mod host;
 mod identity;
 mod left_out;
@@ -23,6 +24,7 @@ mod resize;
 mod smaller;
 mod stage_run;
 mod steps;
+mod weight_files;
 
 pub use adapter::{
     AdapterError, AdapterFile, AdapterKind, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
@@ -32,6 +34,7 @@ pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, P
 pub use component_set::{ComponentFiles, ComponentSet};
 pub use covered::{Covered, Twice};
 pub use errors::{ModelError, StageError};
+pub use families::{BASE_CONFIGURATION, Families, OwnLayout};
 pub use host::{HostTensor, HostType};
 pub use identity::{ModelFile, digest_of_names, provisional_identity};
 pub use left_out::LeftOut;
@@ -52,3 +55,4 @@ pub use resize::{Filter, resized, resized_by};
 pub use smaller::{nearest_frames, smaller_lengths, smaller_sides};
 pub use stage_run::{Observer, StageRun, Unobserved};
 pub use steps::{decimal, first_step};
+pub use weight_files::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, WeightNames, adapter_stem, is_shard};

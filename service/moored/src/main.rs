@@ -1,24 +1,16 @@
-//! SERVES. The binary: command line, configuration, gRPC, supervisor and worker processes, telemetry.
+//! SERVES. The program: it wires the service together, runs it and its workers, and has the command line.
 
-mod bounded;
-mod cli;
-mod config;
-mod durations;
 #[cfg(test)]
 #[path = "../../gpu/tests/edits/mod.rs"]
 mod edits;
-mod grpc;
-mod host;
+mod examine;
 mod locks;
 mod memory;
-mod models;
 mod preload;
 mod process;
-mod pull_messages;
+mod program;
 mod serve;
-mod sessions;
 mod telemetry;
-mod threads;
 
 use std::process::ExitCode;
 
@@ -27,7 +19,7 @@ use std::process::ExitCode;
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
 
 fn main() -> ExitCode {
-    media::panics::bound_reports();
+    media::panics::bound_reports(telemetry::report_panic);
     gpu::allocator::share_heaps(2);
-    cli::run()
+    cli::run(&program::Moored)
 }

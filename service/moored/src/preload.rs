@@ -2,15 +2,13 @@
 
 use std::sync::Arc;
 
-use api::v1;
+use calls::{ModelRef, Models};
+use config::ModelSettings;
 use engine::Error;
 use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority};
 use engine::library::{Entry, Library};
 use engine::queue::Queue;
 use gpu::CardDescription;
-
-use crate::config;
-use crate::models::Models;
 
 /// Client name of these jobs.
 const CLIENT: &str = "moored (configuration)";
@@ -18,7 +16,7 @@ const CLIENT: &str = "moored (configuration)";
 /// Loads the models, pinned ones first, one after the other. A model that cannot be loaded is logged and skipped:
 /// the service is of use without it. Where any card would do, a model is opened for this one.
 pub(crate) async fn run(
-    settings: config::ModelSettings,
+    settings: ModelSettings,
     models: Arc<Models>,
     library: Arc<Library>,
     queue: Queue,
@@ -28,12 +26,8 @@ pub(crate) async fn run(
     let preloaded = settings.preload.iter().map(|name| ("models.preload", name));
     for (setting, name) in pinned.chain(preloaded) {
         let loaded = async {
-            let reference = v1::ModelRef {
-                id: name.clone(),
-                ..Default::default()
-            };
             let entry = library
-                .canonical(models.entry(Some(reference)).await?.entry, card.clone())
+                .canonical(models.entry(ModelRef::named(name)).await?.entry, card.clone())
                 .await?;
             if setting == "models.pinned" {
                 queue.pin(entry.clone()).await?;

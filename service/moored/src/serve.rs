@@ -6,30 +6,28 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::v1;
+use calls::{Bounds, Host, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
+use grpc::{DoorSettings, Token, TransportError};
 use hub::{Hub, Pulls};
+use model::Families;
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::config::{CardSettings, Config};
-use crate::durations::millis;
-use crate::grpc::{self, Limits, Service, Token};
-use crate::host::{self, Host};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
-use crate::models::Models;
 use crate::preload;
 use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
-use crate::process::supervisor::{self, EarlyWorker, WorkerPids};
-use crate::threads::Turns;
+use crate::process::supervisor::{self, EarlyWorker};
+use config::bounded;
+use config::{CardSettings, Config};
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -66,6 +64,9 @@ pub(crate) enum ServeError {
     /// A card is configured twice.
     #[error("cards.devices names the card {0} twice")]
     Twice(String),
+    /// A card has no more memory than is to stay free of it.
+    #[error("{0}")]
+    Headroom(String),
     /// Device discovery failed.
     #[error("the cards cannot be discovered: {0}")]
     Discovery(String),
@@ -78,8 +79,8 @@ pub(crate) enum ServeError {
     )]
     QueueEnded,
     /// The gRPC transport failed.
-    #[error("the gRPC transport failed: {0}")]
-    Transport(#[from] tonic::transport::Error),
+    #[error(transparent)]
+    Transport(#[from] TransportError),
 }
 
 /// Runs the service until a signal or `stop` ends it. `ready` receives the address.
@@ -90,7 +91,7 @@ pub(crate) async fn run(
 ) -> Result<(), ServeError> {
     let mut timeline = Timeline::begin("start the service");
     memory::start_trimming();
-    let token = Token::read(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
+    let token = read_token(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
     make_state_folder(&config.service.state)?;
     timeline.part("token and folders");
     let early = EarlyWorker::start();
@@ -106,8 +107,8 @@ pub(crate) async fn run(
     let workers = WorkerPids::new(cards.len());
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
-    let limits = Limits::new(&config.limits, token);
-    grpc::paths::set_folders(folders_of_models(&config));
+    let bounds = Bounds::new(&config.limits);
+    calls::paths::set_folders(folders_of_models(&config));
     let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
     let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
     let queue = start_queue(
@@ -119,32 +120,36 @@ pub(crate) async fn run(
         card_tasks.signals,
     );
     timeline.part("library, queue");
-    let models = Arc::new(Models::new(config.models.clone(), config.hub.cache.clone()));
+    let families: Arc<dyn Families> = Arc::new(pipelines::catalogue());
+    let models = Models::new(config.models.clone(), config.hub.cache.clone(), families.clone());
+    let models = Arc::new(models);
     let host = Arc::new(Host::new());
-    tokio::spawn(host::watch(host.clone(), workers.clone()));
-    let service = Service {
+    tokio::spawn(calls::watch_host(host.clone(), workers.clone()));
+    let service = Service::new(Parts {
         queue: queue.clone(),
         library: library.clone(),
         models: models.clone(),
+        pulls: Pulls::new(Hub::new(config.hub.clone(), families.clone())),
+        bounds: bounds.clone(),
         host,
-        pulls: Pulls::new(Hub::new(config.hub.clone())),
-        started: Instant::now(),
-        max_message: config.service.max_message,
-        policy,
         workers,
-        decoding: Turns::of_decoding(),
-        encodings: limits.encodings(),
-        media: limits.media(config.queue.latent_ttl),
+        policy,
         latents: config.queue.latents,
-        limits,
+        media_ttl: config.queue.latent_ttl,
         stopping: stopping_seen,
+    });
+    let door = DoorSettings {
+        limits: config.limits.clone(),
+        token,
+        max_message: config.service.max_message,
+        families: families.names().into_iter().map(str::to_owned).collect(),
     };
     tokio::spawn(preload::run(
         config.models.clone(),
         models.clone(),
         library.clone(),
         queue.clone(),
-        service.first_card(),
+        first_card_of(&queue),
     ));
     let reports = queue.status();
     let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
@@ -156,7 +161,7 @@ pub(crate) async fn run(
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let serving = tokio::spawn(grpc::serve(service, listener, stopped_seen));
+    let serving = tokio::spawn(grpc::serve(service, bounds.uploads, door, listener, stopped_seen));
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),
@@ -165,6 +170,21 @@ pub(crate) async fn run(
     close(card_tasks.tasks, library, serving).await?;
     tracing::info!("stopped");
     Ok(())
+}
+
+/// The token in a file, which calls must carry; without a file they need none.
+fn read_token(file: Option<&Path>) -> Result<Token, String> {
+    let unusable =
+        |file: &Path, problem: String| format!("the token file {} cannot be used: {problem}", file.display());
+    let read = |file: &Path| bounded::token(file).map_err(|problem| unusable(file, problem.to_string()));
+    let token = file.map(read).transpose()?;
+    let short = |problem: String| {
+        format!(
+            "the token in {} {problem}",
+            file.unwrap_or(Path::new("")).display()
+        )
+    };
+    Token::new(token.as_deref()).map_err(short)
 }
 
 fn make_state_folder(folder: &Path) -> Result<(), ServeError> {
@@ -186,7 +206,7 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeE
 async fn close(
     card_tasks: Vec<JoinHandle<()>>,
     library: Arc<Library>,
-    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    serving: JoinHandle<Result<(), TransportError>>,
 ) -> Result<(), ServeError> {
     // The cards are free when this process has ended.
     futures::future::join_all(card_tasks).await;
@@ -271,12 +291,8 @@ pub(crate) fn missing_folders(config: &Config) -> impl Iterator<Item = &PathBuf>
 /// The configured default model, if it is not there.
 pub(crate) fn missing_default<'a>(config: &'a Config, models: &Models) -> Option<&'a str> {
     let id = config.models.default.as_deref()?;
-    let model = v1::ModelRef {
-        id: id.to_owned(),
-        ..Default::default()
-    };
     matches!(
-        models.resolve(Some(&model)),
+        models.resolve(&ModelRef::named(id)),
         Err(engine::Error::ModelNotFound { .. })
     )
     .then_some(id)
@@ -302,9 +318,9 @@ fn open_library(config: &Config) -> Result<Library, ServeError> {
 
 /// The configured cards, by names that do not change: an NVIDIA card by its UUID.
 async fn find_cards(cards: &CardSettings) -> Result<Vec<(DeviceSpec, CardDescription)>, ServeError> {
-    let choices = cards.devices.clone();
+    let cards = cards.clone();
     let look = move || {
-        let discovered = DeviceChoice::resolve(&choices)?;
+        let discovered = DeviceChoice::resolve(&cards.devices)?;
         if let Some(why) = discovered.fallback {
             tracing::info!("no NVIDIA card is used, models run on the CPU: {why}");
         }
@@ -314,6 +330,7 @@ async fn find_cards(cards: &CardSettings) -> Result<Vec<(DeviceSpec, CardDescrip
             if found.iter().any(|(_, known)| known.id == card.id) {
                 return Err(ServeError::Twice(card.id));
             }
+            cards.check_headroom(&card).map_err(ServeError::Headroom)?;
             found.push((device, card));
         }
         Ok(found)
@@ -414,13 +431,7 @@ fn shut_down(
     stopping: watch::Sender<bool>,
     stopped: watch::Sender<bool>,
 ) -> Result<impl Future<Output = ()>, ServeError> {
-    let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Signals)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Signals)?;
-    // Its terminal was closed. Whoever has it ignored (nohup) wants it to go on.
-    let mut hangup = match crate::process::is_hangup_ignored() {
-        true => None,
-        false => Some(signal(SignalKind::hangup()).map_err(ServeError::Signals)?),
-    };
+    let mut signals = Signals::new().map_err(ServeError::Signals)?;
     Ok(async move {
         let asked = async {
             match stop {
@@ -428,16 +439,8 @@ fn shut_down(
                 None => std::future::pending().await,
             }
         };
-        let terminal_closed = async {
-            match &mut hangup {
-                Some(hangup) => drop(hangup.recv().await),
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-            () = terminal_closed => {}
+            () = signals.end_or_hangup() => {}
             () = asked => {}
         }
         tracing::info!(
@@ -449,11 +452,56 @@ fn shut_down(
         tokio::select! {
             () = queue.drain(deadline) => {}
             never = tell_time_left(deadline) => match never {},
-            _ = terminate.recv() => queue.drain(Instant::now()).await,
-            _ = interrupt.recv() => queue.drain(Instant::now()).await,
+            () = signals.end() => queue.drain(Instant::now()).await,
         }
         stopped.send_replace(true);
     })
+}
+
+/// The signals that end the service.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    /// What `docker stop` and some supervisors send where they are told to, and a terminal at Ctrl-\\. By its default the process would
+    /// end at once, with all its jobs, and leave a dump of its memory.
+    quit: Signal,
+    /// Its terminal was closed. Whoever has it ignored (nohup) wants it to go on.
+    hangup: Option<Signal>,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        let hangup = (!crate::process::is_hangup_ignored()).then(|| signal(SignalKind::hangup()));
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
+            hangup: hangup.transpose()?,
+        })
+    }
+
+    /// Resolves at one of those that are sent on purpose.
+    async fn end(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+            _ = self.quit.recv() => {}
+        }
+    }
+
+    async fn end_or_hangup(&mut self) {
+        let hangup = self.hangup.take();
+        let terminal_closed = async {
+            match hangup {
+                Some(mut hangup) => drop(hangup.recv().await),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = self.end() => {}
+            () = terminal_closed => {}
+        }
+    }
 }
 
 /// Says in the log how long the jobs that run still have.

@@ -1,37 +1,46 @@
-//! Logs: to standard error, as text or JSON lines.
+//! Logs: to standard error, as text or JSON lines, written by a thread.
 
-use std::io::IsTerminal as _;
+mod writer;
+
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::io::{IsTerminal as _, Write as _};
+use std::panic::PanicHookInfo;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use gpu::Timeline;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
+use writer::Lines;
 
-use crate::config::LogSettings;
+use config::{DEFAULT_FILTER, LogSettings, directives};
 
-/// The default filter.
-pub(crate) const DEFAULT_FILTER: &str = "info";
-/// Libraries that log every frame and handshake at `debug`; they log from `info` on, unless a filter names them.
-const LIBRARIES: [&str; 8] = [
-    "h2",
-    "hyper",
-    "hyper_util",
-    "tonic",
-    "tower",
-    "reqwest",
-    "rustls",
-    "mio",
-];
+/// How long a process that ends waits until its log is written.
+const LAST_LINES: Duration = Duration::from_secs(1);
 
-/// Starts logging in a process.
+/// The writer of this process.
+static LINES: OnceLock<Lines> = OnceLock::new();
+
+/// Starts logging in a process. [`flush`] is to be called before it ends.
 pub(crate) fn start(log: &LogSettings) {
     let filter = log.filter.as_deref().unwrap_or(DEFAULT_FILTER);
-    let filter = EnvFilter::try_new(directives(filter)).unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER));
+    let filter = EnvFilter::try_new(directives(filter)).unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER)); // it was checked
+    let lines = Lines::start(std::io::stderr(), |dropped| {
+        // Of this level, since errors may be among them.
+        tracing::error!(
+            dropped,
+            "lines of the log were dropped before this one: whoever reads it was too slow"
+        );
+    });
+    let writer = match lines {
+        Ok(lines) => BoxMakeWriter::new(LINES.get_or_init(|| lines).clone()),
+        Err(_) => BoxMakeWriter::new(std::io::stderr), // the system has no thread to give
+    };
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
-        // Where the log cannot be written, the service goes on: its reader is gone, or its disk is full.
         .log_internal_errors(false)
-        .with_writer(std::io::stderr);
+        .with_writer(writer);
     // Fails only when a logger is there already, as in tests.
     let _ = if log.json {
         builder.json().try_init()
@@ -40,10 +49,29 @@ pub(crate) fn start(log: &LogSettings) {
     };
 }
 
-/// The directives of a filter: those of [`LIBRARIES`], overridden by what it names.
-fn directives(filter: &str) -> String {
-    let quiet = LIBRARIES.map(|library| format!("{library}=info"));
-    format!("{},{filter}", quiet.join(","))
+/// Waits until what was logged is written, unless nobody reads it.
+pub(crate) fn flush() {
+    if let Some(lines) = LINES.get() {
+        lines.flush(LAST_LINES);
+    }
+}
+
+/// Reports a panic as the standard library does, by the writer of the log: a thread that panics is not to stand still because
+/// nobody reads.
+pub(crate) fn report_panic(panic: &PanicHookInfo<'_>) {
+    let thread = std::thread::current();
+    let name = thread.name().unwrap_or("<unnamed>");
+    let backtrace = Backtrace::capture();
+    let backtrace = match backtrace.status() {
+        BacktraceStatus::Captured => backtrace.to_string(),
+        _ => "RUST_BACKTRACE=1 in the environment shows a backtrace".to_owned(),
+    };
+    let report = format!("\nthread '{name}' {panic}\n{backtrace}\n");
+    match LINES.get() {
+        Some(lines) => lines.push(report.as_bytes()),
+        None => drop(std::io::stderr().write_all(report.as_bytes())),
+    }
+    flush(); // the process may end of it
 }
 
 /// Logs the age of this process. That includes the time in which the system loaded its libraries, which the process itself
@@ -78,16 +106,6 @@ fn age_by(stat: &str, uptime: &str) -> Option<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn debug_excludes_libraries_unless_the_filter_names_them() {
-        let shown = |filter: &str| EnvFilter::new(directives(filter)).to_string();
-        assert!(shown("debug").contains("h2=info"), "{}", shown("debug"));
-        assert!(shown("debug,h2=trace").contains("h2=trace"));
-        assert!(!shown("debug,h2=trace").contains("h2=info"));
-        assert!(!shown("debug").contains("engine::card"));
-        assert!(EnvFilter::try_new(directives("info,engine=trace")).is_ok());
-    }
 
     #[test]
     fn the_age_is_computed_from_proc() {

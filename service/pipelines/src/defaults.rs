@@ -21,6 +21,8 @@ pub(crate) fn folder_defaults(
     struct FolderDefaults {
         steps: Option<u32>,
         guidance: Option<f32>,
+        negative_prompt: Option<String>,
+        true_guidance: Option<f32>,
         max_sequence_length: Option<u32>,
         width: Option<u32>,
         height: Option<u32>,
@@ -55,6 +57,8 @@ pub(crate) fn folder_defaults(
     let defaults = Request {
         steps: folder_defaults.steps.unwrap_or(otherwise.steps),
         guidance: folder_defaults.guidance.unwrap_or(otherwise.guidance),
+        negative_prompt: folder_defaults.negative_prompt.or(otherwise.negative_prompt),
+        true_guidance: folder_defaults.true_guidance.unwrap_or(otherwise.true_guidance),
         max_sequence_length: folder_defaults
             .max_sequence_length
             .unwrap_or(otherwise.max_sequence_length),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use gpu::CheckpointFile;
 
-use crate::adapters::is_control_net_class;
+use crate::adapters::{is_control_net_class, kind_of_folder};
 use crate::checkpoint::{
     checkpoint_stem, class_not_run, file_not_run, is_lora, open_single_file, part_in_file,
 };
@@ -13,16 +13,7 @@ use crate::files::{
     UNFINISHED, incomplete, pipeline_class, recorded, root_class, transformer_class, unsupported,
 };
 use crate::text::tokenizers::TokenizeError;
-use crate::{Model, ModelError, ModelOpener, Precision, StageError};
-
-/// What is read of a repository in the layout of a model's authors.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OwnLayout {
-    /// Folders, each with its configuration and weights.
-    pub folders: Vec<String>,
-    /// Further files.
-    pub files: Vec<String>,
-}
+use crate::{AdapterKind, Families, Model, ModelError, ModelOpener, OwnLayout, Precision, StageError};
 
 /// A model family.
 pub trait Family: Send + Sync {
@@ -96,9 +87,6 @@ pub trait Family: Send + Sync {
 /// The folder of a pipeline's transformer.
 const TRANSFORMER: &str = "transformer";
 
-/// The configuration of a pipeline's transformer, such as the axes of its rotary embedding.
-pub const BASE_CONFIGURATION: &str = "transformer/config.json";
-
 /// All families of this build, as an explicit list.
 pub struct Catalogue {
     families: Vec<Box<dyn Family>>,
@@ -110,9 +98,12 @@ impl Catalogue {
         Catalogue { families }
     }
 
-    /// Names of the families.
-    pub fn names(&self) -> impl Iterator<Item = &'static str> {
-        self.families.iter().map(|family| family.name())
+    /// The `model_index.json` classes of all families.
+    fn classes(&self) -> impl Iterator<Item = &'static str> {
+        self.families
+            .iter()
+            .flat_map(|family| family.pipelines())
+            .copied()
     }
 
     /// What people call the models of all families that have some to be downloaded.
@@ -120,103 +111,13 @@ impl Catalogue {
         self.families.iter().filter_map(|family| family.title())
     }
 
-    /// The `model_index.json` classes of all families.
-    pub fn pipelines(&self) -> impl Iterator<Item = &'static str> {
-        self.families.iter().flat_map(|f| f.pipelines()).copied()
-    }
-
-    /// The folders that are read of a pipeline of this class; `None` if it is of no family, and has no parts of one.
-    pub fn folders_of(&self, class: &str) -> Option<&'static [&'static str]> {
-        let family = self.families.iter().find(|f| f.pipelines().contains(&class));
-        let mut parts = self.families.iter().flat_map(|family| family.parts());
-        family
-            .map(|family| family.folders(class))
-            .or_else(|| parts.find(|(of, _)| *of == class).map(|(_, folders)| *folders))
-    }
-
-    /// Of the folders that are read of a pipeline of this class, those that a model may lack.
-    pub fn optional_folders_of(&self, class: &str) -> &'static [&'static str] {
-        let family = self.families.iter().find(|f| f.pipelines().contains(&class));
-        family.map_or(&[], |family| family.optional_folders(class))
-    }
-
-    /// The folders that a transformer in a single file takes from a pipeline of this class, its base; `None` if it is of no
-    /// family. From [`BASE_CONFIGURATION`] it takes what its tensors do not tell.
-    pub fn base_folders_of(&self, class: &str) -> Option<Vec<&'static str>> {
-        let folders = self.folders_of(class)?.iter().copied();
-        Some(folders.filter(|folder| *folder != TRANSFORMER).collect())
-    }
-
-    /// Whether a folder holds parts of another pipeline that a family reads, and nothing that is run by itself.
-    pub fn holds_parts_alone(&self, folder: &Path) -> bool {
-        let class = pipeline_class(folder).ok().flatten().unwrap_or_default();
-        let mut parts = self.families.iter().flat_map(|family| family.parts());
-        !self.pipelines().any(|known| known == class) && parts.any(|(known, _)| *known == class)
-    }
-
-    /// Whether a single file with tensors of these names holds a transformer that a family opens.
-    pub fn is_transformer_file(&self, names: &[&str]) -> bool {
-        // A LoRA of all layers has names that begin as those of the transformer do.
-        !is_lora(names)
-            && self
-                .families
-                .iter()
-                .any(|family| family.is_transformer_file(names))
-    }
-
-    /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.
-    pub fn holds_transformer(&self, file: &Path) -> bool {
-        let opened = open_single_file(file).ok().flatten();
-        opened.is_some_and(|opened| self.is_transformer(&opened))
-    }
-
     fn is_transformer(&self, file: &CheckpointFile) -> bool {
         let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
         self.is_transformer_file(&names)
     }
 
-    /// What a single file is that is no model that runs here, in words; `None` for one that runs, and where the file cannot be
-    /// read, which opening it tells.
-    pub fn what_else(&self, file: &Path) -> Option<String> {
-        const UNKNOWN: &str = "not known here";
-        let what = match open_single_file(file).ok()? {
-            None => Some(UNKNOWN),
-            Some(file) => file_not_run(&file)
-                .or_else(|| (!self.is_transformer(&file)).then(|| part_in_file(&file).unwrap_or(UNKNOWN))),
-        };
-        what.map(str::to_owned)
-    }
-
-    /// What is read of a repository in the layout of a family's authors, from the names of all files there.
-    pub fn own_layout(&self, files: &[&str]) -> Option<OwnLayout> {
-        self.families.iter().find_map(|family| family.own_layout(files))
-    }
-
-    /// Whether a folder holds a model in the layout of a family's authors.
-    pub fn has_own_layout(&self, folder: &Path) -> bool {
-        self.families.iter().any(|family| family.has_own_layout(folder))
-    }
-
-    /// Whether this is the class of what opens without a pipeline: a transformer of a family, or a ControlNet.
-    pub fn opens_without_pipeline(&self, class: &str) -> bool {
-        self.is_transformer_class(class) || is_control_net_class(class)
-    }
-
     fn is_transformer_class(&self, class: &str) -> bool {
         self.families.iter().any(|f| f.transformers().contains(&class))
-    }
-
-    /// The name of a model in one file: the file's name without its ending. `None` for a file of another kind.
-    pub fn single_file_stem<'a>(&self, name: &'a str) -> Option<&'a str> {
-        let mut endings = self.families.iter().flat_map(|family| family.file_endings());
-        endings
-            .find_map(|ending| name.strip_suffix(ending))
-            .or_else(|| checkpoint_stem(name))
-    }
-
-    /// Whether a folder has a transformer of a family at its root, and no pipeline.
-    pub fn has_transformer(&self, folder: &Path) -> bool {
-        transformer_class(folder).is_some_and(|class| self.is_transformer_class(&class))
     }
 
     /// Refuses what is known and not run: another model, by its class or its tensors, and a download that has not ended.
@@ -229,8 +130,7 @@ impl Catalogue {
             None => root_class(path),
             class => class,
         };
-        let is_run =
-            |class: &str| self.pipelines().any(|run| run == class) || self.is_transformer_class(class);
+        let is_run = |class: &str| self.classes().any(|run| run == class) || self.is_transformer_class(class);
         let relative = match class.filter(|class| !is_run(class)) {
             Some(class) => class_not_run(&class).map(|name| format!("{name} ({class})")),
             None => file.and_then(file_not_run).map(str::to_owned),
@@ -268,7 +168,7 @@ impl Catalogue {
                     "" => "no pipeline",
                     class => class,
                 };
-                let known: Vec<&str> = self.pipelines().collect();
+                let known = self.pipelines();
                 format!(
                     "its model_index.json names {found}, and what is supported is {}",
                     known.join(", ")
@@ -286,6 +186,91 @@ impl Catalogue {
             path: path.to_owned(),
             problem,
         })
+    }
+}
+
+impl Families for Catalogue {
+    fn names(&self) -> Vec<&'static str> {
+        self.families.iter().map(|family| family.name()).collect()
+    }
+
+    fn pipelines(&self) -> Vec<&'static str> {
+        self.classes().collect()
+    }
+
+    fn folders_of(&self, class: &str) -> Option<&'static [&'static str]> {
+        let family = self.families.iter().find(|f| f.pipelines().contains(&class));
+        let mut parts = self.families.iter().flat_map(|family| family.parts());
+        family
+            .map(|family| family.folders(class))
+            .or_else(|| parts.find(|(of, _)| *of == class).map(|(_, folders)| *folders))
+    }
+
+    fn optional_folders_of(&self, class: &str) -> &'static [&'static str] {
+        let family = self.families.iter().find(|f| f.pipelines().contains(&class));
+        family.map_or(&[], |family| family.optional_folders(class))
+    }
+
+    fn base_folders_of(&self, class: &str) -> Option<Vec<&'static str>> {
+        let folders = self.folders_of(class)?.iter().copied();
+        Some(folders.filter(|folder| *folder != TRANSFORMER).collect())
+    }
+
+    fn holds_parts_alone(&self, folder: &Path) -> bool {
+        let class = pipeline_class(folder).ok().flatten().unwrap_or_default();
+        let mut parts = self.families.iter().flat_map(|family| family.parts());
+        !self.classes().any(|known| known == class) && parts.any(|(known, _)| *known == class)
+    }
+
+    fn is_transformer_file(&self, names: &[&str]) -> bool {
+        // A LoRA of all layers has names that begin as those of the transformer do.
+        !is_lora(names)
+            && self
+                .families
+                .iter()
+                .any(|family| family.is_transformer_file(names))
+    }
+
+    fn holds_transformer(&self, file: &Path) -> bool {
+        let opened = open_single_file(file).ok().flatten();
+        opened.is_some_and(|opened| self.is_transformer(&opened))
+    }
+
+    fn what_else(&self, file: &Path) -> Option<String> {
+        const UNKNOWN: &str = "not known here";
+        let what = match open_single_file(file).ok()? {
+            None => Some(UNKNOWN),
+            Some(file) => file_not_run(&file)
+                .or_else(|| (!self.is_transformer(&file)).then(|| part_in_file(&file).unwrap_or(UNKNOWN))),
+        };
+        what.map(str::to_owned)
+    }
+
+    fn own_layout(&self, files: &[&str]) -> Option<OwnLayout> {
+        self.families.iter().find_map(|family| family.own_layout(files))
+    }
+
+    fn has_own_layout(&self, folder: &Path) -> bool {
+        self.families.iter().any(|family| family.has_own_layout(folder))
+    }
+
+    fn opens_without_pipeline(&self, class: &str) -> bool {
+        self.is_transformer_class(class) || is_control_net_class(class)
+    }
+
+    fn single_file_stem<'a>(&self, name: &'a str) -> Option<&'a str> {
+        let mut endings = self.families.iter().flat_map(|family| family.file_endings());
+        endings
+            .find_map(|ending| name.strip_suffix(ending))
+            .or_else(|| checkpoint_stem(name))
+    }
+
+    fn has_transformer(&self, folder: &Path) -> bool {
+        transformer_class(folder).is_some_and(|class| self.is_transformer_class(&class))
+    }
+
+    fn kind_of_folder(&self, path: &Path) -> Option<AdapterKind> {
+        kind_of_folder(path)
     }
 }
 

@@ -28,9 +28,7 @@ pub mod text;
 pub mod vision;
 pub mod z_image;
 
-pub use adapters::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, adapter_stem, kind_of_folder};
-pub use checkpoint::{WeightNames, is_shard};
-pub use family::{BASE_CONFIGURATION, Catalogue, Family, OwnLayout};
+pub use family::{Catalogue, Family};
 pub use model::*;
 pub use ops::{
     AttentionPaths, Fp8Products, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans,

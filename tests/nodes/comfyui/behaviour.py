@@ -34,6 +34,9 @@ DEADLINE_S = 60.0
 # More than a minute on the model "slow": such a job ends before only if it is ended.
 LONG: dict[str, Any] = {"steps": 200, "count": 8}
 
+# What ends a line of a text on classic nodes, which show HTML, and on those of Nodes 2.0: Markdown.
+BREAK = "  \n"
+
 # So that half of the start is left: with all of the schedule, none of it would be.
 HALF: dict[str, Any] = {"strength": 0.5, "steps": 4}
 
@@ -128,6 +131,32 @@ def test_text_to_image_gives_the_same_picture_as_the_client(
         run.pictures(show),
         [client.generate_image(RED, seed=7, steps=2, **SIZE).pictures[0].array],
     )
+
+
+def test_an_empty_negative_prompt_is_led_away_from_where_true_guidance_is_set(
+    comfyui: ComfyUI, demo_service: Service, client: moored.Client
+) -> None:
+    graph = Graph(demo_service.address)
+    guided = shown(graph, graph.text_to_image(true_guidance=3.0))
+    alone = shown(graph, graph.text_to_image(negative_prompt="a dog"))
+    run = comfyui.queue(graph.prompt).succeeded()
+    options: dict[str, Any] = {"seed": 7, "steps": 2, **SIZE}
+    away = client.generate_image(RED, negative_prompt="", true_guidance=3.0, **options)
+    same(run.pictures(guided), [away.pictures[0].array])
+    same(run.pictures(alone), [client.generate_image(RED, **options).pictures[0].array])
+    assert not np.array_equal(run.pictures(guided)[0], run.pictures(alone)[0])
+
+
+def test_a_model_without_true_guidance_refuses_it_by_name(
+    comfyui: ComfyUI, demo_service: Service
+) -> None:
+    graph = Graph(demo_service.address, model="moored/demo-sound")
+    made = graph.text_to_music(negative_prompt="drums", true_guidance=3.0)
+    graph.add("PreviewAudio", audio=[made, 0])
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert re.search(r"negative_prompt is not read .*true_guidance is not read", run.error, re.I)
+    assert run.texts(made)[-1] in run.error
 
 
 def test_several_pictures_come_as_a_batch(
@@ -667,7 +696,9 @@ def test_quantization_auto_says_on_the_nodes_what_was_chosen_and_why(
     assert re.match(r"8-bit: full needs [\d.]+ GiB in its denoise stage, and sim:0 has ", chosen)
     texts = run.texts(generated)
     assert texts[0] == chosen, "as soon as it is known"
-    assert re.fullmatch(r"Done in .*\n" + re.escape(chosen), texts[-1]), "and in the end"
+    assert re.fullmatch(rf"Done in [\d.]+ s{BREAK}" + re.escape(chosen), texts[-1]), (
+        "and in the end"
+    )
     with service.client() as client:
         (job,) = client.jobs(include_ended=True)
         assert job.model_key == "flux-full+8-bit"
@@ -1073,7 +1104,7 @@ def test_unload_says_what_stayed_and_why(comfyui: ComfyUI, serve: Serve) -> None
     unload = graph.add("MooredUnload", model=[preload, 0], force=False)
     run = comfyui.queue(graph.prompt).succeeded()
     (told,) = [text for text in run.texts(unload) if text.startswith("Freed")]
-    freed, *kept = told.splitlines()
+    freed, *kept = told.split(BREAK)
     assert freed == "Freed 0.0 MiB"
     assert any(line.startswith("Kept ") and line.endswith(": pinned") for line in kept), kept
     assert len(kept) == 1, "what stayed for one reason is one line"
@@ -1149,5 +1180,8 @@ def test_the_status_is_asked_for_each_time(comfyui: ComfyUI, serve: Serve) -> No
     with service.client() as client:
         client.load("small")
         client.pin("small")
-    (after,) = comfyui.queue(graph.prompt).succeeded().outputs[status]["text"]
-    assert "transformer of small+full: 4.0 MiB (pinned)" in after
+    run = comfyui.queue(graph.prompt).succeeded()
+    (after,) = run.outputs[status]["text"]
+    assert "\n  transformer of small+full: 4.0 MiB (pinned)\n" in after
+    shown = f"{BREAK}\u00a0\u00a0transformer of small+full: 4.0 MiB (pinned){BREAK}"
+    assert shown in run.texts(status)[-1]

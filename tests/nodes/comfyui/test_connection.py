@@ -138,6 +138,36 @@ def test_the_settings_name_no_file_outside_of_the_folder_for_tokens(
         connection.target()
 
 
+@pytest.mark.parametrize("named", ["a\0b", "a\ud800b", "~\0", "~nobody-of-this-name"])
+def test_a_token_file_that_cannot_be_there_is_told(
+    connection: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    settings(token_file=named)
+    with pytest.raises(moored.Unauthenticated, match="has to lie in|cannot be read"):
+        connection.target()
+
+
+def test_a_token_file_that_is_a_link_to_itself_is_told(
+    connection: Any, settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "moored").mkdir()
+    (tmp_path / "moored" / "ring").symlink_to(tmp_path / "moored" / "ring")
+    settings(token_file="ring")
+    with pytest.raises(moored.Unauthenticated, match="has to lie in|cannot be read"):
+        connection.target()
+
+
+@pytest.mark.parametrize("address", ["box\0:1", "box\ud800:1", "bo\nx:1", "unix:\ud800"])
+def test_an_address_with_characters_that_none_has_is_told_on_the_node(
+    pack: ModuleType, connection: Any, settings: Settings, address: str
+) -> None:
+    for wrong in (lambda: connection.target(connection.Server(address)), connection.target):
+        with pytest.raises(pack.failures.Failure) as told, pack.failures.told(None):
+            wrong()
+        str(told.value).encode()
+        settings(endpoint=address)
+
+
 @pytest.mark.parametrize("address", ["unix:/var/run/docker.sock", "UNIX:/run/x"])
 def test_sockets_are_named_by_the_environment_alone(
     connection: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch, address: str

@@ -374,6 +374,20 @@ def test_texts_go_to_whoever_queued_the_prompt(pack: ModuleType, prompt_server: 
     ]
 
 
+def test_lines_of_a_text_stay_lines_in_html_and_in_markdown(
+    pack: ModuleType, prompt_server: Any
+) -> None:
+    told: list[str] = []
+    prompt_server.client_id = "ann"
+    prompt_server.send = lambda *message: told.append(message[-1])
+    pack.node_text.show_on("5", "one card\n  its model\n1 running")
+    pack.node_text.show_on("5", "half of a character \ud800")
+    assert told == [
+        "one card  \n\u00a0\u00a0its model  \n1 running",
+        "half of a character \\ud800",
+    ]
+
+
 def test_steps_of_a_film_are_told_by_section(pack: ModuleType, prompt_server: Any) -> None:
     told: list[Any] = []
     prompt_server.client_id = "ann"

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_texts import LOCALES, texts
+from node_texts import LOCALES, PACK, PAGES, inputs_of, texts, with_lists
 from object_info import golden
 from PIL import Image
 
-PACK = LOCALES.parent
 NODES = golden()["nodes"]
 WORKFLOWS = sorted((PACK / "example_workflows").glob("*.json"))
 LANGUAGES = sorted(folder.name for folder in LOCALES.iterdir())
@@ -39,14 +38,9 @@ def load(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def inputs_of(node: str) -> dict[str, list[Any]]:
-    groups = NODES[node]["input"]
-    return {**groups.get("required", {}), **groups.get("optional", {})}
-
-
 def widgets_of(node: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The widgets in the order in which the frontend has them: name, type, options."""
-    for name, (kind, options) in inputs_of(node).items():
+    for name, (kind, options) in inputs_of(NODES[node]).items():
         if kind in ("COMBO", "STRING", "INT", "FLOAT", "BOOLEAN"):
             yield name, kind, options
             if options.get(SEED_CONTROL):
@@ -79,7 +73,8 @@ def test_an_example_fits_the_nodes(path: Path) -> None:
         if node["type"] in CORE:
             continue
         assert node["type"] in NODES
-        assert {each["name"] for each in node["inputs"]} == inputs_of(node["type"]).keys()
+        there = {each["name"] for each in node["inputs"]}
+        assert there == inputs_of(NODES[node["type"]]).keys()
         assert [out["name"] for out in node["outputs"]] == NODES[node["type"]]["output_name"]
         widgets = list(widgets_of(node["type"]))
         assert len(node.get("widgets_values", [])) == len(widgets)
@@ -112,10 +107,11 @@ def test_an_example_has_what_it_needs_linked_and_a_picture(path: Path) -> None:
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_a_help_page_names_every_input_and_output(node: str) -> None:
-    page = (PACK / "web/docs" / f"{node}.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^- `(\w+)`: ", page, re.MULTILINE))
-    assert named == {*inputs_of(node), *NODES[node]["output_name"]}
+def test_a_help_page_says_of_every_input_and_output_what_the_node_says(node: str) -> None:
+    """Written by `node_texts.py --write`."""
+    page = (PAGES / f"{node}.md").read_text(encoding="utf-8")
+    assert with_lists(page, NODES[node]) == page
+    assert not re.search(r"^- `\w+`: *$", page, re.MULTILINE), "what has no tooltip has words here"
 
 
 def test_every_help_page_is_of_a_node() -> None:

@@ -163,6 +163,46 @@ def track(node: Any) -> bytes:
     return bytes(File(artifact.value).read_bytes())
 
 
+def test_an_empty_negative_prompt_is_led_away_from_where_true_guidance_is_set(
+    connected: Headless, demo_service: Service
+) -> None:
+    values: dict[str, Any] = {"seed": 7, "steps": 2, "width": 64, "height": 64}
+    node = connected.do(
+        connected.node("GenerateImage", prompt="a red cube", true_guidance="3", **values)
+    )
+    succeeds(connected)
+    with demo_service.client() as client:
+        alone = client.generate_image("a red cube", **values).image
+        away = client.generate_image("a red cube", **values, negative_prompt="", true_guidance=3)
+    assert picture(node).convert("RGB").tobytes() == away.image.convert("RGB").tobytes()
+    assert away.image.tobytes() != alone.tobytes()
+    connected.do(connected.set(node, true_guidance="", negative_prompt="a dog"))
+    succeeds(connected)
+    assert picture(node).convert("RGB").tobytes() == alone.convert("RGB").tobytes()
+
+
+def test_a_model_without_true_guidance_refuses_it_by_name(connected: Headless) -> None:
+    node = connected.do(
+        connected.node(
+            "GenerateAudio", prompt="a waltz", negative_prompt="drums", true_guidance=3.0
+        )
+    )
+    model = connected.do(connected.node("DiffusionModel", model="moored/demo-sound"))
+    connected.do(connected.connect(model, "model_handle", node, "model"))
+    sentence = fails(connected, node)
+    assert "negative_prompt is not read" in sentence
+    assert "true_guidance is not read" in sentence
+
+
+def test_what_is_seldom_set_is_in_a_folded_group(nowhere: Headless) -> None:
+    node = nowhere.do(nowhere.node("GenerateImage"))
+    group = node.get_group_by_name_or_element_id("Advanced")
+    assert group.ui_options["collapsed"]
+    folded = {parameter.name for parameter in group.children}
+    assert {"negative_prompt", "true_guidance", "max_sequence_length"} <= folded
+    assert {"steps", "guidance"}.isdisjoint(folded)
+
+
 def test_a_prompt_becomes_a_track_by_url(simulate: Simulate, nowhere: Headless) -> None:
     client = simulate()
     values = {"prompt": "a slow waltz", "model": "track", "seed": 7, "steps": 2}
@@ -604,6 +644,8 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
         ({"prompt": "x", "steps": 1 << 40}, "steps is 0 or more, and less than 2^32"),
         ({"prompt": "x", "seed": -5}, "seed is 0 or more"),
         ({"prompt": "x", "guidance": "much"}, "guidance is a number"),
+        ({"prompt": "x", "guidance": -1}, "guidance is 0 or more, not -1"),
+        ({"prompt": "x", "true_guidance": "-1"}, "true_guidance is 0 or more, not -1"),
         (
             {"prompt": "x", "model": '{"quantization_mode": "int3"}'},
             "one of auto, None, fp8, int8, int4",
@@ -647,6 +689,37 @@ def test_an_edit_without_a_picture_says_so(connected: Headless, tmp_path: Path) 
     Image.new("1", (15_000, 15_000)).save(tmp_path / "vast.png")
     connected.do(connected.set(node, input_image=str(tmp_path / "vast.png")))
     assert fails(connected, node).startswith("The input_image is too large")
+
+
+@pytest.mark.parametrize("name", ["a\0b.png", "a\ud800b.png", "~nobody-of-this-name/b.png"])
+@pytest.mark.parametrize("field", ["input_image", "mask", "reference_image"])
+def test_a_file_that_cannot_be_there_is_told(
+    connected: Headless, tmp_path: Path, field: str, name: str
+) -> None:
+    Image.new("RGB", (16, 16)).save(tmp_path / "start.png")
+    given = {"input_image": str(tmp_path / "start.png")} | {field: name}
+    node = connected.do(connected.node("EditImage", prompt="x", **given))
+    sentence = fails(connected, node)
+    assert "b.png" in sentence
+    assert sentence.isprintable()
+
+
+@pytest.mark.parametrize("name", ["a\0b.png", "a\ud800b.png"])
+def test_an_output_file_that_cannot_be_is_told_before_anything_is_computed(
+    connected: Headless, name: str
+) -> None:
+    node = connected.do(connected.node("GenerateImage", prompt="x", output_file=name))
+    sentence = fails(connected, node)
+    assert sentence.startswith("output_file: ")
+    assert sentence.isprintable()
+    assert "Denoising" not in outputs(node)["logs"]
+
+
+@pytest.mark.parametrize("endpoint", ["box\0:1", "box\ud800:1"])
+def test_an_address_that_none_has_is_told(nowhere: Headless, endpoint: str) -> None:
+    nowhere.do(nowhere.settings(endpoint=endpoint))
+    node = nowhere.do(nowhere.node("GenerateImage", prompt="x"))
+    assert "no address of a service" in fails(nowhere, node)
 
 
 # Choices.

@@ -295,42 +295,53 @@ class GenerateImageRequest(google.protobuf.message.Message):
     steps: builtins.int
     """Denoising steps, 1 to 200."""
     guidance: builtins.float
-    """Guidance scale; for FLUX.1-dev it is an input of the model."""
+    """How closely to follow the prompt, 0 to 1000.
+
+    Of FLUX.1-dev it is an input of the model.
+    """
     seed: builtins.int
-    """Absent: told in `done`; random, but for an idempotency key always the same."""
+    """Absent: random, and told in `done`; with an idempotency key always the same. Number i of several uses seed + i."""
     max_sequence_length: builtins.int
-    """T5 tokens, 1 to 512."""
+    """Tokens of the prompt that are read, 1 to 512."""
     count: builtins.int
-    """How many pictures, 1 to 64; 0 is 1. Picture i uses seed + i."""
+    """How many pictures, films or tracks, 1 to 64. Absent: 1."""
     init_image: builtins.bytes
     """Image to image: a PNG, JPEG or WebP to start from, upright as its Exif says; scaled to width x height. Transparency is
     left out: the colours that the file has under it are taken. Given and empty is refused, as in all fields of files.
     """
     strength: builtins.float
-    """Image to image: over 0 to 1, how much of the schedule runs. Absent: the model's (0.6; of FLUX.1 Fill 1)."""
+    """How strongly to change the start: over 0, up to 1. Absent: the model's, mostly 0.6 of pictures and 1 of all else.
+
+    How much of the schedule runs. Of FLUX.1 Fill it is 1.
+    """
     output: global___OutputFormat.ValueType
     """Output format."""
     omit_metadata: builtins.bool
-    """Leave prompt, seed, settings and model out of the PNG."""
+    """Leave prompt, seed, settings and model out of the metadata."""
     keep_latent: builtins.bool
-    """Keep each picture's latent in the service; its handle comes as `latent`. With a mask, what is decoded of it later is the
-    autoencoder's picture of what the mask keeps, and not the start's own pixels: `Done.approximations` says so.
+    """Keep the latent of each in the service; its handle comes as `latent`.
+
+    With a mask, what is decoded of it later is the autoencoder's picture of what the mask keeps, and not the start's own pixels:
+    `Done.approximations` says so.
     """
     preview_interval_ms: builtins.int
     """Stream previews while denoising, no oftener than this; 0: none. At least 100."""
     init_latent_id: builtins.str
     """Start from this latent of the service instead of `init_image`."""
     latent_only: builtins.bool
-    """Give the latent only: no decode, no picture. Implies `keep_latent`."""
+    """Make only the latent, and no picture, film or track. Implies `keep_latent`."""
     init_media_id: builtins.str
     """Start from this picture of PutMedia instead of `init_image`."""
     negative_prompt: builtins.str
-    """What the result is led away from, at most 10,000 characters. It has an effect with `true_guidance` over 1, and is then read even
-    if it is empty. A model that does not read it refuses it.
+    """What the result is led away from, at most 10,000 characters. It needs `true_guidance` over 1.
+
+    With that it is read even if it is empty. A model that does not read it refuses it.
     """
     true_guidance: builtins.float
-    """Over 1: every step takes two passes, of the prompt and of the negative prompt, and goes from the second towards the first so
-    many times as far. Twice the time. Absent: 1, one pass.
+    """0 to 1000. Over 1: every step takes two passes, which takes twice the time, and goes away from `negative_prompt` by this scale.
+    Absent: 1, one pass.
+
+    It goes from the pass of the negative prompt towards that of the prompt so many times as far.
     """
     @property
     def model(self) -> model_pb2.ModelRef: ...
@@ -516,24 +527,28 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     steps: builtins.int
     """Denoising steps, 1 to 200."""
     guidance: builtins.float
+    """How closely to follow the prompt, 0 to 1000."""
     seed: builtins.int
-    """Absent: told in `done`; random, but for an idempotency key always the same."""
+    """Absent: random, and told in `done`; with an idempotency key always the same. Number i of several uses seed + i."""
     max_sequence_length: builtins.int
-    """Tokens of the prompt, 1 to 512."""
+    """Tokens of the prompt that are read, 1 to 512."""
     count: builtins.int
-    """How many films, 1 to 64; 0 is 1. Film i uses seed + i."""
+    """How many pictures, films or tracks, 1 to 64. Absent: 1."""
     init_image: builtins.bytes
     """Image to video: a PNG, JPEG or WebP as the first frame, read as that of GenerateImageRequest; scaled to width x height."""
     strength: builtins.float
-    """How much of the schedule runs from what it starts from: over 0 to 1. Absent: 1."""
+    """How strongly to change the start: over 0, up to 1. Absent: the model's, mostly 0.6 of pictures and 1 of all else.
+
+    How much of the schedule runs from what it starts from.
+    """
     keep_latent: builtins.bool
-    """Keep each film's latent in the service; its handle comes as `latent`."""
+    """Keep the latent of each in the service; its handle comes as `latent`."""
     preview_interval_ms: builtins.int
     """Stream previews while denoising, no oftener than this; 0: none. At least 100."""
     init_latent_id: builtins.str
     """Start from this latent of the service."""
     latent_only: builtins.bool
-    """Give the latent only: no decode, no frames. Implies `keep_latent`."""
+    """Make only the latent, and no picture, film or track. Implies `keep_latent`."""
     omit_metadata: builtins.bool
     """Leave prompt, seed, settings and model out of the metadata."""
     init_media_id: builtins.str
@@ -545,16 +560,20 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     seconds: builtins.float
     """The length in seconds, instead of `frames`: at the rate that the film has."""
     frames_at_a_time: builtins.int
-    """Most frames that are brought from the card and sent at a time, such as 16, 4 or 1; 0: as they are decoded. It changes memory
-    and how soon frames come, never a pixel.
+    """Most frames that are brought from the card and sent at a time, such as 16, 4 or 1: it changes no pixel. Absent: as they are decoded.
+
+    It changes memory and how soon frames come.
     """
     negative_prompt: builtins.str
-    """What the result is led away from, at most 10,000 characters. It has an effect with `true_guidance` over 1, and is then read even
-    if it is empty. A model that does not read it refuses it.
+    """What the result is led away from, at most 10,000 characters. It needs `true_guidance` over 1.
+
+    With that it is read even if it is empty. A model that does not read it refuses it.
     """
     true_guidance: builtins.float
-    """Over 1: every step takes two passes, of the prompt and of the negative prompt, and goes from the second towards the first so
-    many times as far. Twice the time. Absent: 1, one pass.
+    """0 to 1000. Over 1: every step takes two passes, which takes twice the time, and goes away from `negative_prompt` by this scale.
+    Absent: 1, one pass.
+
+    It goes from the pass of the negative prompt towards that of the prompt so many times as far.
     """
     @property
     def model(self) -> model_pb2.ModelRef: ...
@@ -644,26 +663,30 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     prompt: builtins.str
     """At most 10,000 characters."""
     lyrics: builtins.str
-    """The lyrics; empty: none."""
+    """What is sung. Absent: nothing."""
     seconds: builtins.float
-    """Length in seconds."""
+    """Length in seconds. Absent: that of the start, else the model's."""
     steps: builtins.int
     """Denoising steps, 1 to 200."""
     guidance: builtins.float
+    """How closely to follow the prompt, 0 to 1000."""
     seed: builtins.int
-    """Absent: told in `done`; random, but for an idempotency key always the same."""
+    """Absent: random, and told in `done`; with an idempotency key always the same. Number i of several uses seed + i."""
     max_sequence_length: builtins.int
-    """Tokens of the prompt, 1 to 512."""
+    """Tokens of the prompt that are read, 1 to 512."""
     count: builtins.int
-    """How many tracks, 1 to 64; 0 is 1. Track i uses seed + i."""
+    """How many pictures, films or tracks, 1 to 64. Absent: 1."""
     strength: builtins.float
-    """How much of the schedule runs from what it starts from: over 0 to 1. Absent: 1."""
+    """How strongly to change the start: over 0, up to 1. Absent: the model's, mostly 0.6 of pictures and 1 of all else.
+
+    How much of the schedule runs from what it starts from.
+    """
     keep_latent: builtins.bool
-    """Keep each track's latent in the service; its handle comes as `latent`."""
+    """Keep the latent of each in the service; its handle comes as `latent`."""
     init_latent_id: builtins.str
     """Start from this latent of the service."""
     latent_only: builtins.bool
-    """Give the latent only: no decode, no samples. Implies `keep_latent`."""
+    """Make only the latent, and no picture, film or track. Implies `keep_latent`."""
     omit_metadata: builtins.bool
     """Leave prompt, seed, settings and model out of the metadata."""
     output: global___AudioFormat.ValueType
@@ -683,18 +706,24 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     beats_per_minute: builtins.int
     """Tempo, 1 to 999. Absent: the model's choice, as of what follows."""
     key: builtins.str
-    """Key and scale: `C major`. At most 64 characters, as of what follows."""
+    """Key and scale: `C major`. Absent: the model's choice.
+
+    At most 64 characters, as of what follows.
+    """
     time_signature: builtins.str
-    """Beats of a bar: `4`."""
+    """Beats of a bar: `4`. Absent: the model's choice."""
     language: builtins.str
-    """Language of the lyrics: `en`."""
+    """Language of the lyrics: `en`. Absent: the model's choice."""
     negative_prompt: builtins.str
-    """What the result is led away from, at most 10,000 characters. It has an effect with `true_guidance` over 1, and is then read even
-    if it is empty. A model that does not read it refuses it.
+    """What the result is led away from, at most 10,000 characters. It needs `true_guidance` over 1.
+
+    With that it is read even if it is empty. A model that does not read it refuses it.
     """
     true_guidance: builtins.float
-    """Over 1: every step takes two passes, of the prompt and of the negative prompt, and goes from the second towards the first so
-    many times as far. Twice the time. Absent: 1, one pass.
+    """0 to 1000. Over 1: every step takes two passes, which takes twice the time, and goes away from `negative_prompt` by this scale.
+    Absent: 1, one pass.
+
+    It goes from the pass of the negative prompt towards that of the prompt so many times as far.
     """
     @property
     def model(self) -> model_pb2.ModelRef: ...

@@ -3,8 +3,6 @@
 import { isLoadModel } from "./models.js";
 
 const OURS = /^Moored/;
-// The value of an input that stands for the model's own.
-const OPEN = { guidance: -1 };
 // Of nodes that start from a picture, the size is the picture's.
 const SIZES = ["width", "height"];
 
@@ -44,9 +42,10 @@ export class Labels {
     const hasPicture = node.comfyClass === "MooredImageToImage" || linked(node, "image") !== undefined;
     for (const widget of node.widgets ?? []) {
       widget.mooredLabel ??= widget.label ?? widget.name;
+      // The smallest value that can be entered stands for the model's own.
       const known = defaults[widget.name];
       const isOpen = known !== undefined && !(hasPicture && SIZES.includes(widget.name));
-      const label = isOpen ? `${widget.mooredLabel} (${OPEN[widget.name] ?? 0}: ${known})` : widget.mooredLabel;
+      const label = isOpen ? `${widget.mooredLabel} (${widget.options?.min ?? 0}: ${known})` : widget.mooredLabel;
       if (label !== (widget.label ?? widget.name)) widget.label = label;
     }
     node.setDirtyCanvas?.(true);

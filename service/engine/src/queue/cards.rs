@@ -256,6 +256,7 @@ impl CardRecord {
             holders: self.ledger.holders(),
             fallbacks: Vec::new(),
             smallest: None,
+            instead: None,
         }
     }
 

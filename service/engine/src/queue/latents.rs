@@ -1,6 +1,9 @@
-//! Values that outlive the stage that made them: bounded, each with a time to live that use renews.
+//! Values that outlive the stage that made them: bounded, each with a time to live that use renews. Accounts share the bound, so
+//! that one that keeps many drops its own, and not those of others.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::ops::{AddAssign, SubAssign};
 use std::time::Duration;
 
 use model::{HostTensor, HostType, ValueShape, Values};
@@ -9,20 +12,30 @@ use tokio::time::Instant;
 
 use crate::error::{Error, Shortfall};
 use crate::job::{JobId, Latent, LatentInfo};
+use crate::queue::shared_bound::{Exceeded, SharedBound};
 
 /// Latents that are kept, however small they are.
-const MOST_LATENTS: usize = 4096;
+const MOST_LATENTS: u64 = 4096;
 
 /// The store. What is leased (a job needs it) is never dropped.
 pub(super) struct Latents {
-    bound: Bytes,
+    bytes: SharedBound,
+    count: SharedBound,
     ttl: Duration,
     kept: BTreeMap<String, StoredLatent>,
+}
+
+/// Whose job has made a latent.
+pub(super) struct Maker {
+    pub(super) job: JobId,
+    pub(super) account: String,
 }
 
 struct StoredLatent {
     values: Values,
     decoder_id: String,
+    /// See [`JobOptions::account`](crate::job::JobOptions::account).
+    account: String,
     /// None for what a client has brought.
     made_by: Option<JobId>,
     last_used: Instant,
@@ -35,29 +48,57 @@ struct StoredLatent {
     approximation: Option<&'static str>,
 }
 
+/// What some latents take of the bounds.
+#[derive(Clone, Copy, Default)]
+struct Taken {
+    bytes: u64,
+    count: u64,
+}
+
+impl AddAssign for Taken {
+    fn add_assign(&mut self, more: Taken) {
+        self.bytes += more.bytes;
+        self.count += more.count;
+    }
+}
+
+impl SubAssign for Taken {
+    fn sub_assign(&mut self, less: Taken) {
+        self.bytes -= less.bytes;
+        self.count -= less.count;
+    }
+}
+
 impl Latents {
     pub(super) fn new(bound: Bytes, ttl: Duration) -> Latents {
+        Latents::bounded(bound, MOST_LATENTS, ttl)
+    }
+
+    fn bounded(bytes: Bytes, count: u64, ttl: Duration) -> Latents {
         Latents {
-            bound,
+            bytes: SharedBound::new(bytes.0),
+            count: SharedBound::new(count),
             ttl,
             kept: BTreeMap::new(),
         }
     }
 
-    /// Takes the latent of a job, under a lease. It may exceed the bound, so that sampling need not be repeated.
+    /// Takes the latent of a job, under a lease. It may exceed the bounds, so that sampling need not be repeated.
     pub(super) fn put_leased(
         &mut self,
         values: Values,
         decoder_id: String,
-        made_by: JobId,
+        maker: Maker,
         keep: bool,
         now: Instant,
     ) -> String {
-        self.make_room(bytes_of(&values));
+        let bytes = bytes_of(&values).0;
+        self.make_room(&maker.account, Taken { bytes, count: 1 });
         self.insert(StoredLatent {
             values,
             decoder_id,
-            made_by: Some(made_by),
+            account: maker.account,
+            made_by: Some(maker.job),
             last_used: now,
             leases: 1,
             keep,
@@ -71,6 +112,7 @@ impl Latents {
         &mut self,
         values: Values,
         decoder_id: String,
+        account: String,
         now: Instant,
     ) -> Result<LatentInfo, Error> {
         if decoder_id.trim().is_empty() {
@@ -78,26 +120,18 @@ impl Latents {
         }
         check_numbers(&values)?;
         let wanted = bytes_of(&values);
-        if wanted > self.bound {
-            let problem = format!("a latent of {wanted} exceeds the store of {}", self.bound);
+        let most = Bytes(self.bytes.all);
+        if wanted > most {
+            let problem = format!("a latent of {wanted} exceeds the store of {most}");
             return Err(Error::LatentMismatch(problem));
         }
-        let leased = self.leased_bytes();
-        if leased + wanted > self.bound {
-            return Err(Error::MemoryTaken(Box::new(Shortfall {
-                stage: "the store of latents".into(),
-                needed: wanted,
-                free: Bytes(self.bound.0.saturating_sub(leased.0)),
-                capacity: self.bound,
-                holders: Vec::new(),
-                fallbacks: Vec::new(),
-                smallest: None,
-            })));
-        }
-        self.make_room(wanted);
+        self.check_leased(&account, wanted)?;
+        let (bytes, count) = (wanted.0, 1);
+        self.make_room(&account, Taken { bytes, count });
         let id = self.insert(StoredLatent {
             values,
             decoder_id,
+            account,
             made_by: None,
             last_used: now,
             leases: 0,
@@ -117,11 +151,11 @@ impl Latents {
 
     /// Adds to what a job has made and leases.
     pub(super) fn extend_leased(&mut self, id: &str, values: Values) {
-        let more = values
-            .values()
-            .map(|tensor| Bytes(tensor.data.len() as u64))
-            .sum();
-        self.make_room(more);
+        let bytes = bytes_of(&values).0;
+        let Some(account) = self.kept.get(id).map(|kept| kept.account.clone()) else {
+            return;
+        };
+        self.make_room(&account, Taken { bytes, count: 0 });
         if let Some(kept) = self.kept.get_mut(id) {
             kept.values.extend(values);
         }
@@ -207,10 +241,11 @@ impl Latents {
         let Some(kept) = self.kept.get_mut(id) else { return };
         kept.leases = kept.leases.saturating_sub(1);
         kept.last_used = now;
+        let account = kept.account.clone();
         if kept.leases == 0 && !kept.keep {
             self.kept.remove(id);
         }
-        self.make_room(Bytes::ZERO);
+        self.make_room(&account, Taken::default());
     }
 
     /// Drops latents whose time to live has passed; true if there was any.
@@ -238,9 +273,61 @@ impl Latents {
         self.kept.values().map(|kept| bytes_of(&kept.values)).sum()
     }
 
-    fn leased_bytes(&self) -> Bytes {
-        let leased = self.kept.values().filter(|kept| kept.leases > 0);
-        leased.map(|kept| bytes_of(&kept.values)).sum()
+    /// Refuses what a client brings while jobs need so much of what is kept that dropping the rest would make no room for it.
+    fn check_leased(&self, account: &str, wanted: Bytes) -> Result<(), Error> {
+        let leased = self.by_account(|kept| kept.leases > 0);
+        let own = leased.get(account).map(|of| of.taken).unwrap_or_default();
+        let leased = self.counted(&leased);
+        let bytes = self
+            .bytes
+            .check(leased.bytes, own.bytes, wanted.0.min(self.bytes.of_account()));
+        let problem = match bytes.and_then(|()| self.count.check(leased.count, own.count, 1)) {
+            Ok(()) => return Ok(()),
+            Err(Exceeded::All) => {
+                return Err(Error::MemoryTaken(Box::new(Shortfall {
+                    stage: "the store of latents".into(),
+                    needed: wanted,
+                    free: Bytes(self.bytes.all.saturating_sub(leased.bytes)),
+                    capacity: Bytes(self.bytes.all),
+                    holders: Vec::new(),
+                    fallbacks: Vec::new(),
+                    smallest: None,
+                    instead: None,
+                })));
+            }
+            Err(Exceeded::Account) => "jobs need all the latents that one client may have",
+            Err(Exceeded::Kept) => {
+                "jobs need all latents but for the last eighth, which is kept for clients whose latents no job needs"
+            }
+        };
+        let remedy = "try again when some have ended, or raise queue.latents";
+        Err(Error::ClientLimit(format!("{problem}: {remedy}")))
+    }
+
+    /// Some of the latents, by their accounts.
+    fn by_account(&self, are_meant: impl Fn(&StoredLatent) -> bool) -> BTreeMap<&str, OfAccount<'_>> {
+        let mut accounts: BTreeMap<&str, OfAccount<'_>> = BTreeMap::new();
+        for (id, kept) in self.kept.iter().filter(|(_, kept)| are_meant(kept)) {
+            let of = accounts.entry(&kept.account).or_default();
+            of.taken += kept.taken();
+            if kept.leases == 0 {
+                of.idle.push(Reverse((kept.last_used, id)));
+            }
+        }
+        accounts
+    }
+
+    /// What accounts take together. What one has beyond its part, by what its jobs need or by a single latent, does not count, so that
+    /// the rest is left to others.
+    fn counted(&self, accounts: &BTreeMap<&str, OfAccount<'_>>) -> Taken {
+        let mut counted = Taken::default();
+        for of in accounts.values() {
+            counted += Taken {
+                bytes: of.taken.bytes.min(self.bytes.of_account()),
+                count: of.taken.count.min(self.count.of_account()),
+            };
+        }
+        counted
     }
 
     fn insert(&mut self, kept: StoredLatent) -> String {
@@ -249,16 +336,63 @@ impl Latents {
         id
     }
 
-    fn make_room(&mut self, wanted: Bytes) {
-        while self.bytes() + wanted > self.bound || self.kept.len() >= MOST_LATENTS {
-            let idle = self.kept.iter().filter(|(_, kept)| kept.leases == 0);
-            let Some(oldest) = idle
-                .min_by_key(|(_, kept)| kept.last_used)
-                .map(|(id, _)| id.clone())
-            else {
-                return;
+    /// Drops latents that no job needs until there is room for more of an account, as far as that goes.
+    fn make_room(&mut self, account: &str, more: Taken) {
+        for id in self.in_the_way(account, more) {
+            self.kept.remove(&id);
+        }
+    }
+
+    /// What is dropped for more of an account: first the oldest of its own, until it has no more than one account may (a single latent
+    /// may be larger than that), then the oldest of whoever has most.
+    fn in_the_way(&self, account: &str, more: Taken) -> Vec<String> {
+        let mut accounts = self.by_account(|_| true);
+        accounts.entry(account).or_default().taken += more;
+        let (most_bytes, most_count) = (self.bytes.of_account(), self.count.of_account());
+        let mut dropped = Vec::new();
+        loop {
+            let own = accounts.get(account).map_or(more, |of| of.taken);
+            let all = self.counted(&accounts);
+            let is_own = own.count > 1 && (own.bytes > most_bytes || own.count > most_count);
+            let is_of_bytes = all.bytes > self.bytes.all;
+            if !is_own && !is_of_bytes && all.count <= self.count.all {
+                return dropped;
+            }
+            let amount = |of: Taken| match is_of_bytes {
+                true => of.bytes,
+                false => of.count,
             };
-            self.kept.remove(&oldest);
+            let leaving = accounts
+                .iter_mut()
+                .filter(|(name, of)| !of.idle.is_empty() && (!is_own || **name == account))
+                .max_by_key(|(_, of)| (amount(of.taken), of.idle.peek().copied()));
+            let Some((_, of)) = leaving else {
+                return dropped;
+            };
+            let Some(Reverse((_, id))) = of.idle.pop() else {
+                return dropped;
+            };
+            if let Some(kept) = self.kept.get(id) {
+                of.taken -= kept.taken();
+            }
+            dropped.push(id.clone());
+        }
+    }
+}
+
+/// The latents of an account.
+#[derive(Default)]
+struct OfAccount<'a> {
+    taken: Taken,
+    /// Those that no job needs, the oldest on top.
+    idle: BinaryHeap<Reverse<(Instant, &'a String)>>,
+}
+
+impl StoredLatent {
+    fn taken(&self) -> Taken {
+        Taken {
+            bytes: bytes_of(&self.values).0,
+            count: 1,
         }
     }
 }
@@ -299,114 +433,4 @@ fn check_numbers(values: &Values) -> Result<(), Error> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn of_shape(shape: Vec<usize>) -> Values {
-        let bytes = 4 * shape.iter().product::<usize>();
-        let tensor = HostTensor {
-            dtype: HostType::F32,
-            shape,
-            data: vec![0; bytes].into(),
-        };
-        Values::from([("latent".to_owned(), tensor)])
-    }
-
-    fn tensor() -> Values {
-        of_shape(vec![1, 1, 2, 2])
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_full_store_drops_the_oldest_latent_and_never_a_leased_one() {
-        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
-        let put = |latents: &mut Latents| latents.put(tensor(), "vae".into(), Instant::now());
-        let leased = latents.put_leased(tensor(), "vae".into(), "job".into(), true, Instant::now());
-        let first = put(&mut latents).unwrap();
-        tokio::time::advance(Duration::from_secs(1)).await;
-        let second = put(&mut latents).unwrap();
-        let now = Instant::now();
-        assert!(latents.get(&first.id, now).is_err() && latents.get(&second.id, now).is_ok());
-        let paid_for = latents.put_leased(tensor(), "vae".into(), "job".into(), false, now);
-        assert!(latents.get(&leased, now).is_ok() && latents.get(&paid_for, now).is_ok());
-        latents.lease(&paid_for, now).unwrap();
-        latents.release(&paid_for, now);
-        assert!(latents.get(&paid_for, now).is_ok(), "leased twice");
-        latents.release(&paid_for, now);
-        assert!(latents.get(&paid_for, now).is_err(), "nobody was told of it");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_latent_given_up_is_gone_for_clients_at_once_and_stays_until_its_jobs_end() {
-        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
-        let now = Instant::now();
-        let idle = latents.put(tensor(), "vae".into(), now).unwrap();
-        assert!(latents.give_up(&idle.id));
-        assert!(!latents.give_up(&idle.id), "there is none any more");
-        assert_eq!(latents.len(), 0);
-
-        let leased = latents.put_leased(tensor(), "vae".into(), "job".into(), true, now);
-        assert!(latents.give_up(&leased));
-        assert!(!latents.give_up(&leased), "once");
-        assert!(latents.get(&leased, now).is_err() && latents.lease(&leased, now).is_err());
-        assert!(latents.leased_values(&leased).is_ok(), "its job needs it");
-        latents.release(&leased, now);
-        assert!(latents.leased_values(&leased).is_err());
-        assert_eq!(latents.len(), 0);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn each_use_renews_the_time_to_live_of_a_latent() {
-        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
-        let info = latents.put(tensor(), "vae".into(), Instant::now()).unwrap();
-        for _ in 0..3 {
-            tokio::time::advance(Duration::from_secs(9)).await;
-            latents.expire(Instant::now());
-            assert!(latents.get(&info.id, Instant::now()).is_ok());
-        }
-        tokio::time::advance(Duration::from_secs(10)).await;
-        latents.expire(Instant::now());
-        assert_eq!(latents.len(), 0);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_store_full_of_leased_latents_refuses_clients_until_a_lease_ends() {
-        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
-        let now = Instant::now();
-        let lease = |_| latents.put_leased(tensor(), "vae".into(), "job".into(), true, now);
-        let leased: Vec<String> = (0..3).map(lease).collect();
-        let refused = latents.put(tensor(), "vae".into(), now);
-        assert!(matches!(refused, Err(Error::MemoryTaken(short)) if short.free == Bytes::ZERO));
-        assert_eq!(latents.bytes(), Bytes(48), "what was paid for stays");
-        latents.release(&leased[0], now);
-        assert_eq!(latents.bytes(), Bytes(32), "while it is needed");
-        assert!(latents.get(&leased[0], now).is_err() && latents.get(&leased[1], now).is_ok());
-        latents.release(&leased[1], now);
-        assert_eq!(latents.bytes(), Bytes(32), "the store is within its bound");
-        assert!(latents.put(tensor(), "vae".into(), now).is_ok());
-        assert!(latents.get(&leased[1], now).is_err() && latents.get(&leased[2], now).is_ok());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_latent_larger_than_the_store_is_a_mismatch_and_drops_no_other() {
-        let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
-        let now = Instant::now();
-        let idle = latents.put(tensor(), "vae".into(), now).unwrap();
-        let large = of_shape(vec![1, 1, 4, 4]);
-        let refused = latents.put(large, "vae".into(), now);
-        assert!(matches!(refused, Err(Error::LatentMismatch(_))));
-        assert!(latents.get(&idle.id, now).is_ok());
-    }
-
-    #[test]
-    fn the_store_bounds_the_number_of_latents_however_small_they_are() {
-        let now = Instant::now();
-        let mut latents = Latents::new(Bytes::gib(1), Duration::from_secs(600));
-        let first = latents.put(tensor(), "a vae".into(), now).unwrap().id;
-        for n in 1..=MOST_LATENTS as u64 {
-            let later = now + Duration::from_millis(n);
-            latents.put(tensor(), "a vae".into(), later).unwrap();
-        }
-        assert_eq!(latents.len(), MOST_LATENTS);
-        assert!(latents.get(&first, now).is_err(), "the oldest has left");
-    }
-}
+mod tests;

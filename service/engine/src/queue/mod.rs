@@ -35,6 +35,7 @@ mod reductions;
 mod replay;
 mod report;
 mod request;
+mod shared_bound;
 mod shares;
 mod shell;
 mod status;
@@ -107,7 +108,7 @@ pub struct Settings {
     /// The same for all jobs of one account together, each piece counted once however many listen: see
     /// [`JobOptions::account`](crate::job::JobOptions::account).
     pub unread_of_account: Bytes,
-    /// Bound on latents.
+    /// Bound on latents, of which one account has seven eighths at the most.
     pub latents: Bytes,
     /// How long a latent is kept after its last use.
     pub latent_ttl: Duration,
@@ -475,9 +476,15 @@ impl Queue {
     ///
     /// # Errors
     /// [`Error::LatentWithoutDecoder`] when nothing is named that decodes it; [`Error::LatentMismatch`] when the bytes are not those of
-    /// tensors of these shapes, or exceed the store; [`Error::MemoryTaken`] while jobs need what is in it.
-    pub async fn put_latent(&self, values: Values, decoder_id: String) -> Result<LatentInfo, Error> {
-        self.call(move |core, now| core.put_latent(values, decoder_id, now))
+    /// tensors of these shapes, or exceed what one account may have; [`Error::MemoryTaken`] while jobs need what is in the store, and
+    /// [`Error::ClientLimit`] while those of the account do.
+    pub async fn put_latent(
+        &self,
+        values: Values,
+        decoder_id: String,
+        account: String,
+    ) -> Result<LatentInfo, Error> {
+        self.call(move |core, now| core.put_latent(values, decoder_id, account, now))
             .await?
     }
 

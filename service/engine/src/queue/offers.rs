@@ -165,6 +165,7 @@ impl View<'_> {
             holders: shortage.holders.clone(),
             fallbacks: self.fallbacks(job, &self.usable_cards(job)),
             smallest: None,
+            instead: None,
         }
     }
 

@@ -286,7 +286,10 @@ async fn a_deleted_latent_stays_for_jobs_that_need_it() {
     assert_eq!(queue.status_now().await.latents, 1, "the second picture's");
 
     // A job that is queued behind another.
-    let brought = queue.put_latent(brought(), "path:/a#vae".into()).await.unwrap();
+    let brought = queue
+        .put_latent(brought(), "path:/a#vae".into(), String::new())
+        .await
+        .unwrap();
     let mut running = queue.submit(picture("a", "me", "a dog")).await.unwrap();
     let busy = worker.order().await;
     let mut spec = picture("a", "me", "");
@@ -317,7 +320,10 @@ async fn a_discarded_job_leaves_no_latents() {
         (generate.keep_latent, generate.count) = (true, 2);
         spec
     };
-    let brought = queue.put_latent(brought(), "path:/a#vae".into()).await.unwrap();
+    let brought = queue
+        .put_latent(brought(), "path:/a#vae".into(), String::new())
+        .await
+        .unwrap();
 
     // While its second picture is denoised, by a worker that does not react to the cancellation earlier.
     let mut running = queue.submit(keeping("one")).await.unwrap();
@@ -398,18 +404,26 @@ async fn latents_are_kept_encoded_and_decoded_on_request() {
 
     let latent = queue.latent(&id).await.unwrap();
     let brought = queue
-        .put_latent(latent.values.clone(), latent.info.decoder_id.clone())
+        .put_latent(
+            latent.values.clone(),
+            latent.info.decoder_id.clone(),
+            String::new(),
+        )
         .await
         .unwrap();
     assert_ne!(brought.id, id);
     for nobody in ["", " "] {
-        let refused = queue.put_latent(latent.values.clone(), nobody.into()).await;
+        let refused = queue
+            .put_latent(latent.values.clone(), nobody.into(), String::new())
+            .await;
         assert_eq!(refused, Err(Error::LatentWithoutDecoder));
     }
     let mut wrong = latent.values;
     wrong.get_mut("latent").unwrap().shape[0] = 3;
     assert!(matches!(
-        queue.put_latent(wrong, latent.info.decoder_id).await,
+        queue
+            .put_latent(wrong, latent.info.decoder_id, String::new())
+            .await,
         Err(Error::LatentMismatch(_))
     ));
     tokio::time::sleep(Duration::from_secs(601)).await;

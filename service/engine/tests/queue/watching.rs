@@ -20,7 +20,10 @@ async fn watchers_are_notified_of_expiry() {
     })
     .await;
     let mut status = queue.status();
-    queue.put_latent(brought(), "vae".into()).await.unwrap();
+    queue
+        .put_latent(brought(), "vae".into(), String::new())
+        .await
+        .unwrap();
     let asking = queue.clone();
     let reserve = tokio::spawn(async move {
         let ttl = Duration::from_secs(40);

@@ -10,11 +10,10 @@ use pipelines::Fp8Products;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::config::LogSettings;
+use config::LogSettings;
 
 pub(crate) mod frames;
 mod inputs;
-pub(crate) mod other;
 pub(crate) mod supervisor;
 pub(crate) mod worker;
 

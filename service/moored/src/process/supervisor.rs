@@ -4,10 +4,9 @@
 
 use std::os::fd::AsFd;
 use std::process::{ExitStatus, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use calls::WorkerPids;
 use engine::messages::{Command, Event};
 use engine::queue::{CardPort, CardSignal, CardSlot, Signal};
 use futures::StreamExt as _;
@@ -22,7 +21,6 @@ use tokio_util::codec::FramedRead;
 use super::frames::{self, FrameError, Frames};
 use super::inputs::RecentInputs;
 use super::{Configuration, FromWorker, WorkerSettings};
-use crate::config;
 
 /// Backoff between two starts: doubled from the first to the last while workers end before [`BACK_OFF_RESET_UPTIME`].
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
@@ -38,26 +36,6 @@ const PIPE_BYTES: usize = 1 << 20;
 
 /// Time to wait for the exit status of a lost worker before it is reported without one.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Process ids of the workers, in the order of the cards; 0 where none runs.
-#[derive(Clone, Debug)]
-pub(crate) struct WorkerPids(Arc<[AtomicU32]>);
-
-impl WorkerPids {
-    pub(crate) fn new(cards: usize) -> WorkerPids {
-        WorkerPids((0..cards).map(|_| AtomicU32::new(0)).collect())
-    }
-
-    pub(crate) fn pids(&self) -> impl Iterator<Item = u32> {
-        self.0.iter().map(|pid| pid.load(Ordering::Relaxed))
-    }
-
-    fn set(&self, card: usize, pid: Option<u32>) {
-        if let Some(own) = self.0.get(card) {
-            own.store(pid.unwrap_or(0), Ordering::Relaxed);
-        }
-    }
-}
 
 /// A request to the task of one card.
 enum Request {

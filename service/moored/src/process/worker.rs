@@ -30,6 +30,12 @@ pub(crate) fn run() -> ! {
         tracing::error!(%problem, "the worker ends");
         FAILURE
     });
+    end(code)
+}
+
+/// Ends this process once its log is written: nobody else will.
+fn end(code: i32) -> ! {
+    telemetry::flush();
     gpu::end_process(code)
 }
 
@@ -84,7 +90,7 @@ fn pass_on(commands: &CardCommands) {
     let mut inputs = RecentInputs::default();
     let fail = |problem: &dyn Error| -> ! {
         tracing::error!(%problem, "a command cannot be read");
-        gpu::end_process(FAILURE)
+        end(FAILURE)
     };
     loop {
         match frames::read::<SentCommand>(&mut pipe) {
@@ -92,7 +98,7 @@ fn pass_on(commands: &CardCommands) {
                 Ok(command) => drop(commands.send(*command)),
                 Err(problem) => fail(&problem),
             },
-            Ok(None) => gpu::end_process(SUCCESS),
+            Ok(None) => end(SUCCESS),
             Err(problem) => fail(&problem),
         }
     }
@@ -128,10 +134,10 @@ fn start_writer(pipe: File) -> mpsc::Sender<Frame> {
                 Frame::Of(message) => {
                     match frames::write(&*message, &mut pipe).and_then(|()| Ok(pipe.flush()?)) {
                         Ok(()) => {}
-                        Err(FrameError::Pipe(_)) => gpu::end_process(SUCCESS),
+                        Err(FrameError::Pipe(_)) => end(SUCCESS),
                         Err(problem) => {
                             tracing::error!(%problem, "the worker cannot write a frame");
-                            gpu::end_process(FAILURE);
+                            end(FAILURE);
                         }
                     }
                 }

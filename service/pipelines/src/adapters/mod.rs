@@ -17,6 +17,6 @@ pub(crate) use model::{AdapterError, AdapterFile, AdapterKind, AdapterReport, Ad
 
 pub(crate) use attached::{AdaptedTensors, AttachedAdapters, LayerTerm};
 pub(crate) use open::is_control_net_class;
-pub use open::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, adapter_stem, kind_of_folder};
+pub(crate) use open::kind_of_folder;
 pub(crate) use set::{AdapterSet, UsedAs};
 pub(crate) use targets::TargetComponent;

@@ -14,16 +14,7 @@ use super::targets::{LayerPart, TargetComponent, TargetLayer};
 use super::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows, known_by_names};
 use crate::files::root_class;
-use crate::{ModelError, ModelFile};
-
-/// Endings of adapters in one file.
-const ENDINGS: [&str; 2] = ["safetensors", "sft"];
-
-/// Names of an adapter's weights in a folder of peft or diffusers.
-pub const ADAPTER_WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
-
-/// The configuration beside them.
-pub const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
+use crate::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, ModelError, ModelFile};
 
 /// The part of an adapter that changes one component.
 #[derive(Clone, Debug)]
@@ -386,15 +377,8 @@ fn matrix(entry: &TensorEntry) -> Option<[usize; 2]> {
     }
 }
 
-/// The name of an adapter in one file without its ending; `None` for a file of another kind.
-pub fn adapter_stem(name: &str) -> Option<&str> {
-    let (stem, ending) = name.rsplit_once('.')?;
-    let is_one = |known: &&str| ending.eq_ignore_ascii_case(known);
-    (!stem.is_empty() && ENDINGS.iter().any(is_one)).then_some(stem)
-}
-
 /// What a folder is: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another.
-pub fn kind_of_folder(path: &Path) -> Option<AdapterKind> {
+pub(crate) fn kind_of_folder(path: &Path) -> Option<AdapterKind> {
     if root_class(path).is_some_and(|class| is_control_net_class(&class)) {
         return Some(AdapterKind::ControlNet);
     }

@@ -30,5 +30,4 @@ pub(crate) use single_file::{
 };
 pub(crate) use spec::{Layout, Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};
-pub use stored::{WeightNames, is_shard};
 pub(crate) use transformer::{Naming, TransformerFiles, TransformerPlace, rotary_axes};

@@ -264,7 +264,11 @@ mod tests {
             (".gguf", None),
             ("gguf", None),
         ] {
-            assert_eq!(catalogue.single_file_stem(name), stem, "{name}");
+            assert_eq!(
+                crate::Families::single_file_stem(&catalogue, name),
+                stem,
+                "{name}"
+            );
         }
     }
 

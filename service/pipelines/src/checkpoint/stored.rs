@@ -29,7 +29,6 @@ use gpu::{
 use serde::Deserialize;
 
 use files::{WeightFiles, no_weights};
-pub use files::{WeightNames, is_shard};
 use unread::{check_configuration, check_metadata};
 
 use super::components::open;

@@ -427,6 +427,12 @@ fn defaults_depend_on_the_model() {
     assert_eq!(told, Request::of(Medium::Image(Image::of(128, 96)), 8, 0.0, 256));
     write_json(
         &copy.path().join("moored.json"),
+        serde_json::json!({"negative_prompt": "blurred", "true_guidance": 4.0}),
+    );
+    let away = try_open(copy.path()).expect("sound").expect("FLUX").defaults();
+    assert_eq!((away.negative(), away.true_guidance), (Some("blurred"), 4.0));
+    write_json(
+        &copy.path().join("moored.json"),
         serde_json::json!({"steps": "many"}),
     );
     assert!(matches!(try_open(copy.path()), Err(ModelError::Damaged { .. })));

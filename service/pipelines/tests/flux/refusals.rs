@@ -303,6 +303,7 @@ fn invalid_defaults_are_damage() {
         ("steps", 201.into()),
         ("guidance", serde_json::json!(-1.0)),
         ("guidance", serde_json::json!(1e39)),
+        ("true_guidance", serde_json::json!(-1.0)),
         ("max_sequence_length", 513.into()),
         ("width", 1000.into()),
         ("height", 8192.into()),

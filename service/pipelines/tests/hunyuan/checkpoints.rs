@@ -6,7 +6,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::Weight;
-use pipelines::{Precision, catalogue};
+use pipelines::{Families, Precision, catalogue};
 
 use crate::device::tolerances;
 use crate::given::{film_folder, open, request, section_folder, start};
@@ -179,13 +179,16 @@ fn companions_may_be_single_files_in_comfyuis_folders() {
 fn framepacks_own_repository_finds_hunyuan_video_and_siglip_beside_it() {
     for (name, forward) in [("FramePackI2V_HY", false), ("FramePack_F1_I2V_HY_20250503", true)] {
         let (_root, folder) = framepack_repositories(name);
-        assert!(catalogue().has_transformer(&folder));
+        assert!(Families::has_transformer(&catalogue(), &folder));
         let (found, expected) = (open(&folder, &F32), open(section_folder(forward).path(), &F32));
         assert_same(&found, &expected);
         assert_eq!(is_forward(&found), forward);
         assert_eq!(found.model.defaults(), expected.model.defaults());
     }
-    assert!(!catalogue().has_transformer(section_folder(false).path()));
+    assert!(!Families::has_transformer(
+        &catalogue(),
+        section_folder(false).path()
+    ));
 }
 
 /// The folders of a hub cache, where nothing else is beside a snapshot.

@@ -24,7 +24,8 @@ fn adapted(base: &Path, path: PathBuf) -> Result<ZImageModel, ModelError> {
         .expect("Z-Image");
     model.adapted(&[AdapterFile {
         name: "one".to_owned(),
-        kind: pipelines::kind_of_folder(&path).unwrap_or(pipelines::AdapterKind::Lora),
+        kind: pipelines::Families::kind_of_folder(&pipelines::catalogue(), &path)
+            .unwrap_or(pipelines::AdapterKind::Lora),
         path,
         ignores_unknown: false,
     }])

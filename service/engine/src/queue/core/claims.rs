@@ -214,6 +214,7 @@ impl Core {
                     holders: ledger.holders(),
                     fallbacks: less_of(bytes - short),
                     smallest: None,
+                    instead: None,
                 });
                 Err(match bytes > ledger.capacity() {
                     true => Error::NeverFits(shortfall),

@@ -21,11 +21,9 @@ use crate::queue::reductions::Reductions;
 use crate::queue::replay::Replay;
 use crate::queue::report::{JobInfo, PlanReport};
 use crate::queue::request::{OpenModels, Submission};
+use crate::queue::shared_bound::{Exceeded, SharedBound};
 use crate::queue::steps::{Steps, decodable, steps_of, steps_of_load};
 use crate::queue::swap::Swap;
-
-/// The part of the places that is kept for addresses without jobs: an eighth.
-const KEPT_PART: usize = 8;
 
 impl Core {
     pub(in crate::queue) fn submit(&mut self, submission: Submission, now: Instant) -> Result<Joined, Error> {
@@ -129,33 +127,30 @@ impl Core {
             max_jobs_per_client,
             ..
         } = self.settings;
-        if self.jobs.len() >= max_jobs {
-            return Err(Error::QueueFull { limit: max_jobs });
-        }
-        let places = max_jobs / KEPT_PART;
-        let shared = max_jobs - places;
         let (client, address) = (&options.client, &options.account);
-        let own = self.count(|others| others.client == *client);
-        if own >= max_jobs_per_client {
-            return Err(Error::TooManyJobs(JobBound::Client {
-                client: client.clone(),
-                limit: max_jobs_per_client,
-            }));
-        }
+        let of_client = self.count(|others| others.client == *client);
         let of_address = match address.is_empty() {
-            true => own,
+            true => of_client,
             false => self.count(|others| others.account == *address),
         };
-        if places > 0 && of_address >= shared && !address.is_empty() {
-            return Err(Error::TooManyJobs(JobBound::Address {
+        let places = SharedBound::new(max_jobs as u64);
+        let has_place = places.check(self.jobs.len() as u64, of_address as u64, 1);
+        let bound = match (has_place, of_client >= max_jobs_per_client) {
+            (Err(Exceeded::All), _) => return Err(Error::QueueFull { limit: max_jobs }),
+            (_, true) => JobBound::Client {
+                client: client.clone(),
+                limit: max_jobs_per_client,
+            },
+            (Err(Exceeded::Account), false) if !address.is_empty() => JobBound::Address {
                 address: address.clone(),
-                limit: shared,
-            }));
-        }
-        if self.jobs.len() >= shared && of_address > 0 {
-            return Err(Error::TooManyJobs(JobBound::Kept { places }));
-        }
-        Ok(())
+                limit: places.of_account() as usize,
+            },
+            (Err(Exceeded::Account | Exceeded::Kept), false) => JobBound::Kept {
+                places: places.kept as usize,
+            },
+            (Ok(()), false) => return Ok(()),
+        };
+        Err(Error::TooManyJobs(bound))
     }
 
     fn count(&self, are_meant: impl Fn(&JobOptions) -> bool) -> usize {

@@ -17,10 +17,11 @@ impl Core {
         &mut self,
         values: Values,
         decoder_id: String,
+        account: String,
         now: Instant,
     ) -> Result<LatentInfo, Error> {
         self.dirty = true;
-        self.latents.put(values, decoder_id, now)
+        self.latents.put(values, decoder_id, account, now)
     }
 
     /// False: there was none, or it had expired.

@@ -12,6 +12,7 @@ use crate::error::{Error, Shortfall};
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Answer, Completed, Event, Failure, Outcome, Progress, Shortage, Ticket};
 use crate::queue::cards::{InFlight, PendingRequest};
+use crate::queue::latents::Maker;
 use crate::queue::record::{Refusal, State};
 use crate::queue::steps::{Step, StepKind};
 use crate::queue::{CardSignal, Signal};
@@ -413,8 +414,12 @@ impl Core {
         match job.latents.get(&step.item) {
             Some(latent) => self.latents.extend_leased(latent, kept),
             None => {
+                let maker = Maker {
+                    job: id.clone(),
+                    account: job.options.account.clone(),
+                };
                 let decoder = job.decoder_id(dtype);
-                let latent = self.latents.put_leased(kept, decoder, id.clone(), keeps, now);
+                let latent = self.latents.put_leased(kept, decoder, maker, keeps, now);
                 self.latents.mark_approximate(&latent, approximation);
                 job.latents.insert(step.item, latent);
             }

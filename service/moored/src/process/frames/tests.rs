@@ -19,8 +19,8 @@ use residency::{
 
 use super::super::{Configuration, FromWorker, WorkerSettings};
 use super::*;
-use crate::config::LogSettings;
 use crate::edits::Changes;
+use config::LogSettings;
 
 fn component(name: &str) -> Component {
     Component {

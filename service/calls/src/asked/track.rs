@@ -1,0 +1,401 @@
+//! The part of a request that is of tracks alone.
+
+use engine::Error;
+use media::tracks::LONGEST_TRACK_SECONDS;
+use model::{Audio, AudioTask, Clip, MediaFormat, RequestError, StrengthPoint};
+
+use crate::errors::invalid;
+
+/// Names of tracks in one request: no model knows as many.
+const MOST_TRACKS: usize = 32;
+/// Longest name of a track, a key, a time signature or a language.
+const LONGEST_WORD_CHARACTERS: usize = 64;
+/// Points of the strength of one track.
+const MOST_STRENGTHS: usize = 4096;
+const MOST_BEATS_PER_MINUTE: u32 = 999;
+/// How far a window may go over the end of the source: seconds are written rounded.
+const WINDOW_SLACK_SECONDS: f32 = 0.01;
+
+const INIT_MEDIA: &str = "init_media_id";
+const TASK: &str = "task";
+const TRACKS: &str = "tracks";
+const WINDOW_START: &str = "window_start_seconds";
+const WINDOW_END: &str = "window_end_seconds";
+
+/// What a client asks of a track. Fields that it leaves open are zero, empty or `None`.
+#[derive(Clone, Debug, Default)]
+pub struct AskedTrack {
+    pub lyrics: String,
+    pub seconds: f32,
+    pub task: AskedTask,
+    pub tracks: Vec<String>,
+    pub window_start_seconds: Option<f32>,
+    pub window_end_seconds: Option<f32>,
+    /// Id of uploaded media.
+    pub reference_media: Option<String>,
+    pub beats_per_minute: Option<u32>,
+    pub key: String,
+    pub time_signature: String,
+    pub language: String,
+    pub strengths: Vec<StrengthPoint>,
+}
+
+/// What is made of a track.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AskedTask {
+    /// Music from text, of no track.
+    #[default]
+    TextToMusic,
+    Repaint,
+    Cover,
+    Extract,
+    Lego,
+    Complete,
+    /// Of a client that is newer than the service: its number in the protocol.
+    Unknown(i32),
+}
+
+impl AskedTask {
+    /// Its name, as clients write it.
+    fn word(self) -> &'static str {
+        match self {
+            AskedTask::TextToMusic | AskedTask::Unknown(_) => "text to music",
+            AskedTask::Repaint => "repaint",
+            AskedTask::Cover => "cover",
+            AskedTask::Extract => "extract",
+            AskedTask::Lego => "lego",
+            AskedTask::Complete => "complete",
+        }
+    }
+
+    /// The refusal of a task that is not known.
+    fn unknown(number: i32) -> String {
+        format!("{number} is none that this version knows")
+    }
+}
+
+impl AskedTrack {
+    /// Checks what depends neither on the model nor on what is in the source.
+    pub(crate) fn check(&self, has_source: bool, problems: &mut Vec<RequestError>) {
+        let mut problem = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
+        let longest = LONGEST_TRACK_SECONDS as f32;
+        if !(0.0..=longest).contains(&self.seconds) {
+            problem(
+                "seconds",
+                format!("{} is not from 0 to {LONGEST_TRACK_SECONDS}", self.seconds),
+            );
+        }
+        let task = self.task;
+        match task {
+            AskedTask::Unknown(number) => problem(TASK, AskedTask::unknown(number)),
+            AskedTask::TextToMusic => {}
+            task if !has_source => problem(
+                INIT_MEDIA,
+                format!("is missing: {} is made of a track", task.word()),
+            ),
+            _ => {}
+        }
+        if !matches!(task, AskedTask::Unknown(_)) {
+            if let Some(told) = self.wrong_tracks(task) {
+                problem(TRACKS, told);
+            }
+            let has_window = matches!(task, AskedTask::Repaint | AskedTask::Lego);
+            for (field, second) in self.window() {
+                match second {
+                    Some(_) if !has_window => {
+                        problem(field, "is of the tasks repaint and lego alone".to_owned());
+                    }
+                    Some(second) if !(0.0..=longest).contains(&second) => {
+                        problem(
+                            field,
+                            format!("{second} is not from 0 to {LONGEST_TRACK_SECONDS}"),
+                        );
+                    }
+                    Some(_) | None => {}
+                }
+            }
+        }
+        if let (Some(start), Some(end)) = (self.window_start_seconds, self.window_end_seconds)
+            && end <= start
+        {
+            problem(WINDOW_END, format!("{end} is not behind the start, {start}"));
+        }
+        if let Some(beats) = self.beats_per_minute
+            && !(1..=MOST_BEATS_PER_MINUTE).contains(&beats)
+        {
+            problem(
+                "beats_per_minute",
+                format!("{beats} is not from 1 to {MOST_BEATS_PER_MINUTE}"),
+            );
+        }
+        if self.strengths.len() > MOST_STRENGTHS {
+            let count = self.strengths.len();
+            problem("strengths", format!("are {count}; {MOST_STRENGTHS} are the most"));
+        }
+        let words = [
+            ("key", &self.key),
+            ("time_signature", &self.time_signature),
+            ("language", &self.language),
+        ];
+        for (field, word) in words {
+            if let Some(told) = wrong_word(word) {
+                problem(field, told);
+            }
+        }
+    }
+
+    fn window(&self) -> [(&'static str, Option<f32>); 2] {
+        [
+            (WINDOW_START, self.window_start_seconds),
+            (WINDOW_END, self.window_end_seconds),
+        ]
+    }
+
+    /// What is wrong with the names of tracks for a task.
+    fn wrong_tracks(&self, task: AskedTask) -> Option<String> {
+        let count = self.tracks.len();
+        if let Some(told) = self.tracks.iter().find_map(|track| wrong_word(track)) {
+            return Some(told);
+        }
+        if self.tracks.iter().any(String::is_empty) {
+            return Some("has an empty name".to_owned());
+        }
+        match task {
+            AskedTask::Extract | AskedTask::Lego if count != 1 => {
+                Some(format!("has {count} names: {} needs one", task.word()))
+            }
+            AskedTask::Complete if !(1..=MOST_TRACKS).contains(&count) => Some(format!(
+                "has {count} names: complete needs one, and takes {MOST_TRACKS} at most"
+            )),
+            AskedTask::TextToMusic | AskedTask::Repaint | AskedTask::Cover if count > 0 => {
+                Some("is of the tasks extract, lego and complete alone".to_owned())
+            }
+            _ => None,
+        }
+    }
+
+    /// Writes what is asked for over the defaults.
+    ///
+    /// # Errors
+    /// When the source is no track, or the window is not in it.
+    pub(crate) fn fill(&self, audio: &mut Audio, source: Option<Clip>) -> Result<(), Error> {
+        if source
+            .as_ref()
+            .is_some_and(|clip| !matches!(clip.format, MediaFormat::Audio { .. }))
+        {
+            return Err(invalid(
+                INIT_MEDIA,
+                "is not a track, from which alone music can start",
+            ));
+        }
+        audio.task = self.task(source.as_ref())?;
+        audio.init_audio = source;
+        if self.seconds > 0.0 {
+            audio.seconds = self.seconds;
+        }
+        audio.lyrics.clone_from(&self.lyrics);
+        audio.beats_per_minute = self.beats_per_minute;
+        audio.key.clone_from(&self.key);
+        audio.time_signature.clone_from(&self.time_signature);
+        audio.language.clone_from(&self.language);
+        audio.strengths.clone_from(&self.strengths);
+        Ok(())
+    }
+
+    fn task(&self, source: Option<&Clip>) -> Result<AudioTask, Error> {
+        let track = || self.tracks.first().cloned().unwrap_or_default();
+        Ok(match self.task {
+            AskedTask::Unknown(number) => return Err(invalid(TASK, AskedTask::unknown(number))),
+            AskedTask::TextToMusic => AudioTask::TextToMusic,
+            AskedTask::Repaint => {
+                let (start_seconds, end_seconds) = self.window_in(source)?;
+                AudioTask::Repaint {
+                    start_seconds,
+                    end_seconds,
+                }
+            }
+            AskedTask::Cover => AudioTask::Cover,
+            AskedTask::Extract => AudioTask::Extract { track: track() },
+            AskedTask::Lego => {
+                let (start_seconds, end_seconds) = self.window_in(source)?;
+                AudioTask::Lego {
+                    track: track(),
+                    start_seconds,
+                    end_seconds,
+                }
+            }
+            AskedTask::Complete => AudioTask::Complete {
+                tracks: self.tracks.clone(),
+            },
+        })
+    }
+
+    /// The window, in a source: what is left open goes to its start and its end. An open end is infinite, since a model may
+    /// make a little more than the source has: a number would leave its last frame as it was.
+    fn window_in(&self, source: Option<&Clip>) -> Result<(f32, f32), Error> {
+        let seconds = source.map_or(0.0, |source| seconds_of(&source.format));
+        let start = self.window_start_seconds.unwrap_or(0.0);
+        for (field, second) in self.window() {
+            if let Some(second) = second.filter(|second| *second > seconds + WINDOW_SLACK_SECONDS) {
+                let problem = format!("{second} is behind the end of the source, which lasts {seconds} s");
+                return Err(invalid(field, problem));
+            }
+        }
+        let end = self.window_end_seconds.map(|end| end.min(seconds));
+        match start < end.unwrap_or(seconds) {
+            true => Ok((start, end.unwrap_or(f32::INFINITY))),
+            false => Err(invalid(
+                WINDOW_START,
+                format!("{start} leaves nothing of the source, which lasts {seconds} s"),
+            )),
+        }
+    }
+}
+
+/// Seconds of a track; 0 for another medium.
+pub(crate) fn seconds_of(format: &MediaFormat) -> f32 {
+    match *format {
+        MediaFormat::Audio {
+            samples_per_second,
+            samples,
+            ..
+        } => (samples as f64 / f64::from(samples_per_second.max(1))) as f32,
+        MediaFormat::Image { .. } | MediaFormat::Video { .. } => 0.0,
+    }
+}
+
+/// What is wrong with a word that is put into a model's prompt. A line of its own would be read as another setting.
+fn wrong_word(word: &str) -> Option<String> {
+    let characters = word.chars().count();
+    if characters > LONGEST_WORD_CHARACTERS {
+        return Some(format!(
+            "has {characters} characters; {LONGEST_WORD_CHARACTERS} are the most"
+        ));
+    }
+    word.chars()
+        .any(char::is_control)
+        .then(|| "has control characters, such as a line break".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(samples: u64) -> Clip {
+        let format = MediaFormat::Audio {
+            samples_per_second: 8000,
+            channels: 1,
+            samples,
+        };
+        Clip {
+            format,
+            data: bytes::Bytes::new(),
+        }
+    }
+
+    fn fields(request: AskedTrack, has_source: bool) -> Vec<String> {
+        let mut problems = Vec::new();
+        request.check(has_source, &mut problems);
+        problems.into_iter().map(|problem| problem.field).collect()
+    }
+
+    #[test]
+    fn missing_and_excluded_fields_of_a_task_are_named() {
+        let of = |task: AskedTask| AskedTrack {
+            task,
+            ..Default::default()
+        };
+        let with = |task, tracks: &[&str]| AskedTrack {
+            tracks: tracks.iter().map(|track| (*track).to_owned()).collect(),
+            ..of(task)
+        };
+        use AskedTask::{Complete, Cover, Extract, Lego, Repaint, TextToMusic};
+        for (request, has_source, wrong) in [
+            (of(TextToMusic), false, vec![]),
+            (of(TextToMusic), true, vec![]),
+            (of(Repaint), true, vec![]),
+            (of(Repaint), false, vec!["init_media_id"]),
+            (with(Cover, &["drums"]), true, vec!["tracks"]),
+            (of(Extract), true, vec!["tracks"]),
+            (with(Extract, &["drums"]), true, vec![]),
+            (with(Lego, &["drums", "bass"]), true, vec!["tracks"]),
+            (of(Complete), true, vec!["tracks"]),
+            (with(Complete, &["drums", "bass"]), true, vec![]),
+            (with(Complete, &["a"; 33]), true, vec!["tracks"]),
+            (with(Complete, &["drums\n- bpm: 9"]), true, vec!["tracks"]),
+            (with(Complete, &[""]), true, vec!["tracks"]),
+        ] {
+            let told = format!("{request:?}");
+            assert_eq!(fields(request, has_source), wrong, "{told}");
+        }
+        let unknown = AskedTrack {
+            task: AskedTask::Unknown(99),
+            ..Default::default()
+        };
+        assert_eq!(fields(unknown, true), ["task"]);
+    }
+
+    #[test]
+    fn track_fields_out_of_range_are_refused() {
+        let request = AskedTrack {
+            seconds: f32::NAN,
+            window_start_seconds: Some(f32::INFINITY),
+            window_end_seconds: Some(-1.0),
+            beats_per_minute: Some(0),
+            key: "x".repeat(65),
+            time_signature: "4\n".to_owned(),
+            task: AskedTask::Repaint,
+            ..Default::default()
+        };
+        let expected = [
+            "seconds",
+            "window_start_seconds",
+            "window_end_seconds",
+            "window_end_seconds",
+            "beats_per_minute",
+            "key",
+            "time_signature",
+        ];
+        assert_eq!(fields(request, true), expected);
+        let window = AskedTrack {
+            window_start_seconds: Some(1.0),
+            window_end_seconds: Some(2.0),
+            ..Default::default()
+        };
+        assert_eq!(
+            fields(window, false),
+            ["window_start_seconds", "window_end_seconds"]
+        );
+    }
+
+    #[test]
+    fn a_window_that_is_left_open_is_that_of_the_source() {
+        let task = |start, end| {
+            let request = AskedTrack {
+                task: AskedTask::Repaint,
+                window_start_seconds: start,
+                window_end_seconds: end,
+                ..Default::default()
+            };
+            let mut audio = Audio::default();
+            request
+                .fill(&mut audio, Some(source(16_000)))
+                .map(|()| audio.task)
+        };
+        let repaint = |start_seconds, end_seconds| AudioTask::Repaint {
+            start_seconds,
+            end_seconds,
+        };
+        assert_eq!(task(None, None).unwrap(), repaint(0.0, f32::INFINITY));
+        assert_eq!(task(Some(0.5), None).unwrap(), repaint(0.5, f32::INFINITY));
+        assert_eq!(task(None, Some(2.005)).unwrap(), repaint(0.0, 2.0));
+        for (start, end, field) in [
+            (None, Some(2.5), "window_end_seconds"),
+            (Some(3.0), None, "window_start_seconds"),
+            (Some(2.0), None, "window_start_seconds"),
+        ] {
+            let refused = task(start, end).unwrap_err().to_string();
+            assert!(refused.contains(field), "{refused}");
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Models by what they generate: the one of requests that name none, and what to name where a model makes something else.
+
+use std::sync::Arc;
+
+use engine::Error;
+use engine::library::Entry;
+use engine::queue::StatusReport;
+use hub::catalogue::{self, Makes, Room};
+use model::{Medium, Quantization};
+
+use crate::entries::Entries;
+use crate::errors::invalid;
+use crate::models::Found;
+use crate::references::ModelRef;
+use crate::threads::FILES;
+
+impl Entries {
+    /// The reference of a request for this medium, with a model where it names none: the configured default or the shipped
+    /// one, whichever makes it, else the only one that does.
+    ///
+    /// # Errors
+    /// When no model makes it, or several do.
+    pub(crate) async fn of_medium(&self, model: ModelRef, makes: Makes) -> Result<ModelRef, Error> {
+        if !model.id.is_empty() {
+            return Ok(model);
+        }
+        match self.default_of(makes).await? {
+            Some(id) => Ok(ModelRef { id, ..model }),
+            None => Err(invalid(
+                "model.id",
+                format!(
+                    "is empty, and there is no default model that makes {}: {}",
+                    makes.in_words(),
+                    self.what_to_get(makes)
+                ),
+            )),
+        }
+    }
+
+    /// The model of requests for this medium that name none.
+    async fn default_of(&self, makes: Makes) -> Result<Option<String>, Error> {
+        let models = self.models.clone();
+        let listing = FILES.run(move || models.list()).await?;
+        for id in self.models.defaults_of(makes, &listing) {
+            // A default that cannot be opened is refused by its own error.
+            match listing.iter().find(|found| found.id == id) {
+                Some(found) if self.makes(found).await.is_some_and(|made| made != makes) => {}
+                Some(_) | None => return Ok(Some(id)),
+            }
+        }
+        let mut only = None;
+        for found in listing.iter() {
+            if self.makes(found).await != Some(makes) {
+                continue;
+            }
+            match only.replace(found.id.clone()) {
+                Some(other) if other != found.id => return Ok(None),
+                _ => {}
+            }
+        }
+        Ok(only)
+    }
+
+    /// What a model generates; `None` if it cannot be opened.
+    async fn makes(&self, found: &Found) -> Option<Makes> {
+        let (id, revision, path) = (found.id.clone(), found.revision.clone(), found.path.clone());
+        let entry = Arc::new(Entry::new(id, revision, path, Quantization::NONE));
+        let open = self.open(&entry).await.ok()?;
+        Some(Makes::of(&open.model.defaults().medium))
+    }
+
+    /// The error of a request for one medium to a model of another, with a model to name instead.
+    pub(crate) async fn other_medium(&self, id: &str, made: &Medium, asked: Makes) -> Error {
+        let made = Makes::of(made).in_words();
+        let instead = match self.default_of(asked).await {
+            Ok(Some(other)) => format!("name {other}, or get another: {}", self.what_to_get(asked)),
+            Ok(None) | Err(_) => self.what_to_get(asked),
+        };
+        invalid(
+            "model",
+            format!("{id} makes {made}; for {} {instead}", asked.in_words()),
+        )
+    }
+
+    /// A model of this medium that fits the largest card, where this one may not.
+    pub(crate) fn fitting_instead(&self, makes: Makes, id: &str) -> Option<String> {
+        let room = room_of(&self.queue.status().borrow())?;
+        let (model, preset) = catalogue::first_that_fits(makes, &room)?;
+        (model.id != id).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
+    }
+
+    /// The command that brings a model of this medium, the first that fits the largest card.
+    fn what_to_get(&self, makes: Makes) -> String {
+        let report = self.queue.status();
+        let fitting = room_of(&report.borrow()).and_then(|room| catalogue::first_that_fits(makes, &room));
+        match fitting {
+            Some((model, _)) => format!("`moored pull {}`", model.name),
+            None => "`moored models --available` lists some".to_owned(),
+        }
+    }
+}
+
+/// What a model can have of the largest card.
+fn room_of(report: &StatusReport) -> Option<Room> {
+    let rooms = report.cards.iter().map(|card| {
+        let accounts = card.ledger.accounts();
+        Room {
+            bytes: card.ledger.total() - accounts.context - accounts.workspaces - card.ledger.headroom(),
+            is_f32: card.description.compute_dtype == "f32",
+        }
+    });
+    rooms.max_by_key(|room| room.bytes)
+}

@@ -1,0 +1,223 @@
+//! The caller of a request: its client, and its deadline.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobOptions, Priority};
+use gpu::{CardDescription, CardKind};
+use residency::Bytes;
+use tokio::time::Instant;
+
+use crate::budget::{Client, client_at};
+use crate::errors::{invalid, short};
+
+/// What the names begin with by which sessions hold their models: no client's.
+pub(crate) const SESSION: &str = "session-";
+
+/// The shortest beginning of a UUID that stands for it: `GPU-` and four digits.
+const SHORTEST_UUID: usize = 8;
+
+/// Options of a job, as a client asks for them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AskedOptions {
+    /// Name of the client; empty: its address.
+    pub client_id: String,
+    pub priority: Priority,
+    /// For late or foreign memory; `None` for the service's setting.
+    pub patience: Option<Duration>,
+    /// Run a stage even if it may be short of memory.
+    pub allow_low_memory: bool,
+    /// Bytes of the card to keep free while it runs.
+    pub headroom: Bytes,
+    /// A preferred card: its id, the beginning of it, or `cuda:1`; empty for any.
+    pub card: String,
+    /// Jobs with the same key are one job; empty for none.
+    pub idempotency_key: String,
+    /// Continue without listeners, and past the deadline.
+    pub detach: bool,
+}
+
+/// The caller of a request.
+#[derive(Clone, Copy, Debug)]
+pub struct Caller {
+    address: Option<SocketAddr>,
+    deadline: Option<Instant>,
+}
+
+impl Caller {
+    /// A caller at this address (`None`: a transport without addresses), who waits so long.
+    pub fn new(address: Option<SocketAddr>, timeout: Option<Duration>) -> Caller {
+        Caller {
+            address,
+            deadline: timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
+        }
+    }
+
+    /// The same caller, whose jobs have no deadline.
+    pub(crate) fn without_deadline(self) -> Caller {
+        Caller {
+            deadline: None,
+            ..self
+        }
+    }
+
+    /// The client whose limits the call counts against.
+    pub fn client(&self) -> Client {
+        self.address.and_then(client_at)
+    }
+
+    /// The name by which the queue bounds what it has there, whatever it calls itself: its address; empty without one.
+    pub(crate) fn account(&self) -> String {
+        self.client()
+            .map(|address| address.to_string())
+            .unwrap_or_default()
+    }
+
+    /// Whether it is on the machine of the service, or reaches it through a program there.
+    pub(crate) fn is_on_this_machine(&self) -> bool {
+        self.address
+            .is_some_and(|address| address.ip().to_canonical().is_loopback())
+    }
+
+    /// The client's name: as it gives it, or its address.
+    ///
+    /// # Errors
+    /// When the name is too long, or has characters that terminals obey.
+    pub fn name(&self, client_id: String) -> Result<String, Error> {
+        short("client_id", &client_id)?;
+        if client_id.starts_with(SESSION) {
+            return Err(invalid(
+                "client_id",
+                format!("begins with {SESSION:?}, as the holders of sessions do: give another name"),
+            ));
+        }
+        if !client_id.is_empty() {
+            tracing::Span::current().record("client", &client_id);
+            return Ok(client_id);
+        }
+        Ok(self
+            .address
+            .map_or_else(|| "unknown".to_owned(), |address| address.ip().to_string()))
+    }
+
+    /// The options of a job in the queue of a service with these cards.
+    ///
+    /// # Errors
+    /// When a name in the options is too long, or that of no card.
+    pub(crate) fn options(
+        &self,
+        options: Option<AskedOptions>,
+        cards: &[CardDescription],
+    ) -> Result<JobOptions, Error> {
+        let options = options.unwrap_or_default();
+        let card_hint = card_named("options.card", &options.card, cards)?;
+        short("options.idempotency_key", &options.idempotency_key)?;
+        Ok(JobOptions {
+            client: self.name(options.client_id)?,
+            account: self.account(),
+            priority: options.priority,
+            patience: options.patience,
+            allow_low_memory: options.allow_low_memory,
+            headroom: options.headroom,
+            card_hint,
+            idempotency_key: options.idempotency_key,
+            detach: options.detach,
+            deadline: self.deadline,
+        })
+    }
+}
+
+#[cfg(test)]
+impl Caller {
+    /// A caller at an address, without a deadline.
+    pub(crate) fn at(address: Option<&str>) -> Caller {
+        Caller {
+            address: address.map(|address| address.parse().unwrap()),
+            deadline: None,
+        }
+    }
+}
+
+/// The id of the card that a client names: by its id, by the beginning of it (eight characters of a UUID at least), or as
+/// `cuda:1` by its place among the service's NVIDIA cards. Empty for none.
+///
+/// # Errors
+/// When there is no such card, or several.
+pub(crate) fn card_named(field: &str, name: &str, cards: &[CardDescription]) -> Result<String, Error> {
+    short(field, name)?;
+    if name.is_empty() || cards.iter().any(|card| card.id == name) {
+        return Ok(name.to_owned());
+    }
+    let nvidia = || cards.iter().filter(|card| card.kind == CardKind::Cuda);
+    let place = name
+        .strip_prefix("cuda:")
+        .and_then(|place| place.parse::<usize>().ok());
+    let by_place = place.and_then(|place| nvidia().nth(place));
+    let begins = |card: &&CardDescription| name.len() >= SHORTEST_UUID && card.id.starts_with(name);
+    let mut by_beginning = nvidia().filter(begins);
+    let found = match (by_place, by_beginning.next(), by_beginning.next()) {
+        (Some(card), ..) | (None, Some(card), None) => Some(card),
+        _ => None,
+    };
+    found.map(|card| card.id.clone()).ok_or_else(|| {
+        let mut number = 0..;
+        let names = cards.iter().map(|card| match card.kind {
+            CardKind::Cuda => format!("cuda:{} ({})", number.next().unwrap_or_default(), card.id),
+            _ => card.id.clone(),
+        });
+        let there_are = names.collect::<Vec<_>>().join(", ");
+        invalid(field, format!("is {name:?}; this service has {there_are}"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_is_named_by_its_id_its_beginning_or_its_place() {
+        let card = |id: &str, kind| CardDescription {
+            id: id.to_owned(),
+            kind,
+            name: String::new(),
+            total: Bytes::ZERO,
+            compute_capability: None,
+            compute_dtype: "bf16".to_owned(),
+        };
+        let cards = [
+            card("cpu", CardKind::Cpu),
+            card("GPU-1234-aaaa", CardKind::Cuda),
+            card("GPU-1234-bbbb", CardKind::Cuda),
+        ];
+        let named = |name: &str| card_named("options.card", name, &cards);
+        for (name, id) in [
+            ("", ""),
+            ("cpu", "cpu"),
+            ("cuda:0", "GPU-1234-aaaa"),
+            ("cuda:1", "GPU-1234-bbbb"),
+            ("GPU-1234-b", "GPU-1234-bbbb"),
+        ] {
+            assert_eq!(named(name).unwrap(), id, "{name}");
+        }
+        for wrong in ["cuda:2", "cuda:9", "GPU-1234-", "GPU", "cuda", "sim:0", "cuda:-1"] {
+            let refused = named(wrong).unwrap_err().to_string();
+            assert!(refused.contains("cuda:1 (GPU-1234-bbbb)"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_caller_of_a_loopback_address_is_on_this_machine() {
+        for here in ["127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "[::ffff:127.0.0.1]:1"] {
+            assert!(Caller::at(Some(here)).is_on_this_machine(), "{here}");
+        }
+        for other in [
+            Some("10.0.0.1:1"),
+            Some("[::ffff:10.0.0.1]:1"),
+            Some("[2001:db8::1]:1"),
+            None,
+        ] {
+            assert!(!Caller::at(other).is_on_this_machine(), "{other:?}");
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Errors of calls, and their words for clients.
+
+use engine::Error;
+use hub::Reference;
+use hub::catalogue::did_you_mean;
+use model::RequestError;
+use wording::is_obeyed;
+
+use crate::paths;
+
+/// The error of one wrong field.
+pub fn invalid(field: &str, problem: impl Into<String>) -> Error {
+    Error::Invalid(vec![RequestError::new(field, problem)])
+}
+
+/// An error with all wrong fields, where there are any.
+///
+/// # Errors
+/// [`Error::Invalid`].
+pub(crate) fn all_valid(problems: Vec<RequestError>) -> Result<(), Error> {
+    match problems.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Invalid(problems)),
+    }
+}
+
+/// A fault of the service's own.
+pub(crate) fn internal(why: impl ToString) -> Error {
+    Error::Internal(why.to_string())
+}
+
+/// Most characters of a text in an error that is kept for a client, and most wrong fields.
+const LONGEST_KEPT_CHARACTERS: usize = 300;
+const MOST_KEPT_FIELDS: usize = 12;
+
+/// An error to be kept until its client reads it: what repeats text of the client is cut.
+pub(crate) fn to_keep(error: Error) -> Error {
+    let cut = |text: String| match text.char_indices().nth(LONGEST_KEPT_CHARACTERS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    };
+    match error {
+        Error::Invalid(fields) => {
+            let fields = fields.into_iter().take(MOST_KEPT_FIELDS);
+            let cut = |field: RequestError| RequestError::new(cut(field.field), cut(field.problem));
+            Error::Invalid(fields.map(cut).collect())
+        }
+        Error::Adapter { name, problem } => Error::Adapter {
+            name: cut(name),
+            problem: cut(problem),
+        },
+        Error::ModelNotFound { id } => Error::ModelNotFound { id: cut(id) },
+        Error::ModelUnsupported(problem) => Error::ModelUnsupported(cut(problem)),
+        Error::LatentNotFound(id) => Error::LatentNotFound(cut(id)),
+        Error::KeyReused(key) => Error::KeyReused(cut(key)),
+        Error::Internal(problem) => Error::Internal(cut(problem)),
+        other => other,
+    }
+}
+
+/// Most characters of a client's name, a key, a label: they are kept, repeated and sent to workers.
+const LONGEST_NAME_CHARACTERS: usize = 256;
+
+/// Refuses a name that is too long, or has characters that terminals obey.
+///
+/// # Errors
+/// [`Error::Invalid`] with the field.
+pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
+    if name.chars().any(is_obeyed) {
+        return Err(invalid(
+            field,
+            "has control characters, or such that turn the direction of text: leave them out",
+        ));
+    }
+    if name.len() <= LONGEST_NAME_CHARACTERS {
+        return Ok(());
+    }
+    let problem = format!(
+        "has {} characters; {LONGEST_NAME_CHARACTERS} are the most",
+        name.chars().count()
+    );
+    Err(invalid(field, problem))
+}
+
+/// The message of an error to a client. It suggests a pull for a missing model, and has paths relative to the folders of
+/// models.
+pub fn words_of(error: &Error) -> String {
+    let words = match error {
+        Error::ModelNotFound { id } => match Reference::of_entry(id) {
+            Some(model) => format!("{error}; if it is in a hub: `moored pull {model}`"),
+            None => format!("{error}{}", did_you_mean(id, [])),
+        },
+        error => error.to_string(),
+    };
+    let relative = paths::relative(&words);
+    if relative != words {
+        tracing::info!(error = words, "an error for a client names files");
+    }
+    relative
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_that_is_kept_for_a_client_is_short_whatever_was_asked_for() {
+        let text = "🟥".repeat(50_000);
+        let wrong = || RequestError::new(text.clone(), text.clone());
+        let errors = [
+            Error::Invalid((0..100).map(|_| wrong()).collect()),
+            Error::ModelNotFound { id: text.clone() },
+            Error::Adapter {
+                name: text.clone(),
+                problem: text.clone(),
+            },
+            Error::ModelUnsupported(text.clone()),
+            Error::LatentNotFound(text.clone()),
+            Error::KeyReused(text.clone()),
+            Error::Internal(text.clone()),
+        ];
+        for error in errors {
+            let bytes = to_keep(error).to_string().len();
+            assert!(bytes < 32 << 10, "{bytes} B");
+        }
+    }
+
+    #[test]
+    fn a_pull_is_suggested_for_a_missing_model_with_a_hub_name() {
+        let said = |id: &str| words_of(&Error::ModelNotFound { id: id.to_owned() });
+        assert!(
+            said("me/mine+4-bit").ends_with("`moored pull me/mine`"),
+            "{}",
+            said("me/mine+4-bit")
+        );
+        assert!(!said("mine").contains("pull"), "{}", said("mine"));
+    }
+}

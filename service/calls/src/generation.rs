@@ -1,0 +1,413 @@
+//! Jobs that make something: pictures, films and tracks of a request, latents of pictures, and results of latents.
+
+use std::sync::Arc;
+
+use bytes::Bytes as Data;
+use engine::Error;
+use engine::job::{Call, JobOptions, JobSpec, JobWork, Latent, LatentInfo, Run, Start};
+use engine::library::{Entry, OpenModel};
+use engine::queue::Queue;
+use hub::catalogue::Makes;
+use media::{MadeWith, Recipe};
+use model::{Image, InitImage, Medium, Model, Request, Role};
+use residency::Bytes;
+use tokio::sync::watch;
+
+use crate::asked::{Asked, StartFrom, check_output};
+use crate::bounds::Bounds;
+use crate::budget::Taken;
+use crate::caller::{AskedOptions, Caller};
+use crate::choose::Chosen;
+use crate::encodings::Encodings;
+use crate::entries::Entries;
+use crate::errors::invalid;
+use crate::given_pictures::{GivenPictures, controls_of, mask_of};
+use crate::latent_upload::LatentUpload;
+use crate::media_store::{MediaStore, MediaUpload};
+use crate::models::Models;
+use crate::references::ModelRef;
+use crate::resolved::ResolvedModel;
+use crate::results::{Encoding, Output, ResultEncoder, Started, started};
+use crate::threads::Turns;
+
+/// Answers requests to generate. Cheap to clone.
+#[derive(Clone)]
+pub struct Generation {
+    pub(crate) queue: Queue,
+    pub(crate) entries: Entries,
+    pub(crate) bounds: Bounds,
+    encodings: Arc<Encodings>,
+    /// Media that clients have brought for later requests.
+    pub(crate) media: Arc<MediaStore>,
+    pub(crate) decoding: Turns,
+    /// What all latents may take.
+    latents: Bytes,
+    /// True once the service is shutting down: sessions end then.
+    pub(crate) stopping: watch::Receiver<bool>,
+}
+
+/// A picture to be encoded to a latent.
+#[derive(Clone, Debug, Default)]
+pub struct AskedEncode {
+    pub model: ModelRef,
+    /// PNG, JPEG or WebP.
+    pub image: Data,
+    /// Sides to which it is scaled; both 0: its own.
+    pub width: u32,
+    pub height: u32,
+    pub seed: u64,
+    pub options: Option<AskedOptions>,
+}
+
+/// A latent to be decoded.
+#[derive(Clone, Debug, Default)]
+pub struct AskedDecode {
+    pub model: ModelRef,
+    pub latent_id: String,
+    /// Pictures and tracks as pixels and samples, not as files.
+    pub raw: bool,
+    /// How a film is sent.
+    pub film: Encoding,
+    pub options: Option<AskedOptions>,
+}
+
+impl Generation {
+    pub(crate) fn new(
+        entries: Entries,
+        bounds: Bounds,
+        media: Arc<MediaStore>,
+        latents: Bytes,
+        stopping: watch::Receiver<bool>,
+    ) -> Generation {
+        Generation {
+            queue: entries.queue.clone(),
+            entries,
+            encodings: Arc::new(Encodings::new(bounds.results.clone())),
+            bounds,
+            media,
+            decoding: Turns::of_decoding(),
+            latents,
+            stopping,
+        }
+    }
+
+    /// A latent that is kept.
+    ///
+    /// # Errors
+    /// [`Error::LatentNotFound`].
+    pub async fn latent(&self, id: &str) -> Result<Latent, Error> {
+        self.queue.latent(id).await
+    }
+
+    /// A latent that a client begins to bring.
+    pub fn latent_upload(&self) -> LatentUpload {
+        LatentUpload::new(self.latents)
+    }
+
+    /// Keeps a latent that has come.
+    ///
+    /// # Errors
+    /// When it is not what its description says, or there is no room for it.
+    pub async fn put_latent(&self, upload: LatentUpload, caller: &Caller) -> Result<LatentInfo, Error> {
+        let (values, decoder_id) = upload.finish()?;
+        self.queue.put_latent(values, decoder_id, caller.account()).await
+    }
+
+    /// Drops a latent; false when there was none.
+    pub async fn release_latent(&self, id: &str) -> bool {
+        self.queue.release_latent(id).await
+    }
+
+    /// Media that a client begins to bring.
+    pub fn media_upload(&self, caller: &Caller) -> MediaUpload {
+        self.media.upload(caller.client(), &self.decoding)
+    }
+
+    /// Drops media; false when there was none. Jobs that use it keep it.
+    pub fn release_media(&self, id: &str) -> bool {
+        self.media.release(id)
+    }
+
+    /// Queues what is asked for.
+    ///
+    /// # Errors
+    /// When the request is wrong, its model cannot be opened, or the queue has no room.
+    pub async fn generate(&self, asked: Asked, caller: &Caller) -> Result<Started, Error> {
+        let Prepared {
+            spec,
+            model,
+            output,
+            decoded: _until_it_is_queued,
+        } = self.prepare(asked, caller).await?;
+        self.start(spec, model, output, caller).await
+    }
+
+    /// Queues a job; its events go to the caller.
+    pub(crate) async fn start(
+        &self,
+        spec: JobSpec,
+        model: ResolvedModel,
+        output: Output,
+        caller: &Caller,
+    ) -> Result<Started, Error> {
+        let instead = match &spec.work {
+            JobWork::Run(run) => self
+                .entries
+                .fitting_instead(Makes::of(&run.request.medium), &spec.entry.id),
+            JobWork::Load { .. } => None,
+        };
+        let job = self.queue.submit(spec).await?;
+        for left_out in &output.left_out {
+            tracing::warn!(job = %job.id, "{left_out}");
+        }
+        let encoder = ResultEncoder {
+            encodings: self.encodings.clone(),
+            client: caller.client(),
+        };
+        Ok(started(job, model, output, encoder, instead))
+    }
+
+    /// Turns a request into a job, with the model's defaults in.
+    pub(crate) async fn prepare(&self, mut asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
+        asked.check()?;
+        let model = std::mem::take(&mut asked.model);
+        asked.model = self.entries.of_medium(model, asked.makes()).await?;
+        let options = caller.options(asked.options.clone(), &self.entries.cards())?;
+        let opened = self
+            .entries
+            .opened(asked.model.clone(), &asked.controls, &options);
+        let (Chosen { entry, reason }, open, adapters) = opened.await?;
+        let mut defaults = self.entries.models.defaults(&entry.id, open.model.defaults());
+        defaults.adapters = Models::uses_of(&entry, &adapters)?;
+        let (request, decoded) = self
+            .resolved_request(&asked, defaults, &entry, &open, caller)
+            .await?;
+        let ignores = entry.adapters.iter().filter(|file| file.ignores_unknown);
+        let with = MadeWith {
+            model: &entry.id,
+            model_key: entry.base_key(),
+            ignores_unknown: &ignores.map(|file| file.name.as_str()).collect::<Vec<_>>(),
+        };
+        let output = Output {
+            encoding: asked.encoding(),
+            recipe: Recipe::of(&request, &with, asked.init_latent.is_some()),
+            omit_metadata: asked.omit_metadata,
+            left_out: open.model.left_out(&request),
+        };
+        let role = Role::Sample;
+        let run = Run {
+            count: asked.count.max(1),
+            start: asked.init_latent.map(|latent| Start { latent, role }),
+            until: if asked.latent_only {
+                Role::Sample
+            } else {
+                Role::Decode
+            },
+            keep_latent: asked.keep_latent || asked.latent_only,
+            preview_interval_ms: asked.preview_interval_ms,
+            ..whole_run(asked.call, request)
+        };
+        let model = ResolvedModel::of(&entry, &open, reason);
+        let spec = JobSpec {
+            options,
+            entry,
+            work: JobWork::Run(run),
+        };
+        Ok(Prepared {
+            spec,
+            model,
+            output,
+            decoded,
+        })
+    }
+
+    /// The default request of a model as a job to be planned.
+    pub(crate) async fn prepare_default(&self, model: ModelRef) -> Result<Prepared, Error> {
+        let options = JobOptions::default();
+        let opened = self.entries.opened(model, &[], &options);
+        let (Chosen { entry, reason }, open, adapters) = opened.await?;
+        let mut request = self.entries.default_request(&entry, &*open.model);
+        request.adapters = Models::uses_of(&entry, &adapters)?;
+        let model = ResolvedModel::of(&entry, &open, reason);
+        Ok(Prepared {
+            spec: JobSpec {
+                options,
+                entry,
+                work: JobWork::Run(whole_run(Call::Plan, request)),
+            },
+            model,
+            output: Output::without_recipe(Encoding::Raw),
+            decoded: None,
+        })
+    }
+
+    /// What is asked for, over the defaults of an open model: with sizes, and media decoded. The bytes of its pictures count
+    /// against the client until they are dropped.
+    async fn resolved_request(
+        &self,
+        asked: &Asked,
+        mut defaults: Request,
+        entry: &Entry,
+        open: &OpenModel,
+        caller: &Caller,
+    ) -> Result<(Request, Option<Taken>), Error> {
+        let model = &*open.model;
+        if let Some(id) = &asked.init_latent {
+            let values = self.queue.latent(id).await?.info.values;
+            if let Some(of_latent) = model.request_of(&values) {
+                defaults.medium = of_latent.medium;
+            }
+        }
+        if Makes::of(&defaults.medium) != asked.makes() {
+            return Err(self
+                .entries
+                .other_medium(&entry.id, &defaults.medium, asked.makes())
+                .await);
+        }
+        let (given, start) = self.given_pictures(asked, &defaults.medium, model).await?;
+        let references = Generation::references_of(&given, model)?;
+        if let (Medium::Image(image), [first, ..]) = (&mut defaults.medium, &references[..])
+            && matches!(start, StartFrom::Nothing)
+            && asked.init_latent.is_none()
+        {
+            (image.width, image.height) = (first.width, first.height);
+        }
+        let size_near = |width, height| model.size_near(width, height);
+        let mut request = asked.request(defaults, start, size_near)?;
+        if let (Some(seconds), Medium::Video(video)) = (asked.film_seconds(), &mut request.medium) {
+            video.frames = model.frames_of(seconds, video.frames_per_second);
+        }
+        asked.check_output(&request)?;
+        if let Medium::Image(image) = &mut request.medium {
+            let size = (image.width, image.height);
+            image.mask = mask_of(&given, size);
+            image.references = references;
+            image.controls = controls_of(&asked.controls, entry, size);
+        }
+        let decoded = self.decode_pictures(&mut request, given, &open.model, caller.client());
+        let decoded = decoded.await?;
+        if let (Medium::Audio(audio), Some(id)) = (&mut request.medium, asked.reference_media()) {
+            audio.reference = Some(self.media.track(REFERENCE_MEDIA, id)?);
+        }
+        Ok((request, decoded))
+    }
+
+    /// Queues the encoding of a picture to a latent.
+    ///
+    /// # Errors
+    /// When the request is wrong, its model cannot be opened, or the queue has no room.
+    pub async fn encode(&self, request: AskedEncode, caller: &Caller) -> Result<Started, Error> {
+        let entry = self.entries.entry(request.model).await?;
+        let open = self.entries.open(&entry).await?;
+        let asked = (request.width > 0 && request.height > 0).then_some((request.width, request.height));
+        if asked.is_none() && request.width != request.height {
+            let field = if request.width == 0 { "width" } else { "height" };
+            return Err(invalid(field, "one side is named: name both, or neither"));
+        }
+        let given = self.given_picture("image", request.image).await?;
+        let (width, height) = asked.unwrap_or(given.size);
+        check_size((width, height), &*open.model)?;
+        let image = Image {
+            init_image: Some(InitImage::of_size((width, height))),
+            ..Image::of(width, height)
+        };
+        let mut image = Request::of(Medium::Image(image), 1, 0.0, 1);
+        image.seed = request.seed;
+        let given = GivenPictures::of_start(given);
+        let decoded = self.decode_pictures(&mut image, given, &open.model, caller.client());
+        let _decoded = decoded.await?;
+        let run = Run {
+            until: Role::Encode,
+            keep_latent: true,
+            ..whole_run(Call::EncodeImage, image)
+        };
+        let model = ResolvedModel::of(&entry, &open, String::new());
+        let spec = JobSpec {
+            options: caller.options(request.options, &self.entries.cards())?,
+            entry,
+            work: JobWork::Run(run),
+        };
+        let output = Output::without_recipe(Encoding::Png);
+        self.start(spec, model, output, caller).await
+    }
+
+    /// Queues the decoding of a latent.
+    ///
+    /// # Errors
+    /// When there is no such latent, its model cannot be opened or does not decode it, or the queue has no room.
+    pub async fn decode(&self, request: AskedDecode, caller: &Caller) -> Result<Started, Error> {
+        let entry = self.entries.entry(request.model).await?;
+        let open = self.entries.open(&entry).await?;
+        let values = self.queue.latent(&request.latent_id).await?.info.values;
+        let of_latent = open.model.request_of(&values).ok_or_else(|| {
+            let (id, shapes) = (
+                &request.latent_id,
+                values.iter().map(|value| format!("{:?}", value.shape)),
+            );
+            let shapes = shapes.collect::<Vec<_>>().join(", ");
+            Error::LatentMismatch(format!(
+                "latent {id} is {shapes}, which {} does not decode",
+                entry.key
+            ))
+        })?;
+        let encoding = match of_latent.medium {
+            Medium::Video(_) => request.film,
+            _ if request.raw => Encoding::Raw,
+            Medium::Image(_) => Encoding::Png,
+            Medium::Audio(_) => Encoding::Wav,
+        };
+        check_output("film_output", encoding, &of_latent)?;
+        let run = Run {
+            start: Some(Start {
+                latent: request.latent_id,
+                role: Role::Decode,
+            }),
+            ..whole_run(Call::DecodeLatent, of_latent)
+        };
+        let model = ResolvedModel::of(&entry, &open, String::new());
+        let spec = JobSpec {
+            options: caller.options(request.options, &self.entries.cards())?,
+            entry,
+            work: JobWork::Run(run),
+        };
+        let output = Output::without_recipe(encoding);
+        self.start(spec, model, output, caller).await
+    }
+}
+
+/// A job that is ready to be queued, with what its stream will need.
+pub(crate) struct Prepared {
+    pub(crate) spec: JobSpec,
+    pub(crate) model: ResolvedModel,
+    pub(crate) output: Output,
+    /// Bytes of its pictures, which count against the client until it is dropped: the queue has the job then, and bounds it.
+    pub(crate) decoded: Option<Taken>,
+}
+
+/// The field with the id of the track whose timbre is taken.
+const REFERENCE_MEDIA: &str = "reference_media_id";
+
+/// All stages of one result, of which nothing else is kept or shown.
+pub(crate) fn whole_run(call: Call, request: Request) -> Run {
+    Run {
+        call,
+        request,
+        count: 1,
+        start: None,
+        until: Role::Decode,
+        keep_latent: false,
+        preview_interval_ms: 0,
+    }
+}
+
+fn check_size((width, height): (u32, u32), model: &dyn Model) -> Result<(), Error> {
+    let near = model.size_near(width, height);
+    if near == (width, height) {
+        return Ok(());
+    }
+    let problem = format!(
+        "{width}x{height} is no size that this model makes, and {}x{} is; name width and height to scale it",
+        near.0, near.1
+    );
+    Err(invalid("image", problem))
+}

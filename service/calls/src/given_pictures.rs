@@ -1,0 +1,219 @@
+//! The pictures that come with a request. Their sizes are read first, from their headers; they are decoded once the model has
+//! taken the request by those, since each may take hundreds of megabytes.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use engine::Error;
+use engine::library::Entry;
+use media::pictures;
+use model::{Clip, ControlUse, InitImage, Mask, Medium, Model, Picture, PictureSlot, Request};
+
+use crate::asked::{Asked, StartFrom, named};
+use crate::budget::{Client, Taken};
+use crate::errors::invalid;
+use crate::generation::Generation;
+use crate::media_store::{Media, PICTURES, words_of_excess};
+use crate::models::Models;
+use crate::references::{AskedControl, PictureInput};
+use crate::threads::PLANNING;
+
+const MASK: &str = "mask";
+const REFERENCES: &str = "references";
+
+/// A picture of a request, encoded.
+pub(crate) struct GivenPicture {
+    /// The field that it is in.
+    field: String,
+    data: Bytes,
+    /// Width and height, upright.
+    pub(crate) size: (u32, u32),
+}
+
+/// The pictures of a request, by where it has them.
+#[derive(Default)]
+pub(crate) struct GivenPictures(Vec<(PictureSlot, GivenPicture)>);
+
+impl GivenPictures {
+    /// A picture to start from, and no others.
+    pub(crate) fn of_start(start: GivenPicture) -> GivenPictures {
+        GivenPictures(vec![(PictureSlot::Start, start)])
+    }
+
+    /// The picture of a slot, taken out.
+    fn take(&mut self, slot: PictureSlot) -> Option<GivenPicture> {
+        let index = self.0.iter().position(|(of, _)| *of == slot)?;
+        Some(self.0.swap_remove(index).1)
+    }
+}
+
+impl Generation {
+    /// The pictures of a request by their sizes, and what it starts from, other than a latent: of a picture its size.
+    pub(crate) async fn given_pictures(
+        &self,
+        asked: &Asked,
+        defaults: &Medium,
+        model: &dyn Model,
+    ) -> Result<(GivenPictures, StartFrom), Error> {
+        // Before their headers are read.
+        if let Some(problem) = model.too_many_references(asked.references.len()) {
+            return Err(Error::Invalid(vec![problem]));
+        }
+        let (start, from) = self.start_of(asked, defaults, model).await?;
+        let mut given = Vec::from_iter(start.map(|start| (PictureSlot::Start, start)));
+        if let Some(mask) = &asked.mask {
+            given.push((PictureSlot::Mask, self.given_input(MASK, mask).await?));
+        }
+        for (index, reference) in asked.references.iter().enumerate() {
+            let reference = self.given_input(REFERENCES, reference).await?;
+            given.push((PictureSlot::Reference(index), reference));
+        }
+        for (index, control) in asked.controls.iter().enumerate() {
+            let field = format!("controls[{index}].image");
+            let image = self.given_input(&field, &control.image).await?;
+            given.push((PictureSlot::Control(index), image));
+        }
+        Ok((GivenPictures(given), from))
+    }
+
+    /// Reads the header of a picture.
+    pub(crate) async fn given_picture(&self, field: &str, data: Bytes) -> Result<GivenPicture, Error> {
+        let encoded = data.clone();
+        // A header is small: it does not wait for pictures that are decoded.
+        let size = PLANNING.run(move || pictures::size_of(&encoded)).await?;
+        let size = size.map_err(|problem| invalid(field, problem.to_string()))?;
+        Ok(GivenPicture {
+            field: field.to_owned(),
+            data,
+            size,
+        })
+    }
+
+    async fn given_input(&self, field: &str, picture: &PictureInput) -> Result<GivenPicture, Error> {
+        let data = match picture.media_id.as_str() {
+            "" => picture.data.clone().unwrap_or_default(),
+            id => match self.media.get(field, id)? {
+                Media::Picture(picture) => picture,
+                Media::Clip(_) => return Err(invalid(field, "is no picture")),
+            },
+        };
+        self.given_picture(field, data).await
+    }
+
+    /// What a request starts from, other than a latent.
+    async fn start_of(
+        &self,
+        asked: &Asked,
+        defaults: &Medium,
+        model: &dyn Model,
+    ) -> Result<(Option<GivenPicture>, StartFrom), Error> {
+        const MEDIA: &str = "init_media_id";
+        let from_clip = |clip: Clip| Ok((None, StartFrom::Clip(clip)));
+        if let Some(clip) = &asked.source {
+            return from_clip(clip.clone());
+        }
+        let (field, picture) = match &asked.init_media {
+            None => match &asked.init_image {
+                None => return Ok((None, StartFrom::Nothing)),
+                Some(picture) => ("init_image", picture.clone()),
+            },
+            Some(id) => match self.media.get(MEDIA, id)? {
+                Media::Clip(clip) => return from_clip(clip),
+                Media::Picture(_) if defaults.size().is_none() => {
+                    return Err(invalid(MEDIA, "is a picture, and a track starts from a track"));
+                }
+                Media::Picture(picture) => (MEDIA, picture),
+            },
+        };
+        if defaults.size().is_none() {
+            return Ok((None, StartFrom::Nothing));
+        }
+        let given = self.given_picture(field, picture).await?;
+        // A side that is left open is that of the picture, as the model makes it.
+        let near = model.size_near(given.size.0, given.size.1);
+        let size = (named(asked.width, near.0), named(asked.height, near.1));
+        Ok((Some(given), StartFrom::Picture(InitImage::of_size(size))))
+    }
+
+    /// The reference pictures of a request in the sizes that the model takes.
+    pub(crate) fn references_of(given: &GivenPictures, model: &dyn Model) -> Result<Vec<InitImage>, Error> {
+        let is_reference = |slot: &PictureSlot| matches!(slot, PictureSlot::Reference(_));
+        let references = given.0.iter().filter(|(slot, _)| is_reference(slot));
+        let taken = references.map(|(_, reference)| {
+            let (width, height) = reference.size;
+            let size = model.reference_size(width, height);
+            let size = size.map_err(|problem| Error::Invalid(vec![problem]))?;
+            Ok(InitImage::of_size(size.unwrap_or(reference.size)))
+        });
+        taken.collect()
+    }
+
+    /// Decodes the pictures of a request that has their sizes, if the model takes it by those. The bytes count against the client
+    /// until the result is dropped.
+    pub(crate) async fn decode_pictures(
+        &self,
+        request: &mut Request,
+        mut given: GivenPictures,
+        model: &Arc<dyn Model>,
+        client: Client,
+    ) -> Result<Option<Taken>, Error> {
+        if given.0.is_empty() {
+            return Ok(None);
+        }
+        let (asked, model) = (request.clone(), model.clone());
+        let planned = PLANNING
+            .run_of(("plans", client), move |_| model.plan(&asked))
+            .await?;
+        planned.map_err(Error::Invalid)?;
+        let bytes = request.medium.pictures().iter().map(Picture::whole_bytes).sum();
+        let taken = self.bounds.media.take(client, bytes);
+        let taken = taken.map_err(|exceeded| Error::ClientLimit(words_of_excess(exceeded)))?;
+        for picture in request.medium.pictures_mut() {
+            if let Some(given) = given.take(picture.slot) {
+                let size = (*picture.width, *picture.height);
+                *picture.data = self.decoded(given, picture.slot, size, client).await?.into();
+            }
+        }
+        Ok(Some(taken))
+    }
+
+    /// The data of a picture in this size, decoded when it is its turn.
+    async fn decoded(
+        &self,
+        given: GivenPicture,
+        slot: PictureSlot,
+        size: (u32, u32),
+        client: Client,
+    ) -> Result<Vec<u8>, Error> {
+        let GivenPicture { field, data, .. } = given;
+        let decode = move |_: &_| match slot {
+            PictureSlot::Mask => pictures::decode_mask(&data, size),
+            PictureSlot::Start | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
+                pictures::decode(&data, Some(size)).map(|pixels| pixels.rgb)
+            }
+        };
+        let decoded = self.decoding.run_of((PICTURES, client), decode).await?;
+        decoded.map_err(|problem| invalid(&field, problem.to_string()))
+    }
+}
+
+/// The ControlNets of a request to an entry, with pictures of this size without their data.
+pub(crate) fn controls_of(controls: &[AskedControl], entry: &Entry, size: (u32, u32)) -> Vec<ControlUse> {
+    let used = |control: &AskedControl| ControlUse {
+        name: Models::name_in(entry, &control.id),
+        image: InitImage::of_size(size),
+        scale: control.scale.unwrap_or(1.0),
+        start: control.start.unwrap_or(0.0),
+        end: control.end.unwrap_or(1.0),
+        mode: control.mode,
+    };
+    controls.iter().map(used).collect()
+}
+
+/// The mask of a request in the size of its picture.
+pub(crate) fn mask_of(given: &GivenPictures, size: (u32, u32)) -> Option<Mask> {
+    let mut slots = given.0.iter().map(|(slot, _)| *slot);
+    slots
+        .any(|slot| slot == PictureSlot::Mask)
+        .then(|| Mask::of_size(size))
+}

@@ -1,0 +1,175 @@
+//! The upload of a latent, in chunks.
+
+use engine::Error;
+use model::{HostTensor, HostType, Values};
+use residency::Bytes;
+
+use crate::errors::{invalid, short};
+
+/// Most tensors of a latent, and dimensions of each. The longest film has 500 sections, each a tensor.
+const MOST_TENSORS: usize = 512;
+const MOST_DIMENSIONS: usize = 8;
+
+/// How a latent is described that a client brings.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LatentDescription {
+    /// Identity of what decodes it.
+    pub decoder_id: String,
+    pub dtype: String,
+    /// Of one tensor without a name.
+    pub shape: Vec<u32>,
+    /// Names and shapes of several tensors, in the order of their data.
+    pub tensors: Vec<(String, Vec<u32>)>,
+}
+
+/// A latent whose chunks come.
+pub struct LatentUpload {
+    most: Bytes,
+    description: Option<LatentDescription>,
+    data: Vec<u8>,
+}
+
+impl LatentUpload {
+    /// Of so many bytes at the most.
+    pub(crate) fn new(most: Bytes) -> LatentUpload {
+        LatentUpload {
+            most,
+            description: None,
+            data: Vec::new(),
+        }
+    }
+
+    /// Adds a chunk; the first describes the latent.
+    ///
+    /// # Errors
+    /// When it has more bytes than all latents may take, or its description is too long.
+    pub fn add(&mut self, description: Option<LatentDescription>, chunk: &[u8]) -> Result<(), Error> {
+        if self.description.is_none()
+            && let Some(first) = description
+        {
+            check(&first)?;
+            self.description = Some(first);
+        }
+        if (self.data.len() + chunk.len()) as u64 > self.most.0 {
+            let most = self.most;
+            let problem = format!("is larger than {most}, which all latents may take: raise queue.latents");
+            return Err(invalid("chunk", problem));
+        }
+        self.data.extend_from_slice(chunk);
+        Ok(())
+    }
+
+    /// The values, and the identity of what decodes them, once all chunks have come.
+    ///
+    /// # Errors
+    /// When there is no description, or it is of another dtype.
+    pub(crate) fn finish(self) -> Result<(Values, String), Error> {
+        let description = self
+            .description
+            .ok_or_else(|| invalid("info", "is missing on the first chunk"))?;
+        if description.dtype != "f32" {
+            let problem = format!("{:?} is not f32", description.dtype);
+            return Err(invalid("info.dtype", problem));
+        }
+        let mut data = bytes::Bytes::from(self.data);
+        let mut values = Values::new();
+        // One tensor alone may go without a name.
+        let tensors = match description.tensors.is_empty() {
+            true => vec![(String::new(), description.shape)],
+            false => description.tensors,
+        };
+        let last = tensors.len() - 1;
+        for (index, (name, shape)) in tensors.into_iter().enumerate() {
+            let shape: Vec<usize> = shape.iter().map(|&side| side as usize).collect();
+            let numbers = shape
+                .iter()
+                .try_fold(4_usize, |bytes, side| bytes.checked_mul(*side));
+            let bytes = numbers
+                .filter(|bytes| index < last && *bytes <= data.len())
+                .unwrap_or(data.len());
+            let tensor = HostTensor {
+                dtype: HostType::F32,
+                shape,
+                data: data.split_to(bytes),
+            };
+            values.insert(name, tensor);
+        }
+        Ok((values, description.decoder_id))
+    }
+}
+
+/// Bounds the description of a latent, which is kept beside its values.
+fn check(info: &LatentDescription) -> Result<(), Error> {
+    short("info.vae_id", &info.decoder_id)?;
+    short("info.dtype", &info.dtype)?;
+    if info.tensors.len() > MOST_TENSORS {
+        let problem = format!("has {} tensors; {MOST_TENSORS} are the most", info.tensors.len());
+        return Err(invalid("info.tensors", problem));
+    }
+    let shapes = info.tensors.iter().map(|(_, shape)| shape).chain([&info.shape]);
+    for shape in shapes {
+        if shape.len() > MOST_DIMENSIONS {
+            let problem = format!("has {} dimensions; {MOST_DIMENSIONS} are the most", shape.len());
+            return Err(invalid("info.shape", problem));
+        }
+    }
+    let mut names = info.tensors.iter().map(|(name, _)| name);
+    names.try_for_each(|name| short("info.tensors.name", name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_description_of_a_latent_is_bounded() {
+        let tensor = |name: &str, dimensions| (name.to_owned(), vec![1; dimensions]);
+        let (long, good) = ("x".repeat(10_000), LatentDescription::default());
+        let wrong = [
+            LatentDescription {
+                decoder_id: long.clone(),
+                ..good.clone()
+            },
+            LatentDescription {
+                dtype: long.clone(),
+                ..good.clone()
+            },
+            LatentDescription {
+                shape: vec![1; 100],
+                ..good.clone()
+            },
+            LatentDescription {
+                tensors: vec![tensor(&long, 1)],
+                ..good.clone()
+            },
+            LatentDescription {
+                tensors: vec![tensor("a", 100)],
+                ..good.clone()
+            },
+            LatentDescription {
+                tensors: vec![tensor("a", 1); MOST_TENSORS + 1],
+                ..good.clone()
+            },
+        ];
+        for info in wrong {
+            assert!(
+                check(&info).is_err(),
+                "{} tensors, {} characters",
+                info.tensors.len(),
+                info.decoder_id.len()
+            );
+        }
+        for tensors in [
+            vec![tensor("video", 5), tensor("sound", 3)],
+            vec![tensor("section", 5); 500],
+        ] {
+            assert!(
+                check(&LatentDescription {
+                    tensors,
+                    ..good.clone()
+                })
+                .is_ok()
+            );
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! ANSWERS. What clients ask of the service, in plain types: requests are checked, resolved to models and turned into jobs;
+//! their results are encoded. Doors translate their protocols into these calls, and know nothing else of the service.
+
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
+
+mod asked;
+mod bounds;
+mod budget;
+mod by_medium;
+mod caller;
+mod choose;
+mod claims;
+mod durations;
+mod encodings;
+mod entries;
+mod errors;
+mod generation;
+mod given_pictures;
+mod host;
+mod latent_upload;
+mod media_store;
+pub mod models;
+mod other_process;
+pub mod paths;
+mod playback;
+mod pulls;
+mod references;
+mod residency;
+mod resolved;
+mod results;
+mod sessions;
+mod shared_files;
+mod threads;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::residency::{Bytes, Policy};
+use engine::library::Library;
+use engine::queue::Queue;
+use hub::Pulls;
+use tokio::sync::watch;
+
+pub use asked::{Asked, AskedTask, AskedTrack, OfMedium};
+pub use bounds::Bounds;
+pub use budget::{Budget, Client, Exceeded, Taken, client_at};
+pub use caller::{AskedOptions, Caller};
+pub use durations::millis;
+pub use entries::first_card_of;
+pub use errors::{invalid, words_of};
+pub use generation::{AskedDecode, AskedEncode, Generation};
+pub use host::{Host, HostMemory, WorkerPids, watch as watch_host};
+pub use latent_upload::{LatentDescription, LatentUpload};
+pub use media_store::{KeptMedia, MediaDescription, MediaUpload};
+pub use models::Models;
+pub use playback::{Gap, Rendered, SegmentStart};
+pub use pulls::{PullEvent, Pulling};
+pub use references::{AskedAdapter, AskedControl, AskedFormats, ModelRef, PictureInput};
+pub use residency::{
+    AskedLoad, AskedReservation, ListedModel, Listing, ModelDetails, Plan, Planned, Residency, ServiceStatus,
+    policy_name,
+};
+pub use resolved::ResolvedModel;
+pub use results::{CHUNK_BYTES, Chunk, Encoding, Event, EventKind, Events, Started};
+pub use sessions::{
+    AskedSession, FromClient, OpenedSession, SESSION_MESSAGE_BYTES, SegmentFailure, SessionEnd, SessionEvent,
+    SessionEvents, SessionRequest,
+};
+pub use threads::FILES;
+
+use entries::Entries;
+use media_store::MediaStore;
+
+/// What the calls of a service are answered with.
+pub struct Parts {
+    pub queue: Queue,
+    pub library: Arc<Library>,
+    pub models: Arc<Models>,
+    pub pulls: Pulls,
+    pub bounds: Bounds,
+    pub host: Arc<Host>,
+    pub workers: WorkerPids,
+    /// Eviction policy; `None`: by the model.
+    pub policy: Option<Policy>,
+    /// What all latents may take.
+    pub latents: Bytes,
+    /// Time without a use after which media of clients is dropped.
+    pub media_ttl: Duration,
+    /// True once the service is shutting down: endless streams end then.
+    pub stopping: watch::Receiver<bool>,
+}
+
+/// Everything that the doors of a service call. Cheap to clone.
+#[derive(Clone)]
+pub struct Service {
+    pub generation: Generation,
+    pub residency: Residency,
+    pub queue: Queue,
+    pub pulling: Pulling,
+    /// True once the service is shutting down.
+    pub stopping: watch::Receiver<bool>,
+}
+
+impl Service {
+    /// A service of these parts.
+    pub fn new(parts: Parts) -> Service {
+        let entries = Entries {
+            queue: parts.queue.clone(),
+            library: parts.library,
+            models: parts.models.clone(),
+        };
+        let media = MediaStore::new(parts.bounds.media.clone(), parts.media_ttl);
+        let generation = Generation::new(
+            entries,
+            parts.bounds.clone(),
+            media,
+            parts.latents,
+            parts.stopping.clone(),
+        );
+        Service {
+            residency: Residency::new(
+                generation.clone(),
+                parts.bounds,
+                parts.policy,
+                parts.host,
+                parts.workers,
+                parts.stopping.clone(),
+            ),
+            generation,
+            queue: parts.queue,
+            pulling: Pulling::new(parts.pulls, parts.models, parts.stopping.clone()),
+            stopping: parts.stopping,
+        }
+    }
+}

@@ -1,0 +1,673 @@
+//! The events of a job as its client gets them: pixels and samples are encoded away from the async threads, and come in chunks.
+
+use std::collections::HashMap;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use engine::Error;
+use engine::job::{JobEvent, JobEventKind, JobId};
+use engine::queue::Job;
+use futures::Stream;
+use gpu::Timeline;
+use media::tracks::{TrackFormat, wav_header};
+use media::{EncodedFile, FilePosition};
+use media::{Recipe, pictures};
+use model::{Covered, LeftOut, MediaFormat, Piece};
+
+use crate::budget::Client;
+use crate::encodings::Encodings;
+use crate::errors::internal;
+use crate::resolved::ResolvedModel;
+use crate::shared_files::{FileOf, SharedFile};
+use crate::threads::ENCODING;
+
+/// Bytes of one chunk of a result or a latent. A stream that is not read holds a few of them.
+pub const CHUNK_BYTES: usize = 256 << 10;
+
+/// Something that happened to a job.
+#[derive(Debug)]
+pub struct Event {
+    /// Milliseconds since the job was submitted.
+    pub at_ms: u64,
+    pub kind: EventKind,
+}
+
+/// What happened to a job.
+#[derive(Debug)]
+pub enum EventKind {
+    /// Anything but an error, a picture, a film or sound.
+    Job(JobEventKind),
+    /// A preview as JPEG.
+    Preview {
+        step: u32,
+        item: u32,
+        jpeg: Bytes,
+    },
+    Chunk(Chunk),
+}
+
+/// Bytes of a result on their way to a client.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chunk {
+    /// Number of the item.
+    pub item: u32,
+    /// Name of the track; empty for the only one.
+    pub track: String,
+    pub media_type: &'static str,
+    /// Of the whole result.
+    pub total_bytes: u64,
+    /// Where in the result these bytes are.
+    pub offset: u64,
+    pub data: Bytes,
+    /// With it all of the result was sent.
+    pub is_last: bool,
+    /// With the first chunk that is sent.
+    pub head: Option<ChunkHead>,
+}
+
+/// What the first chunk of a result says of all of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChunkHead {
+    pub metadata: HashMap<String, String>,
+    pub format: MediaFormat,
+}
+
+/// A job that is queued, and what happens to it.
+pub struct Started {
+    pub job: JobId,
+    pub model: ResolvedModel,
+    /// The ends of the request's texts that the model does not read.
+    pub left_out: Vec<LeftOut>,
+    /// Until its end, or its error. Dropping it drops the job, which cancels it.
+    pub events: Events,
+}
+
+/// The events of a job.
+pub type Events = Pin<Box<dyn Stream<Item = Result<Event, Error>> + Send>>;
+
+/// Chunks of one event, made as they are sent.
+type Chunks = Box<dyn Iterator<Item = Chunk> + Send>;
+
+/// How results are sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Encoding {
+    /// Pixels or samples, not encoded.
+    #[default]
+    Raw,
+    /// A picture as PNG; other media raw.
+    Png,
+    /// A track as WAV; other media raw.
+    Wav,
+    /// A track as FLAC, once it is whole; other media raw.
+    Flac,
+    /// A film as MP4, once it is whole; a track as WAV; a picture raw.
+    Mp4,
+    /// A film raw, and then as MP4; a track as WAV; a picture raw.
+    FramesAndMp4,
+    /// A track as WAV, and then as FLAC; other media raw.
+    WavAndFlac,
+}
+
+/// Whether a result is sent as one file that is made of all its pieces.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum AsFile {
+    No,
+    Instead,
+    /// After the pieces; a client that has these needs no error where it cannot be made.
+    Beside,
+}
+
+impl Encoding {
+    fn as_file(self, format: &MediaFormat) -> AsFile {
+        match (format, self) {
+            (MediaFormat::Video { .. }, Encoding::Mp4) | (MediaFormat::Audio { .. }, Encoding::Flac) => {
+                AsFile::Instead
+            }
+            (MediaFormat::Video { .. }, Encoding::FramesAndMp4)
+            | (MediaFormat::Audio { .. }, Encoding::WavAndFlac) => AsFile::Beside,
+            _ => AsFile::No,
+        }
+    }
+}
+
+/// How the results of a job are sent.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Output {
+    pub(crate) encoding: Encoding,
+    /// Written into the file, and sent as metadata; its seed is replaced by each item's.
+    pub(crate) recipe: Recipe,
+    pub(crate) omit_metadata: bool,
+    /// The ends of the request's texts that the model does not read.
+    pub(crate) left_out: Vec<LeftOut>,
+}
+
+/// Encodes results for one client.
+pub(crate) struct ResultEncoder {
+    pub(crate) encodings: Arc<Encodings>,
+    pub(crate) client: Client,
+}
+
+/// The events of a job until its end. Where no form of the model fits the card, `instead` tells what does.
+pub(crate) fn started(
+    mut job: Job,
+    model: ResolvedModel,
+    output: Output,
+    encoder: ResultEncoder,
+    instead: Option<String>,
+) -> Started {
+    let (id, left_out) = (job.id.clone(), output.left_out.clone());
+    let mut results = ResultStream::new(id.to_string(), output, encoder);
+    let events = async_stream::try_stream! {
+        while let Some(JobEvent { at_ms, kind }) = job.next().await {
+            match kind {
+                JobEventKind::Failed(error) => Err(with_instead(error, instead.clone()))?,
+                JobEventKind::Preview { step, item, width, height, rgb } => {
+                    let encoded = ENCODING.run(move || pictures::preview_jpeg(width, height, rgb)).await;
+                    let jpeg = encoded?.map_err(internal)?.into();
+                    yield Event { at_ms, kind: EventKind::Preview { step, item, jpeg } };
+                }
+                JobEventKind::Piece { item, seed, piece } => {
+                    for chunk in results.piece(item, seed, piece).await? {
+                        yield Event { at_ms, kind: EventKind::Chunk(chunk) };
+                    }
+                }
+                kind => yield Event { at_ms, kind: EventKind::Job(kind) },
+            }
+        }
+    };
+    Started {
+        job: id,
+        model,
+        left_out,
+        events: Box::pin(events),
+    }
+}
+
+/// The error of a job, with what fits the card where no form of its model does.
+fn with_instead(error: Error, instead: Option<String>) -> Error {
+    match error {
+        Error::NeverFits(mut shortfall) if shortfall.fallbacks.is_empty() => {
+            shortfall.instead = instead;
+            Error::NeverFits(shortfall)
+        }
+        error => error,
+    }
+}
+
+/// The results of a job on the way to one client.
+struct ResultStream {
+    job: String,
+    output: Output,
+    encoder: ResultEncoder,
+    /// What has come of each, by item and track.
+    come: HashMap<(u32, String), ReceivedResult>,
+}
+
+/// The parts of one result that have arrived.
+#[derive(Default)]
+struct ReceivedResult {
+    /// In units.
+    covered: Covered,
+    /// Where it is sent as one file.
+    file: Option<Arc<SharedFile>>,
+    /// A file beside the pieces could not be made.
+    has_no_file: bool,
+}
+
+/// Which part of its result a piece is, in the order of sending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    /// Nothing of it was sent before.
+    pub(crate) is_first: bool,
+    /// With it all of it is sent.
+    pub(crate) is_last: bool,
+}
+
+impl Part {
+    /// The only part.
+    pub(crate) const WHOLE: Part = Part {
+        is_first: true,
+        is_last: true,
+    };
+}
+
+impl ResultStream {
+    fn new(job: String, output: Output, encoder: ResultEncoder) -> ResultStream {
+        ResultStream {
+            job,
+            output,
+            encoder,
+            come: HashMap::new(),
+        }
+    }
+
+    /// Pieces of a result come in any order, and each unit of it once.
+    async fn piece(&mut self, item: u32, seed: u64, piece: Piece) -> Result<Chunks, Error> {
+        let units = piece
+            .units()
+            .ok_or_else(|| internal("a piece that is no whole units"))?;
+        let come = self.come.entry((item, piece.track.clone())).or_default();
+        let is_first = come.covered.is_empty();
+        let added = come.covered.add_once(piece.first..piece.first + units);
+        added.map_err(|twice| internal(format!("a result: {twice}")))?;
+        let part = Part {
+            is_first,
+            is_last: come.covered.is_whole(piece.format.units()),
+        };
+        let (encodings, client) = (&self.encoder.encodings, self.encoder.client);
+        match (
+            self.output.encoding.as_file(&piece.format),
+            &piece.format,
+            self.output.encoding,
+        ) {
+            (AsFile::Instead, ..) => self.piece_of_file(item, seed, piece, part).await,
+            (AsFile::Beside, ..) if !come.has_no_file => {
+                let chunks = chunks_of(item, seed, piece.clone(), &self.output, part).map_err(internal)?;
+                let key = (item, piece.track.clone());
+                match self.piece_of_file(item, seed, piece, part).await {
+                    Ok(file) => Ok(Box::new(chunks.into_iter().chain(file))),
+                    Err(refused) => {
+                        tracing::debug!(%refused, "a result is sent without its file");
+                        let come = self.come.entry(key).or_default();
+                        (come.file, come.has_no_file) = (None, true);
+                        Ok(Box::new(chunks.into_iter()))
+                    }
+                }
+            }
+            (_, MediaFormat::Image { .. }, Encoding::Png) => {
+                let encoded = encodings.encode(item, seed, piece, &self.output, client).await?;
+                let count = encoded.chunks().len();
+                Ok(Box::new(
+                    (0..count).filter_map(move |index| encoded.chunks().get(index).cloned()),
+                ))
+            }
+            _ => {
+                let chunks = chunks_of(item, seed, piece, &self.output, part).map_err(internal)?;
+                Ok(Box::new(chunks.into_iter()))
+            }
+        }
+    }
+
+    /// Adds a piece to the file of its result, and gives the file once it is whole.
+    async fn piece_of_file(
+        &mut self,
+        item: u32,
+        seed: u64,
+        piece: Piece,
+        part: Part,
+    ) -> Result<Chunks, Error> {
+        let come = self.come.entry((item, piece.track.clone())).or_default();
+        let file = match &come.file {
+            Some(file) => file.clone(),
+            None => {
+                let of = FileOf {
+                    job: self.job.clone(),
+                    item,
+                    seed,
+                    track: piece.track.clone(),
+                    output: self.output.clone(),
+                };
+                let encodings = &self.encoder.encodings;
+                let file = encodings.file(of, &piece.format, self.encoder.client)?;
+                come.file.insert(file).clone()
+            }
+        };
+        let (format, track) = (piece.format, piece.track.clone());
+        file.add(piece).await?;
+        if !part.is_last {
+            return Ok(Box::new(std::iter::empty()));
+        }
+        come.file = None;
+        let whole = file.whole().await?;
+        file_chunks(item, seed, track, format, &self.output, whole).map_err(internal)
+    }
+}
+
+impl Output {
+    /// Output without a recipe.
+    pub(crate) fn without_recipe(encoding: Encoding) -> Output {
+        Output {
+            encoding,
+            recipe: Recipe::default(),
+            omit_metadata: true,
+            left_out: Vec::new(),
+        }
+    }
+
+    /// The recipe of an item; `None` where it is left out.
+    pub(crate) fn recipe_of(&self, seed: u64) -> Option<Recipe> {
+        let recipe = || Recipe {
+            seed,
+            ..self.recipe.clone()
+        };
+        (!self.omit_metadata).then(recipe)
+    }
+}
+
+/// What all chunks of a result say, and what the first of them says besides.
+struct Envelope {
+    item: u32,
+    track: String,
+    media_type: &'static str,
+    total_bytes: u64,
+    head: Option<ChunkHead>,
+}
+
+impl Envelope {
+    fn chunk(&mut self, offset: u64, data: Bytes, is_last: bool) -> Chunk {
+        Chunk {
+            item: self.item,
+            track: self.track.clone(),
+            media_type: self.media_type,
+            total_bytes: self.total_bytes,
+            offset,
+            data,
+            is_last,
+            head: self.head.take(),
+        }
+    }
+}
+
+/// A piece of a result as chunks.
+pub(crate) fn chunks_of(
+    item: u32,
+    seed: u64,
+    piece: Piece,
+    output: &Output,
+    part: Part,
+) -> Result<Vec<Chunk>, String> {
+    let timeline = Timeline::begin("encode a result");
+    let recipe = output.recipe_of(seed);
+    let whole = piece.format.bytes().ok_or("a result of too many bytes")?;
+    let place = piece.first * piece.format.unit_bytes();
+    let (media_type, header, file, total_bytes, place) = match (piece.format, output.encoding) {
+        (MediaFormat::Image { width, height }, Encoding::Png) => {
+            let file = Bytes::from(pictures::png(width, height, &piece.data, recipe.as_ref())?);
+            let total = file.len() as u64;
+            ("image/png", None, file, total, 0)
+        }
+        (
+            format @ MediaFormat::Audio { .. },
+            Encoding::Wav | Encoding::Mp4 | Encoding::FramesAndMp4 | Encoding::WavAndFlac,
+        ) => {
+            let track = TrackFormat::of(&format).ok_or("no track")?;
+            let header = wav_header(track, recipe.as_ref())?;
+            let behind = header.len() as u64;
+            let header = part.is_first.then(|| header.into());
+            ("audio/wav", header, piece.data, whole + behind, place + behind)
+        }
+        (format, _) => (raw_media_type(&format), None, piece.data, whole, place),
+    };
+    let mut envelope = Envelope {
+        item,
+        track: piece.track,
+        media_type,
+        total_bytes,
+        head: match part.is_first {
+            true => Some(head(seed, piece.format, recipe.as_ref())?),
+            false => None,
+        },
+    };
+    let mut chunks = Vec::with_capacity(1 + file.len().div_ceil(CHUNK_BYTES));
+    if let Some(header) = header {
+        chunks.push(envelope.chunk(0, header, false));
+    }
+    for start in (0..file.len()).step_by(CHUNK_BYTES) {
+        let end = (start + CHUNK_BYTES).min(file.len());
+        let is_last = part.is_last && end == file.len();
+        chunks.push(envelope.chunk(place + start as u64, file.slice(start..end), is_last));
+    }
+    timeline.end();
+    Ok(chunks)
+}
+
+/// The chunks of a film's or a track's file.
+fn file_chunks(
+    item: u32,
+    seed: u64,
+    track: String,
+    format: MediaFormat,
+    output: &Output,
+    file: Arc<EncodedFile>,
+) -> Result<Chunks, String> {
+    let recipe = output.recipe_of(seed);
+    let mut envelope = Envelope {
+        item,
+        track,
+        media_type: match format {
+            MediaFormat::Audio { .. } => "audio/flac",
+            MediaFormat::Image { .. } | MediaFormat::Video { .. } => "video/mp4",
+        },
+        total_bytes: file.bytes(),
+        head: Some(head(seed, format, recipe.as_ref())?),
+    };
+    let (mut position, mut offset) = (FilePosition::default(), 0);
+    Ok(Box::new(std::iter::from_fn(move || {
+        let chunk = file.read(&mut position, CHUNK_BYTES)?;
+        let start = offset;
+        offset += chunk.len() as u64;
+        Some(envelope.chunk(start, chunk, offset == file.bytes()))
+    })))
+}
+
+/// Media type of units as they are.
+pub(crate) fn raw_media_type(format: &MediaFormat) -> &'static str {
+    match format {
+        MediaFormat::Image { .. } => "image/x-raw-rgb",
+        MediaFormat::Video { .. } => "video/x-raw-rgb",
+        MediaFormat::Audio { .. } => "audio/x-raw-s16le",
+    }
+}
+
+/// What the first chunk of a result says.
+fn head(seed: u64, format: MediaFormat, recipe: Option<&Recipe>) -> Result<ChunkHead, String> {
+    let mut metadata = HashMap::from([("seed".to_owned(), seed.to_string())]);
+    if let MediaFormat::Image { width, height } | MediaFormat::Video { width, height, .. } = format {
+        metadata.insert("width".to_owned(), width.to_string());
+        metadata.insert("height".to_owned(), height.to_string());
+    }
+    if let Some(recipe) = recipe {
+        metadata.insert("prompt".to_owned(), recipe.prompt.clone());
+        metadata.insert("model".to_owned(), recipe.model_key.clone());
+        metadata.insert(
+            "recipe".to_owned(),
+            serde_json::to_string(recipe).map_err(|e| e.to_string())?,
+        );
+    }
+    Ok(ChunkHead { metadata, format })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::budget::Budget;
+
+    #[test]
+    fn the_chunks_of_a_large_picture_add_up_to_its_file() {
+        let rgb = bytes::Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
+        let output = Output::without_recipe(Encoding::Raw);
+        let picture = Piece::image(1024, 1024, rgb.clone());
+        let chunks = chunks_of(2, 9, picture, &output, Part::WHOLE).unwrap();
+        assert_eq!(chunks.len(), (3 << 20) / CHUNK_BYTES);
+        let mut joined = Vec::new();
+        for (i, chunk) in chunks.iter().enumerate() {
+            assert_eq!((chunk.item, chunk.total_bytes), (2, rgb.len() as u64));
+            assert_eq!(chunk.is_last, i + 1 == chunks.len());
+            assert_eq!(chunk.head.is_none(), i > 0);
+            let names_prompt = |head: &ChunkHead| head.metadata.contains_key("prompt");
+            assert!(
+                !chunk.head.as_ref().is_some_and(names_prompt),
+                "metadata was to be left out"
+            );
+            joined.extend_from_slice(&chunk.data);
+        }
+        assert_eq!(joined, rgb);
+    }
+
+    #[test]
+    fn pieces_of_a_track_add_up_to_one_wav_file() {
+        let format = MediaFormat::Audio {
+            samples_per_second: 48_000,
+            channels: 2,
+            samples: 5,
+        };
+        let piece = |first, samples: usize| Piece {
+            track: "drums".into(),
+            format,
+            first,
+            data: vec![first as u8; 4 * samples].into(),
+        };
+        // The header comes first, whatever piece does.
+        for pieces in [[piece(0, 3), piece(3, 2)], [piece(3, 2), piece(0, 3)]] {
+            let mut file = [0; 64];
+            let mut chunks = Vec::new();
+            for (piece, is_first) in pieces.into_iter().zip([true, false]) {
+                let output = Output::without_recipe(Encoding::Wav);
+                let part = Part {
+                    is_first,
+                    is_last: !is_first,
+                };
+                chunks.extend(chunks_of(0, 1, piece, &output, part).unwrap());
+            }
+            let count = chunks.len();
+            for (number, chunk) in (1..).zip(chunks) {
+                assert_eq!((chunk.track.as_str(), chunk.total_bytes), ("drums", 64));
+                assert_eq!(
+                    (chunk.head.is_some(), chunk.is_last),
+                    (number == 1, number == count)
+                );
+                let place = chunk.offset as usize;
+                file[place..place + chunk.data.len()].copy_from_slice(&chunk.data);
+            }
+            assert_eq!((&file[..4], &file[8..12]), (&b"RIFF"[..], &b"WAVE"[..]));
+            assert_eq!(file[44..], [[0; 4].repeat(3), [3; 4].repeat(2)].concat());
+        }
+    }
+
+    const FILM: MediaFormat = MediaFormat::Video {
+        width: 32,
+        height: 16,
+        frames: 6,
+        frames_per_second: 8.0,
+    };
+
+    /// Frames of a film, each of one grey.
+    fn frames(numbers: std::ops::Range<u64>) -> Piece {
+        let grey = |number| vec![40 * number as u8; 3 * 32 * 16];
+        Piece {
+            track: String::new(),
+            format: FILM,
+            first: numbers.start,
+            data: numbers.flat_map(grey).collect::<Vec<_>>().into(),
+        }
+    }
+
+    fn results(encoding: Encoding, encodings: &Arc<Encodings>) -> ResultStream {
+        let encoder = ResultEncoder {
+            encodings: encodings.clone(),
+            client: None,
+        };
+        let output = Output {
+            encoding,
+            recipe: Recipe::default(),
+            omit_metadata: false,
+            left_out: Vec::new(),
+        };
+        ResultStream::new("job".to_owned(), output, encoder)
+    }
+
+    /// The chunks that a stream sends of these pieces.
+    async fn sent(results: &mut ResultStream, pieces: &[std::ops::Range<u64>]) -> Vec<Chunk> {
+        let mut sent = Vec::new();
+        for piece in pieces {
+            sent.extend(results.piece(0, 7, frames(piece.clone())).await.unwrap());
+        }
+        sent
+    }
+
+    fn joined(chunks: &[Chunk]) -> Vec<u8> {
+        let mut file = vec![0; chunks[0].total_bytes as usize];
+        for chunk in chunks {
+            let place = chunk.offset as usize;
+            file[place..place + chunk.data.len()].copy_from_slice(&chunk.data);
+        }
+        file
+    }
+
+    #[tokio::test]
+    async fn frames_may_come_in_any_order_and_the_last_chunk_is_marked() {
+        let encodings = Arc::new(Encodings::new(Budget::new(1 << 20, 1 << 20)));
+        let mut stream = results(Encoding::Raw, &encodings);
+        let chunks = sent(&mut stream, &[4..6, 0..1, 1..4]).await;
+        let said: Vec<_> = chunks
+            .iter()
+            .map(|chunk| (chunk.offset, chunk.is_last, chunk.head.is_some()))
+            .collect();
+        let bytes = 3 * 32 * 16;
+        assert_eq!(
+            said,
+            [(4 * bytes, false, true), (0, false, false), (bytes, true, false)]
+        );
+        let expected: Vec<u8> = (0..6).flat_map(|n| vec![40 * n as u8; bytes as usize]).collect();
+        assert_eq!(joined(&chunks), expected);
+        let mut twice = results(Encoding::Raw, &encodings);
+        sent(&mut twice, &[0..3]).await;
+        let refused = twice.piece(0, 7, frames(2..4)).await.err().unwrap();
+        assert!(matches!(refused, Error::Internal(_)), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn a_film_as_mp4_comes_when_it_is_whole_and_is_encoded_once_for_all_streams() {
+        let bound = Budget::new(1 << 20, 1 << 20);
+        let encodings = Arc::new(Encodings::new(bound.clone()));
+        let (mut one, mut other) = (
+            results(Encoding::Mp4, &encodings),
+            results(Encoding::Mp4, &encodings),
+        );
+        assert_eq!(sent(&mut one, &[3..6, 0..2]).await, []);
+        let taken = bound.taken();
+        assert!(taken > 0, "what is encoded counts");
+        assert_eq!(sent(&mut other, &[3..6, 0..2]).await, []);
+        assert_eq!(bound.taken(), taken, "once");
+        let file = sent(&mut one, &[2..3]).await;
+        assert_eq!(file[0].media_type, "video/mp4");
+        assert_eq!(file[0].head.as_ref().unwrap().metadata["seed"], "7");
+        assert!(file.last().unwrap().is_last);
+        let made = joined(&file);
+        assert_eq!(media::recipe_of(&made).unwrap().seed, 7);
+        assert_eq!(joined(&sent(&mut other, &[2..3]).await), made);
+        drop((one, other));
+        assert_eq!(bound.taken(), 0, "nothing is left");
+    }
+
+    #[tokio::test]
+    async fn a_film_comes_as_frames_and_then_as_mp4_where_both_are_wanted() {
+        let encodings = Arc::new(Encodings::new(Budget::new(1 << 20, 1 << 20)));
+        let mut stream = results(Encoding::FramesAndMp4, &encodings);
+        let chunks = sent(&mut stream, &[3..6, 0..3]).await;
+        let (raw, file): (Vec<_>, Vec<_>) = chunks
+            .into_iter()
+            .partition(|chunk| chunk.media_type == "video/x-raw-rgb");
+        let expected: Vec<u8> = (0..6).flat_map(|n| vec![40 * n as u8; 3 * 32 * 16]).collect();
+        assert_eq!(joined(&raw), expected);
+        assert!(raw.last().unwrap().is_last && file.last().unwrap().is_last);
+        assert!(file[0].head.is_some());
+        assert_eq!(media::recipe_of(&joined(&file)).unwrap().seed, 7);
+        // Where there is no room for the file, the frames come all the same.
+        let encodings = Arc::new(Encodings::new(Budget::new(100, 100)));
+        let mut stream = results(Encoding::FramesAndMp4, &encodings);
+        assert_eq!(joined(&sent(&mut stream, &[3..6, 0..3]).await), expected);
+    }
+
+    #[tokio::test]
+    async fn encoded_films_are_bounded() {
+        let encodings = Arc::new(Encodings::new(Budget::new(100, 100)));
+        let mut stream = results(Encoding::Mp4, &encodings);
+        let refused = stream.piece(0, 7, frames(0..6)).await.err().unwrap();
+        assert!(
+            matches!(&refused, Error::ClientLimit(words) if words.contains("limits.results_per_client")),
+            "{refused}"
+        );
+    }
+}

@@ -1,0 +1,650 @@
+//! A session of sound. `segments` makes the segments that the client asks for, one job each; `opening` has what a session is
+//! opened with; this file sends sound ahead of the play head, and ends the session.
+//!
+//! Sound is kept in host memory until it has been sent, so playback needs no card: jobs may wait, fail and be run
+//! again, and models may be replaced, while it continues.
+
+mod opening;
+mod segments;
+mod versions;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use engine::Error;
+use engine::job::{JobEvent, JobEventKind, JobId, JobReport};
+use futures::{Stream, StreamExt as _};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+pub use self::opening::{AskedSession, OpenedSession};
+use self::segments::{Maker, Report, Work};
+use crate::asked::Asked;
+use crate::budget::{Budget, Client, Exceeded, Taken};
+use crate::caller::Caller;
+use crate::errors::{invalid, to_keep, words_of};
+use crate::generation::Generation;
+use crate::playback::{Gap, PlayHead, Rendered, SegmentStart, Timeline};
+use crate::references::ModelRef;
+use crate::resolved::ResolvedModel;
+
+/// What a session says, until its end or its error. Dropping it ends the session.
+pub type SessionEvents = std::pin::Pin<Box<dyn Stream<Item = Result<SessionEvent, Error>> + Send>>;
+
+/// A request to an open session.
+#[derive(Debug)]
+pub enum SessionRequest {
+    Segment {
+        track: Box<Asked>,
+        start: SegmentStart,
+    },
+    /// The last segment is made again, from another source.
+    ReplaceSource {
+        media_id: String,
+    },
+    /// The last segment is made again, with another model.
+    ReplaceModel {
+        model: ModelRef,
+    },
+    /// The client has played up to this sample.
+    Played {
+        sample: u64,
+    },
+    Close,
+    /// One that this version does not know.
+    Unknown,
+}
+
+/// What comes from the client of a session. The end of the stream closes the session.
+#[derive(Debug)]
+pub enum FromClient {
+    /// A request, and the bytes of its message.
+    Request { request: SessionRequest, bytes: u64 },
+    /// A message is wrong, which ends the session with this error.
+    Wrong(Error),
+    /// The client or its connection has gone, or the door ends the session with an error of its own.
+    Gone,
+}
+
+/// What a session says to its client.
+#[derive(Debug)]
+pub enum SessionEvent {
+    Opened(OpenedSession),
+    Accepted {
+        segment: u32,
+        job: String,
+        seed: u64,
+    },
+    /// Something happened to the job of a segment: no end, and no sound.
+    Progress {
+        segment: u32,
+        job: JobId,
+        event: JobEvent,
+    },
+    /// All of a segment is there.
+    Ready {
+        segment: u32,
+        samples: u64,
+        report: Arc<JobReport>,
+        model: ResolvedModel,
+    },
+    /// A segment does not come.
+    Failed {
+        segment: u32,
+        failure: SegmentFailure,
+    },
+    SourceReplaced {
+        segment: u32,
+    },
+    ModelReplaced {
+        segment: u32,
+        model: ResolvedModel,
+    },
+    Gap(Gap),
+    Sound(Rendered),
+    Closed(SessionEnd),
+}
+
+/// Why a segment does not come.
+#[derive(Debug)]
+pub enum SegmentFailure {
+    /// Its job failed, or could not be queued.
+    Error(Error),
+    /// A later segment sounded before it.
+    Superseded,
+}
+
+/// Figures of a session that has ended.
+#[derive(Debug)]
+pub struct SessionEnd {
+    /// `closed`, `idle` or `shutting_down`.
+    pub reason: &'static str,
+    pub samples: u64,
+    pub segments: u32,
+    pub gaps: u32,
+    pub gap: Duration,
+}
+
+/// Segments that are asked for and have not come.
+const MOST_UNDER_WAY: usize = 32;
+/// Messages that wait for the transport. Sound is made only while fewer do, progress is told only then.
+const MOST_UNSENT: usize = 8;
+/// Messages that must not be lost and wait for the transport: beyond, the client is one that does not read.
+const MOST_KEPT: usize = 512;
+/// Longest message of a session's client: lyrics and curves are shorter.
+pub const SESSION_MESSAGE_BYTES: u64 = 256 << 10;
+/// What a message counts at least while it is kept: what is made of it takes memory too.
+const LEAST_MESSAGE_BYTES: u64 = 1 << 10;
+/// Of the words of an error in the log.
+const LONGEST_LOGGED_CHARACTERS: usize = 300;
+/// The shortest silence of the transport that is told as a gap: less is the clock's.
+const SHORTEST_GAP: Duration = Duration::from_millis(20);
+/// The shortest chunk that sound is made in while it is ahead, in parts of a second.
+const CHUNKS_PER_SECOND: u64 = 20;
+/// The longest, in parts of a second.
+const LONGEST_CHUNK_PARTS: u64 = 4;
+
+impl Generation {
+    /// Opens a session by its first message, of so many bytes, and returns what it says until its end.
+    ///
+    /// # Errors
+    /// When fields are wrong, the model cannot be opened or makes no sound, or the client may have no more sessions.
+    pub async fn open_session(
+        &self,
+        open: AskedSession,
+        bytes: u64,
+        from_client: impl Stream<Item = FromClient> + Send + Unpin + 'static,
+        caller: Caller,
+    ) -> Result<SessionEvents, Error> {
+        let caller = caller.without_deadline(); // of the call, not of each job
+        let bytes = self.bounds.uploads.take(caller.client(), counted_bytes(bytes)?);
+        let bytes = bytes.map_err(too_many)?;
+        let (maker, opened) = self.open_maker(open, bytes, caller).await?;
+        let (send, mut said) = mpsc::channel(1);
+        tokio::spawn(Session::new(self, maker, opened).run(from_client, send));
+        Ok(Box::pin(async_stream::stream! {
+            while let Some(event) = said.recv().await {
+                yield event;
+            }
+        }))
+    }
+}
+
+/// Why a session ends well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ending {
+    Closed,
+    Idle,
+    ShuttingDown,
+}
+
+impl Ending {
+    fn name(self) -> &'static str {
+        match self {
+            Ending::Closed => "closed",
+            Ending::Idle => "idle",
+            Ending::ShuttingDown => "shutting_down",
+        }
+    }
+}
+
+/// A segment that is asked for and has not come whole.
+struct UnderWay {
+    model: ResolvedModel,
+    job: Option<tokio::task::AbortHandle>,
+    done: Option<Arc<JobReport>>,
+}
+
+/// How a session ended, for the log.
+fn words_of_end(ended: &Result<Option<Ending>, Error>) -> String {
+    match ended {
+        Ok(Some(ending)) => ending.name().to_owned(),
+        Ok(None) => "client_gone".to_owned(),
+        Err(error) => words_of(error).chars().take(LONGEST_LOGGED_CHARACTERS).collect(),
+    }
+}
+
+struct Session {
+    maker: Maker,
+    opened: OpenedSession,
+    timeline: Timeline,
+    head: PlayHead,
+    heard: Instant,
+    /// Number of the last segment.
+    segments: u32,
+    under_way: BTreeMap<u32, UnderWay>,
+    /// Bytes of the segments' sound, counted against the client.
+    taken: BTreeMap<u32, Taken>,
+    sound_bytes: Arc<Budget>,
+    message_bytes: Arc<Budget>,
+    client: Client,
+    unsent: VecDeque<SessionEvent>,
+    gaps: u32,
+    gap: Duration,
+    stopping: tokio::sync::watch::Receiver<bool>,
+}
+
+impl Session {
+    fn new(generation: &Generation, maker: Maker, opened: OpenedSession) -> Session {
+        let settings = opened.settings();
+        Session {
+            timeline: Timeline::new(settings),
+            head: PlayHead::new(settings.samples_per_second, opened.paced_by_client),
+            heard: Instant::now(),
+            segments: 0,
+            under_way: BTreeMap::new(),
+            taken: BTreeMap::new(),
+            sound_bytes: generation.bounds.results.clone(),
+            message_bytes: generation.bounds.uploads.clone(),
+            client: maker.client(),
+            unsent: VecDeque::from([SessionEvent::Opened(opened.clone())]),
+            gaps: 0,
+            gap: Duration::ZERO,
+            stopping: generation.stopping.clone(),
+            maker,
+            opened,
+        }
+    }
+
+    /// Runs until its end. When it returns everything is given back.
+    async fn run(
+        mut self,
+        from_client: impl Stream<Item = FromClient> + Unpin,
+        send: mpsc::Sender<Result<SessionEvent, Error>>,
+    ) {
+        let ended = self.go_on(from_client, &send).await;
+        let (samples, id) = (self.timeline.made(), self.opened.session_id.clone());
+        tracing::info!(
+            session = id,
+            segments = self.segments,
+            samples,
+            gaps = self.gaps,
+            ended = words_of_end(&ended),
+            "a session ended"
+        );
+        let last = match ended {
+            Ok(Some(ending)) => Some(Ok(self.closed(ending))),
+            Ok(None) => None,
+            Err(error) => Some(Err(error)),
+        };
+        let unsent = std::mem::take(&mut self.unsent);
+        drop(self); // its jobs are cancelled and its model is let go, whether the client reads on or not
+        for event in unsent.into_iter().map(Ok).chain(last) {
+            // A client that does not read is dropped with the call.
+            if send.send(event).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn closed(&self, ending: Ending) -> SessionEvent {
+        SessionEvent::Closed(SessionEnd {
+            reason: ending.name(),
+            samples: self.timeline.made(),
+            segments: self.segments,
+            gaps: self.gaps,
+            gap: self.gap,
+        })
+    }
+
+    /// `None`: the client has gone.
+    async fn go_on(
+        &mut self,
+        mut from_client: impl Stream<Item = FromClient> + Unpin,
+        send: &mpsc::Sender<Result<SessionEvent, Error>>,
+    ) -> Result<Option<Ending>, Error> {
+        let mut stopping = self.stopping.clone();
+        loop {
+            self.make_sound();
+            let silent_at = self.heard + self.opened.idle();
+            let due = self.next_sound_at().unwrap_or(silent_at);
+            tokio::select! {
+                biased;
+                _ = stopping.wait_for(|stopping| *stopping) => return Ok(Some(Ending::ShuttingDown)),
+                permit = send.reserve(), if !self.unsent.is_empty() => {
+                    let Ok(permit) = permit else { return Ok(None) };
+                    if let Some(event) = self.unsent.pop_front() {
+                        permit.send(Ok(event));
+                    }
+                }
+                came = from_client.next() => {
+                    let (request, bytes) = match came {
+                        Some(FromClient::Request { request, bytes }) => (request, bytes),
+                        Some(FromClient::Wrong(error)) => return Err(error),
+                        Some(FromClient::Gone) => return Ok(None),
+                        None => return Ok(Some(Ending::Closed)),
+                    };
+                    self.heard = Instant::now();
+                    if let Some(ending) = self.receive(request, bytes)? {
+                        return Ok(Some(ending));
+                    }
+                }
+                report = self.maker.report() => self.take(report)?,
+                () = send.closed() => return Ok(None),
+                () = tokio::time::sleep_until(due.min(silent_at)) => {
+                    if Instant::now() >= silent_at {
+                        return Ok(Some(Ending::Idle));
+                    }
+                }
+            }
+        }
+    }
+
+    /// A request of the client, in a message of so many bytes.
+    fn receive(&mut self, request: SessionRequest, bytes: u64) -> Result<Option<Ending>, Error> {
+        let bytes = counted_bytes(bytes)?;
+        match request {
+            SessionRequest::Segment { track, start } => {
+                if let Err(error) = opening::check_segment(&track) {
+                    self.segments += 1;
+                    self.keep(failed(self.segments, error))?;
+                    return Ok(None);
+                }
+                self.ask(bytes, start, |number, place_seconds| Work::Segment {
+                    number,
+                    track,
+                    place_seconds,
+                })?;
+            }
+            SessionRequest::ReplaceSource { media_id } => {
+                let start = SegmentStart::AtOnceFromStart;
+                self.ask(bytes, start, |number, _| Work::ReplaceSource { number, media_id })?;
+            }
+            SessionRequest::ReplaceModel { model } => {
+                self.ask(bytes, SegmentStart::AtOnce, |number, place_seconds| {
+                    Work::ReplaceModel {
+                        number,
+                        model,
+                        place_seconds,
+                    }
+                })?;
+            }
+            SessionRequest::Played { sample } => self.head.set_by_client(sample, self.timeline.made()),
+            SessionRequest::Close => return Ok(Some(Ending::Closed)),
+            SessionRequest::Unknown => {}
+        }
+        Ok(None)
+    }
+
+    /// Gives a segment its number, and has it made.
+    fn ask(
+        &mut self,
+        bytes: u64,
+        start: SegmentStart,
+        work: impl FnOnce(u32, f32) -> Work,
+    ) -> Result<(), Error> {
+        self.segments += 1;
+        let number = self.segments;
+        if self.under_way.len() >= MOST_UNDER_WAY {
+            let problem =
+                format!("{MOST_UNDER_WAY} segments are under way, which are the most: wait for one");
+            return self.keep(failed(number, Error::ClientLimit(problem)));
+        }
+        let bytes = match self.message_bytes.take(self.client, bytes) {
+            Ok(bytes) => bytes,
+            Err(exceeded) => return self.keep(failed(number, too_many(exceeded))),
+        };
+        self.timeline.expect(number, start);
+        let under_way = UnderWay {
+            model: self.opened.model.clone(),
+            job: None,
+            done: None,
+        };
+        self.under_way.insert(number, under_way);
+        let place = match start {
+            SegmentStart::AtOnce => self.timeline.place_seconds(),
+            SegmentStart::AtOnceFromStart | SegmentStart::WhenOver => 0.0,
+        };
+        self.maker.make_counted(work(number, place), bytes);
+        Ok(())
+    }
+
+    /// What became of a segment.
+    fn take(&mut self, report: Report) -> Result<(), Error> {
+        match report {
+            Report::Accepted {
+                number,
+                job_id,
+                seed,
+                model,
+                job,
+            } => {
+                let Some(under_way) = self.under_way.get_mut(&number) else {
+                    job.abort(); // superseded before it began
+                    return Ok(());
+                };
+                (under_way.model, under_way.job) = (*model, Some(job));
+                self.keep(SessionEvent::Accepted {
+                    segment: number,
+                    job: job_id,
+                    seed,
+                })
+            }
+            Report::Happened {
+                number,
+                job_id,
+                event,
+            } => self.happened(number, job_id, event),
+            Report::Failed { number, error } => self.fail(number, error),
+            Report::SourceReplaced { number } => self.keep(SessionEvent::SourceReplaced { segment: number }),
+            Report::ModelReplaced { number, model } => {
+                self.opened.model.clone_from(&model);
+                self.keep(SessionEvent::ModelReplaced {
+                    segment: number,
+                    model: *model,
+                })
+            }
+            Report::NothingToMake { number } => {
+                self.forget(number);
+                Ok(())
+            }
+        }
+    }
+
+    /// An event of a segment's job.
+    fn happened(&mut self, number: u32, job: JobId, event: JobEvent) -> Result<(), Error> {
+        let Some(under_way) = self.under_way.get_mut(&number) else {
+            return Ok(()); // superseded
+        };
+        match event.kind {
+            JobEventKind::Piece { piece, .. } => {
+                if let Some(bytes) = piece.format.bytes()
+                    && !self.taken.contains_key(&number)
+                {
+                    match self.sound_bytes.take(self.client, bytes) {
+                        Ok(taken) => self.taken.insert(number, taken),
+                        Err(exceeded) => return self.fail(number, too_much(exceeded)),
+                    };
+                }
+                match self.timeline.add(number, &piece) {
+                    Ok(()) => self.ready(number),
+                    Err(problem) => self.fail(number, Error::Internal(problem)),
+                }
+            }
+            JobEventKind::Failed(error) => self.fail(number, error),
+            JobEventKind::Done(report) => {
+                under_way.done = Some(report);
+                self.ready(number)
+            }
+            // The session itself says so.
+            JobEventKind::Accepted { .. } | JobEventKind::Preview { .. } => Ok(()),
+            // Steps that are not read are of no use later.
+            kind => {
+                if self.unsent.len() < MOST_UNSENT {
+                    let event = JobEvent { kind, ..event };
+                    self.unsent.push_back(SessionEvent::Progress {
+                        segment: number,
+                        job,
+                        event,
+                    });
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Tells that a segment is there, once it is and its job has ended.
+    fn ready(&mut self, number: u32) -> Result<(), Error> {
+        let (Some(samples), Some(under_way)) =
+            (self.timeline.whole_length(number), self.under_way.get(&number))
+        else {
+            return Ok(());
+        };
+        let Some(report) = under_way.done.clone() else {
+            return Ok(());
+        };
+        let model = under_way.model.clone();
+        self.under_way.remove(&number);
+        self.maker.make(Work::Came { number });
+        self.keep(SessionEvent::Ready {
+            segment: number,
+            samples,
+            report,
+            model,
+        })
+    }
+
+    fn fail(&mut self, number: u32, error: Error) -> Result<(), Error> {
+        if !self.under_way.contains_key(&number) {
+            return Ok(());
+        }
+        self.forget(number);
+        self.maker.make(Work::Failed { number });
+        self.keep(failed(number, error))
+    }
+
+    fn forget(&mut self, number: u32) {
+        self.timeline.fail(number);
+        self.taken.remove(&number);
+        if let Some(job) = self.under_way.remove(&number).and_then(|under_way| under_way.job) {
+            job.abort();
+        }
+    }
+
+    /// Makes sound up to the lead, while the transport takes it.
+    fn make_sound(&mut self) {
+        let rate = u64::from(self.opened.samples_per_second);
+        let made = self.timeline.made();
+        let stood = self.head.stop_at(Instant::now(), made);
+        if stood >= SHORTEST_GAP {
+            self.tell_gap(Gap {
+                at_sample: made,
+                length: stood,
+            });
+        }
+        while self.unsent.len() < MOST_UNSENT {
+            let due = self.due(Instant::now());
+            // In whole chunks, so that a play head that moves on does not make it one sample at a time.
+            if due < rate / CHUNKS_PER_SECOND {
+                return;
+            }
+            let (rendered, change) = self.timeline.render(due.min(rate / LONGEST_CHUNK_PARTS));
+            for number in change.superseded {
+                self.supersede(number);
+            }
+            let now = Instant::now();
+            let Some(rendered) = rendered else {
+                let is_gap = self.timeline.is_within_segment();
+                self.head.stop_if_exhausted(now, self.timeline.made(), is_gap);
+                return;
+            };
+            self.taken.retain(|&number, _| self.timeline.has(number));
+            if let Some(gap) = self.head.sent(now) {
+                self.tell_gap(gap);
+            }
+            self.unsent.push_back(SessionEvent::Sound(rendered));
+        }
+    }
+
+    /// One that goes on while its client does not read is the same gap.
+    fn tell_gap(&mut self, gap: Gap) {
+        self.gap += gap.length;
+        match self.unsent.back_mut() {
+            Some(SessionEvent::Gap(last)) if last.at_sample == gap.at_sample => last.length += gap.length,
+            _ => {
+                self.gaps += 1;
+                self.unsent.push_back(SessionEvent::Gap(gap));
+            }
+        }
+    }
+
+    fn supersede(&mut self, number: u32) {
+        if self.under_way.contains_key(&number) {
+            self.forget(number);
+            self.maker.make(Work::Superseded { number });
+        }
+        self.taken.remove(&number);
+        self.unsent.push_back(SessionEvent::Failed {
+            segment: number,
+            failure: SegmentFailure::Superseded,
+        });
+    }
+
+    /// Samples that are to be made now.
+    fn due(&self, now: Instant) -> u64 {
+        let made = self.timeline.made();
+        let until = self.head.place(now, made) + self.opened.settings().lead;
+        until.saturating_sub(made)
+    }
+
+    /// When the next sound is to be made by the clock alone; `None`: something else has to happen first.
+    fn next_sound_at(&self) -> Option<Instant> {
+        let now = Instant::now();
+        if self.unsent.len() >= MOST_UNSENT || !self.head.is_moving() {
+            return None;
+        }
+        let rate = u64::from(self.opened.samples_per_second.max(1));
+        let chunk = rate / CHUNKS_PER_SECOND;
+        let missing = chunk.saturating_sub(self.due(now)).max(chunk / 4).max(1);
+        Some(now + Duration::from_nanos(missing.saturating_mul(1_000_000_000) / rate))
+    }
+
+    /// Keeps a message that must not be lost until it is sent.
+    ///
+    /// # Errors
+    /// When the client does not read.
+    fn keep(&mut self, event: SessionEvent) -> Result<(), Error> {
+        if self.unsent.len() >= MOST_KEPT {
+            let problem =
+                format!("{MOST_KEPT} messages of this session are not read: read them as they come");
+            return Err(Error::ClientLimit(problem));
+        }
+        self.unsent.push_back(event);
+        Ok(())
+    }
+}
+
+/// A segment that does not come.
+fn failed(segment: u32, error: Error) -> SessionEvent {
+    let failure = SegmentFailure::Error(to_keep(error));
+    SessionEvent::Failed { segment, failure }
+}
+
+/// What a message of so many bytes counts.
+///
+/// # Errors
+/// When it is too long.
+fn counted_bytes(bytes: u64) -> Result<u64, Error> {
+    if bytes > SESSION_MESSAGE_BYTES {
+        let problem = format!("has {bytes} bytes; {SESSION_MESSAGE_BYTES} are the most");
+        return Err(invalid("message", problem));
+    }
+    Ok(bytes.max(LEAST_MESSAGE_BYTES))
+}
+
+fn too_many(exceeded: Exceeded) -> Error {
+    Error::ClientLimit(exceeded.words(
+        "requests under way and of sessions",
+        "wait for some, or close a session",
+        "limits.uploads",
+    ))
+}
+
+fn too_much(exceeded: Exceeded) -> Error {
+    Error::ClientLimit(exceeded.words(
+        "sound of sessions and unread results",
+        "ask for shorter segments",
+        "limits.results",
+    ))
+}

@@ -1,0 +1,193 @@
+//! Work on threads that may block. All that a call starts there takes a turn of a bounded pool, in which one client has no more
+//! than its share; it does not begin when its caller has gone, and what is long looks now and then whether the caller is still there.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::net::IpAddr;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+
+use engine::Error;
+use media::{Caller, Gone};
+use tokio::sync::Semaphore;
+
+/// Most pictures and tracks that are decoded at a time.
+const DECODED_AT_ONCE: usize = 4;
+/// Most threads that wait for files of the machine at a time: a folder that does not answer holds these and no others.
+const READING: usize = 64;
+/// Owners whose shares are kept before those without work are dropped.
+const REMEMBERED: usize = 256;
+
+/// Results that are encoded for clients.
+pub(crate) static ENCODING: LazyLock<Turns> = LazyLock::new(|| Turns::new(processors()));
+/// Plans and headers: short computations.
+pub(crate) static PLANNING: LazyLock<Turns> = LazyLock::new(|| Turns::new(processors()));
+/// Folders that are looked through for models and adapters.
+pub static FILES: LazyLock<Turns> = LazyLock::new(|| Turns::new(READING));
+
+/// Processors of this machine, and two at least: work of one client leaves a turn for another's.
+pub(crate) fn processors() -> usize {
+    std::thread::available_parallelism().map_or(2, usize::from).max(2)
+}
+
+/// Whose share of the turns some work takes: a kind of work of a client by its address.
+pub(crate) type Owner = (&'static str, Option<IpAddr>);
+
+/// Turns of work on threads. Cheap to clone.
+#[derive(Clone)]
+pub struct Turns {
+    all: Arc<Semaphore>,
+    /// Turns of one owner at a time.
+    share: usize,
+    owners: Arc<Mutex<HashMap<Owner, Arc<Semaphore>>>>,
+}
+
+impl Turns {
+    /// So many at a time, of which one owner has half.
+    pub fn new(count: usize) -> Turns {
+        Turns {
+            all: Arc::new(Semaphore::new(count)),
+            share: (count / 2).max(1),
+            owners: Arc::default(),
+        }
+    }
+
+    /// Those of pictures and tracks that are decoded: as many as there are processors, and no more than a few, since each may take
+    /// half a GiB meanwhile.
+    pub fn of_decoding() -> Turns {
+        Turns::new(processors().min(DECODED_AT_ONCE))
+    }
+
+    /// As [`Turns::run_of`], of nobody in particular.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] where it panics.
+    pub async fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, Error> {
+        self.run_in_turn(None, |_| work()).await
+    }
+
+    /// Runs work when it is its turn. An owner's turns are one after another, so that it does not keep others from theirs.
+    /// A result that is dropped ends what waits, and tells what runs.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] where it panics.
+    pub async fn run_of<T: Send + 'static>(
+        &self,
+        owner: Owner,
+        work: impl FnOnce(&Caller) -> T + Send + 'static,
+    ) -> Result<T, Error> {
+        // The own share first: those who wait for it take nothing from others.
+        let own = self.share_of(owner).acquire_owned().await.map_err(internal)?;
+        self.run_in_turn(Some(own), work).await
+    }
+
+    async fn run_in_turn<T: Send + 'static>(
+        &self,
+        own: Option<tokio::sync::OwnedSemaphorePermit>,
+        work: impl FnOnce(&Caller) -> T + Send + 'static,
+    ) -> Result<T, Error> {
+        let turn = self.all.clone().acquire_owned().await.map_err(internal)?;
+        let (caller, waits) = Caller::new();
+        let done = tokio::task::spawn_blocking(move || {
+            let _until_done = (own, turn); // also where the caller has gone
+            caller.check().map(|()| work(&caller))
+        });
+        // Kept while this waits.
+        let done = done.await.map_err(internal)?;
+        drop(waits);
+        done.map_err(|Gone| Error::Internal("work whose caller had gone".to_owned()))
+    }
+
+    fn share_of(&self, owner: Owner) -> Arc<Semaphore> {
+        let mut owners = lock(&self.owners);
+        if owners.len() >= REMEMBERED {
+            owners.retain(|_, share| Arc::strong_count(share) > 1);
+        }
+        let share = owners
+            .entry(owner)
+            .or_insert_with(|| Arc::new(Semaphore::new(self.share)));
+        share.clone()
+    }
+
+    /// All turns, until the result is dropped: nothing is begun meanwhile.
+    #[cfg(test)]
+    pub fn all_turns(&self) -> tokio::sync::OwnedSemaphorePermit {
+        let count = self.all.available_permits() as u32;
+        self.all.clone().try_acquire_many_owned(count).unwrap()
+    }
+}
+
+fn internal(problem: impl ToString) -> Error {
+    Error::Internal(problem.to_string())
+}
+
+/// A panic while it is locked leaves the map valid.
+fn lock<K: Eq + Hash, V>(mutex: &Mutex<HashMap<K, V>>) -> MutexGuard<'_, HashMap<K, V>> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    const ONE: Owner = ("tracks", None);
+    const OTHER: Owner = ("pictures", None);
+
+    #[tokio::test]
+    async fn long_work_ends_when_its_caller_goes_and_what_waits_never_begins() {
+        let turns = Turns::new(2);
+        let (began, has_begun) = mpsc::channel();
+        let (ended, has_ended) = mpsc::channel();
+        let long = |number: usize| {
+            let (turns, began, ended) = (turns.clone(), began.clone(), ended.clone());
+            tokio::spawn(async move {
+                let work = move |caller: &Caller| {
+                    let _ = began.send(number);
+                    while caller.check().is_ok() {
+                        std::thread::yield_now();
+                    }
+                    let _ = ended.send(number);
+                };
+                turns.run_of(ONE, work).await
+            })
+        };
+        let callers: Vec<_> = (0..50).map(long).collect();
+        // One turn is left for others, however many wait.
+        assert_eq!(turns.run_of(OTHER, |_| 7).await, Ok(7));
+        let first = loop {
+            match has_begun.try_recv() {
+                Ok(first) => break first,
+                Err(_) => tokio::task::yield_now().await,
+            }
+        };
+        for caller in callers.into_iter().rev() {
+            caller.abort();
+            assert!(caller.await.is_err(), "it has no result");
+        }
+        assert_eq!(turns.run_of(ONE, |_| 8).await, Ok(8));
+        assert_eq!(has_ended.iter().next(), Some(first));
+        assert!(has_begun.try_recv().is_err(), "no other one has begun");
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_an_error_and_gives_the_turn_back() {
+        let turns = Turns::new(1);
+        let broken = turns.run(|| std::panic::resume_unwind(Box::new("broken"))).await;
+        assert!(matches!(broken, Err::<(), _>(Error::Internal(_))));
+        assert_eq!(turns.run(|| 1).await, Ok(1));
+    }
+
+    #[tokio::test]
+    async fn owners_without_work_are_forgotten() {
+        let turns = Turns::new(2);
+        for number in 0..2 * REMEMBERED as u32 {
+            let address = IpAddr::from(number.to_be_bytes());
+            turns.run_of(("tracks", Some(address)), |_| ()).await.unwrap();
+        }
+        assert!(lock(&turns.owners).len() <= REMEMBERED);
+    }
+}

@@ -1,0 +1,992 @@
+//! The command line: commands and options.
+
+mod hints;
+mod play;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use clap::error::ErrorKind;
+use clap::{
+    ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
+};
+use model::FULL;
+use residency::Bytes;
+
+use api::v1;
+use hub::catalogue::Makes;
+use media::Recipe;
+pub(super) use play::{Play, TaskChoice, TrackSettings};
+
+use super::adapter::{self, TypedAdapter};
+use super::connection::Connection;
+use super::{CliError, cards};
+use crate::Program;
+use config::{ClientSettings, Config, Flags};
+
+/// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
+#[derive(Debug, Parser)]
+#[command(name = "moored", version, propagate_version = true)]
+#[command(
+    after_help = "Start here: `moored demo`, then `moored models --available`, which shows what fits your card."
+)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    common: GlobalOptions,
+    #[command(subcommand)]
+    pub(super) command: Command,
+}
+
+// Options that may stand before a command and behind it.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Global options")]
+struct GlobalOptions {
+    /// The service to talk to [env: MOORED_ENDPOINT]
+    #[arg(long, value_name = "URL")]
+    endpoint: Option<String>,
+    /// File with the token that the service asks for [env: MOORED_TOKEN_FILE]
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<String>,
+    /// Send the token even over an unencrypted connection to another machine [env: MOORED_INSECURE_TOKEN=1]
+    #[arg(long)]
+    insecure_token: bool,
+    /// Configuration file [env: MOORED_CONFIG]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Set one setting, as `moored config` lists them, e.g. --set queue.max_jobs=64
+    #[arg(long, value_name = "NAME=VALUE")]
+    set: Vec<String>,
+    /// Print one JSON object per line, for scripts
+    #[arg(long)]
+    json: bool,
+    /// Print results and errors only
+    #[arg(short, long)]
+    quiet: bool,
+    /// Print more; -vv: everything
+    #[arg(short, long, action = ArgAction::Count)]
+    verbose: u8,
+}
+
+/// Options of [`GlobalOptions`] that concern the connection to a service.
+const OF_CONNECTIONS: [&str; 3] = ["endpoint", "token_file", "insecure_token"];
+
+impl GlobalOptions {
+    /// Both, in their order; the error is the name of an option that is given twice and may be given once.
+    fn and(self, behind: GlobalOptions) -> Result<GlobalOptions, &'static str> {
+        fn one<T>(
+            name: &'static str,
+            before: Option<T>,
+            behind: Option<T>,
+        ) -> Result<Option<T>, &'static str> {
+            match (before, behind) {
+                (Some(_), Some(_)) => Err(name),
+                (before, behind) => Ok(before.or(behind)),
+            }
+        }
+        Ok(GlobalOptions {
+            config: one("--config", self.config, behind.config)?,
+            set: [self.set, behind.set].concat(),
+            endpoint: one("--endpoint", self.endpoint, behind.endpoint)?,
+            token_file: one("--token-file", self.token_file, behind.token_file)?,
+            insecure_token: self.insecure_token || behind.insecure_token,
+            json: self.json || behind.json,
+            quiet: self.quiet || behind.quiet,
+            verbose: self.verbose.saturating_add(behind.verbose),
+        })
+    }
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    /// Generate with a model by name: downloads it if it is missing, starts a service if none runs
+    Run(Run),
+    /// Generate a picture, film or track with a running service
+    Generate(Generate),
+    /// Generate a film with a running service: from text, or from a picture with --init
+    Film(Generate),
+    /// Generate music with a running service: from text and lyrics, or from a track with --task and --source
+    Play(Play),
+    /// Try it out: generate twelve small pictures, a film and a sound with the models that are included
+    Demo(Demo),
+    /// Start the service
+    Serve(Serve),
+    /// List the models that are here; with --available those that can be downloaded by a short name
+    #[command(visible_alias = "list")]
+    Models {
+        /// List the models that can be downloaded by a short name, and which of them fit this card
+        #[arg(long)]
+        available: bool,
+        /// List the adapters: LoRA (--lora) and ControlNets (--control)
+        #[arg(long, conflicts_with = "available")]
+        adapters: bool,
+    },
+    /// Show a model: sizes, formats, defaults, licence
+    Info {
+        /// A model of the service, a short name (`moored models --available`), or OWNER/NAME
+        model: String,
+    },
+    /// Download a model from the hub
+    Pull {
+        /// A short name, OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME:FILE for one file: a transformer or a LoRA
+        model: String,
+        /// Show what would be downloaded, and how much, without downloading it
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Remove a downloaded model from this machine's hub cache
+    Rm {
+        /// A short name, OWNER/NAME, or OWNER/NAME:FILE for one file
+        model: String,
+        /// Do not ask for confirmation
+        #[arg(short, long)]
+        yes: bool,
+    },
+    /// Show the cards: components in memory, free memory, and the running job
+    #[command(visible_alias = "ps")]
+    Status(Status),
+    /// Load a model into memory
+    Load(Load),
+    /// Unload a model
+    Unload(Unload),
+    /// Keep a model in memory
+    Pin(Pin),
+    /// Show what a request would need and do, without running it
+    Plan(Plan),
+    /// Free the memory that an idle card keeps for its next stage
+    Trim(cards::Trim),
+    /// Keep memory of a card free for another program
+    Reserve(cards::Reserve),
+    /// End a reservation
+    Release(cards::Release),
+    /// Restart a card's worker process, which frees all of its memory
+    Recycle(cards::Recycle),
+    /// List the jobs of all clients
+    Jobs {
+        /// Include jobs that have ended
+        #[arg(long)]
+        all: bool,
+    },
+    /// Cancel a job
+    Cancel {
+        /// Its id, as `moored jobs` lists it
+        job: String,
+    },
+    /// Show the configuration in force, and where each value comes from
+    Config {
+        /// Print the commented defaults instead: a file to start from
+        #[arg(long)]
+        defaults: bool,
+        /// Print the path of the configuration file, even if there is none yet
+        #[arg(long, conflicts_with = "defaults")]
+        path: bool,
+    },
+    /// Check this machine, the configuration and the models
+    Doctor,
+    /// Print completions for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages
+    Man {
+        /// Folder for them; without one, the page of `moored` goes to standard output
+        folder: Option<PathBuf>,
+    },
+    /// One card's process, started by the service
+    #[command(hide = true)]
+    Worker,
+}
+
+impl Command {
+    /// Sections of the settings that the command reads besides `[log]`; `None`: all.
+    fn sections(&self) -> Option<&'static [&'static str]> {
+        match self {
+            Command::Generate(_)
+            | Command::Film(_)
+            | Command::Play(_)
+            | Command::Plan(_)
+            | Command::Status(_)
+            | Command::Load(_)
+            | Command::Unload(_)
+            | Command::Pin(_)
+            | Command::Trim(_)
+            | Command::Reserve(_)
+            | Command::Release(_)
+            | Command::Recycle(_)
+            | Command::Jobs { .. }
+            | Command::Cancel { .. } => Some(&["client"]),
+            Command::Models { .. } => Some(&["client", "hub", "models", "cards"]),
+            Command::Info { .. } => Some(&["client", "hub"]),
+            Command::Pull { .. } | Command::Rm { .. } => Some(&["hub"]),
+            Command::Completions { .. } | Command::Man { .. } => Some(&[]),
+            Command::Run(_)
+            | Command::Demo(_)
+            | Command::Serve(_)
+            | Command::Config { .. }
+            | Command::Doctor
+            | Command::Worker => None,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Serve {
+    /// Address to listen on, or a port of this machine alone
+    #[arg(long, visible_alias = "port", value_name = "ADDRESS")]
+    listen: Option<String>,
+    /// A card: auto, cpu, cpu:16GiB, cuda:0, sim:24GiB; may be repeated
+    #[arg(long = "device", value_name = "DEVICE")]
+    devices: Vec<String>,
+    /// A folder to look for models in; may be repeated
+    #[arg(long = "models", value_name = "FOLDER")]
+    models: Vec<String>,
+    /// ComfyUI's folder, whose models and adapters are to be found too; may be repeated
+    #[arg(long = "comfyui", value_name = "FOLDER")]
+    comfyui: Vec<String>,
+    /// How memory is freed: shared (evict only as much as the next stage needs) or exclusive (keep one large component at a time)
+    #[arg(long)]
+    policy: Option<String>,
+    /// Folder for the service's own files: locks, hashes, compiled plans
+    #[arg(long, value_name = "FOLDER")]
+    state: Option<String>,
+    /// Stop when standard input is closed, that is, when the program that started this one has ended
+    #[arg(long)]
+    pub(super) end_with_stdin: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Generate {
+    /// The prompt; read from standard input when it is left out or "-"
+    pub(super) prompt: Option<String>,
+    /// A model of the service, a short name, or OWNER/NAME [default: the service's for pictures, films or music]
+    #[arg(short, long, value_name = "ID")]
+    pub(super) model: Option<String>,
+    /// Download the model if it is missing, without asking
+    #[arg(long)]
+    pub(super) pull: bool,
+    #[command(flatten)]
+    pub(super) prompts: Prompts,
+    #[command(flatten)]
+    pub(super) settings: Settings,
+    #[command(flatten)]
+    pub(super) output: OutputArguments,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Run {
+    /// A short name (`moored models --available`), OWNER/NAME, OWNER/NAME:FILE, or a model of the service
+    pub(super) model: String,
+    /// The prompt; read from standard input when it is left out or "-"
+    pub(super) prompt: Option<String>,
+    /// Download the model without asking, also if it will not fit this card
+    #[arg(long, visible_alias = "yes")]
+    pub(super) pull: bool,
+    /// Card for the service, if one is started: auto, cpu, cuda:0
+    #[arg(long, default_value = "auto")]
+    pub(super) device: String,
+    #[command(flatten)]
+    pub(super) prompts: Prompts,
+    #[command(flatten)]
+    pub(super) settings: Settings,
+    #[command(flatten)]
+    pub(super) output: OutputArguments,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Plan {
+    /// The prompt; read from standard input when it is left out or "-"
+    pub(super) prompt: Option<String>,
+    /// A model of the service, a short name, or OWNER/NAME [default: the service's for pictures, films or music]
+    #[arg(short, long, value_name = "ID")]
+    pub(super) model: Option<String>,
+    #[command(flatten)]
+    pub(super) settings: Settings,
+}
+
+/// Prompts from a file.
+#[derive(Debug, Args)]
+pub(super) struct Prompts {
+    /// File with one prompt per line, "-" for standard input; each is generated in turn
+    #[arg(long = "prompts", value_name = "FILE", conflicts_with = "prompt")]
+    pub(super) file: Option<PathBuf>,
+}
+
+/// Where results go.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub(super) struct OutputArguments {
+    /// A file (.png, .jpg, .webp, .mp4, .apng, .wav, .flac), a folder, or - for standard output [default: MODEL-SEED.png, .mp4 or .wav]
+    #[arg(short, long, value_name = "PATH")]
+    pub(super) out: Option<String>,
+    /// Overwrite existing files
+    #[arg(short, long)]
+    pub(super) force: bool,
+    /// Leave prompt, seed and settings out of the file
+    #[arg(long)]
+    pub(super) no_metadata: bool,
+}
+
+/// What is generated, and how its job is run.
+#[derive(Debug, Default, Args)]
+pub(super) struct Settings {
+    #[command(flatten)]
+    pub(super) formats: Formats,
+    /// Width in pixels
+    #[arg(short = 'W', long, help_heading = "Picture")]
+    pub(super) width: Option<u32>,
+    /// Height in pixels
+    #[arg(short = 'H', long, help_heading = "Picture")]
+    pub(super) height: Option<u32>,
+    #[command(flatten)]
+    pub(super) sampling: Sampling,
+    /// Regenerate a picture, film or track from the settings stored in its file. Other options override them
+    #[arg(long, value_name = "FILE", help_heading = "Picture")]
+    pub(super) from: Option<PathBuf>,
+    /// The picture to start from: image to image; for a film, its first frame; for a track, the WAV or FLAC file to start from
+    #[arg(long, value_name = "FILE", help_heading = "Picture")]
+    pub(super) init: Option<PathBuf>,
+    /// Inpainting: a picture that is white where --init changes, and black where it stays exactly as it is
+    #[arg(long, value_name = "PICTURE", requires = "init", help_heading = "Picture")]
+    pub(super) mask: Option<PathBuf>,
+    /// Editing: the picture to edit (FLUX.1 Kontext); for a track, a WAV or FLAC file to take the timbre from
+    #[arg(long, value_name = "FILE", help_heading = "Picture")]
+    pub(super) reference: Vec<PathBuf>,
+    /// A ControlNet, by its name in `moored models --adapters`, and the picture that it reads; may be repeated
+    #[arg(long, value_name = "NAME=PICTURE", value_parser = name_and_picture, help_heading = "Picture")]
+    pub(super) control: Vec<(String, PathBuf)>,
+    /// Strength of the ControlNets [default: 1]
+    #[arg(long, value_name = "SCALE", requires = "control", help_heading = "Picture")]
+    pub(super) control_scale: Option<f32>,
+    /// The part of the steps in which ControlNets act, such as 0-0.6 [default: all of them]
+    #[arg(long, value_name = "START-END", value_parser = start_and_end, requires = "control", help_heading = "Picture")]
+    pub(super) control_steps: Option<(f32, f32)>,
+    /// Mode of a union ControlNet, from 0
+    #[arg(long, value_name = "NUMBER", requires = "control", help_heading = "Picture")]
+    pub(super) control_mode: Option<u32>,
+    /// What to generate [default: what the other options imply, else a picture]
+    #[arg(long, value_enum, help_heading = "Film and track")]
+    pub(super) medium: Option<MediumChoice>,
+    /// Film: number of frames
+    #[arg(long, help_heading = "Film and track")]
+    pub(super) frames: Option<u32>,
+    /// Film: frames per second
+    #[arg(long, help_heading = "Film and track")]
+    pub(super) fps: Option<f32>,
+    /// Film: most frames to decode at a time, such as 16, 4 or 1: fewer need less memory, and give the same pixels
+    #[arg(long, value_name = "NUMBER", help_heading = "Film and track")]
+    pub(super) frames_at_a_time: Option<u32>,
+    /// Film and track: the length
+    #[arg(long, conflicts_with = "frames", help_heading = "Film and track")]
+    pub(super) seconds: Option<f32>,
+    /// Track: the lyrics
+    #[arg(long, value_name = "TEXT", help_heading = "Film and track")]
+    pub(super) lyrics: Option<String>,
+    #[command(flatten)]
+    pub(super) job: JobSettings,
+    /// Of `moored play` alone.
+    #[arg(skip)]
+    pub(super) track: TrackSettings,
+}
+
+/// How sampling goes.
+#[derive(Debug, Default, Args)]
+pub(super) struct Sampling {
+    /// Denoising steps
+    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Sampling")]
+    pub(super) steps: Option<u32>,
+    /// Guidance scale
+    #[arg(short, long, help_heading = "Sampling")]
+    pub(super) guidance: Option<f32>,
+    /// What the result is led away from; it needs --true-guidance
+    #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
+    pub(super) negative: Option<String>,
+    /// Over 1: two passes in every step, away from the negative prompt by this scale
+    #[arg(long, value_name = "SCALE", help_heading = "Sampling")]
+    pub(super) true_guidance: Option<f32>,
+    /// Seed; item i uses seed + i [default: random]
+    #[arg(long, help_heading = "Sampling", allow_negative_numbers = true)]
+    pub(super) seed: Option<u64>,
+    /// How many pictures, films or tracks
+    #[arg(short = 'n', long, default_value_t = 1, help_heading = "Sampling")]
+    pub(super) count: u32,
+    /// Longest prompt, in tokens of the large text encoder
+    #[arg(long, value_name = "TOKENS", help_heading = "Sampling")]
+    pub(super) max_sequence_length: Option<u32>,
+    /// How strongly to change the start picture, film or track: more than 0, up to 1
+    #[arg(long, help_heading = "Sampling")]
+    pub(super) strength: Option<f32>,
+}
+
+/// How a job is run.
+#[derive(Debug, Default, Args)]
+pub(super) struct JobSettings {
+    /// Start even if the plan says that memory is short; if it runs out, only this job fails
+    #[arg(long, help_heading = "Job")]
+    pub(super) allow_low_memory: bool,
+    /// GPU memory to keep free for other programs while the job runs, e.g. 2GiB
+    #[arg(long, value_name = "SIZE", value_parser = gpu::parse_bytes, help_heading = "Job")]
+    pub(super) headroom: Option<Bytes>,
+    /// How long to wait for memory that other programs hold, e.g. 10s
+    #[arg(long, value_name = "TIME", help_heading = "Job")]
+    pub(super) patience: Option<humantime::Duration>,
+    /// Priority in the queue
+    #[arg(long, value_enum, default_value_t = PriorityChoice::Normal, help_heading = "Job")]
+    pub(super) priority: PriorityChoice,
+    /// Your name in the job list, and for fair sharing [env: MOORED_CLIENT] (default: user@host)
+    #[arg(long, value_name = "NAME", help_heading = "Job")]
+    pub(super) client: Option<String>,
+    /// The card to run on, as `moored status` names it
+    #[arg(long, help_heading = "Job")]
+    pub(super) card: Option<String>,
+}
+
+/// Medium of a result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum MediumChoice {
+    /// A picture, written as PNG
+    Image,
+    /// A film, written as MP4 or animated PNG
+    Video,
+    /// A track, written as WAV or FLAC
+    Audio,
+}
+
+impl From<MediumChoice> for Makes {
+    fn from(medium: MediumChoice) -> Makes {
+        match medium {
+            MediumChoice::Image => Makes::Image,
+            MediumChoice::Video => Makes::Video,
+            MediumChoice::Audio => Makes::Audio,
+        }
+    }
+}
+
+impl From<Makes> for MediumChoice {
+    fn from(makes: Makes) -> MediumChoice {
+        match makes {
+            Makes::Image => MediumChoice::Image,
+            Makes::Video => MediumChoice::Video,
+            Makes::Audio => MediumChoice::Audio,
+        }
+    }
+}
+
+impl MediumChoice {
+    /// The default ending of its files.
+    pub(super) fn ending(self) -> &'static str {
+        match self {
+            MediumChoice::Image => "png",
+            MediumChoice::Video => "mp4",
+            MediumChoice::Audio => "wav",
+        }
+    }
+}
+
+/// Formats of a model's weights, and its adapters.
+#[derive(Clone, Debug, Default, Args)]
+pub(super) struct Formats {
+    /// Precision of the weights: full, 8-bit, 4-bit, or auto, which takes the best that fits the GPU [default: full, as they
+    /// are stored; of `run`: auto]; MODEL+4-bit is the same
+    #[arg(long, value_name = "PRESET", help_heading = "Weights")]
+    quantization: Option<String>,
+    /// Precision of one component (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
+    #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format, help_heading = "Weights")]
+    formats: Vec<(String, String)>,
+    /// A LoRA, by its name in `moored models --adapters`, and its strength [default: 1]; may be repeated. NAME:0.8,
+    /// NAME:1,0.5,0 changes it over the steps, NAME:0.8:0 sets another strength for the text encoders. A name with colons is
+    /// written as it is listed; \: is a colon of the name in any case
+    #[arg(long = "lora", value_name = "NAME[:STRENGTH]", value_parser = TypedAdapter::parse, help_heading = "Weights")]
+    adapters: Vec<TypedAdapter>,
+    /// Ignore LoRA tensors that match no layer of the model
+    #[arg(long, requires = "adapters", help_heading = "Weights")]
+    lora_ignore_unknown: bool,
+}
+
+fn name_and_picture(text: &str) -> Result<(String, PathBuf), String> {
+    // A name may have this character too: the picture is the longest path that is there.
+    let splits = text
+        .match_indices('=')
+        .map(|(at, _)| (&text[..at], &text[at + 1..]))
+        .filter(|(name, picture)| !name.is_empty() && !picture.is_empty());
+    let splits: Vec<(&str, &str)> = splits.collect();
+    let there = splits
+        .iter()
+        .find(|(_, picture)| PathBuf::from(picture).is_file());
+    let (name, picture) = there
+        .or(splits.first())
+        .ok_or("write a ControlNet and its picture, such as canny=edges.png")?;
+    Ok(((*name).to_owned(), picture.into()))
+}
+
+fn start_and_end(text: &str) -> Result<(f32, f32), String> {
+    let number = |text: &str| text.parse::<f32>().ok();
+    let both = text.split_once('-');
+    let both = both.and_then(|(start, end)| Some((number(start)?, number(end)?)));
+    both.ok_or_else(|| "write two parts of the steps, such as 0-0.6".to_owned())
+}
+
+fn component_and_format(text: &str) -> Result<(String, String), String> {
+    let (component, format) = text
+        .split_once('=')
+        .filter(|(component, format)| !component.is_empty() && !format.is_empty())
+        .ok_or("write a component and its format, such as transformer=nf4")?;
+    Ok((component.to_owned(), format.to_owned()))
+}
+
+impl Formats {
+    /// The formats and adapters in the recipe of a picture.
+    pub(super) fn of_recipe(recipe: &Recipe) -> Formats {
+        let formats = recipe
+            .model_key
+            .rsplit_once('+')
+            .map_or("", |(_, formats)| formats);
+        let (named, presets): (Vec<&str>, Vec<&str>) =
+            formats.split(',').partition(|each| each.contains('='));
+        let preset = presets.first().filter(|preset| !matches!(**preset, "" | FULL));
+        let named = named.into_iter().filter_map(|each| each.split_once('='));
+        Formats {
+            quantization: preset.map(|preset| (*preset).to_owned()),
+            formats: named
+                .map(|(component, format)| (component.to_owned(), format.to_owned()))
+                .collect(),
+            adapters: recipe.adapters.iter().map(TypedAdapter::of_recipe).collect(),
+            lora_ignore_unknown: false,
+        }
+    }
+
+    /// These formats and adapters, each with those of a recipe where none are given.
+    #[must_use]
+    pub(super) fn or_those_of(&self, recipe: &Recipe) -> Formats {
+        let formats = self.or_adapters_of(recipe);
+        match self.is_empty() {
+            true => Formats {
+                adapters: formats.adapters,
+                lora_ignore_unknown: formats.lora_ignore_unknown,
+                ..Formats::of_recipe(recipe)
+            },
+            false => formats,
+        }
+    }
+
+    /// The same formats, with the adapters of a recipe where none are given.
+    #[must_use]
+    pub(super) fn or_adapters_of(&self, recipe: &Recipe) -> Formats {
+        let mut formats = self.clone();
+        if formats.adapters.is_empty() {
+            formats.adapters = Formats::of_recipe(recipe).adapters;
+        }
+        formats
+    }
+
+    /// Settles what the adapters mean, by the list of a service where that is needed.
+    ///
+    /// # Errors
+    /// As [`adapter::settle`].
+    pub(super) async fn settle(&mut self, client: &ClientSettings) -> Result<(), CliError> {
+        let listed = async || adapter::listed(&Connection::open(client).await?).await;
+        adapter::settle(&mut self.adapters, listed).await
+    }
+
+    /// As [`Formats::settle`], by the list of this machine where no service answers.
+    ///
+    /// # Errors
+    /// As [`adapter::settle`].
+    pub(super) async fn settle_here(
+        &mut self,
+        program: &dyn Program,
+        config: &Config,
+    ) -> Result<(), CliError> {
+        let listed = async || match Connection::open(&config.client).await {
+            Err(CliError::Unreachable { .. }) => Ok(program.adapters(config)),
+            connection => adapter::listed(&connection?).await,
+        };
+        adapter::settle(&mut self.adapters, listed).await
+    }
+
+    /// The preset that is given.
+    pub(super) fn preset(&self) -> Option<&str> {
+        self.quantization.as_deref()
+    }
+
+    /// Whether no format is given.
+    pub(super) fn is_empty(&self) -> bool {
+        self.quantization.is_none() && self.formats.is_empty()
+    }
+
+    /// A reference to the model with this id, in these formats.
+    ///
+    /// # Errors
+    /// When a component is named twice.
+    pub(super) fn of(&self, id: &str) -> Result<v1::ModelRef, CliError> {
+        let mut components = HashMap::new();
+        for (component, format) in &self.formats {
+            if let Some(other) = components.insert(component.clone(), format.clone()) {
+                return Err(CliError::Usage(format!(
+                    "--format names {component} twice, as {other} and as {format}"
+                )));
+            }
+        }
+        let quantization = v1::Quantization {
+            preset: self.quantization.clone().unwrap_or_default(),
+            components,
+        };
+        Ok(v1::ModelRef {
+            id: id.to_owned(),
+            quantization: (!self.is_empty()).then_some(quantization),
+            adapters: self
+                .adapters
+                .iter()
+                .map(TypedAdapter::adapter)
+                .map(|adapter| v1::Adapter {
+                    ignore_unknown: adapter.ignore_unknown || self.lora_ignore_unknown,
+                    ..adapter
+                })
+                .collect(),
+            ..Default::default()
+        })
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+pub(super) enum PriorityChoice {
+    Low,
+    #[default]
+    Normal,
+    High,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Demo {
+    /// Folder for the pictures, the film and the sound
+    #[arg(long, value_name = "DIR", default_value = "moored-demo")]
+    pub(super) out: PathBuf,
+    /// Seed of the first picture
+    #[arg(long, default_value_t = 1)]
+    pub(super) seed: u64,
+    /// The card to use: auto (an NVIDIA card if there is one that this build can drive), cpu, cuda:0
+    #[arg(long, default_value = "auto")]
+    pub(super) device: String,
+    /// Overwrite the pictures of an earlier run
+    #[arg(short, long)]
+    pub(super) force: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Status {
+    /// Keep running, and redraw at each change
+    #[arg(short, long)]
+    pub(super) watch: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Load {
+    /// The model
+    pub(super) model: String,
+    /// Only these components
+    #[arg(long = "component", value_name = "NAME", conflicts_with_all = ["replace", "prove"])]
+    pub(super) components: Vec<String>,
+    /// The model that it replaces: that one is unloaded once the new one has generated a tiny test image, and kept if that
+    /// fails. Name its precision too: MODEL+4-bit, or as `moored status` prints it
+    #[arg(long, value_name = "MODEL")]
+    pub(super) replace: Option<String>,
+    /// Test the model by generating one tiny picture (always done with --replace)
+    #[arg(long)]
+    pub(super) prove: bool,
+    /// Download the model if it is missing, without asking
+    #[arg(long)]
+    pub(super) pull: bool,
+    #[command(flatten)]
+    pub(super) formats: Formats,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Unload {
+    /// The model; --all for every model
+    pub(super) model: Option<String>,
+    /// Every model
+    #[arg(long, conflicts_with = "model")]
+    pub(super) all: bool,
+    /// Cancel the jobs that use it instead of waiting for them
+    #[arg(long)]
+    pub(super) force: bool,
+    #[command(flatten)]
+    pub(super) formats: Formats,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Pin {
+    /// The model
+    pub(super) model: String,
+    /// Unpin it: it may be unloaded again
+    #[arg(long)]
+    pub(super) off: bool,
+    #[command(flatten)]
+    pub(super) formats: Formats,
+}
+
+impl Arguments {
+    /// Parses the command line. clap's global options would drop those before a command where there are some behind it, so
+    /// each command has them once more.
+    /// Of this process; `long_version` is what `--version` says.
+    pub(super) fn read(long_version: &'static str) -> Arguments {
+        let matches = whole_command()
+            .long_version(long_version)
+            .try_get_matches()
+            .unwrap_or_else(|mistake| hints::with_hint(mistake).exit());
+        Arguments::of(&matches).unwrap_or_else(|mistake| mistake.exit())
+    }
+
+    fn of(matches: &ArgMatches) -> Result<Arguments, clap::Error> {
+        let mut arguments = Arguments::from_arg_matches(matches)?;
+        if let Some((_, behind)) = matches.subcommand() {
+            let behind = GlobalOptions::from_arg_matches(behind)?;
+            let both = std::mem::take(&mut arguments.common).and(behind);
+            arguments.common = both.map_err(|name| {
+                let problem =
+                    format!("{name} is given twice, before the command and behind it: leave one out");
+                whole_command().error(ErrorKind::ArgumentConflict, problem)
+            })?;
+        }
+        arguments
+            .check()
+            .map_err(|problem| whole_command().error(ErrorKind::ArgumentConflict, problem))?;
+        Ok(arguments)
+    }
+
+    /// Refuses options that the command ignores.
+    fn check(&self) -> Result<(), String> {
+        let common = &self.common;
+        let talks = self
+            .command
+            .sections()
+            .is_none_or(|sections| sections.contains(&"client"));
+        let is_own = matches!(self.command, Command::Demo(_) | Command::Serve(_));
+        for (option, given, own) in [
+            ("--endpoint", common.endpoint.is_some(), is_own),
+            ("--insecure-token", common.insecure_token, is_own),
+            (
+                "--token-file",
+                common.token_file.is_some(),
+                matches!(self.command, Command::Demo(_)),
+            ),
+        ] {
+            if given && (own || !talks) {
+                return Err(format!("{option} has no effect on this command: leave it out"));
+            }
+        }
+        let Some(sections) = self.command.sections() else {
+            return Ok(());
+        };
+        for set in &common.set {
+            let name = set.split_once('=').map_or(set.as_str(), |(name, _)| name);
+            let section = name.split('.').next().unwrap_or_default();
+            if SECTIONS.contains(&section) && section != "log" && !sections.contains(&section) {
+                return Err(format!(
+                    "{name} is a setting of the service and has no effect on this command: give it to `moored serve`"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// How much is printed.
+    pub(super) fn verbosity(&self) -> Verbosity {
+        match (self.common.quiet, self.common.verbose) {
+            (true, _) => Verbosity::Quiet,
+            (false, 0) => Verbosity::Normal,
+            (false, 1) => Verbosity::Verbose,
+            (false, _) => Verbosity::All,
+        }
+    }
+
+    /// Whether output is JSON.
+    pub(super) fn json(&self) -> bool {
+        self.common.json
+    }
+
+    /// The configuration file and the settings that flags set.
+    pub(super) fn layers(&self) -> (Option<PathBuf>, Flags) {
+        let mut flags = Flags::new();
+        if self.common.insecure_token {
+            flags.push(("client.insecure_token".to_owned(), Some(true.into())));
+        }
+        let mut text = |name: &str, value: &Option<String>| {
+            if let Some(value) = value {
+                flags.push((name.to_owned(), Some(value.clone().into())));
+            }
+        };
+        text("client.endpoint", &self.common.endpoint);
+        match &self.command {
+            Command::Serve(serve) => {
+                text("service.token_file", &self.common.token_file);
+                text("service.listen", &serve.listen.as_deref().map(address_of));
+                text("service.state", &serve.state);
+                text("cards.policy", &serve.policy);
+                if !serve.devices.is_empty() {
+                    flags.push(("cards.devices".to_owned(), Some(serve.devices.clone().into())));
+                }
+                if !serve.models.is_empty() {
+                    flags.push(("models.folders".to_owned(), Some(serve.models.clone().into())));
+                }
+                if !serve.comfyui.is_empty() {
+                    flags.push(("models.comfyui".to_owned(), Some(serve.comfyui.clone().into())));
+                }
+            }
+            Command::Demo(Demo { device, .. }) => {
+                flags.push(("cards.devices".to_owned(), Some(vec![device.clone()].into())))
+            }
+            Command::Run(Run { device, .. }) => {
+                text("client.token_file", &self.common.token_file);
+                if device != "auto" {
+                    flags.push(("cards.devices".to_owned(), Some(vec![device.clone()].into())));
+                }
+            }
+            _ => text("client.token_file", &self.common.token_file),
+        }
+        for setting in &self.common.set {
+            // One without a value is reported with all other mistakes.
+            let (name, value) = setting
+                .split_once('=')
+                .map_or((setting.as_str(), None), |(name, value)| {
+                    // Parsed like an environment variable: a number, a list or a table where it looks like one, else text.
+                    (name, Some(value.parse().unwrap_or_else(|never| match never {})))
+                });
+            flags.push((name.to_owned(), value));
+        }
+        (self.common.config.clone(), flags)
+    }
+}
+
+/// An address to listen on; a port alone is one of loopback.
+fn address_of(listen: &str) -> String {
+    match listen.parse::<u16>() {
+        Ok(port) => format!("127.0.0.1:{port}"),
+        Err(_) => listen.to_owned(),
+    }
+}
+
+/// Sections of the configuration.
+const SECTIONS: [&str; 9] = [
+    "service",
+    "models",
+    "hub",
+    "cards",
+    "queue",
+    "limits",
+    "quantization",
+    "client",
+    "log",
+];
+
+/// How much a command prints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Verbosity {
+    /// Results and errors.
+    Quiet,
+    /// Progress and a summary too.
+    Normal,
+    /// What the program does.
+    Verbose,
+    /// Everything.
+    All,
+}
+
+/// The command line with the common options behind each command too; those that a command ignores are not in its help.
+pub(super) fn whole_command() -> clap::Command {
+    Arguments::command().mut_subcommands(|command| {
+        let name = command.get_name().to_owned();
+        let mut hidden: Vec<&str> = Vec::new();
+        if ["serve", "demo", "pull", "rm", "completions", "man"].contains(&name.as_str()) {
+            hidden.extend(
+                OF_CONNECTIONS
+                    .iter()
+                    .filter(|option| name != "serve" || **option != "token_file"),
+            );
+        }
+        if !["serve", "demo", "run", "config", "doctor", "worker"].contains(&name.as_str()) {
+            hidden.push("set");
+        }
+        let command = GlobalOptions::augment_args(command);
+        hidden.into_iter().fold(command, |command, option| {
+            command.mut_arg(option, |option| option.hide(true))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(line: &str) -> Result<Arguments, clap::Error> {
+        Arguments::of(&whole_command().try_get_matches_from(line.split(' '))?)
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        whole_command().debug_assert();
+    }
+
+    #[test]
+    fn options_before_and_behind_a_command_count_in_their_order() {
+        let line = "moored --set a=1 --json --endpoint x --set b=2 config --set a=3 --config file";
+        let (file, flags) = read(line).unwrap().layers();
+        let flags: Vec<String> = flags
+            .iter()
+            .map(|(name, value)| format!("{name}={:?}", value.as_ref().and_then(|value| value.to_u128())))
+            .collect();
+        assert_eq!(flags[1..], ["a=Some(1)", "b=Some(2)", "a=Some(3)"]);
+        assert_eq!(file, Some(PathBuf::from("file")));
+        assert!(read(line).unwrap().json());
+    }
+
+    #[test]
+    fn an_option_given_before_and_behind_a_command_is_refused() {
+        for option in ["--endpoint", "--config", "--token-file"] {
+            let told = read(&format!("moored {option} a status {option} b"))
+                .unwrap_err()
+                .to_string();
+            assert!(told.contains(option) && told.contains("twice"), "{told}");
+        }
+        let told = read("moored --token-file a demo").unwrap_err().to_string();
+        assert!(told.contains("--token-file"), "{told}");
+    }
+
+    #[test]
+    fn options_that_a_command_ignores_are_refused() {
+        for line in [
+            "moored serve --endpoint x",
+            "moored pull me/mine --endpoint x",
+            "moored status --set queue.max_jobs=1",
+            "moored generate --set cards.policy=shared a",
+            "moored plan a -o b",
+            "moored generate a --steps 0",
+        ] {
+            assert!(read(line).is_err(), "{line}");
+        }
+        for line in [
+            "moored status --set client.endpoint=x",
+            "moored pull me/mine --set hub.cache=x",
+            "moored serve --token-file x --set queue.max_jobs=1",
+            "moored -v generate -v a",
+        ] {
+            assert!(read(line).is_ok(), "{line}");
+        }
+        assert_eq!(read("moored -v status -v").unwrap().verbosity(), Verbosity::All);
+    }
+
+    #[test]
+    fn formats_are_parsed_from_a_key() {
+        let of_key = |key: &str| {
+            Formats::of_recipe(&Recipe {
+                model_key: key.to_owned(),
+                ..Recipe::default()
+            })
+        };
+        let told = |key: &str| of_key(key).of("a").unwrap().quantization.map(|q| q.components);
+        let both = told("me/a+b@1+text_encoder_2=nf4,transformer=int8").unwrap();
+        assert_eq!((both.len(), both["transformer"].as_str()), (2, "int8"));
+        assert_eq!((told("me/a+full"), told("a")), (None, None));
+        let preset = of_key("me/a+4-bit").of("a").unwrap().quantization;
+        assert_eq!(preset.map(|q| q.preset), Some("4-bit".to_owned()));
+    }
+}

@@ -1,0 +1,311 @@
+//! The connection to a running service, and its errors with remedies.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use api::v1;
+use api::v1::generation_client::GenerationClient;
+use api::v1::hub_client::HubClient;
+use api::v1::jobs_client::JobsClient;
+use api::v1::residency_client::ResidencyClient;
+use api::v1::server_client::ServerClient;
+use prost::Message as _;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
+use tonic::{Code, Request, Status};
+use tonic_types::pb;
+
+use super::wire::{Answers, WireError};
+use super::{CliError, interrupt};
+use config::bounded;
+use config::{Address, ClientSettings};
+
+/// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
+const MAX_MESSAGE_BYTES: usize = 256 << 20;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+pub(super) type Wire = InterceptedService<Answers, Credentials>;
+
+/// A connection with its stubs.
+#[derive(Clone)]
+pub(super) struct Connection {
+    wire: Wire,
+}
+
+/// Adds the token to every call.
+#[derive(Clone)]
+pub(super) struct Credentials {
+    header: Option<MetadataValue<Ascii>>,
+}
+
+impl Interceptor for Credentials {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(header) = &self.header {
+            request.metadata_mut().insert("authorization", header.clone());
+        }
+        Ok(request)
+    }
+}
+
+/// Endpoint of the last connection, for the message when it is lost.
+static CONNECTED: Mutex<String> = Mutex::new(String::new());
+
+fn endpoint() -> String {
+    CONNECTED.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// The error of a stream that ended without its last event, as when a proxy drops it.
+pub(super) fn cut() -> CliError {
+    CliError::Lost { endpoint: endpoint() }
+}
+
+/// The error, if this status means that the connection was lost, or that another server answered.
+pub(super) fn lost(status: &Status) -> Option<CliError> {
+    let of_connection = matches!(
+        status.code(),
+        Code::Unknown | Code::Unavailable | Code::Internal | Code::Cancelled
+    );
+    // A status that the service sent has no source on this side.
+    let is_lost = of_connection && status.details().is_empty() && std::error::Error::source(status).is_some();
+    is_lost.then(|| WireError::of(status, &endpoint()).map_or_else(cut, CliError::Wire))
+}
+
+impl Connection {
+    /// Connects at once, so that an unreachable service is an error here.
+    pub(super) async fn open(client: &ClientSettings) -> Result<Connection, CliError> {
+        let address = Address::of(&client.endpoint).map_err(CliError::Usage)?;
+        let header = client.token_file.as_deref().map(header_of).transpose()?;
+        if header.is_some() && !address.encrypted && !address.is_here && !client.insecure_token {
+            return Err(CliError::InsecureToken {
+                endpoint: address.url,
+            });
+        }
+        let unreachable = |problem: String| CliError::Unreachable {
+            endpoint: address.url.clone(),
+            problem,
+        };
+        let mut endpoint = Endpoint::from_shared(address.url.clone())
+            .map_err(|problem| unreachable(problem.to_string()))?
+            .connect_timeout(CONNECT_TIMEOUT)
+            .initial_stream_window_size(8 << 20)
+            .initial_connection_window_size(32 << 20)
+            .tcp_nodelay(true);
+        if address.encrypted {
+            endpoint = endpoint
+                .tls_config(tls(client.ca_file.as_deref())?)
+                .map_err(|problem| unreachable(root_cause(&problem)))?;
+        }
+        let connected = async {
+            endpoint.connect().await.map_err(|problem| {
+                let known = WireError::of(&problem, &address.url);
+                known.map_or_else(|| unreachable(root_cause(&problem)), CliError::Wire)
+            })
+        };
+        let channel = interrupt::or(connected).await?;
+        address
+            .url
+            .clone_into(&mut CONNECTED.lock().unwrap_or_else(PoisonError::into_inner));
+        Ok(Connection {
+            wire: InterceptedService::new(Answers::of(channel), Credentials { header }),
+        })
+    }
+
+    pub(super) fn generation(&self) -> GenerationClient<Wire> {
+        GenerationClient::new(self.wire.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    pub(super) fn residency(&self) -> ResidencyClient<Wire> {
+        ResidencyClient::new(self.wire.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    pub(super) fn hub(&self) -> HubClient<Wire> {
+        HubClient::new(self.wire.clone())
+    }
+
+    pub(super) fn jobs(&self) -> JobsClient<Wire> {
+        JobsClient::new(self.wire.clone())
+    }
+
+    pub(super) fn server(&self) -> ServerClient<Wire> {
+        ServerClient::new(self.wire.clone())
+    }
+}
+
+/// The `authorization` header with the token of a file.
+fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
+    let token = bounded::token(file).map_err(|problem| CliError::file(file, problem))?;
+    format!("Bearer {token}")
+        .parse()
+        .map_err(|_| CliError::file(file, "holds no token"))
+}
+
+/// TLS with the CA certificates of a file, or the system's.
+fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
+    // A server that has not agreed to HTTP/2 is found by what it answers.
+    let config = ClientTlsConfig::new().assume_http2(true);
+    let Some(file) = ca_file else {
+        return Ok(config.with_native_roots());
+    };
+    let pem =
+        gpu::read_bounded(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))?;
+    Ok(config.ca_certificate(Certificate::from_pem(pem)))
+}
+
+/// The innermost reason: `Connection refused` rather than `transport error`.
+fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    cause.to_string()
+}
+
+/// An error status of the service, with its details decoded.
+#[derive(Clone, Debug)]
+pub(crate) struct Refusal {
+    pub(super) message: String,
+    /// The stable reason, or the gRPC code where there is none.
+    pub(super) reason: String,
+    /// The id of the missing model; empty for other errors.
+    pub(super) model: String,
+    shortfall: Option<v1::MemoryShortfall>,
+}
+
+impl Refusal {
+    pub(super) fn of(status: &Status) -> Refusal {
+        let mut refusal = Refusal {
+            message: status.message().to_owned(),
+            reason: format!("{:?}", status.code()).to_uppercase(),
+            model: String::new(),
+            shortfall: None,
+        };
+        let details = pb::Status::decode(status.details()).unwrap_or_default().details;
+        for any in details {
+            if any.type_url.ends_with("/google.rpc.ErrorInfo") {
+                if let Ok(info) = pb::ErrorInfo::decode(&any.value[..]) {
+                    refusal.reason = info.reason;
+                    refusal.model = info.metadata.get("model").cloned().unwrap_or_default();
+                }
+            } else if any.type_url.ends_with("/moored.v1.MemoryShortfall") {
+                refusal.shortfall = v1::MemoryShortfall::decode(&any.value[..]).ok();
+            }
+        }
+        refusal
+    }
+
+    /// What a person can do about it.
+    fn remedy(&self) -> Option<&'static str> {
+        Some(match v1::Reason::from_str_name(&self.reason)? {
+            v1::Reason::ModelNotFound => {
+                "`moored pull OWNER/NAME` downloads one; models.folders (`moored serve --models FOLDER`) adds folders to look in"
+            }
+            v1::Reason::Unauthenticated => "name the token's file with --token-file or MOORED_TOKEN_FILE",
+            v1::Reason::QueueFull
+            | v1::Reason::ClientLimit
+            | v1::Reason::CardNotReady
+            | v1::Reason::DiskNotReady
+            | v1::Reason::ShuttingDown => "try again in a while",
+            v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
+            v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
+            v1::Reason::WorkerDied => "the service's log says how the worker ended",
+            v1::Reason::SlowReader => "write results to a faster place, or ask for fewer in one call",
+            v1::Reason::DiskFull => "hub.cache, or HF_HUB_CACHE, names a folder on another disk",
+            v1::Reason::Unspecified
+            | v1::Reason::Cancelled
+            | v1::Reason::PullFailed
+            | v1::Reason::InvalidRequest
+            | v1::Reason::ModelDamaged
+            | v1::Reason::ModelChanged
+            | v1::Reason::ModelUnsupported
+            | v1::Reason::NotBuilt
+            | v1::Reason::NeverFits
+            | v1::Reason::OutOfMemory
+            | v1::Reason::Deadline
+            | v1::Reason::NotFinite
+            | v1::Reason::LatentMismatch
+            | v1::Reason::JobNotFound
+            | v1::Reason::InUse
+            | v1::Reason::KeyReused
+            | v1::Reason::Internal => return None,
+        })
+    }
+}
+
+/// When a fallback would fit, in words.
+pub(super) fn when_of(fallback: &v1::Fallback) -> &'static str {
+    if fallback.fits_now {
+        "now"
+    } else {
+        "after evicting what is idle"
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&wording::one_line(&self.message))?;
+        if let Some(shortfall) = &self.shortfall {
+            for holder in &shortfall.holders {
+                write!(
+                    f,
+                    "\n  {} holds {}",
+                    wording::one_line(&holder.name),
+                    residency::Bytes(holder.bytes)
+                )?;
+            }
+            for fallback in &shortfall.fallbacks {
+                let when = when_of(fallback);
+                write!(
+                    f,
+                    "\n  {} would fit {when} ({})",
+                    wording::one_line(&fallback.label),
+                    residency::Bytes(fallback.peak_bytes)
+                )?;
+            }
+        }
+        match self.remedy() {
+            Some(remedy) => write!(f, "\n  {remedy}"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_tells_loopback_and_encryption() {
+        let read = |text: &str| {
+            let address = Address::of(text)?;
+            Ok::<_, String>((address.encrypted, address.is_here))
+        };
+        for here in [
+            "localhost:1",
+            "http://127.0.0.9:1",
+            "http://[::1]:1",
+            "http://LOCALHOST:1",
+            "[::ffff:127.0.0.1]:1",
+        ] {
+            assert_eq!(read(here), Ok((false, true)), "{here}");
+        }
+        for there in [
+            "gpu:1",
+            "http://10.0.0.1:1",
+            "http://127.0.0.1.example.org:1",
+            "0.0.0.0:1",
+        ] {
+            assert_eq!(read(there), Ok((false, false)), "{there}");
+        }
+        assert_eq!(read("https://gpu"), Ok((true, false)));
+        assert!(read("ftp://gpu").is_err());
+        assert!(read("http://").is_err());
+    }
+}

@@ -1,0 +1,65 @@
+//! Ctrl-C, SIGTERM and SIGQUIT end a command that waits: what it has asked for is cancelled, and its exit code names the signal.
+
+use std::sync::LazyLock;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use super::CliError;
+use super::exit::Exit;
+use crate::Program;
+
+/// The exit code for the first signal that has arrived.
+static ARRIVED: LazyLock<watch::Sender<Option<Exit>>> = LazyLock::new(|| watch::channel(None).0);
+
+/// What a second signal does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Second {
+    /// It ends the program at once.
+    Exits,
+    /// Nothing here: a service inside of the program ends its jobs.
+    IsForTheService,
+}
+
+/// Listens to signals from here on: none of them ends the program by itself any more. Called once, in the runtime.
+pub(super) fn listen(program: &'static dyn Program, second: Second) -> Result<(), CliError> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    // A service in this program drains at it, as at SIGTERM: see there.
+    let mut quit = signal(SignalKind::quit())?;
+    tokio::spawn(async move {
+        let mut next = async || {
+            tokio::select! {
+                _ = interrupt.recv() => Exit::Cancelled,
+                _ = terminate.recv() => Exit::Terminated,
+                _ = quit.recv() => Exit::Terminated,
+            }
+        };
+        ARRIVED.send_replace(Some(next().await));
+        if second == Second::Exits {
+            let code = next().await;
+            program.flush_log();
+            std::process::exit(code as i32);
+        }
+    });
+    Ok(())
+}
+
+/// The exit code for the signal that has arrived.
+pub(super) fn exit() -> Exit {
+    ARRIVED.borrow().unwrap_or(Exit::Cancelled)
+}
+
+/// The outcome of some work, or an error once a signal arrives: the work is dropped then, which cancels its calls.
+pub(super) async fn or<T>(work: impl Future<Output = Result<T, CliError>>) -> Result<T, CliError> {
+    let mut arrived = ARRIVED.subscribe();
+    let interrupted = || CliError::Interrupted("cancelled".to_owned());
+    if arrived.borrow_and_update().is_some() {
+        return Err(interrupted());
+    }
+    tokio::select! {
+        biased; // work that ends by itself on a signal says more of it
+        ended = work => ended,
+        _ = arrived.wait_for(Option::is_some) => Err(interrupted()),
+    }
+}

@@ -1,0 +1,128 @@
+//! A service inside of this program, for commands that need one while they last.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tonic::transport::Endpoint;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+use super::{CliError, interrupt};
+use crate::{Program, ServiceProblem};
+use config::{ClientSettings, Config};
+
+/// Timeout of a worker's start.
+const START_LIMIT: Duration = Duration::from_secs(120);
+
+/// A service that runs as long as a command.
+pub(super) struct LocalService {
+    stop: oneshot::Sender<()>,
+    served: JoinHandle<Result<(), ServiceProblem>>,
+}
+
+impl LocalService {
+    /// Starts a service, waits until a card is ready, and returns the settings of a client of it.
+    pub(super) async fn start(
+        program: &dyn Program,
+        config: Config,
+    ) -> Result<(LocalService, ClientSettings), CliError> {
+        let client = config.client.clone();
+        let token_file = config.service.token_file.clone();
+        let (ready, address) = oneshot::channel();
+        let (stop, stopped) = oneshot::channel();
+        let served = tokio::spawn(program.serve(config, Some(ready), Some(stopped)));
+        let service = LocalService { stop, served };
+        let started = async {
+            let Ok(address) = address.await else {
+                return Ok(None);
+            };
+            let client = ClientSettings {
+                endpoint: format!("http://{address}"),
+                token_file,
+                ..client
+            };
+            ready_at(&client).await?;
+            Ok(Some(client))
+        };
+        match interrupt::or(started).await {
+            Ok(Some(client)) => Ok((service, client)),
+            Ok(None) => {
+                // It ended before it listened: its own error says why.
+                service.end().await?;
+                Err(CliError::Failed(
+                    "the service ended before it listened".to_owned(),
+                ))
+            }
+            Err(problem @ CliError::Interrupted(_)) => {
+                let _ = service.end().await; // the interrupt is the error to report, not the failure to stop
+                Err(problem)
+            }
+            Err(problem) => {
+                service.end().await?;
+                Err(problem)
+            }
+        }
+    }
+
+    /// Ends the service once its jobs have ended.
+    pub(super) async fn end(self) -> Result<(), CliError> {
+        drop(self.stop);
+        let served = self.served.await;
+        Ok(served.map_err(|panic| CliError::Failed(panic.to_string()))??)
+    }
+}
+
+/// The address that a service has to listen on to answer at an endpoint; `None` when that is not loopback over HTTP.
+pub(super) fn address_of(endpoint: &str) -> Option<SocketAddr> {
+    let bare = endpoint
+        .strip_prefix("http://")
+        .unwrap_or(endpoint)
+        .trim_end_matches('/');
+    let address = match bare.strip_prefix("localhost:") {
+        Some(port) => SocketAddr::from((Ipv4Addr::LOCALHOST, port.parse().ok()?)),
+        None => bare.parse().ok()?,
+    };
+    address.ip().is_loopback().then_some(address)
+}
+
+/// Waits for `SERVING` by grpc.health.v1: the service answers before its worker is ready.
+async fn ready_at(client: &ClientSettings) -> Result<(), CliError> {
+    let unreachable = |problem: String| CliError::Unreachable {
+        endpoint: client.endpoint.clone(),
+        problem,
+    };
+    let channel = Endpoint::from_shared(client.endpoint.clone()).map_err(|e| unreachable(e.to_string()))?;
+    let mut health = HealthClient::new(channel.connect().await.map_err(|e| unreachable(e.to_string()))?);
+    let watch = async {
+        let mut states = health.watch(HealthCheckRequest::default()).await?.into_inner();
+        while let Some(state) = states.message().await? {
+            if state.status() == ServingStatus::Serving {
+                return Ok(());
+            }
+        }
+        Err(tonic::Status::unavailable("the service ended"))
+    };
+    match tokio::time::timeout(START_LIMIT, watch).await {
+        Ok(result) => Ok(result?),
+        Err(_) => Err(unreachable("its worker did not become ready".to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_loopback_http_endpoint_has_a_listen_address() {
+        let told = |endpoint: &str| address_of(endpoint).map(|address| address.to_string());
+        assert_eq!(told("http://127.0.0.1:50051").as_deref(), Some("127.0.0.1:50051"));
+        assert_eq!(told("localhost:7").as_deref(), Some("127.0.0.1:7"));
+        assert_eq!(told("http://[::1]:7/").as_deref(), Some("[::1]:7"));
+        for elsewhere in ["http://gpu:50051", "https://127.0.0.1:50051", "http://10.0.0.1:1"] {
+            assert_eq!(told(elsewhere), None, "{elsewhere}");
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! `moored load`, `unload`, `pin`, `jobs`, `cancel`.
+
+use std::collections::BTreeSet;
+
+use api::v1;
+use futures::StreamExt as _;
+use residency::Bytes;
+use serde_json::json;
+
+use super::arguments::{Formats, Load, Pin, Unload};
+use super::connection::Connection;
+use super::names::short_key;
+use super::pull::WhenMissing;
+use super::show::{Show, freed_json, kept_json};
+use super::{CliError, connection, screen, total_of};
+use config::ClientSettings;
+
+pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool) -> Result<(), CliError> {
+    options.formats.settle(client).await?;
+    let (old, components, prove) = (
+        options.replace.clone(),
+        options.components.join(", "),
+        options.prove,
+    );
+    let request = v1::LoadRequest {
+        model: Some(options.formats.of(&options.model)?),
+        replace: {
+            let old = options.replace.as_deref();
+            old.map(|old| Formats::default().of(old)).transpose()?
+        },
+        components: options.components,
+        prove: options.prove,
+        options: Some(named(client)),
+    };
+    let connection = Connection::open(client).await?;
+    let when_missing = WhenMissing {
+        pull: options.pull,
+        json,
+    };
+    let attempt = async || bring_in(&connection, request.clone(), json).await;
+    let asked = request.model.as_ref();
+    let done = when_missing.retry(&connection, asked, attempt).await?;
+    if json {
+        return Ok(());
+    }
+    left(&done.freed, &done.kept)?;
+    let model = done.model.map_or(options.model, |model| model.key);
+    screen::text(&match (&*components, old) {
+        ("", Some(old)) => format!("{model} is proven and resident in place of {old}"),
+        ("", None) if prove => format!("{model} is proven and resident"),
+        ("", None) => format!("{model} is resident"),
+        (some, _) => format!("{some} of {model} is resident"),
+    })
+}
+
+/// The options of a job under the client's name.
+fn named(client: &ClientSettings) -> v1::JobOptions {
+    v1::JobOptions {
+        client_id: client.name.clone(),
+        ..Default::default()
+    }
+}
+
+/// Loads, and shows the progress.
+async fn bring_in(
+    connection: &Connection,
+    request: v1::LoadRequest,
+    json: bool,
+) -> Result<v1::Done, CliError> {
+    let mut events = connection.residency().load(request).await?.into_inner();
+    let mut show = Show::new(json);
+    let mut done = None;
+    while let Some(event) = events.next().await {
+        let event = event.inspect_err(|_| show.end())?;
+        show.event(&event)?;
+        if let Some(v1::event::Event::Done(last)) = event.event {
+            done = Some(last);
+        }
+    }
+    show.end();
+    done.ok_or_else(connection::cut)
+}
+
+pub(super) async fn unload(client: &ClientSettings, mut options: Unload, json: bool) -> Result<(), CliError> {
+    options.formats.settle(client).await?;
+    if options.model.is_none() && !options.all {
+        return Err(CliError::Usage(
+            "name the model to unload, or --all for every model".to_owned(),
+        ));
+    }
+    let what = options.model.clone();
+    let request = v1::UnloadRequest {
+        model: {
+            let model = options.model.as_deref();
+            model.map(|model| options.formats.of(model)).transpose()?
+        },
+        force: options.force,
+        client_id: client.name.clone(),
+    };
+    let mut residency = Connection::open(client).await?.residency();
+    let done = residency.unload(request).await?.into_inner();
+    // A component that is kept because another model shares it needs no remedy.
+    let is_claimed = |kept: &v1::KeptComponent| matches!(kept.cause.as_str(), "pinned" | "held");
+    let stays = done.freed.is_empty() && done.kept.iter().any(is_claimed);
+    let only_kept = || match stays {
+        true => Err(CliError::Failed(
+            "nothing was unloaded: `moored pin MODEL --off` unpins a model, and holds end by themselves"
+                .to_owned(),
+        )),
+        false => Ok(()),
+    };
+    if json {
+        screen::json(&json!({
+            "freed": done.freed.iter().map(freed_json).collect::<Vec<_>>(),
+            "kept": done.kept.iter().map(kept_json).collect::<Vec<_>>(),
+            "cancelled_jobs": done.cancelled_jobs,
+        }))?;
+        return only_kept();
+    }
+    left(&done.freed, &done.kept)?;
+    let total = total_of(done.freed.iter().map(|f| f.freed_bytes));
+    screen::text(&format!("{} freed in all", Bytes(total)))?;
+    // No entry of this name was in memory: the model may be there in another format.
+    if let Some(model) = what.filter(|_| done.freed.is_empty() && done.kept.is_empty()) {
+        let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
+        let residents = status.cards.into_iter().flat_map(|card| card.residents);
+        let entries: BTreeSet<String> = residents.flat_map(|resident| resident.entries).collect();
+        if !entries.is_empty() {
+            let entries: Vec<String> = entries.iter().map(|key| short_key(key)).collect();
+            screen::text(&format!(
+                "{model} was not in memory as it is named here; what is: {}",
+                entries.join(", ")
+            ))?;
+        }
+    }
+    only_kept()
+}
+
+/// Prints a line for each freed and each kept component.
+fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), CliError> {
+    let name = |component: &Option<v1::Component>| component.clone().unwrap_or_default().name;
+    for freed in freed {
+        screen::text(&format!(
+            "freed {} from {}: {}",
+            name(&freed.component),
+            freed.card,
+            Bytes(freed.freed_bytes)
+        ))?;
+    }
+    for kept in kept {
+        let reason = match kept.cause.as_str() {
+            "shared" => format!("shared with {}", short_key(&kept.by)),
+            _ => kept.reason.clone(),
+        };
+        screen::text(&format!(
+            "kept {} on {}: {reason}",
+            name(&kept.component),
+            kept.card
+        ))?;
+    }
+    Ok(())
+}
+
+pub(super) async fn pin(client: &ClientSettings, mut options: Pin, json: bool) -> Result<(), CliError> {
+    options.formats.settle(client).await?;
+    let model = options.formats.of(&options.model)?;
+    let connection = Connection::open(client).await?;
+    let request = v1::PinRequest {
+        model: Some(model.clone()),
+        unpin: options.off,
+    };
+    let pinned = connection.residency().pin(request).await?.into_inner().pinned;
+    if !options.off {
+        // Pinned first, so that it is not evicted once it is loaded.
+        let request = v1::LoadRequest {
+            model: Some(model),
+            options: Some(named(client)),
+            ..Default::default()
+        };
+        bring_in(&connection, request, json).await?;
+    }
+    if json {
+        return screen::json(&json!({ "pinned": pinned }));
+    }
+    let pinned: Vec<String> = pinned.iter().map(|key| short_key(key)).collect();
+    let all = pinned.join(", ");
+    screen::text(&match (options.off, pinned.is_empty()) {
+        (false, _) => format!("pinned: {all}"),
+        (true, true) => format!("{} is not pinned any more; nothing else is", options.model),
+        (true, false) => format!("{} is not pinned any more; still pinned: {all}", options.model),
+    })
+}
+
+pub(super) async fn jobs(client: &ClientSettings, all: bool, json: bool) -> Result<(), CliError> {
+    let mut jobs = Connection::open(client).await?.jobs();
+    let listed = jobs
+        .list(v1::ListJobsRequest { include_ended: all })
+        .await?
+        .into_inner()
+        .jobs;
+    if json {
+        for job in listed {
+            screen::json(&job_json(&job))?;
+        }
+        return Ok(());
+    }
+    if listed.is_empty() {
+        return screen::text("no jobs");
+    }
+    let rows = listed.into_iter().map(|job| {
+        let progress = if job.steps > 1 {
+            format!(" {}/{}", job.step, job.steps)
+        } else {
+            String::new()
+        };
+        vec![
+            job.id,
+            job.client_id,
+            job.kind,
+            job.state,
+            short_key(&job.model_key),
+            job.card,
+            format!("{}{progress}", job.stage),
+            format!("{:.1} s", job.age_ms as f64 / 1000.0),
+            job.error,
+        ]
+    });
+    screen::table(
+        &[
+            "job", "client", "call", "state", "model", "card", "stage", "took", "",
+        ],
+        rows.collect(),
+    )
+}
+
+/// A job for scripts.
+pub(super) fn job_json(job: &v1::JobInfo) -> serde_json::Value {
+    json!({
+        "id": job.id, "client": job.client_id, "kind": job.kind, "state": job.state, "model": job.model_key,
+        "card": job.card, "stage": job.stage, "step": job.step, "steps": job.steps,
+        "queue_position": job.queue_position, "age_ms": job.age_ms, "error": job.error,
+    })
+}
+
+pub(super) async fn cancel(client: &ClientSettings, job: String, json: bool) -> Result<(), CliError> {
+    let mut jobs = Connection::open(client).await?.jobs();
+    let cancelled = jobs
+        .cancel(v1::CancelJobRequest {
+            job_id: job,
+            release_latents: false,
+            client_id: client.name.clone(),
+        })
+        .await?
+        .into_inner()
+        .cancelled;
+    if json {
+        return screen::json(&json!({ "cancelled": cancelled }));
+    }
+    screen::text(if cancelled {
+        "cancelled"
+    } else {
+        "it had ended already"
+    })
+}

@@ -1,0 +1,86 @@
+//! The address of a service, as it is configured.
+
+use std::net::IpAddr;
+
+/// Where a service is.
+pub struct Address {
+    /// URL with its scheme.
+    pub url: String,
+    pub encrypted: bool,
+    /// Whether it is this machine.
+    pub is_here: bool,
+}
+
+impl Address {
+    /// An address with or without its scheme.
+    ///
+    /// # Errors
+    /// For people: what it is not, and what to write.
+    pub fn of(endpoint: &str) -> Result<Address, String> {
+        let url = match endpoint.split_once("://") {
+            Some(_) => endpoint.to_owned(),
+            None => format!("http://{endpoint}"),
+        };
+        let wrong = || format!("{endpoint:?} is no address: write http://HOST:PORT, or https://HOST:PORT");
+        let uri: http::Uri = url.parse().map_err(|_| wrong())?;
+        let encrypted = match uri.scheme_str() {
+            Some("http") => false,
+            Some("https") => true,
+            _ => return Err(wrong()),
+        };
+        let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
+        let authority = uri.authority().map(|authority| authority.as_str());
+        // `http` takes any port, and a name and a password before the host, which are sent to nobody.
+        let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port > 0);
+        let after_host = authority.and_then(|all| all.strip_prefix(uri.host().unwrap_or_default()));
+        let is_whole =
+            after_host.is_some_and(|after| after.is_empty() || after.strip_prefix(':').is_some_and(is_port));
+        if host.is_empty() || !is_whole {
+            return Err(wrong());
+        }
+        let is_here = match host.parse::<IpAddr>() {
+            Ok(address) => address.to_canonical().is_loopback(),
+            Err(_) => host.eq_ignore_ascii_case("localhost"),
+        };
+        Ok(Address {
+            url,
+            encrypted,
+            is_here,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_has_a_host_and_at_most_a_port() {
+        let url = |text: &str| Address::of(text).map(|address| address.url).ok();
+        for right in [
+            "http://box",
+            "https://box.example:443/path",
+            "http://[::1]:7",
+            "http://1.2.3.4:7/",
+            "http://7:7",
+        ] {
+            assert_eq!(url(right).as_deref(), Some(right));
+        }
+        assert_eq!(url("box:7").as_deref(), Some("http://box:7"));
+        for wrong in [
+            "",
+            "http://",
+            ":7",
+            "box:",
+            "box:0",
+            "box:65536",
+            "unix:/run/x",
+            "ftp://box",
+            "http://user:password@box",
+            "http://a b",
+            "http://[::1",
+        ] {
+            assert_eq!(url(wrong), None, "{wrong:?}");
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! Which hub, which cache, which token.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Most bytes of a token.
+const TOKEN_BYTES: u64 = 4 << 10;
+
+/// The hub that models are pulled from, and where to.
+#[derive(Clone, Debug)]
+pub struct HubSettings {
+    /// Base URL, without a trailing slash.
+    pub endpoint: String,
+    pub cache: PathBuf,
+    /// Whether clients may have the service pull models.
+    pub pull: bool,
+    pub token: HubToken,
+    /// Whether downloads are forbidden.
+    pub offline: bool,
+}
+
+/// Source of the hub's token. Read for each pull, so that a login needs no restart, and never displayed.
+#[derive(Clone)]
+pub struct HubToken {
+    given: Option<String>,
+    file: Option<PathBuf>,
+}
+
+impl fmt::Debug for HubToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HubToken")
+            .field("given", &self.given.is_some())
+            .field("file", &self.file)
+            .finish()
+    }
+}
+
+impl HubSettings {
+    /// Whether the endpoint is a URL of HTTP.
+    pub fn has_url(&self) -> bool {
+        url::Url::parse(&self.endpoint)
+            .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host())
+    }
+}
+
+impl HubToken {
+    /// This token, or else that in a file.
+    pub fn new(given: Option<String>, file: Option<PathBuf>) -> HubToken {
+        HubToken { given, file }
+    }
+
+    /// The file with the token, if one is named.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
+    }
+
+    /// The token, if there is one. A file has it in one line; one that is given goes as it is, and is refused where it has several.
+    pub fn read(&self) -> Option<String> {
+        let from_file = || {
+            let text = gpu::text_bounded(self.file.as_ref()?, TOKEN_BYTES).ok()?;
+            Some(text).filter(|text| !text.trim().contains(char::is_control))
+        };
+        let token = self.given.clone().or_else(from_file)?.trim().to_owned();
+        Some(token).filter(|token| !token.is_empty())
+    }
+}

@@ -1,0 +1,162 @@
+//! The layers of the configuration, laid over each other. What is no section or setting by its shape is a mistake of its own, told
+//! once, and left out: it would hide every setting below it.
+
+use std::path::Path;
+
+use figment::providers::{Format as _, Serialized, Toml};
+use figment::value::{Dict, Map, Value};
+use figment::{Figment, Metadata, Profile, Provider, Source};
+
+use super::reader::{EMBEDDED, ENVIRONMENT, meant, not_there, variable};
+use super::{DEFAULTS, Flags, environment};
+
+/// Layers, and what is wrong with them.
+pub(super) struct Layers {
+    pub(super) figment: Figment,
+    pub(super) mistakes: Vec<String>,
+    /// Every section with its settings.
+    known: Dict,
+}
+
+/// A layer of values.
+struct Layer {
+    metadata: Metadata,
+    values: Map<Profile, Dict>,
+}
+
+impl Provider for Layer {
+    fn metadata(&self) -> Metadata {
+        self.metadata.clone()
+    }
+
+    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        Ok(self.values.clone())
+    }
+}
+
+impl Layers {
+    /// The defaults alone.
+    pub(super) fn new() -> Layers {
+        let mut layers = Layers {
+            figment: Figment::new(),
+            mistakes: Vec::new(),
+            known: Dict::new(),
+        };
+        let defaults = Toml::string(DEFAULTS);
+        if let Ok(values) = defaults.data() {
+            layers.known = values.into_values().next().unwrap_or_default();
+        }
+        layers.figment = layers.figment.merge(Layer {
+            metadata: Metadata::named("defaults").source(Source::Custom(EMBEDDED.to_owned())),
+            values: Map::from([(Profile::Default, layers.known.clone())]),
+        });
+        layers
+    }
+
+    /// Lays the text of a file over the rest.
+    ///
+    /// # Errors
+    /// When it is no TOML.
+    pub(super) fn add_file(&mut self, path: &Path, text: &str) -> Result<(), String> {
+        let source = path.display().to_string();
+        let metadata = Metadata::named("file").source(Source::File(path.to_owned()));
+        self.add(metadata, &Toml::string(text), |_| source.clone())
+    }
+
+    /// Lays the variables of the environment over the rest.
+    pub(super) fn add_environment(&mut self) {
+        let metadata = Metadata::named("variables").source(Source::Custom(ENVIRONMENT.to_owned()));
+        if let Err(problem) = self.add(metadata, &environment(), variable) {
+            self.mistakes.push(problem);
+        }
+    }
+
+    /// Lays flags over the rest, the last over all.
+    pub(super) fn add_flags(&mut self, flags: Flags) {
+        for (name, value) in flags {
+            let problem = match value {
+                _ if name.is_empty() => "names no setting; write --set NAME=VALUE".to_owned(),
+                _ if name.split('.').any(str::is_empty) => {
+                    let settings = names_in("", &self.known);
+                    not_there("setting", meant(&name, settings.iter().map(String::as_str)))
+                }
+                None => format!("has no value; write --set {name}=VALUE"),
+                Some(value) => {
+                    let told = |_: &str| "flag".to_owned();
+                    match self.add(Metadata::named("flag"), &Serialized::default(&name, value), told) {
+                        Ok(()) => continue,
+                        Err(problem) => problem,
+                    }
+                }
+            };
+            self.mistakes.push(format!("{name} (flag): {problem}"));
+        }
+    }
+
+    fn add(
+        &mut self,
+        metadata: Metadata,
+        layer: &impl Provider,
+        source: impl Fn(&str) -> String,
+    ) -> Result<(), String> {
+        let mut values = layer.data().map_err(|problem| problem.kind.to_string())?;
+        for dict in values.values_mut() {
+            let mut misshapen = Vec::new();
+            leave_out_misshapen("", dict, &self.known, &mut misshapen);
+            let told = misshapen
+                .iter()
+                .map(|(name, problem)| format!("{name} ({}): {problem}", source(name)));
+            self.mistakes.extend(told);
+        }
+        let layer = Layer { metadata, values };
+        self.figment = std::mem::take(&mut self.figment).merge(layer);
+        Ok(())
+    }
+}
+
+/// Takes values out of a layer that stand where a section is, and sections that stand where a setting is: each by its name, and with
+/// what is wrong.
+fn leave_out_misshapen(prefix: &str, values: &mut Dict, known: &Dict, found: &mut Vec<(String, String)>) {
+    values.retain(|key, value| {
+        let name = below(prefix, key);
+        match (known.get(key), value) {
+            (Some(Value::Dict(_, known)), Value::Dict(_, values)) => {
+                leave_out_misshapen(&name, values, known, found);
+                true
+            }
+            (Some(Value::Dict(_, known)), _) => {
+                let example = names_in(&name, known).into_iter().next();
+                let of = example.map_or_else(String::new, |example| format!(" such as {example}"));
+                found.push((
+                    name,
+                    format!("is a section, and has no value itself: name a setting in it{of}"),
+                ));
+                false
+            }
+            (Some(_), Value::Dict(..)) => {
+                found.push((name, "is a setting, and has no others in it".to_owned()));
+                false
+            }
+            (Some(_) | None, _) => true,
+        }
+    });
+}
+
+/// The names of all settings in a section.
+fn names_in(prefix: &str, section: &Dict) -> Vec<String> {
+    let names = section.iter().flat_map(|(key, value)| {
+        let name = below(prefix, key);
+        match value {
+            Value::Dict(_, section) => names_in(&name, section),
+            _ => vec![name],
+        }
+    });
+    names.collect()
+}
+
+fn below(prefix: &str, key: &str) -> String {
+    match prefix.is_empty() {
+        true => key.to_owned(),
+        false => format!("{prefix}.{key}"),
+    }
+}

@@ -1,0 +1,203 @@
+//! The sections of the configuration, setting by setting.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use gpu::ProfileName;
+use ops::Fp8Products;
+use residency::{Bytes, Policy};
+
+use super::reader::{MOST_MEMORY, Reader};
+use super::{
+    Address, CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
+    QueueSettings, ServiceSettings, SettingsOfModel, state_folder, user_at_host,
+};
+use crate::log_filter::check_filter;
+
+/// A message of less has no room for a prompt and a small picture.
+const LEAST_MESSAGE: Bytes = Bytes(64 << 10);
+/// The length of a message of gRPC is written in four bytes.
+const MOST_MESSAGE: Bytes = Bytes(u32::MAX as u64);
+/// With less no picture is ever sent.
+const LEAST_RESULTS: Bytes = Bytes(1 << 20);
+/// A worker that answers says so within it.
+const LEAST_OF_WORKERS: Duration = Duration::from_secs(1);
+/// A client far away says something within it.
+const LEAST_OF_CLIENTS: Duration = Duration::from_millis(100);
+/// What is kept for a later request is there for it.
+const LEAST_KEPT: Duration = Duration::from_secs(1);
+
+impl ServiceSettings {
+    pub(super) fn read(r: &mut Reader) -> ServiceSettings {
+        ServiceSettings {
+            listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
+            token_file: r.optional_path("service.token_file"),
+            max_message: r.size_within("service.max_message", LEAST_MESSAGE, MOST_MESSAGE),
+            drain: r.duration("service.drain"),
+            state: r.optional_path("service.state").unwrap_or_else(state_folder),
+        }
+    }
+}
+
+impl ModelSettings {
+    pub(super) fn read(r: &mut Reader) -> ModelSettings {
+        ModelSettings {
+            folders: r.paths("models.folders"),
+            adapters: r.paths("models.adapters"),
+            comfyui: r.paths("models.comfyui"),
+            default: r.optional_text("models.default"),
+            paths: r
+                .table::<String>("models.paths")
+                .into_iter()
+                .map(|(id, path)| (id, r.path_of("models.paths", &path)))
+                .collect(),
+            preload: r.words("models.preload"),
+            pinned: r.words("models.pinned"),
+            settings: settings_of_models(r),
+        }
+    }
+}
+
+impl CardSettings {
+    pub(super) fn read(r: &mut Reader) -> CardSettings {
+        CardSettings {
+            devices: r.parsed_list("cards.devices"),
+            profile: r.choice("cards.profile", &profiles()),
+            policy: r.choice(
+                "cards.policy",
+                &[
+                    ("", None),
+                    ("shared", Some(Policy::Shared)),
+                    ("exclusive", Some(Policy::Exclusive)),
+                ],
+            ),
+            headroom: r.size("cards.headroom"),
+            slack_limit: r.optional_size("cards.slack_limit"),
+            release_threshold: r.optional_size("cards.release_threshold"),
+            staging: r.optional_size("cards.staging"),
+            staging_chunk: r.optional_size("cards.staging_chunk"),
+            fp8_products: r.choice(
+                "cards.fp8_products",
+                &[
+                    ("auto", Fp8Products::Auto),
+                    ("never", Fp8Products::Never),
+                    ("always", Fp8Products::Always),
+                ],
+            ),
+        }
+    }
+}
+
+impl QueueSettings {
+    pub(super) fn read(r: &mut Reader) -> QueueSettings {
+        QueueSettings {
+            max_jobs: r.at_least("queue.max_jobs", 1),
+            max_jobs_per_client: r.at_least("queue.max_jobs_per_client", 1),
+            overtaking_bound: r.at_least("queue.overtaking_bound", 0),
+            patience_after_eviction: r.duration("queue.patience_after_eviction"),
+            patience_foreign: r.duration("queue.patience_foreign"),
+            text_cache: r.size("queue.text_cache"),
+            latents: r.size("queue.latents"),
+            latent_ttl: r.time_from("queue.latent_ttl", LEAST_KEPT),
+            keep_alive: r.optional_duration("queue.keep_alive"),
+            unload_when_idle: r.unload_when_idle("queue.unload_when_idle"),
+            stall_limit: r.time_from("queue.stall_limit", LEAST_OF_WORKERS),
+            stall_floor: r.time_from("queue.stall_floor", LEAST_OF_WORKERS),
+            cancel_limit: r.time_from("queue.cancel_limit", LEAST_OF_WORKERS),
+        }
+    }
+}
+
+impl LimitSettings {
+    pub(super) fn read(r: &mut Reader) -> LimitSettings {
+        LimitSettings {
+            connections: r.at_least("limits.connections", 1),
+            connections_per_client: r.at_least("limits.connections_per_client", 1),
+            handshake: r.time_from("limits.handshake", LEAST_OF_CLIENTS),
+            calls: r.at_least("limits.calls", 1),
+            calls_per_client: r.at_least("limits.calls_per_client", 1),
+            uploads: r.size("limits.uploads"),
+            uploads_per_client: r.size("limits.uploads_per_client"),
+            upload_idle: r.time_from("limits.upload_idle", LEAST_OF_CLIENTS),
+            results: r.size_within("limits.results", LEAST_RESULTS, MOST_MEMORY),
+            results_per_client: r.size("limits.results_per_client"),
+            unread: r.time_from("limits.unread", LEAST_OF_CLIENTS),
+            media: r.size("limits.media"),
+            media_per_client: r.size("limits.media_per_client"),
+            holds_per_client: r.at_least("limits.holds_per_client", 1),
+            reservations_per_client: r.at_least("limits.reservations_per_client", 1),
+        }
+    }
+}
+
+impl QuantizationSettings {
+    pub(super) fn read(r: &mut Reader) -> QuantizationSettings {
+        QuantizationSettings {
+            keep_folder: r.optional_path("quantization.keep_folder"),
+            keep_limit: r.size_of_files("quantization.keep_limit"),
+        }
+    }
+}
+
+impl ClientSettings {
+    pub(super) fn read(r: &mut Reader) -> ClientSettings {
+        ClientSettings {
+            endpoint: r.checked_text("client.endpoint", |text| Address::of(text).map(drop)),
+            token_file: r.optional_path("client.token_file"),
+            ca_file: r.optional_path("client.ca_file"),
+            insecure_token: r.switch("client.insecure_token"),
+            name: Some(r.checked_text("client.name", name_of_client))
+                .filter(|name| !name.is_empty())
+                .unwrap_or_else(user_at_host),
+        }
+    }
+}
+
+impl LogSettings {
+    pub(super) fn read(r: &mut Reader) -> LogSettings {
+        LogSettings {
+            filter: Some(r.checked_text("log.filter", check_filter)).filter(|filter| !filter.is_empty()),
+            json: r.choice("log.format", &[("text", false), ("json", true)]),
+        }
+    }
+}
+
+/// `[models.settings]`.
+fn settings_of_models(r: &mut Reader) -> BTreeMap<String, SettingsOfModel> {
+    let settings: BTreeMap<String, SettingsOfModel> = r.table("models.settings");
+    for (id, own) in &settings {
+        let counts = [
+            ("steps", own.steps),
+            ("max_sequence_length", own.max_sequence_length),
+            ("width", own.width),
+            ("height", own.height),
+        ];
+        for (name, _) in counts.iter().filter(|(_, count)| *count == Some(0)) {
+            r.mistake(
+                "models.settings",
+                format!("{name} of {id:?} is 0, which is less than 1"),
+            );
+        }
+        if own.guidance.is_some_and(|guidance| !guidance.is_finite()) {
+            r.mistake(
+                "models.settings",
+                format!("guidance of {id:?} is no finite number"),
+            );
+        }
+    }
+    settings
+}
+
+/// Checks the name of a client, which the service shows to others.
+fn name_of_client(name: &str) -> Result<(), String> {
+    match name.chars().any(wording::is_obeyed) {
+        true => Err(format!("{name:?} has control characters in it: leave them out")),
+        false => Ok(()),
+    }
+}
+
+/// The values of `cards.profile`.
+fn profiles() -> Vec<(&'static str, Option<ProfileName>)> {
+    let named = ProfileName::ALL.map(|name| (name.as_str(), Some(name)));
+    std::iter::once(("auto", None)).chain(named).collect()
+}

@@ -1,0 +1,71 @@
+//! A bound that accounts share: one of them has so much at the most, and the last is for those that have nothing.
+
+/// The part of a bound that is kept for accounts that have nothing of it: an eighth.
+const KEPT_PART: u64 = 8;
+
+/// The bound of all accounts together, and that of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SharedBound {
+    pub(super) all: u64,
+    /// The last of it, for accounts that have nothing.
+    pub(super) kept: u64,
+}
+
+/// What more would exceed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Exceeded {
+    /// The bound of all accounts.
+    All,
+    /// That of one account.
+    Account,
+    /// What is left is kept for accounts that have nothing.
+    Kept,
+}
+
+impl SharedBound {
+    pub(super) fn new(all: u64) -> SharedBound {
+        let kept = all / KEPT_PART;
+        SharedBound { all, kept }
+    }
+
+    /// The most of one account.
+    pub(super) fn of_account(self) -> u64 {
+        self.all - self.kept
+    }
+
+    /// Whether an account may have more, where it has `own` of what is taken.
+    pub(super) fn check(self, taken: u64, own: u64, more: u64) -> Result<(), Exceeded> {
+        let (taken, own) = (taken.saturating_add(more), (own, own.saturating_add(more)));
+        if taken > self.all {
+            return Err(Exceeded::All);
+        }
+        if own.1 > self.of_account() {
+            return Err(Exceeded::Account);
+        }
+        match own.0 > 0 && taken > self.of_account() {
+            true => Err(Exceeded::Kept),
+            false => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_account_has_seven_eighths_and_the_last_is_for_those_that_have_nothing() {
+        let bound = SharedBound::new(16);
+        assert_eq!(bound.check(0, 0, 14), Ok(()));
+        assert_eq!(bound.check(0, 0, 15), Err(Exceeded::Account));
+        assert_eq!(bound.check(14, 13, 1), Err(Exceeded::Kept));
+        assert_eq!(bound.check(14, 0, 2), Ok(()));
+        assert_eq!(bound.check(15, 0, 2), Err(Exceeded::All));
+        assert_eq!(bound.check(u64::MAX, u64::MAX, 1), Err(Exceeded::All));
+        assert_eq!(
+            SharedBound::new(7).check(6, 6, 1),
+            Ok(()),
+            "an eighth of it is none"
+        );
+    }
+}

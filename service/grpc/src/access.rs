@@ -1,0 +1,186 @@
+//! Who may call: a layer that looks at the token of a call before anything else does.
+
+use std::convert::Infallible;
+use std::future::{Ready, ready};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use calls::Client;
+use futures::future::Either;
+use tokio::time::Instant;
+use tonic::body::Body;
+use tonic::codegen::Service;
+use tonic::codegen::http::header::AUTHORIZATION;
+use tonic::codegen::http::{HeaderMap, Request, Response};
+
+use crate::limits::client_of;
+use crate::methods::{Method, Needs, method_at};
+use crate::status::unauthenticated;
+
+/// The token that calls must carry, if there is one.
+#[derive(Clone)]
+pub struct Token {
+    expected: Option<Arc<str>>,
+    /// Time of the last refusal in the log.
+    last_refusal_log: Arc<Mutex<Option<Instant>>>,
+}
+
+/// A shorter one can be guessed.
+const LEAST_CHARACTERS: usize = 16;
+/// Least time between two refusals in the log.
+const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(1);
+
+impl Token {
+    /// This token; without one, calls need none.
+    ///
+    /// # Errors
+    /// When it is too short to be one: why, for people.
+    pub fn new(token: Option<&str>) -> Result<Token, String> {
+        if token.is_some_and(|token| token.len() < LEAST_CHARACTERS) {
+            return Err(format!("is shorter than {LEAST_CHARACTERS} characters"));
+        }
+        Ok(Token::expecting(token))
+    }
+
+    /// Whether calls need one.
+    pub(crate) fn is_set(&self) -> bool {
+        self.expected.is_some()
+    }
+
+    fn expecting(token: Option<&str>) -> Token {
+        Token {
+            expected: token.map(Arc::from),
+            last_refusal_log: Arc::default(),
+        }
+    }
+}
+
+impl Token {
+    /// Looks for the token in the headers of a call.
+    ///
+    /// # Errors
+    /// When there is none, or a wrong one: why, for people.
+    pub(crate) fn check(&self, headers: &HeaderMap) -> Result<(), &'static str> {
+        let Some(expected) = &self.expected else {
+            return Ok(());
+        };
+        let sent = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+        match sent.and_then(bearer) {
+            Some(token) if same(token.as_bytes(), expected.as_bytes()) => Ok(()),
+            Some(_) => Err("the token is wrong"),
+            None => Err("this service requires a token: send `authorization: Bearer TOKEN`"),
+        }
+    }
+
+    /// Logs a refusal; one a second at the most, so that an attack cannot fill the disk.
+    pub(crate) fn log_refusal(&self, client: Client, why: &str) {
+        let mut last_refusal_log = self
+            .last_refusal_log
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if last_refusal_log.is_some_and(|last_refusal_log| last_refusal_log.elapsed() < REFUSAL_LOG_INTERVAL)
+        {
+            return;
+        }
+        *last_refusal_log = Some(Instant::now());
+        let client = client.map_or_else(|| "unknown".to_owned(), |client| client.to_string());
+        tracing::warn!(client, why, "a call was refused");
+    }
+}
+
+/// A call that was let in, in the extensions of its request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Admitted {
+    pub(crate) method: &'static Method,
+    /// Whether its caller has shown the token, or none is needed.
+    pub(crate) is_known: bool,
+}
+
+/// A service whose callers are known, or call what anybody may.
+#[derive(Clone)]
+pub(crate) struct Access<S> {
+    inner: S,
+    token: Token,
+}
+
+impl<S> Access<S> {
+    pub(crate) fn new(inner: S, token: Token) -> Access<S> {
+        Access { inner, token }
+    }
+}
+
+impl<S> Service<Request<Body>> for Access<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Either<Ready<Result<Response<Body>, Infallible>>, S::Future>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        let method = method_at(request.uri().path().trim_start_matches('/'));
+        let checked = self.token.check(request.headers());
+        if let Err(why) = checked
+            && method.needs != Needs::Nothing
+        {
+            self.token.log_refusal(client_of(&request), why);
+            return Either::Left(ready(Ok(unauthenticated(why).into_http())));
+        }
+        let is_known = checked.is_ok();
+        request.extensions_mut().insert(Admitted { method, is_known });
+        Either::Right(self.inner.call(request))
+    }
+}
+
+/// The token of a header. The scheme before it is case-insensitive (RFC 9110, 11.1).
+fn bearer(header: &str) -> Option<&str> {
+    let (scheme, token) = header.split_once(' ')?;
+    scheme
+        .eq_ignore_ascii_case("bearer")
+        .then(|| token.trim_start_matches(' '))
+}
+
+/// Constant-time comparison.
+fn same(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (x, y)| difference | (x ^ y)) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(token: &Token, header: Option<&'static str>) -> bool {
+        let headers = header.map(|header| (AUTHORIZATION, header.parse().unwrap()));
+        token.check(&headers.into_iter().collect()).is_ok()
+    }
+
+    #[test]
+    fn only_the_right_token_passes() {
+        let token = Token::expecting(Some("0123456789abcdef"));
+        assert!(call(&token, Some("Bearer 0123456789abcdef")));
+        assert!(call(&token, Some("bearer 0123456789abcdef")));
+        assert!(call(&token, Some("BEARER  0123456789abcdef")));
+        for wrong in [
+            None,
+            Some("Basic 0123456789abcdef"),
+            Some("Bearer0123456789abcdef"),
+            Some("Bearer 0123456789abcdeX"),
+            Some("Bearer "),
+            Some("0123456789abcdef"),
+        ] {
+            assert!(!call(&token, wrong), "{wrong:?}");
+        }
+        assert!(call(&Token::expecting(None), None));
+    }
+
+    #[test]
+    fn a_short_token_is_refused() {
+        assert!(Token::new(Some("short")).is_err());
+        assert!(Token::new(Some("0123456789abcdef")).is_ok());
+    }
+}

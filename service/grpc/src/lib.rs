@@ -1,0 +1,22 @@
+//! LISTENS. The calls of the service by gRPC: messages become calls of the crate `calls`, and what these answer becomes messages.
+//! It decides nothing but who may call, and how much a client may have open.
+
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
+
+mod access;
+mod convert;
+mod events;
+mod generation;
+mod health;
+mod hub;
+mod jobs;
+mod limits;
+mod methods;
+mod requests;
+mod residency;
+mod server;
+mod sessions;
+mod status;
+
+pub use access::Token;
+pub use server::{DoorSettings, TransportError, serve};

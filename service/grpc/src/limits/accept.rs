@@ -1,0 +1,338 @@
+//! Connections: a bound on their number, and a timeout of their handshake.
+
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures::Stream;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Instant, Sleep};
+use tonic::transport::server::{Connected, TcpConnectInfo};
+
+use super::entrance::{Entrance, Place};
+use calls::client_at;
+
+/// Pause before the next attempt when the system has no descriptor or memory for a connection.
+const PAUSE: Duration = Duration::from_millis(250);
+/// Least time between two log lines of one kind.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+/// Bytes that an HTTP/2 client sends first: the preface, and the head of its SETTINGS frame.
+const HANDSHAKE_BYTES: usize = 24 + 9;
+
+pub(crate) type Connections = Pin<Box<dyn Stream<Item = io::Result<LimitedConnection>> + Send>>;
+
+/// What a connection must have done soon.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Handshake {
+    pub(super) limit: Duration,
+    /// Whether that is a call that counts, too, and not the beginning of HTTP/2 alone.
+    pub(super) needs_call: bool,
+}
+
+/// The connections of a listener; the stream never ends.
+pub(crate) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, handshake: Handshake) -> Connections {
+    Box::pin(async_stream::stream! {
+        let (mut full, mut out) = (LogInterval::default(), LogInterval::default());
+        loop {
+            let (stream, address) = match listener.accept().await {
+                Ok(accepted) => accepted,
+                Err(problem) if is_of_one_connection(&problem) => continue,
+                Err(problem) => {
+                    if out.allow() {
+                        tracing::error!(%problem, "no connection can be accepted; clients wait until that is over (`ulimit -n` bounds open files)");
+                    }
+                    tokio::time::sleep(PAUSE).await;
+                    continue;
+                }
+            };
+            let (place, left) = loop {
+                match entrance.enter(client_at(address)) {
+                    Ok(entered) => break entered,
+                    Err(ready) => tokio::time::sleep_until(ready).await,
+                }
+            };
+            if let Some(Some(client)) = left && full.allow() {
+                tracing::warn!(%client, "a connection without a call was closed to make room for a new one: a quarter of limits.connections is for those");
+            }
+            yield Ok(LimitedConnection::new(stream, address, handshake, place));
+        }
+    })
+}
+
+/// Whether an error of `accept` concerns that connection alone.
+fn is_of_one_connection(problem: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted, TimedOut};
+    matches!(
+        problem.kind(),
+        ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted | TimedOut
+    )
+}
+
+/// Limits how often something is logged: the time of its last line.
+#[derive(Default)]
+struct LogInterval(Option<Instant>);
+
+impl LogInterval {
+    /// Whether a line may be logged now, which starts the next interval.
+    fn allow(&mut self) -> bool {
+        let is_due = self.0.is_none_or(|last| last.elapsed() >= LOG_INTERVAL);
+        if is_due {
+            self.0 = Some(Instant::now());
+        }
+        is_due
+    }
+}
+
+/// A connection that has a place, and is closed when its handshake takes too long or its place is another's.
+#[derive(Debug)]
+pub(crate) struct LimitedConnection<S = TcpStream> {
+    stream: S,
+    info: ConnectionInfo,
+    handshake: Handshake,
+    /// Deadline of the handshake; `None` once it has come.
+    deadline: Option<Pin<Box<Sleep>>>,
+    missing: usize,
+}
+
+/// What the calls of a connection know of it.
+#[derive(Clone, Debug)]
+pub(crate) struct ConnectionInfo {
+    pub(super) tcp: TcpConnectInfo,
+    pub(super) place: Arc<Place>,
+}
+
+impl LimitedConnection {
+    fn new(
+        stream: TcpStream,
+        address: SocketAddr,
+        handshake: Handshake,
+        place: Arc<Place>,
+    ) -> LimitedConnection {
+        // Without it every small answer waits 40 ms for an acknowledgement. An error means that the connection is closed.
+        let _ = stream.set_nodelay(true);
+        let tcp = TcpConnectInfo {
+            local_addr: stream.local_addr().ok(),
+            remote_addr: Some(address),
+        };
+        LimitedConnection::over(stream, ConnectionInfo { tcp, place }, handshake)
+    }
+}
+
+impl<S> LimitedConnection<S> {
+    fn over(stream: S, info: ConnectionInfo, handshake: Handshake) -> LimitedConnection<S> {
+        LimitedConnection {
+            stream,
+            info,
+            handshake,
+            deadline: Some(Box::pin(tokio::time::sleep(handshake.limit))),
+            missing: HANDSHAKE_BYTES,
+        }
+    }
+
+    /// Why the connection must end now, if it must.
+    fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
+        if self.info.place.poll_closed(context.waker()) {
+            let problem = "another connection has its place: it made no call that counts";
+            return Poll::Ready(io::Error::new(io::ErrorKind::ConnectionAborted, problem));
+        }
+        let (needs_call, is_known) = (self.handshake.needs_call, self.info.place.is_known());
+        if self.missing == 0 && (is_known || !needs_call) {
+            self.deadline = None;
+        }
+        let Some(deadline) = &mut self.deadline else {
+            return Poll::Pending;
+        };
+        while deadline.as_mut().poll(context).is_ready() {
+            if self.missing > 0 || !self.info.place.is_in_use() {
+                let problem = match self.missing {
+                    0 => "the client made no call with the token",
+                    _ => "the client sent no HTTP/2 preface",
+                };
+                return Poll::Ready(io::Error::new(io::ErrorKind::TimedOut, problem));
+            }
+            deadline.as_mut().reset(Instant::now() + self.handshake.limit);
+        }
+        Poll::Pending
+    }
+}
+
+impl<S> Connected for LimitedConnection<S> {
+    type ConnectInfo = ConnectionInfo;
+
+    fn connect_info(&self) -> ConnectionInfo {
+        self.info.clone()
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        // Also while the client keeps sending: frames without a call are no calls.
+        if let Poll::Ready(end) = self.poll_end(context) {
+            return Poll::Ready(Err(end));
+        }
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        self.missing = self.missing.saturating_sub(buffer.filled().len() - before);
+        read
+    }
+}
+
+/// A client that does not read ends too, which only writing shows.
+impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(end) = self.poll_end(context) {
+            return Poll::Ready(Err(end));
+        }
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(end) = self.poll_end(context) {
+            return Poll::Ready(Err(end));
+        }
+        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    use calls::Budget;
+
+    const LIMIT: Duration = Duration::from_secs(10);
+    const OPEN: Handshake = Handshake {
+        limit: LIMIT,
+        needs_call: false,
+    };
+    const TOKEN: Handshake = Handshake {
+        limit: LIMIT,
+        needs_call: true,
+    };
+
+    fn entrance() -> Arc<Entrance> {
+        Entrance::new(Budget::new(9, 9), 9)
+    }
+
+    fn connection(
+        entrance: &Arc<Entrance>,
+        handshake: Handshake,
+    ) -> (
+        tokio::io::DuplexStream,
+        LimitedConnection<tokio::io::DuplexStream>,
+    ) {
+        let (client, server) = tokio::io::duplex(1024);
+        let tcp = TcpConnectInfo {
+            local_addr: None,
+            remote_addr: None,
+        };
+        let (place, _) = entrance.enter(None).unwrap();
+        let info = ConnectionInfo { tcp, place };
+        (client, LimitedConnection::over(server, info, handshake))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_without_a_complete_preface_is_closed() {
+        let entrance = entrance();
+        for said in [&b""[..], b"PRI * HTTP/2.0\r\n"] {
+            let (mut client, mut server) = connection(&entrance, OPEN);
+            client.write_all(said).await.unwrap();
+            let began = Instant::now();
+            let mut read = Vec::new();
+            let end = server.read_to_end(&mut read).await.unwrap_err();
+            assert_eq!((end.kind(), read), (io::ErrorKind::TimedOut, said.to_vec()));
+            assert_eq!(began.elapsed(), LIMIT);
+        }
+        assert_eq!(entrance.newcomers(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_may_be_idle_after_its_handshake() {
+        let entrance = entrance();
+        for (handshake, calls) in [(OPEN, false), (TOKEN, true)] {
+            let (mut client, mut server) = connection(&entrance, handshake);
+            client.write_all(&[7; HANDSHAKE_BYTES]).await.unwrap();
+            let mut said = [0; HANDSHAKE_BYTES];
+            server.read_exact(&mut said).await.unwrap();
+            if calls {
+                server.info.place.admit().unwrap();
+            }
+            let more = tokio::time::timeout(LIMIT * 1000, server.read_u8()).await;
+            assert!(more.is_err(), "{more:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_without_a_call_with_the_token_is_closed_whatever_it_sends() {
+        let entrance = entrance();
+        let (mut client, mut server) = connection(&entrance, TOKEN);
+        let public = server.info.place.public_call();
+        let sends = tokio::spawn(async move {
+            while client.write_all(&[7; HANDSHAKE_BYTES]).await.is_ok() {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        });
+        let began = Instant::now();
+        let mut read = vec![0; 1 << 20];
+        let meanwhile = tokio::time::timeout(LIMIT * 3, server.read_exact(&mut read)).await;
+        assert!(meanwhile.is_err(), "a call of health is open: {meanwhile:?}");
+        drop(public);
+        let end = server.read_exact(&mut read).await.unwrap_err();
+        assert_eq!(end.kind(), io::ErrorKind::TimedOut);
+        assert!(began.elapsed() <= LIMIT * 4, "{:?}", began.elapsed());
+        drop(server);
+        sends.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn the_oldest_connection_without_a_call_makes_room_for_a_new_one() {
+        use futures::StreamExt as _;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let entrance = Entrance::new(Budget::new(1, 1), 1);
+        let mut connections = accepted(listener, entrance, OPEN);
+        let _clients = [
+            TcpStream::connect(address).await.unwrap(),
+            TcpStream::connect(address).await.unwrap(),
+        ];
+        let mut first = connections.next().await.unwrap().unwrap();
+        let read = tokio::spawn(async move { first.read_u8().await });
+        let second = connections.next().await.unwrap().unwrap();
+        let end = read.await.unwrap().unwrap_err();
+        assert_eq!(end.kind(), io::ErrorKind::ConnectionAborted);
+        second.info.place.admit().unwrap();
+        let _third_client = TcpStream::connect(address).await.unwrap();
+        let third = connections.next().await.unwrap().unwrap();
+        assert!(third.info.place.admit().is_err(), "the known one stays");
+    }
+}

@@ -1,0 +1,85 @@
+//! Bounds on what clients have open: connections, calls, bytes that arrive and bytes that are not read. They hold whatever a
+//! client sends, leaves unfinished or does not read.
+
+mod accept;
+mod calls_layer;
+mod entrance;
+mod sent;
+mod uploads;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+
+use accept::{Handshake, accepted};
+use calls::Budget;
+pub(crate) use calls_layer::{Limited, client_of};
+use config::LimitSettings;
+use entrance::Entrance;
+use sent::Readers;
+
+/// The bounds of one service.
+pub(crate) struct Limits {
+    entrance: Arc<Entrance>,
+    handshake: Duration,
+    /// Whether a connection has to make a call with the token soon.
+    needs_token: bool,
+    calls: Arc<Budget>,
+    /// Calls that need no token and have none.
+    public_calls: Arc<Budget>,
+    /// Of them, those that last as long as their clients like.
+    endless_public_calls: Arc<Budget>,
+    /// Calls to look at jobs and cards, or to cancel, beyond `calls`.
+    spare_calls: Arc<Budget>,
+    uploads: Arc<Budget>,
+    upload_idle: Duration,
+    readers: Readers,
+    /// Of answers to calls without the token.
+    public_readers: Readers,
+}
+
+/// Most of the spare calls at a time.
+const SPARE_CALLS: u64 = 64;
+/// Most calls without the token at a time, of all clients and of one: probes of health, and tools that ask what there is.
+const PUBLIC_CALLS: u64 = 32;
+const PUBLIC_CALLS_PER_CLIENT: u64 = 8;
+/// Of them, those that last as long as their clients like: half, so that the rest is free again soon, whoever has all of these.
+const ENDLESS_PUBLIC_CALLS: u64 = PUBLIC_CALLS / 2;
+const ENDLESS_PUBLIC_CALLS_PER_CLIENT: u64 = PUBLIC_CALLS_PER_CLIENT / 2;
+/// How long the request of a call without the token may take as a whole, and its answer may stay unread.
+const PUBLIC_CALL: Duration = Duration::from_secs(30);
+/// Connections that have made no call yet are so many of those that have: a quarter.
+const NEWCOMERS_PART: u64 = 4;
+
+impl Limits {
+    pub(crate) fn new(settings: &LimitSettings, needs_token: bool, uploads: Arc<Budget>) -> Arc<Limits> {
+        let connections = Budget::with_places_kept(settings.connections, settings.connections_per_client);
+        let newcomers = usize::try_from(settings.connections / NEWCOMERS_PART).unwrap_or(usize::MAX);
+        Arc::new(Limits {
+            entrance: Entrance::new(connections, newcomers),
+            handshake: settings.handshake,
+            needs_token,
+            calls: Budget::with_places_kept(settings.calls, settings.calls_per_client),
+            public_calls: Budget::with_places_kept(PUBLIC_CALLS, PUBLIC_CALLS_PER_CLIENT),
+            endless_public_calls: Budget::with_places_kept(
+                ENDLESS_PUBLIC_CALLS,
+                ENDLESS_PUBLIC_CALLS_PER_CLIENT,
+            ),
+            spare_calls: Budget::new(SPARE_CALLS, SPARE_CALLS),
+            uploads,
+            upload_idle: settings.upload_idle,
+            readers: Readers::new(settings.unread),
+            public_readers: Readers::new(settings.unread.min(PUBLIC_CALL)),
+        })
+    }
+
+    /// The connections of a listener.
+    pub(super) fn accept(&self, listener: TcpListener) -> accept::Connections {
+        let handshake = Handshake {
+            limit: self.handshake,
+            needs_call: self.needs_token,
+        };
+        accepted(listener, self.entrance.clone(), handshake)
+    }
+}

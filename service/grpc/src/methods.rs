@@ -1,0 +1,253 @@
+//! The methods of this door, a row for each: what its calls may send, who may make them, which places they may take, and the
+//! capability that it announces.
+
+use std::time::Duration;
+
+use calls::SESSION_MESSAGE_BYTES;
+
+/// Most bytes of a request without media and latents. A prompt is 40 KB at the most.
+const SMALL_REQUEST_BYTES: u64 = 1 << 20;
+/// The same where the caller need not have a token.
+const PUBLIC_REQUEST_BYTES: u64 = 64 << 10;
+/// Longest silence of a session's client; the session itself ends earlier.
+const SESSION_IDLE: Duration = Duration::from_secs(2 * 3600);
+
+/// What is taken as request of a method.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Requests {
+    /// No media and no latents.
+    Small,
+    /// Media or latents.
+    Large,
+    /// The handler counts the messages as they come, and keeps them.
+    SelfCounted,
+    /// The request lasts as long as a session, which has its own limit of silence and takes short messages one by one.
+    Session,
+}
+
+impl Requests {
+    /// The longest request.
+    pub(crate) fn longest_bytes(self, is_public: bool) -> u64 {
+        match self {
+            Requests::Small if is_public => PUBLIC_REQUEST_BYTES,
+            Requests::Small => SMALL_REQUEST_BYTES,
+            Requests::Large | Requests::SelfCounted | Requests::Session => u64::MAX,
+        }
+    }
+
+    /// The longest message of a stream; `None` where a request is one message. A message that is arriving counts against the client,
+    /// and one that has come is its handler's to count.
+    pub(crate) fn longest_message_bytes(self) -> Option<u64> {
+        match self {
+            Requests::Small | Requests::Large => None,
+            Requests::SelfCounted => Some(u64::MAX), // as for other messages: service.max_message
+            Requests::Session => Some(SESSION_MESSAGE_BYTES),
+        }
+    }
+
+    /// The longest pause in a request, where others may have pauses of `usual`.
+    pub(crate) fn idle(self, usual: Duration) -> Duration {
+        match self {
+            Requests::Session => SESSION_IDLE,
+            Requests::Small | Requests::Large | Requests::SelfCounted => usual,
+        }
+    }
+}
+
+/// Who may call a method.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Needs {
+    /// Anybody.
+    Nothing,
+    /// Whoever has the token, where there is one.
+    Token,
+}
+
+/// A method of this door.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Method {
+    /// `package.Service/Method`.
+    pub(crate) path: &'static str,
+    pub(crate) requests: Requests,
+    pub(crate) needs: Needs,
+    /// It shows health, status or jobs, or cancels: its calls may take the spare places.
+    pub(crate) is_spare: bool,
+    /// Its answer lasts as long as its client likes.
+    pub(crate) is_endless: bool,
+    /// What `GetServerInfo` lists for it.
+    pub(crate) capability: Option<&'static str>,
+}
+
+impl Method {
+    /// One with small requests, for whoever has the token.
+    const fn new(path: &'static str) -> Method {
+        Method {
+            path,
+            requests: Requests::Small,
+            needs: Needs::Token,
+            is_spare: false,
+            is_endless: false,
+            capability: None,
+        }
+    }
+
+    /// One for anybody.
+    const fn public(path: &'static str) -> Method {
+        let method = Method::new(path);
+        Method {
+            needs: Needs::Nothing,
+            ..method
+        }
+    }
+
+    const fn takes(self, requests: Requests) -> Method {
+        Method { requests, ..self }
+    }
+
+    const fn spare(self) -> Method {
+        Method {
+            is_spare: true,
+            ..self
+        }
+    }
+
+    const fn endless(self) -> Method {
+        Method {
+            is_endless: true,
+            ..self
+        }
+    }
+
+    const fn announces(self, capability: &'static str) -> Method {
+        Method {
+            capability: Some(capability),
+            ..self
+        }
+    }
+}
+
+/// Every method, ours and those of health and reflection. A test holds it to the descriptors.
+#[rustfmt::skip] // a line each
+const METHODS: [Method; 34] = [
+    Method::new("moored.v1.Generation/GenerateImage").takes(Requests::Large).announces("text_to_image"),
+    Method::new("moored.v1.Generation/GenerateVideo").takes(Requests::Large),
+    Method::new("moored.v1.Generation/GenerateAudio"),
+    Method::new("moored.v1.Generation/StreamAudio").takes(Requests::Session).announces("audio_sessions"),
+    Method::new("moored.v1.Generation/EncodeImage").takes(Requests::Large).announces("encode_image"),
+    Method::new("moored.v1.Generation/DecodeLatent").announces("decode_latent"),
+    Method::new("moored.v1.Generation/GetLatent"),
+    Method::new("moored.v1.Generation/PutLatent").takes(Requests::Large).announces("latents"),
+    Method::new("moored.v1.Generation/ReleaseLatent"),
+    Method::new("moored.v1.Generation/PutMedia").takes(Requests::SelfCounted).announces("media"),
+    Method::new("moored.v1.Generation/ReleaseMedia"),
+    Method::new("moored.v1.Hub/PlanPull"),
+    Method::new("moored.v1.Hub/PullModel"),
+    Method::new("moored.v1.Jobs/List").spare(),
+    Method::new("moored.v1.Jobs/Cancel").spare(),
+    Method::new("moored.v1.Residency/ListModels"),
+    Method::new("moored.v1.Residency/Load"),
+    Method::new("moored.v1.Residency/Unload"),
+    Method::new("moored.v1.Residency/Pin"),
+    Method::new("moored.v1.Residency/Hold"),
+    Method::new("moored.v1.Residency/ReleaseHold"),
+    Method::new("moored.v1.Residency/Plan").takes(Requests::Large),
+    Method::new("moored.v1.Residency/GetStatus").spare(),
+    Method::new("moored.v1.Residency/WatchStatus"),
+    Method::new("moored.v1.Residency/Trim"),
+    Method::new("moored.v1.Residency/Reserve").announces("reserve"),
+    Method::new("moored.v1.Residency/ReleaseReservation"),
+    Method::new("moored.v1.Residency/Recycle"),
+    Method::new("moored.v1.Server/GetServerInfo"),
+    Method::public("grpc.health.v1.Health/Check").spare(),
+    Method::public("grpc.health.v1.Health/Watch").endless(),
+    Method::public("grpc.health.v1.Health/List"),
+    Method::public("grpc.reflection.v1.ServerReflection/ServerReflectionInfo"),
+    Method::public("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
+];
+
+/// One that is not there: it is refused when the token was seen.
+const UNKNOWN: Method = Method::new("");
+
+/// The method at a path without its first slash.
+pub(crate) fn method_at(path: &str) -> &'static Method {
+    METHODS
+        .iter()
+        .find(|method| method.path == path)
+        .unwrap_or(&UNKNOWN)
+}
+
+/// Capabilities of requests' fields, which no method has alone.
+const OF_FIELDS: [&str; 7] = [
+    "image_to_image",
+    "preview",
+    "quantization",
+    "adapters",
+    "mask",
+    "references",
+    "controlnet",
+];
+
+/// What this build can, as `GetServerInfo` lists it.
+pub(crate) fn capabilities() -> impl Iterator<Item = &'static str> {
+    METHODS
+        .iter()
+        .filter_map(|method| method.capability)
+        .chain(OF_FIELDS)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use prost::Message as _;
+    use prost_types::field_descriptor_proto::Type;
+    use prost_types::{DescriptorProto, FileDescriptorSet};
+
+    use super::*;
+    use api::v1;
+
+    /// Requests of a method that has them under the name of a type.
+    fn has_bytes(
+        name: &str,
+        messages: &BTreeMap<String, DescriptorProto>,
+        seen: &mut BTreeSet<String>,
+    ) -> bool {
+        let Some(message) = messages.get(name).filter(|_| seen.insert(name.to_owned())) else {
+            return false;
+        };
+        message.field.iter().any(|field| match field.r#type() {
+            Type::Bytes => true,
+            Type::Message => has_bytes(field.type_name(), messages, seen),
+            _ => false,
+        })
+    }
+
+    #[test]
+    fn every_method_has_a_row_with_the_size_of_its_requests() {
+        let files = FileDescriptorSet::decode(v1::DESCRIPTORS).unwrap().file;
+        let ours = || files.iter().filter(|file| file.package() == "moored.v1");
+        let messages: BTreeMap<String, DescriptorProto> = ours()
+            .flat_map(|file| &file.message_type)
+            .map(|message| (format!(".moored.v1.{}", message.name()), message.clone()))
+            .collect();
+        let mut rows: BTreeSet<&str> = METHODS.iter().map(|method| method.path).collect();
+        assert_eq!(rows.len(), METHODS.len(), "a method has two rows");
+        for service in ours().flat_map(|file| &file.service) {
+            for method in &service.method {
+                let path = format!("moored.v1.{}/{}", service.name(), method.name());
+                assert!(rows.remove(path.as_str()), "{path} has no row");
+                let row = method_at(&path);
+                let is_large = has_bytes(method.input_type(), &messages, &mut BTreeSet::new());
+                let is_session = row.requests == Requests::Session;
+                assert!(
+                    is_session || is_large != (row.requests == Requests::Small),
+                    "{path}"
+                );
+                assert_eq!(row.needs, Needs::Token, "{path}");
+            }
+        }
+        let others = ["grpc.health.v1.", "grpc.reflection."];
+        let is_other = |path: &&str| others.iter().any(|package| path.starts_with(package));
+        assert!(rows.iter().all(|path| is_other(path)), "{rows:?}");
+    }
+}

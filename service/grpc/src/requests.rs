@@ -1,0 +1,392 @@
+//! Requests of the protocol as calls of the service.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use api::v1;
+use calls::{
+    Asked, AskedAdapter, AskedControl, AskedDecode, AskedEncode, AskedFormats, AskedLoad, AskedOptions,
+    AskedReservation, AskedTask, AskedTrack, Caller, Encoding, LatentDescription, MediaDescription, ModelRef,
+    OfMedium, PictureInput, Planned, invalid,
+};
+use engine::Error;
+use engine::job::{Call, Priority};
+use model::{MediaFormat, StrengthPoint};
+use residency::Bytes;
+use tonic::Request;
+
+/// The caller of a request: its address, and how long it waits.
+pub(crate) fn caller_of<T>(request: &Request<T>) -> Caller {
+    let timeout = request
+        .metadata()
+        .get("grpc-timeout")
+        .and_then(|value| value.to_str().ok())
+        .and_then(timeout_of);
+    let address: Option<SocketAddr> = request.remote_addr();
+    Caller::new(address, timeout)
+}
+
+/// `grpc-timeout`: at most eight digits and a unit.
+fn timeout_of(header: &str) -> Option<Duration> {
+    let unit = header.chars().last()?;
+    let digits = header.strip_suffix(unit).filter(|digits| digits.len() <= 8)?;
+    let number: u32 = digits.parse().ok()?;
+    let unit = match unit {
+        'H' => Duration::from_secs(3600),
+        'M' => Duration::from_secs(60),
+        'S' => Duration::from_secs(1),
+        'm' => Duration::from_millis(1),
+        'u' => Duration::from_micros(1),
+        'n' => Duration::from_nanos(1),
+        _ => return None,
+    };
+    Some(unit * number)
+}
+
+/// A model, all of which may be left open.
+pub(crate) fn model_in(model: Option<v1::ModelRef>) -> ModelRef {
+    let model = model.unwrap_or_default();
+    let formats = model.quantization.unwrap_or_default();
+    ModelRef {
+        id: model.id,
+        revision: model.revision,
+        formats: AskedFormats {
+            preset: formats.preset,
+            components: formats.components.into_iter().collect(),
+        },
+        adapters: model.adapters.into_iter().map(adapter_in).collect(),
+    }
+}
+
+fn adapter_in(adapter: v1::Adapter) -> AskedAdapter {
+    let points = adapter.curve.into_iter();
+    AskedAdapter {
+        id: adapter.id,
+        strength: adapter.strength,
+        text_strength: adapter.text_strength,
+        curve: points.map(|point| (point.position, point.strength)).collect(),
+        ignore_unknown: adapter.ignore_unknown,
+    }
+}
+
+fn picture_in(picture: v1::PictureInput) -> PictureInput {
+    PictureInput {
+        data: picture.data,
+        media_id: picture.media_id,
+    }
+}
+
+fn control_in(control: v1::Control) -> AskedControl {
+    AskedControl {
+        id: control.id,
+        image: picture_in(control.image.unwrap_or_default()),
+        scale: control.scale,
+        start: control.start,
+        end: control.end,
+        mode: control.mode,
+    }
+}
+
+/// Options of a job.
+pub(crate) fn options_in(options: v1::JobOptions) -> AskedOptions {
+    AskedOptions {
+        client_id: options.client_id,
+        priority: priority_in(options.priority),
+        patience: options.patience_ms.map(Duration::from_millis),
+        allow_low_memory: options.allow_low_memory,
+        headroom: Bytes(options.headroom_bytes.unwrap_or(0)),
+        card: options.card,
+        idempotency_key: options.idempotency_key,
+        detach: options.detach,
+    }
+}
+
+fn priority_in(priority: i32) -> Priority {
+    match v1::Priority::try_from(priority) {
+        Ok(v1::Priority::Low) => Priority::Low,
+        Ok(v1::Priority::High) => Priority::High,
+        Ok(v1::Priority::Normal | v1::Priority::Unspecified) | Err(_) => Priority::Normal,
+    }
+}
+
+/// A request with the fields that those of all media have under the same names, and these.
+macro_rules! asked {
+    ($request:ident, $($field:ident: $value:expr),* $(,)?) => {
+        Asked {
+            model: model_in($request.model),
+            prompt: $request.prompt,
+            steps: $request.steps,
+            guidance: $request.guidance,
+            negative_prompt: $request.negative_prompt,
+            true_guidance: $request.true_guidance,
+            seed: $request.seed,
+            max_sequence_length: $request.max_sequence_length,
+            strength: $request.strength,
+            count: $request.count,
+            init_latent: named($request.init_latent_id),
+            init_media: named($request.init_media_id),
+            keep_latent: $request.keep_latent,
+            latent_only: $request.latent_only,
+            omit_metadata: $request.omit_metadata,
+            options: $request.options.map(options_in),
+            $($field: $value,)*
+            ..Asked::default()
+        }
+    };
+}
+
+/// An id that is left open is empty.
+fn named(id: String) -> Option<String> {
+    Some(id).filter(|id| !id.is_empty())
+}
+
+/// A request for pictures.
+pub(crate) fn image_in(request: v1::GenerateImageRequest) -> Asked {
+    let encoding = match v1::OutputFormat::try_from(request.output) {
+        Ok(v1::OutputFormat::RawRgb) => Encoding::Raw,
+        _ => Encoding::Png,
+    };
+    asked! {
+        request,
+        call: Call::GenerateImage,
+        width: request.width,
+        height: request.height,
+        init_image: request.init_image,
+        mask: request.mask.map(picture_in),
+        references: request.references.into_iter().map(picture_in).collect(),
+        controls: request.controls.into_iter().map(control_in).collect(),
+        preview_interval_ms: request.preview_interval_ms,
+        encoding: Some(encoding),
+        of_medium: OfMedium::Image,
+    }
+}
+
+/// A request for films.
+pub(crate) fn film_in(request: v1::GenerateVideoRequest) -> Asked {
+    asked! {
+        request,
+        call: Call::GenerateVideo,
+        width: request.width,
+        height: request.height,
+        init_image: request.init_image,
+        preview_interval_ms: request.preview_interval_ms,
+        encoding: Some(film_encoding_in(request.output)),
+        of_medium: OfMedium::Video {
+            frames: request.frames,
+            frames_per_second: request.frames_per_second,
+            seconds: request.seconds,
+            frames_at_a_time: request.frames_at_a_time,
+        },
+    }
+}
+
+/// A request for tracks.
+pub(crate) fn track_in(mut request: v1::GenerateAudioRequest) -> Asked {
+    let of_medium = OfMedium::Audio(take_track(&mut request));
+    let encoding = match v1::AudioFormat::try_from(request.output) {
+        Ok(v1::AudioFormat::Unspecified) => None,
+        Ok(v1::AudioFormat::RawS16le) => Some(Encoding::Raw),
+        Ok(v1::AudioFormat::Flac) => Some(Encoding::Flac),
+        Ok(v1::AudioFormat::WavAndFlac) => Some(Encoding::WavAndFlac),
+        Ok(v1::AudioFormat::Wav) | Err(_) => Some(Encoding::Wav),
+    };
+    asked! {
+        request,
+        call: Call::GenerateAudio,
+        encoding: encoding,
+        of_medium: of_medium,
+    }
+}
+
+/// How a film is sent.
+pub(crate) fn film_encoding_in(asked: i32) -> Encoding {
+    match v1::FilmFormat::try_from(asked) {
+        Ok(v1::FilmFormat::Mp4) => Encoding::Mp4,
+        Ok(v1::FilmFormat::RawFramesAndMp4) => Encoding::FramesAndMp4,
+        Ok(v1::FilmFormat::Unspecified | v1::FilmFormat::RawFrames) | Err(_) => Encoding::Raw,
+    }
+}
+
+/// Takes what is of tracks out of a request.
+fn take_track(request: &mut v1::GenerateAudioRequest) -> AskedTrack {
+    let v1::GenerateAudioRequest {
+        lyrics,
+        tracks,
+        reference_media_id,
+        key,
+        time_signature,
+        language,
+        strengths,
+        ..
+    } = request;
+    AskedTrack {
+        lyrics: std::mem::take(lyrics),
+        seconds: request.seconds,
+        task: task_in(request.task),
+        tracks: std::mem::take(tracks),
+        window_start_seconds: request.window_start_seconds,
+        window_end_seconds: request.window_end_seconds,
+        reference_media: Some(std::mem::take(reference_media_id)).filter(|id| !id.is_empty()),
+        beats_per_minute: request.beats_per_minute,
+        key: std::mem::take(key),
+        time_signature: std::mem::take(time_signature),
+        language: std::mem::take(language),
+        strengths: std::mem::take(strengths).into_iter().map(strength_in).collect(),
+    }
+}
+
+fn strength_in(point: v1::StrengthAt) -> StrengthPoint {
+    StrengthPoint {
+        seconds: point.seconds,
+        strength: point.strength,
+    }
+}
+
+fn task_in(task: i32) -> AskedTask {
+    match v1::AudioTask::try_from(task) {
+        Ok(v1::AudioTask::Unspecified) => AskedTask::TextToMusic,
+        Ok(v1::AudioTask::Repaint) => AskedTask::Repaint,
+        Ok(v1::AudioTask::Cover) => AskedTask::Cover,
+        Ok(v1::AudioTask::Extract) => AskedTask::Extract,
+        Ok(v1::AudioTask::Lego) => AskedTask::Lego,
+        Ok(v1::AudioTask::Complete) => AskedTask::Complete,
+        Err(_) => AskedTask::Unknown(task),
+    }
+}
+
+/// A picture to be encoded.
+pub(crate) fn encode_in(request: v1::EncodeImageRequest) -> AskedEncode {
+    AskedEncode {
+        model: model_in(request.model),
+        image: request.image.unwrap_or_default(),
+        width: request.width,
+        height: request.height,
+        seed: request.seed,
+        options: request.options.map(options_in),
+    }
+}
+
+/// A latent to be decoded.
+pub(crate) fn decode_in(request: v1::DecodeLatentRequest) -> AskedDecode {
+    AskedDecode {
+        model: model_in(request.model),
+        latent_id: request.latent_id,
+        raw: request.output == v1::OutputFormat::RawRgb as i32,
+        film: film_encoding_in(request.film_output),
+        options: request.options.map(options_in),
+    }
+}
+
+/// The description of a latent that is brought.
+pub(crate) fn latent_in(info: v1::LatentInfo) -> LatentDescription {
+    let tensors = info.tensors.into_iter();
+    LatentDescription {
+        decoder_id: info.vae_id,
+        dtype: info.dtype,
+        shape: info.shape,
+        tensors: tensors.map(|tensor| (tensor.name, tensor.shape)).collect(),
+    }
+}
+
+/// The description of media that is brought.
+pub(crate) fn media_in(info: v1::MediaInfo) -> MediaDescription {
+    use v1::media_info::Format;
+    MediaDescription {
+        media_type: info.media_type,
+        format: info.format.map(|format| match format {
+            Format::Image(v1::ImageFormat { width, height }) => MediaFormat::Image { width, height },
+            Format::Video(v1::VideoFormat {
+                width,
+                height,
+                frames,
+                frames_per_second,
+            }) => MediaFormat::Video {
+                width,
+                height,
+                frames,
+                frames_per_second,
+            },
+            Format::Audio(v1::AudioTrackFormat {
+                samples_per_second,
+                channels,
+                samples,
+            }) => MediaFormat::Audio {
+                samples_per_second,
+                channels,
+                samples,
+            },
+        }),
+    }
+}
+
+/// A model to be loaded.
+pub(crate) fn load_in(request: v1::LoadRequest) -> AskedLoad {
+    AskedLoad {
+        model: model_in(request.model),
+        components: request.components,
+        replace: request.replace.map(|old| model_in(Some(old))),
+        prove: request.prove,
+        options: request.options.map(options_in),
+    }
+}
+
+/// A request whose plan is asked for; a picture where none is named.
+pub(crate) fn planned_in(request: Option<v1::plan_request::Request>) -> Planned {
+    use v1::plan_request::Request as Named;
+    let asked = match request.unwrap_or(Named::Generate(v1::GenerateImageRequest::default())) {
+        Named::Generate(image) => image_in(image),
+        Named::Video(film) => film_in(film),
+        Named::Audio(track) => track_in(track),
+        Named::Model(model) => return Planned::Model(model_in(Some(model))),
+    };
+    Planned::Request(Box::new(asked))
+}
+
+/// Memory that is to be kept free.
+///
+/// # Errors
+/// When the time is no duration.
+pub(crate) fn reservation_in(request: v1::ReserveRequest) -> Result<AskedReservation, Error> {
+    Ok(AskedReservation {
+        bytes: Bytes(request.bytes),
+        ttl: ttl_in(request.ttl)?,
+        card: request.card,
+        label: request.label,
+        reservation_id: request.reservation_id,
+        process_id: request.process_id,
+    })
+}
+
+/// How long something is asked for.
+///
+/// # Errors
+/// When it is no duration.
+pub(crate) fn ttl_in(asked: Option<prost_types::Duration>) -> Result<Option<Duration>, Error> {
+    let Some(asked) = asked else { return Ok(None) };
+    // The conversion negates what is negative, and the least number of all has no positive one.
+    match asked.seconds < 0 || asked.nanos < 0 {
+        true => Err(invalid("ttl", "is negative")),
+        false => Duration::try_from(asked)
+            .map(Some)
+            .map_err(|_| invalid("ttl", "is no duration")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_are_read_in_every_unit() {
+        assert_eq!(timeout_of("5S"), Some(Duration::from_secs(5)));
+        assert_eq!(timeout_of("1500m"), Some(Duration::from_millis(1500)));
+        assert_eq!(timeout_of("2H"), Some(Duration::from_secs(7200)));
+        assert_eq!(timeout_of("x"), None);
+        assert_eq!(timeout_of(""), None);
+        assert_eq!(
+            timeout_of("99999999H"),
+            Some(Duration::from_secs(99_999_999 * 3600))
+        );
+        assert_eq!(timeout_of("9999999999999999999S"), None);
+    }
+}

@@ -1,0 +1,173 @@
+//! `moored.v1.Residency`.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use api::v1;
+use api::v1::residency_server;
+use calls::Residency;
+use futures::{Stream, StreamExt as _};
+use tonic::{Request, Response, Status};
+
+use crate::convert::{freed_out, kept_out, listed_out, plan_out, status_out};
+use crate::events::{EventStream, events_of};
+use crate::requests::{caller_of, load_in, model_in, planned_in, reservation_in, ttl_in};
+use crate::status::status_of;
+
+/// The calls of `moored.v1.Residency`.
+pub(crate) struct ResidencyDoor(pub(crate) Residency);
+
+#[tonic::async_trait]
+impl residency_server::Residency for ResidencyDoor {
+    async fn list_models(
+        &self,
+        request: Request<v1::ListModelsRequest>,
+    ) -> Result<Response<v1::ListModelsResponse>, Status> {
+        let listing = self.0.list_models(request.into_inner().rescan).await;
+        let listing = listing.map_err(|e| status_of(&e))?;
+        let adapters = listing.adapters.iter().map(|adapter| v1::AdapterInfo {
+            bytes: adapter.bytes,
+            kind: adapter.kind_name().to_owned(),
+            id: adapter.id.clone(),
+        });
+        let others = listing.others.into_iter().map(|other| v1::OtherFile {
+            name: other.name,
+            what: other.what,
+        });
+        Ok(Response::new(v1::ListModelsResponse {
+            models: listing.models.iter().map(listed_out).collect(),
+            adapters: adapters.collect(),
+            others: others.collect(),
+        }))
+    }
+
+    type LoadStream = EventStream;
+
+    async fn load(&self, request: Request<v1::LoadRequest>) -> Result<Response<EventStream>, Status> {
+        let caller = caller_of(&request);
+        let started = self.0.load(load_in(request.into_inner()), &caller).await;
+        events_of(started)
+    }
+
+    async fn unload(
+        &self,
+        request: Request<v1::UnloadRequest>,
+    ) -> Result<Response<v1::UnloadResponse>, Status> {
+        let caller = caller_of(&request);
+        let request = request.into_inner();
+        let (model, force) = (model_in(request.model), request.force);
+        let report = self.0.unload(model, request.client_id, force, &caller).await;
+        let report = report.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::UnloadResponse {
+            freed: report.freed.iter().map(freed_out).collect(),
+            kept: report.kept.iter().map(kept_out).collect(),
+            cancelled_jobs: report.cancelled_jobs.iter().map(ToString::to_string).collect(),
+        }))
+    }
+
+    async fn pin(&self, request: Request<v1::PinRequest>) -> Result<Response<v1::PinResponse>, Status> {
+        let request = request.into_inner();
+        let pinned = self.0.pin(model_in(request.model), request.unpin).await;
+        let pinned = pinned.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::PinResponse { pinned }))
+    }
+
+    async fn hold(&self, request: Request<v1::HoldRequest>) -> Result<Response<v1::HoldResponse>, Status> {
+        let caller = caller_of(&request);
+        let request = request.into_inner();
+        let held = async {
+            let ttl = ttl_in(request.ttl)?;
+            let model = model_in(request.model);
+            self.0.hold(model, request.client_id, ttl, &caller).await
+        };
+        let (hold_id, ttl) = held.await.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::HoldResponse {
+            hold_id,
+            ttl: prost_types::Duration::try_from(ttl).ok(),
+        }))
+    }
+
+    async fn release_hold(
+        &self,
+        request: Request<v1::ReleaseHoldRequest>,
+    ) -> Result<Response<v1::ReleaseHoldResponse>, Status> {
+        let released = self.0.release_hold(&request.into_inner().hold_id).await;
+        Ok(Response::new(v1::ReleaseHoldResponse { released }))
+    }
+
+    async fn plan(&self, request: Request<v1::PlanRequest>) -> Result<Response<v1::PlanResponse>, Status> {
+        let caller = caller_of(&request);
+        let request = request.into_inner();
+        let planned = planned_in(request.request);
+        let plan = self.0.plan(planned, &request.card, &caller).await;
+        let plan = plan.map_err(|e| status_of(&e))?;
+        Ok(Response::new(plan_out(&plan)))
+    }
+
+    async fn get_status(
+        &self,
+        _request: Request<v1::GetStatusRequest>,
+    ) -> Result<Response<v1::Status>, Status> {
+        Ok(Response::new(status_out(&self.0.status().await)))
+    }
+
+    type WatchStatusStream = Pin<Box<dyn Stream<Item = Result<v1::Status, Status>> + Send>>;
+
+    async fn watch_status(
+        &self,
+        request: Request<v1::WatchStatusRequest>,
+    ) -> Result<Response<Self::WatchStatusStream>, Status> {
+        let interval = Duration::from_millis(request.into_inner().interval_ms.into());
+        let statuses = self.0.watch_status(interval).map_err(|e| status_of(&e))?;
+        Ok(Response::new(Box::pin(
+            statuses.map(|status| Ok(status_out(&status))),
+        )))
+    }
+
+    async fn trim(&self, request: Request<v1::TrimRequest>) -> Result<Response<v1::TrimResponse>, Status> {
+        let freed = self.0.trim(&request.into_inner().card).await;
+        let freed = freed.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::TrimResponse { freed_bytes: freed.0 }))
+    }
+
+    async fn reserve(
+        &self,
+        request: Request<v1::ReserveRequest>,
+    ) -> Result<Response<v1::ReserveResponse>, Status> {
+        let caller = caller_of(&request);
+        let asked = reservation_in(request.into_inner()).map_err(|e| status_of(&e))?;
+        let reserved = self.0.reserve(asked, &caller).await;
+        let reserved = reserved.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::ReserveResponse {
+            reservation_id: reserved.id,
+            bytes: reserved.bytes.0,
+            evicted: reserved.evicted.iter().map(freed_out).collect(),
+            card: reserved.card,
+        }))
+    }
+
+    async fn release_reservation(
+        &self,
+        request: Request<v1::ReleaseReservationRequest>,
+    ) -> Result<Response<v1::ReleaseReservationResponse>, Status> {
+        let id = request.into_inner().reservation_id;
+        let released = self.0.release_reservation(&id).await;
+        Ok(Response::new(v1::ReleaseReservationResponse { released }))
+    }
+
+    async fn recycle(
+        &self,
+        request: Request<v1::RecycleRequest>,
+    ) -> Result<Response<v1::RecycleResponse>, Status> {
+        let caller = caller_of(&request);
+        let v1::RecycleRequest {
+            card,
+            client_id,
+            force,
+            ..
+        } = request.into_inner();
+        let cards = self.0.recycle(&card, client_id, force, &caller).await;
+        let cards = cards.map_err(|e| status_of(&e))?;
+        Ok(Response::new(v1::RecycleResponse { cards }))
+    }
+}

@@ -1,0 +1,374 @@
+//! Errors become statuses, in one exhaustive match: code, stable reason, and what a client can act on.
+
+use std::time::Duration;
+
+use api::v1;
+use api::v1::Reason;
+use calls::{invalid, words_of};
+use engine::library::NotOpened;
+use engine::{CancelledBy, Error, Shortfall};
+use hub::{PullError, PullFailure};
+use prost::Message as _;
+use prost_types::Any;
+use tonic::{Code, Status};
+use tonic_types::pb;
+
+use crate::convert::{fallback_out, holder_out};
+
+/// Domain of our `ErrorInfo`.
+const DOMAIN: &str = "moored";
+
+/// Retry delays that clients are told.
+const RETRY_FULL_QUEUE: Duration = Duration::from_secs(2);
+const RETRY_MEMORY: Duration = Duration::from_secs(5);
+const RETRY_CARD: Duration = Duration::from_secs(1);
+const RETRY_DISK: Duration = Duration::from_secs(10);
+
+/// The gRPC status of an error.
+pub(crate) fn status_of(error: &Error) -> Status {
+    if matches!(error, Error::LatentWithoutDecoder) {
+        return status_of(&invalid(
+            "info.vae_id",
+            "is empty; it says whose VAE the latent is of",
+        ));
+    }
+    let (code, reason) = code_of(error);
+    let mut details = vec![match error {
+        // The id is metadata too, so that no client parses the message.
+        Error::ModelNotFound { id } => info_with(reason, [("model", cut(id, LONGEST_PROBLEM_CHARACTERS))]),
+        Error::Cancelled(by) => {
+            let (how, client) = cancellation(by);
+            match client {
+                Some(client) => info_with(reason, [("how", how.to_owned()), ("by", client.to_owned())]),
+                None => info_with(reason, [("how", how.to_owned())]),
+            }
+        }
+        Error::NotOpened(NotOpened::Silent { .. }) => disk_info(SILENT),
+        Error::NotOpened(NotOpened::Busy { .. }) => disk_info(BUSY),
+        _ => error_info(reason),
+    }];
+    match error {
+        Error::Invalid(fields) => details.push(bad_request(fields)),
+        Error::Adapter { name, problem } => {
+            let field = format!("model.adapters[{name}]");
+            details.push(bad_request(&[model::RequestError::new(field, problem)]));
+        }
+        Error::NeverFits(shortfall) | Error::OutOfMemory(shortfall) => details.push(memory(shortfall)),
+        Error::MemoryTaken(shortfall) => {
+            details.push(memory(shortfall));
+            details.push(retry(RETRY_MEMORY));
+        }
+        Error::QueueFull { .. }
+        | Error::TooManyJobs(_)
+        | Error::InputsFull { .. }
+        | Error::ClientLimit(_)
+        | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
+        Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
+        Error::NotOpened(_) => details.push(retry(RETRY_DISK)),
+        Error::ModelNotFound { .. }
+        | Error::ModelDamaged(_)
+        | Error::ModelChanged(_)
+        | Error::ModelUnsupported(_)
+        | Error::Deadline { .. }
+        | Error::Cancelled(_)
+        | Error::SlowReader { .. }
+        | Error::WorkerDied { .. }
+        | Error::WorkerSilent { .. }
+        | Error::NotFinite { .. }
+        | Error::LatentNotFound(_)
+        | Error::LatentWithoutDecoder
+        | Error::LatentMismatch(_)
+        | Error::JobNotFound(_)
+        | Error::KeyReused(_)
+        | Error::TooLargeToJoin(_)
+        | Error::Internal(_) => {}
+    }
+    with_details(code, &words_of(error), details)
+}
+
+/// The gRPC status of a failed pull.
+pub(crate) fn status_of_pull(error: &PullError) -> Status {
+    let (code, reason) = match error.kind() {
+        PullFailure::WrongName => return status_of(&invalid("id", error.to_string())),
+        PullFailure::ShuttingDown => return status_of(&Error::ShuttingDown),
+        PullFailure::DiskSilent => return with_disk(error, SILENT),
+        PullFailure::DiskBusy => return with_disk(error, BUSY),
+        PullFailure::DiskFull => (Code::ResourceExhausted, Reason::DiskFull),
+        PullFailure::NotSupported => (Code::FailedPrecondition, Reason::ModelUnsupported),
+        PullFailure::Failed => (Code::FailedPrecondition, Reason::PullFailed),
+    };
+    with_details(code, &error.to_string(), vec![error_info(reason)])
+}
+
+fn with_disk(error: &PullError, how: &str) -> Status {
+    let details = vec![disk_info(how), retry(RETRY_DISK)];
+    with_details(Code::Unavailable, &error.to_string(), details)
+}
+
+/// The status of a missing or wrong token.
+pub(crate) fn unauthenticated(problem: &str) -> Status {
+    with_details(
+        Code::Unauthenticated,
+        problem,
+        vec![error_info(Reason::Unauthenticated)],
+    )
+}
+
+/// The status of a client limit that would be exceeded.
+pub(crate) fn client_limit(problem: impl AsRef<str>) -> Status {
+    let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
+    with_details(Code::ResourceExhausted, problem.as_ref(), details)
+}
+
+/// How a job was cancelled, in the words of errors.proto, and by which client.
+fn cancellation(by: &CancelledBy) -> (&'static str, Option<&str>) {
+    match by {
+        CancelledBy::Call { client } => ("cancel", Some(client)),
+        CancelledBy::Unload { client, .. } => ("unload", Some(client)),
+        CancelledBy::Left => ("left", None),
+        CancelledBy::Unread => ("unread", None),
+    }
+}
+
+/// The stable reason of an error.
+pub(crate) fn reason_of(error: &Error) -> Reason {
+    code_of(error).1
+}
+
+fn code_of(error: &Error) -> (Code, Reason) {
+    match error {
+        Error::Invalid(_) | Error::Adapter { .. } | Error::LatentWithoutDecoder => {
+            (Code::InvalidArgument, Reason::InvalidRequest)
+        }
+        Error::ClientLimit(_) | Error::TooManyJobs(_) => (Code::ResourceExhausted, Reason::ClientLimit),
+        Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
+        Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
+        Error::ModelChanged(_) => (Code::Aborted, Reason::ModelChanged),
+        Error::ModelUnsupported(_) => (Code::FailedPrecondition, Reason::ModelUnsupported),
+        Error::NeverFits(_) => (Code::FailedPrecondition, Reason::NeverFits),
+        Error::MemoryTaken(_) => (Code::ResourceExhausted, Reason::MemoryTaken),
+        Error::OutOfMemory(_) => (Code::ResourceExhausted, Reason::OutOfMemory),
+        Error::QueueFull { .. } | Error::InputsFull { .. } => (Code::ResourceExhausted, Reason::QueueFull),
+        Error::SlowReader { .. } => (Code::ResourceExhausted, Reason::SlowReader),
+        Error::Deadline { .. } => (Code::DeadlineExceeded, Reason::Deadline),
+        Error::Cancelled(_) => (Code::Cancelled, Reason::Cancelled),
+        Error::WorkerDied { .. } | Error::WorkerSilent { .. } => (Code::Aborted, Reason::WorkerDied),
+        Error::CardNotReady(_) => (Code::Unavailable, Reason::CardNotReady),
+        Error::NotOpened(_) => (Code::Unavailable, Reason::DiskNotReady),
+        Error::NotFinite { .. } => (Code::Internal, Reason::NotFinite),
+        Error::LatentNotFound(_) => (Code::NotFound, Reason::LatentNotFound),
+        Error::LatentMismatch(_) => (Code::FailedPrecondition, Reason::LatentMismatch),
+        Error::JobNotFound(_) => (Code::NotFound, Reason::JobNotFound),
+        Error::KeyReused(_) | Error::TooLargeToJoin(_) => (Code::AlreadyExists, Reason::KeyReused),
+        Error::ShuttingDown => (Code::Unavailable, Reason::ShuttingDown),
+        Error::Internal(_) => (Code::Internal, Reason::Internal),
+    }
+}
+
+/// An error travels in headers, of which clients take 8 KiB: what repeats text of the client is cut.
+const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
+const LONGEST_PROBLEM_CHARACTERS: usize = 300;
+const MOST_LISTED: usize = 12;
+
+pub(crate) fn cut(text: &str, longest: usize) -> String {
+    match text.char_indices().nth(longest) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
+    let message = cut(message, LONGEST_MESSAGE_CHARACTERS);
+    let status = pb::Status {
+        code: code as i32,
+        message: message.clone(),
+        details,
+    };
+    Status::with_details(code, message, status.encode_to_vec().into())
+}
+
+fn any(name: &str, message: &impl prost::Message) -> Any {
+    Any {
+        type_url: format!("type.googleapis.com/{name}"),
+        value: message.encode_to_vec(),
+    }
+}
+
+fn error_info(reason: Reason) -> Any {
+    info_with(reason, [])
+}
+
+/// How a disk is not ready, in the words of errors.proto.
+const SILENT: &str = "silent";
+const BUSY: &str = "busy";
+
+fn disk_info(how: &str) -> Any {
+    info_with(Reason::DiskNotReady, [("how", how.to_owned())])
+}
+
+fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> Any {
+    let metadata = metadata.into_iter().map(|(name, value)| (name.to_owned(), value));
+    let info = pb::ErrorInfo {
+        reason: reason.as_str_name().to_owned(),
+        domain: DOMAIN.to_owned(),
+        metadata: metadata.collect(),
+    };
+    any("google.rpc.ErrorInfo", &info)
+}
+
+/// The wrong fields that a client is told of, each with its problem. Both may repeat what the client sent, so they are cut.
+pub(crate) fn told_of(fields: &[model::RequestError]) -> impl Iterator<Item = (String, String)> {
+    let cut = |text: &str| cut(text, LONGEST_PROBLEM_CHARACTERS);
+    let listed = fields.iter().take(MOST_LISTED);
+    listed.map(move |wrong| (cut(&wrong.field), cut(&wrong.problem)))
+}
+
+fn bad_request(fields: &[model::RequestError]) -> Any {
+    let field_violations = told_of(fields)
+        .map(|(field, description)| pb::bad_request::FieldViolation {
+            field,
+            description,
+            ..Default::default()
+        })
+        .collect();
+    any("google.rpc.BadRequest", &pb::BadRequest { field_violations })
+}
+
+fn retry(after: Duration) -> Any {
+    let retry_delay = prost_types::Duration::try_from(after).ok();
+    any("google.rpc.RetryInfo", &pb::RetryInfo { retry_delay })
+}
+
+fn memory(shortfall: &Shortfall) -> Any {
+    any("moored.v1.MemoryShortfall", &shortfall_out(shortfall))
+}
+
+/// The shortfall in errors and plans.
+pub(crate) fn shortfall_out(shortfall: &Shortfall) -> v1::MemoryShortfall {
+    v1::MemoryShortfall {
+        needed_bytes: shortfall.needed.0,
+        free_bytes: shortfall.free.0,
+        capacity_bytes: shortfall.capacity.0,
+        holders: shortfall
+            .holders
+            .iter()
+            .take(MOST_LISTED)
+            .map(holder_out)
+            .collect(),
+        fallbacks: shortfall
+            .fallbacks
+            .iter()
+            .take(MOST_LISTED)
+            .map(fallback_out)
+            .collect(),
+        stage: shortfall.stage.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn details(status: &Status) -> Vec<String> {
+        let decoded = pb::Status::decode(status.details()).unwrap();
+        assert_eq!(decoded.message, status.message());
+        decoded.details.into_iter().map(|any| any.type_url).collect()
+    }
+
+    #[test]
+    fn the_status_of_a_wrong_field_names_it() {
+        let status = status_of(&invalid("width", "17 is no multiple of 16; 16 or 32 would do"));
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("width"));
+        assert_eq!(
+            details(&status),
+            [
+                "type.googleapis.com/google.rpc.ErrorInfo",
+                "type.googleapis.com/google.rpc.BadRequest"
+            ]
+        );
+    }
+
+    #[test]
+    fn the_status_of_a_latent_without_a_decoder_names_the_field() {
+        let status = status_of(&Error::LatentWithoutDecoder);
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().starts_with("info.vae_id: is empty"), "{status}");
+        assert_eq!(details(&status).len(), 2);
+    }
+
+    #[test]
+    fn a_disk_that_does_not_answer_is_unavailable_and_says_when_to_try_again() {
+        let (path, folder, limit) = (
+            "/models/mine".to_owned(),
+            "/cache".to_owned(),
+            Duration::from_secs(60),
+        );
+        let silent = NotOpened::Silent {
+            path: path.clone(),
+            limit,
+        };
+        let busy = NotOpened::Busy { path, limit };
+        let silent_cache = PullError::DiskSilent {
+            folder: folder.clone(),
+            limit,
+        };
+        let busy_cache = PullError::DiskBusy { folder, limit };
+        for (status, how) in [
+            (status_of(&silent.into()), "silent"),
+            (status_of(&busy.into()), "busy"),
+            (status_of_pull(&silent_cache), "silent"),
+            (status_of_pull(&busy_cache), "busy"),
+        ] {
+            assert_eq!(status.code(), Code::Unavailable, "{status}");
+            assert_eq!(
+                details(&status),
+                [
+                    "type.googleapis.com/google.rpc.ErrorInfo",
+                    "type.googleapis.com/google.rpc.RetryInfo"
+                ]
+            );
+            let first = pb::Status::decode(status.details()).unwrap().details.remove(0);
+            let info = pb::ErrorInfo::decode(&first.value[..]).unwrap();
+            assert_eq!(
+                (info.reason.as_str(), info.metadata["how"].as_str()),
+                ("DISK_NOT_READY", how)
+            );
+        }
+    }
+
+    #[test]
+    fn long_messages_are_cut_to_fit_into_headers() {
+        let status = status_of(&invalid("model.id", "ü".repeat(100_000)));
+        assert!(status.message().len() + status.details().len() * 4 / 3 < 8 << 10);
+        let status = status_of(&Error::ModelNotFound {
+            id: "x".repeat(100_000),
+        });
+        assert!(status.message().len() + status.details().len() * 4 / 3 < 8 << 10);
+    }
+
+    #[test]
+    fn the_status_of_taken_memory_has_the_shortfall_and_a_retry_delay() {
+        let shortfall = Shortfall {
+            stage: "denoise".to_owned(),
+            needed: residency::Bytes::gib(24),
+            free: residency::Bytes::gib(3),
+            capacity: residency::Bytes::gib(80),
+            holders: Vec::new(),
+            fallbacks: Vec::new(),
+            smallest: None,
+            instead: None,
+        };
+        let status = status_of(&Error::MemoryTaken(Box::new(shortfall)));
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        let urls = details(&status);
+        assert!(
+            urls.contains(&"type.googleapis.com/moored.v1.MemoryShortfall".to_owned()),
+            "{urls:?}"
+        );
+        assert!(
+            urls.contains(&"type.googleapis.com/google.rpc.RetryInfo".to_owned()),
+            "{urls:?}"
+        );
+    }
+}

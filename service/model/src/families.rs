@@ -1,0 +1,68 @@
+//! What is known of the files of models, without opening them: which are of a family that runs here, and what is read of them.
+
+use std::path::Path;
+
+use crate::adapter::AdapterKind;
+use crate::model::ModelOpener;
+
+/// What is read of a repository in the layout of a model's authors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnLayout {
+    /// Folders, each with its configuration and weights.
+    pub folders: Vec<String>,
+    /// Further files.
+    pub files: Vec<String>,
+}
+
+/// The configuration of a pipeline's transformer, such as the axes of its rotary embedding.
+pub const BASE_CONFIGURATION: &str = "transformer/config.json";
+
+/// The families of models that run here, as those see them who look for models and fetch them.
+pub trait Families: ModelOpener {
+    /// Names of the families.
+    fn names(&self) -> Vec<&'static str>;
+
+    /// The `model_index.json` classes of all families.
+    fn pipelines(&self) -> Vec<&'static str>;
+
+    /// The folders that are read of a pipeline of this class; `None` if it is of no family, and has no parts of one.
+    fn folders_of(&self, class: &str) -> Option<&'static [&'static str]>;
+
+    /// Of the folders that are read of a pipeline of this class, those that a model may lack.
+    fn optional_folders_of(&self, class: &str) -> &'static [&'static str];
+
+    /// The folders that a transformer in a single file takes from a pipeline of this class, its base; `None` if it is of no
+    /// family. From [`BASE_CONFIGURATION`] it takes what its tensors do not tell.
+    fn base_folders_of(&self, class: &str) -> Option<Vec<&'static str>>;
+
+    /// Whether a folder holds parts of another pipeline that a family reads, and nothing that is run by itself.
+    fn holds_parts_alone(&self, folder: &Path) -> bool;
+
+    /// Whether a single file with tensors of these names holds a transformer that a family opens.
+    fn is_transformer_file(&self, names: &[&str]) -> bool;
+
+    /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.
+    fn holds_transformer(&self, file: &Path) -> bool;
+
+    /// What a single file is that is no model that runs here, in words; `None` for one that runs, and where the file cannot be
+    /// read, which opening it tells.
+    fn what_else(&self, file: &Path) -> Option<String>;
+
+    /// What is read of a repository in the layout of a family's authors, from the names of all files there.
+    fn own_layout(&self, files: &[&str]) -> Option<OwnLayout>;
+
+    /// Whether a folder holds a model in the layout of a family's authors.
+    fn has_own_layout(&self, folder: &Path) -> bool;
+
+    /// Whether this is the class of what opens without a pipeline: a transformer of a family, or a ControlNet.
+    fn opens_without_pipeline(&self, class: &str) -> bool;
+
+    /// The name of a model in one file: the file's name without its ending. `None` for a file of another kind.
+    fn single_file_stem<'a>(&self, name: &'a str) -> Option<&'a str>;
+
+    /// Whether a folder has a transformer of a family at its root, and no pipeline.
+    fn has_transformer(&self, folder: &Path) -> bool;
+
+    /// What a folder is: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another.
+    fn kind_of_folder(&self, path: &Path) -> Option<AdapterKind>;
+}

@@ -1,0 +1,285 @@
+//! Checks of this machine for `moored doctor`: the cards, the state folder, the folder of downloads, the models.
+
+use std::sync::Arc;
+
+use calls::{ModelRef, Models, policy_name};
+use cli::Finding;
+use config::{CardSettings, Config};
+use engine::Error;
+use engine::library::Library;
+use gpu::{CardKind, DeviceChoice, DeviceSpec};
+use residency::Bytes;
+
+use crate::serve;
+
+/// Everything that is found, in the order in which it is shown.
+pub(crate) async fn examine(config: Config) -> Vec<Finding> {
+    let mut findings = cards(&config).await;
+    findings.push(libraries());
+    findings.push(state_folder(&config));
+    findings.push(cache_folder(&config));
+    findings.extend(models(&config).await);
+    findings
+}
+
+/// Checks the configured cards; where `auto` found none, says why.
+async fn cards(config: &Config) -> Vec<Finding> {
+    let cards = config.cards.clone();
+    let look = move || {
+        let mut findings = Vec::new();
+        let mut ids: Vec<String> = Vec::new();
+        for choice in &cards.devices {
+            match DeviceChoice::resolve(std::slice::from_ref(choice)) {
+                Ok(discovered) => {
+                    let devices = discovered.devices;
+                    findings.extend(discovered.fallback.map(|why| Finding {
+                        well: true,
+                        what: "cards",
+                        found: format!("auto selects cpu: {why}"),
+                    }));
+                    for device in devices {
+                        let finding = card(&cards, &device);
+                        if let Ok(description) = device.describe() {
+                            ids.push(description.id);
+                        }
+                        findings.push(finding);
+                    }
+                }
+                Err(error) => findings.push(Finding {
+                    well: false,
+                    what: "card",
+                    found: error.to_string(),
+                }),
+            }
+        }
+        ids.sort();
+        for same in ids.chunk_by(|a, b| a == b).filter(|same| same.len() > 1) {
+            findings.push(Finding {
+                well: false,
+                what: "cards",
+                found: format!("cards.devices names the card {} twice", same[0]),
+            });
+        }
+        findings
+    };
+    tokio::task::spawn_blocking(look).await.unwrap_or_default()
+}
+
+/// Libraries that are loaded at run time. Without cuDNN our own kernels compute, and are slower.
+fn libraries() -> Finding {
+    let found = match pipelines::libraries().cudnn {
+        Ok(version) => format!("cuDNN {version} computes attention on NVIDIA cards"),
+        Err(reason) => format!("no cuDNN, so own kernels compute attention: {reason}"),
+    };
+    Finding {
+        well: true,
+        what: "libraries",
+        found,
+    }
+}
+
+/// Describes a card, and how its memory is managed.
+fn card(cards: &CardSettings, device: &DeviceSpec) -> Finding {
+    let description = match device.describe() {
+        Ok(description) => description,
+        Err(error) => {
+            return Finding {
+                well: false,
+                what: "card",
+                found: error.to_string(),
+            };
+        }
+    };
+    if let Err(problem) = cards.check_headroom(&description) {
+        return Finding {
+            well: false,
+            what: "card",
+            found: problem,
+        };
+    }
+    let suits = if cards.profile.is_some() { "set" } else { "auto" };
+    let policy = policy_name(cards.policy_on([&description]));
+    let mut found = vec![
+        format!("{} ({})", description.id, description.name),
+        description.total.to_string(),
+    ];
+    found.extend(driver_facts(device));
+    found.push(format!("computes in {}", description.compute_dtype));
+    let memory = cards.memory_of(&description);
+    let memory = match description.kind {
+        CardKind::Cuda => memory.to_string(),
+        // The rest of a profile is about a driver's pools and pinned memory.
+        CardKind::Cpu | CardKind::Simulated => format!("trims above {} of slack", memory.slack_limit),
+    };
+    found.push(format!(
+        "profile {} ({suits}): {policy}, {memory}",
+        cards.profile_of(&description)
+    ));
+    Finding {
+        well: true,
+        what: "card",
+        found: found.join(", "),
+    }
+}
+
+/// What only the driver of an NVIDIA card knows.
+#[cfg(feature = "cuda")]
+fn driver_facts(device: &DeviceSpec) -> Vec<String> {
+    use gpu::nvml::{Mig, NvmlCard, driver_version};
+
+    let DeviceSpec::Cuda(settings) = device else {
+        return Vec::new();
+    };
+    let Ok(card) = NvmlCard::open(&settings.which) else {
+        return Vec::new(); // `describe` has reported why
+    };
+    let mut facts = Vec::new();
+    facts.push(match card.memory() {
+        Ok(memory) => format!("{} free", memory.free),
+        Err(problem) => problem.to_string(),
+    });
+    let (major, minor) = card.compute_capability;
+    facts.push(format!("compute capability {major}.{minor}"));
+    if let Ok(version) = driver_version() {
+        facts.push(format!("driver {version}"));
+    }
+    facts.push(match card.link {
+        Some(link) if link.current == link.max => format!("PCIe {}.0 x{}", link.max.0, link.max.1),
+        Some(link) => format!(
+            "PCIe {}.0 x{} of {}.0 x{} (an idle card may slow its link down)",
+            link.current.0, link.current.1, link.max.0, link.max.1
+        ),
+        None => "PCIe link unknown".to_owned(),
+    });
+    facts.push(
+        match card.mig {
+            Mig::Unsupported => "MIG not supported",
+            Mig::Off => "MIG off",
+            Mig::Slice => "a MIG slice",
+        }
+        .to_owned(),
+    );
+    facts
+}
+
+#[cfg(not(feature = "cuda"))]
+fn driver_facts(_device: &DeviceSpec) -> Vec<String> {
+    Vec::new()
+}
+
+fn state_folder(config: &Config) -> Finding {
+    let folder = &config.service.state;
+    let probe = folder.join(".probe");
+    let tried = gpu::create_private_folder(folder)
+        .and_then(|()| std::fs::write(&probe, b"x"))
+        .and_then(|()| std::fs::remove_file(&probe));
+    match tried {
+        Ok(()) => Finding {
+            well: true,
+            what: "state",
+            found: folder.display().to_string(),
+        },
+        Err(problem) => {
+            let found = format!(
+                "{}: {problem}; service.state names another folder",
+                folder.display()
+            );
+            Finding {
+                well: false,
+                what: "state",
+                found,
+            }
+        }
+    }
+}
+
+/// The space that is free for downloads, in the folder or in what is there of those above it.
+fn cache_folder(config: &Config) -> Finding {
+    let folder = &config.hub.cache;
+    let there = folder.ancestors().find(|folder| folder.exists());
+    let free = fs4::available_space(there.unwrap_or(folder));
+    Finding {
+        well: free.is_ok(),
+        what: "cache",
+        found: match free {
+            Ok(bytes) => format!(
+                "{}, {} free for downloads",
+                folder.display(),
+                bytesize::ByteSize(bytes).display().si()
+            ),
+            Err(problem) => format!("{}: {problem}; hub.cache names another folder", folder.display()),
+        },
+    }
+}
+
+async fn models(config: &Config) -> Vec<Finding> {
+    let models = Models::new(
+        config.models.clone(),
+        config.hub.cache.clone(),
+        Arc::new(pipelines::catalogue()),
+    );
+    let library = Arc::new(Library::new(pipelines::catalogue(), None));
+    let choices = config.cards.devices.clone();
+    let config = config.clone();
+    let look = move || {
+        let found = DeviceChoice::resolve(&choices).ok();
+        let first = found.and_then(|found| found.devices.first()?.describe().ok());
+        let Some(card) = first else {
+            return Vec::new(); // the cards have their own findings
+        };
+        let mut findings = Vec::new();
+        for folder in models.folders() {
+            if !folder.is_dir() {
+                let found = format!("{} is no folder (models.folders)", folder.display());
+                findings.push(Finding {
+                    well: false,
+                    what: "models",
+                    found,
+                });
+            }
+        }
+        if let Some(id) = serve::missing_default(&config, &models) {
+            findings.push(Finding {
+                well: false,
+                what: "models",
+                found: format!("models.default names {id}, which is not there: get it with `moored pull`, or name another"),
+            });
+        }
+        for model in models.list().iter() {
+            let reference = ModelRef {
+                revision: model.revision.clone(),
+                ..ModelRef::named(&model.id)
+            };
+            let opened = models
+                .resolve(&reference)
+                .and_then(|resolved| library.open(&resolved.entry, &card));
+            findings.push(match opened {
+                Ok(open) => {
+                    let bytes: Bytes = open.components.iter().map(|c| c.bytes).sum();
+                    let found = format!("{} ({}, {bytes} on the card)", model.id, open.model.family());
+                    Finding {
+                        well: true,
+                        what: "model",
+                        found,
+                    }
+                }
+                Err(error) => Finding {
+                    // The hub cache has models of other programs too: those are no problem.
+                    well: matches!(error, Error::ModelUnsupported(_)) && models.is_of_hub(model),
+                    what: "model",
+                    found: format!("{}: {error}", model.id),
+                },
+            });
+        }
+        if findings.is_empty() {
+            let found = "none found: set models.folders, or download one with `moored pull`".to_owned();
+            findings.push(Finding {
+                well: false,
+                what: "models",
+                found,
+            });
+        }
+        findings
+    };
+    tokio::task::spawn_blocking(look).await.unwrap_or_default()
+}
