@@ -2,7 +2,7 @@
 
 use gpu::CheckpointFile;
 use model::plan::only_value;
-use model::{Field, LeftOut, Reads, smaller_lengths};
+use model::{LeftOut, Reads, smaller_lengths};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -149,20 +149,7 @@ impl Model for AceStepModel {
     }
 
     fn reads(&self) -> Reads {
-        Reads::of(&[
-            Field::InitMedia,
-            Field::InitLatent,
-            Field::ReferenceMedia,
-            Field::Task,
-            Field::Lyrics,
-            Field::BeatsPerMinute,
-            Field::Key,
-            Field::TimeSignature,
-            Field::Language,
-            Field::Strengths,
-            Field::DecodeFrom,
-            Field::Adapters,
-        ])
+        tasks::READS
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {

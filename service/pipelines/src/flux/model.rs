@@ -7,7 +7,7 @@ use std::sync::Arc;
 use model::Memo;
 use model::bounds::{self, PIXELS_PER_TOKEN, problems};
 use model::plan::names;
-use model::{Field, LeftOut, Reads, smaller_sides};
+use model::{LeftOut, Reads, smaller_sides};
 use residency::Bytes;
 
 use super::adapter_targets::adapter_targets;
@@ -282,20 +282,7 @@ impl Model for FluxModel {
     }
 
     fn reads(&self) -> Reads {
-        const EVERY: Reads = Reads::of(&[
-            Field::InitImage,
-            Field::InitLatent,
-            Field::Mask,
-            Field::Controls,
-            Field::Adapters,
-        ]);
-        const PLAIN: Reads = EVERY.and(&[Field::NegativePrompt, Field::TrueGuidance]);
-        match self.variant {
-            Variant::Plain => PLAIN,
-            Variant::Kontext => PLAIN.and(&[Field::References]),
-            // It has no reference with a second pass.
-            Variant::Fill => EVERY,
-        }
+        self.variant.reads()
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {

@@ -94,7 +94,7 @@ impl FluxModel {
         let variant = Variant::of(&class, &file_name, &transformer);
         let components =
             ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, wanted.formats);
-        let defaults = folder_defaults(base, defaults(&transformer, variant), problems)?;
+        let defaults = folder_defaults(base, defaults(&transformer, variant), variant.reads(), problems)?;
         Ok(Some(FluxModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),

@@ -112,6 +112,14 @@ pub struct HunyuanModel {
     pub(super) adapters: AdapterSet,
 }
 
+/// The optional fields of a request that it reads.
+pub(super) fn reads(framepack: Option<Order>) -> Reads {
+    match framepack {
+        Some(_) => Reads::of(&[Field::Adapters, Field::InitImage]),
+        None => Reads::of(&[Field::Adapters]),
+    }
+}
+
 /// All fields of a request that are out of bounds.
 pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<RequestError> {
     let Medium::Video(video) = &request.medium else {
@@ -250,10 +258,7 @@ impl Model for HunyuanModel {
     }
 
     fn reads(&self) -> Reads {
-        match self.framepack {
-            Some(_) => Reads::of(&[Field::Adapters, Field::InitImage]),
-            None => Reads::of(&[Field::Adapters]),
-        }
+        reads(self.order())
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {

@@ -6,7 +6,7 @@ use gpu::CheckpointFile;
 use model::bounds::PIXELS_PER_TOKEN;
 
 use super::config::TransformerConfig;
-use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
+use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems, reads};
 use super::places::{PROCESSOR, Places};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
@@ -125,7 +125,12 @@ impl HunyuanModel {
             problems.filter(|problem| problem.field != "init_image").collect()
         };
         let defaults = match places.has_defaults_of(framepack.is_some())? {
-            true => folder_defaults(places.folder_of_defaults(), defaults(framepack.is_some()), check)?,
+            true => folder_defaults(
+                places.folder_of_defaults(),
+                defaults(framepack.is_some()),
+                reads(order),
+                check,
+            )?,
             false => defaults(framepack.is_some()),
         };
         let components = ComponentSet::new(files, precision.dtype, wanted.formats);

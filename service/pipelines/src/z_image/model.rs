@@ -36,6 +36,16 @@ pub(super) const TEXT_ENCODER: &str = "text_encoder";
 /// Name of the family.
 pub(super) const FAMILY: &str = "z-image";
 
+/// The optional fields of a request that it reads.
+pub(super) const READS: Reads = Reads::of(&[
+    Field::InitImage,
+    Field::InitLatent,
+    Field::Mask,
+    Field::Adapters,
+    Field::NegativePrompt,
+    Field::TrueGuidance,
+]);
+
 /// The Z-Image family.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ZImage;
@@ -233,14 +243,7 @@ impl Model for ZImageModel {
     }
 
     fn reads(&self) -> Reads {
-        Reads::of(&[
-            Field::InitImage,
-            Field::InitLatent,
-            Field::Mask,
-            Field::Adapters,
-            Field::NegativePrompt,
-            Field::TrueGuidance,
-        ])
+        READS
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {

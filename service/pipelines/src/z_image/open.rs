@@ -7,7 +7,7 @@ use model::bounds::MAX_TOKENS;
 
 use super::checkpoint::MARKS;
 use super::config::TransformerConfig;
-use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
+use super::model::{FAMILY, READS, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl;
@@ -83,7 +83,7 @@ impl ZImageModel {
             (TEXT_ENCODER, text_files),
         ];
         let components = ComponentSet::new(files, precision.dtype, wanted.formats);
-        let defaults = folder_defaults(base, defaults(), problems)?;
+        let defaults = folder_defaults(base, defaults(), READS, problems)?;
         Ok(Some(ZImageModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
