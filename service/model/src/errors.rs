@@ -105,6 +105,16 @@ pub enum StageError {
     Tensor(#[from] candle_core::Error),
 }
 
+impl StageError {
+    /// The error for a tensor that a component lacks, for `map_err`.
+    pub fn missing_in(component: &str) -> impl Fn(gpu::MissingTensor) -> StageError + Copy {
+        move |missing| StageError::Missing {
+            component: component.to_owned(),
+            missing,
+        }
+    }
+}
+
 impl From<RequestError> for StageError {
     fn from(error: RequestError) -> StageError {
         StageError::BadInput(error.to_string())

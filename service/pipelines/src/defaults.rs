@@ -5,15 +5,17 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::files::{damaged, read_json};
-use crate::{Medium, ModelError, Request, RequestError, Sampling};
+use crate::{Medium, ModelError, Reads, Request, RequestError, Sampling};
 
-/// Applies `moored.json` in a model's folder to the family's default request, of any medium.
+/// Applies `moored.json` in a model's folder to the family's default request, of any medium; the model reads these optional
+/// fields.
 ///
 /// # Errors
 /// When the file cannot be read, or has values out of bounds.
 pub(crate) fn folder_defaults(
     folder: &Path,
     otherwise: Request,
+    reads: Reads,
     problems: impl Fn(&Request) -> Vec<RequestError>,
 ) -> Result<Request, ModelError> {
     #[derive(Default, Deserialize)]
@@ -53,8 +55,10 @@ pub(crate) fn folder_defaults(
     }
     let otherwise = Request { medium, ..otherwise };
     let defaults = folder_defaults.sampling.over(otherwise);
-    let problems: Vec<String> = problems(&defaults)
+    let unread = reads.refusals(&defaults);
+    let problems: Vec<String> = unread
         .into_iter()
+        .chain(problems(&defaults))
         .map(|RequestError { field, problem }| format!("{field} {problem}"))
         .collect();
     match problems.is_empty() {

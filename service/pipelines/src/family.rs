@@ -71,23 +71,17 @@ pub trait Family: Send + Sync {
         false
     }
 
-    /// Opens a folder or file of this family; `None` if it is of another.
+    /// Opens a folder or file of this family; `None` if it is of another. A single file comes with its header, which has been
+    /// read.
     ///
     /// # Errors
     /// When it is of this family and not supported or damaged.
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError>;
-
-    /// As [`Family::open`], of a single file whose header has been read.
-    ///
-    /// # Errors
-    /// As [`Family::open`].
-    fn open_file(
+    fn open(
         &self,
-        file: &CheckpointFile,
+        path: &Path,
+        file: Option<&CheckpointFile>,
         precision: &Precision,
-    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        self.open(file.path(), precision)
-    }
+    ) -> Result<Option<Arc<dyn Model>>, ModelError>;
 }
 
 /// The folder of a pipeline's transformer.
@@ -162,10 +156,7 @@ impl Catalogue {
         let file = open_single_file(path)?;
         self.check_is_run(path, file.as_ref())?;
         for family in &self.families {
-            let (opened, read) = recorded(|| match &file {
-                Some(file) => family.open_file(file, precision),
-                None => family.open(path, precision),
-            });
+            let (opened, read) = recorded(|| family.open(path, file.as_ref(), precision));
             if let Some(model) = opened? {
                 model.parts().set_read(read);
                 return Ok(model);

@@ -1,6 +1,11 @@
 //! The noise schedule: diffusers' `FlowMatchEulerDiscreteScheduler`, as the FLUX and Z-Image pipelines use it.
 
+use std::path::Path;
+
 use serde::Deserialize;
+
+use crate::ModelError;
+use crate::files::checked;
 
 /// `scheduler/scheduler_config.json`; missing fields have the class's defaults.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -62,6 +67,15 @@ impl Default for SchedulerConfig {
 }
 
 impl SchedulerConfig {
+    /// That of a pipeline's folder.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is not supported.
+    pub(crate) fn of_pipeline(base: &Path) -> Result<SchedulerConfig, ModelError> {
+        let path = base.join("scheduler/scheduler_config.json");
+        checked(&path, SchedulerConfig::check)
+    }
+
     /// Checks that this configuration is supported.
     ///
     /// # Errors

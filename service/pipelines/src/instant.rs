@@ -36,7 +36,7 @@ use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use gpu::{Fp8Scales, GgufType, WeightFormat};
+use gpu::{CheckpointFile, Fp8Scales, GgufType, WeightFormat};
 use residency::Bytes;
 use serde::{Deserialize, Deserializer};
 
@@ -85,7 +85,12 @@ impl Family for Instant {
         &[FILE_ENDING]
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(
+        &self,
+        path: &Path,
+        _file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
         let Some(file) = description_of(path) else {
             return Ok(None);
         };

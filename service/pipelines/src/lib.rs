@@ -21,6 +21,7 @@ pub mod rotary;
 mod rounds;
 mod sampling;
 mod sinusoids;
+mod stage;
 mod start;
 mod tensors;
 pub mod text;

@@ -1,11 +1,12 @@
-//! What the samplings of all families share: their memory, and steps under two conditions.
+//! What the samplings of all families share: their memory, steps under two conditions, and the latent from step to step.
 
 use candle_core::{DType, Device, Tensor};
 use ops::{Finite, euler};
 use residency::Bytes;
 
 use crate::adapters::{AdapterSet, UsedAs};
-use crate::{ModelParts, Request, Role, StageError, StagePlan};
+use crate::start::Kept;
+use crate::{LeftOut, ModelParts, Request, Role, StageError, StagePlan};
 
 /// The transformer of a sampling.
 pub(crate) struct Denoiser<'a> {
@@ -69,6 +70,15 @@ impl<'a> Prompts<(&'static str, &'a str)> {
             prompt: ("prompt", &request.prompt),
             negative: request.negative().map(|text| ("negative_prompt", text)),
         }
+    }
+
+    /// The ends of these texts of a request that are not read, of which `tokens` counts the tokens.
+    pub(crate) fn left_out(&self, request: &Request, tokens: impl Fn(&str) -> Option<usize>) -> Vec<LeftOut> {
+        let of_text = self.iter().filter_map(|(field, text)| {
+            let left_out = LeftOut::of_prompt(tokens(text), request)?;
+            Some(LeftOut { field, ..left_out })
+        });
+        of_text.collect()
     }
 }
 
@@ -157,6 +167,7 @@ impl<C> Conditions<C> {
         };
         Ok(Prediction {
             prompt: predict(&self.conditions.prompt)?,
+            by: 1.0,
             negative,
         })
     }
@@ -166,22 +177,37 @@ impl<C> Conditions<C> {
 /// `[1, tokens, width]` in its dtype.
 pub(crate) struct Prediction<'a> {
     prompt: &'a Tensor,
+    /// 1, or -1 where the velocity is the negative.
+    by: f64,
     /// Under the negative prompt, and the scale of the difference.
     negative: Option<(&'a Tensor, f64)>,
 }
 
-impl Prediction<'_> {
-    /// A step: adds the prediction times `by` to the latent, which is f32; `seen` gets it in the transformer's dtype. Of two
-    /// conditions these are two additions, so the combination needs no buffer of its own.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    pub(crate) fn step(
+impl<'a> Prediction<'a> {
+    /// Of one condition alone.
+    pub(crate) fn of(prompt: &'a Tensor) -> Prediction<'a> {
+        Prediction {
+            prompt,
+            by: 1.0,
+            negative: None,
+        }
+    }
+
+    /// The same of a transformer that predicts from noise to picture: the velocity of the schedule is the negative of that.
+    pub(crate) fn negated(self) -> Self {
+        let by = -self.by;
+        Prediction { by, ..self }
+    }
+
+    /// Adds the prediction times `by` to the latent. Of two conditions these are two additions, so the combination needs no
+    /// buffer of its own.
+    fn add_to(
         &self,
         latent: &Tensor,
         by: f64,
         (seen, finite): (&Tensor, &Finite),
     ) -> candle_core::Result<()> {
+        let by = by * self.by;
         let Some((negative, scale)) = self.negative else {
             return euler(latent, self.prompt, by, seen, finite);
         };
@@ -189,12 +215,8 @@ impl Prediction<'_> {
         euler(latent, self.prompt, by * scale, seen, finite)
     }
 
-    /// The latent plus the prediction times `by`, f32 in host memory: with what remains of the schedule, the latent that
-    /// sampling will end with if the prediction is right.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    pub(crate) fn ahead_of(&self, latent: &Tensor, by: f64) -> candle_core::Result<Tensor> {
+    /// The latent plus the prediction times `by`, f32 in host memory.
+    fn added_to(&self, latent: &Tensor, by: f64) -> candle_core::Result<Tensor> {
         let on_host = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32);
         let prompt = on_host(self.prompt)?;
         let combined = match self.negative {
@@ -204,6 +226,104 @@ impl Prediction<'_> {
                 (&negative + ((prompt - &negative)? * scale)?)?
             }
         };
-        on_host(latent)? + (combined * by)?
+        on_host(latent)? + (combined * (by * self.by))?
+    }
+}
+
+/// The latent of a sampling, from step to step of its schedule.
+pub(crate) struct SampledLatent {
+    /// f32, on the device.
+    latent: Tensor,
+    /// The same in the dtype of the transformer, which reads it. A tensor of its own, since both are written.
+    seen: Tensor,
+    /// What a mask keeps of it.
+    kept: Option<Kept>,
+    /// Of all steps that are run, and the final 0.
+    sigmas: Vec<f32>,
+    finite: Finite,
+}
+
+impl SampledLatent {
+    /// The latent that a sampling starts from, f32 in host memory, arranged as the transformer reads it.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn new(
+        start: &Tensor,
+        sigmas: Vec<f32>,
+        kept: Option<Kept>,
+        (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<SampledLatent> {
+        let start = start.contiguous()?;
+        Ok(SampledLatent {
+            seen: start.to_dtype(dtype)?.copy()?.to_device(device)?,
+            latent: start.to_device(device)?,
+            kept,
+            sigmas,
+            finite: Finite::new(device)?,
+        })
+    }
+
+    /// Steps that are run.
+    pub(crate) fn steps(&self) -> usize {
+        self.sigmas.len().saturating_sub(1)
+    }
+
+    /// What the transformer reads.
+    pub(crate) fn seen(&self) -> &Tensor {
+        &self.seen
+    }
+
+    /// The latent, f32 in host memory.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn on_host(&self) -> candle_core::Result<Tensor> {
+        self.latent.to_device(&Device::Cpu)
+    }
+
+    /// Makes step `step`, from 0, by the velocity that the transformer of this name predicts.
+    ///
+    /// # Errors
+    /// [`StageError::NotFinite`]; errors of the device.
+    pub(crate) fn advance(
+        &mut self,
+        step: usize,
+        velocity: &Prediction<'_>,
+        transformer: &str,
+    ) -> Result<(), StageError> {
+        let (sigma, next) = (self.sigmas[step], self.sigmas[step + 1]);
+        velocity.add_to(&self.latent, f64::from(next - sigma), (&self.seen, &self.finite))?;
+        // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed, and a cancelled one is
+        // the last. The card idles for the microseconds until the next step is enqueued.
+        if !self.finite.is_finite()? {
+            return Err(StageError::NotFinite {
+                component: transformer.to_owned(),
+                step: step as u32 + 1,
+            });
+        }
+        if let Some(kept) = &self.kept {
+            self.replace(&kept.blended(&self.latent, next)?)?;
+        }
+        Ok(())
+    }
+
+    /// Goes on with another latent, f32 in host memory.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn replace(&mut self, latent: &Tensor) -> candle_core::Result<()> {
+        let device = self.seen.device().clone();
+        self.seen = latent.to_dtype(self.seen.dtype())?.copy()?.to_device(&device)?;
+        self.latent = latent.to_device(&device)?;
+        Ok(())
+    }
+
+    /// The latent that sampling ends with if the velocity of the step that was just made is right to the end, in host memory.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn end_of(&self, step: usize, velocity: &Prediction<'_>) -> candle_core::Result<Tensor> {
+        velocity.added_to(&self.latent, f64::from(-self.sigmas[step + 1]))
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use engine::Error;
 use engine::library::{Entry, Library, OpenModel};
-use gpu::{CardDescription, CardKind, LoadPlan};
+use gpu::{CardDescription, CardKind, CheckpointFile, LoadPlan};
 use model::{Model, ModelError, ModelFile, Precision, Preset, Quantization, provisional_identity};
 use pipelines::{Catalogue, Family};
 use residency::{Bytes, Component};
@@ -20,7 +20,12 @@ impl Family for Folders {
     fn name(&self) -> &'static str {
         "folder"
     }
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(
+        &self,
+        path: &Path,
+        _file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
         if !path.join("vae").exists() {
             return Ok(None);
         }

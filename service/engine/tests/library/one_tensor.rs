@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use gpu::{ByteRange, LoadPlan, Stored, Target, TensorSource};
+use gpu::{ByteRange, CheckpointFile, LoadPlan, Stored, Target, TensorSource};
 use model::{Model, ModelError, ModelFile, Precision, provisional_identity};
 use pipelines::{Catalogue, Family};
 use residency::Component;
@@ -17,7 +17,12 @@ impl Family for OneTensor {
     fn name(&self) -> &'static str {
         "one tensor"
     }
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(
+        &self,
+        path: &Path,
+        _file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
         let formats = precision.quantization.formats(&["transformer"]);
         let format = formats.of("transformer");
         let file = ModelFile::at(path).unwrap();

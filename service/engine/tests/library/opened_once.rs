@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use engine::library::{Entry, Library};
-use gpu::{CardDescription, CardKind};
+use gpu::{CardDescription, CardKind, CheckpointFile};
 use pipelines::instant::Instant;
 use pipelines::{
     AdapterFile, AdapterKind, Catalogue, Family, Model, ModelError, Precision, Preset, Quantization,
@@ -23,9 +23,14 @@ impl Family for Counted {
     fn file_endings(&self) -> &'static [&'static str] {
         Instant.file_endings()
     }
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(
+        &self,
+        path: &Path,
+        file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
         self.0.fetch_add(1, Ordering::Relaxed);
-        Instant.open(path, precision)
+        Instant.open(path, file, precision)
     }
 }
 

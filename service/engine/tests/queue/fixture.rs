@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::DType;
 use engine::job::{Call, JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
-use gpu::{LoadPlan, WeightFormat};
+use gpu::{CheckpointFile, LoadPlan, WeightFormat};
 use model::{
     Field, Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer,
     Precision, Preset, PreviewNeed, Quantization, Reads, Request, RequestError, Role, Rung, SharedPass,
@@ -259,7 +259,12 @@ impl Family for FakeFamily {
     fn name(&self) -> &'static str {
         "fake"
     }
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
+    fn open(
+        &self,
+        path: &Path,
+        _file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
         if path == Path::new(COUNTED) {
             OPENINGS_COUNTED.fetch_add(1, Ordering::Relaxed);
         }

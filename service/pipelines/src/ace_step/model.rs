@@ -2,7 +2,7 @@
 
 use gpu::CheckpointFile;
 use model::plan::only_value;
-use model::{Field, LeftOut, Reads, smaller_lengths};
+use model::{LeftOut, Reads, smaller_lengths};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use super::checkpoint::{self, FOLDERS, PIPELINES};
 use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
 use super::layout::{DECODER, NAMES};
 use super::plan::{DENOISE, LATENT};
-use super::stages::Stage;
 use super::tasks::{self, Abilities};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::oobleck::OobleckConfig;
+use crate::stage::Stage;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{
@@ -72,17 +72,13 @@ impl Family for AceStep {
         checkpoint::prefix_of(names).is_some()
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        Ok(AceStepModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
-    }
-
-    fn open_file(
+    fn open(
         &self,
-        file: &CheckpointFile,
+        path: &Path,
+        file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let opened = AceStepModel::of(file.path(), Some(file), precision)?;
-        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
+        Ok(AceStepModel::of(path, file, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 
@@ -124,8 +120,7 @@ impl AceStepModel {
             DECODER,
         )];
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, NAME, &targets, &mut adapted.parts.components)?;
-        adapted.adapters.report_to(&mut adapted.parts);
+        adapted.adapters = AdapterSet::open(files, NAME, &targets, &mut adapted.parts)?;
         Ok(adapted)
     }
 
@@ -154,20 +149,7 @@ impl Model for AceStepModel {
     }
 
     fn reads(&self) -> Reads {
-        Reads::of(&[
-            Field::InitMedia,
-            Field::InitLatent,
-            Field::ReferenceMedia,
-            Field::Task,
-            Field::Lyrics,
-            Field::BeatsPerMinute,
-            Field::Key,
-            Field::TimeSignature,
-            Field::Language,
-            Field::Strengths,
-            Field::DecodeFrom,
-            Field::Adapters,
-        ])
+        tasks::READS
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
@@ -236,12 +218,7 @@ impl Model for AceStepModel {
     }
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
-        Stage {
-            model: self,
-            run: *stage,
-            observer,
-        }
-        .run()
+        Stage::new(self, stage, observer).run()
     }
     fn run_shared(
         &self,

@@ -144,7 +144,7 @@ impl AceStepModel {
             configs
         });
         let components = ComponentSet::new(files, precision.dtype, wanted.formats);
-        let defaults = folder_defaults(&base, defaults(able.is_turbo), |request| {
+        let defaults = folder_defaults(&base, defaults(able.is_turbo), tasks::READS, |request| {
             tasks::problems(request, able)
         })?;
         Ok(Some(AceStepModel {

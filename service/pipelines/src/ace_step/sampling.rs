@@ -1,20 +1,20 @@
 //! The sampling of a request: its context, its state from step to step and from round to round, and what mixes velocities.
 
 use candle_core::{DType, Device, Tensor};
-use ops::{Finite, euler};
 
 use super::guidance::Guidance;
-use super::model::TRANSFORMER;
+use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::{
     CONDITION, GUIDANCE, HINT, LATENT, NO_CONDITION, PLAIN_CONDITION, SAMPLING, SILENCE, SOURCE,
 };
-use super::stages::Stage;
 use super::strengths::{Held, mixed};
 use super::tasks::{first_step_of, frames_of_window, starts_from_source, window_of};
 use super::transformer::{Conditioning, Transformer};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::noise::Generator;
 use crate::rounds::Round;
+use crate::sampling::{Prediction, SampledLatent};
+use crate::stage::Stage;
 use crate::tensors::to_host;
 use crate::{AudioTask, StageError, Values};
 
@@ -60,11 +60,8 @@ pub(super) struct Sampling {
     pub(super) sigmas: Vec<f32>,
     /// Source and mask, `[frames, 2 channels]`.
     pub(super) context: Tensor,
-    /// What the transformer sees of the latent, in its dtype, `[frames, channels]`.
-    pub(super) seen: Tensor,
-    /// f32.
-    latent: Tensor,
-    finite: Finite,
+    /// `[frames, channels]`.
+    latent: SampledLatent,
     /// Of a guided request.
     guidance: Option<Guidance>,
     /// Part of a cover in what it is mixed with.
@@ -94,7 +91,7 @@ impl Sampling {
     ///
     /// # Errors
     /// [`StageError::BadInput`] for values that do not fit; errors of the device.
-    pub(super) fn begin(stage: &Stage<'_>) -> Result<Sampling, StageError> {
+    pub(super) fn begin(stage: &Stage<'_, AceStepModel>) -> Result<Sampling, StageError> {
         let (model, request) = (stage.model, stage.run.request);
         let (dtype, device) = (model.precision.dtype, stage.run.device);
         let audio = stage.audio()?;
@@ -152,12 +149,9 @@ impl Sampling {
         };
         Ok(Sampling {
             round,
-            sigmas,
             context: context.to_dtype(dtype)?.to_device(device)?,
-            // Two tensors, since both are written.
-            seen: latent.to_dtype(dtype)?.copy()?.to_device(device)?,
-            latent: latent.to_device(device)?,
-            finite: Finite::new(device)?,
+            latent: SampledLatent::new(&latent, sigmas.clone(), None, (dtype, device))?,
+            sigmas,
             guidance,
             strength: request.strength,
             held,
@@ -168,7 +162,12 @@ impl Sampling {
 
     /// Steps that are run, of all rounds.
     pub(super) fn steps(&self) -> usize {
-        self.sigmas.len().saturating_sub(1)
+        self.latent.steps()
+    }
+
+    /// What the transformer reads of the latent.
+    pub(super) fn seen(&self) -> &Tensor {
+        self.latent.seen()
     }
 
     /// Takes the velocity of a pass, which is valid until the next one if it is the only one of a step.
@@ -205,29 +204,21 @@ impl Sampling {
     /// # Errors
     /// [`StageError::NotFinite`]; errors of the device.
     pub(super) fn advance(&mut self, step: usize) -> Result<(), StageError> {
-        let (dtype, device) = (self.seen.dtype(), self.seen.device().clone());
         let taken = std::mem::replace(&mut self.velocity, Velocity::Mixed(Vec::new()));
         let velocity = match taken {
             Velocity::Whole(velocity) => velocity,
             Velocity::Mixed(mixed) => {
-                let mixed = Tensor::from_vec(mixed, self.seen.shape(), &Device::Cpu)?;
-                mixed.to_dtype(dtype)?.to_device(&device)?
+                let seen = self.seen();
+                let mixed = Tensor::from_vec(mixed, seen.shape(), &Device::Cpu)?;
+                mixed.to_dtype(seen.dtype())?.to_device(seen.device())?
             }
         };
-        let by = f64::from(self.sigmas[step + 1] - self.sigmas[step]);
-        euler(&self.latent, &velocity, by, &self.seen, &self.finite)?;
-        // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed.
-        if !self.finite.is_finite()? {
-            return Err(StageError::NotFinite {
-                component: TRANSFORMER.to_owned(),
-                step: step as u32 + 1,
-            });
-        }
+        self.latent
+            .advance(step, &Prediction::of(&velocity), TRANSFORMER)?;
         let next = self.first_step + step as u32 + 1;
         if let Some(held) = self.held.as_ref().filter(|held| held.holds_before(next)) {
-            let latent = held.before(next, self.sigmas[step + 1], &self.latent)?;
-            self.seen = latent.to_dtype(dtype)?.copy()?.to_device(&device)?;
-            self.latent = latent.to_device(&device)?;
+            let latent = held.before(next, self.sigmas[step + 1], &self.latent.on_host()?)?;
+            self.latent.replace(&latent)?;
         }
         Ok(())
     }
@@ -238,9 +229,9 @@ impl Sampling {
     /// Errors of the device.
     pub(super) fn values(&self) -> Result<Values, StageError> {
         let latent = self.round.leaves(SAMPLING).unwrap_or_else(|| LATENT.to_owned());
-        let mut values = Values::from([(latent, to_host(&self.latent.unsqueeze(0)?)?)]);
+        let mut values = Values::from([(latent, to_host(&self.latent.on_host()?.unsqueeze(0)?)?)]);
         if let (Some(guidance), Some(name)) = (&self.guidance, self.round.leaves(GUIDANCE)) {
-            let (frames, channels) = self.latent.dims2()?;
+            let (frames, channels) = self.seen().dims2()?;
             let running = guidance.running().to_vec();
             let running = Tensor::from_vec(running, (1, frames, channels), &Device::Cpu)?;
             values.insert(name, to_host(&running)?);
@@ -249,7 +240,7 @@ impl Sampling {
     }
 }
 
-impl Stage<'_> {
+impl Stage<'_, AceStepModel> {
     /// Source and mask of a request, f32 `[frames, 2 channels]` in host memory.
     pub(super) fn context(&self, source: Option<&Tensor>) -> Result<Tensor, StageError> {
         let audio = self.audio()?;
@@ -281,10 +272,7 @@ impl Stage<'_> {
         let component = (self.run.tensors)(TRANSFORMER)?;
         let adapted = AdaptedTensors::new(&component, adapters);
         let transformer = Transformer::with_adapters(&self.model.transformer, &adapted);
-        transformer.map_err(|missing| StageError::Missing {
-            component: TRANSFORMER.to_owned(),
-            missing,
-        })
+        transformer.map_err(StageError::missing_in(TRANSFORMER))
     }
 
     /// What its steps attend to. `go_on` is called before every block.
@@ -339,7 +327,7 @@ impl Stage<'_> {
                 let mut go_on = || self.observer.check_cancelled();
                 let of_step = (&times, row);
                 let velocity =
-                    transformer.velocity(&sampling.seen, of_step, conditioning, &buffers, &mut go_on)?;
+                    transformer.velocity(sampling.seen(), of_step, conditioning, &buffers, &mut go_on)?;
                 sampling.take(attends, velocity, is_only)?;
             }
             let advanced = sampling.advance(step);

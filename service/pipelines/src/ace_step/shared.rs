@@ -10,10 +10,10 @@ use super::buffers::StepBuffers;
 use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::DENOISE;
 use super::sampling::{Attends, Conditions, Sampling};
-use super::stages::Stage;
 use super::transformer::{Item, Times, Transformer};
 use crate::adapters::{AttachedAdapters, UsedAs};
 use crate::rounds::check_shared;
+use crate::stage::Stage;
 use crate::{Observer, StageError, StageRun, Unobserved, Values};
 
 /// A request in the passes.
@@ -115,7 +115,7 @@ impl Together<'_> {
             let (_, conditioning) = conditions.find(|(of, _)| *of == pass.attends)?;
             Some(Item {
                 place,
-                latents: &slot.sampling.seen,
+                latents: slot.sampling.seen(),
                 conditioning,
             })
         };
@@ -241,11 +241,8 @@ impl AceStepModel {
         run: &StageRun<'_>,
         adapters: &AttachedAdapters,
     ) -> Result<Transformer, StageError> {
-        let stage = Stage {
-            model: self,
-            run: *run,
-            observer: &mut Unobserved,
-        };
+        let mut unobserved = Unobserved;
+        let stage = Stage::new(self, run, &mut unobserved);
         stage.transformer(adapters)
     }
 
@@ -255,11 +252,8 @@ impl AceStepModel {
         transformer: &Transformer,
         observer: &dyn Observer,
     ) -> Result<Slot, StageError> {
-        let stage = Stage {
-            model: self,
-            run: *run,
-            observer: &mut Unobserved,
-        };
+        let mut unobserved = Unobserved;
+        let stage = Stage::new(self, run, &mut unobserved);
         let mut go_on = || match observer.is_cancelled(number) {
             true => Err(StageError::Cancelled),
             false => Ok(()),

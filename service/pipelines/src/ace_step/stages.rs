@@ -4,7 +4,7 @@
 //! the noise of the latent. They are in different stages here, so each draws what is before its own again and forgets it.
 //! Numbers are drawn in f32 on every card.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use model::decimal;
 use model::plan::of_rung;
 
@@ -20,27 +20,18 @@ use crate::autoencoders::oobleck::{
     OobleckDecoder, OobleckEncoder, OobleckMoments, decode_ladder, encode_ladder, pcm16_from_samples,
 };
 use crate::noise::Generator;
-use crate::tensors::{from_host, to_host};
+use crate::stage::{Stage, named, unknown};
+use crate::tensors::to_host;
 use crate::text::qwen3::Qwen3Encoder;
-use crate::{Audio, Clip, HostTensor, MediaFormat, Medium, Observer, Piece, StageError, StageRun, Values};
+use crate::{Audio, Clip, HostTensor, MediaFormat, Medium, Piece, StageError, Values};
 
-/// A stage of one request.
-pub(super) struct Stage<'a> {
-    pub(super) model: &'a AceStepModel,
-    /// Inputs of the stage.
-    pub(super) run: StageRun<'a>,
-    /// Receives progress and results.
-    pub(super) observer: &'a mut dyn Observer,
-}
-
-impl Stage<'_> {
+impl Stage<'_, AceStepModel> {
     /// Computes the values that the stage gives.
     ///
     /// # Errors
     /// [`StageError`].
     pub(super) fn run(&mut self) -> Result<Values, StageError> {
         let name = self.run.plan.name.as_str();
-        let named = |name: &str, value| Values::from([(name.to_owned(), value)]);
         let result = match name {
             ENCODE_TEXT => self.encode_text(),
             ENCODE_SOURCE => self.encode_source().map(|moments| named(SOURCE, moments)),
@@ -49,7 +40,7 @@ impl Stage<'_> {
             QUANTIZE_SOURCE => self.quantize_source().map(|hint| named(HINT, hint)),
             DENOISE => self.denoise(),
             DECODE => self.decode().map(|()| Values::new()),
-            other => Err(StageError::BadInput(format!("there is no stage {other}"))),
+            other => Err(unknown(other)),
         };
         result.map_err(|error| error.of_stage(name))
     }
@@ -62,17 +53,6 @@ impl Stage<'_> {
                 other.name()
             ))),
         }
-    }
-
-    /// A value on the card, in the dtype of the model.
-    pub(super) fn value(&self, name: &str) -> Result<Tensor, StageError> {
-        let dtype = self.model.precision.dtype;
-        from_host(self.run.value(name)?, name, dtype, self.run.device)
-    }
-
-    /// A value in host memory, in f32.
-    pub(super) fn host_value(&self, name: &str) -> Result<Tensor, StageError> {
-        from_host(self.run.value(name)?, name, DType::F32, &Device::Cpu)
     }
 
     fn encode_text(&mut self) -> Result<Values, StageError> {
@@ -152,11 +132,8 @@ impl Stage<'_> {
         let (model, request) = (self.model, self.run.request);
         let audio = self.audio()?;
         let tensors = (self.run.tensors)(CONDITION_ENCODER)?;
-        let encoder =
-            ConditionEncoder::new(&model.condition, &tensors).map_err(|missing| StageError::Missing {
-                component: CONDITION_ENCODER.to_owned(),
-                missing,
-            })?;
+        let encoder = ConditionEncoder::new(&model.condition, &tensors)
+            .map_err(StageError::missing_in(CONDITION_ENCODER))?;
         let silence = encoder.silence(model.frames(audio))?;
         let timbre = match &audio.reference {
             None => encoder.start_of_silence(model.frames_of_timbre())?,
@@ -216,17 +193,14 @@ impl Stage<'_> {
             _ => silence,
         };
         let silence = silence.to_dtype(source.dtype())?.to_device(self.run.device)?;
-        let of_component = |component: &str| {
-            let component = component.to_owned();
-            move |missing| StageError::Missing { component, missing }
-        };
         let tensors = (self.run.tensors)(TOKENIZER)?;
-        let tokenizer = AudioTokenizer::new(&tokens.tokenizer, &tensors).map_err(of_component(TOKENIZER))?;
+        let tokenizer =
+            AudioTokenizer::new(&tokens.tokenizer, &tensors).map_err(StageError::missing_in(TOKENIZER))?;
         let mut go_on = || self.observer.check_cancelled();
         let quantized = tokenizer.tokenize(&source, &silence, &mut go_on)?.quantized;
         let tensors = (self.run.tensors)(DETOKENIZER)?;
-        let detokenizer =
-            AudioDetokenizer::new(&tokens.detokenizer, &tensors).map_err(of_component(DETOKENIZER))?;
+        let detokenizer = AudioDetokenizer::new(&tokens.detokenizer, &tensors)
+            .map_err(StageError::missing_in(DETOKENIZER))?;
         let hint = detokenizer
             .latents(&quantized, &mut go_on)?
             .narrow(0, 0, frames)?;

@@ -1,7 +1,7 @@
 //! What a request may ask for: its task, its source, and the frames that change.
 
 use model::bounds::{common_problems, decode_from_problem};
-use model::{decimal, first_step};
+use model::{Field, Reads, decimal, first_step};
 
 use crate::{Audio, AudioTask, Medium, Request, RequestError};
 
@@ -24,6 +24,22 @@ const MAX_WORD_BYTES: usize = 64;
 const MAX_TEMPO: u32 = 1000;
 /// Seconds behind the end of a source that a window may reach, as people round.
 const ROUNDING: f64 = 0.05;
+
+/// The optional fields of a request that it reads.
+pub(super) const READS: Reads = Reads::of(&[
+    Field::InitMedia,
+    Field::InitLatent,
+    Field::ReferenceMedia,
+    Field::Task,
+    Field::Lyrics,
+    Field::BeatsPerMinute,
+    Field::Key,
+    Field::TimeSignature,
+    Field::Language,
+    Field::Strengths,
+    Field::DecodeFrom,
+    Field::Adapters,
+]);
 
 /// What a model can do.
 #[derive(Clone, Copy, Debug)]

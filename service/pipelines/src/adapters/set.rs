@@ -10,8 +10,7 @@ use super::attached::AttachedAdapters;
 use super::open::{Adapter, AdapterPart, open_adapters};
 use super::targets::TargetComponent;
 use super::{AdapterFile, AdapterReport, AdapterUse};
-use crate::checkpoint::ComponentSet;
-use crate::files::{ReadFiles, recorded};
+use crate::files::recorded;
 use crate::linear::SIDE_BY_SIDE;
 use crate::{ModelError, ModelParts, RequestError, Rung, StageError};
 
@@ -36,20 +35,11 @@ impl UsedAs {
 
 /// The adapters of an open model.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct AdapterSet {
-    adapters: Vec<Adapter>,
-    /// The text files that were read when they were opened.
-    read: ReadFiles,
-}
+pub(crate) struct AdapterSet(Vec<Adapter>);
 
 impl AdapterSet {
-    /// Tells the model's parts what it changes, and what was read for it.
-    pub(crate) fn report_to(&self, parts: &mut ModelParts) {
-        parts.adapters = self.reports();
-        parts.read_of_adapters = self.read().clone();
-    }
-
-    /// Opens adapters for a model of `family` (its display name), and adds their components to the model's.
+    /// Opens adapters for a model of `family` (its display name), and tells its parts their components, what they change, and
+    /// what was read for them.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be used.
@@ -57,32 +47,25 @@ impl AdapterSet {
         files: &[AdapterFile],
         family: &'static str,
         targets: &[TargetComponent],
-        components: &mut ComponentSet,
+        parts: &mut ModelParts,
     ) -> Result<AdapterSet, ModelError> {
-        let (opened, read) = recorded(|| open_adapters(files, family, targets, components.dtype()));
+        let dtype = parts.components.dtype();
+        let (opened, read) = recorded(|| open_adapters(files, family, targets, dtype));
         let adapters = opened?.into_iter().map(|(adapter, files)| {
             for (part, files) in adapter.parts.iter().zip(files) {
-                components.push(&part.component, files);
+                parts.components.push(&part.component, files);
             }
             adapter
         });
-        Ok(AdapterSet {
-            adapters: adapters.collect(),
-            read,
-        })
-    }
-
-    /// The text files that were read when they were opened.
-    pub(crate) fn read(&self) -> &ReadFiles {
-        &self.read
+        let adapters = AdapterSet(adapters.collect());
+        parts.adapters = adapters.reports();
+        parts.read_of_adapters = read;
+        Ok(adapters)
     }
 
     /// What they change.
     pub(crate) fn reports(&self) -> Vec<AdapterReport> {
-        self.adapters
-            .iter()
-            .map(|adapter| adapter.report.clone())
-            .collect()
+        self.0.iter().map(|adapter| adapter.report.clone()).collect()
     }
 
     /// Problems of a request's adapters: those that the model was not opened with.
@@ -95,7 +78,7 @@ impl AdapterSet {
     }
 
     fn adapter(&self, name: &str) -> Option<&Adapter> {
-        self.adapters.iter().find(|adapter| adapter.report.name == name)
+        self.0.iter().find(|adapter| adapter.report.name == name)
     }
 
     /// The parts for a component of the adapters that a request uses.
@@ -126,7 +109,7 @@ impl AdapterSet {
 
     /// Predicted scratch of the terms of a component's layers, which are computed one after the other.
     pub(crate) fn scratch(&self, base: &str, tokens: usize, dtype: DType) -> Bytes {
-        let parts = self.adapters.iter().flat_map(|adapter| &adapter.parts);
+        let parts = self.0.iter().flat_map(|adapter| &adapter.parts);
         let of_part = |part: &AdapterPart| {
             let rank = SIDE_BY_SIDE * part.rank;
             let of_shape = |shape: &[usize; 2]| ops::low_rank_scratch(*shape, rank, tokens, dtype);

@@ -28,6 +28,6 @@ pub(crate) use role::{QuantizeRole, RoleOf};
 pub(crate) use single_file::{
     base_beside, beside, checkpoint_stem, companion, folders_in, named_base, of_hub_cache, written_base,
 };
-pub(crate) use spec::{Rows, TensorSpec};
+pub(crate) use spec::{Layout, Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};
 pub(crate) use transformer::{Naming, TransformerFiles, TransformerPlace, rotary_axes};

@@ -32,3 +32,37 @@ impl TensorSpec {
         }
     }
 }
+
+/// The tensors of a transformer, as they are listed.
+#[derive(Debug, Default)]
+pub(crate) struct Layout(pub(crate) Vec<TensorSpec>);
+
+impl Layout {
+    /// A weight `[outputs, inputs]` and a bias `[outputs]`, which in a single file are rows of `theirs` from `first` on.
+    pub(crate) fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], theirs: &str, first: usize) {
+        for (kind, shape) in [("weight", vec![outputs, inputs]), ("bias", vec![outputs])] {
+            self.rows(
+                &format!("{name}.{kind}"),
+                shape,
+                &format!("{theirs}.{kind}"),
+                first,
+            );
+        }
+    }
+
+    /// A tensor, which in a single file is rows of `theirs` from `first` on.
+    pub(crate) fn rows(&mut self, name: &str, shape: Vec<usize>, theirs: &str, first: usize) {
+        let count = shape.first().copied().unwrap_or_default();
+        self.0.push(TensorSpec {
+            name: name.to_owned(),
+            shape,
+            tensor: theirs.to_owned(),
+            rows: vec![Rows { first, count }],
+        });
+    }
+
+    /// A tensor of the same name in a single file.
+    pub(crate) fn same(&mut self, name: &str, shape: &[usize]) {
+        self.rows(name, shape.to_vec(), name, 0);
+    }
+}

@@ -7,6 +7,7 @@
 use candle_core::{Device, Tensor};
 use model::Memo;
 use model::bounds::PIXELS_PER_TOKEN;
+use model::{Field, Reads};
 
 use super::config::{MASK_WIDTH, TransformerConfig};
 use super::control_net::{OpenControlNet, acts_in};
@@ -52,6 +53,24 @@ impl Variant {
             true => Variant::Fill,
             false if is_kontext(class) || is_kontext(file_name) => Variant::Kontext,
             false => Variant::Plain,
+        }
+    }
+
+    /// The optional fields of a request that it reads.
+    pub(super) fn reads(self) -> Reads {
+        const EVERY: Reads = Reads::of(&[
+            Field::InitImage,
+            Field::InitLatent,
+            Field::Mask,
+            Field::Controls,
+            Field::Adapters,
+        ]);
+        const PLAIN: Reads = EVERY.and(&[Field::NegativePrompt, Field::TrueGuidance]);
+        match self {
+            Variant::Plain => PLAIN,
+            Variant::Kontext => PLAIN.and(&[Field::References]),
+            // It has no reference with a second pass.
+            Variant::Fill => EVERY,
         }
     }
 }

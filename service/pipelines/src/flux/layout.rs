@@ -3,8 +3,8 @@
 //! feed-forwards, and has shift before scale in its last layer.
 
 use super::config::TransformerConfig;
-use crate::checkpoint::{LayerNames, TensorSpec};
-use crate::mmdit::{BlockNames, Layout, SingleNames, StreamNames};
+use crate::checkpoint::{LayerNames, Layout, TensorSpec};
+use crate::mmdit::{BlockNames, SingleNames, StreamNames};
 
 /// Names of the blocks in a single file of Black Forest Labs.
 const BFL: BlockNames = BlockNames {

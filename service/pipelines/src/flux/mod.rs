@@ -22,8 +22,10 @@ pub use self::model::{Flux, FluxModel};
 pub use ::model::bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
 pub use config::TransformerConfig;
 pub use positions::{positions, rotations};
-pub use stages::{POOLED, SEQUENCE, Stage};
-pub use transformer::{Conditioning, Prompted, StepBuffers, Transformer, denoise_scratch, pack, unpack};
+pub use stages::{POOLED, SEQUENCE};
+pub use transformer::{
+    Conditioning, Prompted, StepBuffers, Transformer, denoise_scratch, negative_scratch, pack, unpack,
+};
 
 /// The further names of the transformer's layers, those in adapters of XLabs, and its tensors.
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use model::Memo;
 use model::bounds::{self, PIXELS_PER_TOKEN, problems};
 use model::plan::names;
-use model::{Field, LeftOut, Reads, smaller_sides};
+use model::{LeftOut, Reads, smaller_sides};
 use residency::Bytes;
 
 use super::adapter_targets::adapter_targets;
@@ -15,7 +15,7 @@ use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::TransformerConfig;
 use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
-use super::stages::{DENOISE, ENCODE_TEXT, Stage, encodings};
+use super::stages::{DENOISE, ENCODE_TEXT, encodings};
 use super::transformer::{denoise_scratch, negative_scratch};
 use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
@@ -23,6 +23,7 @@ use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::is_modulator;
 use crate::sampling::{Denoiser, Prompts};
+use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer, TokenizeError};
@@ -59,17 +60,13 @@ impl Family for Flux {
         MARKS.naming_of(names).is_some()
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        Ok(FluxModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
-    }
-
-    fn open_file(
+    fn open(
         &self,
-        file: &CheckpointFile,
+        path: &Path,
+        file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let opened = FluxModel::of(file.path(), Some(file), precision)?;
-        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
+        Ok(FluxModel::of(path, file, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 
@@ -103,8 +100,7 @@ impl FluxModel {
             .iter()
             .cloned()
             .partition(|file| file.kind == AdapterKind::ControlNet);
-        adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts.components)?;
-        adapted.adapters.report_to(&mut adapted.parts);
+        adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts)?;
         adapted.control_nets.clear();
         for file in nets {
             let opened = OpenControlNet::open(&file, &self.transformer, self.precision.dtype);
@@ -286,20 +282,7 @@ impl Model for FluxModel {
     }
 
     fn reads(&self) -> Reads {
-        const EVERY: Reads = Reads::of(&[
-            Field::InitImage,
-            Field::InitLatent,
-            Field::Mask,
-            Field::Controls,
-            Field::Adapters,
-        ]);
-        const PLAIN: Reads = EVERY.and(&[Field::NegativePrompt, Field::TrueGuidance]);
-        match self.variant {
-            Variant::Plain => PLAIN,
-            Variant::Kontext => PLAIN.and(&[Field::References]),
-            // It has no reference with a second pass.
-            Variant::Fill => EVERY,
-        }
+        self.variant.reads()
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
@@ -335,13 +318,7 @@ impl Model for FluxModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let texts = Prompts::texts(request);
-        let of_text = texts.iter().filter_map(|(field, text)| {
-            let left_out = self.t5_tokenizer.left_out(text, most);
-            let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
-            Some(LeftOut { field, ..left_out })
-        });
-        of_text.collect()
+        Prompts::texts(request).left_out(request, |text| self.t5_tokenizer.left_out(text, most).ok())
     }
 
     fn reference_size(&self, width: u32, height: u32) -> Result<Option<(u32, u32)>, RequestError> {
@@ -364,13 +341,6 @@ impl Model for FluxModel {
     }
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
-        Stage {
-            model: self,
-            request: stage.request,
-            tensors: stage.tensors,
-            device: stage.device,
-            observer,
-        }
-        .run(stage)
+        Stage::new(self, stage, observer).run()
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use gpu::CheckpointFile;
-use model::bounds::{PIXELS_PER_TOKEN, problems};
+use model::bounds::problems;
 
 use super::checkpoint::MARKS;
 use super::config::TransformerConfig;
@@ -11,9 +11,9 @@ use super::edit::Variant;
 use super::model::{FAMILY, FluxModel};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
-use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
+use crate::autoencoders::kl;
 use crate::checkpoint::{
-    ComponentSet, Recognised, TransformerPlace, Wanted, companion, component_of_folder, open_single_file,
+    ComponentSet, Recognised, TransformerPlace, Wanted, component_of_folder, open_single_file,
 };
 use crate::defaults::folder_defaults;
 use crate::files::{check_pairs, checked, count_all_as_read, pipeline_class, recorded, unsupported};
@@ -61,18 +61,11 @@ impl FluxModel {
         };
         let (transformer, transformer_files): (TransformerConfig, _) =
             transformer.open(base, wanted.of("transformer"))?;
-        let bfl_vae = match is_folder {
-            true => None,
-            false if base.join("vae").is_dir() => None,
-            false => companion(path, base, "vae", "ae"),
-        };
-        let vae = match bfl_vae {
-            Some(_) => VaeConfig::flux(),
-            None => checked(&base.join("vae/config.json"), VaeConfig::check)?,
-        };
+        let alone = (!is_folder).then_some(path);
+        let vae = kl::Place::of(base, alone, transformer.latent_channels())?;
         let clip: ClipConfig = checked(&base.join("text_encoder/config.json"), ClipConfig::check)?;
         let t5: T5Config = checked(&base.join("text_encoder_2/config.json"), T5Config::check)?;
-        check_widths(base, &transformer, &vae, &clip, &t5)?;
+        check_widths(base, &transformer, &clip, &t5)?;
         // Reading vocabularies dominates the time to open a model: two threads read them.
         let (clip_tokenizer, t5_tokenizer) = std::thread::scope(|scope| {
             let t5 = scope.spawn(|| recorded(|| T5Tokenizer::shared(&base.join("tokenizer_2"))));
@@ -90,10 +83,7 @@ impl FluxModel {
         }
         let files = [
             transformer_files,
-            match bfl_vae {
-                Some(file) => autoencoder_of_single_file(&file, vae.tensor_shapes(), wanted.of("vae"))?,
-                None => component_of_folder(&base.join("vae"), wanted.of("vae"), |_| vae.tensor_shapes())?,
-            },
+            vae.files(wanted.of("vae"))?,
             component_of_folder(&base.join("text_encoder"), wanted.of("text_encoder"), |has| {
                 clip.tensor_shapes(has)
             })?,
@@ -104,21 +94,18 @@ impl FluxModel {
         let variant = Variant::of(&class, &file_name, &transformer);
         let components =
             ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, wanted.formats);
-        let defaults = folder_defaults(base, defaults(&transformer, variant), problems)?;
+        let defaults = folder_defaults(base, defaults(&transformer, variant), variant.reads(), problems)?;
         Ok(Some(FluxModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
-            scheduler: checked(
-                &base.join("scheduler/scheduler_config.json"),
-                SchedulerConfig::check,
-            )?,
+            scheduler: SchedulerConfig::of_pipeline(base)?,
             clip_tokenizer,
             t5_tokenizer: t5_tokenizer?,
             control_nets: Vec::new(),
             variant,
             transformer,
-            vae,
+            vae: vae.config,
             clip,
             t5,
         }))
@@ -129,23 +116,10 @@ impl FluxModel {
 fn check_widths(
     base: &Path,
     transformer: &TransformerConfig,
-    vae: &VaeConfig,
     clip: &ClipConfig,
     t5: &T5Config,
 ) -> Result<(), ModelError> {
     let pairs = [
-        (
-            "the VAE's latent channels",
-            vae.latent_channels,
-            transformer.latent_channels(),
-        ),
-        (
-            "the VAE's pixels per latent cell",
-            vae.factor(),
-            PIXELS_PER_TOKEN as usize / 2,
-        ),
-        ("the VAE's channels of a picture", vae.out_channels, 3),
-        ("the VAE's channels of a picture to encode", vae.in_channels, 3),
         (
             "CLIP's width",
             clip.hidden_size,

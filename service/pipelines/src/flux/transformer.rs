@@ -238,18 +238,20 @@ pub fn unpack(tokens: &Tensor, rows: usize, columns: usize) -> candle_core::Resu
 /// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;
 
-/// Predicted further bytes where a second pass of every step reads a negative prompt, in the same buffers: its text and
-/// modulations, and its velocity, which is kept for the pass of the prompt.
-pub(super) fn negative_scratch(
+/// Predicted further bytes where every step predicts under a second condition, in the same buffers: its text, rotations and
+/// modulations, and its velocity, which is kept while that of the prompt is computed.
+pub fn negative_scratch(
     config: &TransformerConfig,
     text: usize,
     picture: usize,
     steps: u32,
     dtype: DType,
 ) -> u64 {
-    let text = text * config.joint_attention_dim * dtype.size_in_bytes();
+    let tokens = text + picture;
+    let text_bytes = text * config.joint_attention_dim * dtype.size_in_bytes();
     let kept = Conditions::<Conditioning>::kept_bytes(picture * config.out_width(), dtype);
-    config.blocks().modulations_bytes(steps, dtype) + text as u64 + kept
+    let blocks = config.blocks();
+    blocks.rotations_bytes(tokens) + blocks.modulations_bytes(steps, dtype) + text_bytes as u64 + kept
 }
 
 /// Predicted activation bytes of `steps` steps over `text` and `picture` tokens: the buffers, the workspace of

@@ -4,8 +4,8 @@
 
 use super::config::TransformerConfig;
 use super::patches::{FULL, HALF, Patch, QUARTER};
-use crate::checkpoint::{LayerNames, TensorSpec};
-use crate::mmdit::{BlockNames, Layout, SINUSOIDS, SingleNames, StreamNames};
+use crate::checkpoint::{LayerNames, Layout, TensorSpec};
+use crate::mmdit::{BlockNames, SINUSOIDS, SingleNames, StreamNames};
 
 /// Names of the blocks in a single file of Tencent's.
 const TENCENT: BlockNames = BlockNames {

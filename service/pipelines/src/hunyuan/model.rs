@@ -12,10 +12,11 @@ use super::layout::{NAMES, layout};
 use super::places::TRANSFORMERS;
 use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
-use super::stages::Stage;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::flow_match::SchedulerConfig;
+use crate::sampling::Prompts;
+use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
 use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
@@ -75,17 +76,13 @@ impl Family for Hunyuan {
         MARKS.naming_of(names).is_some()
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        Ok(HunyuanModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
-    }
-
-    fn open_file(
+    fn open(
         &self,
-        file: &CheckpointFile,
+        path: &Path,
+        file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let opened = HunyuanModel::of(file.path(), Some(file), precision)?;
-        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
+        Ok(HunyuanModel::of(path, file, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 
@@ -113,6 +110,14 @@ pub struct HunyuanModel {
     pub(super) parts: ModelParts,
     /// What is attached to its components.
     pub(super) adapters: AdapterSet,
+}
+
+/// The optional fields of a request that it reads.
+pub(super) fn reads(framepack: Option<Order>) -> Reads {
+    match framepack {
+        Some(_) => Reads::of(&[Field::Adapters, Field::InitImage]),
+        None => Reads::of(&[Field::Adapters]),
+    }
 }
 
 /// All fields of a request that are out of bounds.
@@ -196,8 +201,7 @@ impl HunyuanModel {
             "",
         )];
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts.components)?;
-        adapted.adapters.report_to(&mut adapted.parts);
+        adapted.adapters = AdapterSet::open(files, "HunyuanVideo", &targets, &mut adapted.parts)?;
         Ok(adapted)
     }
 
@@ -254,10 +258,7 @@ impl Model for HunyuanModel {
     }
 
     fn reads(&self) -> Reads {
-        match self.framepack {
-            Some(_) => Reads::of(&[Field::Adapters, Field::InitImage]),
-            None => Reads::of(&[Field::Adapters]),
-        }
+        reads(self.order())
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
@@ -300,8 +301,7 @@ impl Model for HunyuanModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let left_out = self.llama_tokenizer.left_out(&request.prompt, most);
-        LeftOut::of_prompt(left_out.ok(), request).into_iter().collect()
+        Prompts::texts(request).left_out(request, |text| self.llama_tokenizer.left_out(text, most).ok())
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
@@ -362,12 +362,7 @@ impl Model for HunyuanModel {
     }
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
-        Stage {
-            model: self,
-            run: *stage,
-            observer,
-        }
-        .run()
+        Stage::new(self, stage, observer).run()
     }
 }
 

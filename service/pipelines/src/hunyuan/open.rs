@@ -6,14 +6,14 @@ use gpu::CheckpointFile;
 use model::bounds::PIXELS_PER_TOKEN;
 
 use super::config::TransformerConfig;
-use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems};
+use super::model::{CLIP, FAMILY, FramePack, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, problems, reads};
 use super::places::{PROCESSOR, Places};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::checkpoint::{ComponentSet, Wanted, open_single_file};
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, unsupported};
+use crate::files::{check_pairs, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -125,7 +125,12 @@ impl HunyuanModel {
             problems.filter(|problem| problem.field != "init_image").collect()
         };
         let defaults = match places.has_defaults_of(framepack.is_some())? {
-            true => folder_defaults(places.folder_of_defaults(), defaults(framepack.is_some()), check)?,
+            true => folder_defaults(
+                places.folder_of_defaults(),
+                defaults(framepack.is_some()),
+                reads(order),
+                check,
+            )?,
             false => defaults(framepack.is_some()),
         };
         let components = ComponentSet::new(files, precision.dtype, wanted.formats);
@@ -133,10 +138,7 @@ impl HunyuanModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
-            scheduler: checked(
-                &base.join("scheduler/scheduler_config.json"),
-                SchedulerConfig::check,
-            )?,
+            scheduler: SchedulerConfig::of_pipeline(base)?,
             llama_tokenizer: LlamaTokenizer::shared(&base.join("tokenizer"))?,
             clip_tokenizer,
             transformer,

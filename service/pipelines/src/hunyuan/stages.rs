@@ -9,7 +9,6 @@ use std::collections::btree_map::Entry;
 
 use candle_core::{DType, Device, Tensor};
 use model::plan::of_rung;
-use ops::{Finite, euler};
 
 use super::film::Film;
 use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION};
@@ -27,32 +26,24 @@ use crate::autoencoders::hunyuan::{
     FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
 };
 use crate::noise::Generator;
+use crate::sampling::{Prediction, SampledLatent};
+use crate::stage::{Stage, named, unknown};
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::llama::LlamaEncoder;
 use crate::vision::processor::bytes_through_floats;
 use crate::vision::siglip::SiglipEncoder;
-use crate::{HostTensor, InitImage, Observer, Request, StageError, StageRun, Values};
+use crate::{HostTensor, InitImage, Request, StageError, Values};
 
 /// Largest factor of a dynamic shift of FramePack's sigmas, whose exponent is thus at most its logarithm.
 const MOST_SHIFT: f64 = 7.0;
 
-/// A stage of one request.
-pub(super) struct Stage<'a> {
-    pub(super) model: &'a HunyuanModel,
-    /// Inputs of the stage.
-    pub(super) run: StageRun<'a>,
-    /// Receives progress and results.
-    pub(super) observer: &'a mut dyn Observer,
-}
-
-impl Stage<'_> {
+impl Stage<'_, HunyuanModel> {
     /// Computes the values that the stage gives.
     ///
     /// # Errors
     /// [`StageError`].
     pub(super) fn run(&mut self) -> Result<Values, StageError> {
-        let named = |name: &str, value| Values::from([(name.to_owned(), value)]);
         let name = self.run.plan.name.as_str();
         let result = match name {
             ENCODE_TEXT => self.encode_text(),
@@ -60,7 +51,7 @@ impl Stage<'_> {
             ENCODE_IMAGE => self.encode_image().map(|latent| named(START, latent)),
             DENOISE => self.denoise(),
             DECODE => self.decode(),
-            other => Err(StageError::BadInput(format!("there is no stage {other}"))),
+            other => Err(unknown(other)),
         };
         result.map_err(|error| error.of_stage(name))
     }
@@ -133,8 +124,7 @@ impl Stage<'_> {
 
     /// A value in host memory, f32, without its first axis.
     fn latent(&self, name: &str) -> Result<Tensor, StageError> {
-        let latent = from_host(self.run.value(name)?, name, DType::F32, &Device::Cpu)?;
-        Ok(latent.squeeze(0)?)
+        Ok(self.host_value(name)?.squeeze(0)?)
     }
 
     /// Latent frames `[channels, frames, h, w]`, of the sections that the stage takes.
@@ -205,11 +195,11 @@ impl Stage<'_> {
             theta: config.rope_theta,
         };
 
-        let states = from_host(self.run.value(TEXT)?, TEXT, DType::F32, &Device::Cpu)?;
+        let states = self.host_value(TEXT)?;
         let on_card = |tensor: &Tensor| tensor.to_dtype(dtype)?.contiguous()?.to_device(device);
         let mean = on_card(&states.mean(1)?)?;
         let text = on_card(&states)?;
-        let pooled = from_host(self.run.value(POOLED)?, POOLED, dtype, device)?;
+        let pooled = self.value(POOLED)?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
         let adapters =
@@ -217,10 +207,7 @@ impl Stage<'_> {
                 .adapters
                 .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
-        let transformer = Transformer::new(config, &adapted).map_err(|missing| StageError::Missing {
-            component: TRANSFORMER.to_owned(),
-            missing,
-        })?;
+        let transformer = Transformer::new(config, &adapted).map_err(StageError::missing_in(TRANSFORMER))?;
 
         let tokens = self.model.tokens(states.dim(1)?, &video);
         let before = tokens.text + tokens.vision;
@@ -235,7 +222,7 @@ impl Stage<'_> {
                 let in_patches = |frames: &[LatentFrame], patch| -> Result<Tensor, StageError> {
                     Ok(on_card(&patches(&self.frames(frames, &sections)?, patch)?)?)
                 };
-                let vision = from_host(self.run.value(VISION_STATES)?, VISION_STATES, dtype, device)?;
+                let vision = self.value(VISION_STATES)?;
                 let seen = [
                     in_patches(&context.quarter.0, QUARTER)?,
                     in_patches(&context.half.0, HALF)?,
@@ -267,12 +254,8 @@ impl Stage<'_> {
         self.observer.check_cancelled()?;
         let mut conditioning = transformer.condition(&prompted, &sigmas[..steps])?;
 
-        let latent = patches(&noise, FULL)?;
-        // Two tensors, since both are written.
-        let seen = latent.to_dtype(dtype)?.copy()?.to_device(device)?;
-        let latent = latent.to_device(device)?;
+        let mut latent = SampledLatent::new(&patches(&noise, FULL)?, sigmas.clone(), None, (dtype, device))?;
         let step_buffers = transformer.step_buffers(&tokens, (dtype, device))?;
-        let finite = Finite::new(device)?;
         let colours = match (&video.init_image, request.preview) {
             (_, false) => None,
             (Some(image), true) if section.is_some() => {
@@ -290,32 +273,22 @@ impl Stage<'_> {
                 row = 0;
             }
             let mut go_on = || self.observer.check_cancelled();
-            let velocity = transformer.velocity(&seen, &conditioning, row, &step_buffers, &mut go_on)?;
-            let stride = f64::from(sigmas[step + 1] - sigmas[step]);
-            euler(&latent, velocity, stride, &seen, &finite)?;
-            // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed, and a
-            // cancelled one is the last.
-            if !finite.is_finite()? {
-                let step = step as u32 + 1;
-                return Err(adapters.named_as_cause(StageError::NotFinite {
-                    component: TRANSFORMER.to_owned(),
-                    step,
-                }));
-            }
+            let velocity =
+                transformer.velocity(latent.seen(), &conditioning, row, &step_buffers, &mut go_on)?;
+            let velocity = Prediction::of(velocity);
+            let advanced = latent.advance(step, &velocity, TRANSFORMER);
+            advanced.map_err(|error| adapters.named_as_cause(error))?;
             self.observer.step(step as u32 + 1, steps as u32);
             if let Some(colours) = &colours
                 && step + 1 < steps
                 && self.observer.wants_preview()
             {
-                // The predicted result: the latent less the velocity times the remaining sigma.
-                let on_host = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32);
-                let remaining = (on_host(velocity)? * f64::from(sigmas[step + 1]))?;
-                let clean = unpatched(&(on_host(&latent)? - remaining)?, frames, sides)?;
+                let clean = unpatched(&latent.end_of(step, &velocity)?, frames, sides)?;
                 let preview = colours.preview(&clean.narrow(1, frames / 2, 1)?)?;
                 self.observer.preview(preview.width, preview.height, preview.rgb);
             }
         }
-        let sampled = unpatched(&latent.to_device(&Device::Cpu)?, frames, sides)?;
+        let sampled = unpatched(&latent.on_host()?, frames, sides)?;
         let (name, sampled) = match section {
             None => (LATENT.to_owned(), sampled),
             Some((sections, section)) => {

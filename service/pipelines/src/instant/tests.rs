@@ -24,7 +24,7 @@ fn sample(name: &str) -> PathBuf {
 
 fn open(path: &Path) -> Arc<dyn Model> {
     Instant
-        .open(path, &PRECISION)
+        .open(path, None, &PRECISION)
         .unwrap()
         .expect("it is of this family")
 }
@@ -235,10 +235,10 @@ fn the_sample_models_open_and_share_equal_components() {
 #[test]
 fn only_a_folder_with_a_description_is_a_model() {
     let folder = tempfile::tempdir().unwrap();
-    assert!(Instant.open(folder.path(), &PRECISION).unwrap().is_none());
+    assert!(Instant.open(folder.path(), None, &PRECISION).unwrap().is_none());
     assert!(
         Instant
-            .open(Path::new("/nowhere/model.safetensors"), &PRECISION)
+            .open(Path::new("/nowhere/model.safetensors"), None, &PRECISION)
             .unwrap()
             .is_none()
     );
@@ -249,11 +249,11 @@ fn only_a_folder_with_a_description_is_a_model() {
         r#"{"name":"x","components":[],"sratch":{}}"#,
     )
     .unwrap();
-    let error = Instant.open(folder.path(), &PRECISION).err().unwrap();
+    let error = Instant.open(folder.path(), None, &PRECISION).err().unwrap();
     assert!(error.to_string().contains("sratch"), "{error}");
     assert!(
         Instant
-            .open(Path::new("/nowhere/x.instant.json"), &PRECISION)
+            .open(Path::new("/nowhere/x.instant.json"), None, &PRECISION)
             .is_err()
     );
 }
@@ -667,7 +667,7 @@ fn a_description_that_is_a_list_is_damaged() {
     let file = folder.path().join("instant.json");
     // serde would accept it as a name and no components.
     std::fs::write(&file, r#"["x", []]"#).unwrap();
-    let error = Instant.open(folder.path(), &PRECISION).err().unwrap();
+    let error = Instant.open(folder.path(), None, &PRECISION).err().unwrap();
     assert!(
         matches!(&error, ModelError::Damaged { path, .. } if *path == file),
         "{error}"
@@ -727,7 +727,7 @@ fn open_in(path: &Path, formats: &[(&str, &str)]) -> Result<Arc<dyn Model>, Mode
         quantization,
         ..PRECISION
     };
-    let model = Instant.open(path, &precision)?;
+    let model = Instant.open(path, None, &precision)?;
     Ok(model.expect("it is of this family"))
 }
 
@@ -792,7 +792,7 @@ fn a_format_is_refused_for_an_unknown_or_stored_quantized_component() {
     assert_eq!(component, "text_encoder_2", "this model lacks it");
 
     std::fs::write(&file, description.replace("Q4_K", "Q4_X")).unwrap();
-    let error = Instant.open(&file, &PRECISION).err().unwrap();
+    let error = Instant.open(&file, None, &PRECISION).err().unwrap();
     assert!(error.to_string().contains("Q4_X"), "{error}");
 }
 

@@ -2,7 +2,7 @@
 //! queries, keys, values and feed-forwards.
 
 use super::shape::BlocksShape;
-use crate::checkpoint::{Rows, TensorSpec};
+use crate::checkpoint::{Layout, Rows};
 
 /// Names of one stream of a double block in a single file, behind `double_blocks.N.`.
 #[derive(Clone, Copy, Debug)]
@@ -57,34 +57,7 @@ const STREAMS: [DiffusersStream; 2] = [
     },
 ];
 
-/// A list of tensors as it grows.
-#[derive(Debug, Default)]
-pub(crate) struct Layout(pub(crate) Vec<TensorSpec>);
-
 impl Layout {
-    /// A weight `[outputs, inputs]` and a bias `[outputs]`, which in a single file are rows of `theirs` from `first` on.
-    pub(crate) fn linear(&mut self, name: &str, [outputs, inputs]: [usize; 2], theirs: &str, first: usize) {
-        for (kind, shape) in [("weight", vec![outputs, inputs]), ("bias", vec![outputs])] {
-            self.rows(
-                &format!("{name}.{kind}"),
-                shape,
-                &format!("{theirs}.{kind}"),
-                first,
-            );
-        }
-    }
-
-    /// A tensor, which in a single file is rows of `theirs` from `first` on.
-    pub(crate) fn rows(&mut self, name: &str, shape: Vec<usize>, theirs: &str, first: usize) {
-        let count = shape.first().copied().unwrap_or_default();
-        self.0.push(TensorSpec {
-            name: name.to_owned(),
-            shape,
-            tensor: theirs.to_owned(),
-            rows: vec![Rows { first, count }],
-        });
-    }
-
     /// A layer of two parts, the last layer's modulation, whose parts are in the other order in single files.
     pub(crate) fn swapped(&mut self, name: &str, width: usize, theirs: &str) {
         self.linear(name, [2 * width, width], theirs, 0);

@@ -13,6 +13,6 @@ mod stack;
 pub(crate) use blocks::Modulator;
 pub(crate) use buffers::{Added, Buffers, Next, Part};
 pub(crate) use embedder::{SINUSOIDS, StepEmbedder};
-pub(crate) use layout::{BlockNames, Layout, SingleNames, StreamNames};
+pub(crate) use layout::{BlockNames, SingleNames, StreamNames};
 pub(crate) use shape::{BlocksShape, is_modulator, role};
 pub(crate) use stack::{BlockHook, BlockPlace, Blocks, Modulations, NoHook, Pass};

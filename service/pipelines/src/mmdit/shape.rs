@@ -31,8 +31,12 @@ impl BlocksShape {
 
     /// Bytes of the buffers of a step over so many tokens of a batch, and of their rotations.
     pub(crate) fn buffers_bytes(&self, tokens: usize, dtype: DType) -> u64 {
-        let rotations = (tokens * self.head * size_of::<f32>()) as u64;
-        Buffers::bytes(self.width(), tokens, dtype.size_in_bytes()) + rotations
+        Buffers::bytes(self.width(), tokens, dtype.size_in_bytes()) + self.rotations_bytes(tokens)
+    }
+
+    /// Bytes of the rotations of so many tokens.
+    pub(crate) fn rotations_bytes(&self, tokens: usize) -> u64 {
+        (tokens * self.head * size_of::<f32>()) as u64
     }
 
     /// Bytes of the modulations of all blocks and of a last layer, of so many steps.

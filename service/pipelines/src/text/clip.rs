@@ -399,10 +399,7 @@ impl ClipEncoder {
                 config: config.clone(),
             })
         };
-        read().map_err(|missing| StageError::Missing {
-            component: component.to_owned(),
-            missing,
-        })
+        read().map_err(StageError::missing_in(component))
     }
 
     /// Encodes the tokens of one prompt; padding is attended to. `cancelled` is called before every layer.

@@ -272,10 +272,7 @@ impl ResidentDecoder<'_> {
                 QuantizeRole::Quantized => tensors.shaped_weight(&name, &shape).map(|_| ()),
                 QuantizeRole::AsStored | QuantizeRole::Full => tensors.shaped(&name, &shape).map(|_| ()),
             };
-            found.map_err(|missing| StageError::Missing {
-                component: component.to_owned(),
-                missing,
-            })?;
+            found.map_err(StageError::missing_in(component))?;
         }
         Ok(ResidentDecoder {
             decoder,
@@ -339,10 +336,7 @@ impl ResidentDecoder<'_> {
                 (0..self.depth).map(|i| Layer::new(&tensors, &format!("{prefix}layers.{i}"), decoder));
             Ok((table, layers.collect::<Result<_, _>>()?))
         };
-        let (table, layers) = read().map_err(|missing| StageError::Missing {
-            component: self.component.clone(),
-            missing,
-        })?;
+        let (table, layers) = read().map_err(StageError::missing_in(&self.component))?;
         let (device, dtype) = (table.device(), table.dtype());
         let linears = layers.iter().flat_map(Layer::linears);
         let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;

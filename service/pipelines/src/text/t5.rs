@@ -390,10 +390,7 @@ impl T5Encoder {
                 config: config.clone(),
             })
         };
-        read().map_err(|missing| StageError::Missing {
-            component: component.to_owned(),
-            missing,
-        })
+        read().map_err(StageError::missing_in(component))
     }
 
     /// Encodes the tokens of one prompt, padding included: `[1, tokens, d_model]` in the dtype of the weights. The

@@ -260,10 +260,7 @@ impl SiglipEncoder {
         let bad = |problem| StageError::BadInput(format!("the SigLIP encoder has {problem}"));
         config.check().map_err(bad)?;
         let has = |name: &str| tensors.contains(name);
-        let missing = |missing| StageError::Missing {
-            component: component.to_owned(),
-            missing,
-        };
+        let missing = StageError::missing_in(component);
         for (name, shape) in config.tensor_shapes(&has) {
             tensors.shaped(&name, &shape).map_err(missing)?;
         }

@@ -3,7 +3,7 @@
 
 use super::config::TransformerConfig;
 use super::transformer::SINUSOIDS;
-use crate::checkpoint::{LayerNames, Rows, TensorSpec};
+use crate::checkpoint::{LayerNames, Layout, TensorSpec};
 
 /// In diffusers the first and the last layers are named by patch size: two by two, one in time.
 pub(super) const PATCH_IN: &str = "all_x_embedder.2-1";
@@ -60,16 +60,14 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
         config.head(),
         config.timestep_width(),
     );
-    let mut list = List(Vec::new());
-    list.linear(PATCH_IN, SINGLE_PATCH_IN, [dim, config.patch_width()]);
-    list.linear(
-        "t_embedder.mlp.0",
-        "t_embedder.mlp.0",
-        [timestep_inner, SINUSOIDS],
-    );
-    list.linear("t_embedder.mlp.2", "t_embedder.mlp.2", [timestep, timestep_inner]);
+    let mut list = Layout::default();
+    list.linear(PATCH_IN, [dim, config.patch_width()], SINGLE_PATCH_IN, 0);
+    // A linear layer of the same name in the single file.
+    let linear = |list: &mut Layout, name: &str, shape| list.linear(name, shape, name, 0);
+    linear(&mut list, "t_embedder.mlp.0", [timestep_inner, SINUSOIDS]);
+    linear(&mut list, "t_embedder.mlp.2", [timestep, timestep_inner]);
     list.same("cap_embedder.0.weight", &[cap_feat_dim]);
-    list.linear("cap_embedder.1", "cap_embedder.1", [dim, cap_feat_dim]);
+    linear(&mut list, "cap_embedder.1", [dim, cap_feat_dim]);
     list.same("x_pad_token", &[1, dim]);
     list.same("cap_pad_token", &[1, dim]);
     for blocks in config.blocks() {
@@ -77,15 +75,12 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
             let block = format!("{}.{i}", blocks.name);
             let attention = format!("{block}.attention");
             for (part, name) in ["to_q", "to_k", "to_v"].iter().enumerate() {
-                list.0.push(TensorSpec {
-                    name: format!("{attention}.{name}.weight"),
-                    shape: vec![dim, dim],
-                    tensor: format!("{attention}.qkv.weight"),
-                    rows: vec![Rows {
-                        first: part * dim,
-                        count: dim,
-                    }],
-                });
+                list.rows(
+                    &format!("{attention}.{name}.weight"),
+                    vec![dim, dim],
+                    &format!("{attention}.qkv.weight"),
+                    part * dim,
+                );
             }
             let of_attention = [
                 ("to_out.0", "out", &[dim, dim][..]),
@@ -94,7 +89,7 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
             ];
             for (name, single, shape) in of_attention {
                 let single = format!("{attention}.{single}.weight");
-                list.push(&format!("{attention}.{name}.weight"), single, shape);
+                list.rows(&format!("{attention}.{name}.weight"), shape.to_vec(), &single, 0);
             }
             for (name, shape) in [("w1", [inner, dim]), ("w2", [dim, inner]), ("w3", [inner, dim])] {
                 list.same(&format!("{block}.feed_forward.{name}.weight"), &shape);
@@ -104,36 +99,15 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
             }
             if blocks.is_modulated {
                 let modulation = format!("{block}.adaLN_modulation.0");
-                list.linear(&modulation, &modulation, [4 * dim, timestep]);
+                linear(&mut list, &modulation, [4 * dim, timestep]);
             }
         }
     }
     let [modulation, single] = [LAST, SINGLE_LAST].map(|last| format!("{last}.adaLN_modulation.1"));
-    list.linear(&modulation, &single, [dim, timestep]);
+    list.linear(&modulation, [dim, timestep], &single, 0);
     let [last, single] = [LAST, SINGLE_LAST].map(|last| format!("{last}.linear"));
-    list.linear(&last, &single, [config.patch_width(), dim]);
+    list.linear(&last, [config.patch_width(), dim], &single, 0);
     list.0
-}
-
-struct List(Vec<TensorSpec>);
-
-impl List {
-    fn push(&mut self, name: &str, tensor: String, shape: &[usize]) {
-        let whole = TensorSpec::whole(name.to_owned(), shape.to_vec());
-        self.0.push(TensorSpec { tensor, ..whole });
-    }
-
-    /// A tensor with the same name in both layouts.
-    fn same(&mut self, name: &str, shape: &[usize]) {
-        self.push(name, name.to_owned(), shape);
-    }
-
-    /// A weight `[outputs, inputs]` and a bias `[outputs]`.
-    fn linear(&mut self, name: &str, single: &str, [outputs, inputs]: [usize; 2]) {
-        for (kind, shape) in [("weight", &[outputs, inputs][..]), ("bias", &[outputs])] {
-            self.push(&format!("{name}.{kind}"), format!("{single}.{kind}"), shape);
-        }
-    }
 }
 
 #[cfg(test)]

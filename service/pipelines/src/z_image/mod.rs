@@ -21,7 +21,7 @@ pub use config::TransformerConfig;
 pub use positions::{Lengths, positions, rotations};
 pub use transformer::{
     Conditioning, Modulated, StepBuffers, Transformer, denoise_scratch, latent_of, negative_scratch,
-    patches_of, times,
+    patches_of, refining_scratch, times,
 };
 
 /// The further names of the transformer's layers, and its tensors.

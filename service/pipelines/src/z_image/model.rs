@@ -12,13 +12,14 @@ use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::{MULTIPLE, TransformerConfig};
 use super::layout::{NAMES, layout};
 use super::positions::Lengths;
-use super::stages::{DENOISE, ENCODE_TEXT, Stage, captions};
-use super::transformer::{denoise_scratch, is_modulator, negative_scratch};
+use super::stages::{DENOISE, ENCODE_TEXT, captions};
+use super::transformer::{denoise_scratch, is_modulator, negative_scratch, refining_scratch};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
 use crate::sampling::{Denoiser, Prompts};
+use crate::stage::Stage;
 use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
@@ -34,6 +35,16 @@ pub(super) const TEXT_ENCODER: &str = "text_encoder";
 
 /// Name of the family.
 pub(super) const FAMILY: &str = "z-image";
+
+/// The optional fields of a request that it reads.
+pub(super) const READS: Reads = Reads::of(&[
+    Field::InitImage,
+    Field::InitLatent,
+    Field::Mask,
+    Field::Adapters,
+    Field::NegativePrompt,
+    Field::TrueGuidance,
+]);
 
 /// The Z-Image family.
 #[derive(Clone, Copy, Debug, Default)]
@@ -60,17 +71,13 @@ impl Family for ZImage {
         MARKS.naming_of(names).is_some()
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        Ok(ZImageModel::open(path, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
-    }
-
-    fn open_file(
+    fn open(
         &self,
-        file: &CheckpointFile,
+        path: &Path,
+        file: Option<&CheckpointFile>,
         precision: &Precision,
     ) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        let opened = ZImageModel::of(file.path(), Some(file), precision)?;
-        Ok(opened.map(|model| Arc::new(model) as Arc<dyn Model>))
+        Ok(ZImageModel::of(path, file, precision)?.map(|model| Arc::new(model) as Arc<dyn Model>))
     }
 }
 
@@ -116,8 +123,7 @@ impl ZImageModel {
             "",
         )];
         let mut adapted = self.clone();
-        adapted.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.parts.components)?;
-        adapted.adapters.report_to(&mut adapted.parts);
+        adapted.adapters = AdapterSet::open(files, "Z-Image", &targets, &mut adapted.parts)?;
         Ok(adapted)
     }
 
@@ -205,6 +211,9 @@ impl ZImageModel {
             texts.push_str(&format!(" n{negative}"));
             buffers += negative_scratch(&self.transformer, &self.lengths(image, negative), dtype);
         }
+        if request.has_curves() {
+            buffers += refining_scratch(&self.transformer, &lengths, dtype);
+        }
         let scratch = denoiser.scratch(buffers, lengths.all(), steps, request);
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
@@ -234,14 +243,7 @@ impl Model for ZImageModel {
     }
 
     fn reads(&self) -> Reads {
-        Reads::of(&[
-            Field::InitImage,
-            Field::InitLatent,
-            Field::Mask,
-            Field::Adapters,
-            Field::NegativePrompt,
-            Field::TrueGuidance,
-        ])
+        READS
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
@@ -274,13 +276,7 @@ impl Model for ZImageModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        let texts = Prompts::texts(request);
-        let of_text = texts.iter().filter_map(|(field, text)| {
-            let left_out = self.tokenizer.left_out_of_turn(text, most);
-            let left_out = LeftOut::of_prompt(left_out.ok(), request)?;
-            Some(LeftOut { field, ..left_out })
-        });
-        of_text.collect()
+        Prompts::texts(request).left_out(request, |text| self.tokenizer.left_out_of_turn(text, most).ok())
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
@@ -296,11 +292,6 @@ impl Model for ZImageModel {
     }
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
-        Stage {
-            model: self,
-            run: *stage,
-            observer,
-        }
-        .run()
+        Stage::new(self, stage, observer).run()
     }
 }

@@ -3,14 +3,14 @@
 use std::path::Path;
 
 use gpu::CheckpointFile;
-use model::bounds::{MAX_TOKENS, PIXELS_PER_TOKEN};
+use model::bounds::MAX_TOKENS;
 
 use super::checkpoint::MARKS;
 use super::config::TransformerConfig;
-use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
+use super::model::{FAMILY, READS, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
-use crate::autoencoders::kl::{VaeConfig, autoencoder_of_single_file};
+use crate::autoencoders::kl;
 use crate::checkpoint::{
     Checkpoint, ComponentSet, Recognised, TransformerPlace, Wanted, companion, component_of_checkpoint,
     component_of_folder, open, open_single_file,
@@ -57,28 +57,18 @@ impl ZImageModel {
         let single = matches!(transformer, TransformerPlace::SingleFile { .. }).then_some(path);
         let (transformer, transformer_files): (TransformerConfig, _) =
             transformer.open(base, wanted.of(TRANSFORMER))?;
-        // Companions may be single files too.
-        let alone = |folder: &str, comfy: &str, stem: &str| match (single, base.join(folder).is_dir()) {
-            (Some(file), false) => companion(file, base, comfy, stem),
-            _ => None,
-        };
-        let vae_file = alone(VAE, "vae", "ae");
-        let vae = match vae_file {
-            Some(_) => VaeConfig::flux(),
-            None => checked(&base.join("vae/config.json"), VaeConfig::check)?,
-        };
-        let text_file = alone(TEXT_ENCODER, "text_encoders", "qwen_3_4b");
+        let vae = kl::Place::of(base, single, transformer.in_channels)?;
+        // It may be a single file too.
+        let text_file = single
+            .filter(|_| !base.join(TEXT_ENCODER).is_dir())
+            .and_then(|file| companion(file, base, "text_encoders", "qwen_3_4b"));
         let text = match text_file {
             Some(_) => Qwen3Config::qwen3_4b(),
             None => checked(&base.join("text_encoder/config.json"), Qwen3Config::check)?,
         };
-        check_parts(base, &transformer, &vae, &text)?;
+        check_parts(base, &transformer, &text)?;
         // The encoding is the hidden states before the last layer.
         let depth = text.num_hidden_layers - 1;
-        let vae_files = match &vae_file {
-            Some(file) => autoencoder_of_single_file(file, vae.tensor_shapes(), wanted.of(VAE))?,
-            None => component_of_folder(&base.join(VAE), wanted.of(VAE), |_| vae.tensor_shapes())?,
-        };
         let shapes = |has: &dyn Fn(&str) -> bool| text.tensor_shapes(depth, has);
         let text_files = match &text_file {
             Some(file) => {
@@ -89,22 +79,19 @@ impl ZImageModel {
         };
         let files = [
             (TRANSFORMER, transformer_files),
-            (VAE, vae_files),
+            (VAE, vae.files(wanted.of(VAE))?),
             (TEXT_ENCODER, text_files),
         ];
         let components = ComponentSet::new(files, precision.dtype, wanted.formats);
-        let defaults = folder_defaults(base, defaults(), problems)?;
+        let defaults = folder_defaults(base, defaults(), READS, problems)?;
         Ok(Some(ZImageModel {
             precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
-            scheduler: checked(
-                &base.join("scheduler/scheduler_config.json"),
-                SchedulerConfig::check,
-            )?,
+            scheduler: SchedulerConfig::of_pipeline(base)?,
             tokenizer: QwenTokenizer::shared(&base.join("tokenizer"))?,
             transformer,
-            vae,
+            vae: vae.config,
             text,
             depth,
         }))
@@ -112,31 +99,12 @@ impl ZImageModel {
 }
 
 /// Checks that the components of one pipeline match.
-fn check_parts(
-    base: &Path,
-    transformer: &TransformerConfig,
-    vae: &VaeConfig,
-    text: &Qwen3Config,
-) -> Result<(), ModelError> {
-    let pairs = [
-        (
-            "the VAE's latent channels",
-            vae.latent_channels,
-            transformer.in_channels,
-        ),
-        (
-            "the VAE's pixels per latent cell",
-            vae.factor(),
-            PIXELS_PER_TOKEN as usize / 2,
-        ),
-        ("the VAE's channels of a picture", vae.out_channels, 3),
-        ("the VAE's channels of a picture to encode", vae.in_channels, 3),
-        (
-            "the text encoder's width",
-            text.hidden_size,
-            transformer.cap_feat_dim,
-        ),
-    ];
+fn check_parts(base: &Path, transformer: &TransformerConfig, text: &Qwen3Config) -> Result<(), ModelError> {
+    let pairs = [(
+        "the text encoder's width",
+        text.hidden_size,
+        transformer.cap_feat_dim,
+    )];
     check_pairs(base, &pairs)?;
     match text.num_hidden_layers {
         0 | 1 => Err(unsupported(

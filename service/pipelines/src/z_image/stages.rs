@@ -7,19 +7,19 @@
 //! A negative prompt is a second condition of every step ([`Conditions`]): the reference's `guidance_scale` is the true guidance
 //! less 1. Its `cfg_normalization` and `cfg_truncation` are left at their defaults, which change nothing; others are not offered.
 
-use candle_core::{Device, Tensor};
-use ops::Finite;
+use candle_core::Tensor;
 
-use super::model::{TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel};
+use super::model::{TEXT_ENCODER, TRANSFORMER, ZImageModel};
 use super::transformer::{Conditioning, Transformer, latent_of, patches_of, times};
 use crate::adapters::{AdaptedTensors, UsedAs};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
-use crate::autoencoders::kl::stages::{Run, deliver, send_preview};
-use crate::sampling::{Conditions, Prompts};
+use crate::autoencoders::kl::stages::{deliver, send_preview};
+use crate::sampling::{Conditions, Prompts, SampledLatent};
+use crate::stage::{Stage, named, unknown};
 use crate::start::{Start, start};
-use crate::tensors::{from_host, to_host};
+use crate::tensors::to_host;
 use crate::text::qwen3::Qwen3Encoder;
-use crate::{HostTensor, Observer, Request, StageError, StageRun, Values};
+use crate::{HostTensor, Request, StageError, Values};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -34,29 +34,19 @@ struct Condition {
     conditioning: Conditioning,
 }
 
-/// A stage of one request.
-pub(super) struct Stage<'a> {
-    pub(super) model: &'a ZImageModel,
-    /// Inputs of the stage.
-    pub(super) run: StageRun<'a>,
-    /// Receives progress and results.
-    pub(super) observer: &'a mut dyn Observer,
-}
-
-impl Stage<'_> {
+impl Stage<'_, ZImageModel> {
     /// Computes the values that the stage gives.
     ///
     /// # Errors
     /// [`StageError`].
     pub(super) fn run(&mut self) -> Result<Values, StageError> {
-        let named = |name: &str, value| Values::from([(name.to_owned(), value)]);
         let name = self.run.plan.name.as_str();
         let result = match name {
             ENCODE_TEXT => self.encode_text(),
             ENCODE_IMAGE => self.encode_image().map(|latent| named(LATENT, latent)),
             DENOISE => self.denoise().map(|latent| named(LATENT, latent)),
             DECODE => self.decode().map(|()| Values::new()),
-            other => Err(StageError::BadInput(format!("there is no stage {other}"))),
+            other => Err(unknown(other)),
         };
         result.map_err(|error| error.of_stage(name))
     }
@@ -74,58 +64,37 @@ impl Stage<'_> {
         Ok(values)
     }
 
-    /// Runs `work` with the autoencoder.
-    fn vae<R>(&self, work: impl FnOnce(&Run<'_>) -> Result<R, StageError>) -> Result<R, StageError> {
-        let tensors = (self.run.tensors)(VAE)?;
-        work(&Run {
-            config: &self.model.vae,
-            tensors: &tensors,
-            dtype: self.model.precision.dtype,
-            device: self.run.device,
-            cancelled: &|| self.observer.cancelled(),
-        })
-    }
-
     fn encode_image(&mut self) -> Result<HostTensor, StageError> {
-        let image = self.run.request.image()?.init_image.as_ref();
-        self.vae(|vae| vae.encode(image, (self.run.request.seed, 0), self.run.rung))
+        let request = self.run.request;
+        let image = request.image()?.init_image.as_ref();
+        let autoencoder = self.model.autoencoder();
+        autoencoder.with(self, |vae| vae.encode(image, (request.seed, 0), self.run.rung))
     }
 
     fn denoise(&mut self) -> Result<HostTensor, StageError> {
-        let dtype = self.model.precision.dtype;
-        let image = self.run.request.image()?;
-        let on = (dtype, self.run.device);
-        let captions =
-            captions(self.run.request).try_map(|name| from_host(self.run.value(name)?, name, on.0, on.1))?;
+        let (model, request, on) = (self.model, self.run.request, self.on());
+        let image = request.image()?;
+        let captions = captions(request).try_map(|name| self.value(name))?;
         let tokens = captions.iter().map(|caption| caption.dims()[0]);
-        let lengths = self.model.lengths(image, tokens.max().unwrap_or_default());
-        let (rows, columns) = (lengths.rows, lengths.columns);
-        let shape = self.model.autoencoder().latent(image).shape;
+        let lengths = model.lengths(image, tokens.max().unwrap_or_default());
+        let size = (lengths.rows, lengths.columns);
+        let shape = model.autoencoder().latent(image).shape;
         let brought = self.run.value_if_taken(LATENT)?;
-        let steps = self.run.request.steps;
-        let sigmas = self
-            .model
+        let sigmas = model
             .scheduler
-            .sigmas_from_both_ends(steps, lengths.picture());
-        let Start { sigmas, latent, kept } = start(sigmas, self.run.request, &shape, brought, 0)?;
+            .sigmas_from_both_ends(request.steps, lengths.picture());
+        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, brought, 0)?;
         let kept = kept.map(|kept| kept.arranged(patches_of)).transpose()?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
-        let uses = &self.run.request.adapters;
-        let adapters = self
-            .model
-            .adapters
-            .attach(uses, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapters =
+            model
+                .adapters
+                .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
-        let transformer =
-            Transformer::with_adapters(&self.model.transformer, &adapted).map_err(|missing| {
-                StageError::Missing {
-                    component: TRANSFORMER.to_owned(),
-                    missing,
-                }
-            })?;
+        let transformer = Transformer::with_adapters(&model.transformer, &adapted)
+            .map_err(StageError::missing_in(TRANSFORMER))?;
         let times = times(&sigmas);
-        let size = (rows, columns);
         let modulated = transformer.modulated(&times, on)?;
         let conditions = captions.try_map(|caption| {
             let mut go_on = || self.observer.check_cancelled();
@@ -135,16 +104,13 @@ impl Stage<'_> {
                 conditioning,
             })
         })?;
-        let shape = (1, lengths.picture(), self.model.transformer.patch_width());
-        let mut conditions = Conditions::new(conditions, self.run.request, shape, on)?;
+        let shape = (1, lengths.picture(), model.transformer.patch_width());
+        let mut conditions = Conditions::new(conditions, request, shape, on)?;
 
-        // Transposing a latent on the host costs nothing. Two tensors, since both are written.
-        let latent = patches_of(&latent)?.contiguous()?;
-        let mut seen = latent.to_dtype(dtype)?.copy()?.to_device(self.run.device)?;
-        let mut latent = latent.to_device(self.run.device)?;
+        // Transposing a latent on the host costs nothing.
+        let mut latent = SampledLatent::new(&patches_of(&latent)?, sigmas, kept, on)?;
         let step_buffers = transformer.step_buffers(&lengths, on)?;
-        let finite = Finite::new(self.run.device)?;
-        let steps = sigmas.len() - 1;
+        let steps = latent.steps();
         for step in 0..steps {
             self.observer.check_cancelled()?;
             // Strengths that change are those of what all steps share, too.
@@ -160,39 +126,29 @@ impl Stage<'_> {
                 row = 0;
             }
             let mut go_on = || self.observer.check_cancelled();
-            let direction = conditions.predict(|each| {
-                transformer.direction(&seen, &each.conditioning, row, &step_buffers, &mut go_on)
-            })?;
-            let (sigma, next) = (sigmas[step], sigmas[step + 1]);
-            // The velocity is the negative of the transformer's output.
-            direction.step(&latent, f64::from(sigma - next), (&seen, &finite))?;
-            // Checking for finiteness synchronizes with the card, on purpose: a reported step has completed.
-            if !finite.is_finite()? {
-                return Err(adapters.named_as_cause(StageError::NotFinite {
-                    component: TRANSFORMER.to_owned(),
-                    step: step as u32 + 1,
-                }));
-            }
-            if let Some(kept) = &kept {
-                let blended = kept.blended(&latent, next)?;
-                seen = blended.to_dtype(dtype)?.copy()?.to_device(self.run.device)?;
-                latent = blended.to_device(self.run.device)?;
-            }
+            let velocity = conditions
+                .predict(|each| {
+                    let conditioning = &each.conditioning;
+                    transformer.direction(latent.seen(), conditioning, row, &step_buffers, &mut go_on)
+                })?
+                .negated();
+            let advanced = latent.advance(step, &velocity, TRANSFORMER);
+            advanced.map_err(|error| adapters.named_as_cause(error))?;
             self.observer.step(step as u32 + 1, steps as u32);
-            if self.run.request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = direction.ahead_of(&latent, f64::from(next))?;
-                let clean = latent_of(&clean, rows, columns)?;
-                let preview = self.vae(|vae| vae.preview(&clean))?;
+            if request.preview && step + 1 < steps && self.observer.wants_preview() {
+                let clean = latent_of(&latent.end_of(step, &velocity)?, size.0, size.1)?;
+                let preview = model.autoencoder().with(self, |vae| vae.preview(&clean))?;
                 send_preview(preview, self.observer);
             }
         }
-        to_host(&latent_of(&latent.to_device(&Device::Cpu)?, rows, columns)?)
+        to_host(&latent_of(&latent.on_host()?, size.0, size.1)?)
     }
 
     fn decode(&mut self) -> Result<(), StageError> {
         let image = self.run.request.image()?;
         let latent = self.run.value(LATENT)?;
-        let picture = self.vae(|vae| vae.decode(latent, self.run.rung))?;
+        let autoencoder = self.model.autoencoder();
+        let picture = autoencoder.with(self, |vae| vae.decode(latent, self.run.rung))?;
         deliver(picture, image, self.observer);
         Ok(())
     }

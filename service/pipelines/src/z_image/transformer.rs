@@ -434,6 +434,15 @@ pub fn negative_scratch(config: &TransformerConfig, lengths: &Lengths, dtype: DT
         + Conditions::<Conditioning>::kept_bytes(prediction, dtype)
 }
 
+/// Predicted further bytes where a text of these lengths is refined again in every step, beside the buffers of the step: where
+/// strengths of adapters change.
+pub fn refining_scratch(config: &TransformerConfig, lengths: &Lengths, dtype: DType) -> u64 {
+    let number = dtype.size_in_bytes();
+    let normed = lengths.text * config.cap_feat_dim * number;
+    let rotations = lengths.all() * config.head() * 4;
+    ZImageBuffers::bytes(config, lengths.padded_text(), number) + (normed + rotations) as u64
+}
+
 /// Whether a tensor is the weight of a layer that computes modulations, which steps do not use.
 pub(super) fn is_modulator(name: &str) -> bool {
     name.contains(".adaLN_modulation.")

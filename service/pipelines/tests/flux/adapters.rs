@@ -99,7 +99,7 @@ fn pictures_with_adapters_equal_the_references() {
         };
         let latent = on_cpu(&opened.latent(&request, &mut Unobserved).expect("a latent"));
         let apart = distance(&latent, &expected[&format!("{}.latent", case.name)]);
-        let picture = opened.picture(&request, &latent);
+        let picture = opened.picture(&latent);
         let reference = &expected[&format!("{}.picture", case.name)];
         let largest = f64::from(largest_difference(&picture, reference));
         println!("{}: latent {apart:.2e}, picture {largest:.2e}", case.name);

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use crate::device::tolerances;
 use crate::given::{Folder, black, copy_of, folder, open, request};
 use crate::numbers::{distance, init_image, json, largest_difference, tensors};
-use crate::open_model::{Delivered, OpenModel, on_cpu};
+use crate::open_model::{Delivered, F32, OpenModel, on_cpu};
 
 /// The largest difference of a picture that is allowed on a CPU, from 0 to 1.
 const PICTURE: f64 = 1e-4;
@@ -97,7 +97,7 @@ pub(crate) fn assert_equal(
     let host = opened.latent(request, &mut Unobserved).expect("a latent");
     let latent = on_cpu(&host);
     let apart = distance(&latent, &expected[&format!("{case}.latent")]);
-    let picture = opened.picture(request, &latent);
+    let picture = opened.picture(&latent);
     let largest = f64::from(largest_difference(
         &picture,
         &expected[&format!("{case}.picture")],
@@ -287,6 +287,30 @@ fn fill_equals_the_reference() {
         checked += 1;
     }
     assert_eq!(checked, 3);
+}
+
+#[test]
+fn fill_takes_no_negative_prompt_from_a_request_or_its_folder() {
+    let folder = fill();
+    let away = Request {
+        negative_prompt: Some("blurred".to_owned()),
+        true_guidance: 4.0,
+        ..request()
+    };
+    let refused = open(folder.path()).model.plan(&away).unwrap_err();
+    let fields: Vec<&str> = refused.iter().map(|problem| problem.field.as_str()).collect();
+    assert_eq!(fields, ["negative_prompt", "true_guidance"]);
+
+    let defaults = r#"{"negative_prompt": "blurred", "true_guidance": 4.0}"#;
+    std::fs::write(folder.path().join("moored.json"), defaults).expect("a file");
+    let refused = FluxModel::open(folder.path(), &F32)
+        .map(|_| ())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        refused.contains("negative_prompt is not taken by this model"),
+        "{refused}"
+    );
 }
 
 #[test]

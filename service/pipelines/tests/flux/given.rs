@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use pipelines::flux::{FluxModel, Stage};
-use pipelines::{Image, InitImage, Medium, Precision, Request, StagePlan, Unobserved, Values};
+use pipelines::autoencoders::kl::{Chunking, VaeConfig, VaeDecoder};
+use pipelines::flux::FluxModel;
+use pipelines::{Image, InitImage, Medium, Precision, Request, StagePlan, Values};
 use tempfile::TempDir;
 
-use crate::device::{here, test_device};
-use crate::numbers::fixtures;
+use crate::device::here;
+use crate::numbers::{fixtures, json};
 use crate::open_model::{F32, OpenModel, copy};
 
 /// Precision of a card.
@@ -62,18 +63,12 @@ pub(crate) fn open_in(path: &Path, precision: Precision) -> OpenModel<FluxModel>
 
 impl OpenModel<FluxModel> {
     /// Decodes a latent to floats of 0 to 1, as `output_type="pt"`.
-    pub(crate) fn picture(&self, request: &Request, latent: &Tensor) -> Tensor {
-        let tensors = |name: &str| Ok(self.tensors(name));
-        let mut observer = Unobserved;
-        let stage = Stage {
-            model: &self.model,
-            request,
-            tensors: &tensors,
-            device: test_device(),
-            observer: &mut observer,
-        };
-        let picture = stage
-            .decoded(&here(latent), pipelines::autoencoders::kl::Chunking::Whole)
+    pub(crate) fn picture(&self, latent: &Tensor) -> Tensor {
+        let config: VaeConfig = json("flux-tiny/vae/config.json");
+        let latent = here(&config.unscaled(latent).expect("a latent"));
+        let decoder = VaeDecoder::new(&config, &self.tensors("vae")).expect("a decoder");
+        let picture = decoder
+            .decode(&latent, Chunking::Whole, &|| false)
             .expect("a picture");
         picture
             .affine(0.5, 0.5)

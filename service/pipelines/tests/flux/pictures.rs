@@ -66,7 +66,7 @@ fn pictures_equal_the_references() {
         let latent = on_cpu(&host);
         assert_eq!(latent.dims(), opened.stage(&request, "decode").takes[0].shape);
         let of_latent = distance(&latent, &expected[&format!("{}.latent", case.name)]);
-        let picture = opened.picture(&request, &latent);
+        let picture = opened.picture(&latent);
         let reference = &expected[&format!("{}.picture", case.name)];
         let of_picture = distance(&picture, reference);
         let largest = largest_difference(&picture, reference);
@@ -194,7 +194,7 @@ fn bf16_generates_the_same_pictures_within_its_rounding() {
         let host = opened.latent(&request, &mut Unobserved).expect("a latent");
         let latent = on_cpu(&host);
         let of_latent = distance(&latent, &expected[&format!("{}.latent", case.name)]);
-        let picture = opened.picture(&request, &latent);
+        let picture = opened.picture(&latent);
         let of_picture = distance(&picture, &expected[&format!("{}.picture", case.name)]);
         println!(
             "{} in bf16: latent {of_latent:.2e}, picture {of_picture:.2e}",

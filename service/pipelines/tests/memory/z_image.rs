@@ -3,12 +3,20 @@
 use candle_core::{DType, Device, Tensor};
 use pipelines::noise::Generator;
 use pipelines::text::qwen3::{Qwen3Config, Qwen3Encoder};
-use pipelines::z_image::{Lengths, Transformer, TransformerConfig, denoise_scratch, negative_scratch};
+use pipelines::z_image::{
+    Lengths, Transformer, TransformerConfig, denoise_scratch, negative_scratch, refining_scratch,
+};
 
 use crate::{alone, assert_close, made_up, peak_of, random};
 
-/// Peak bytes of `steps` steps, with a negative prompt of so many tokens.
-fn denoise(config: &TransformerConfig, lengths: &Lengths, steps: usize, negative: Option<usize>) -> u64 {
+/// Peak bytes of `steps` steps, with a negative prompt of so many tokens, or with strengths that change.
+fn denoise(
+    config: &TransformerConfig,
+    lengths: &Lengths,
+    steps: usize,
+    negative: Option<usize>,
+    refines: bool,
+) -> u64 {
     let tensors = made_up(config.tensor_shapes());
     let transformer = Transformer::new(config, &tensors).expect("all tensors");
     let mut generator = Generator::new(2);
@@ -35,12 +43,16 @@ fn denoise(config: &TransformerConfig, lengths: &Lengths, steps: usize, negative
             let conditioning = transformer.condition_of(&caption, size, &modulated, &mut || Ok(()));
             (conditioning.expect("conditioning"), caption)
         });
-        let conditions: Vec<_> = conditions.collect();
+        let mut conditions: Vec<_> = conditions.collect();
         let kept = negative.map(|_| latent.copy().expect("a prediction that is kept"));
         let finite = ops::Finite::new(&Device::Cpu).expect("a flag");
         let buffers = transformer.step_buffers(&longest, on).expect("buffers");
         for step in 0..steps {
-            for (conditioning, _) in &conditions {
+            for (conditioning, caption) in &mut conditions {
+                if refines {
+                    let again = transformer.condition_of(caption, size, &modulated, &mut || Ok(()));
+                    *conditioning = again.expect("conditioning");
+                }
                 let direction = transformer
                     .direction(&seen, conditioning, step, &buffers, &mut || Ok(()))
                     .expect("an output");
@@ -67,7 +79,7 @@ fn stages_allocate_the_predicted_bytes() {
     };
     for (rows, columns, text) in [(8, 9, 33), (24, 20, 130), (40, 32, 500)] {
         let lengths = Lengths { rows, columns, text };
-        let taken = denoise(&small, &lengths, 2, None);
+        let taken = denoise(&small, &lengths, 2, None, false);
         let predicted = denoise_scratch(&small, &lengths, 2, DType::F32);
         assert_close(&format!("{rows}x{columns} and {text} tokens"), taken, predicted);
     }
@@ -78,15 +90,29 @@ fn stages_allocate_the_predicted_bytes() {
         columns: 32,
         text: 500,
     };
-    let [one, two] = [None, Some(lengths.text)].map(|negative| denoise(&small, &lengths, 2, negative));
-    let (added, predicted) = (two - one, negative_scratch(&small, &lengths, DType::F32));
-    println!("a second condition adds {added} bytes, {predicted} predicted");
-    // Threads of the products hold other packing buffers in each run.
-    let noise = predicted / 4;
-    assert!(
-        added.abs_diff(predicted) < noise,
-        "{added} bytes, {predicted} predicted"
-    );
+    let one = denoise(&small, &lengths, 2, None, false);
+    let two = denoise(&small, &lengths, 2, Some(lengths.text), false);
+    let refined = denoise(&small, &lengths, 2, None, true);
+    for (what, taken, predicted) in [
+        (
+            "a second condition",
+            two,
+            negative_scratch(&small, &lengths, DType::F32),
+        ),
+        (
+            "refining in each step",
+            refined,
+            refining_scratch(&small, &lengths, DType::F32),
+        ),
+    ] {
+        let added = taken - one;
+        println!("{what} adds {added} bytes, {predicted} predicted");
+        // Threads of the products hold other packing buffers in each run.
+        assert!(
+            added.abs_diff(predicted) < predicted / 4,
+            "{what}: {added} bytes, {predicted} predicted"
+        );
+    }
 
     let json = r#"{"vocab_size": 400, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 1000000.0}"#;

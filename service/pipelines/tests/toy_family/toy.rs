@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytes::Bytes as Data;
 use candle_core::{DType, Device, Tensor};
-use gpu::{CheckpointFile, LoadError, LoadPlan};
+use gpu::{CheckpointFile, LoadPlan};
 use pipelines::noise::Generator;
 use pipelines::{
     Family, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelFile, ModelParts, Observer,
@@ -53,21 +53,20 @@ impl Family for Toy {
         &[FILE_ENDING]
     }
 
-    fn open(&self, path: &Path, precision: &Precision) -> Result<Option<Arc<dyn Model>>, ModelError> {
-        if !path.to_string_lossy().ends_with(FILE_ENDING) {
+    fn open(
+        &self,
+        path: &Path,
+        file: Option<&CheckpointFile>,
+        precision: &Precision,
+    ) -> Result<Option<Arc<dyn Model>>, ModelError> {
+        let is_ours = path.to_string_lossy().ends_with(FILE_ENDING);
+        let Some(file) = file.filter(|_| is_ours) else {
             return Ok(None); // another family's
-        }
+        };
         let damaged = |problem: String| ModelError::Damaged {
             path: path.to_owned(),
             problem,
         };
-        let file = CheckpointFile::open(path).map_err(|error| match error {
-            LoadError::Incomplete { problem, .. } => ModelError::Incomplete {
-                path: path.to_owned(),
-                problem,
-            },
-            other => damaged(other.to_string()),
-        })?;
         if let Some((component, format)) = precision.quantization.formats(&[]).iter().next() {
             return Err(ModelError::Quantization {
                 component: component.to_owned(),

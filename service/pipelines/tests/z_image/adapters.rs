@@ -142,25 +142,29 @@ fn a_control_net_is_refused_as_what_it_is() {
 #[test]
 fn an_adapter_strength_curve_is_applied_in_each_step() {
     let opened = with("diffusers-peft.safetensors");
-    let request = |points: Vec<(f32, f32)>| Request {
-        prompt: "a red circle".to_owned(),
-        adapters: vec![AdapterUse {
-            strength: StrengthCurve::of(points).expect("a curve"),
-            ..used(1.0).remove(0)
-        }],
-        ..Request::of(Medium::Image(Image::of(48, 32)), 3, 0.0, 64)
-    };
-    let latent = |points: Vec<(f32, f32)>| {
-        on_cpu(
-            &opened
-                .latent(&request(points), &mut Unobserved)
-                .expect("a latent"),
-        )
-    };
-    let constant = latent(vec![(0.0, 0.5)]);
-    // Computed step by step, and the same.
-    let nearly = latent(vec![(0.0, 0.5), (1.0, 0.500_001)]);
-    assert!(distance(&nearly, &constant) < tolerances().pipeline);
-    let ramp = latent(vec![(0.0, 1.0), (1.0, 0.0)]);
-    assert!(distance(&ramp, &constant) > 100.0 * tolerances().pipeline);
+    for negative in [None, Some("a blue square")] {
+        let request = |points: Vec<(f32, f32)>| Request {
+            prompt: "a red circle".to_owned(),
+            negative_prompt: negative.map(str::to_owned),
+            true_guidance: 2.0,
+            adapters: vec![AdapterUse {
+                strength: StrengthCurve::of(points).expect("a curve"),
+                ..used(1.0).remove(0)
+            }],
+            ..Request::of(Medium::Image(Image::of(48, 32)), 3, 0.0, 64)
+        };
+        let latent = |points: Vec<(f32, f32)>| {
+            on_cpu(
+                &opened
+                    .latent(&request(points), &mut Unobserved)
+                    .expect("a latent"),
+            )
+        };
+        let constant = latent(vec![(0.0, 0.5)]);
+        // Computed step by step, and the same.
+        let nearly = latent(vec![(0.0, 0.5), (1.0, 0.500_001)]);
+        assert!(distance(&nearly, &constant) < tolerances().pipeline);
+        let ramp = latent(vec![(0.0, 1.0), (1.0, 0.0)]);
+        assert!(distance(&ramp, &constant) > 100.0 * tolerances().pipeline);
+    }
 }

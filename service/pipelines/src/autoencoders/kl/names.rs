@@ -1,26 +1,12 @@
 //! Tensor names of Black Forest Labs' own checkpoint, `ae.safetensors`.
 
-use std::path::Path;
-
-use crate::ModelError;
-use crate::checkpoint::{ComponentFiles, Requested, Shapes, component_of_file};
-
 /// Number of resolutions of FLUX's autoencoder. BFL numbers the decoder's blocks from the picture, diffusers from the
 /// latent.
 const RESOLUTIONS: usize = 4;
 
-/// The autoencoder from a single file of Black Forest Labs.
-pub(crate) fn autoencoder_of_single_file(
-    file: &Path,
-    shapes: Shapes,
-    wanted: Requested,
-) -> Result<ComponentFiles, ModelError> {
-    component_of_file(file, name_in_single_file, shapes, wanted)
-}
-
 /// The diffusers name of a tensor of a single file: in Black Forest Labs' names or in diffusers', with what programs put in
 /// front of all of them.
-fn name_in_single_file(name: &str) -> Option<String> {
+pub(super) fn name_in_single_file(name: &str) -> Option<String> {
     let mut prefixes = ["first_stage_model.", "vae."].into_iter();
     let name = prefixes
         .find_map(|prefix| name.strip_prefix(prefix))

@@ -4,9 +4,12 @@ use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use model::plan::of_rung;
 
+use super::plan::Autoencoder;
 use super::scratch::{Chunking, decode_ladder, encode_ladder};
 use super::{Moments, Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
+use crate::autoencoders::COMPONENT;
 use crate::noise::Generator;
+use crate::stage::Stage;
 use crate::tensors::{from_host, to_host};
 use crate::{HostTensor, Image, InitImage, Observer, Piece, StageError};
 
@@ -18,6 +21,27 @@ pub(crate) struct Run<'a> {
     pub(crate) dtype: DType,
     pub(crate) device: &'a Device,
     pub(crate) cancelled: &'a dyn Fn() -> bool,
+}
+
+impl Autoencoder<'_> {
+    /// Runs `work` with the autoencoder that a stage has.
+    ///
+    /// # Errors
+    /// Those of `work`; where the component is not there.
+    pub(crate) fn with<R, M>(
+        &self,
+        stage: &Stage<'_, M>,
+        work: impl FnOnce(&Run<'_>) -> Result<R, StageError>,
+    ) -> Result<R, StageError> {
+        let tensors = (stage.run.tensors)(COMPONENT)?;
+        work(&Run {
+            config: self.config,
+            tensors: &tensors,
+            dtype: self.dtype,
+            device: stage.run.device,
+            cancelled: &|| stage.observer.cancelled(),
+        })
+    }
 }
 
 impl Run<'_> {

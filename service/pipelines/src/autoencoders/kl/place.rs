@@ -1,0 +1,60 @@
+//! Where a pipeline's autoencoder is, and whether it fits the pipeline.
+
+use std::path::{Path, PathBuf};
+
+use model::bounds::PIXELS_PER_TOKEN;
+
+use super::config::VaeConfig;
+use super::names::name_in_single_file;
+use crate::ModelError;
+use crate::autoencoders::COMPONENT;
+use crate::checkpoint::{ComponentFiles, Requested, companion, component_of_file, component_of_folder};
+use crate::files::{check_pairs, checked};
+
+/// The autoencoder of a pipeline: in its folder, or a file of Black Forest Labs (`ae.safetensors`) that stands in for it.
+pub(crate) struct Place {
+    pub(crate) config: VaeConfig,
+    folder: PathBuf,
+    file: Option<PathBuf>,
+}
+
+impl Place {
+    /// That of a pipeline's folder, for a transformer whose latents have so many channels. Where the transformer is `alone` in a
+    /// file and the folder has no autoencoder, it may be a file too.
+    ///
+    /// # Errors
+    /// When there is none, or it is not supported or does not fit.
+    pub(crate) fn of(base: &Path, alone: Option<&Path>, channels: usize) -> Result<Place, ModelError> {
+        let folder = base.join(COMPONENT);
+        let alone = alone.filter(|_| !folder.is_dir());
+        let file = alone.and_then(|transformer| companion(transformer, base, "vae", "ae"));
+        let config = match file {
+            Some(_) => VaeConfig::flux(),
+            None => checked(&folder.join("config.json"), VaeConfig::check)?,
+        };
+        let pairs = [
+            ("the VAE's latent channels", config.latent_channels, channels),
+            (
+                "the VAE's pixels per latent cell",
+                config.factor(),
+                PIXELS_PER_TOKEN as usize / 2,
+            ),
+            ("the VAE's channels of a picture", config.out_channels, 3),
+            ("the VAE's channels of a picture to encode", config.in_channels, 3),
+        ];
+        check_pairs(base, &pairs)?;
+        Ok(Place { config, folder, file })
+    }
+
+    /// Its tensors.
+    ///
+    /// # Errors
+    /// The first that is missing, of another shape, or stored in an unsupported way.
+    pub(crate) fn files(&self, wanted: Requested) -> Result<ComponentFiles, ModelError> {
+        let shapes = self.config.tensor_shapes();
+        match &self.file {
+            Some(file) => component_of_file(file, name_in_single_file, shapes, wanted),
+            None => component_of_folder(&self.folder, wanted, |_| shapes),
+        }
+    }
+}
