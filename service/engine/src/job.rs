@@ -12,6 +12,7 @@ use crate::error::Error;
 use crate::library::Entry;
 use crate::messages::StageMemory;
 use crate::moved::{Freed, Kept};
+use crate::wall_clock;
 
 /// Id of a job, displayed and used for cancellation.
 pub type JobId = Arc<str>;
@@ -20,7 +21,7 @@ pub type JobId = Arc<str>;
 pub type StageName = Arc<str>;
 
 /// Priority of a job: the card time charged to its client is divided by the weight.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Priority {
     /// Weight 1/4: four times its card time is charged.
     Low,
@@ -32,7 +33,7 @@ pub enum Priority {
 }
 
 /// Parameters of a job that are independent of its work.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobOptions {
     /// Name of the client, for fair queueing.
     pub client: String,
@@ -51,12 +52,13 @@ pub struct JobOptions {
     pub headroom: Bytes,
     /// Continue without listeners, and past the deadline.
     pub detach: bool,
-    /// Of several clients that joined the job, the latest deadline counts.
+    /// Of several clients that joined the job, the latest deadline counts. It is kept as a time of the wall clock.
+    #[serde(with = "wall_clock")]
     pub deadline: Option<Instant>,
 }
 
-/// A job to submit.
-#[derive(Clone, Debug)]
+/// A job to submit. What is kept of it is enough to submit it again, in another process and after a restart of the machine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobSpec {
     pub options: JobOptions,
     pub entry: Arc<Entry>,
@@ -64,7 +66,7 @@ pub struct JobSpec {
 }
 
 /// The work of a job.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[expect(
     clippy::large_enum_variant,
     reason = "jobs are few, and most of them are runs"
@@ -116,7 +118,7 @@ impl Call {
 }
 
 /// Stages of a request to run.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     /// The call that it is of, for display.
     pub call: Call,
@@ -136,7 +138,7 @@ pub struct Run {
 }
 
 /// Stored values from which a run starts.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Start {
     /// Handle of the values.
     pub latent: String,
@@ -319,4 +321,65 @@ pub struct LatentInfo {
 pub struct Latent {
     pub info: LatentInfo,
     pub values: Values,
+}
+
+#[cfg(test)]
+mod tests {
+    use model::{Audio, Medium, Quantization};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_kept_of_a_job_is_the_job_and_its_deadline_is_that_of_the_wall_clock() {
+        let left = Duration::from_secs(3600);
+        let entry = |id: &str| {
+            let path = format!("/models/{id}").into();
+            Arc::new(Entry::new(id.to_owned(), String::new(), path, Quantization::NONE))
+        };
+        let options = JobOptions {
+            client: "ann".to_owned(),
+            priority: Priority::High,
+            patience: Some(Duration::from_millis(1500)),
+            deadline: Some(Instant::now() + left),
+            ..JobOptions::default()
+        };
+        let run = Run {
+            call: Call::GenerateAudio,
+            request: Request::of(Medium::Audio(Audio::default()), 8, 2.0, 16),
+            count: 3,
+            start: Some(Start {
+                latent: "latent-1".to_owned(),
+                role: Role::Decode,
+            }),
+            until: Role::Decode,
+            keep_latent: true,
+            preview_interval_ms: 0,
+        };
+        let load = JobWork::Load {
+            components: vec!["vae".to_owned()],
+            replace: Some(entry("old")),
+            prove: true,
+        };
+        for work in [JobWork::Run(run), load] {
+            let (entry, options) = (entry("new"), options.clone());
+            let spec = JobSpec { options, entry, work };
+            let kept = serde_json::to_string(&spec).unwrap();
+            let mut again: JobSpec = serde_json::from_str(&kept).unwrap();
+            let deadline = again.options.deadline.unwrap();
+            let moved = deadline.saturating_duration_since(Instant::now());
+            assert!(
+                moved <= left && moved > left - Duration::from_secs(60),
+                "{moved:?}"
+            );
+            again.options.deadline = spec.options.deadline;
+            assert_eq!(again, spec);
+        }
+        let over = JobOptions {
+            deadline: Some(Instant::now()),
+            ..JobOptions::default()
+        };
+        let kept = serde_json::to_string(&over).unwrap();
+        let again: JobOptions = serde_json::from_str(&kept).unwrap();
+        assert!(again.deadline.unwrap() <= Instant::now(), "it is over");
+    }
 }

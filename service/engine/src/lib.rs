@@ -17,6 +17,7 @@ mod stamps;
 mod standing;
 
 mod error;
+mod wall_clock;
 
 pub use job_state::JobState;
 pub use moved::{Freed, Kept, Reserved};

@@ -22,6 +22,7 @@ use model::{
     digest_of_names,
 };
 use residency::{Bytes, Component, ComponentId};
+use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::messages::ModelLocation;
@@ -44,7 +45,7 @@ const REMEMBERED: usize = 1024;
 
 /// A resolved model reference: cache key and files. The resulting tensors depend on the card's dtype: see
 /// [`Library::open`].
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Entry {
     /// Cache key: `id@revision+component=format&adapter`, everything resolved.
     pub key: String,
