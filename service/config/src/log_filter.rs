@@ -27,7 +27,7 @@ pub(crate) fn check_filter(filter: &str) -> Result<(), String> {
     }
 }
 
-/// The directives of a filter: those of [`LIBRARIES`], overridden by what it names.
+/// The directives of a filter: those of libraries that log too much, overridden by what it names.
 pub fn directives(filter: &str) -> String {
     let quiet = LIBRARIES.map(|library| format!("{library}=info"));
     format!("{},{filter}", quiet.join(","))
