@@ -219,6 +219,39 @@ def _one_kept(bench: Bench, name: str, folder: Path, target: float | None) -> No
     )
 
 
+COLD_FORMATS = ("int8", "nf4")
+
+
+def cold(bench: Bench) -> None:
+    """What a kept copy saves of a load where nothing is in the page cache."""
+    weights = bench.models / checkpoints.MODELS[0] / PART
+    for name in COLD_FORMATS:
+        folder = bench.work / f"moored-cold-{name}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            checkpoints.evict(weights)
+            with bench.serve() as running:
+                wait_for_hashes(running.client, checkpoints.MODELS[:1])
+                checkpoints.evict(weights)
+                without = cycle(running, in_format(name))
+            settings = (f"quantization.keep_folder={folder}", "quantization.keep_limit=64GiB")
+            with bench.serve(settings=settings) as running:
+                wait_for_hashes(running.client, checkpoints.MODELS[:1])
+                made = cycle(running, in_format(name))
+                _whole_copy(folder, int(COPY_SHARE * made.booked))
+                checkpoints.evict(folder)
+                checkpoints.evict(weights)
+                copied = cycle(running, in_format(name))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        add, what = bench.record.add, f"cold load, {name}"
+        add(f"cold.{name}.stored", f"{what}: from the checkpoint", without.call_s, "s")
+        add(f"cold.{name}.copy", f"{what}: from a kept copy", copied.call_s, "s")
+        saved = 1 - copied.call_s / without.call_s
+        add(f"cold.{name}.saved", f"{what}: what the copy saves", 100 * saved, "%", "higher", 20.0)
+
+
 def _link_target(bench: Bench) -> float | None:
     """A share of what the part `link` has found on this machine; None where it has not run."""
     found = read_part(bench.work / "link.jsonl", "ok", "", 0.0)
@@ -365,4 +398,10 @@ def _tell_peer(bench: Bench, name: str, rounds: list[dict[str, float]], steps: l
     bench.record.note(f"{who}: {first:g} MiB left after the first round, which computed")
 
 
-PARTS = {"formats": formats, "kept": kept, "mixed": mixed, "bitsandbytes": bitsandbytes}
+PARTS = {
+    "formats": formats,
+    "kept": kept,
+    "cold": cold,
+    "mixed": mixed,
+    "bitsandbytes": bitsandbytes,
+}

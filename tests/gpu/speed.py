@@ -102,6 +102,20 @@ def steps(bench: Bench) -> None:
             running.client.unload(timeout=60)
 
 
+def guided(bench: Bench) -> None:
+    """A step of two passes, for a prompt and a negative prompt, beside one of one pass."""
+    side = bench.scale.picture
+    second = {"negative_prompt": "blurred", "true_guidance": 4.0}
+    with _serve_flux(bench) as running:
+        one = _denoise(bench, running, FULL, side, side)
+        two = _denoise(bench, running, FULL, side, side, **second)
+    single, double = statistics.median(one.step_ms), statistics.median(two.step_ms)
+    what = f"step with a negative prompt, full, {side}x{side}"
+    bench.record.add("speed.guided", what, double, "ms")
+    bench.record.add("speed.guided.ratio", f"{what}: of a step without", double / single, "")
+    _tell_scratch(bench, "speed.guided.scratch", what, two.scratch, two.booked)
+
+
 def sizes(bench: Bench) -> None:
     """A step at other sizes, and of several pictures of one request; never slower than compiled."""
     with _serve_flux(bench) as running:
@@ -411,11 +425,16 @@ def _options(name: str, width: int, height: int) -> dict[str, Any]:
 
 
 def _denoise(
-    bench: Bench, running: Running, name: str | moored.ModelRef, width: int, height: int
+    bench: Bench,
+    running: Running,
+    name: str | moored.ModelRef,
+    width: int,
+    height: int,
+    **more: Any,
 ) -> Denoising:
     """A job of a few steps, after one that brings what stays: of a format, or of a model."""
     model = in_format(name) if isinstance(name, str) else name
-    prompt, options = "a step at a time", _options(FULL, width, height) | {"model": model}
+    prompt, options = "a step at a time", _options(FULL, width, height) | {"model": model} | more
     running.client.generate_image(prompt, steps=1, **options)
     at: list[tuple[int, float]] = []
     done: moored.Done | None = None
@@ -508,6 +527,7 @@ def _peer(
 PARTS = {
     "speed-rates": rates,
     "speed-steps": steps,
+    "speed-guided": guided,
     "speed-vae": vae,
     "speed-text": text,
     "speed-request": request,
