@@ -14,9 +14,9 @@ use track::seconds_of;
 pub use track::{AskedTask, AskedTrack};
 
 use crate::caller::AskedOptions;
+use crate::chunks::Encoding;
 use crate::errors::invalid;
 use crate::references::{AskedControl, ModelRef, PictureInput};
-use crate::results::Encoding;
 
 /// The decoded start of a request.
 #[derive(Debug, Default)]

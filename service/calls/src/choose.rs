@@ -13,9 +13,8 @@ use model::{
 
 use crate::entries::Entries;
 use crate::errors::invalid;
-use crate::generation::whole_run;
-use crate::given_pictures::controls_of;
 use crate::references::{AskedControl, AskedFormats, ModelRef};
+use crate::runs::{controls_of, whole_run};
 
 /// The preset that leaves the formats to the service, and how an id says so.
 const AUTO: &str = "auto";

@@ -8,8 +8,8 @@ use model::Piece;
 use tokio::sync::OnceCell;
 
 use crate::budget::{Budget, Client, Exceeded, Taken};
+use crate::chunks::{Chunk, Output, Part, chunks_of};
 use crate::errors::internal;
-use crate::results::{Chunk, Output, Part, chunks_of};
 use crate::shared_files::SharedFile;
 use crate::threads::ENCODING;
 
@@ -121,7 +121,7 @@ pub(crate) fn refused(exceeded: Exceeded) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::results::Encoding;
+    use crate::chunks::Encoding;
 
     fn picture() -> Piece {
         Piece::image(64, 64, vec![5; 64 * 64 * 3])

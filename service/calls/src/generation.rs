@@ -18,16 +18,18 @@ use crate::bounds::Bounds;
 use crate::budget::Taken;
 use crate::caller::{AskedOptions, Caller};
 use crate::choose::Chosen;
+use crate::chunks::{Encoding, Output};
 use crate::encodings::Encodings;
 use crate::entries::Entries;
 use crate::errors::invalid;
-use crate::given_pictures::{GivenPictures, controls_of, mask_of};
+use crate::given_pictures::{GivenPictures, mask_of};
 use crate::latent_upload::LatentUpload;
 use crate::media_store::{MediaStore, MediaUpload};
 use crate::models::Models;
 use crate::references::ModelRef;
 use crate::resolved::ResolvedModel;
-use crate::results::{Encoding, Output, ResultEncoder, Started, started};
+use crate::results::{ResultEncoder, Started, started};
+use crate::runs::{controls_of, whole_run};
 use crate::threads::Turns;
 
 /// Answers requests to generate. Cheap to clone.
@@ -386,19 +388,6 @@ pub(crate) struct Prepared {
 
 /// The field with the id of the track whose timbre is taken.
 const REFERENCE_MEDIA: &str = "reference_media_id";
-
-/// All stages of one result, of which nothing else is kept or shown.
-pub(crate) fn whole_run(call: Call, request: Request) -> Run {
-    Run {
-        call,
-        request,
-        count: 1,
-        start: None,
-        until: Role::Decode,
-        keep_latent: false,
-        preview_interval_ms: 0,
-    }
-}
 
 fn check_size((width, height): (u32, u32), model: &dyn Model) -> Result<(), Error> {
     let near = model.size_near(width, height);

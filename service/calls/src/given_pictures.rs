@@ -5,17 +5,15 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use engine::Error;
-use engine::library::Entry;
 use media::pictures;
-use model::{Clip, ControlUse, InitImage, Mask, Medium, Model, Picture, PictureSlot, Request};
+use model::{Clip, InitImage, Mask, Medium, Model, Picture, PictureSlot, Request};
 
 use crate::asked::{Asked, StartFrom, named};
 use crate::budget::{Client, Taken};
 use crate::errors::invalid;
 use crate::generation::Generation;
 use crate::media_store::{Media, PICTURES, words_of_excess};
-use crate::models::Models;
-use crate::references::{AskedControl, PictureInput};
+use crate::references::PictureInput;
 use crate::threads::PLANNING;
 
 const MASK: &str = "mask";
@@ -195,19 +193,6 @@ impl Generation {
         let decoded = self.decoding.run_of((PICTURES, client), decode).await?;
         decoded.map_err(|problem| invalid(&field, problem.to_string()))
     }
-}
-
-/// The ControlNets of a request to an entry, with pictures of this size without their data.
-pub(crate) fn controls_of(controls: &[AskedControl], entry: &Entry, size: (u32, u32)) -> Vec<ControlUse> {
-    let used = |control: &AskedControl| ControlUse {
-        name: Models::name_in(entry, &control.id),
-        image: InitImage::of_size(size),
-        scale: control.scale.unwrap_or(1.0),
-        start: control.start.unwrap_or(0.0),
-        end: control.end.unwrap_or(1.0),
-        mode: control.mode,
-    };
-    controls.iter().map(used).collect()
 }
 
 /// The mask of a request in the size of its picture.

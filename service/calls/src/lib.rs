@@ -9,6 +9,7 @@ mod budget;
 mod by_medium;
 mod caller;
 mod choose;
+mod chunks;
 mod claims;
 mod durations;
 mod encodings;
@@ -29,6 +30,7 @@ mod references;
 mod residency;
 mod resolved;
 mod results;
+mod runs;
 mod sessions;
 mod shared_files;
 mod threads;
@@ -46,6 +48,7 @@ pub use asked::{Asked, AskedTask, AskedTrack, OfMedium};
 pub use bounds::Bounds;
 pub use budget::{Budget, Client, Exceeded, Taken, client_at};
 pub use caller::{AskedOptions, Caller};
+pub use chunks::{CHUNK_BYTES, Chunk, ChunkHead, Encoding};
 pub use durations::millis;
 pub use entries::first_card_of;
 pub use errors::{invalid, words_of};
@@ -62,7 +65,7 @@ pub use residency::{
     policy_name,
 };
 pub use resolved::ResolvedModel;
-pub use results::{CHUNK_BYTES, Chunk, Encoding, Event, EventKind, Events, Started};
+pub use results::{Event, EventKind, Events, Started};
 pub use sessions::{
     AskedSession, FromClient, OpenedSession, SESSION_MESSAGE_BYTES, SegmentFailure, SessionEnd, SessionEvent,
     SessionEvents, SessionRequest,

@@ -14,8 +14,8 @@ use model::{Clip, MediaFormat};
 use tokio::time::Instant;
 
 use crate::budget::{Budget, Client, Exceeded, Taken};
+use crate::chunks::raw_media_type;
 use crate::errors::{invalid, short};
-use crate::results::raw_media_type;
 use crate::threads::Turns;
 
 /// What each counts at least: an entry, and a task that ends it, take memory too.

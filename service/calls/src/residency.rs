@@ -19,6 +19,7 @@ use crate::asked::Asked;
 use crate::bounds::Bounds;
 use crate::caller::{AskedOptions, Caller, card_named};
 use crate::choose::Chosen;
+use crate::chunks::{Encoding, Output};
 use crate::entries::Entries;
 use crate::errors::{invalid, short, words_of};
 use crate::generation::Generation;
@@ -27,7 +28,7 @@ use crate::models::{Found, FoundAdapter, OtherFile};
 use crate::other_process::OtherProcess;
 use crate::references::ModelRef;
 use crate::resolved::{ResolvedModel, formats_of};
-use crate::results::{Encoding, Output, Started};
+use crate::results::Started;
 use crate::threads::FILES;
 
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);

@@ -11,9 +11,9 @@ use media::tracks::{TrackFile, TrackFormat};
 use model::{MediaFormat, Piece};
 
 use crate::budget::{Client, Taken};
+use crate::chunks::Output;
 use crate::encodings::{Encodings, refused};
 use crate::errors::internal;
-use crate::results::Output;
 use crate::threads::ENCODING;
 
 /// Which result of which job, and how it is sent.

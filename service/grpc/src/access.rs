@@ -15,7 +15,7 @@ use tonic::codegen::http::header::AUTHORIZATION;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 
 use crate::limits::client_of;
-use crate::methods::{Method, Needs, method_at};
+use crate::methods::{Admitted, Needs, method_at};
 use crate::status::unauthenticated;
 
 /// The token that calls must carry, if there is one.
@@ -87,14 +87,6 @@ impl Token {
         let client = client.map_or_else(|| "unknown".to_owned(), |client| client.to_string());
         tracing::warn!(client, why, "a call was refused");
     }
-}
-
-/// A call that was let in, in the extensions of its request.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Admitted {
-    pub(crate) method: &'static Method,
-    /// Whether its caller has shown the token, or none is needed.
-    pub(crate) is_known: bool,
 }
 
 /// A service whose callers are known, or call what anybody may.

@@ -7,12 +7,10 @@ use calls::{
 };
 use engine::job::{JobEventKind, JobReport, LatentInfo, Priority, StageReport};
 use engine::queue::{CardStatus, JobInfo, PlannedStage, StatusReport};
-use engine::{Change, ChangedTo, Fallback, Freed, Kept};
+use engine::{Change, ChangedTo, Fallback, Freed, Kept, Shortfall};
 use gpu::{CardKind, WeightFormat};
 use model::{AdapterReport, FULL, LeftOut, MediaFormat, Medium, Request, ValueShape};
 use residency::{Component, Fits, Holder, MemorySummary, Move, Resident, ResidentState};
-
-use crate::status::{cut, shortfall_out};
 
 pub(crate) fn component_out(component: &Component) -> v1::Component {
     v1::Component {
@@ -605,5 +603,38 @@ fn move_out(planned: &Move) -> String {
         Move::Evict(component) => format!("evict {} ({})", component.name, component.bytes),
         Move::Load(component) => format!("load {} ({})", component.name, component.bytes),
         Move::Trim => "trim".to_owned(),
+    }
+}
+
+/// Most holders, alternatives and wrong fields of one error.
+pub(crate) const MOST_LISTED: usize = 12;
+
+/// The shortfall in errors and plans.
+pub(crate) fn shortfall_out(shortfall: &Shortfall) -> v1::MemoryShortfall {
+    v1::MemoryShortfall {
+        needed_bytes: shortfall.needed.0,
+        free_bytes: shortfall.free.0,
+        capacity_bytes: shortfall.capacity.0,
+        holders: shortfall
+            .holders
+            .iter()
+            .take(MOST_LISTED)
+            .map(holder_out)
+            .collect(),
+        fallbacks: shortfall
+            .fallbacks
+            .iter()
+            .take(MOST_LISTED)
+            .map(fallback_out)
+            .collect(),
+        stage: shortfall.stage.clone(),
+    }
+}
+
+/// The beginning of a text, of so many characters at the most.
+pub(crate) fn cut(text: &str, longest: usize) -> String {
+    match text.char_indices().nth(longest) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
     }
 }

@@ -176,6 +176,14 @@ pub(crate) fn method_at(path: &str) -> &'static Method {
         .unwrap_or(&UNKNOWN)
 }
 
+/// A call that was let in, in the extensions of its request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Admitted {
+    pub(crate) method: &'static Method,
+    /// Whether its caller has shown the token, or none is needed.
+    pub(crate) is_known: bool,
+}
+
 /// Capabilities of requests' fields, which no method has alone.
 const OF_FIELDS: [&str; 7] = [
     "image_to_image",

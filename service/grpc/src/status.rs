@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use api::v1;
 use api::v1::Reason;
 use calls::{invalid, words_of};
 use engine::library::NotOpened;
@@ -13,7 +12,7 @@ use prost_types::Any;
 use tonic::{Code, Status};
 use tonic_types::pb;
 
-use crate::convert::{fallback_out, holder_out};
+use crate::convert::{MOST_LISTED, cut, shortfall_out};
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
@@ -168,14 +167,6 @@ fn code_of(error: &Error) -> (Code, Reason) {
 /// An error travels in headers, of which clients take 8 KiB: what repeats text of the client is cut.
 const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
 const LONGEST_PROBLEM_CHARACTERS: usize = 300;
-const MOST_LISTED: usize = 12;
-
-pub(crate) fn cut(text: &str, longest: usize) -> String {
-    match text.char_indices().nth(longest) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
-}
 
 fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
     let message = cut(message, LONGEST_MESSAGE_CHARACTERS);
@@ -241,28 +232,6 @@ fn retry(after: Duration) -> Any {
 
 fn memory(shortfall: &Shortfall) -> Any {
     any("moored.v1.MemoryShortfall", &shortfall_out(shortfall))
-}
-
-/// The shortfall in errors and plans.
-pub(crate) fn shortfall_out(shortfall: &Shortfall) -> v1::MemoryShortfall {
-    v1::MemoryShortfall {
-        needed_bytes: shortfall.needed.0,
-        free_bytes: shortfall.free.0,
-        capacity_bytes: shortfall.capacity.0,
-        holders: shortfall
-            .holders
-            .iter()
-            .take(MOST_LISTED)
-            .map(holder_out)
-            .collect(),
-        fallbacks: shortfall
-            .fallbacks
-            .iter()
-            .take(MOST_LISTED)
-            .map(fallback_out)
-            .collect(),
-        stage: shortfall.stage.clone(),
-    }
 }
 
 #[cfg(test)]

@@ -8,14 +8,8 @@ use crate::{Audio, ControlUse, Field, Image, InitImage, Medium, Request, Request
 pub const PIXELS_PER_TOKEN: u32 = 16;
 /// Maximum width and height of a picture in pixels.
 pub const MAX_SIDE: u32 = 4096;
-/// Maximum of denoising steps.
-pub const MAX_STEPS: u32 = 200;
 /// Most requests whose steps are computed in one pass.
 pub const MAX_SLOTS: u32 = 16;
-/// Maximum tokens of a prompt, as in the references.
-pub const MAX_TOKENS: u32 = 512;
-/// Maximum length of a prompt in bytes, as UTF-8; far more than its tokens can hold: 10,000 characters of four bytes.
-pub const MAX_PROMPT_BYTES: usize = 40_000;
 
 /// The smallest valid picture, in one step.
 pub fn smallest(defaults: Request) -> Request {

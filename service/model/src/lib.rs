@@ -31,7 +31,7 @@ pub use adapter::{
     AdapterError, AdapterFile, AdapterKind, AdapterReport, AdapterUse, CurveError, MAX_POINTS, MAX_STRENGTH,
     StrengthCurve,
 };
-pub use bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_SLOTS, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
+pub use bounds::{MAX_SIDE, MAX_SLOTS, PIXELS_PER_TOKEN};
 pub use component_set::{ComponentFiles, ComponentSet};
 pub use covered::{Covered, Twice};
 pub use errors::{ModelError, StageError};
@@ -53,7 +53,7 @@ pub use request::{
     Request, RequestError, StrengthPoint, Video,
 };
 pub use resize::{Filter, resized, resized_by};
-pub use sampling::Sampling;
+pub use sampling::{MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS, Sampling};
 pub use smaller::{nearest_frames, smaller_lengths, smaller_sides};
 pub use stage_run::{Observer, StageRun, Unobserved};
 pub use steps::{decimal, first_step};

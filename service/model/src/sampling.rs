@@ -2,8 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::bounds::{MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS};
 use crate::request::{Request, RequestError};
+
+/// Maximum of denoising steps.
+pub const MAX_STEPS: u32 = 200;
+/// Maximum tokens of a prompt, as in the references.
+pub const MAX_TOKENS: u32 = 512;
+/// Maximum length of a prompt in bytes, as UTF-8; far more than its tokens can hold: 10,000 characters of four bytes.
+pub const MAX_PROMPT_BYTES: usize = 40_000;
 
 /// The fields of sampling that requests of all media have. What is `None` is left to whoever is asked next.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -16,8 +16,7 @@ use super::accept::ConnectionInfo;
 use super::entrance::PublicCall;
 use super::uploads::Upload;
 use super::{Limits, PUBLIC_CALL};
-use crate::access::Admitted;
-use crate::methods::{Method, method_at};
+use crate::methods::{Admitted, Method, method_at};
 use crate::status::client_limit;
 use calls::{Client, Exceeded, Taken};
 

@@ -19,7 +19,8 @@ mod transformer;
 mod trunk;
 
 pub use self::model::{Flux, FluxModel};
-pub use ::model::bounds::{MAX_PROMPT_BYTES, MAX_SIDE, MAX_STEPS, MAX_TOKENS, PIXELS_PER_TOKEN};
+pub use ::model::bounds::{MAX_SIDE, PIXELS_PER_TOKEN};
+pub use ::model::{MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS};
 pub use config::TransformerConfig;
 pub use positions::{positions, rotations};
 pub use stages::{POOLED, SEQUENCE};

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use gpu::CheckpointFile;
-use model::bounds::MAX_TOKENS;
+use model::MAX_TOKENS;
 
 use super::checkpoint::MARKS;
 use super::config::TransformerConfig;

@@ -1,0 +1,330 @@
+//! Results cut into chunks, each with its place: how a result is sent, and what its chunks say.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use gpu::Timeline;
+use media::tracks::{TrackFormat, wav_header};
+use media::{EncodedFile, FilePosition, Recipe, pictures};
+use model::{LeftOut, MediaFormat, Piece};
+
+/// Bytes of one chunk of a result or a latent. A stream that is not read holds a few of them.
+pub const CHUNK_BYTES: usize = 256 << 10;
+
+/// Bytes of a result on their way to a client.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chunk {
+    /// Number of the item.
+    pub item: u32,
+    /// Name of the track; empty for the only one.
+    pub track: String,
+    pub media_type: &'static str,
+    /// Of the whole result.
+    pub total_bytes: u64,
+    /// Where in the result these bytes are.
+    pub offset: u64,
+    pub data: Bytes,
+    /// With it all of the result was sent.
+    pub is_last: bool,
+    /// With the first chunk that is sent.
+    pub head: Option<ChunkHead>,
+}
+
+/// What the first chunk of a result says of all of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChunkHead {
+    pub metadata: HashMap<String, String>,
+    pub format: MediaFormat,
+}
+
+/// How results are sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Encoding {
+    /// Pixels or samples, not encoded.
+    #[default]
+    Raw,
+    /// A picture as PNG; other media raw.
+    Png,
+    /// A track as WAV; other media raw.
+    Wav,
+    /// A track as FLAC, once it is whole; other media raw.
+    Flac,
+    /// A film as MP4, once it is whole; a track as WAV; a picture raw.
+    Mp4,
+    /// A film raw, and then as MP4; a track as WAV; a picture raw.
+    FramesAndMp4,
+    /// A track as WAV, and then as FLAC; other media raw.
+    WavAndFlac,
+}
+
+/// Whether a result is sent as one file that is made of all its pieces.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AsFile {
+    No,
+    Instead,
+    /// After the pieces; a client that has these needs no error where it cannot be made.
+    Beside,
+}
+
+impl Encoding {
+    pub(crate) fn as_file(self, format: &MediaFormat) -> AsFile {
+        match (format, self) {
+            (MediaFormat::Video { .. }, Encoding::Mp4) | (MediaFormat::Audio { .. }, Encoding::Flac) => {
+                AsFile::Instead
+            }
+            (MediaFormat::Video { .. }, Encoding::FramesAndMp4)
+            | (MediaFormat::Audio { .. }, Encoding::WavAndFlac) => AsFile::Beside,
+            _ => AsFile::No,
+        }
+    }
+}
+
+/// How the results of a job are sent.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Output {
+    pub(crate) encoding: Encoding,
+    /// Written into the file, and sent as metadata; its seed is replaced by each item's.
+    pub(crate) recipe: Recipe,
+    pub(crate) omit_metadata: bool,
+    /// The ends of the request's texts that the model does not read.
+    pub(crate) left_out: Vec<LeftOut>,
+}
+
+/// Which part of its result a piece is, in the order of sending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    /// Nothing of it was sent before.
+    pub(crate) is_first: bool,
+    /// With it all of it is sent.
+    pub(crate) is_last: bool,
+}
+
+impl Part {
+    /// The only part.
+    pub(crate) const WHOLE: Part = Part {
+        is_first: true,
+        is_last: true,
+    };
+}
+
+impl Output {
+    /// Output without a recipe.
+    pub(crate) fn without_recipe(encoding: Encoding) -> Output {
+        Output {
+            encoding,
+            recipe: Recipe::default(),
+            omit_metadata: true,
+            left_out: Vec::new(),
+        }
+    }
+
+    /// The recipe of an item; `None` where it is left out.
+    pub(crate) fn recipe_of(&self, seed: u64) -> Option<Recipe> {
+        let recipe = || Recipe {
+            seed,
+            ..self.recipe.clone()
+        };
+        (!self.omit_metadata).then(recipe)
+    }
+}
+
+/// What all chunks of a result say, and what the first of them says besides.
+struct Envelope {
+    item: u32,
+    track: String,
+    media_type: &'static str,
+    total_bytes: u64,
+    head: Option<ChunkHead>,
+}
+
+impl Envelope {
+    fn chunk(&mut self, offset: u64, data: Bytes, is_last: bool) -> Chunk {
+        Chunk {
+            item: self.item,
+            track: self.track.clone(),
+            media_type: self.media_type,
+            total_bytes: self.total_bytes,
+            offset,
+            data,
+            is_last,
+            head: self.head.take(),
+        }
+    }
+}
+
+/// A piece of a result as chunks.
+pub(crate) fn chunks_of(
+    item: u32,
+    seed: u64,
+    piece: Piece,
+    output: &Output,
+    part: Part,
+) -> Result<Vec<Chunk>, String> {
+    let timeline = Timeline::begin("encode a result");
+    let recipe = output.recipe_of(seed);
+    let whole = piece.format.bytes().ok_or("a result of too many bytes")?;
+    let place = piece.first * piece.format.unit_bytes();
+    let (media_type, header, file, total_bytes, place) = match (piece.format, output.encoding) {
+        (MediaFormat::Image { width, height }, Encoding::Png) => {
+            let file = Bytes::from(pictures::png(width, height, &piece.data, recipe.as_ref())?);
+            let total = file.len() as u64;
+            ("image/png", None, file, total, 0)
+        }
+        (
+            format @ MediaFormat::Audio { .. },
+            Encoding::Wav | Encoding::Mp4 | Encoding::FramesAndMp4 | Encoding::WavAndFlac,
+        ) => {
+            let track = TrackFormat::of(&format).ok_or("no track")?;
+            let header = wav_header(track, recipe.as_ref())?;
+            let behind = header.len() as u64;
+            let header = part.is_first.then(|| header.into());
+            ("audio/wav", header, piece.data, whole + behind, place + behind)
+        }
+        (format, _) => (raw_media_type(&format), None, piece.data, whole, place),
+    };
+    let mut envelope = Envelope {
+        item,
+        track: piece.track,
+        media_type,
+        total_bytes,
+        head: match part.is_first {
+            true => Some(head(seed, piece.format, recipe.as_ref())?),
+            false => None,
+        },
+    };
+    let mut chunks = Vec::with_capacity(1 + file.len().div_ceil(CHUNK_BYTES));
+    if let Some(header) = header {
+        chunks.push(envelope.chunk(0, header, false));
+    }
+    for start in (0..file.len()).step_by(CHUNK_BYTES) {
+        let end = (start + CHUNK_BYTES).min(file.len());
+        let is_last = part.is_last && end == file.len();
+        chunks.push(envelope.chunk(place + start as u64, file.slice(start..end), is_last));
+    }
+    timeline.end();
+    Ok(chunks)
+}
+
+/// The chunks of a film's or a track's file.
+pub(crate) fn file_chunks(
+    item: u32,
+    seed: u64,
+    track: String,
+    format: MediaFormat,
+    output: &Output,
+    file: Arc<EncodedFile>,
+) -> Result<Box<dyn Iterator<Item = Chunk> + Send>, String> {
+    let recipe = output.recipe_of(seed);
+    let mut envelope = Envelope {
+        item,
+        track,
+        media_type: match format {
+            MediaFormat::Audio { .. } => "audio/flac",
+            MediaFormat::Image { .. } | MediaFormat::Video { .. } => "video/mp4",
+        },
+        total_bytes: file.bytes(),
+        head: Some(head(seed, format, recipe.as_ref())?),
+    };
+    let (mut position, mut offset) = (FilePosition::default(), 0);
+    Ok(Box::new(std::iter::from_fn(move || {
+        let chunk = file.read(&mut position, CHUNK_BYTES)?;
+        let start = offset;
+        offset += chunk.len() as u64;
+        Some(envelope.chunk(start, chunk, offset == file.bytes()))
+    })))
+}
+
+/// Media type of units as they are.
+pub(crate) fn raw_media_type(format: &MediaFormat) -> &'static str {
+    match format {
+        MediaFormat::Image { .. } => "image/x-raw-rgb",
+        MediaFormat::Video { .. } => "video/x-raw-rgb",
+        MediaFormat::Audio { .. } => "audio/x-raw-s16le",
+    }
+}
+
+/// What the first chunk of a result says.
+fn head(seed: u64, format: MediaFormat, recipe: Option<&Recipe>) -> Result<ChunkHead, String> {
+    let mut metadata = HashMap::from([("seed".to_owned(), seed.to_string())]);
+    if let MediaFormat::Image { width, height } | MediaFormat::Video { width, height, .. } = format {
+        metadata.insert("width".to_owned(), width.to_string());
+        metadata.insert("height".to_owned(), height.to_string());
+    }
+    if let Some(recipe) = recipe {
+        metadata.insert("prompt".to_owned(), recipe.prompt.clone());
+        metadata.insert("model".to_owned(), recipe.model_key.clone());
+        metadata.insert(
+            "recipe".to_owned(),
+            serde_json::to_string(recipe).map_err(|e| e.to_string())?,
+        );
+    }
+    Ok(ChunkHead { metadata, format })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_chunks_of_a_large_picture_add_up_to_its_file() {
+        let rgb = bytes::Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
+        let output = Output::without_recipe(Encoding::Raw);
+        let picture = Piece::image(1024, 1024, rgb.clone());
+        let chunks = chunks_of(2, 9, picture, &output, Part::WHOLE).unwrap();
+        assert_eq!(chunks.len(), (3 << 20) / CHUNK_BYTES);
+        let mut joined = Vec::new();
+        for (i, chunk) in chunks.iter().enumerate() {
+            assert_eq!((chunk.item, chunk.total_bytes), (2, rgb.len() as u64));
+            assert_eq!(chunk.is_last, i + 1 == chunks.len());
+            assert_eq!(chunk.head.is_none(), i > 0);
+            let names_prompt = |head: &ChunkHead| head.metadata.contains_key("prompt");
+            assert!(
+                !chunk.head.as_ref().is_some_and(names_prompt),
+                "metadata was to be left out"
+            );
+            joined.extend_from_slice(&chunk.data);
+        }
+        assert_eq!(joined, rgb);
+    }
+
+    #[test]
+    fn pieces_of_a_track_add_up_to_one_wav_file() {
+        let format = MediaFormat::Audio {
+            samples_per_second: 48_000,
+            channels: 2,
+            samples: 5,
+        };
+        let piece = |first, samples: usize| Piece {
+            track: "drums".into(),
+            format,
+            first,
+            data: vec![first as u8; 4 * samples].into(),
+        };
+        // The header comes first, whatever piece does.
+        for pieces in [[piece(0, 3), piece(3, 2)], [piece(3, 2), piece(0, 3)]] {
+            let mut file = [0; 64];
+            let mut chunks = Vec::new();
+            for (piece, is_first) in pieces.into_iter().zip([true, false]) {
+                let output = Output::without_recipe(Encoding::Wav);
+                let part = Part {
+                    is_first,
+                    is_last: !is_first,
+                };
+                chunks.extend(chunks_of(0, 1, piece, &output, part).unwrap());
+            }
+            let count = chunks.len();
+            for (number, chunk) in (1..).zip(chunks) {
+                assert_eq!((chunk.track.as_str(), chunk.total_bytes), ("drums", 64));
+                assert_eq!(
+                    (chunk.head.is_some(), chunk.is_last),
+                    (number == 1, number == count)
+                );
+                let place = chunk.offset as usize;
+                file[place..place + chunk.data.len()].copy_from_slice(&chunk.data);
+            }
+            assert_eq!((&file[..4], &file[8..12]), (&b"RIFF"[..], &b"WAVE"[..]));
+            assert_eq!(file[44..], [[0; 4].repeat(3), [3; 4].repeat(2)].concat());
+        }
+    }
+}
