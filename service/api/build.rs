@@ -13,7 +13,8 @@ fn messages(files: &FileDescriptorSet) -> impl Iterator<Item = &DescriptorProto>
     ours.flat_map(|file| &file.message_type)
 }
 
-/// The fields that JSON has in another form, and what writes it: of bytes their number, of times their seconds.
+/// The fields that JSON has in another form, and what writes it: of bytes their number, of times their seconds, of priorities
+/// their names.
 fn written_otherwise(files: &FileDescriptorSet) -> Vec<(String, &'static str)> {
     let fields = messages(files).flat_map(|message| {
         let fields = message.field.iter();
@@ -23,6 +24,7 @@ fn written_otherwise(files: &FileDescriptorSet) -> Vec<(String, &'static str)> {
         .filter_map(|(name, field)| match (field.r#type(), field.proto3_optional()) {
             (Type::Bytes, false) => Some((name, "length")),
             (Type::Bytes, true) => Some((name, "length_if_any")),
+            (Type::Enum, _) if field.type_name() == ".moored.v1.Priority" => Some((name, "priority")),
             (Type::Message, _) if field.type_name() == ".google.protobuf.Duration" => Some((name, "seconds")),
             _ => None,
         })

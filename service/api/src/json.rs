@@ -38,6 +38,12 @@ pub(crate) fn length_if_any<S: Serializer>(bytes: &Option<Bytes>, serializer: S)
     }
 }
 
+/// A priority by its name: `low`, `normal`, `high`.
+pub(crate) fn priority<S: Serializer>(priority: &i32, serializer: S) -> Result<S::Ok, S::Error> {
+    let priority = v1::Priority::try_from(*priority).unwrap_or_default();
+    serializer.serialize_str(&priority.as_str_name().to_lowercase())
+}
+
 /// A time in seconds.
 pub(crate) fn seconds<S: Serializer>(time: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
     match time {

@@ -5,18 +5,16 @@ mod track;
 
 use engine::Error;
 use engine::job::Call;
-use model::{Clip, InitImage, MediaFormat, Medium, Request, Sampling};
-
 use hub::catalogue::Makes;
 use media::films::FilmFormat;
-
-use track::seconds_of;
-pub use track::{AskedTask, AskedTrack};
+use model::{Clip, InitImage, MediaFormat, Medium, Request, Sampling};
 
 use crate::caller::AskedOptions;
 use crate::chunks::Encoding;
 use crate::errors::invalid;
 use crate::references::{AskedControl, ModelRef, PictureInput};
+use track::seconds_of;
+pub use track::{AskedTask, AskedTrack};
 
 /// The decoded start of a request.
 #[derive(Debug, Default)]

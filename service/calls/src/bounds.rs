@@ -11,7 +11,7 @@ use crate::claims::Claims;
 #[derive(Clone)]
 pub struct Bounds {
     /// Bytes of requests under way. The doors count the requests that arrive.
-    pub uploads: Arc<Budget>,
+    pub(crate) uploads: Arc<Budget>,
     /// Bytes of results that are encoded and not read; sound of sessions, which is made and not read either.
     pub(crate) results: Arc<Budget>,
     /// Bytes of media; pictures that are decoded for requests, which are a client's too, and wait for its jobs.

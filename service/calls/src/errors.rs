@@ -29,16 +29,16 @@ pub(crate) fn internal(why: impl ToString) -> Error {
     Error::Internal(why.to_string())
 }
 
-/// Most characters of a text in an error that is kept for a client, and most wrong fields.
+/// Most characters of a name, of a whole message, and most wrong fields in an error that is kept for a client.
 const LONGEST_KEPT_CHARACTERS: usize = 300;
+const LONGEST_KEPT_MESSAGE_CHARACTERS: usize = 1_000;
 const MOST_KEPT_FIELDS: usize = 12;
 
 /// An error to be kept until its client reads it: what repeats text of the client is cut.
 pub(crate) fn to_keep(error: Error) -> Error {
-    let cut = |text: String| match text.char_indices().nth(LONGEST_KEPT_CHARACTERS) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text,
-    };
+    let cut_to = |text: &str, longest: usize| wording::cut(text, longest).into_owned();
+    let cut = |text: String| cut_to(&text, LONGEST_KEPT_CHARACTERS);
+    let cut_message = |text: String| cut_to(&text, LONGEST_KEPT_MESSAGE_CHARACTERS);
     match error {
         Error::Invalid(fields) => {
             let fields = fields.into_iter().take(MOST_KEPT_FIELDS);
@@ -47,12 +47,12 @@ pub(crate) fn to_keep(error: Error) -> Error {
         }
         Error::Adapter { name, problem } => Error::Adapter {
             name: cut(name),
-            problem: cut(problem),
+            problem: cut_message(problem),
         },
         Error::ModelNotFound { id } => Error::ModelNotFound { id: cut(id) },
         Error::ModelDamaged(problem) => Error::ModelDamaged(cut(problem)),
         Error::ModelChanged(problem) => Error::ModelChanged(cut(problem)),
-        Error::ModelUnsupported(problem) => Error::ModelUnsupported(cut(problem)),
+        Error::ModelUnsupported(problem) => Error::ModelUnsupported(cut_message(problem)),
         Error::ClientLimit(problem) => Error::ClientLimit(cut(problem)),
         Error::CardNotReady(problem) => Error::CardNotReady(cut(problem)),
         Error::LatentNotFound(id) => Error::LatentNotFound(cut(id)),
@@ -60,7 +60,7 @@ pub(crate) fn to_keep(error: Error) -> Error {
         Error::JobNotFound(id) => Error::JobNotFound(cut(id)),
         Error::KeyReused(key) => Error::KeyReused(cut(key)),
         Error::TooLargeToJoin(key) => Error::TooLargeToJoin(cut(key)),
-        Error::Internal(problem) => Error::Internal(cut(problem)),
+        Error::Internal(problem) => Error::Internal(cut_message(problem)),
         // Of what the service says itself, and of names that were checked.
         short @ (Error::NotOpened(_)
         | Error::NeverFits(_)

@@ -18,6 +18,7 @@ mod errors;
 mod generation;
 mod given_pictures;
 mod host;
+mod jobs;
 mod latent_upload;
 mod media_store;
 #[allow(clippy::disallowed_methods)] // it looks through folders: its callers run it on threads that may block
@@ -50,11 +51,14 @@ pub use budget::{Budget, Client, Exceeded, Taken, client_at};
 pub use caller::{AskedOptions, Caller};
 pub use chunks::{CHUNK_BYTES, Chunk, ChunkHead, Encoding};
 pub use durations::millis;
+use entries::Entries;
 pub use entries::first_card_of;
 pub use errors::{invalid, words_of};
 pub use generation::{AskedDecode, AskedEncode, Generation};
 pub use host::{Host, HostMemory, WorkerPids, watch as watch_host};
+pub use jobs::Jobs;
 pub use latent_upload::{LatentDescription, LatentUpload};
+use media_store::MediaStore;
 pub use media_store::{KeptMedia, MediaDescription, MediaUpload};
 pub use models::Models;
 pub use playback::{Gap, Rendered, SegmentStart};
@@ -70,10 +74,6 @@ pub use sessions::{
     AskedSession, FromClient, OpenedSession, SESSION_MESSAGE_BYTES, SegmentFailure, SessionEnd, SessionEvent,
     SessionEvents, SessionRequest,
 };
-pub use threads::FILES;
-
-use entries::Entries;
-use media_store::MediaStore;
 
 /// What the calls of a service are answered with.
 pub struct Parts {
@@ -99,8 +99,10 @@ pub struct Parts {
 pub struct Service {
     pub generation: Generation,
     pub residency: Residency,
-    pub queue: Queue,
+    pub jobs: Jobs,
     pub pulling: Pulling,
+    /// Bytes of requests under way: the doors count those that arrive.
+    pub uploads: Arc<Budget>,
     /// True once the service is shutting down.
     pub stopping: watch::Receiver<bool>,
 }
@@ -121,7 +123,9 @@ impl Service {
             parts.latents,
             parts.stopping.clone(),
         );
+        let uploads = parts.bounds.uploads.clone();
         Service {
+            uploads,
             residency: Residency::new(
                 generation.clone(),
                 parts.bounds,
@@ -131,7 +135,7 @@ impl Service {
                 parts.stopping.clone(),
             ),
             generation,
-            queue: parts.queue,
+            jobs: Jobs::new(parts.queue),
             pulling: Pulling::new(parts.pulls, parts.models, parts.stopping.clone()),
             stopping: parts.stopping,
         }

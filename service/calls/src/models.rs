@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
+use config::ModelSettings;
 use engine::Error;
 use engine::library::Entry;
 use gpu::{FileStamp, WeightFormat};
@@ -20,7 +21,6 @@ use crate::errors::invalid;
 use crate::references::{AskedAdapter, AskedFormats, ModelRef};
 use crate::threads::FILES;
 pub use adapters::FoundAdapter;
-use config::ModelSettings;
 use listing::Listing;
 use names::Named;
 

@@ -168,6 +168,11 @@ impl Residency {
         }
     }
 
+    /// The states of the cards and jobs, as they change.
+    pub fn reports(&self) -> watch::Receiver<Arc<StatusReport>> {
+        self.queue.status()
+    }
+
     /// The cards of the service.
     pub fn cards(&self) -> Vec<CardDescription> {
         self.entries.cards()

@@ -63,8 +63,10 @@ pub enum FromClient {
     Request { request: SessionRequest, bytes: u64 },
     /// A message is wrong, which ends the session with this error.
     Wrong(Error),
-    /// The client or its connection has gone, or the door ends the session with an error of its own.
+    /// The client or its connection has gone.
     Gone,
+    /// The door ends the session with an error of its own, which is this one in words.
+    Refused(String),
 }
 
 /// What a session says to its client.
@@ -196,13 +198,23 @@ struct UnderWay {
     done: Option<Arc<JobReport>>,
 }
 
+/// How a session ended.
+enum Ended {
+    Well(Ending),
+    ClientGone,
+    /// By the door, which says why itself.
+    Refused(String),
+}
+
 /// How a session ended, for the log.
-fn words_of_end(ended: &Result<Option<Ending>, Error>) -> String {
-    match ended {
-        Ok(Some(ending)) => ending.name().to_owned(),
-        Ok(None) => "client_gone".to_owned(),
-        Err(error) => words_of(error).chars().take(LONGEST_LOGGED_CHARACTERS).collect(),
-    }
+fn words_of_end(ended: &Result<Ended, Error>) -> String {
+    let words = match ended {
+        Ok(Ended::Well(ending)) => ending.name().to_owned(),
+        Ok(Ended::ClientGone) => "client_gone".to_owned(),
+        Ok(Ended::Refused(why)) => why.clone(),
+        Err(error) => words_of(error),
+    };
+    wording::cut(&words, LONGEST_LOGGED_CHARACTERS).into_owned()
 }
 
 struct Session {
@@ -264,8 +276,9 @@ impl Session {
             "a session ended"
         );
         let last = match ended {
-            Ok(Some(ending)) => Some(Ok(self.closed(ending))),
-            Ok(None) => None,
+            Ok(Ended::Well(ending)) => Some(Ok(self.closed(ending))),
+            Ok(Ended::ClientGone) => return,
+            Ok(Ended::Refused(_)) => None,
             Err(error) => Some(Err(error)),
         };
         let unsent = std::mem::take(&mut self.unsent);
@@ -288,12 +301,12 @@ impl Session {
         })
     }
 
-    /// `None`: the client has gone.
+    /// Goes on until the session ends.
     async fn go_on(
         &mut self,
         mut from_client: impl Stream<Item = FromClient> + Unpin,
         send: &mpsc::Sender<Result<SessionEvent, Error>>,
-    ) -> Result<Option<Ending>, Error> {
+    ) -> Result<Ended, Error> {
         let mut stopping = self.stopping.clone();
         loop {
             self.make_sound();
@@ -301,9 +314,9 @@ impl Session {
             let due = self.next_sound_at().unwrap_or(silent_at);
             tokio::select! {
                 biased;
-                _ = stopping.wait_for(|stopping| *stopping) => return Ok(Some(Ending::ShuttingDown)),
+                _ = stopping.wait_for(|stopping| *stopping) => return Ok(Ended::Well(Ending::ShuttingDown)),
                 permit = send.reserve(), if !self.unsent.is_empty() => {
-                    let Ok(permit) = permit else { return Ok(None) };
+                    let Ok(permit) = permit else { return Ok(Ended::ClientGone) };
                     if let Some(event) = self.unsent.pop_front() {
                         permit.send(Ok(event));
                     }
@@ -312,19 +325,20 @@ impl Session {
                     let (request, bytes) = match came {
                         Some(FromClient::Request { request, bytes }) => (request, bytes),
                         Some(FromClient::Wrong(error)) => return Err(error),
-                        Some(FromClient::Gone) => return Ok(None),
-                        None => return Ok(Some(Ending::Closed)),
+                        Some(FromClient::Gone) => return Ok(Ended::ClientGone),
+                        Some(FromClient::Refused(why)) => return Ok(Ended::Refused(why)),
+                        None => return Ok(Ended::Well(Ending::Closed)),
                     };
                     self.heard = Instant::now();
                     if let Some(ending) = self.receive(request, bytes)? {
-                        return Ok(Some(ending));
+                        return Ok(Ended::Well(ending));
                     }
                 }
                 report = self.maker.report() => self.take(report)?,
-                () = send.closed() => return Ok(None),
+                () = send.closed() => return Ok(Ended::ClientGone),
                 () = tokio::time::sleep_until(due.min(silent_at)) => {
                     if Instant::now() >= silent_at {
-                        return Ok(Some(Ending::Idle));
+                        return Ok(Ended::Well(Ending::Idle));
                     }
                 }
             }

@@ -22,7 +22,7 @@ pub(crate) static ENCODING: LazyLock<Turns> = LazyLock::new(|| Turns::new(proces
 /// Plans and headers: short computations.
 pub(crate) static PLANNING: LazyLock<Turns> = LazyLock::new(|| Turns::new(processors()));
 /// Folders that are looked through for models and adapters.
-pub static FILES: LazyLock<Turns> = LazyLock::new(|| Turns::new(READING));
+pub(crate) static FILES: LazyLock<Turns> = LazyLock::new(|| Turns::new(READING));
 
 /// Processors of this machine, and two at least: work of one client leaves a turn for another's.
 pub(crate) fn processors() -> usize {
@@ -34,7 +34,7 @@ pub(crate) type Owner = (&'static str, Option<IpAddr>);
 
 /// Turns of work on threads. Cheap to clone.
 #[derive(Clone)]
-pub struct Turns {
+pub(crate) struct Turns {
     all: Arc<Semaphore>,
     /// Turns of one owner at a time.
     share: usize,
@@ -43,7 +43,7 @@ pub struct Turns {
 
 impl Turns {
     /// So many at a time, of which one owner has half.
-    pub fn new(count: usize) -> Turns {
+    pub(crate) fn new(count: usize) -> Turns {
         Turns {
             all: Arc::new(Semaphore::new(count)),
             share: (count / 2).max(1),
@@ -53,7 +53,7 @@ impl Turns {
 
     /// Those of pictures and tracks that are decoded: as many as there are processors, and no more than a few, since each may take
     /// half a GiB meanwhile.
-    pub fn of_decoding() -> Turns {
+    pub(crate) fn of_decoding() -> Turns {
         Turns::new(processors().min(DECODED_AT_ONCE))
     }
 
@@ -61,7 +61,7 @@ impl Turns {
     ///
     /// # Errors
     /// [`Error::Internal`] where it panics.
-    pub async fn run<T: Send + 'static>(
+    pub(crate) async fn run<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, Error> {
@@ -73,7 +73,7 @@ impl Turns {
     ///
     /// # Errors
     /// [`Error::Internal`] where it panics.
-    pub async fn run_of<T: Send + 'static>(
+    pub(crate) async fn run_of<T: Send + 'static>(
         &self,
         owner: Owner,
         work: impl FnOnce(&Caller) -> T + Send + 'static,
@@ -113,7 +113,7 @@ impl Turns {
 
     /// All turns, until the result is dropped: nothing is begun meanwhile.
     #[cfg(test)]
-    pub fn all_turns(&self) -> tokio::sync::OwnedSemaphorePermit {
+    pub(crate) fn all_turns(&self) -> tokio::sync::OwnedSemaphorePermit {
         let count = self.all.available_permits() as u32;
         self.all.clone().try_acquire_many_owned(count).unwrap()
     }

@@ -4,8 +4,8 @@ use api::v1;
 use media::RecipeAdapter;
 use model::adapter_stem;
 
-use super::CliError;
-use super::connection::Connection;
+use crate::CliError;
+use crate::connection::Connection;
 
 /// What stands for a colon that is part of a name.
 const ESCAPED_COLON: &str = "\\:";

@@ -6,22 +6,22 @@ mod play;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use api::v1;
 use clap::error::ErrorKind;
 use clap::{
     ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
 };
+use hub::catalogue::Makes;
+use media::Recipe;
 use model::{FULL, Sampling};
 use residency::Bytes;
 
-use api::v1;
-use hub::catalogue::Makes;
-use media::Recipe;
 pub(super) use play::{Play, TaskChoice, TrackSettings};
 
-use super::adapter::{self, TypedAdapter};
-use super::connection::Connection;
-use super::{CliError, cards};
 use crate::Program;
+use crate::adapter::{self, TypedAdapter};
+use crate::connection::Connection;
+use crate::{CliError, cards};
 use config::{ClientSettings, Config, Flags};
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.

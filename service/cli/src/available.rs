@@ -1,16 +1,16 @@
 //! `moored models --available`: the models that have a short name, and which of them fit this card.
 
 use api::v1;
+use config::Config;
 use gpu::{CardKind, DeviceChoice};
 use hub::catalogue::{self, Makes, Model, Room};
 use model::Preset;
 use residency::Bytes;
 use serde_json::json;
 
-use super::connection::Connection;
-use super::{CliError, screen};
 use crate::Program;
-use config::Config;
+use crate::connection::Connection;
+use crate::{CliError, screen};
 
 /// Dtype of cards on which weights take twice the bytes.
 const F32: &str = "f32";

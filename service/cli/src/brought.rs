@@ -7,10 +7,10 @@ use api::v1;
 use bytes::Bytes;
 use media::tracks;
 
-use super::CliError;
-use super::arguments::Settings;
-use super::connection::Connection;
-use super::request::{Asked, read_media};
+use crate::CliError;
+use crate::arguments::Settings;
+use crate::connection::Connection;
+use crate::request::{Asked, read_media};
 
 /// Bytes of a message.
 const CHUNK_BYTES: usize = 1 << 18;

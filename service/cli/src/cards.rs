@@ -2,12 +2,12 @@
 
 use api::v1;
 use clap::Args;
+use config::ClientSettings;
 use residency::Bytes;
 use serde_json::json;
 
-use super::connection::Connection;
-use super::{CliError, screen};
-use config::ClientSettings;
+use crate::connection::Connection;
+use crate::{CliError, screen};
 
 #[derive(Debug, Args)]
 pub(super) struct Trim {

@@ -11,6 +11,8 @@ use api::v1::hub_client::HubClient;
 use api::v1::jobs_client::JobsClient;
 use api::v1::residency_client::ResidencyClient;
 use api::v1::server_client::ServerClient;
+use config::bounded;
+use config::{Address, ClientSettings};
 use prost::Message as _;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
@@ -19,10 +21,8 @@ use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 use tonic_types::pb;
 
-use super::wire::{Answers, WireError};
-use super::{CliError, interrupt};
-use config::bounded;
-use config::{Address, ClientSettings};
+use crate::wire::{Answers, WireError};
+use crate::{CliError, interrupt};
 
 /// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;

@@ -5,23 +5,23 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use api::v1;
+use config::{ClientSettings, Config};
+use hub::catalogue::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 use image::{Rgb, RgbImage, imageops};
 use residency::Bytes;
 use serde_json::json;
 
-use super::arguments::{Demo, Verbosity};
-use super::available::Card;
-use super::connection::Connection;
-use super::files::write;
-use super::generate::{Generated, generate, summary};
-use super::local::LocalService;
-use super::picture::{Canvas, picture};
-use super::request::Asked;
-use super::show::Show;
-use super::{CliError, screen};
 use crate::Program;
-use config::{ClientSettings, Config};
-use hub::catalogue::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
+use crate::arguments::{Demo, Verbosity};
+use crate::available::Card;
+use crate::connection::Connection;
+use crate::files::write;
+use crate::generate::{Generated, generate, summary};
+use crate::local::LocalService;
+use crate::picture::{Canvas, picture};
+use crate::request::Asked;
+use crate::show::Show;
+use crate::{CliError, screen};
 
 /// One prompt a line, in the language of the shipped model.
 const PROMPTS: &str = include_str!("demo_prompts.txt");

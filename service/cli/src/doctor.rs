@@ -4,9 +4,9 @@ use api::v1;
 use config::Config;
 use serde_json::json;
 
-use super::connection::Connection;
-use super::{CliError, screen};
 use crate::Program;
+use crate::connection::Connection;
+use crate::{CliError, screen};
 
 /// The result of one check.
 #[derive(Clone, Debug)]

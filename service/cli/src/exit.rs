@@ -2,8 +2,8 @@
 
 use api::v1::Reason;
 
-use super::pull_messages;
-use super::{CliError, interrupt};
+use crate::pull_messages;
+use crate::{CliError, interrupt};
 
 /// Kind of a failure, by what the caller can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,11 +37,7 @@ impl Exit {
             CliError::Config(_) | CliError::Usage(_) => Exit::WrongRequest,
             CliError::Unreachable { .. } | CliError::Lost { .. } => Exit::NoService,
             CliError::Refused(refusal) => Exit::of_reason(&refusal.reason),
-            CliError::Pull(error) => match pull_messages::reason_of(error) {
-                Reason::InvalidRequest => Exit::WrongRequest,
-                Reason::DiskFull => Exit::File,
-                _ => Exit::Model,
-            },
+            CliError::Pull(error) => Exit::of_reason(pull_messages::reason_of(error).as_str_name()),
             CliError::NoModel(_) => Exit::Model,
             CliError::InsecureToken { .. } => Exit::Token,
             CliError::File { .. } | CliError::Exists(_) | CliError::Output(_) => Exit::File,

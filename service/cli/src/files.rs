@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use api::v1;
 use media::pictures::{self, PictureFormat};
 
-use super::CliError;
-use super::arguments::MediumChoice;
-use super::results::Arrived;
+use crate::CliError;
+use crate::arguments::MediumChoice;
+use crate::results::Arrived;
 
 /// Room for a picture: a disk with less is full.
 const PROBE_BYTES: usize = 1 << 20;

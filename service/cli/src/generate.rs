@@ -4,21 +4,21 @@ use std::io::{IsTerminal as _, Write as _};
 
 use api::v1;
 use api::v1::event::Event as Kind;
+use config::ClientSettings;
 use futures::StreamExt as _;
 use residency::Bytes;
 use serde_json::json;
 
-use super::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
-use super::available::Card;
-use super::brought::{Brought, Uploads};
-use super::connection::{Connection, when_of};
-use super::files::{Target, Writing};
-use super::pull::WhenMissing;
-use super::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of};
-use super::results::{Bounds, Results};
-use super::show::Show;
-use super::{CliError, connection, interrupt, screen};
-use config::ClientSettings;
+use crate::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
+use crate::available::Card;
+use crate::brought::{Brought, Uploads};
+use crate::connection::{Connection, when_of};
+use crate::files::{Target, Writing};
+use crate::pull::WhenMissing;
+use crate::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of};
+use crate::results::{Bounds, Results};
+use crate::show::Show;
+use crate::{CliError, connection, interrupt, screen};
 
 /// Generates a film, and writes it.
 pub(super) async fn film(client: &ClientSettings, mut options: Generate, json: bool) -> Result<(), CliError> {
@@ -451,8 +451,8 @@ fn seconds(milliseconds: u64) -> String {
 mod tests {
     use clap::Parser as _;
 
-    use super::super::arguments::{Arguments, Command};
     use super::*;
+    use crate::arguments::{Arguments, Command};
 
     #[test]
     fn the_files_of_a_request_are_read_once_for_all_prompts() {

@@ -5,9 +5,9 @@ use std::sync::LazyLock;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use super::CliError;
-use super::exit::Exit;
+use crate::CliError;
 use crate::Program;
+use crate::exit::Exit;
 
 /// The exit code for the first signal that has arrived.
 static ARRIVED: LazyLock<watch::Sender<Option<Exit>>> = LazyLock::new(|| watch::channel(None).0);

@@ -35,16 +35,14 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use config::{Config, DEFAULT_FILTER, DEFAULTS};
 use tokio::sync::oneshot;
-
-use arguments::{Arguments, Command, Verbosity};
-use exit::Exit;
-use interrupt::Second;
 use wording::one_line;
 
-use config::{Config, DEFAULT_FILTER, DEFAULTS};
-
+use arguments::{Arguments, Command, Verbosity};
 pub use doctor::Finding;
+use exit::Exit;
+use interrupt::Second;
 pub use program::{Ended, LocalModel, Program, Ready, ServiceProblem};
 
 /// Timeout of ending threads when a command ends.

@@ -3,6 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use config::{ClientSettings, Config};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tonic::transport::Endpoint;
@@ -10,9 +11,8 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::{CliError, interrupt};
+use crate::{CliError, interrupt};
 use crate::{Program, ServiceProblem};
-use config::{ClientSettings, Config};
 
 /// Timeout of a worker's start.
 const START_LIMIT: Duration = Duration::from_secs(120);

@@ -3,18 +3,18 @@
 use std::collections::BTreeMap;
 
 use api::v1;
+use config::{ClientSettings, Config};
 use hub::Reference;
 use hub::catalogue;
 use model::{FULL, Preset};
 use residency::Bytes;
 use serde_json::json;
 
-use super::connection::Connection;
-use super::names::short_revision;
-use super::pull::decimal;
-use super::{CliError, local, screen, total_of};
 use crate::Program;
-use config::{ClientSettings, Config};
+use crate::connection::Connection;
+use crate::names::short_revision;
+use crate::pull::decimal;
+use crate::{CliError, local, screen, total_of};
 
 /// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.
 pub(super) async fn list(program: &dyn Program, config: &Config, json: bool) -> Result<(), CliError> {

@@ -4,8 +4,8 @@ use api::v1;
 use console::{Style, measure_text_width, pad_str, truncate_str};
 use residency::Bytes;
 
-use super::names::short_key;
-use super::total_of;
+use crate::names::short_key;
+use crate::total_of;
 
 /// Bounds of the width of a drawing, in characters.
 const NARROWEST: usize = 60;

@@ -13,12 +13,12 @@ use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use super::arguments::Verbosity;
-use super::connection::{Connection, Refusal};
-use super::names::short_revision;
-use super::pull_messages::{progress_of, pulled_of};
-use super::{CliError, screen};
 use crate::Program;
+use crate::arguments::Verbosity;
+use crate::connection::{Connection, Refusal};
+use crate::names::short_revision;
+use crate::pull_messages::{progress_of, pulled_of};
+use crate::{CliError, screen};
 
 /// Least time between two lines in a pipe, and between two JSON lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);

@@ -1,9 +1,9 @@
 //! `moored config`.
 
+use config::{Config, FileRead};
 use serde_json::json;
 
-use super::{CliError, screen};
-use config::{Config, FileRead};
+use crate::{CliError, screen};
 
 /// Every setting with its value and its source; or, with `path`, the file alone.
 pub(super) fn configuration(config: &Config, path: bool, as_json: bool) -> Result<(), CliError> {

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use api::v1;
 use bytes::Bytes;
+use config::bounded;
 use media::Recipe;
 use model::Sampling;
 
-use super::CliError;
-use super::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
+use crate::CliError;
+use crate::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
 use crate::millis;
-use config::bounded;
 
 /// A request for a result of any medium.
 #[derive(Clone, Debug)]

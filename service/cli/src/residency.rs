@@ -3,17 +3,17 @@
 use std::collections::BTreeSet;
 
 use api::v1;
+use config::ClientSettings;
 use futures::StreamExt as _;
 use residency::Bytes;
 use serde_json::json;
 
-use super::arguments::{Formats, Load, Pin, Unload};
-use super::connection::Connection;
-use super::names::short_key;
-use super::pull::WhenMissing;
-use super::show::Show;
-use super::{CliError, connection, screen, total_of};
-use config::ClientSettings;
+use crate::arguments::{Formats, Load, Pin, Unload};
+use crate::connection::Connection;
+use crate::names::short_key;
+use crate::pull::WhenMissing;
+use crate::show::Show;
+use crate::{CliError, connection, screen, total_of};
 
 pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool) -> Result<(), CliError> {
     options.formats.settle(client).await?;

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use media::{films, pictures, tracks};
 use model::Covered;
 
-use super::request::Asked;
+use crate::request::Asked;
 
 /// Most tracks of an item.
 const TRACKS_OF_ITEM: usize = 32;

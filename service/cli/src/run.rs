@@ -6,18 +6,18 @@
 use std::time::Duration;
 
 use api::v1;
+use config::Config;
 use hub::Reference;
 use hub::catalogue;
 use model::Preset;
 
-use super::arguments::Run;
-use super::available::{self, Inventory};
-use super::connection::Connection;
-use super::generate::Order;
-use super::local::{self, LocalService};
-use super::{CliError, interrupt, pull, screen};
 use crate::Program;
-use config::Config;
+use crate::arguments::Run;
+use crate::available::{self, Inventory};
+use crate::connection::Connection;
+use crate::generate::Order;
+use crate::local::{self, LocalService};
+use crate::{CliError, interrupt, pull, screen};
 
 /// The preset that leaves the formats to the service.
 const AUTO: &str = "auto";

@@ -7,9 +7,9 @@ use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use super::arguments::Verbosity;
-use super::pull_messages;
-use super::{CliError, interrupt};
+use crate::arguments::Verbosity;
+use crate::pull_messages;
+use crate::{CliError, interrupt};
 
 /// Prints a line on standard output. A line break in it is escaped: it is of a name that others gave.
 pub(super) fn text(text: &str) -> Result<(), CliError> {

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use clap_complete::Shell;
 
-use super::arguments::whole_command;
-use super::{CliError, screen};
+use crate::arguments::whole_command;
+use crate::{CliError, screen};
 
 /// Prints completions for a shell.
 pub(super) fn completions(shell: Shell) -> Result<(), CliError> {

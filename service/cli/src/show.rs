@@ -7,8 +7,8 @@ use api::v1::event::Event as Kind;
 use indicatif::{ProgressBar, ProgressStyle};
 use residency::Bytes;
 
-use super::arguments::Verbosity;
-use super::{CliError, screen};
+use crate::arguments::Verbosity;
+use crate::{CliError, screen};
 
 /// Shows events one by one.
 pub(super) struct Show {

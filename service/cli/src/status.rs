@@ -3,13 +3,13 @@
 use std::io::IsTerminal as _;
 
 use api::v1;
+use config::ClientSettings;
 use futures::StreamExt as _;
 
-use super::arguments::Status;
-use super::connection::Connection;
-use super::picture::{Canvas, picture};
-use super::{CliError, screen};
-use config::ClientSettings;
+use crate::arguments::Status;
+use crate::connection::Connection;
+use crate::picture::{Canvas, picture};
+use crate::{CliError, screen};
 
 /// Shows the cards and the jobs; with `--watch` again and again.
 pub(super) async fn run(client: &ClientSettings, options: Status, json: bool) -> Result<(), CliError> {

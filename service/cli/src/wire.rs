@@ -13,7 +13,7 @@ use tonic::codegen::http::header::CONTENT_TYPE;
 use tonic::codegen::http::{Request, Response, StatusCode};
 use tonic::transport::Channel;
 
-use super::exit::Exit;
+use crate::exit::Exit;
 
 /// How every answer of gRPC begins its content type.
 const GRPC: &str = "application/grpc";

@@ -11,6 +11,7 @@ use engine::{Change, ChangedTo, Fallback, Freed, Kept, Shortfall};
 use gpu::{CardKind, WeightFormat};
 use model::{AdapterReport, FULL, LeftOut, MediaFormat, Medium, Request, ValueShape};
 use residency::{Component, Fits, Holder, MemorySummary, Move, Resident, ResidentState};
+use wording::cut;
 
 pub(crate) fn component_out(component: &Component) -> v1::Component {
     v1::Component {
@@ -150,12 +151,14 @@ pub(crate) fn resolved_out(model: &ResolvedModel) -> v1::ResolvedModel {
 /// Of a name in a file of others; errors cut theirs too.
 const LONGEST_NAME_CHARACTERS: usize = 300;
 /// Most names of ignored tensors that are told.
-const IGNORED_TOLD: usize = 100;
+const MOST_IGNORED: usize = 100;
 
 fn adapter_out(report: &AdapterReport) -> v1::AttachedAdapter {
     let ignored_count = report.ignored.len() as u32;
-    let ignored = report.ignored.iter().take(IGNORED_TOLD);
-    let ignored = ignored.map(|name| cut(name, LONGEST_NAME_CHARACTERS)).collect();
+    let ignored = report.ignored.iter().take(MOST_IGNORED);
+    let ignored = ignored
+        .map(|name| cut(name, LONGEST_NAME_CHARACTERS).into_owned())
+        .collect();
     v1::AttachedAdapter {
         ignored,
         id: report.name.clone(),
@@ -628,13 +631,5 @@ pub(crate) fn shortfall_out(shortfall: &Shortfall) -> v1::MemoryShortfall {
             .map(fallback_out)
             .collect(),
         stage: shortfall.stage.clone(),
-    }
-}
-
-/// The beginning of a text, of so many characters at the most.
-pub(crate) fn cut(text: &str, longest: usize) -> String {
-    match text.char_indices().nth(longest) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
     }
 }

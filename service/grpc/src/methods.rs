@@ -72,7 +72,7 @@ pub(crate) struct Method {
     pub(crate) needs: Needs,
     /// It shows health, status or jobs, or cancels: its calls may take the spare places.
     pub(crate) is_spare: bool,
-    /// Its answer lasts as long as its client likes.
+    /// It needs no token, and its answer lasts as long as its client likes.
     pub(crate) is_endless: bool,
     /// What `GetServerInfo` lists for it.
     pub(crate) capability: Option<&'static str>,
@@ -257,5 +257,17 @@ mod tests {
         let others = ["grpc.health.v1.", "grpc.reflection."];
         let is_other = |path: &&str| others.iter().any(|package| path.starts_with(package));
         assert!(rows.iter().all(is_other), "{rows:?}");
+        let spare = METHODS
+            .iter()
+            .filter(|method| method.is_spare)
+            .map(|method| method.path);
+        let spare: Vec<&str> = spare.collect();
+        let looks_or_cancels = [
+            "moored.v1.Jobs/List",
+            "moored.v1.Jobs/Cancel",
+            "moored.v1.Residency/GetStatus",
+            "grpc.health.v1.Health/Check",
+        ];
+        assert_eq!(spare, looks_or_cancels);
     }
 }

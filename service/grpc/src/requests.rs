@@ -138,7 +138,7 @@ fn named(id: String) -> Option<String> {
 pub(crate) fn image_in(request: v1::GenerateImageRequest) -> Asked {
     let encoding = match v1::OutputFormat::try_from(request.output) {
         Ok(v1::OutputFormat::RawRgb) => Encoding::Raw,
-        _ => Encoding::Png,
+        Ok(v1::OutputFormat::Png | v1::OutputFormat::Unspecified) | Err(_) => Encoding::Png,
     };
     asked! {
         request,

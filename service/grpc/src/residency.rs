@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use api::v1;
 use api::v1::residency_server;
-use calls::Residency;
+use calls::{Residency, invalid};
 use futures::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
@@ -55,6 +55,13 @@ impl residency_server::Residency for ResidencyDoor {
     ) -> Result<Response<v1::UnloadResponse>, Status> {
         let caller = caller_of(&request);
         let request = request.into_inner();
+        let named = request.model.as_ref();
+        if named.is_some_and(|model| model.id.is_empty() && model.quantization.is_some()) {
+            return Err(status_of(&invalid(
+                "model.id",
+                "is empty, and formats are named: name their model, or leave all of it out to unload every model",
+            )));
+        }
         let (model, force) = (model_in(request.model), request.force);
         let report = self.0.unload(model, request.client_id, force, &caller).await;
         let report = report.map_err(|e| status_of(&e))?;

@@ -1,14 +1,12 @@
 //! The server, and `moored.v1.Server`.
 
-use std::sync::Arc;
-
 use api::v1;
 use api::v1::generation_server::GenerationServer;
 use api::v1::hub_server::HubServer;
 use api::v1::jobs_server::JobsServer;
 use api::v1::residency_server::ResidencyServer;
 use api::v1::server_server::{Server, ServerServer};
-use calls::{Budget, Service};
+use calls::Service;
 use config::LimitSettings;
 use gpu::CardDescription;
 use residency::Bytes;
@@ -56,24 +54,22 @@ pub struct DoorSettings {
 #[error("the gRPC transport failed: {0}")]
 pub struct TransportError(#[from] tonic::transport::Error);
 
-/// Serves until `stopped` becomes true; calls that run then are finished by the queue's drain. The bytes of requests under way count
-/// against `uploads`.
+/// Serves until `stopped` becomes true; calls that run then are finished by the queue's drain.
 ///
 /// # Errors
 /// When the transport fails.
 pub async fn serve(
     service: Service,
-    uploads: Arc<Budget>,
     settings: DoorSettings,
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), TransportError> {
-    let limits = Limits::new(&settings.limits, settings.token.is_set(), uploads);
+    let limits = Limits::new(&settings.limits, settings.token.is_set(), service.uploads.clone());
     let token = settings.token.clone();
     let incoming = limits.accept(listener);
     let limit = usize::try_from(settings.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
-    health::report(reporter, service.queue.status(), service.stopping.clone()).await;
+    health::report(reporter, service.residency.reports(), service.stopping.clone()).await;
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
@@ -103,7 +99,7 @@ pub async fn serve(
             ResidencyServer,
             ResidencyDoor(service.residency.clone())
         ))
-        .add_service(limited!(JobsServer, JobsDoor(service.queue.clone())))
+        .add_service(limited!(JobsServer, JobsDoor(service.jobs.clone())))
         .add_service(limited!(HubServer, HubDoor(service.pulling.clone())))
         .add_service(limited!(ServerServer, ServerDoor { service, settings }));
     let serving = Transport::builder()

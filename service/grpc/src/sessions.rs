@@ -17,7 +17,7 @@ use tonic::{Code, Status, Streaming};
 
 use crate::convert::{OfJob, done_out, event, job_kind_out, resolved_out};
 use crate::requests::{model_in, options_in, track_in};
-use crate::status::{reason_of, status_of, told_of};
+use crate::status::{listed, reason_of, status_of};
 
 /// What a session says, until its end or its error.
 pub(crate) type SessionStream =
@@ -80,10 +80,12 @@ fn requests(
         }
         Err(status) => {
             // The client or its connection has gone quietly by these; any other is a wrong message.
-            if !matches!(status.code(), Code::Cancelled | Code::Unknown | Code::Unavailable) {
-                refusal.set(status);
+            if matches!(status.code(), Code::Cancelled | Code::Unknown | Code::Unavailable) {
+                return FromClient::Gone;
             }
-            FromClient::Gone
+            let why = format!("{:?}: {}", status.code(), status.message());
+            refusal.set(status);
+            FromClient::Refused(why)
         }
     };
     messages.map(came)
@@ -243,7 +245,7 @@ fn failure_out(segment: u32, failure: &SegmentFailure) -> v1::SegmentFailed {
     };
     let status = status_of(error);
     let problems = match error {
-        Error::Invalid(fields) => told_of(fields)
+        Error::Invalid(fields) => listed(fields)
             .map(|(field, description)| v1::SegmentProblem { field, description })
             .collect(),
         _ => Vec::new(),

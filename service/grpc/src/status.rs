@@ -11,8 +11,9 @@ use prost::Message as _;
 use prost_types::Any;
 use tonic::{Code, Status};
 use tonic_types::pb;
+use wording::cut;
 
-use crate::convert::{MOST_LISTED, cut, shortfall_out};
+use crate::convert::{MOST_LISTED, shortfall_out};
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
@@ -34,7 +35,10 @@ pub(crate) fn status_of(error: &Error) -> Status {
     let (code, reason) = code_of(error);
     let mut details = vec![match error {
         // The id is metadata too, so that no client parses the message.
-        Error::ModelNotFound { id } => info_with(reason, [("model", cut(id, LONGEST_PROBLEM_CHARACTERS))]),
+        Error::ModelNotFound { id } => info_with(
+            reason,
+            [("model", cut(id, LONGEST_PROBLEM_CHARACTERS).into_owned())],
+        ),
         Error::Cancelled(by) => {
             let (how, client) = cancellation(by);
             match client {
@@ -169,7 +173,7 @@ const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
 const LONGEST_PROBLEM_CHARACTERS: usize = 300;
 
 fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
-    let message = cut(message, LONGEST_MESSAGE_CHARACTERS);
+    let message = cut(message, LONGEST_MESSAGE_CHARACTERS).into_owned();
     let status = pb::Status {
         code: code as i32,
         message: message.clone(),
@@ -208,14 +212,14 @@ fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> A
 }
 
 /// The wrong fields that a client is told of, each with its problem. Both may repeat what the client sent, so they are cut.
-pub(crate) fn told_of(fields: &[model::RequestError]) -> impl Iterator<Item = (String, String)> {
-    let cut = |text: &str| cut(text, LONGEST_PROBLEM_CHARACTERS);
+pub(crate) fn listed(fields: &[model::RequestError]) -> impl Iterator<Item = (String, String)> {
+    let cut = |text: &str| cut(text, LONGEST_PROBLEM_CHARACTERS).into_owned();
     let listed = fields.iter().take(MOST_LISTED);
     listed.map(move |wrong| (cut(&wrong.field), cut(&wrong.problem)))
 }
 
 fn bad_request(fields: &[model::RequestError]) -> Any {
-    let field_violations = told_of(fields)
+    let field_violations = listed(fields)
         .map(|(field, description)| pb::bad_request::FieldViolation {
             field,
             description,

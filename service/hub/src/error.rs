@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use residency::Bytes;
-
 use wording::one_line;
 
 use crate::catalogue::did_you_mean;

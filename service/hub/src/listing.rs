@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::time::Duration;
 
+use config::HubSettings;
 use hf_hub::api::tokio::{Api, ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
 use reqwest::header::{HeaderMap, RANGE};
@@ -16,7 +17,6 @@ use super::checksum::Oid;
 use crate::PullError;
 use crate::error::shown;
 use crate::reference::{Reference, is_commit, is_part};
-use config::HubSettings;
 
 /// Timeout of a response, and of each chunk of it.
 pub(crate) const SILENCE: Duration = Duration::from_secs(30);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use calls::{ModelRef, Models, policy_name};
+use calls::{ModelRef, policy_name};
 use cli::Finding;
 use config::{CardSettings, Config};
 use engine::Error;
@@ -10,6 +10,7 @@ use engine::library::Library;
 use gpu::{CardKind, DeviceChoice, DeviceSpec};
 use residency::Bytes;
 
+use crate::program::models_of;
 use crate::serve;
 
 /// Everything that is found, in the order in which it is shown.
@@ -213,11 +214,7 @@ fn cache_folder(config: &Config) -> Finding {
 }
 
 async fn models(config: &Config) -> Vec<Finding> {
-    let models = Models::new(
-        config.models.clone(),
-        config.hub.cache.clone(),
-        Arc::new(pipelines::catalogue()),
-    );
+    let models = models_of(config);
     let library = Arc::new(Library::new(pipelines::catalogue(), None));
     let choices = config.cards.devices.clone();
     let config = config.clone();

@@ -16,7 +16,7 @@ use crate::{examine, process, serve, telemetry};
 pub(crate) struct Moored;
 
 /// The models of the folders of a configuration.
-fn models_of(config: &Config) -> Models {
+pub(crate) fn models_of(config: &Config) -> Models {
     let families = Arc::new(pipelines::catalogue());
     Models::new(config.models.clone(), config.hub.cache.clone(), families)
 }
@@ -47,7 +47,9 @@ impl Program for Moored {
     }
 
     fn serve(&self, config: Config, ready: Option<Ready>, stop: Option<oneshot::Receiver<()>>) -> Ended {
-        telemetry::tell_age("start the service");
+        if ready.is_none() {
+            telemetry::tell_age("start the service"); // others ask and download before they start one
+        }
         let served = serve::run(config, ready, stop);
         served
             .map(|served| served.map_err(|problem| ServiceProblem(problem.to_string())))

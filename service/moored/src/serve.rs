@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use calls::{Bounds, Host, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis};
+use config::bounded;
+use config::{CardSettings, Config};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
@@ -26,8 +28,6 @@ use crate::preload;
 use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker};
-use config::bounded;
-use config::{CardSettings, Config};
 
 /// Timeout, at the end, of giving up a copy that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -107,7 +107,6 @@ pub(crate) async fn run(
     let workers = WorkerPids::new(cards.len());
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
-    let bounds = Bounds::new(&config.limits);
     calls::paths::set_folders(folders_of_models(&config));
     let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
     let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
@@ -130,7 +129,7 @@ pub(crate) async fn run(
         library: library.clone(),
         models: models.clone(),
         pulls: Pulls::new(Hub::new(config.hub.clone(), families.clone())),
-        bounds: bounds.clone(),
+        bounds: Bounds::new(&config.limits),
         host,
         workers,
         policy,
@@ -161,7 +160,7 @@ pub(crate) async fn run(
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let serving = tokio::spawn(grpc::serve(service, bounds.uploads, door, listener, stopped_seen));
+    let serving = tokio::spawn(grpc::serve(service, door, listener, stopped_seen));
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),

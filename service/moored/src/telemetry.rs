@@ -8,12 +8,12 @@ use std::panic::PanicHookInfo;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use config::{DEFAULT_FILTER, LogSettings, directives};
 use gpu::Timeline;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
-use writer::Lines;
 
-use config::{DEFAULT_FILTER, LogSettings, directives};
+use writer::Lines;
 
 /// How long a process that ends waits until its log is written.
 const LAST_LINES: Duration = Duration::from_secs(1);

@@ -54,6 +54,7 @@ fn allowed(name: &str) -> &'static [&'static str] {
             "model",
             "gpu",
             "residency",
+            "wording",
         ],
         "cli" => &[
             "api",

@@ -23,6 +23,14 @@ pub fn lines(text: &str) -> Cow<'_, str> {
     })
 }
 
+/// The beginning of a text, of so many characters at the most.
+pub fn cut(text: &str, characters: usize) -> Cow<'_, str> {
+    match text.char_indices().nth(characters) {
+        Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),
+        None => Cow::Borrowed(text),
+    }
+}
+
 /// A value as JSON of one line. JSON itself leaves some of what terminals obey as it is.
 pub fn json(value: &serde_json::Value) -> String {
     let text = value.to_string();

@@ -118,7 +118,7 @@ impl AskedTrack {
         if let (Some(start), Some(end)) = (self.window_start_seconds, self.window_end_seconds)
             && end <= start
         {
-            problem(WINDOW_END, format!("{end} is not behind the start, {start}"));
+            problem(WINDOW_END, format!("{end} is not after the start, {start}"));
         }
         if let Some(beats) = self.beats_per_minute
             && !(1..=MOST_BEATS_PER_MINUTE).contains(&beats)
@@ -237,7 +237,7 @@ impl AskedTrack {
         let start = self.window_start_seconds.unwrap_or(0.0);
         for (field, second) in self.window() {
             if let Some(second) = second.filter(|second| *second > seconds + WINDOW_SLACK_SECONDS) {
-                let problem = format!("{second} is behind the end of the source, which lasts {seconds} s");
+                let problem = format!("{second} is after the end of the source, which lasts {seconds} s");
                 return Err(invalid(field, problem));
             }
         }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use calls::client_at;
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -14,7 +15,6 @@ use tokio::time::{Instant, Sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use super::entrance::{Entrance, Place};
-use calls::client_at;
 
 /// Pause before the next attempt when the system has no descriptor or memory for a connection.
 const PAUSE: Duration = Duration::from_millis(250);

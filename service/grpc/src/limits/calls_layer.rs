@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
+use calls::{Client, Exceeded, Taken};
 use tokio::time::Instant;
 use tonic::Status;
 use tonic::body::Body;
@@ -16,9 +17,8 @@ use super::accept::ConnectionInfo;
 use super::entrance::PublicCall;
 use super::uploads::Upload;
 use super::{Limits, PUBLIC_CALL};
-use crate::methods::{Admitted, Method, method_at};
-use crate::status::client_limit;
-use calls::{Client, Exceeded, Taken};
+use crate::methods::{Admitted, Method, Needs, method_at};
+use crate::status::{client_limit, unauthenticated};
 
 /// A service whose calls are counted.
 #[derive(Clone)]
@@ -62,6 +62,10 @@ impl Limits {
                 client_limit(refused)
             })?;
             return self.call(client, call.method).map(OpenCall::counted);
+        }
+        if call.method.needs == Needs::Token {
+            let problem = "nobody has looked at the token of this call";
+            return Err(unauthenticated(problem)); // the layer of access is missing
         }
         let taken = self.public_calls.take(client, 1);
         let endless = call.method.is_endless;

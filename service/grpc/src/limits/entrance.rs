@@ -7,9 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Waker;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use calls::{Budget, Client, Exceeded, Taken};
+use tokio::time::Instant;
 
 /// The time that a newcomer has for its first call, however many others come. More than the pool has places for in it wait until
 /// they are accepted.

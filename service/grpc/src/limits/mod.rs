@@ -10,12 +10,12 @@ mod uploads;
 use std::sync::Arc;
 use std::time::Duration;
 
+use calls::Budget;
+use config::LimitSettings;
 use tokio::net::TcpListener;
 
 use accept::{Handshake, accepted};
-use calls::Budget;
 pub(crate) use calls_layer::{Limited, client_of};
-use config::LimitSettings;
 use entrance::Entrance;
 use sent::Readers;
 

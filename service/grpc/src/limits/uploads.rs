@@ -6,13 +6,12 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use calls::invalid;
+use calls::{Exceeded, Taken};
 use http_body::{Frame, SizeHint};
 use tokio::time::{Instant, Sleep};
 use tonic::Status;
 use tonic::body::Body;
-
-use calls::invalid;
-use calls::{Exceeded, Taken};
 
 use crate::status::{client_limit, status_of};
 

@@ -4,13 +4,12 @@
 
 use std::path::PathBuf;
 
+use config::LogSettings;
 use engine::messages::Event;
 use gpu::{DeviceSpec, MemoryProfile};
 use pipelines::Fp8Products;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
-
-use config::LogSettings;
 
 pub(crate) mod frames;
 mod inputs;

@@ -1,0 +1,41 @@
+//! The jobs of the queue, as clients see them.
+
+use engine::Error;
+use engine::queue::{JobInfo, Queue};
+
+use crate::caller::Caller;
+
+/// Answers requests about jobs. Cheap to clone.
+#[derive(Clone)]
+pub struct Jobs {
+    queue: Queue,
+}
+
+impl Jobs {
+    pub(crate) fn new(queue: Queue) -> Jobs {
+        Jobs { queue }
+    }
+
+    /// The jobs that are queued or run, and those that have ended lately.
+    pub async fn list(&self, include_ended: bool) -> Vec<JobInfo> {
+        self.queue.jobs(include_ended).await
+    }
+
+    /// Cancels a job, with `release_latents` also dropping what it has kept. False where it had ended.
+    ///
+    /// # Errors
+    /// [`Error::JobNotFound`], and where the client's name is wrong.
+    pub async fn cancel(
+        &self,
+        id: &str,
+        client_id: String,
+        release_latents: bool,
+        caller: &Caller,
+    ) -> Result<bool, Error> {
+        let client = caller.name(client_id)?;
+        match release_latents {
+            true => self.queue.discard(id, client).await,
+            false => self.queue.cancel(id, client).await,
+        }
+    }
+}
