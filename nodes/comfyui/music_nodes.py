@@ -24,7 +24,7 @@ from .schema import (
 WHAT_IS_HEARD = "What is heard: style, instruments, mood."
 MAX_SECONDS = 3600.0
 EMPTY_WINDOW = (
-    "Nothing lies between start_seconds and end_seconds: set end_seconds behind the start, or to 0."
+    "Nothing lies between start_seconds and end_seconds: set end_seconds after the start, or to 0."
 )
 
 

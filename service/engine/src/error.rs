@@ -1,4 +1,4 @@
-//! Errors of jobs, in one enum: the gRPC server converts each to a status.
+//! Errors of jobs, in one enum: doors convert each for their clients.
 
 use std::fmt;
 use std::time::Duration;

@@ -83,7 +83,7 @@ def test_music_is_made_of_music(comfyui: StandIn, serve: Serve) -> None:
     ("options", "told"),
     [
         ({"start_seconds": 0.3, "end_seconds": 0.2}, "Nothing lies between"),
-        ({"start_seconds": 0.1, "end_seconds": 0.9}, "behind the end of the source"),
+        ({"start_seconds": 0.1, "end_seconds": 0.9}, "after the end of the source"),
     ],
 )
 def test_a_window_that_is_not_in_the_music_is_told(

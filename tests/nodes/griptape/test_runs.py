@@ -267,7 +267,7 @@ def test_a_part_of_a_track_is_made_anew_as_flac(
     assert moored.read_recipe(made)["tracks"] == ["drums", "bass"]
     for values, told in (
         ({"task": "extract"}, "tracks"),
-        ({"task": "repaint", "tracks": "", "end_seconds": 0.9}, "behind the end of the source"),
+        ({"task": "repaint", "tracks": "", "end_seconds": 0.9}, "after the end of the source"),
         ({"end_seconds": 0, "input_audio": None}, "input_audio is missing: repaint"),
         ({"task": "cover", "input_audio": __file__}, "The input_audio cannot be taken"),
     ):
