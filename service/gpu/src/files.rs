@@ -1,4 +1,4 @@
-//! Files as they are on disk: what tells one version from another, and which are opened at all.
+//! Files on disk: how one version is distinguished from another, and which files are opened at all.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Read};
@@ -8,7 +8,7 @@ use std::path::Path;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
-/// What tells one version of a file from another without reading it: device, inode, size, the time of writing, and the
+/// What distinguishes one version of a file from another without reading it: device, inode, size, the time of writing, and the
 /// inode's time of change, which no program can set back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct FileStamp {

@@ -38,7 +38,7 @@ const UNFINISHED: &str = ".kept.part";
 /// Batch size in bytes for making a copy; exceeded by a single larger tensor.
 const BATCH_BYTES: Bytes = Bytes(64 << 20);
 
-/// Why a copy was not kept. Nothing is left behind.
+/// Why a copy was not kept. No partial copy remains.
 #[derive(Debug, thiserror::Error)]
 pub enum KeepError {
     /// The caller cancelled.
@@ -180,7 +180,7 @@ pub fn kept_bytes(plan: &LoadPlan) -> Result<Bytes, LoadError> {
 /// and, within larger groups, after every 32 MiB; false cancels. Returns the length of the file.
 ///
 /// # Errors
-/// [`KeepError`]; nothing is left behind then.
+/// [`KeepError`]; no partial copy remains then.
 pub fn keep(plan: &LoadPlan, to: &Path, go_on: &dyn Fn() -> bool) -> Result<Bytes, KeepError> {
     let folder = match to.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Strength of an adapter over the steps of a request: points of a piecewise linear curve, constant before the first
-/// and behind the last.
+/// Strength of an adapter over the steps of a request: points of a piecewise linear curve, constant before the first and after
+/// the last point.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StrengthCurve {
     /// Position in the steps that are run, from 0 (the first) to 1 (the last), and strength. At least one, by position.
@@ -175,7 +175,7 @@ pub struct AdapterFile {
     pub name: String,
     /// A file, the folder of an adapter of peft, or that of a ControlNet.
     pub path: PathBuf,
-    /// What it was when it was found.
+    /// The kind when the adapter was found.
     pub kind: AdapterKind,
     /// Ignore tensors that are of no layer of the model, instead of refusing the adapter.
     pub ignores_unknown: bool,

@@ -18,7 +18,7 @@ pub enum ModelError {
         /// What was searched for.
         problem: String,
     },
-    /// A file is missing or truncated, or only stands for one.
+    /// A file is missing or truncated, or a placeholder for a file.
     #[error("{} is not complete: {problem}", path.display())]
     Incomplete {
         path: PathBuf,

@@ -31,8 +31,8 @@ pub trait Families: ModelOpener {
     /// Of the folders that are read of a pipeline of this class, those that a model may lack.
     fn optional_folders_of(&self, class: &str) -> &'static [&'static str];
 
-    /// The folders that a transformer in a single file takes from a pipeline of this class, its base; `None` if it is of no
-    /// family. From [`BASE_CONFIGURATION`] it takes what its tensors do not tell.
+    /// The folders that a transformer in a single file takes from a pipeline of this class, its base; `None` if the class is of
+    /// no family. [`BASE_CONFIGURATION`] supplies the settings that the tensors of the file do not show.
     fn base_folders_of(&self, class: &str) -> Option<Vec<&'static str>>;
 
     /// Whether a folder holds parts of another pipeline that a family reads, and nothing that is run by itself.
@@ -44,8 +44,8 @@ pub trait Families: ModelOpener {
     /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.
     fn holds_transformer(&self, file: &Path) -> bool;
 
-    /// What a single file is that is no model that runs here, in words; `None` for one that runs, and where the file cannot be
-    /// read, which opening it tells.
+    /// What a single file holds if it is no model that runs here, in words. `None` for a model that runs, and for a file that
+    /// cannot be read: opening such a file reports the error.
     fn what_else(&self, file: &Path) -> Option<String>;
 
     /// What is read of a repository in the layout of a family's authors, from the names of all files there.

@@ -47,11 +47,11 @@ impl StagePlan {
     }
 }
 
-/// The identity of the values that the stage at `index` of a plan gives. Equal identities mean equal values, whatever else differs
-/// between two requests or two models. `None` where no other job may take them: the stage has no memo or runs once per item, or
-/// this is true of a stage whose values it takes, or a client brings them.
+/// The identity of the values that the stage at `index` of a plan returns. Equal identities mean equal values, whatever else
+/// differs between two requests or two models. `None` where no other job may take the values: the stage has no memo, or runs
+/// once per item, or takes a value that has no identity or that a client uploads.
 ///
-/// `components` gives the identities of a stage's components.
+/// `components` returns the identities of a stage's components.
 pub fn identity_of_values(
     model: &dyn Model,
     plan: &[StagePlan],

@@ -31,10 +31,10 @@ pub trait ModelOpener: Send + Sync {
     fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError>;
 }
 
-/// An open checkpoint, known by its headers alone: it holds no weights. It plans requests, and computes stages over
-/// given tensors.
+/// An open checkpoint, of which only the headers are read: it holds no weights. It plans requests, and computes stages over
+/// tensors that the caller passes.
 pub trait Model: Send + Sync {
-    /// What it has in common with models of all families.
+    /// The parts that models of all families have.
     fn parts(&self) -> &ModelParts;
 
     /// The family's name: `flux`.
@@ -47,8 +47,8 @@ pub trait Model: Send + Sync {
         self.parts().defaults.clone()
     }
 
-    /// The request with stand-ins for the pictures that the model requires and the request lacks. They have sizes and no data:
-    /// such a request can be planned, and not run.
+    /// The request with placeholders for the pictures that the model requires and the request lacks. A placeholder has a size
+    /// and no data: such a request can be planned but not run.
     fn with_required_pictures(&self, request: Request) -> Request {
         request
     }
@@ -140,8 +140,8 @@ pub trait Model: Send + Sync {
     }
 
     /// The stages of a request for the model's medium, in order; [`Model::plan`] refuses the optional fields that it does not
-    /// read. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the latents that a client may keep, bring
-    /// back, and decode later. Only formats and sizes of media count: their data may be left out
+    /// read. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the latents that a client may keep, upload
+    /// again, and decode later. Only formats and sizes of media count: their data may be left out
     /// ([`Request::without_media_data`]), but for the memos of what encodes them.
     ///
     /// # Errors

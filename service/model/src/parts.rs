@@ -17,8 +17,8 @@ pub type ReadFiles = BTreeMap<PathBuf, [u8; 32]>;
 /// Names of files, and of a folder, that only the pipeline as a whole and its sampling go by.
 const OF_SAMPLING: [&str; 3] = ["model_index.json", "moored.json", "scheduler"];
 
-/// The parts that every open model has, whatever it computes: [`Model`](crate::Model) answers from them what planners ask of
-/// its components.
+/// The parts that every open model has, whatever it computes. [`Model`](crate::Model) uses them to answer planners' questions
+/// about its components.
 #[derive(Clone, Debug)]
 pub struct ModelParts {
     /// The family's name: `flux`.

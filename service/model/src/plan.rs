@@ -161,8 +161,8 @@ pub struct StagePlan {
     pub section: Option<Section>,
     /// How it shares passes of the model with stages of other requests; `None`: it runs alone.
     pub shared: Option<SharedPass>,
-    /// Whether it reads the pictures, films and tracks of the request; otherwise it is given their formats and sizes, without
-    /// their data.
+    /// Whether the stage reads the pictures, films and tracks of the request; otherwise it gets their formats and sizes,
+    /// without data.
     pub reads_media: bool,
 }
 

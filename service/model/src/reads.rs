@@ -1,6 +1,6 @@
-//! The optional fields of a request, and which of them a model reads. A request for one that its model does not read is
-//! refused here ([`Model::plan`](crate::Model::plan)) and nowhere else: a field that is ignored gives a result that nobody
-//! asked for.
+//! The optional fields of a request, and which of them a model reads. A request with a field that its model does not read is
+//! refused here ([`Model::plan`](crate::Model::plan)) and nowhere else: if the field were ignored, the result would not be what
+//! the client asked for.
 
 use crate::request::{Audio, AudioTask, Image, Medium, Request, RequestError, Video};
 

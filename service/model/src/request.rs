@@ -65,11 +65,11 @@ pub struct Request {
     pub seed: u64,
     /// Maximum prompt length in tokens; a family may pad to this length.
     pub max_sequence_length: u32,
-    /// Fraction of the schedule to run from a given starting point, from 0 to 1.
+    /// Fraction of the schedule to run from a starting point, from 0 to 1.
     pub strength: f32,
     /// Whether to send previews while denoising.
     pub preview: bool,
-    /// Whether sampling starts from given values of an earlier job, instead of from noise.
+    /// Whether sampling starts from the values of an earlier job, instead of from noise.
     pub from_values: bool,
     /// Adapters, in the order in which their terms are added.
     pub adapters: Vec<AdapterUse>,
@@ -111,7 +111,7 @@ pub struct ControlUse {
     pub name: String,
     /// The control picture, already of the picture's `width` x `height`.
     pub image: InitImage,
-    /// Factor of what it adds.
+    /// Factor of the residuals that the ControlNet adds.
     pub scale: f32,
     /// The part of the steps in which it acts, from 0 to 1.
     pub start: f32,

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::bounds::{MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS};
 use crate::request::{Request, RequestError};
 
-/// The fields of sampling that requests of all media have. What is `None` is left to whoever is asked next.
+/// The fields of sampling that requests of all media have. [`Sampling::or`] fills a field that is `None` from the next set of
+/// defaults.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Sampling {
@@ -19,7 +20,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// What is said, else what `other` says.
+    /// The fields that are set in `self`, else those of `other`.
     #[must_use]
     pub fn or(self, other: Sampling) -> Sampling {
         Sampling {
@@ -33,7 +34,7 @@ impl Sampling {
         }
     }
 
-    /// The request with what is said here over it.
+    /// The request, with the fields that are set in `self` in place of its own.
     #[must_use]
     pub fn over(self, request: Request) -> Request {
         // Named here, so that none is forgotten.

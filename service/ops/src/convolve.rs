@@ -18,7 +18,7 @@ const MAX_UNROLLED_BYTES: usize = 16 << 20;
 pub struct Steps {
     /// Zero padding before the map.
     pub before: [usize; 3],
-    /// Zero padding behind the map.
+    /// Zero padding after the map.
     pub after: [usize; 3],
     /// Distance between the inputs of neighbouring outputs.
     pub strides: [usize; 3],

@@ -5,8 +5,8 @@
 /// The elements of a storage, for tasks of which none writes what another reads or writes.
 pub(crate) struct Disjoint<T>(*mut T);
 
-// SAFETY: it is made of a storage that is borrowed alone. Whoever writes to one of its places shows there that the place is
-// within the storage, and that no other task uses it.
+// SAFETY: it is made of a storage that is borrowed exclusively. The code that writes to one of its places proves there that the
+// place is within the storage, and that no other task uses it.
 unsafe impl<T: Send> Send for Disjoint<T> {}
 // SAFETY: the same.
 unsafe impl<T: Send> Sync for Disjoint<T> {}

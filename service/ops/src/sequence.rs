@@ -4,8 +4,9 @@
 //! - The taps of a convolution dilated by `d` are `d` rows apart. Seen as a map of `d` columns, they are the rows of one
 //!   column: a filter of `[taps, 1]`.
 //! - A convolution of stride `s` and `2 s` taps sees two neighbours of a sequence of `s` rows each.
-//! - A transposed convolution of stride `s` and `2 s` taps makes `s` rows of two neighbours each, which lie behind one
-//!   another: two taps to `s` times as many channels.
+//! - A transposed convolution of stride `s` and `2 s` taps makes `s` rows of two neighbours each. These rows are consecutive:
+//! they
+//!   are two taps to `s` times as many channels.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -368,7 +369,7 @@ fn folded(weight: NormedWeight<'_>, fold: &Fold, dtype: DType) -> Result<Tensor>
     })
 }
 
-/// A bias with zeros behind it, so many times.
+/// A bias followed by zeros up to `channels` elements, repeated `times` times.
 fn repeated(bias: &Tensor, channels: usize, times: usize, dtype: DType) -> Result<Tensor> {
     let known = bias.dim(0)?;
     let all = Tensor::zeros((times, channels), dtype, bias.device())?;

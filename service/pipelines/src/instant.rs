@@ -11,7 +11,7 @@
 //!
 //! Components with equal identities are one component, in any files, if they have the same format. `bytes` are those
 //! of bf16; a component that is quantized at load takes the corresponding fraction. With `"stored": "Q4_K"` a
-//! component is stored quantized: its bytes are taken as given. Scratch figures are for a picture of the default
+//! component is stored quantized: its bytes are taken as configured. Scratch figures are for a picture of the default
 //! size. Faults for tests: `real_scratch` (a stage's actual scratch, if different from the prediction),
 //! `not_finite_at_step`, `panic_at` (a stage's name, or `smaller`: when smaller requests are asked for, which is in the
 //! queue's own task).
@@ -60,10 +60,10 @@ const ENCODE_IMAGE: &str = "encode_image";
 const DENOISE: &str = "denoise";
 const DECODE: &str = "decode";
 
-/// Name of the value from sampling to decoding; of a section with its number behind it.
+/// Name of the value from sampling to decoding. The number of a section follows it.
 const LATENT: &str = "latent";
 
-/// Name of the value from one round of sampling to the next; with the steps that are done behind it.
+/// Name of the value from one round of sampling to the next. The number of steps done follows it.
 const SAMPLING: &str = "sampling";
 
 /// Name of the value that the decode of a section leaves for the next.

@@ -18,7 +18,7 @@ pub(crate) struct Round {
     pub(crate) of: u32,
 }
 
-/// The name of a value as it is behind so many steps.
+/// The name of a value after so many steps.
 pub(crate) fn behind(value: &str, steps: u32) -> String {
     format!("{value}_{steps}")
 }

@@ -81,7 +81,7 @@ fn cells(mask: &Mask, shape: &[usize]) -> candle_core::Result<Tensor> {
 /// The least grey of a mask that changes.
 pub(crate) const CHANGES: u8 = 128;
 
-/// Whether a request starts from a latent, encoded or given, rather than from noise alone.
+/// Whether a request starts from a latent, encoded or supplied by the client, rather than from noise alone.
 pub(crate) fn is_from_latent(request: &Request) -> bool {
     request.medium.has_start() || request.from_values
 }

@@ -301,8 +301,8 @@ impl<'a> Survey<'a> {
         moves
     }
 
-    /// Components to evict: those that the policy requires, then the cheapest to reload until enough is free, those that the
-    /// job itself needs later behind all others, less those that later choices made unnecessary.
+    /// Components to evict: first those that the policy requires, then the cheapest to reload until enough is free. Components
+    /// that the job itself needs later come last. Evictions that later choices made unnecessary are left out.
     fn victims(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<&'a Resident> {
         let missing = self.missing(ask);
         let large = large_from(self.ledger.total());

@@ -89,9 +89,9 @@ impl CheckpointFile {
     /// executed.
     ///
     /// # Errors
-    /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Incomplete`] if it is truncated, or only stands for a
-    /// file, [`LoadError::Damaged`] if its header contradicts itself or the file, [`LoadError::UnsupportedTensor`] if a tensor is stored in a type that this
-    /// build cannot read, [`LoadError::Unsupported`] if a pickle is more than a state dict.
+    /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Incomplete`] if it is truncated or a placeholder for a
+    /// file, [`LoadError::Damaged`] if its header contradicts itself or the file, [`LoadError::UnsupportedTensor`] if a tensor
+    /// is stored in a type that this build cannot read, [`LoadError::Unsupported`] if a pickle is more than a state dict.
     pub fn open(path: &Path) -> Result<CheckpointFile, LoadError> {
         let io = |source| LoadError::Io {
             file: path.to_owned(),

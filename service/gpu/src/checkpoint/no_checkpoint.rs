@@ -1,4 +1,4 @@
-//! What people have in place of a checkpoint's file, by its first bytes: each is told with what to do.
+//! Files that people have in place of a checkpoint, recognized by their first bytes. Each message says what to do.
 
 use super::{MAX_HEADER_BYTES, Problem};
 
@@ -17,7 +17,7 @@ const PACKED: [(&[u8], &str); 5] = [
     (b"\xfd7zXZ", "xz"),
 ];
 
-/// What to tell of a file that begins as a pointer of git-lfs does, of whatever kind the file is that it stands for.
+/// What to do about a file that begins as a pointer of git-lfs, whatever kind of file it replaces; `None` if it is no pointer.
 pub fn git_lfs_pointer(beginning: &[u8]) -> Option<&'static str> {
     beginning
         .starts_with(b"version https://git-lfs.github.com/spec/")

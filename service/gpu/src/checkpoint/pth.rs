@@ -28,7 +28,7 @@ const MAX_DIRECTORY_BYTES: u64 = 16 << 20;
 /// Minimum bytes of an entry in the directory.
 const MIN_ENTRY_BYTES: u64 = 46;
 
-/// Maximum length of the comment behind an archive's end record.
+/// Maximum length of the comment after an archive's end record.
 const MAX_COMMENT_BYTES: u64 = 0xFFFF;
 
 /// Keys under which training scripts nest the state dict, in the order of lookup.

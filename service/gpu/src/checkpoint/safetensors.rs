@@ -71,7 +71,7 @@ fn header_length(file: &mut File, size: u64) -> Result<u64, Problem> {
     Ok(length)
 }
 
-/// The part of the file behind the header.
+/// The part of the file after the header.
 struct SafetensorsData {
     start: u64,
     length: u64,

@@ -33,7 +33,7 @@ use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory
 use quantize::Kernels;
 use staging::{Allocation, PinnedRing, Staging};
 
-/// cuBLAS allocates a hidden workspace unless it is given one. This is its size on compute capability 9; older cards
+/// cuBLAS allocates a hidden workspace unless the caller sets one. This is its size on compute capability 9; older cards
 /// need less and lose nothing.
 const CUBLAS_WORKSPACE: Bytes = Bytes::mib(32);
 

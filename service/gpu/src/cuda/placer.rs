@@ -37,7 +37,7 @@ pub(super) struct Placer<'a, 'b> {
     pub(super) makings: Vec<Option<Making>>,
     pub(super) pool: &'b Pool,
     pub(super) stream: &'b CudaStream,
-    /// Recorded behind each batch, before it is sent.
+    /// Recorded after the allocations of each batch, before the batch is sent.
     pub(super) allocated: &'b CudaEvent,
     /// Each allocation is pushed as soon as it exists.
     pub(super) made: &'b mut Vec<Allocation<'a>>,

@@ -246,7 +246,7 @@ impl PinnedBuffer {
         debug_assert!(part.end <= self.length);
         let begin = part.start.min(self.length);
         let length = part.end.min(self.length) - begin;
-        // SAFETY: it begins within the memory, or just behind it.
+        // SAFETY: the address is within the memory, or one past its end.
         let from: *const c_void = unsafe { self.bytes.as_ptr().add(begin) }.cast();
         // SAFETY: the caller's promise; the source is ours and long enough.
         unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, length, stream.cu_stream()) }.result()

@@ -168,7 +168,8 @@ enum Order {
     InWeight,
     /// Before the layer's product, they are written where its result goes, and the product reads them while it computes.
     TermsFirst,
-    /// Behind it, where scales are applied behind the product, and would be to the terms.
+    /// After the layer's product, where scales are applied to the finished product: terms written before it would be scaled
+    /// too.
     TermsLast,
 }
 
@@ -288,7 +289,7 @@ fn add_term(
     if terms.len() > 1 && up.batch != 1 {
         return Ok(false);
     }
-    // Rows of `x` in matrices apart stay so: the projected rows lie behind one another.
+    // Rows of `x` in separate matrices stay separate: the projected rows of one matrix follow those of another.
     let projected = scratch.place(0, terms.len() * tokens * rank * size)?;
     let batch = terms.len().max(up.batch);
     let down = ProductShape {
@@ -367,8 +368,9 @@ fn distances<const KINDS: usize>(at: &[[u64; KINDS]], size: usize) -> Option<[us
     Some(distances)
 }
 
-/// Computes layers over the same rows in fp8, whose rows are quantized once for all, and whose terms are computed at once;
-/// returns `false`, and does nothing, where they are not multiplied in fp8, or have terms behind their products.
+/// Computes layers over the same rows in fp8. The rows are quantized once, and the terms of all layers are computed at once.
+/// Returns `false`, and does nothing, where the layers are not multiplied in fp8, or where terms are added after their
+/// products.
 pub(crate) fn linears_in_fp8(
     x: &Tensor,
     layers: &[LayerTo<'_>],
@@ -762,8 +764,8 @@ impl Layer<'_> {
         self.adds.then(|| address_of(self.out)).transpose()
     }
 
-    /// Writes the weights of layers of one shape with their low-rank terms, of which each has as many, behind one another
-    /// to the address `to`. `from` has the addresses of the weights; they may lie there already.
+    /// Writes the weights of layers of one shape with their low-rank terms, one layer after another, to the address `to`. All
+    /// layers have the same number of terms. `from` has the addresses of the weights; they may be at `to` already.
     fn add_to_weights(&self, layers: &[&LinearLayer<'_>], from: &[u64], to: u64) -> Result<()> {
         let Some(first) = layers.first() else {
             return Ok(());
@@ -791,7 +793,7 @@ impl Layer<'_> {
         Ok(())
     }
 
-    /// Writes weights with a low-rank term each behind one another to the address `to`, as one batched product; `false` if
+    /// Writes weights with a low-rank term each, one after another, to the address `to`, as one batched product; `false` if
     /// this cannot be done at once, or at all.
     fn add_to_weight(&self, terms: &[&LowRank], from: &[u64], to: u64) -> Result<bool> {
         let Some(first) = terms.first() else {
@@ -899,7 +901,7 @@ impl Layer<'_> {
         Ok((at, bytes_of_codes(rows, columns)))
     }
 
-    /// A part of the scratch for the codes and scales of rows, behind the first `taken` bytes.
+    /// A part of the scratch for the codes and scales of rows, after the first `taken` bytes.
     fn scratch_for_codes(&self, taken: usize, rows: usize, columns: usize) -> Result<CodesAt> {
         let codes = rows * columns;
         let scales = codes.next_multiple_of(APART);

@@ -26,7 +26,7 @@ const APART: usize = 256;
 pub(crate) struct InTiles {
     /// Over the keys of whole tiles.
     pub(crate) whole: AttentionShape,
-    /// Of a strip of queries over the keys behind them, to `[queries, heads, width]`.
+    /// Of a strip of queries over the keys after the whole tiles, to `[queries, heads, width]`.
     pub(crate) rest: AttentionShape,
     /// Places in the workspace, in bytes.
     pub(crate) sums_at: usize,

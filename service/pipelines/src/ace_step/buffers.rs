@@ -17,7 +17,7 @@ pub(super) struct TokenBuffers {
     pub(super) sum: Tensor,
     /// Normalized input of the next layers, or their output before it is added.
     pub(super) normed: Tensor,
-    /// `[batch, tokens, heads, head_dim]`, with keys and values behind them in each row.
+    /// `[batch, tokens, heads, head_dim]`, followed by keys and values in each row.
     pub(super) query: Tensor,
     pub(super) key: Tensor,
     pub(super) value: Tensor,
@@ -34,7 +34,7 @@ pub(super) struct TokenBuffers {
 pub struct StepBuffers {
     pub(super) tokens: TokenBuffers,
     pub(super) turned: Rotations,
-    /// Of each request, `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros behind the last.
+    /// Of each request, `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros after the last.
     pub(super) inputs: Vec<Tensor>,
     /// `[requests, tokens, patch * channels]`.
     pub(super) output: Tensor,

@@ -12,7 +12,7 @@ use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 
-/// An encoder behind a projection.
+/// An encoder that follows a projection.
 struct Projected {
     projection: Linear,
     encoder: Encoder,

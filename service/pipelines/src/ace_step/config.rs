@@ -250,7 +250,7 @@ pub struct TokenConfig {
     pub audio_acoustic_hidden_dim: usize,
     /// Latent frames of a token.
     pub pool_window_size: usize,
-    /// Width in front of and behind the quantizer, that of the layers.
+    /// Width before and after the quantizer: that of the layers.
     pub fsq_dim: usize,
     /// Levels of each number of a token; `None` for those of the published models.
     pub fsq_input_levels: Option<Vec<usize>>,

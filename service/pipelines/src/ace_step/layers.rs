@@ -192,7 +192,7 @@ struct EncoderLayer {
     norms: [Tensor; 2],
 }
 
-/// The layers of an encoder, with the norm behind them.
+/// The layers of an encoder, with the norm after them.
 pub(super) struct Encoder {
     layers: Vec<EncoderLayer>,
     norm: Tensor,

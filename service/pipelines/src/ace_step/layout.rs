@@ -40,7 +40,7 @@ impl List {
         self.add(&format!("{name}.down_proj.weight"), &[width, inner]);
     }
 
-    /// The layers of an encoder, and the norm behind them.
+    /// The layers of an encoder, and the norm after them.
     fn encoder(&mut self, prefix: &str, layers: usize, layer: &LayerConfig) {
         let width = layer.hidden_size;
         for i in 0..layers {

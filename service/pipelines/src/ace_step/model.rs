@@ -124,7 +124,7 @@ impl AceStepModel {
         Ok(adapted)
     }
 
-    /// What it can do.
+    /// What the model can do.
     pub(super) fn able(&self) -> Abilities {
         Abilities {
             is_turbo: self.transformer.is_turbo(),

@@ -56,8 +56,8 @@ pub(super) const SILENCE: &str = "silence";
 pub(super) const HINT: &str = "hint";
 /// f32 `[1, frames, channels]`.
 pub(super) const LATENT: &str = "latent";
-/// What a round leaves for the next, of the shape of the latent, with the steps that are done behind the name: the latent at
-/// their noise, and of a guided request the running differences of its velocities.
+/// Names of the values that a round passes to the next; the number of steps done follows the name. Both have the shape of the
+/// latent: the latent at the noise of those steps, and for a guided request the running differences of its velocities.
 pub(super) const SAMPLING: &str = "sampling";
 pub(super) const GUIDANCE: &str = "guidance";
 
@@ -123,7 +123,7 @@ impl AceStepModel {
         !self.transformer.is_turbo() && request.guidance > 1.0
     }
 
-    /// Seconds of a request's result, which its caption tells: those of its source, if it has one.
+    /// Seconds of a request's result, as its caption states them: those of its source, if it has one.
     fn seconds(&self, audio: &Audio) -> f64 {
         match &audio.init_audio {
             Some(clip) => {

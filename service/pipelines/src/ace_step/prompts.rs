@@ -6,12 +6,12 @@ use crate::{Audio, AudioTask};
 
 /// Most tokens of lyrics, as in the reference.
 pub(super) const MAX_LYRIC_TOKENS: usize = 2048;
-/// Most tokens of a caption with what stands around it, as in the reference.
+/// Most tokens of a caption within its template, as in the reference.
 pub(super) const MAX_TEXT_TOKENS: u32 = 256;
 
-/// What stands for a tempo, key or metre that is not given.
+/// Written for a tempo, key or metre that the request does not name.
 const UNKNOWN: &str = "N/A";
-/// Language of lyrics where none is given.
+/// Language of lyrics if the request names none.
 const LANGUAGE: &str = "en";
 
 /// The names of tracks that the model was trained on.

@@ -90,7 +90,7 @@ struct Computed<'a> {
     buffers: &'a StepBuffers,
 }
 
-/// Requests in shared passes, and who is told of their steps.
+/// Requests in shared passes, and the observer of their steps.
 struct Together<'a> {
     slots: Vec<Slot>,
     adapters: &'a AttachedAdapters,
@@ -98,7 +98,7 @@ struct Together<'a> {
 }
 
 impl Together<'_> {
-    /// Ends the passes when nobody is left in them.
+    /// Ends the passes when no request is left in them.
     fn check_left(&self) -> Result<(), StageError> {
         let stays = |slot: &Slot| slot.goes_on() && !self.observer.is_cancelled(slot.number);
         match self.slots.iter().any(stays) {

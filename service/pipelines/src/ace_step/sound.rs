@@ -1,4 +1,4 @@
-//! Tracks that clients bring, in the rate and channels of the model.
+//! Tracks supplied by clients, in the rate and channels of the model.
 
 use candle_core::{Device, Tensor};
 use rubato::audioadapter_buffers::direct::InterleavedSlice;
@@ -9,7 +9,7 @@ use crate::{Clip, MediaFormat, RequestError, StageError};
 
 /// Rates of tracks, in samples per second: below, there is little left of music; above, it is no rate of a recording.
 const RATES: std::ops::RangeInclusive<u32> = 8_000..=384_000;
-/// Most seconds of a track that is brought, as long as the longest that is made.
+/// Most seconds of a supplied track: as long as the longest track that is generated.
 const MAX_SECONDS: u64 = super::tasks::MAX_SECONDS as u64;
 /// Samples that are resampled at a time.
 const CHUNK: usize = 1024;
@@ -17,7 +17,7 @@ const CHUNK: usize = 1024;
 const TIMBRE_SECONDS: usize = 30;
 const PART_SECONDS: usize = 10;
 
-/// The refusal of a clip that is brought as `field`; `None` if it can be used.
+/// Why a clip supplied as `field` is refused; `None` if it can be used.
 pub(super) fn problem(field: &str, clip: &Clip) -> Option<RequestError> {
     let refused = |problem: String| Some(RequestError::new(field, problem));
     let MediaFormat::Audio {
@@ -116,7 +116,7 @@ fn resampled(samples: &Tensor, (from, to): (u32, u32), length: usize) -> Result<
     Ok(Tensor::from_vec(numbers, (length, channels), &Device::Cpu)?)
 }
 
-/// Samples `[n, channels]` with silence behind them up to whole latent frames of `hop` samples.
+/// Samples `[n, channels]` with silence after them up to whole latent frames of `hop` samples.
 ///
 /// # Errors
 /// Errors of tensors.

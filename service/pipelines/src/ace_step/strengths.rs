@@ -20,7 +20,7 @@ impl Curve {
         )
     }
 
-    /// The strength at a second: linear between points, constant before the first and behind the last. Of several points at
+    /// The strength at a second: linear between points, constant before the first and after the last. Of several points at
     /// one second the last counts from there on. `None` without points.
     fn at(&self, seconds: f64) -> Option<f32> {
         let behind = self.0.partition_point(|(at, _)| *at <= seconds);

@@ -22,7 +22,7 @@ const MAX_LYRIC_BYTES: usize = 40_000;
 const MAX_WORD_BYTES: usize = 64;
 /// Fastest tempo.
 const MAX_TEMPO: u32 = 1000;
-/// Seconds behind the end of a source that a window may reach, as people round.
+/// Seconds that a window may reach beyond the end of a source, since clients round times.
 const ROUNDING: f64 = 0.05;
 
 /// The optional fields of a request that it reads.
@@ -56,7 +56,7 @@ pub(super) fn starts_from_source(request: &Request, audio: &Audio) -> bool {
     audio.task == AudioTask::TextToMusic && (audio.init_audio.is_some() || request.from_values)
 }
 
-/// Whether steps behind the first need the source: for their context, or for frames that begin later.
+/// Whether steps after the first need the source: for their context, or for frames that begin later.
 pub(super) fn keeps_source(audio: &Audio) -> bool {
     let needs_in_context = matches!(
         audio.task,

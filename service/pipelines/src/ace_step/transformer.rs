@@ -21,7 +21,7 @@ use crate::sinusoids::sinusoids;
 /// Factor of times from 0 to 1.
 const TIME_SCALE: f32 = 1000.0;
 
-/// Embedding of times: linear, SiLU, linear, and behind another SiLU the projection to modulations.
+/// Embedding of times: linear, SiLU, linear, and after another SiLU the projection to modulations.
 struct TimeEmbedding {
     layers: [Linear; 2],
     project: Linear,

@@ -229,7 +229,7 @@ fn of_header(error: LoadError) -> AdapterError {
     AdapterError::File(error.to_string())
 }
 
-/// Pairs by target component and by the layer's name in the file, with the layers that it stands for.
+/// Pairs by target component and by the layer's name in the file, with the layers that the name denotes.
 type Pairs<'a> = BTreeMap<(usize, &'a str), (&'a [LayerPart], Pair<'a>)>;
 
 /// The pairs of a file, and the names of its tensors that are of no target, or of an unsupported kind that may be left out.
@@ -277,7 +277,7 @@ fn pairs<'a>(
     Ok((pairs, unknown))
 }
 
-/// The terms of a pair: one for each layer that its name stands for. Layers that are fused in the file share `down`,
+/// The terms of a pair: one for each layer that its name denotes. Layers that are fused in the file share `down`,
 /// and have rows of `up` each.
 fn terms_of(
     in_file: &str,

@@ -1,6 +1,6 @@
 //! The scale of an adapter's pairs: alpha by the rank, where there is an alpha.
 //!
-//! An alpha stands beside its pair (kohya), in the metadata of the file (diffusers, `lora_adapter_metadata`), or in the
+//! An alpha is stored beside its pair (kohya), in the metadata of the file (diffusers, `lora_adapter_metadata`), or in the
 //! configuration of peft's folder (`adapter_config.json`). Without one the scale is 1.
 
 use std::collections::HashMap;

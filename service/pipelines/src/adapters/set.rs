@@ -38,8 +38,8 @@ impl UsedAs {
 pub(crate) struct AdapterSet(Vec<Adapter>);
 
 impl AdapterSet {
-    /// Opens adapters for a model of `family` (its display name), and tells its parts their components, what they change, and
-    /// what was read for them.
+    /// Opens adapters for a model of `family` (its display name). Adds their components, their reports and the files that were
+    /// read for them to `parts`.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be used.
@@ -63,7 +63,7 @@ impl AdapterSet {
         Ok(adapters)
     }
 
-    /// What they change.
+    /// The adapters' reports, which say what each changes.
     pub(crate) fn reports(&self) -> Vec<AdapterReport> {
         self.0.iter().map(|adapter| adapter.report.clone()).collect()
     }

@@ -50,7 +50,7 @@ const CHANGING: [(&str, &str); 5] = [
     ("key_norm.scale", "a control adapter of Black Forest Labs"),
 ];
 
-/// Parts of names by which kinds are known that stand for themselves: what is left without them is what it is with them.
+/// Parts of tensors' names that mark a separate kind: the rest of the adapter means the same without these tensors.
 const SEPARATE: [(&str, &str); 13] = [
     ("lokr_", "LoKr"),
     ("hada_", "LoHa"),
@@ -84,7 +84,7 @@ const SEPARATE_ENDINGS: [(&str, &str); 2] = [
 pub(super) struct UnsupportedKind {
     /// For display: `LoKr`, `DoRA`.
     pub(super) name: &'static str,
-    /// Whether the rest of the adapter is what it is without them.
+    /// Whether the rest of the adapter means the same without these tensors.
     pub(super) is_separate: bool,
 }
 

@@ -8,7 +8,7 @@ use crate::checkpoint::{LayerNames, Rows, TensorSpec, unwrapped};
 /// SimpleTuner.
 const JOINED: [&str; 3] = ["lora_unet_", "lora_transformer_", "lycoris_"];
 
-/// A layer that a name in a file stands for, or a part of it.
+/// A layer that a name in a file denotes, or a part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LayerPart {
     /// Index into [`TargetComponent::layers`].
@@ -123,7 +123,7 @@ impl TargetComponent {
         }
     }
 
-    /// Adds a further name for the first `outputs` rows of the fused layers that `of` stands for.
+    /// Adds a further name for the first `outputs` rows of the fused layers that `of` denotes.
     pub(crate) fn alias_of_first_rows(&mut self, name: &str, of: &str, outputs: usize) {
         let parts = self.by_name.get(of).cloned().unwrap_or_default();
         let within = |part: &LayerPart| {
@@ -134,7 +134,7 @@ impl TargetComponent {
         self.by_name.insert(name.to_owned(), parts);
     }
 
-    /// What a layer's name in a file stands for; `None` if it is of no layer of this component.
+    /// The layers that a layer's name in a file denotes; `None` if it names no layer of this component.
     pub(super) fn find(&self, name: &str) -> Option<&[LayerPart]> {
         let known = |name: &str| self.by_name.get(name).map(Vec::as_slice);
         match &self.prefixes {

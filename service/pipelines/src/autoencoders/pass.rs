@@ -32,7 +32,7 @@ pub(super) struct Pass {
 }
 
 impl Pass {
-    /// Of a convolution to so many channels; `is_normed` tells whether positions are normed as they are read.
+    /// Of a convolution to so many channels. `is_normed`: whether positions are normalized as they are read.
     pub(super) fn new(
         kernels: Kernels,
         from: Map,

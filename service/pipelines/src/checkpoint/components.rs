@@ -103,8 +103,8 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
     }
 }
 
-/// What is wrong with a tensor of an unsupported type: the reader fails before it knows the names of the others, so the
-/// quantization is told from this one's.
+/// What is wrong with a tensor of an unsupported type. The reader fails before it knows the names of the other tensors, so the
+/// quantization is recognized by the name of this one.
 fn of_type(tensor: &str, stored: &str, readable: Option<&str>) -> String {
     let problem = format!("tensor {tensor} is stored as {stored}");
     match (foreign(&[tensor]), readable) {

@@ -25,7 +25,7 @@ pub(crate) struct Marks {
     pub(crate) names: LayerNames,
     /// A tensor of single files that is never used.
     pub(crate) unused: Option<&'static str>,
-    /// What `X.moored.json` beside a single file may say beside its base.
+    /// Keys that `X.moored.json` beside a single file may have in addition to `base`.
     pub(crate) sidecar_keys: &'static [&'static str],
 }
 
@@ -40,7 +40,7 @@ impl Marks {
     /// Detects what a path is, which is open if it is a single file. `None` if it is not of this family.
     ///
     /// # Errors
-    /// When it is of this family and not supported, or a file is too damaged to tell.
+    /// When the model is of this family and not supported, or a file is too damaged to be recognized.
     pub(crate) fn recognise(
         &self,
         path: &Path,

@@ -10,13 +10,13 @@ use table::{LORA, PARTS, RELATIVES};
 
 /// A model that does not run here.
 struct Relative {
-    /// For display, behind "it is".
+    /// For display, after "it is".
     name: &'static str,
     /// Beginnings of the classes of its pipelines and transformers.
     classes: &'static [&'static str],
     /// What GGUF files call it, where no model that runs is called so too.
     architectures: &'static [&'static str],
-    /// Parts of tensors' names: all of one set tell that it is this.
+    /// Parts of tensors' names: a file with all parts of one set holds this model.
     marks: &'static [&'static [&'static str]],
 }
 

@@ -39,7 +39,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A pipeline's folder of these fixtures, each put into the folder behind it.
+/// A pipeline's folder of these fixtures: pairs of a fixture and the folder it is copied into.
 fn pipeline(folders: &[(&str, &str)]) -> TempDir {
     let root = TempDir::new().unwrap();
     for (from, to) in folders {
@@ -91,10 +91,10 @@ fn content(plan: &LoadPlan) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
-/// What tells a renaming in a failure, and the new name of a name.
+/// A renaming: its label in the message of a failure, and the new name of a name.
 type Renaming = (String, Box<dyn Fn(&str) -> String>);
 
-/// The names of a file by every row of a family's names, each with what tells it in a failure.
+/// The names of a file by every row of a family's names, each with its label in the message of a failure.
 fn renamings(names: LayerNames) -> Vec<Renaming> {
     let mut all: Vec<Renaming> = Vec::new();
     for row in names.0 {
@@ -104,7 +104,7 @@ fn renamings(names: LayerNames) -> Vec<Renaming> {
             all.push((
                 (*other).to_owned(),
                 Box::new(move |name| match name.strip_suffix(".weight") {
-                    // Without the other name of norms, which is a renaming of its own.
+                    // Without the other name of norms, which is a separate renaming.
                     Some(layer) => format!("{}.weight", one.all(layer).pop().unwrap()),
                     None => one.all(name).pop().unwrap(),
                 }),

@@ -35,8 +35,8 @@ pub(crate) trait TransformerFiles: DeserializeOwned + Default {
     /// Name of the component in messages about unexpected tensors.
     const WHAT: &'static str;
 
-    /// That of a single file's transformer, from the shapes of its tensors. What they do not tell is that of the base folder,
-    /// or of the published model.
+    /// The configuration of a single file's transformer, from the shapes of its tensors. Fields that the shapes do not show are
+    /// those of the base folder, or of the published model.
     fn of_single_file(
         path: &Path,
         checkpoint: &Checkpoint,
@@ -44,7 +44,7 @@ pub(crate) trait TransformerFiles: DeserializeOwned + Default {
         base: &Self,
     ) -> Result<Self, ModelError>;
 
-    /// The same with what a folder's tensors tell and its configuration does not.
+    /// Adds the fields that a folder's tensors show and its configuration lacks.
     fn completed(self, _checkpoint: &Checkpoint) -> Result<Self, ModelError> {
         Ok(self)
     }
@@ -100,7 +100,7 @@ impl TransformerPlace {
     }
 }
 
-/// The lengths of the axes of a rotary embedding, which no tensor tells: those of the base if they are of heads of this width,
+/// The lengths of the axes of a rotary embedding, which no tensor shows: those of the base if they are of heads of this width,
 /// or the published ones.
 pub(crate) fn rotary_axes(head: usize, of_base: [usize; 3], published: [usize; 3]) -> [usize; 3] {
     match of_base.iter().sum::<usize>() == head {

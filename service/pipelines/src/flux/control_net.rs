@@ -111,7 +111,7 @@ impl OpenControlNet {
         Ok((open, files.map_err(refused)?))
     }
 
-    /// What it is, for display.
+    /// Describes the ControlNet for display.
     pub(super) fn report(&self) -> AdapterReport {
         let blocks = self.config.trunk.num_layers + self.config.trunk.num_single_layers;
         AdapterReport {
@@ -207,7 +207,7 @@ impl ControlNet {
     /// Prepares the steps of a request over a control picture's packed latent `[1, tokens, in_channels]`.
     ///
     /// # Errors
-    /// When a union is given no mode, or one that it does not have; errors of the device.
+    /// When the mode of a union is missing or not one of its own; errors of the device.
     pub(super) fn prepared(
         self,
         prompted: &Prompted<'_>,

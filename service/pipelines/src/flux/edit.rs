@@ -1,8 +1,8 @@
 //! Editing: FLUX.1 Kontext, which takes a reference picture, and FLUX.1 Fill, which takes a masked picture and its mask.
 //!
 //! References are diffusers' `FluxKontextPipeline` and `FluxFillPipeline`. A Kontext reference is encoded without a draw, and
-//! follows the generated picture in the sequence. Fill's masked picture is encoded with a draw of its own, behind that of the
-//! start and that of the noise.
+//! follows the generated picture in the sequence. Fill's masked picture is encoded with a separate draw, after the draws of the
+//! start and of the noise.
 
 use candle_core::{Device, Tensor};
 use model::Memo;

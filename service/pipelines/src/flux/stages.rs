@@ -117,7 +117,7 @@ impl Stage<'_, FluxModel> {
         self.vae(|vae| vae.encode(start, (self.run.request.seed, draws), self.run.rung))
     }
 
-    /// The latent of a control picture, whose draw is behind those of the control pictures before it.
+    /// The latent of a control picture, drawn after those of the control pictures before it.
     fn encode_control(&mut self, number: usize) -> Result<HostTensor, StageError> {
         let control = self
             .run
@@ -129,7 +129,7 @@ impl Stage<'_, FluxModel> {
         self.vae(|vae| vae.encode(control, (self.run.request.seed, number), self.run.rung))
     }
 
-    /// The latent of what the mask leaves of the start, whose draw is behind those of the start and of the noise.
+    /// The latent of the masked start picture, drawn after the start and the noise.
     fn encode_masked(&mut self) -> Result<HostTensor, StageError> {
         let image = self.run.request.image()?;
         let draws = image.controls.len() + 1 + usize::from(image.init_image.is_some());
@@ -297,7 +297,7 @@ impl Stage<'_, FluxModel> {
         Ok(tokens.to_dtype(dtype)?.to_device(device)?)
     }
 
-    /// What Fill's transformer reads: the latent, which is written in each step, and behind it in each token what conditions it.
+    /// The input of Fill's transformer. Each token has the latent, which is written in each step, then its conditioning.
     fn input_of_fill(&self, image: &Image) -> Result<Option<Tensor>, StageError> {
         if self.run.value_if_taken(MASKED)?.is_none() {
             return Ok(None);

@@ -101,7 +101,7 @@ impl Trunk {
     }
 
     /// Embeds the text, and runs all blocks over the rows of the picture, which are embedded already. `wanted` are the rows
-    /// that are needed behind the last block, normalized for `last`. `go_on` is called before every block.
+    /// that are needed after the last block, normalized for `last`. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of candle, of `go_on`, and of what is beside.

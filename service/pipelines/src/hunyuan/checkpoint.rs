@@ -16,7 +16,7 @@ pub(super) const FRAMEPACK: &str = "HunyuanVideoFramepackPipeline";
 /// The pipeline classes: text to film, and FramePack.
 pub(super) const PIPELINES: [&str; 2] = ["HunyuanVideoPipeline", FRAMEPACK];
 
-/// The folders of FramePack's pipeline; behind the first two, those of text to film.
+/// The folders of FramePack's pipeline. Text to film has all but the first two.
 const FOLDERS: [&str; 9] = [
     "feature_extractor",
     "image_encoder",

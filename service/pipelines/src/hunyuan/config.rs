@@ -42,7 +42,7 @@ pub struct TransformerConfig {
     pub rope_axes_dim: [usize; 3],
     /// How a picture conditions the first frame in HunyuanVideo's picture to film, which is not supported.
     pub image_condition_type: Option<String>,
-    /// FramePack: whether states of a picture encoder stand before the text.
+    /// FramePack: whether states of a picture encoder precede the text.
     #[serde(deserialize_with = "flag")]
     pub has_image_proj: bool,
     /// Width of those states.

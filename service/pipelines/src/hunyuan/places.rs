@@ -38,7 +38,7 @@ pub(super) const TRANSFORMERS: [&str; 3] = [
 /// The folder of SigLIP's processor of pictures.
 pub(super) const PROCESSOR: &str = "feature_extractor";
 
-/// Stem and folder of the single file that stands in for a component.
+/// Stem and folder of the single file that replaces a component's folder.
 fn single_file_of(component: &str) -> Option<(&'static str, &'static str)> {
     match component {
         VAE => Some(("hunyuan_video_vae", "vae")),
@@ -96,7 +96,7 @@ pub(super) struct Places {
     written: Written,
 }
 
-/// A component's folder, or the file that stands in for it.
+/// A component's folder, or the file that replaces it.
 pub(super) struct ComponentPlace {
     place: PathBuf,
     is_file: bool,
@@ -163,8 +163,8 @@ impl Places {
         }
     }
 
-    /// The order in which a FramePack samples sections. No configuration tells: it is written in the sidecar, or is in
-    /// the name, where published files of FramePack-F1 have it, or is that of the base.
+    /// The order in which a FramePack samples sections. No configuration has it: it is written in the sidecar, or is in the
+    /// name, where published files of FramePack-F1 have it, or is that of the base.
     ///
     /// # Errors
     /// When the base's `moored.json` cannot be read.
@@ -180,7 +180,7 @@ impl Places {
         })
     }
 
-    /// The folder with `image_encoder` and `feature_extractor`; the base if a single file stands in for them.
+    /// The folder with `image_encoder` and `feature_extractor`; the base if a single file replaces them.
     ///
     /// # Errors
     /// When there is none, or more than one.
@@ -218,8 +218,7 @@ impl Places {
         }
     }
 
-    /// Configuration and place of a component in `root`; of a file that stands in for it without a configuration,
-    /// the published configuration.
+    /// Configuration and place of a component in `root`. A single file without a configuration has the published configuration.
     ///
     /// # Errors
     /// When its configuration cannot be read, or is not supported.

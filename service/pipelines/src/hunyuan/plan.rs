@@ -1,5 +1,5 @@
-//! The stages of a request. FramePack's are, section by section, one that samples and one that decodes, so that each section
-//! is there to be seen when it is sampled, and whatever fails behind it costs none of what is done.
+//! The stages of a request. FramePack's are, section by section, one that samples and one that decodes: each section can be
+//! seen as soon as it is sampled, and a later failure loses no finished section.
 
 use model::Memo;
 use model::plan::{names, only_value, rungs_of};
@@ -71,7 +71,7 @@ impl HunyuanModel {
         }
     }
 
-    /// Latent frames that a decode of a film is given.
+    /// Latent frames that one decode of a film takes.
     pub(super) fn decoded_at_once(&self, video: &Video) -> usize {
         match self.sections(video) {
             Some(sections) => (0..sections.count)

@@ -12,7 +12,7 @@ use crate::rotary::{Rotations, Rounded, turns};
 struct Grid {
     /// Positions of the latent frames on the axis of time.
     frames: Range<u32>,
-    /// Positions that one token stands for, along every axis: their cosines and sines are averaged
+    /// Positions that one token covers, along every axis: their cosines and sines are averaged
     /// (`HunyuanVideoFramepackTransformer3DModel._pad_rotary_emb`).
     averaged: usize,
 }
@@ -97,7 +97,7 @@ pub(super) fn film(
     rotations_of(text, &[whole], sides, axes, device)
 }
 
-/// Rotations of `text` tokens and of a section with what it sees, in the order of [`super::transformer::Seen`].
+/// Rotations of `text` tokens and of a section with the frames it sees, in the order of [`super::transformer::Seen`].
 ///
 /// # Errors
 /// Errors of the device.

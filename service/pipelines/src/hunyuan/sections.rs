@@ -195,7 +195,7 @@ impl Sections {
         let blended = if section == 0 { 0 } else { overlap };
         let parts = match self.order {
             Order::Backward => {
-                // Where the section's first frame is in the film: behind those of the later sections.
+                // The position of the section's first frame in the film: after the frames of the later sections.
                 let first = match self.count - 1 - section {
                     0 => 0,
                     behind => step * behind + FRAMES_PER_LATENT,

@@ -1,6 +1,6 @@
 //! The transformer of HunyuanVideo and FramePack: diffusers' `HunyuanVideoTransformer3DModel` and
-//! `HunyuanVideoFramepackTransformer3DModel`, with their tensor names. Here text stands before what is generated, in the
-//! references behind it: attention does not depend on the order.
+//! `HunyuanVideoFramepackTransformer3DModel`, with their tensor names. Here text precedes the film's tokens, in the references
+//! it follows them: attention does not depend on the order.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::MissingTensor;

@@ -259,7 +259,7 @@ impl InstantModel {
             takes: of_text.chain(started).collect(),
             gives: vec![round.leaves(SAMPLING).unwrap_or_else(|| LATENT.to_owned())],
             shared: shared_pass(request, key, each),
-            // Nobody would see which of the requests in a pass it is of.
+            // A preview of a shared pass would not show which of its requests it belongs to.
             preview: None,
             ..whole
         }

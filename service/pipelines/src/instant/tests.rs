@@ -847,7 +847,7 @@ fn a_request_with_slots_is_sampled_in_rounds_that_give_the_same() {
     }
 }
 
-/// Records the steps of each stage in shared passes, and cancels one of them behind its first step.
+/// Records the steps of each stage in shared passes, and cancels one of them after its first step.
 #[derive(Default)]
 struct Slots {
     steps: Vec<(usize, u32, u32)>,

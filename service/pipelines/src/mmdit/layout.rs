@@ -4,7 +4,7 @@
 use super::shape::BlocksShape;
 use crate::checkpoint::{Layout, Rows};
 
-/// Names of one stream of a double block in a single file, behind `double_blocks.N.`.
+/// Names of one stream of a double block in a single file, after the prefix `double_blocks.N.`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamNames {
     pub(crate) modulation: &'static str,
@@ -16,7 +16,7 @@ pub(crate) struct StreamNames {
     pub(crate) feed_forward: [&'static str; 2],
 }
 
-/// Names of a single block in a single file, behind `single_blocks.N.`.
+/// Names of a single block in a single file, after the prefix `single_blocks.N.`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SingleNames {
     pub(crate) modulation: &'static str,

@@ -45,7 +45,7 @@ impl BlocksShape {
         (vectors * self.width() * dtype.size_in_bytes()) as u64 * u64::from(steps)
     }
 
-    /// Shapes of the attention over all tokens of one item, of which so many are needed behind the blocks.
+    /// Shapes of the attention over all tokens of one item, of which so many are needed after the blocks.
     pub(crate) fn planned(&self, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
         Buffers::planned(self, tokens, needed, dtype)
     }

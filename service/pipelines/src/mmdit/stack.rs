@@ -38,7 +38,7 @@ pub(crate) trait BlockHook {
         Vec::new()
     }
 
-    /// Called behind every block, when the residual is whole.
+    /// Called after every block, when the residual is complete.
     ///
     /// # Errors
     /// Its own.
@@ -61,7 +61,7 @@ pub(crate) struct Pass<'a> {
     pub(crate) rotations: &'a Rotations,
     /// The row of the modulations.
     pub(crate) step: usize,
-    /// The rows that are needed behind the last block.
+    /// The rows that are needed after the last block.
     pub(crate) wanted: &'a Part,
     /// What they are normalized for.
     pub(crate) last: &'a Next,

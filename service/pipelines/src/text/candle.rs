@@ -30,7 +30,7 @@ pub(super) fn encode(
     let table = tensors.get(&format!("{prefix}embed_tokens.weight"));
     let table = table.map_err(candle_core::Error::wrap)?;
     let (device, dtype) = (table.device(), table.dtype());
-    // The last layer is looked up and never run: the tensors of the one before it stand in.
+    // The last layer is looked up and never run, so the tensors of the layer before it are returned.
     let (unused, instead) = (format!("layers.{depth}."), format!("layers.{}.", depth - 1));
     let name_of = move |asked: &str| {
         let name = asked.strip_prefix(PREFIX).unwrap_or(asked);

@@ -1,7 +1,7 @@
 //! A causal decoder as a text encoder: the sum of its first layers over resident tensors of any weight format, without
 //! the last norm (transformers' `LlamaModel`, `Qwen3Model`, `hidden_states[depth]`).
 //!
-//! Attention is causal, so padding behind a prompt does not affect its states, and is not computed.
+//! Attention is causal, so padding after a prompt does not affect its states, and is not computed.
 
 mod layer;
 

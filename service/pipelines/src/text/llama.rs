@@ -16,7 +16,7 @@ use super::tokenizers::TemplatedIds;
 
 pub(crate) use super::decoder::role;
 
-/// Layers behind the states that are used.
+/// Layers after the states that are used.
 const UNUSED_LAYERS: usize = 2;
 
 /// The encoder's `config.json`, or its `text_config` where the decoder is a part of
@@ -202,12 +202,12 @@ impl LlamaEncoder<'_> {
         ResidentDecoder::new(config.decoder(), config.depth(), component, tensors).map(LlamaEncoder)
     }
 
-    /// Encodes a prompt in its template: `[1, tokens, hidden_size]` of the tokens behind the head of the template, in
+    /// Encodes a prompt in its template: `[1, tokens, hidden_size]` of the tokens after the head of the template, in
     /// the dtype of the weights. `cancelled` is called before every layer.
     ///
     /// # Errors
     /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for ids out of range, too many,
-    /// or none behind the head.
+    /// or none after the head.
     pub fn forward(&self, prompt: &TemplatedIds, cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         let TemplatedIds { ids, head } = prompt;
         let tokens = prompt.used();

@@ -128,7 +128,7 @@ impl Qwen3Config {
         self.decoder().tensor_shapes(depth, has)
     }
 
-    /// [`Qwen3Config::tensor_shapes`] of all layers, and of the norm behind them.
+    /// [`Qwen3Config::tensor_shapes`] of all layers, and of the norm after them.
     pub fn tensor_shapes_with_norm(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let mut shapes = self.tensor_shapes(self.num_hidden_layers, has);
         shapes.push((last_norm(has), vec![self.hidden_size]));
@@ -149,7 +149,7 @@ impl Qwen3Config {
     }
 }
 
-/// Name of the norm behind the layers.
+/// Name of the norm after the layers.
 fn last_norm(has: &dyn Fn(&str) -> bool) -> String {
     format!("{}norm.weight", prefix_of(has))
 }
@@ -199,7 +199,7 @@ impl Qwen3Encoder<'_> {
         })
     }
 
-    /// [`Qwen3Encoder::forward`] of all layers, with the norm behind them: transformers' `last_hidden_state`.
+    /// [`Qwen3Encoder::forward`] of all layers, with the norm after them: transformers' `last_hidden_state`.
     ///
     /// # Errors
     /// Those of [`Qwen3Encoder::forward`]; [`StageError::Missing`] where the component has no such norm.

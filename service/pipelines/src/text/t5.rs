@@ -171,9 +171,8 @@ impl T5Config {
         (self.num_heads * self.d_kv).max(self.d_ff)
     }
 
-    /// The bucket of a distance: `T5Attention._relative_position_bucket`, bidirectional. Half of the buckets are for
-    /// keys behind the query, half for those ahead; of each, half are single distances, and the others grow
-    /// logarithmically.
+    /// The bucket of a distance: `T5Attention._relative_position_bucket`, bidirectional. Half of the buckets are for keys after
+    /// the query, half for those before it; of each, half are single distances, and the others grow logarithmically.
     pub fn bucket(&self, key: usize, query: usize) -> usize {
         let one_way = self.relative_attention_num_buckets / 2;
         let base = if key > query { one_way } else { 0 };

@@ -97,7 +97,7 @@ impl ClipTokenizer {
     /// `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
+    /// [`ModelError::Damaged`] for a file that is missing or malformed.
     pub fn open(folder: &Path) -> Result<ClipTokenizer, ModelError> {
         let tokenizer_config = TokenizerConfig::open(folder)?;
         let BpeFiles {
@@ -204,7 +204,7 @@ impl T5Tokenizer {
     /// From a folder: its `tokenizer.json` and its `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
+    /// [`ModelError::Damaged`] for a file that is missing or malformed.
     pub fn open(folder: &Path) -> Result<T5Tokenizer, ModelError> {
         let tokenizer_config = TokenizerConfig::open(folder)?;
         let file = folder.join("tokenizer.json");
@@ -274,7 +274,7 @@ const QWEN_WORD: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|
 #[derive(Clone, Debug)]
 pub struct QwenTokenizer {
     words: Words,
-    /// Ids that the folder's `tokenizer.json` puts behind a text (Qwen3-Embedding).
+    /// Ids that the folder's `tokenizer.json` appends to a text (Qwen3-Embedding).
     behind: Vec<u32>,
 }
 
@@ -368,7 +368,7 @@ impl QwenTokenizer {
         Ok(whole.saturating_sub(most).saturating_sub(end))
     }
 
-    /// The ids of a text, and those that the folder's template puts behind it; at most `most` with them. No padding.
+    /// The ids of a text, and those that the folder's template appends; at most `most` with them. No padding.
     ///
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
@@ -391,7 +391,7 @@ impl QwenTokenizer {
     }
 }
 
-/// What stands behind a prompt in Qwen3's chat.
+/// What follows a prompt in Qwen3's chat.
 const BEHIND_TURN: &str = "<|im_end|>\n<|im_start|>assistant\n";
 
 /// A prompt in Qwen3's chat.
@@ -442,7 +442,7 @@ impl BpeFiles {
     }
 }
 
-/// The tokens that a post-processor puts behind a single text.
+/// The tokens that a post-processor appends to a single text.
 fn marks_behind(template: &Value) -> Vec<String> {
     let parts = template["processors"].as_array();
     let within = parts.into_iter().flatten().flat_map(marks_behind);

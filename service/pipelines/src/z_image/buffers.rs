@@ -137,7 +137,7 @@ pub(super) struct Part {
     pub(super) attended: Tensor,
     /// `[1, tokens, inner]`, in the memory of `attended`.
     pub(super) gate: Tensor,
-    /// `[1, tokens, inner]`, behind it.
+    /// `[1, tokens, inner]`, after `gate` in the same memory.
     pub(super) raised: Tensor,
     /// `[1, tokens, inner]`, in the memory of queries, keys and values: `inner` is less than 3 `dim`.
     pub(super) gated: Tensor,
@@ -213,7 +213,7 @@ pub(super) enum Next {
         weight: Tensor,
         /// Of one step, `[1, dim]`.
         scale: Option<Tensor>,
-        /// Whether all layers behind it have native fp8 products.
+        /// Whether all layers after the norm have native fp8 products.
         as_codes: bool,
     },
     /// The norm of the last layer: `LayerNorm` without weights.

@@ -1,5 +1,5 @@
-//! Claims on the card's memory: pins, holds and reservations. They last until they are released: whoever keeps their times
-//! to live releases them.
+//! Claims on the card's memory: pins, holds and reservations. They last until they are released: the caller keeps their times
+//! to live, and releases them when they expire.
 
 use std::fmt;
 

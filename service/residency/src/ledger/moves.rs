@@ -138,7 +138,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Books slack that was given back to the driver. It is late until the driver shows it as free.
+    /// Books slack that was returned to the driver. It is late until the driver shows it as free.
     pub fn complete_trim(&mut self, trimmed: Bytes, now: Millis) {
         let bytes = trimmed.min(self.book.slack);
         if bytes > Bytes::ZERO {

@@ -23,7 +23,7 @@ pub struct HunyuanVaeConfig {
     pub scaling_factor: f64,
     /// Pixels per latent cell along each axis.
     pub spatial_compression_ratio: usize,
-    /// Frames per latent behind the first: only 4 is supported, as in diffusers' decoder.
+    /// Frames per latent after the first: only 4 is supported, as in diffusers' decoder.
     pub temporal_compression_ratio: usize,
     /// Whether the middle block has attention.
     pub mid_block_add_attention: bool,

@@ -83,9 +83,9 @@ impl HunyuanVaeEncoder {
         })
     }
 
-    /// Encodes `count` 8-bit frames of this width and height, frame by frame and row by row, with the autoencoder's
-    /// number of channels (`VideoProcessor.preprocess_video` and [`HunyuanVaeEncoder::encode`]). The frames of a tile
-    /// at a time are brought to the card.
+    /// Encodes `count` 8-bit frames of this width and height, frame by frame and row by row, with the autoencoder's number of
+    /// channels (`VideoProcessor.preprocess_video` and [`HunyuanVaeEncoder::encode`]). The frames are copied to the card one
+    /// tile at a time.
     ///
     /// # Errors
     /// Those of [`HunyuanVaeEncoder::encode`].
@@ -128,7 +128,7 @@ impl HunyuanVaeEncoder {
         )))
     }
 
-    /// `bring` gives the map of some frames: the first, and how many.
+    /// `bring(first, count)` returns the map of `count` frames from `first` on, `[count, height, width, channels]`.
     fn encoded(
         &self,
         shape: [usize; 4],

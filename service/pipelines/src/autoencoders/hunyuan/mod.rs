@@ -4,7 +4,7 @@
 //! frame, each over the frames up to it.
 //!
 //! In time, a film is cut into tiles as the reference does by default (`use_framewise_decoding`): that is part of the
-//! result, and inside of a tile time is not cut, because statistics span it. Frames are given out tile by tile.
+//! result, and inside of a tile time is not cut, because statistics span it. Frames are delivered tile by tile.
 
 mod config;
 mod decoder;

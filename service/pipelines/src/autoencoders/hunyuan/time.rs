@@ -18,9 +18,9 @@ pub(super) struct TimeTile {
     pub(super) count: usize,
     /// Outputs dropped from the beginning.
     pub(super) dropped: usize,
-    /// Outputs behind those which are blended with the last ones of the tile before: as many of them.
+    /// Outputs after the dropped ones that are blended with as many last outputs of the tile before.
     pub(super) blended: usize,
-    /// Outputs behind the dropped ones that are results, the blended ones included.
+    /// Outputs after the dropped ones that are results, the blended ones included.
     pub(super) kept: usize,
     /// Outputs at the end that the next tile is blended with.
     pub(super) carried: usize,
@@ -61,11 +61,11 @@ pub(super) fn most_frames(frames: usize) -> usize {
 }
 
 struct Cutting {
-    /// Inputs of a tile behind its first, and most inputs of a film that is not cut.
+    /// Inputs of a tile after its first input, and most inputs of a film that is not cut.
     size: usize,
     /// Inputs between the first ones of tiles.
     stride: usize,
-    /// Results of a tile behind its first.
+    /// Results of a tile after its first result.
     kept: usize,
     /// Outputs that neighbouring tiles are blended in.
     blended: usize,
@@ -105,7 +105,7 @@ impl Cutting {
                 carried,
             });
         }
-        // A tile without one behind it carries nothing.
+        // No tile follows the last one, so it carries nothing.
         if let Some(last) = tiles.last_mut() {
             last.carried = 0;
         }

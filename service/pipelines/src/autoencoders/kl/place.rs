@@ -11,7 +11,7 @@ use crate::autoencoders::COMPONENT;
 use crate::checkpoint::{ComponentFiles, Requested, companion, component_of_file, component_of_folder};
 use crate::files::{check_pairs, checked};
 
-/// The autoencoder of a pipeline: in its folder, or a file of Black Forest Labs (`ae.safetensors`) that stands in for it.
+/// The autoencoder of a pipeline: in its folder, or a file of Black Forest Labs (`ae.safetensors`) in place of the folder.
 pub(crate) struct Place {
     pub(crate) config: VaeConfig,
     folder: PathBuf,

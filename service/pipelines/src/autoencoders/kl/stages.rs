@@ -45,7 +45,7 @@ impl Autoencoder<'_> {
 }
 
 impl Run<'_> {
-    /// Encodes a picture, draws the sample that `retrieve_latents` draws with this seed behind so many draws of its size,
+    /// Encodes a picture, draws the sample that `retrieve_latents` draws with this seed after `draws_before` draws of its size,
     /// and scales it as the transformer expects.
     ///
     /// # Errors
@@ -68,8 +68,8 @@ impl Run<'_> {
         to_host(&self.config.scaled(&self.moments(image, rung)?.mean)?)
     }
 
-    /// Encodes what a mask leaves of a picture, f32 `[1, 3, height, width]` of -1 to 1 in host memory, and draws a sample
-    /// behind so many draws of its size.
+    /// Encodes the masked picture, f32 `[1, 3, height, width]` of -1 to 1 in host memory, and draws a sample after
+    /// `draws_before` draws of its size.
     ///
     /// # Errors
     /// [`StageError`].

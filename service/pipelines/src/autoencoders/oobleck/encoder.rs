@@ -52,10 +52,10 @@ impl OobleckEncoder {
         })
     }
 
-    /// Encodes samples `[n, audio_channels]`, f32, f16 or bf16, in host memory or on the device of the weights, of any
-    /// number that has a latent frame ([`OobleckConfig::frames`]; the reference pipeline pads with zeros to whole frames
-    /// first, and here the caller does). [`super::samples_from_pcm16`] makes samples of 16 bits. From host memory a
-    /// window at a time is brought to the device.
+    /// Encodes samples `[n, audio_channels]`, f32, f16 or bf16, in host memory or on the device of the weights, of any number
+    /// that has a latent frame ([`OobleckConfig::frames`]; the reference pipeline pads with zeros to whole frames first, and
+    /// here the caller does). [`super::samples_from_pcm16`] makes samples of 16 bits. Samples in host memory are copied to the
+    /// device one window at a time.
     ///
     /// Moments of all windows are put together, and can be sampled once. They do not depend on `windows`: to the bit on
     /// the CPU, within rounding on a card. `cancelled` is polled before every layer.
@@ -106,7 +106,8 @@ impl OobleckEncoder {
     /// Encodes the samples of a window.
     fn encode_window(&self, samples: &Tensor, cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         let (length, channels) = samples.dims2()?;
-        // All of a tensor's memory is brought, of which a window is a part.
+        // A window is a view, and a copy to the device would take all memory of its tensor: the window is made contiguous
+        // first.
         let samples = match samples.device().same_device(&self.device) {
             true => samples.clone(),
             false => samples.force_contiguous()?.to_device(&self.device)?,

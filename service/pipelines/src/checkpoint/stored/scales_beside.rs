@@ -1,8 +1,8 @@
 //! fp8 weights whose scales are in another file, as Tencent publishes them: `X_fp8.pt` with codes, and `X_fp8_map.pt` with a
 //! scale for each layer, by the layer's name.
 //!
-//! Codes without scales look like weights that were cast, which are common (`flux1-dev-fp8.safetensors`). Their size tells
-//! the two apart: weights of a layer are small numbers, and codes with a scale fill the range of their type, up to 448.
+//! Codes without scales look like weights that were cast, which are common (`flux1-dev-fp8.safetensors`). Their size
+//! distinguishes them: weights of a layer are small numbers, and codes with a scale fill the range of their type, up to 448.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
