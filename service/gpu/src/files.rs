@@ -29,15 +29,15 @@ impl FileStamp {
     /// The stamp of an open file.
     ///
     /// # Errors
-    /// What the system said.
+    /// The operating system's error.
     pub fn of(file: &File) -> io::Result<FileStamp> {
         file.metadata().map(FileStamp::from)
     }
 
-    /// The stamp of what is at a path now. Nothing is opened: a pipe would wait for its other end.
+    /// The stamp of the file that is at a path now. Nothing is opened: opening a pipe would wait for its other end.
     ///
     /// # Errors
-    /// What the system said.
+    /// The operating system's error.
     pub fn at(path: &Path) -> io::Result<FileStamp> {
         fs::metadata(path).map(FileStamp::from)
     }
@@ -60,8 +60,8 @@ impl From<Metadata> for FileStamp {
 /// Makes a folder that only this user may open, whatever the umask. One that is there stays as it is.
 ///
 /// # Errors
-/// What the system said; [`io::ErrorKind::PermissionDenied`] for a folder that is there and in which every user may write: they could
-/// put their files in place of ours.
+/// The operating system's error; [`io::ErrorKind::PermissionDenied`] for an existing folder in which every user may write: they
+/// could put their files in place of ours.
 pub fn create_private_folder(folder: &Path) -> io::Result<()> {
     if let Some(above) = folder.parent() {
         fs::create_dir_all(above)?;
@@ -86,7 +86,7 @@ const WRITTEN_BY_ALL: u32 = 0o002;
 /// Opens a file to write it, or makes one that only this user may read, whatever the umask. Nothing is written through a link.
 ///
 /// # Errors
-/// What the system said.
+/// The operating system's error.
 pub fn open_private(path: &Path) -> io::Result<File> {
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK; // a pipe would wait for its other end
     let mut options = OpenOptions::new();
@@ -102,7 +102,7 @@ pub fn open_private(path: &Path) -> io::Result<File> {
 /// Opens a regular file to read it. A pipe would wait for a writer for ever, and a device may have no end.
 ///
 /// # Errors
-/// What the system said; [`io::ErrorKind::InvalidInput`] for what is no regular file.
+/// The operating system's error; [`io::ErrorKind::InvalidInput`] for a pipe, a device or a folder.
 pub fn open_regular(path: &Path) -> io::Result<File> {
     if !fs::metadata(path)?.is_file() {
         let problem = "it is no regular file (a pipe, a device or a folder)";
@@ -111,7 +111,7 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// All of a regular file that somebody names.
+/// All of a regular file at a path that a user names.
 ///
 /// # Errors
 /// As [`open_regular`]; [`io::ErrorKind::FileTooLarge`] for more than `most` bytes.
@@ -119,10 +119,10 @@ pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     all_of(open_regular(path)?, most)
 }
 
-/// All of a text that somebody names.
+/// All of a text at a path that a user names.
 ///
 /// # Errors
-/// As [`read_bounded`]; [`io::ErrorKind::InvalidData`] for what is no UTF-8.
+/// As [`read_bounded`]; [`io::ErrorKind::InvalidData`] for text that is not UTF-8.
 pub fn text_bounded(path: &Path, most: u64) -> io::Result<String> {
     all_text_of(open_regular(path)?, most)
 }
@@ -130,13 +130,13 @@ pub fn text_bounded(path: &Path, most: u64) -> io::Result<String> {
 /// All of a text that comes from a reader.
 ///
 /// # Errors
-/// What the reader said, and as [`text_bounded`] for what is too long or no UTF-8.
+/// The reader's error; those of [`text_bounded`] for a text that is too long or not UTF-8.
 pub fn all_text_of(from: impl Read, most: u64) -> io::Result<String> {
     String::from_utf8(all_of(from, most)?)
         .map_err(|problem| io::Error::new(io::ErrorKind::InvalidData, problem.utf8_error()))
 }
 
-/// What is longer is refused, and never cut off: half of it would be taken for all.
+/// Refuses longer data instead of cutting it off: the caller would take the part for the whole.
 fn all_of(from: impl Read, most: u64) -> io::Result<Vec<u8>> {
     let mut read = Vec::new();
     from.take(most.saturating_add(1)).read_to_end(&mut read)?;

@@ -175,7 +175,7 @@ pub fn kept_bytes(plan: &LoadPlan) -> Result<Bytes, LoadError> {
     Ok(Bytes(header(plan.files()?)?.len() as u64) + plan.bytes())
 }
 
-/// Quantizes what a plan loads and writes it to `to`, replacing an existing file atomically: the data goes to a
+/// Quantizes the tensors that a plan loads and writes it to `to`, replacing an existing file atomically: the data goes to a
 /// temporary file in the same folder, which is synced and renamed. `go_on` is called before each group of tensors
 /// and, within larger groups, after every 32 MiB; false cancels. Returns the length of the file.
 ///

@@ -42,7 +42,7 @@ pub(crate) trait Pinning: fmt::Debug + Send + Sync {}
 /// The tensors of one component, by name.
 #[derive(Debug, Default)]
 pub struct ComponentTensors {
-    /// What pins their memory, if it is the machine's. Dropped before they are.
+    /// Pins the tensors' memory, if it is host memory. Dropped before the tensors.
     pinning: Option<Box<dyn Pinning>>,
     weights: HashMap<String, Weight>,
 }

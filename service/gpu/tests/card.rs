@@ -1,4 +1,4 @@
-//! An NVIDIA card: what is loaded, converted, refused, cancelled, leaked and given back, by the driver's own figures.
+//! An NVIDIA card: what is loaded, converted, refused, cancelled, leaked and returned, by the driver's own figures.
 //! These tests need a card, so they are run where one is: `tests/gpu/parity`, one at a time.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]

@@ -31,7 +31,7 @@ pub enum CurveError {
 /// Maximum points of a [`StrengthCurve`].
 pub const MAX_POINTS: usize = 256;
 
-/// Maximum absolute strength of an adapter: many times what any use has.
+/// Maximum absolute strength of an adapter: far above the strengths in use.
 pub const MAX_STRENGTH: f32 = 100.0;
 
 impl StrengthCurve {
@@ -159,7 +159,7 @@ pub struct AdapterUse {
     pub text_strength: f32,
 }
 
-/// What is attached to a model.
+/// Kind of a file that is attached to a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum AdapterKind {
     /// Low-rank terms of layers.
@@ -181,7 +181,7 @@ pub struct AdapterFile {
     pub ignores_unknown: bool,
 }
 
-/// What an adapter changes, for display.
+/// The components and layers that an adapter changes, for display.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AdapterReport {
     pub name: String,

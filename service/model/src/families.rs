@@ -1,11 +1,11 @@
-//! What is known of the files of models, without opening them: which are of a family that runs here, and what is read of them.
+//! Facts about the files of models, without opening them: which belong to a family that runs here, and which parts are read.
 
 use std::path::Path;
 
 use crate::adapter::AdapterKind;
 use crate::model::ModelOpener;
 
-/// What is read of a repository in the layout of a model's authors.
+/// The files that are read of a repository in the layout of a model's authors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OwnLayout {
     /// Folders, each with its configuration and weights.
@@ -48,13 +48,13 @@ pub trait Families: ModelOpener {
     /// cannot be read: opening such a file reports the error.
     fn what_else(&self, file: &Path) -> Option<String>;
 
-    /// What is read of a repository in the layout of a family's authors, from the names of all files there.
+    /// The files that are read of a repository in the layout of a family's authors, from the names of all files there.
     fn own_layout(&self, files: &[&str]) -> Option<OwnLayout>;
 
     /// Whether a folder holds a model in the layout of a family's authors.
     fn has_own_layout(&self, folder: &Path) -> bool;
 
-    /// Whether this is the class of what opens without a pipeline: a transformer of a family, or a ControlNet.
+    /// Whether this is the class of a model that opens without a pipeline: a transformer of a family, or a ControlNet.
     fn opens_without_pipeline(&self, class: &str) -> bool;
 
     /// The name of a model in one file: the file's name without its ending. `None` for a file of another kind.
@@ -63,6 +63,7 @@ pub trait Families: ModelOpener {
     /// Whether a folder has a transformer of a family at its root, and no pipeline.
     fn has_transformer(&self, folder: &Path) -> bool;
 
-    /// What a folder is: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another.
+    /// The kind of a folder: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for
+    /// another folder.
     fn kind_of_folder(&self, path: &Path) -> Option<AdapterKind>;
 }

@@ -1,4 +1,4 @@
-//! What a component is known by before anybody has hashed its content: the versions of its files.
+//! A component's provisional identity, until its content has been hashed: the versions of its files.
 
 use std::io;
 use std::path::Path;
@@ -21,7 +21,7 @@ impl ModelFile {
     /// The file at a path, as it is now.
     ///
     /// # Errors
-    /// What the system said.
+    /// The operating system's error.
     pub fn at(path: &Path) -> io::Result<ModelFile> {
         let stamp = FileStamp::at(path)?;
         Ok(ModelFile {
@@ -66,7 +66,7 @@ pub fn provisional_identity(
     })
 }
 
-/// A digest of the names of what is loaded. The same file gives a LoRA other tensors beside another base.
+/// A digest of the names of the tensors that are loaded. With another base, the same LoRA file has tensors for other layers.
 pub fn digest_of_names(plan: &LoadPlan) -> String {
     let mut digest = blake3::Hasher::new();
     if let LoadPlan::Files(sources) = plan {

@@ -1,8 +1,8 @@
 //! The identity of values that a stage gives and other jobs may take: it covers all that the values come from.
 //!
-//! A family says which part of a request a stage reads, and the stage is run with that part alone ([`StagePlan::request_for`]): what
-//! a family leaves out, its stage cannot read. The components of the stage, the configurations that were read when the model was
-//! opened, and the values that the stage takes come in by [`identity_of_values`].
+//! A family states which part of a request a stage reads. The stage is run with that part alone ([`StagePlan::request_for`]),
+//! so it cannot read fields that the family leaves out. [`identity_of_values`] adds the components of the stage, the
+//! configurations that were read when the model was opened, and the values that the stage takes.
 
 use std::sync::Arc;
 

@@ -106,7 +106,7 @@ pub trait Model: Send + Sync {
         })
     }
 
-    /// What its adapters change.
+    /// Reports of its adapters: which components and layers each changes.
     fn adapters(&self) -> Vec<AdapterReport> {
         self.parts().adapters.clone()
     }
@@ -119,7 +119,8 @@ pub trait Model: Send + Sync {
     /// The optional fields of a request that it reads. Requests with others are refused.
     fn reads(&self) -> Reads;
 
-    /// The stages of a request, in order: [`Model::stages_of`], of a request for what the model generates and reads.
+    /// The stages of a request, in order: [`Model::stages_of`], of a request with the medium and fields that the model
+    /// supports.
     ///
     /// # Errors
     /// All invalid fields of the request.
@@ -142,7 +143,7 @@ pub trait Model: Send + Sync {
     /// The stages of a request for the model's medium, in order; [`Model::plan`] refuses the optional fields that it does not
     /// read. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the latents that a client may keep, upload
     /// again, and decode later. Only formats and sizes of media count: their data may be left out
-    /// ([`Request::without_media_data`]), but for the memos of what encodes them.
+    /// ([`Request::without_media_data`]), except for the memos of the stages that encode them.
     ///
     /// # Errors
     /// All other invalid fields of the request.
@@ -151,8 +152,8 @@ pub trait Model: Send + Sync {
     /// A default request whose decode takes values of these shapes; `None` if there is none.
     fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
 
-    /// The ends of a request's texts that the model does not read. What one encoder leaves out and another reads (CLIP reads
-    /// the beginning of a prompt for its mood, 77 tokens by design) is not among them.
+    /// The ends of a request's texts that the model does not read. An end that one encoder leaves out and another reads is not
+    /// among them: CLIP, by design, reads only the first 77 tokens of a prompt.
     fn left_out(&self, _request: &Request) -> Vec<LeftOut> {
         Vec::new()
     }
@@ -210,7 +211,7 @@ pub trait Model: Send + Sync {
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError>;
 
     /// Runs stages of several requests in shared passes, on the first rung of each; their plans have equal keys
-    /// ([`SharedPass::key`](crate::SharedPass::key)). Returns what each gives, in their order: one may fail or be cancelled
+    /// ([`SharedPass::key`](crate::SharedPass::key)). Returns the values of each, in their order: one may fail or be cancelled
     /// alone. Steps and cancellation are each stage's own ([`Observer::step_of`], [`Observer::is_cancelled`]).
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! What open models of all families have in common.
+//! The parts that open models of all families have.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ pub struct ModelParts {
     /// The components with most of the bytes, which presets quantize.
     pub large: Vec<&'static str>,
     pub components: ComponentSet,
-    /// What the adapters that are attached to them change.
+    /// Reports of the adapters that are attached to the components.
     pub adapters: Vec<AdapterReport>,
     /// The text files that were read when these were attached.
     pub read_of_adapters: ReadFiles,
@@ -60,8 +60,8 @@ impl ModelParts {
         self.read.get_or_init(|| read);
     }
 
-    /// Hash of what the configurations say that a stage with these components may go by: all text files that were read, but those
-    /// of the other components, and those of the pipeline as a whole and of its schedule, which belong to sampling.
+    /// Hash of the configurations that a stage with these components may depend on: all text files that were read, except those
+    /// of the other components, and except those of the pipeline as a whole and of its schedule, which belong to sampling.
     pub fn configuration_of(&self, components: &[String]) -> [u8; 32] {
         let others = self
             .components

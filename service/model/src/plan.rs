@@ -12,7 +12,7 @@ use crate::memo::Memo;
 /// Host tensors by name: inputs and outputs of stages.
 pub type Values = BTreeMap<String, HostTensor>;
 
-/// Role of a stage: what queue and card need to know of it.
+/// Role of a stage, as the queue and the card distinguish them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -33,8 +33,8 @@ pub struct Rung {
     pub scratch: Bytes,
     /// Whether the result differs from the first rung's by more than rounding.
     pub approximate: bool,
-    /// Names of components that need not be resident: they stay in the machine's memory, and what a layer needs of them is
-    /// copied to the card when it runs. Slower than evicting others for them, so it is tried after that.
+    /// Names of components that need not be resident. They stay in host memory, and a layer's tensors are copied to the card
+    /// when the layer runs. This is slower than evicting others for them, so it is tried later.
     pub from_host: Vec<String>,
 }
 
@@ -54,7 +54,7 @@ impl Rung {
         Rung::new("whole", scratch)
     }
 
-    /// The same way with these adapters in the machine's memory, and so many bytes more for what is copied of them.
+    /// The same rung with these adapters in host memory, and with `further` bytes of scratch for the copies of their tensors.
     pub fn with_from_host(&self, adapters: Vec<String>, further: Bytes) -> Rung {
         Rung {
             label: FROM_HOST.to_owned(),
@@ -91,7 +91,7 @@ pub fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
     rungs.collect()
 }
 
-/// What belongs to the rung of this number.
+/// The first part of the rung with this number.
 ///
 /// # Errors
 /// [`StageError::BadInput`] if there is no such rung.
@@ -151,11 +151,12 @@ pub struct StagePlan {
     pub gives: Vec<String>,
     /// Whether it runs once per item, rather than once per request.
     pub per_item: bool,
-    /// What the stage reads of the request, where other jobs may take its values ([`identity_of_values`](crate::identity_of_values)).
+    /// The part of the request that the stage reads, where other jobs may take its values
+    /// ([`identity_of_values`](crate::identity_of_values)).
     /// `None`: the values are specific to this job. A stage that runs once per item is never cached.
     pub memo: Option<Memo>,
-    /// What previews of its state need beside it; `None`: it sends none. Whether the stage fits does not depend on them:
-    /// without this memory it runs without previews.
+    /// Needs of previews of its state, in addition to the stage's own; `None`: the stage sends no previews. Whether the stage
+    /// fits does not depend on them: without this memory it runs without previews.
     pub preview: Option<PreviewNeed>,
     /// Its place among the stages of its name, where a result is made section by section.
     pub section: Option<Section>,
@@ -188,7 +189,7 @@ pub struct Section {
     pub of: u32,
 }
 
-/// What previews need beside the stage that sends them.
+/// Needs of previews, in addition to those of the stage that sends them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PreviewNeed {
     /// Names of components that must be resident.
@@ -206,8 +207,8 @@ impl PreviewNeed {
 }
 
 impl StagePlan {
-    /// A stage of one step, which runs once per request, takes and gives nothing, and reads no media: a family says what is
-    /// different.
+    /// A stage of one step, which runs once per request, takes and returns no values, and reads no media. A family changes the
+    /// fields that differ.
     pub fn of(
         name: &str,
         role: Role,

@@ -107,7 +107,7 @@ impl Quantization {
         self.components.is_empty().then_some(self.preset)
     }
 
-    /// Preset, and what differs from it by component: `None` is as stored.
+    /// Preset, and the components whose format differs from it: `None` is as stored.
     pub fn parts(&self) -> (Preset, impl Iterator<Item = (&str, Option<WeightFormat>)>) {
         let components = self.components.iter();
         let components = components.map(|(name, format)| (name.as_str(), *format));

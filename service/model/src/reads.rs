@@ -21,7 +21,7 @@ pub enum Field {
     Controls,
     /// A track whose timbre is taken.
     ReferenceMedia,
-    /// What is made of a track, where that is not a new one.
+    /// The task of a track, unless it is text to music.
     Task,
     Lyrics,
     BeatsPerMinute,
@@ -109,7 +109,7 @@ impl Reads {
         self.0 & (1 << field as u32) != 0
     }
 
-    /// The refusals of what a request asks for and is not read.
+    /// Refusals of the fields that a request sets and the model does not read.
     pub fn refusals(self, request: &Request) -> Vec<RequestError> {
         let unread = asked(request).into_iter().filter(|field| !self.has(*field));
         unread.map(Field::refusal).collect()
@@ -124,7 +124,7 @@ fn asked(request: &Request) -> Vec<Field> {
         from_values,
         adapters,
         medium,
-        // What every model reads; bounds and wishes, which need not have an effect.
+        // Fields that every model reads, and bounds and wishes, which need not have an effect.
         prompt: _,
         steps: _,
         guidance: _,

@@ -32,7 +32,7 @@ pub struct Mask {
     pub grey: Bytes,
 }
 
-/// What is approximate about the decoded latent of a request with a mask.
+/// The approximation in the decoded latent of a request with a mask.
 const NOT_PASTED: &str = "what the mask kept is as the autoencoder rebuilds it: the picture's own pixels are in the picture of the latent's job alone";
 
 /// A film or a track provided by the client, whole.
@@ -57,7 +57,7 @@ pub struct Request {
     pub steps: u32,
     /// Guidance scale; ignored by models without it.
     pub guidance: f32,
-    /// What the result is led away from, by a second pass of the model in every step: see [`Request::negative`].
+    /// Text that the result is led away from, by a second pass of the model in every step: see [`Request::negative`].
     pub negative_prompt: Option<String>,
     /// Scale of the difference between the pass of the prompt and that of the negative prompt; 1: one pass.
     pub true_guidance: f32,
@@ -157,7 +157,7 @@ pub struct Audio {
     /// With a source: a strength of its own for each part of the track, as points between which it changes linearly; empty:
     /// [`Request::strength`] everywhere. A frame is the source's until the schedule reaches its strength.
     pub strengths: Vec<StrengthPoint>,
-    /// Where decoding begins, in seconds: what is before follows at the end.
+    /// Where decoding begins, in seconds: the part before it follows at the end.
     pub decode_from_seconds: f32,
 }
 
@@ -169,7 +169,7 @@ pub struct StrengthPoint {
     pub strength: f32,
 }
 
-/// What is made of a track. Windows are in seconds of the track; names of tracks are the model's (`vocals`, `drums`).
+/// The task of a track. Windows are in seconds of the track; names of tracks are the model's (`vocals`, `drums`).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub enum AudioTask {
     /// A new track.
@@ -339,7 +339,7 @@ impl Request {
         pictures.iter().any(|picture| picture.data.is_empty()) || clips.any(|clip| clip.data.is_empty())
     }
 
-    /// What is approximate about the result where it is decoded of the request's latent later; `None`: nothing. With a mask its
+    /// How the result differs if it is decoded later from the request's latent; `None`: it does not. With a mask, the request's
     /// own result has pixels of the start, which no latent has.
     pub fn approximation_of_latent(&self) -> Option<&'static str> {
         match &self.medium {
@@ -395,8 +395,8 @@ impl Request {
         }
     }
 
-    /// A request of which a stage reads the prompts alone, up to their longest length, and what `medium` has. A negative prompt
-    /// is in it where it has an effect.
+    /// A request with only the prompts, their longest length, and `medium`, for a stage that reads nothing else. A negative
+    /// prompt is included where it has an effect.
     pub fn of_prompt(&self, medium: Medium) -> Request {
         Request {
             prompt: self.prompt.clone(),
@@ -498,7 +498,7 @@ impl InitImage {
 pub struct RequestError {
     /// Name of the field in the public API.
     pub field: String,
-    /// What is wrong, and what would be valid.
+    /// The problem, and the valid values.
     pub problem: String,
 }
 

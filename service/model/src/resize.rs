@@ -1,5 +1,5 @@
-//! Scaling of pictures, to the byte as Pillow 13 does it: the references scale what they start from so, and a pixel more or
-//! less is another picture.
+//! Scaling of pictures, equal to Pillow 13 in every byte: the references scale their input pictures with it, and a difference
+//! in one pixel changes the result.
 
 use std::f64::consts::PI;
 

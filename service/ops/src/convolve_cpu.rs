@@ -223,7 +223,7 @@ impl ConvolutionTask<'_> {
         }
     }
 
-    /// The bias, or what is there with the bias.
+    /// Writes the bias to `out`, or adds it to the numbers in `out`.
     fn begin(&self, out: &mut [f32]) {
         for position in out.chunks_mut(self.shape.outputs) {
             match self.onto {

@@ -1,8 +1,8 @@
-//! A storage on the CPU that several tasks write at once, and what is checked before they do.
+//! A storage on the CPU that several tasks write at once, with the checks that their parts are disjoint.
 
 #![allow(unsafe_code)] // Tasks that write one storage.
 
-/// The elements of a storage, for tasks of which none writes what another reads or writes.
+/// The elements of a storage, for tasks that use disjoint elements: no task reads or writes an element that another writes.
 pub(crate) struct Disjoint<T>(*mut T);
 
 // SAFETY: it is made of a storage that is borrowed exclusively. The code that writes to one of its places proves there that the

@@ -5,7 +5,7 @@
 //! so that results are identical on all processors. Functions compiled by [`by_processor`] may use FMA: matrix
 //! products and attention, whose last digits may differ between processors.
 
-#![allow(unsafe_code)] // Calls of what is compiled for the processor at hand.
+#![allow(unsafe_code)] // Calls of functions compiled for the processor at hand.
 
 use crate::rows::exp;
 
@@ -29,11 +29,11 @@ macro_rules! vectorised {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
                 {
-                    // SAFETY: the processor has what the function is compiled for.
+                    // SAFETY: the processor has the extensions for which the function is compiled.
                     return unsafe { with_avx512($($argument),*) };
                 }
                 if is_x86_feature_detected!("avx2") {
-                    // SAFETY: the processor has what the function is compiled for.
+                    // SAFETY: the processor has the extensions for which the function is compiled.
                     return unsafe { with_avx2($($argument),*) };
                 }
             }
@@ -182,11 +182,11 @@ macro_rules! by_processor {
                     && is_x86_feature_detected!("avx512vl")
                     && is_x86_feature_detected!("fma")
                 {
-                    // SAFETY: the processor has what the function is compiled for.
+                    // SAFETY: the processor has the extensions for which the function is compiled.
                     return unsafe { with_avx512($($argument),*) };
                 }
                 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                    // SAFETY: the processor has what the function is compiled for.
+                    // SAFETY: the processor has the extensions for which the function is compiled.
                     return unsafe { with_avx2($($argument),*) };
                 }
             }

@@ -4,9 +4,8 @@
 //! - The taps of a convolution dilated by `d` are `d` rows apart. Seen as a map of `d` columns, they are the rows of one
 //!   column: a filter of `[taps, 1]`.
 //! - A convolution of stride `s` and `2 s` taps sees two neighbours of a sequence of `s` rows each.
-//! - A transposed convolution of stride `s` and `2 s` taps makes `s` rows of two neighbours each. These rows are consecutive:
-//! they
-//!   are two taps to `s` times as many channels.
+//! - A transposed convolution of stride `s` and `2 s` taps makes `s` rows of two neighbours each. These rows are
+//!   consecutive: they are two taps to `s` times as many channels.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -37,7 +36,7 @@ pub struct SequenceShape {
     pub outputs: usize,
 }
 
-/// What a convolution reads and writes for a sequence of some length.
+/// Numbers of rows that a convolution reads and writes for a sequence of some length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reach {
     /// Rows that are read: zeros, the sequence from row `before` on, zeros ([`crate::pad_sequence`]).
@@ -52,7 +51,7 @@ pub struct Reach {
 
 /// A convolution with the dimensions of the view that is convolved.
 struct View {
-    /// Of what is read and written.
+    /// Dimensions of the views that are read and written.
     read: Vec<usize>,
     written: Vec<usize>,
     /// `[out, in, spatial..]`.
@@ -146,8 +145,8 @@ impl SequenceShape {
         }
     }
 
-    /// Most bytes that [`SequenceFilter::convolve`] takes on a card for a sequence of so many rows, beside what it
-    /// reads and writes.
+    /// Most bytes that [`SequenceFilter::convolve`] takes on a card for a sequence of so many rows, in addition to the
+    /// sequence and the result.
     pub fn scratch(&self, rows: usize, dtype: DType) -> usize {
         let Some(reach) = self.reach(rows) else {
             return 0;

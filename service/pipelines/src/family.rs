@@ -1,4 +1,4 @@
-//! What a family is, and the catalogue of all of them.
+//! The definition of a family, and the catalogue of all families.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub trait Family: Send + Sync {
     /// The family's identifier: `flux`.
     fn name(&self) -> &'static str;
 
-    /// What people call its models; `None` for a family that has none to be downloaded.
+    /// The common name of its models; `None` for a family that has none to be downloaded.
     fn title(&self) -> Option<&'static str> {
         None
     }
@@ -45,8 +45,8 @@ pub trait Family: Send + Sync {
         &[]
     }
 
-    /// What it reads of a repository in its authors' own layout, from the names of all files there; `None` if it is no such
-    /// repository.
+    /// The files that it reads of a repository in its authors' own layout, from the names of all files there; `None` if it is
+    /// no such repository.
     fn own_layout(&self, _files: &[&str]) -> Option<OwnLayout> {
         None
     }
@@ -106,7 +106,7 @@ impl Catalogue {
             .copied()
     }
 
-    /// What people call the models of all families that have some to be downloaded.
+    /// The common names of the models of all families that have some to be downloaded.
     fn titles(&self) -> impl Iterator<Item = &'static str> {
         self.families.iter().filter_map(|family| family.title())
     }
@@ -120,7 +120,8 @@ impl Catalogue {
         self.families.iter().any(|f| f.transformers().contains(&class))
     }
 
-    /// Refuses what is known and not run: another model, by its class or its tensors, and a download that has not ended.
+    /// Refuses files that are recognized and do not run: another model, by its class or its tensors, and an unfinished
+    /// download.
     fn check_is_run(&self, path: &Path, file: Option<&CheckpointFile>) -> Result<(), ModelError> {
         let ending = path.extension().and_then(|ending| ending.to_str());
         if ending.is_some_and(|ending| UNFINISHED.contains(&ending)) {

@@ -90,7 +90,7 @@ impl Linear {
         })
     }
 
-    /// The layer at the current strengths of its adapters, on the device of what it computes.
+    /// The layer at the current strengths of its adapters, whose terms are on `device`.
     fn now(&self, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
         let terms = self.terms.iter().map(|term| term.now(device));
         let terms = terms.collect::<candle_core::Result<Vec<_>>>()?;

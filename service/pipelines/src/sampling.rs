@@ -1,4 +1,4 @@
-//! What the samplings of all families share: their memory, steps under two conditions, and the latent from step to step.
+//! The parts of sampling that all families share: memory, steps under two conditions, and the latent between steps.
 
 use candle_core::{DType, Device, Tensor};
 use ops::{Finite, euler};
@@ -43,7 +43,8 @@ impl Denoiser<'_> {
         }
     }
 
-    /// The stage of a request whose steps need this scratch: of each item, with what its adapters have for the transformer.
+    /// The stage that runs the steps of a request once per item, with this scratch, and with the adapters' components for the
+    /// transformer.
     pub(crate) fn stage(&self, name: &str, request: &Request, scratch: Bytes) -> StagePlan {
         let (components, adapters) = (&self.parts.components, self.adapters);
         let beside = adapters.beside(&[self.name], &request.adapters, UsedAs::Steps);
@@ -107,7 +108,7 @@ impl<T> Prompts<T> {
     }
 }
 
-/// What the steps of a request predict under: the condition of the prompt, and that of a negative prompt.
+/// The conditions under which the steps of a request predict: that of the prompt, and that of a negative prompt.
 ///
 /// A step predicts under one after the other, in the same buffers: two conditions take twice the time, and little memory
 /// ([`Conditions::kept_bytes`]). Both predictions are combined as `negative + scale * (prompt - negative)` in f32, where the
@@ -173,8 +174,8 @@ impl<C> Conditions<C> {
     }
 }
 
-/// What a step predicts, valid until the next one: the combination of what the transformer gives under each condition,
-/// `[1, tokens, width]` in its dtype.
+/// The prediction of a step, valid until the next one: the combination of the transformer's outputs under each condition, `[1,
+/// tokens, width]` in its dtype.
 pub(crate) struct Prediction<'a> {
     prompt: &'a Tensor,
     /// 1, or -1 where the velocity is the negative.
@@ -234,9 +235,9 @@ impl<'a> Prediction<'a> {
 pub(crate) struct SampledLatent {
     /// f32, on the device.
     latent: Tensor,
-    /// The same in the dtype of the transformer, which reads it. A tensor of its own, since both are written.
+    /// The same in the dtype of the transformer, which reads it. A separate tensor, since both are written.
     seen: Tensor,
-    /// What a mask keeps of it.
+    /// The unmasked part of the latent.
     kept: Option<Kept>,
     /// Of all steps that are run, and the final 0.
     sigmas: Vec<f32>,
@@ -269,7 +270,7 @@ impl SampledLatent {
         self.sigmas.len().saturating_sub(1)
     }
 
-    /// What the transformer reads.
+    /// The latent in the dtype of the transformer, which reads it.
     pub(crate) fn seen(&self) -> &Tensor {
         &self.seen
     }

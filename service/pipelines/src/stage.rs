@@ -40,7 +40,7 @@ impl<'a, M: Model> Stage<'a, M> {
     }
 }
 
-/// What a stage gives that gives one value.
+/// The values of a stage that returns one value.
 pub(crate) fn named(name: &str, value: HostTensor) -> Values {
     Values::from([(name.to_owned(), value)])
 }

@@ -14,7 +14,7 @@ pub(crate) struct Start {
     pub(crate) sigmas: Vec<f32>,
     /// f32, in host memory.
     pub(crate) latent: Tensor,
-    /// What a mask keeps; `None` without one.
+    /// The unmasked part of the latent; `None` without a mask.
     pub(crate) kept: Option<Kept>,
 }
 
@@ -46,7 +46,7 @@ impl Kept {
         })
     }
 
-    /// The latent after a step to `sigma`, with what is kept as it is at that noise.
+    /// The latent after a step to `sigma`, with the unmasked part at that noise.
     ///
     /// # Errors
     /// When shapes do not match.

@@ -9,7 +9,7 @@ use crate::plan::{Move, Policy, Verdict, WaitCause, plan};
 /// The same request with smaller demands.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alternative<C> {
-    /// What differs from the request, in the caller's words.
+    /// The difference from the request, in the caller's words.
     pub change: C,
     /// Closeness to the original request; higher is closer.
     pub fidelity: u32,
@@ -29,7 +29,7 @@ pub enum Fits {
 /// An alternative that would run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fallback<C> {
-    /// What differs from the request.
+    /// The difference from the request.
     pub change: C,
     /// The largest peak among its stages.
     pub peak: Bytes,

@@ -7,7 +7,7 @@
 //!   ([`Verdict::Wait`]), or that the card is too small ([`Verdict::Never`]). Beside it [`plan_low_memory`] for
 //!   requests that accept a shortage, [`make_room`] for other programs, [`should_trim`] for the janitor.
 //! - [`ScratchBook`]: learned scratch peaks. [`Wait`]: wait budgets as a state. [`fallbacks`]: alternatives that
-//!   would fit. [`predicted_move_seconds`]: what placement on one of several cards is compared by.
+//!   would fit. [`predicted_move_seconds`]: the cost by which a stage is placed on one of several cards.
 //!
 //! # Terms
 //! A *component* is loaded, leased, pinned and evicted as one. A *stage* needs components and *scratch* (activation

@@ -36,7 +36,7 @@ pub enum Policy {
     Exclusive,
 }
 
-/// What a stage waits for.
+/// The reason for which a stage waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WaitCause {
@@ -193,7 +193,7 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// The supply, from one pass over the ledger: what is evictable and what is not.
+/// The supply, from one pass over the ledger: the components that can be evicted, and the bytes that cannot.
 struct Survey<'a> {
     ledger: &'a Ledger,
     idle: Vec<&'a Resident>,

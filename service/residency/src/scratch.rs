@@ -23,7 +23,7 @@ pub struct ScratchKey {
     pub stage: String,
     /// Batch, pixels, frames, tokens, chunking, in the family's notation.
     pub shape: String,
-    /// Computation dtype, and quantization where it changes what is allocated.
+    /// Computation dtype, and quantization where it changes the allocations.
     pub dtype: String,
     /// Version of the service's build.
     pub build: String,

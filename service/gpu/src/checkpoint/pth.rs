@@ -22,7 +22,7 @@ use crate::load::ByteRange;
 /// Maximum length of a pickle in bytes. A state dict takes some 100 per tensor.
 const MAX_PICKLE_BYTES: u64 = 32 << 20;
 
-/// Maximum length in bytes of an archive's directory and what follows it. A storage takes some 100.
+/// Maximum length in bytes of an archive's directory and the records after it. A storage takes some 100.
 const MAX_DIRECTORY_BYTES: u64 = 16 << 20;
 
 /// Minimum bytes of an entry in the directory.

@@ -127,7 +127,7 @@ impl Libraries {
     }
 }
 
-/// Makes the libraries load what every stage needs, so that the context has its final size from the start. Uses no
+/// Makes the libraries load the modules that every stage needs, so that the context has its final size from the start. Uses no
 /// kernel of the tensor library: the driver would compile its module, which takes seconds on a new machine.
 fn warm_up(device: &Device, dtype: DType) -> candle_core::Result<()> {
     let ones = Tensor::ones((64, 64), dtype, &Device::Cpu)?.to_device(device)?;
@@ -392,7 +392,7 @@ impl Gpu for CudaCard {
         let booked = plan.bytes();
         let files = reader::open(sources)?;
         reader::report_progress(progress, Bytes::ZERO, booked)?;
-        // Temporary memory of this load, out of the planned headroom: a load that quantizes works with what is free.
+        // Temporary memory of this load, out of the planned headroom: a load that quantizes works with the free memory.
         let needed = booked + self.staging.min_workspace(sources)?;
         let (free, _) = self.driver_memory().map_err(gone)?;
         if needed > free {

@@ -71,7 +71,7 @@ impl<'a> Placer<'a, '_> {
         Timeline::log(READING, "map memory, beside the lanes", mapping);
     }
 
-    /// Allocates one batch of `bytes`; `left` is what the load lacks before it.
+    /// Allocates one batch of `bytes`; `left` are the bytes that the load still has to allocate, this batch included.
     fn place(
         &mut self,
         batch: Vec<(&'a TensorSource, Option<Making>)>,

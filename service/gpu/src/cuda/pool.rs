@@ -73,7 +73,7 @@ impl Pool {
         self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
     }
 
-    /// Resets the peak to what is allocated now.
+    /// Resets the peak to the bytes allocated now.
     pub(super) fn forget_peak(&self) -> Result<(), DriverError> {
         self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0) // the only value that it can be set to
     }
@@ -128,7 +128,7 @@ impl Drop for Pool {
     }
 }
 
-/// Frees what [`Pool::allocate`] gave, in the order of `stream`.
+/// Frees memory from [`Pool::allocate`], in the order of `stream`.
 ///
 /// # Safety
 /// The pointer is one of those, is not freed elsewhere, and its uses precede this in `stream`.

@@ -59,7 +59,7 @@ pub enum LoadFailure {
     OutOfMemory,
     /// `io`: the file cannot be read.
     Io,
-    /// `damaged`: the file is not what its header says.
+    /// `damaged`: the file contradicts its header.
     Damaged,
 }
 

@@ -264,7 +264,7 @@ fn bound(format: WeightFormat, shape: (usize, usize), bytes: &[u8], numbers: &[f
 }
 
 /// The distance of nested absolute maxima from what their codes mean: half of the widest gap of their table, between
-/// 0.9648 and 1, or -0.993 which stands for all down to -1.
+/// 0.9648 and 1, or -0.993 the code of all numbers down to -1.
 fn nested_bound(nested: f32, offset: f32) -> f64 {
     let size = f64::from(nested.abs()) + f64::from(offset.abs());
     f64::from(nested) * 0.0072 + size * 4.0 * f64::from(f32::EPSILON) + f64::from(f32::from_bits(8))

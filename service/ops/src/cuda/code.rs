@@ -44,7 +44,7 @@ impl Recorder {
     /// Loads the code of all kernels that `queue` enqueues on the stream, none of which runs. Returns their number.
     ///
     /// # Errors
-    /// Errors of the driver. Errors of `queue` are its own concern: what it enqueued before an error is loaded.
+    /// Errors of the driver. Errors of `queue` are not returned: the work enqueued before such an error is loaded.
     pub(crate) fn load_queued(&self, queue: impl FnOnce()) -> Result<usize, DriverError> {
         self.stream.context().bind_to_thread()?;
         let raw = self.stream.cu_stream();

@@ -160,7 +160,7 @@ pub(crate) fn add_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, ou
     product.multiply(x, x.dim(candle_core::D::Minus1)?, address_of(weight)?)
 }
 
-/// When low-rank terms are computed, and what they are added to.
+/// When low-rank terms are computed, and to which numbers they are added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     NoTerms,
@@ -583,7 +583,7 @@ struct Layer<'a> {
     outputs: usize,
     bias: Option<&'a Tensor>,
     then: Epilogue,
-    /// Whether products are added to what the result holds.
+    /// Whether products are added to the numbers in `out`.
     adds: bool,
     out: &'a Tensor,
     scratch: &'a Scratch,
@@ -759,7 +759,7 @@ impl Layer<'_> {
         })
     }
 
-    /// What the product is added to.
+    /// Address of the numbers to which the product is added.
     fn added(&self) -> Result<Option<u64>> {
         self.adds.then(|| address_of(self.out)).transpose()
     }

@@ -15,7 +15,7 @@ const WIDTH: usize = 128;
 /// Fewer keys gain less than the rest costs.
 const LEAST_KEYS: usize = 12 << 10;
 
-/// What a plan may take of the workspace; the rest of it has what is between both attentions.
+/// Most bytes of the workspace for a plan. The rest of the workspace has the results between the two attentions.
 const PLAN_BYTES: usize = 1 << 20;
 
 /// Alignment of the parts of the workspace.
@@ -84,7 +84,7 @@ impl InTiles {
         })
     }
 
-    /// Whether a plan leaves the workspace to what is between both.
+    /// Whether a plan leaves room in the workspace for the results between the two attentions.
     pub(crate) fn leaves_room(workspace: usize) -> bool {
         workspace <= PLAN_BYTES
     }

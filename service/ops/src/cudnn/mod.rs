@@ -186,7 +186,7 @@ impl Maker {
             .flatten()
     }
 
-    /// What plans are made of.
+    /// The shapes for which cuDNN compiles plans.
     fn planned(&self, planned: &Planned) -> Vec<Planned> {
         match planned {
             Planned::Attention(shape) => match self.in_tiles(shape) {

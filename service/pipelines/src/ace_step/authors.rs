@@ -181,7 +181,7 @@ impl Sizes<'_> {
         let [_, acoustic, _] = self.shape("decoder.proj_out.1.weight")?;
         let [_, condition] = self.shape("decoder.condition_embedder.weight")?;
         let name = self.places.place.file_name().and_then(|name| name.to_str());
-        // What says nothing of it is named after it.
+        // A configuration without a version is of the model that the file's name states.
         let is_named =
             written.model_version.is_none() && name.is_some_and(|name| name.to_lowercase().contains("turbo"));
         Ok(TransformerConfig {

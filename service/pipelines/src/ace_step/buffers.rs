@@ -47,13 +47,13 @@ fn first_width(layer: &LayerConfig) -> usize {
     (layer.queries() + 2 * layer.keys()).max(layer.intermediate_size)
 }
 
-/// Elements per token of the second: what was attended to, rounded up to whole heads, or the raised values.
+/// Elements per token of the second: attention output, rounded up to whole heads, or the raised values.
 fn second_width(layer: &LayerConfig) -> usize {
     let inner = layer.intermediate_size.next_multiple_of(layer.head_dim);
     layer.queries().max(inner)
 }
 
-/// Elements from one token to the next of queries, keys and values, and of what was attended to.
+/// Elements from one token to the next of queries, keys and values, and of attention output.
 pub(super) fn row_widths(layer: &LayerConfig) -> (usize, usize) {
     (layer.queries() + 2 * layer.keys(), second_width(layer))
 }

@@ -71,7 +71,7 @@ pub(super) struct AuthorsPlaces {
 }
 
 impl Places {
-    /// The places of what a path holds; `None` if it is of another family.
+    /// The places of the model at a path; `None` if it is of another family.
     ///
     /// # Errors
     /// When it is of this family, and parts are missing.
@@ -87,8 +87,8 @@ impl Places {
     }
 }
 
-/// What is read of a repository in the authors' layout: the autoencoder, the text encoder, and one model. Of several it is the
-/// turbo model, as the authors' programs take it, or else the first by name.
+/// The files that are read of a repository in the authors' layout: the autoencoder, the text encoder, and one model. Of several
+/// models this is the turbo model, as the authors' programs take it, or else the first by name.
 pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
     let has = |folder: &str| files.iter().any(|file| *file == format!("{folder}/config.json"));
     let silence = SILENCE_FILES[0];
@@ -164,7 +164,7 @@ fn of_folder(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
     parts(&folder, checkpoint, config, &places, folder.clone()).map(Some)
 }
 
-/// What is in front of all names of a file's tensors; `None` if it is no such model.
+/// The prefix of all names of a file's tensors; `None` if the file is no such model.
 pub(super) fn prefix_of<'a>(names: &[&'a str]) -> Option<&'a str> {
     let mut prefixes = prefixes(names.iter().copied()).into_iter();
     prefixes.find(|prefix| has_marks(&authors_names(names, prefix, NAMES), MARKS.into_iter()))

@@ -1,6 +1,6 @@
 //! The condition encoder: diffusers' `AceStepConditionEncoder`, for one request without padding.
 //!
-//! What the transformer attends to is the encoded lyrics, then one token of the timbre, then the projected text.
+//! The condition that the transformer attends to has the encoded lyrics, then one token of the timbre, then the projected text.
 
 use candle_core::Tensor;
 use gpu::{ComponentTensors, MissingTensor};

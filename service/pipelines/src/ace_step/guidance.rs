@@ -9,7 +9,7 @@ const THRESHOLD: f32 = 2.5;
 const LEAST: f64 = 1e-12;
 
 /// The guidance of a request, which remembers the differences of its steps. In f32 in host memory, with projections in f64
-/// as in the reference: a velocity is a thousandth of what a step computes.
+/// as in the reference. The transfer is cheap: the velocity has a thousandth of the numbers that a step computes.
 #[derive(Debug)]
 pub struct Guidance {
     /// Guidance scale: 1 is none.

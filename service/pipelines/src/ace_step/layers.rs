@@ -91,7 +91,7 @@ impl Attention {
             .forward_into(attended, Epilogue::None, normed, scratch)
     }
 
-    /// Keys and values of what [`Attention::to_others`] attends to, `[1, n, hidden_size]`.
+    /// Keys and values for [`Attention::to_others`], of the rows attended to, `[1, n, hidden_size]`.
     pub(super) fn keys_and_values(
         &self,
         others: &Tensor,

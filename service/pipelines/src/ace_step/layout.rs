@@ -1,4 +1,4 @@
-//! Names and shapes of the tensors in diffusers, and what the authors' files call them.
+//! Names and shapes of the tensors in diffusers, and their names in the authors' files.
 
 use super::config::{ConditionConfig, LayerConfig, SINUSOIDS, TokenConfig, TransformerConfig};
 use crate::checkpoint::{LayerNames, Shapes, TensorSpec};
@@ -137,7 +137,7 @@ impl TokenConfig {
     }
 }
 
-/// Parts of the authors' names, and what diffusers has in their place.
+/// Parts of the authors' names, and the parts in their place in diffusers' names.
 pub(super) const NAMES: LayerNames = LayerNames(&[
     ("proj_in.1", &["proj_in_conv"]),
     ("proj_out.1", &["proj_out_conv"]),
@@ -149,7 +149,7 @@ pub(super) const NAMES: LayerNames = LayerNames(&[
     ("k_norm", &["norm_k"]),
 ]);
 
-/// What the authors' names of the transformer begin with.
+/// Prefix of the authors' names of the transformer.
 pub(super) const DECODER: &str = "decoder.";
 
 /// These tensors in the authors' file, where a component's names begin with `prefix`.

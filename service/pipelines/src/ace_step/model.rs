@@ -103,7 +103,7 @@ pub struct AceStepModel {
     /// Shift of the times of steps.
     pub(super) shift: f32,
     pub(super) parts: ModelParts,
-    /// What is attached to its components.
+    /// The adapters that are attached to its components.
     pub(super) adapters: AdapterSet,
 }
 
@@ -124,7 +124,7 @@ impl AceStepModel {
         Ok(adapted)
     }
 
-    /// What the model can do.
+    /// The tasks and abilities of the model.
     pub(super) fn able(&self) -> Abilities {
         Abilities {
             is_turbo: self.transformer.is_turbo(),
@@ -194,7 +194,7 @@ impl Model for AceStepModel {
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
         match &request.medium {
-            // What has a source is as long as that.
+            // A result with a source is as long as the source.
             Medium::Audio(audio) if audio.init_audio.is_some() => Vec::new(),
             _ => smaller_lengths(request),
         }

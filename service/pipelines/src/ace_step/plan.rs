@@ -1,12 +1,12 @@
-//! The stages of a request: what each takes, gives and needs.
+//! The stages of a request: components, values and needs of each.
 //!
 //! | stage | components | gives |
 //! |---|---|---|
 //! | `encode_text` | `text_encoder` | states of the caption, embedded lyrics |
 //! | `encode_source` | `vae` | moments of the source, where a task has one |
 //! | `encode_reference` | `vae` | moments of the track whose timbre is taken |
-//! | `encode_condition` | `condition_encoder` | what the transformer attends to, and silence |
-//! | `quantize_source` | `audio_tokenizer`, `audio_token_detokenizer` | of a cover: the source as its tokens say it |
+//! | `encode_condition` | `condition_encoder` | the condition that the transformer attends to, and silence |
+//! | `quantize_source` | `audio_tokenizer`, `audio_token_detokenizer` | of a cover: the source decoded from its tokens |
 //! | `denoise` | `transformer` | the latent; of a request with slots in rounds, each of which but the last gives its state |
 //! | `decode` | `vae` | the track, piece by piece |
 
@@ -79,7 +79,7 @@ impl Prompt {
     }
 }
 
-/// A request of which a stage reads what this has.
+/// A request with only this medium, for a stage that reads nothing else.
 fn of_audio(audio: Audio) -> Request {
     Request::of(Medium::Audio(audio), 1, 0.0, 1)
 }
@@ -149,7 +149,7 @@ impl AceStepModel {
         })
     }
 
-    /// What [`AceStepModel::prompt`] reads of a request. Windows and strengths of the source are none of it.
+    /// The part of a request that [`AceStepModel::prompt`] reads. It has no windows and strengths of the source.
     fn text_memo(&self, request: &Request, audio: &Audio) -> Memo {
         let task = match audio.task.clone() {
             AudioTask::Repaint { .. } => AudioTask::Repaint {
@@ -181,7 +181,7 @@ impl AceStepModel {
         })
     }
 
-    /// What the condition stage reads of a request without a reference: its length, and whether it is guided.
+    /// The part of a request without a reference that the condition stage reads: its length, and whether it is guided.
     fn condition_memo(&self, request: &Request, audio: &Audio) -> Memo {
         Memo::of(Request {
             guidance: if self.is_guided(request) { 2.0 } else { 0.0 },
@@ -389,7 +389,7 @@ impl AceStepModel {
         ValueShape::new(name, vec![1, frames, self.vae.decoder_input_channels])
     }
 
-    /// What the steps attend to: names and tokens.
+    /// The conditions of the steps: names, and numbers of tokens.
     fn attended(&self, request: &Request, prompt: &Prompt) -> Vec<(&'static str, usize)> {
         let conditions = [
             Some((CONDITION, prompt.attended(&prompt.text))),
@@ -402,7 +402,7 @@ impl AceStepModel {
         conditions.into_iter().flatten().collect()
     }
 
-    /// What a round of sampling takes and gives.
+    /// The values that a round of sampling takes and returns.
     fn values_of_round(
         &self,
         round: &Round,

@@ -1,4 +1,5 @@
-//! What the text encoder reads: the formats of diffusers' `AceStepPipeline._format_prompt`, which the model was trained with.
+//! The input of the text encoder, in the formats of diffusers' `AceStepPipeline._format_prompt`, with which the model was
+//! trained.
 
 use model::decimal;
 

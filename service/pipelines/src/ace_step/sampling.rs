@@ -1,4 +1,4 @@
-//! The sampling of a request: its context, its state from step to step and from round to round, and what mixes velocities.
+//! The sampling of a request: its context, its state between steps and between rounds, and the mix of velocities.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -34,7 +34,7 @@ pub fn sigmas(steps: u32, shift: f32) -> Vec<f32> {
 /// Which of its conditions a pass attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Attends {
-    /// What is asked for.
+    /// The condition of the request.
     With,
     /// None, where it is guided.
     Without,
@@ -64,7 +64,7 @@ pub(super) struct Sampling {
     latent: SampledLatent,
     /// Of a guided request.
     guidance: Option<Guidance>,
-    /// Part of a cover in what it is mixed with.
+    /// Share of the cover's velocity in the mix with [`Attends::Plain`], from 0 to 1.
     strength: f32,
     /// Frames that begin later.
     held: Option<Held>,
@@ -77,7 +77,7 @@ pub(super) struct Sampling {
 enum Velocity {
     /// In the step buffers.
     Whole(Tensor),
-    /// Mixed of several passes: velocities are small beside what computes them, so that is in host memory.
+    /// Mixed from several passes, in host memory: the transfer is cheap, since velocities are small.
     Mixed(Vec<f32>),
 }
 
@@ -87,7 +87,7 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f32>, StageError> {
 }
 
 impl Sampling {
-    /// The state at the beginning of a stage: noise and the source, or what the round before left.
+    /// The state at the beginning of a stage: noise and the source, or the state after the round before.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for values that do not fit; errors of the device.
@@ -165,7 +165,7 @@ impl Sampling {
         self.latent.steps()
     }
 
-    /// What the transformer reads of the latent.
+    /// The latent in the dtype of the transformer, which reads it.
     pub(super) fn seen(&self) -> &Tensor {
         self.latent.seen()
     }
@@ -223,7 +223,7 @@ impl Sampling {
         Ok(())
     }
 
-    /// What the stage gives: the latent, or the state that the next round begins with.
+    /// The values of the stage: the latent, or the state at which the next round begins.
     ///
     /// # Errors
     /// Errors of the device.
@@ -275,7 +275,7 @@ impl Stage<'_, AceStepModel> {
         transformer.map_err(StageError::missing_in(TRANSFORMER))
     }
 
-    /// What its steps attend to. `go_on` is called before every block.
+    /// The conditions of its steps. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of the device, and of `go_on`.

@@ -83,7 +83,7 @@ fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, Vec<f32>) {
     (steps.collect(), times)
 }
 
-/// What passes are computed with.
+/// The transformer and the state with which passes are computed.
 struct Computed<'a> {
     transformer: &'a Transformer,
     times: &'a Times,
@@ -188,7 +188,7 @@ impl AceStepModel {
     /// Runs rounds of several requests ([`Model::run_shared`](crate::Model::run_shared)).
     ///
     /// # Errors
-    /// What concerns all of them: stages that cannot share a pass; errors of the device.
+    /// Errors that concern all requests: stages that cannot share a pass; errors of the device.
     pub(super) fn denoise_shared(
         &self,
         stages: &[StageRun<'_>],

@@ -1,7 +1,7 @@
 //! Computation of a request's stages, as in diffusers' `AceStepPipeline`; sampling is in `sampling.rs`.
 //!
 //! Random draws are in the order of the reference, from one generator: the sample of the source, that of the reference, then
-//! the noise of the latent. They are in different stages here, so each draws what is before its own again and forgets it.
+//! the noise of the latent. They are in different stages here, so each repeats the draws before its own and discards them.
 //! Numbers are drawn in f32 on every card.
 
 use candle_core::{Device, Tensor};

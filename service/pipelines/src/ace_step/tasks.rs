@@ -1,4 +1,4 @@
-//! What a request may ask for: its task, its source, and the frames that change.
+//! The task of a request, with its checks: the source, and the frames that change.
 
 use model::bounds::{common_problems, decode_from_problem};
 use model::{Field, Reads, decimal, first_step};
@@ -41,7 +41,7 @@ pub(super) const READS: Reads = Reads::of(&[
     Field::Adapters,
 ]);
 
-/// What a model can do.
+/// The tasks and inputs that a model supports.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Abilities {
     pub(super) is_turbo: bool,

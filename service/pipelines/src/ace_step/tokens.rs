@@ -1,5 +1,5 @@
 //! The tokenizer of latents, 25 frames a second to 5 tokens, and its inverse: diffusers' `AceStepAudioTokenizer` and
-//! `AceStepAudioTokenDetokenizer`. A cover is made of what passes through both.
+//! `AceStepAudioTokenDetokenizer`. A cover is made from a source that passed through both.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor, Weight};
@@ -108,7 +108,7 @@ impl AudioTokenizer {
     }
 }
 
-/// Bytes of a pass over tokens of so many rows each, and of what goes in and out.
+/// Bytes of a pass over tokens of so many rows each, and of its input and output.
 fn passed(config: &TokenConfig, tokens: usize, rows: usize, dtype: DType) -> u64 {
     let at_once = tokens.min(AT_A_TIME);
     let size = dtype.size_in_bytes();
@@ -153,7 +153,7 @@ impl Quantizer {
         })
     }
 
-    /// What becomes of rows `[n, hidden_size]`, on their device, and the number of each.
+    /// The quantized rows of `[n, hidden_size]`, on their device, and the code of each row.
     fn quantize(&self, rows: &Tensor) -> Result<(Tensor, Vec<u32>), StageError> {
         let host = rows.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()?;
         let weight = Weight::Full(self.into.0.clone());

@@ -151,7 +151,7 @@ impl Transformer {
         })
     }
 
-    /// What every step attends to, from a condition `[n, condition width]`.
+    /// Keys and values for every step, from a condition `[n, condition width]`.
     ///
     /// # Errors
     /// Errors of the device, and of `go_on`, which is called before every block.

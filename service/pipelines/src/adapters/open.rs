@@ -48,7 +48,7 @@ struct Pair<'a> {
     alpha: Option<(&'a str, &'a TensorEntry)>,
 }
 
-/// The file of an adapter's weights, and what its header says.
+/// The file of an adapter's weights, with its header.
 struct WeightsFile<'a> {
     header: &'a CheckpointFile,
     opened: File,
@@ -377,7 +377,8 @@ fn matrix(entry: &TensorEntry) -> Option<[usize; 2]> {
     }
 }
 
-/// What a folder is: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another.
+/// The kind of a folder: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another
+/// folder.
 pub(crate) fn kind_of_folder(path: &Path) -> Option<AdapterKind> {
     if root_class(path).is_some_and(|class| is_control_net_class(&class)) {
         return Some(AdapterKind::ControlNet);

@@ -122,7 +122,7 @@ impl Configured {
     /// From `adapter_config.json` of peft.
     ///
     /// # Errors
-    /// When it cannot be read, or asks for what is not supported.
+    /// When it cannot be read, or asks for an unsupported setting.
     pub(super) fn of_folder(path: &Path) -> Result<Configured, AdapterError> {
         let refused = |problem: String| AdapterError::Scale(format!("{}: {problem}", path.display()));
         let text = gpu::text_bounded(path, MAX_CONFIGURATION).map_err(|e| refused(e.to_string()))?;
@@ -284,7 +284,7 @@ mod tests {
     fn a_configuration_that_is_too_long_is_refused_and_not_cut_off() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter_config.json");
-        // What is within the bound is a whole configuration.
+        // A configuration within the bound is read whole.
         let whole = r#"{"lora_alpha":8}"#;
         std::fs::write(&path, format!("{whole}{}", " ".repeat(1 << 20))).unwrap();
         let refused = Configured::of_folder(&path).unwrap_err().to_string();

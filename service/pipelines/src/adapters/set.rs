@@ -63,7 +63,7 @@ impl AdapterSet {
         Ok(adapters)
     }
 
-    /// The adapters' reports, which say what each changes.
+    /// The adapters' reports: which components and layers each changes.
     pub(crate) fn reports(&self) -> Vec<AdapterReport> {
         self.0.iter().map(|adapter| adapter.report.clone()).collect()
     }
@@ -138,7 +138,7 @@ impl AdapterSet {
         std::iter::once(whole).chain(from_host).collect()
     }
 
-    /// The uses that change these text encoders, with what they read of them: the strength in text encoders.
+    /// The uses that change these text encoders, reduced to the part that text encoders read: the strength in text encoders.
     pub(crate) fn text_uses(&self, bases: &[&str], uses: &[AdapterUse]) -> Vec<AdapterUse> {
         let is_one = |each: &&AdapterUse| {
             let one = std::slice::from_ref(*each);

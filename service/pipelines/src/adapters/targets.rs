@@ -4,8 +4,7 @@ use std::collections::HashMap;
 
 use crate::checkpoint::{LayerNames, Rows, TensorSpec, unwrapped};
 
-/// What programs that write `_` for `.` put in front of the names of the denoiser's layers: kohya, OneTrainer, and
-/// SimpleTuner.
+/// Prefixes of the names of the denoiser's layers in programs that write `_` for `.`: kohya, OneTrainer, and SimpleTuner.
 const JOINED: [&str; 3] = ["lora_unet_", "lora_transformer_", "lycoris_"];
 
 /// A layer that a name in a file denotes, or a part of it.
@@ -31,7 +30,7 @@ pub(super) struct TargetLayer {
 pub(crate) struct TargetComponent {
     /// Name of the component in the base.
     pub(crate) name: &'static str,
-    /// What its layers' names in files begin with; `None` for a denoiser, whose names have what checkpoints have in front.
+    /// Prefixes of its layers' names in files; `None` for a denoiser, whose names have the prefixes of checkpoints.
     prefixes: Option<Vec<&'static str>>,
     pub(super) layers: Vec<TargetLayer>,
     /// By every name of a layer, with dots and with underscores: its parts.

@@ -36,7 +36,7 @@ impl Convolution {
         self.weight.dims().first().copied().unwrap_or_default()
     }
 
-    /// What the kernel spans, and the filter for maps `[h, t, w, c]` (without frames where it spans none).
+    /// The axes of the kernel, and the filter for maps `[h, t, w, c]` (without frames where it spans none).
     pub(super) fn filter(&self, dtype: DType) -> Result<(Kernels, Filter)> {
         Ok(match self.weight.dims().len() {
             5 => (Kernels::Causal, Filter::rows_first(&self.weight, dtype)?),

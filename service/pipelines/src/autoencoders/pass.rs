@@ -94,7 +94,7 @@ impl Pass {
         (0..height).step_by(rows.max(1)).map(of_strip)
     }
 
-    /// What a strip of results reads: where it begins in the map, by row, frame and column; its number of rows; and
+    /// The input of a strip of results: its beginning in the map, by row, frame and column; its number of rows; and
     /// the steps of the convolution. Zeros are added at the borders of the map only, so results do not depend on strips.
     pub(super) fn window(&self, (first, count): Rows) -> ([i64; 3], usize, Steps) {
         let [stride, frames, columns] = self.strides;
@@ -162,9 +162,9 @@ impl Pass {
 /// How large the strips are that a map is processed in.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum StripSize {
-    /// So many rows at the resolution of a latent of this height. What is added to a map is added where it is.
+    /// So many rows at the resolution of a latent of this height. The addend of a map is added in place.
     LatentRows { rows: usize, of: usize },
-    /// At most so many bytes of buffer and results, at least a row. What is added to a map is computed beside it first,
+    /// At most so many bytes of buffer and results, at least a row. The addend of a map is computed in place first,
     /// so that these bytes are all that a convolution takes.
     Bytes(usize),
 }

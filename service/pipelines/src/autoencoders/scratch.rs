@@ -31,7 +31,7 @@ pub(super) enum PlannedLayer {
     Attention(Map),
 }
 
-/// What a convolution takes beside the maps that it reads and writes.
+/// Bytes that a convolution takes in addition to the maps that it reads and writes.
 struct Taken {
     in_strips: bool,
     /// The filter, the buffer of strips, and strips of results.

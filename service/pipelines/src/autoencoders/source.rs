@@ -1,4 +1,4 @@
-//! The tensors of an autoencoder's layers, and what its results must be.
+//! The tensors of an autoencoder's layers, and the checks of its results.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, Weight};

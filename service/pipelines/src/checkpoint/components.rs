@@ -103,7 +103,7 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
     }
 }
 
-/// What is wrong with a tensor of an unsupported type. The reader fails before it knows the names of the other tensors, so the
+/// The message about a tensor of an unsupported type. The reader fails before it knows the names of the other tensors, so the
 /// quantization is recognized by the name of this one.
 fn of_type(tensor: &str, stored: &str, readable: Option<&str>) -> String {
     let problem = format!("tensor {tensor} is stored as {stored}");
@@ -286,7 +286,7 @@ pub(crate) fn component_of_specs(
 }
 
 /// A component with exactly these tensors, in a folder or a file: any other tensor that is not a part of one of them
-/// is an error, naming `what` it is not part of.
+/// is an error, in which `what` names the component.
 ///
 /// # Errors
 /// Those of every component, and an unexpected tensor.

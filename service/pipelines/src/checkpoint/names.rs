@@ -1,8 +1,8 @@
 //! The names that one layer has in the files of different programs, for checkpoints and adapters alike.
 //!
 //! A layout here knows a tensor by its name in diffusers and by its authors' name, which says where fused rows are
-//! ([`TensorSpec`](super::TensorSpec)). All further names are rows of a family's [`LayerNames`]. What programs put in front
-//! of all names is in [`unwrapped`].
+//! ([`TensorSpec`](super::TensorSpec)). All further names are rows of a family's [`LayerNames`]. The prefixes that programs add
+//! to all names are in [`unwrapped`].
 
 use std::collections::BTreeSet;
 
@@ -34,7 +34,7 @@ pub(crate) struct LayerNames(
 );
 
 impl LayerNames {
-    /// The authors' name of a tensor or layer that a file calls `name`, without what is in front of it.
+    /// The authors' name of a tensor or layer that a file calls `name`, without its prefix.
     pub(crate) fn authors(self, name: &str) -> String {
         let mut name = without_transparent(name);
         for (authors, others) in self.0 {
@@ -110,8 +110,7 @@ fn without_transparent(name: &str) -> String {
     segments.collect::<Vec<_>>().join(".")
 }
 
-/// A name, and what is left of it as one part after the other that programs put in front is taken off. `separators` end
-/// such a part.
+/// A name, then the name without its first prefix, then without its second, and so on. `separators` end a prefix.
 pub(crate) fn unwrapped<'a>(name: &'a str, separators: &'static [char]) -> impl Iterator<Item = &'a str> {
     let wrapped = move |name: &&'a str| {
         let mut parts = WRAPPERS.iter().chain(&TRANSPARENT);
@@ -152,7 +151,7 @@ mod tests {
                 assert_eq!(NAMES.authors(&other), name, "{other}");
             }
         }
-        // What only looks like another name.
+        // Names that only look like another name.
         for same in [
             "time_in.mlp.0.weight",
             "single_blocks.3.linear1.scale",

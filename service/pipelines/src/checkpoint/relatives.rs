@@ -14,7 +14,7 @@ struct Relative {
     name: &'static str,
     /// Beginnings of the classes of its pipelines and transformers.
     classes: &'static [&'static str],
-    /// What GGUF files call it, where no model that runs is called so too.
+    /// Architectures of its GGUF files, except those that a model that runs here uses too.
     architectures: &'static [&'static str],
     /// Parts of tensors' names: a file with all parts of one set holds this model.
     marks: &'static [&'static [&'static str]],
@@ -53,7 +53,7 @@ pub(crate) fn is_lora(names: &[&str]) -> bool {
     LORA.has_marks(names)
 }
 
-/// What tensors of these names are, of all that is known.
+/// The known model whose tensors have these names.
 pub(crate) fn known_by_names(names: &[&str]) -> Option<&'static str> {
     let mut all = RELATIVES.iter().chain(&PARTS);
     all.find(|relative| relative.has_marks(names))

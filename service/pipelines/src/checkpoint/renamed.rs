@@ -13,7 +13,7 @@ use crate::{AdapterFile, Model, Precision, catalogue};
 
 const TRANSFORMER: &str = "transformer";
 
-/// What programs put in front of all names of a checkpoint.
+/// Prefixes that programs add to all names of a checkpoint.
 const IN_FRONT: [&str; 8] = [
     "diffusion_model.",
     "model.diffusion_model.",

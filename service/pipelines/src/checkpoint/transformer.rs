@@ -49,7 +49,7 @@ pub(crate) trait TransformerFiles: DeserializeOwned + Default {
         Ok(self)
     }
 
-    /// Refuses what is not supported.
+    /// Refuses unsupported settings, with a message.
     fn check(&self) -> Result<(), String>;
 
     /// All tensors, and where they are in a file of the authors.

@@ -11,7 +11,7 @@ use crate::mmdit::BlocksShape;
 pub struct TransformerConfig {
     /// Patch size of the model itself; 1, since the pipeline packs.
     pub patch_size: usize,
-    /// Width of a packed token, with what conditions it: four times the latent's channels, or for Fill twice that and 256
+    /// Width of a packed token, with its conditioning: four times the latent's channels, or for Fill twice that and 256
     /// of the mask.
     pub in_channels: usize,
     /// Output width; `in_channels` if missing.

@@ -1,7 +1,8 @@
 //! ControlNets for FLUX.1: diffusers' `FluxControlNetModel`, single and union, with its tensor names.
 //!
-//! A ControlNet is a copy of some of the transformer's blocks that reads a control picture beside the latent. What its blocks
-//! leave is added to the residual of the transformer's blocks, each to several in turn. It is a component of its own.
+//! A ControlNet is a copy of some of the transformer's blocks that reads a control picture beside the latent. The outputs of
+//! its blocks are added to the residual of the transformer's blocks, each output to several blocks in turn. It is a separate
+//! component.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
@@ -332,7 +333,7 @@ impl PreparedControl {
     }
 }
 
-/// Takes what each block of a ControlNet leaves.
+/// Collects the output of each block of a ControlNet.
 struct CollectSamples<'a> {
     control: &'a PreparedControl,
 }
@@ -349,7 +350,8 @@ impl BlockHook for CollectSamples<'_> {
     }
 }
 
-/// What ControlNets add to the blocks of a transformer: each sample to as many blocks in turn as there are blocks for one.
+/// The residuals that ControlNets add to the blocks of a transformer. Each sample goes to several blocks in turn: the number of
+/// blocks divided by the number of samples.
 pub(super) struct Controls<'a> {
     /// Those that act in this step.
     pub(super) active: Vec<&'a PreparedControl>,

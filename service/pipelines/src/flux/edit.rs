@@ -33,14 +33,14 @@ pub(super) const MASKED: &str = "masked";
 /// Pixels of a latent's cell along each axis.
 const PIXELS_PER_CELL: usize = 8;
 
-/// What a checkpoint generates from.
+/// The inputs from which a checkpoint generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Variant {
     /// A prompt, and possibly a picture to start from.
     Plain,
     /// A prompt, and possibly a reference picture.
     Kontext,
-    /// A prompt, a picture, and a mask of what changes in it.
+    /// A prompt, a picture, and a mask of its part that changes.
     Fill,
 }
 
@@ -150,7 +150,7 @@ impl FluxModel {
         None
     }
 
-    /// The stages that encode what a request gives to edit.
+    /// The stages that encode a request's pictures to edit.
     pub(super) fn editing_stages(&self, request: &Request, image: &Image) -> Vec<StagePlan> {
         let autoencoder = self.autoencoder();
         let controls = self.controls_of(request, image).map(|(i, ..)| {
@@ -213,8 +213,8 @@ impl FluxModel {
     }
 }
 
-/// What a mask leaves of a picture, f32 `[1, 3, height, width]` of -1 to 1: 0 where it changes, and everywhere without a
-/// picture. In host memory.
+/// The masked picture, f32 `[1, 3, height, width]` of -1 to 1: 0 in the part that changes, and everywhere without a picture. In
+/// host memory.
 pub(super) fn masked_picture(image: &Image) -> candle_core::Result<Tensor> {
     let (width, height) = (image.width as usize, image.height as usize);
     let mut picture = vec![0f32; 3 * width * height];

@@ -44,7 +44,7 @@ pub(super) fn encodings(request: &Request) -> Prompts<(&'static str, &'static st
     )
 }
 
-/// The encodings of a prompt, and what all steps share of them.
+/// The encodings of a prompt, and the state that all steps share.
 struct Condition {
     pooled: Tensor,
     sequence: Tensor,
@@ -216,7 +216,7 @@ impl Stage<'_, FluxModel> {
         let input = self.input_of_fill(image)?;
         for step in 0..steps {
             self.observer.check_cancelled()?;
-            // Strengths that change are those of what all steps share, too.
+            // Strengths that change also change the state that otherwise all steps share.
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
@@ -243,7 +243,7 @@ impl Stage<'_, FluxModel> {
                     beside.active.push(control);
                 }
             }
-            // What ControlNets add is that of the prompt under both conditions, as in the reference.
+            // ControlNets read the prompt alone, and their residuals are added under both conditions, as in the reference.
             let velocity = conditions.predict(|each| {
                 transformer.velocity_beside(
                     input,
@@ -272,7 +272,7 @@ impl Stage<'_, FluxModel> {
         self.model.adapters.attach(uses, base, used_as, self.run.tensors)
     }
 
-    /// The request's ControlNets that act, with what all steps share.
+    /// The request's ControlNets that act, with the state that all their steps share.
     fn prepared_controls<'i>(
         &self,
         image: &'i Image,

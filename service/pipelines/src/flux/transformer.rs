@@ -150,7 +150,7 @@ impl Transformer {
         self.velocity_beside(latent, conditioning, step, step_buffers, &mut NoHook, go_on)
     }
 
-    /// As [`Transformer::velocity`], with what is added by ControlNets.
+    /// As [`Transformer::velocity`], with the residuals of ControlNets.
     ///
     /// # Errors
     /// Those of [`Transformer::velocity`].
@@ -267,7 +267,7 @@ pub fn denoise_scratch(
     let (blocks, number) = (config.blocks(), dtype.size_in_bytes());
     let buffers = blocks.buffers_bytes(text + picture, dtype);
     let modulations = blocks.modulations_bytes(steps, dtype);
-    // The latent in f32 and in the computation dtype, and its velocity; what conditions it; the encoded text.
+    // The latent in f32 and in the computation dtype, and its velocity; its conditioning; the encoded text.
     let input = if config.takes_mask() {
         config.in_channels
     } else {

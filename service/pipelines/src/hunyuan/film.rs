@@ -12,11 +12,11 @@ use crate::{MediaFormat, Piece, StageError, Video};
 /// The film that a decode delivers a part of.
 pub(super) struct Film {
     format: MediaFormat,
-    /// What ranges of the decoded frames become, in order.
+    /// Ranges of the decoded frames, in order, each with its use.
     parts: Vec<(Range<usize>, FilmPart)>,
-    /// What the section before left, `[frames, h, w, 3]`, in host memory.
+    /// The last frames of the section before, `[frames, h, w, 3]`, in host memory.
     before: Option<Tensor>,
-    /// What is kept for the next section.
+    /// Frames that are kept for the next section.
     kept: Vec<Tensor>,
 }
 
@@ -26,7 +26,7 @@ impl Film {
         vec![(0..frames, FilmPart::Final { first: 0 })]
     }
 
-    /// With what the section before left.
+    /// `before` are the last frames of the section before.
     pub(super) fn new(video: &Video, parts: Vec<(Range<usize>, FilmPart)>, before: Option<Tensor>) -> Film {
         Film {
             format: MediaFormat::Video {
@@ -41,7 +41,7 @@ impl Film {
         }
     }
 
-    /// Takes the next decoded frames, `[n, h, w, 3]` of -1 to 1, and delivers what is final.
+    /// Takes the next decoded frames, `[n, h, w, 3]` of -1 to 1, and delivers the frames that are final.
     ///
     /// # Errors
     /// [`StageError::NotFinite`]; [`StageError::BadInput`] if there is nothing to blend with.
@@ -90,7 +90,7 @@ impl Film {
         Ok(())
     }
 
-    /// What is left for the next section; `None` if nothing is.
+    /// The frames that are left for the next section; `None` if there are none.
     ///
     /// # Errors
     /// Errors of candle.

@@ -34,7 +34,7 @@ pub(super) const LLAMA: &str = "text_encoder";
 pub(super) const CLIP: &str = "text_encoder_2";
 pub(super) const VISION: &str = "image_encoder";
 
-/// Latent frames of a section: what FramePack was trained with.
+/// Latent frames of a section, as FramePack was trained with.
 const WINDOW: usize = 9;
 
 /// Most frames of a film: ten minutes.
@@ -86,7 +86,7 @@ impl Family for Hunyuan {
     }
 }
 
-/// What FramePack has beside HunyuanVideo.
+/// The parts that FramePack has in addition to HunyuanVideo's.
 #[derive(Clone, Debug)]
 pub(super) struct FramePack {
     pub(super) order: Order,
@@ -108,7 +108,7 @@ pub struct HunyuanModel {
     pub(super) llama_tokenizer: Arc<LlamaTokenizer>,
     pub(super) clip_tokenizer: Arc<ClipTokenizer>,
     pub(super) parts: ModelParts,
-    /// What is attached to its components.
+    /// The adapters that are attached to its components.
     pub(super) adapters: AdapterSet,
 }
 

@@ -28,7 +28,7 @@ const COMPONENTS: [&str; 5] = [TRANSFORMER, VAE, LLAMA, CLIP, VISION];
 /// Components that presets quantize: nearly all bytes.
 const LARGE: [&str; 2] = [TRANSFORMER, LLAMA];
 
-/// The default request of HunyuanVideo or FramePack: what their authors say.
+/// The default request of HunyuanVideo or FramePack, as their authors publish it.
 fn defaults(is_framepack: bool) -> Request {
     let video = |width, height, frames, frames_per_second| {
         Medium::Video(Video {
@@ -55,7 +55,7 @@ impl HunyuanModel {
         HunyuanModel::of(path, open_single_file(path)?.as_ref(), precision)
     }
 
-    /// As [`HunyuanModel::open`], of what is open if it is a single file.
+    /// As [`HunyuanModel::open`]. `file` is open if the path is a single file.
     pub(super) fn of(
         path: &Path,
         file: Option<&CheckpointFile>,

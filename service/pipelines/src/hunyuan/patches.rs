@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 /// Cells of a token along frames, rows and columns.
 pub(super) type Patch = [usize; 3];
 
-/// The patch of what is sampled, and of what is seen in full resolution.
+/// The patch of sampled frames, and of seen frames in full resolution.
 pub(super) const FULL: Patch = [1, 2, 2];
 /// Of frames that are seen in half of it.
 pub(super) const HALF: Patch = [2, 4, 4];

@@ -28,7 +28,7 @@ use crate::checkpoint::{
 use crate::files::{checked, damaged, pipeline_class, read_json, transformer_class, unsupported};
 use crate::{ModelError, ModelFile};
 
-/// Classes of transformers: diffusers' two, and what FramePack's own repositories call theirs.
+/// Classes of transformers: diffusers' two, and that of FramePack's own repositories.
 pub(super) const TRANSFORMERS: [&str; 3] = [
     "HunyuanVideoTransformer3DModel",
     "HunyuanVideoFramepackTransformer3DModel",
@@ -49,7 +49,7 @@ fn single_file_of(component: &str) -> Option<(&'static str, &'static str)> {
     }
 }
 
-/// What a sidecar says; the default request in it is read elsewhere (`folder_defaults`).
+/// The contents of a sidecar; the default request in it is read elsewhere (`folder_defaults`).
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct Written {
@@ -86,7 +86,7 @@ impl Written {
 
 /// Where the parts of a pipeline are.
 pub(super) struct Places {
-    /// What was opened: the pipeline's folder, or a transformer that comes alone.
+    /// The opened path: the pipeline's folder, or a transformer that comes alone.
     opened: PathBuf,
     /// The pipeline's folder.
     pub(super) base: PathBuf,
@@ -105,7 +105,7 @@ pub(super) struct ComponentPlace {
 }
 
 impl Places {
-    /// The places of what a path holds; `None` if it is of another family.
+    /// The places of the model at a path; `None` if it is of another family.
     ///
     /// # Errors
     /// When it is of this family and damaged, or its base is not found.

@@ -14,7 +14,7 @@ const RIDGE: f64 = 1e-3;
 /// How much larger than the latent a preview is.
 const ENLARGED: u32 = 4;
 
-/// What HunyuanVideo's 16 latent channels add to red, green and blue of 0 to 1, as FramePack's program has it
+/// The parts of red, green and blue, from 0 to 1, that HunyuanVideo's 16 latent channels add, as FramePack's program has them
 /// (`diffusers_helper/hunyuan.py`, `vae_decode_fake`), and the colour of a latent of zeros.
 const PUBLISHED: [[f64; 3]; 16] = [
     [-0.0395, -0.0331, 0.0445],
@@ -41,7 +41,7 @@ const PUBLISHED_OF_ZEROS: [f64; 3] = [0.0259, -0.0192, -0.0761];
 pub(super) struct ColourMap {
     /// For each colour, a weight per channel.
     weights: [Vec<f64>; 3],
-    /// What the map takes a latent to that is `middle`, 0 to 255.
+    /// The colour of a latent that is `middle`, 0 to 255.
     mean: [f64; 3],
     /// Mean of each channel.
     middle: Vec<f64>,

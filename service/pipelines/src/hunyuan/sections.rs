@@ -43,7 +43,7 @@ pub(super) enum LatentFrame {
     Of { section: usize, frame: usize },
 }
 
-/// What a section sees: latent frames, and the positions of their tokens on the axis of time.
+/// The context of a section: the latent frames that it sees, and the positions of their tokens on the axis of time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Context {
     /// Positions of the sampled frames.
@@ -56,14 +56,14 @@ pub(super) struct Context {
     pub(super) quarter: (Vec<LatentFrame>, u32),
 }
 
-/// What the frames of a decoded section become, in order.
+/// The use of the frames of a decoded section, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FilmPart {
     /// Kept for the next section, which blends its own with them.
     Carried,
     /// Final, from this frame of the film on.
     Final { first: usize },
-    /// Blended with what the section before left, from this frame of the film on: the section's own frames fade out.
+    /// Blended with the last frames of the section before, from this frame of the film on: the section's own frames fade out.
     FadingOut { first: usize },
     /// The same, with the section's own frames fading in.
     FadingIn { first: usize },
@@ -129,7 +129,7 @@ impl Sections {
         }
     }
 
-    /// What section `section`, from 0, sees.
+    /// The context of section `section`, from 0.
     pub(super) fn context(&self, section: usize) -> Context {
         let film = self.film_after(section);
         let window = self.window as u32;
@@ -137,7 +137,7 @@ impl Sections {
         let zeros = std::iter::repeat(LatentFrame::Zero);
         match self.order {
             Order::Backward => {
-                // The section's place: start picture, what is between, the section, then what was sampled before.
+                // The section's place: start picture, the frames between, the section, then the frames sampled before.
                 let sampled = 1 + self.padding(section) as u32 * window;
                 let seen: Vec<LatentFrame> = film.into_iter().chain(zeros).take(SEEN).collect();
                 let behind = sampled + window;
@@ -186,7 +186,7 @@ impl Sections {
         }
     }
 
-    /// What the frames of a decoded section become: ranges of them.
+    /// The ranges of a decoded section's frames, and the use of each.
     pub(super) fn parts(&self, section: usize) -> Vec<(Range<usize>, FilmPart)> {
         let frames = FRAMES_PER_LATENT * (self.decoded(section).len() - 1) + 1;
         let overlap = self.overlap();

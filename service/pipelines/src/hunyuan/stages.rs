@@ -1,7 +1,7 @@
 //! Computation of a request's stages, as in diffusers' `HunyuanVideoPipeline` and `HunyuanVideoFramepackPipeline`.
 //!
 //! Random draws are in the order of the reference: FramePack first draws the sample of the start picture, then the noise of
-//! each section. Each is a stage of its own here, and passes over what the stages before it draw. Numbers are drawn in f32
+//! each section. Each is a separate stage here, and skips the draws of the stages before it. Numbers are drawn in f32
 //! on every card, as in the reference.
 
 use std::collections::BTreeMap;
@@ -265,7 +265,7 @@ impl Stage<'_, HunyuanModel> {
         };
         for step in 0..steps {
             self.observer.check_cancelled()?;
-            // Strengths that change are those of what all steps share, too.
+            // Strengths that change also change the state that otherwise all steps share.
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);

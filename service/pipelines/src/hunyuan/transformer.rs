@@ -30,7 +30,7 @@ pub(super) struct Transformer {
     last: Linear,
 }
 
-/// What FramePack has beside HunyuanVideo's layers.
+/// The layers that FramePack has in addition to HunyuanVideo's.
 struct FramePackLayers {
     full: Linear,
     half: Linear,
@@ -39,8 +39,8 @@ struct FramePackLayers {
     vision_down: Linear,
 }
 
-/// What a section of FramePack sees, as tokens of the patches of their resolution, `[1, tokens, channels * cells]`, and the
-/// start picture.
+/// The frames that a section of FramePack sees, as tokens of the patches of their resolution, `[1, tokens, channels * cells]`,
+/// and the start picture.
 pub(super) struct Seen<'a> {
     pub(super) quarter: &'a Tensor,
     pub(super) half: &'a Tensor,
@@ -59,7 +59,7 @@ pub(super) struct Prompted<'a> {
     /// CLIP's pooled output, `[1, pooled_projection_dim]`.
     pub(super) pooled: &'a Tensor,
     pub(super) guidance: f32,
-    /// Of all tokens: text, what is seen, what is sampled.
+    /// Of all tokens: text, seen frames, sampled frames.
     pub(super) rotations: Rotations,
     /// `None`: HunyuanVideo.
     pub(super) seen: Option<Seen<'a>>,
@@ -71,7 +71,7 @@ pub(super) struct Conditioning {
     modulations: Modulations,
     last: Vec<Tensor>,
     refiner: RefinerConditioning,
-    /// Embedded states of the picture encoder, `[1, tokens, width]`, and what is seen, `[1, tokens, width]`.
+    /// Embedded states of the picture encoder, `[1, tokens, width]`, and embedded seen frames, `[1, tokens, width]`.
     seen: Option<(Tensor, Tensor)>,
 }
 
@@ -238,7 +238,7 @@ impl Transformer {
 }
 
 impl FramePackLayers {
-    /// The tokens of the picture encoder, and those of what is seen, `[1, tokens, width]` each.
+    /// The tokens of the picture encoder, and those of the seen frames, `[1, tokens, width]` each.
     fn embedded(&self, seen: &Seen<'_>) -> candle_core::Result<(Tensor, Tensor)> {
         let hidden = self.vision_up.forward(seen.vision)?;
         ops::activate(&hidden, Nonlinearity::Silu)?;

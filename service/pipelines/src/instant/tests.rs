@@ -522,7 +522,7 @@ fn a_request_of_another_medium_is_refused() {
                 assert!(model.plan(&asked).is_ok());
                 continue;
             }
-            asked.steps = 0; // what else is wrong does not matter then
+            asked.steps = 0; // other problems do not matter then
             assert_eq!(wrong_fields(&**model, &asked), ["model"]);
         }
     }

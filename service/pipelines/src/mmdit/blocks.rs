@@ -1,6 +1,6 @@
 //! The transformer's blocks. They compute in [`Buffers`], allocated once per request: a step allocates nothing.
 //!
-//! Between two layers there is one fused pass: the residual, and the norm and modulation of what follows. So a block
+//! Between two layers there is one fused pass: the residual, and the norm and modulation of the next layer. So a block
 //! begins with normalized rows, and ends by normalizing for the next block.
 
 use candle_core::{DType, Result, Tensor};
@@ -172,7 +172,7 @@ impl Stream {
         next_of(modulation, step, self.projection.layers())
     }
 
-    /// Adds attention to the residual, runs the feed-forward, and adds what is `added` to the first rows; normalizes for
+    /// Adds attention to the residual, runs the feed-forward, and adds `added` to the first rows; normalizes for
     /// `next`.
     fn close(
         &self,
@@ -268,7 +268,7 @@ impl DoubleBlock {
         ))
     }
 
-    /// Runs the block over normalized rows, and normalizes them for `next`: picture and text. What is `added` goes to the
+    /// Runs the block over normalized rows, and normalizes them for `next`: picture and text. `added` goes to the
     /// first rows of the picture.
     pub(super) fn forward(
         &self,
@@ -342,8 +342,8 @@ impl SingleBlock {
     }
 
     /// Runs the block over normalized rows; `rows` of them are needed afterwards, and are normalized for `next`.
-    /// Layers whose results only those rows need skip the others: after the last block the text is not needed. What is
-    /// `added` goes to the first rows of the picture.
+    /// Layers whose results only those rows need skip the others: after the last block the text is not needed. `added`
+    /// goes to the first rows of the picture.
     pub(super) fn forward(
         &self,
         buffers: &Buffers,

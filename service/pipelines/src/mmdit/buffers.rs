@@ -117,7 +117,7 @@ impl Buffers {
         self.part(0, self.hidden.dim(1)?)
     }
 
-    /// Any rows: of the text, then of what is generated.
+    /// Any rows: of the text, then of the generated tokens.
     pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Part> {
         self.part(first, count)
     }
@@ -158,7 +158,7 @@ pub(crate) struct Layers {
     pub(crate) scratch_bytes: u64,
 }
 
-/// What a block adds to the residual, `[1, rows, width]`, and its factor, `[1, width]`.
+/// A term that is added to the residual after a block, `[1, rows, width]`, and its factor, `[1, width]`.
 pub(crate) type Added<'a> = (&'a Tensor, &'a Tensor);
 
 /// Rows of the buffers: text, picture, or both.

@@ -10,7 +10,7 @@ pub(crate) struct StreamNames {
     pub(crate) modulation: &'static str,
     /// Of queries, keys and values in one.
     pub(crate) projections: &'static str,
-    /// Of queries and keys, with what follows the layer's name.
+    /// Of queries and keys, the suffix of the layer's name.
     pub(crate) norms: [&'static str; 2],
     pub(crate) output: &'static str,
     pub(crate) feed_forward: [&'static str; 2],
@@ -26,7 +26,7 @@ pub(crate) struct SingleNames {
 /// How an author's single files name the tensors of blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockNames {
-    /// Of what is generated, then of the text.
+    /// Of the generated tokens, then of the text.
     pub(crate) streams: [StreamNames; 2],
     pub(crate) single: SingleNames,
 }

@@ -31,9 +31,9 @@ pub(crate) enum BlockPlace {
     Single(usize),
 }
 
-/// What goes along with the blocks of a pass.
+/// Additions to the blocks of a pass, and observers of their results.
 pub(crate) trait BlockHook {
-    /// What a block adds to the residual of what is generated.
+    /// The terms that are added to the residual of the generated tokens after a block.
     fn added(&self, _block: BlockPlace) -> Vec<Added<'_>> {
         Vec::new()
     }
@@ -57,13 +57,13 @@ pub(crate) struct Pass<'a> {
     /// Its residual streams are embedded already.
     pub(crate) buffers: &'a Buffers,
     pub(crate) modulations: &'a Modulations,
-    /// Of all tokens: text, then what is generated.
+    /// Of all tokens: text, then generated tokens.
     pub(crate) rotations: &'a Rotations,
     /// The row of the modulations.
     pub(crate) step: usize,
     /// The rows that are needed after the last block.
     pub(crate) wanted: &'a Part,
-    /// What they are normalized for.
+    /// The norm of these rows.
     pub(crate) last: &'a Next,
 }
 
@@ -87,7 +87,7 @@ impl Blocks {
         })
     }
 
-    /// The modulations of `vector`, SiLU of what conditions each step, `[steps, width]`.
+    /// The modulations of `vector`, SiLU of the conditioning of each step, `[steps, width]`.
     ///
     /// # Errors
     /// When shapes do not match.
@@ -134,7 +134,7 @@ impl Blocks {
     /// Runs all blocks. `go_on` is called before every block.
     ///
     /// # Errors
-    /// Errors of candle, of `go_on`, and of what is beside.
+    /// Errors of candle, of `go_on`, and of `beside`.
     pub(crate) fn run(
         &self,
         pass: &Pass<'_>,

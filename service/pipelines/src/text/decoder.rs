@@ -129,7 +129,7 @@ impl Decoder {
     /// Checks the sizes, which come from files.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub(super) fn check(&self, hidden_act: &str) -> Result<(), String> {
         let widths = [self.hidden_size, self.intermediate_size, self.head_dim];
         let counts = [self.layers, self.heads];

@@ -145,7 +145,7 @@ impl LlamaConfig {
     /// Checks that this decoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         self.decoder().check(&self.hidden_act)?;
         if self.depth() == 0 {

@@ -113,7 +113,7 @@ impl Qwen3Config {
     /// Checks that this decoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         self.decoder().check(&self.hidden_act)?;
         if self.attention_bias || self.use_sliding_window {

@@ -19,7 +19,7 @@ const FILES: [&str; 5] = [
 /// Tokenizers of one kind that are open, by the versions of their files. This keeps none of them open.
 pub(crate) struct Shared<T>(Mutex<BTreeMap<Vec<ModelFile>, Known<T>>>);
 
-/// A tokenizer that may be open still, and what was read for it.
+/// A tokenizer that may still be open, and the text files that were read for it.
 type Known<T> = (Weak<T>, ReadFiles);
 
 impl<T> Shared<T> {

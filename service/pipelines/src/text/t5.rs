@@ -76,7 +76,7 @@ impl T5Config {
     /// Checks that this encoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let widths = [
             self.d_model,

@@ -391,7 +391,7 @@ impl QwenTokenizer {
     }
 }
 
-/// What follows a prompt in Qwen3's chat.
+/// The text after a prompt in Qwen3's chat.
 const BEHIND_TURN: &str = "<|im_end|>\n<|im_start|>assistant\n";
 
 /// A prompt in Qwen3's chat.

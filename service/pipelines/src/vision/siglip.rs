@@ -116,7 +116,7 @@ impl SiglipConfig {
     /// Checks that this encoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let widths = [
             self.hidden_size,

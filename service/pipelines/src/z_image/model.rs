@@ -106,7 +106,7 @@ pub struct ZImageModel {
     pub(super) scheduler: SchedulerConfig,
     pub(super) tokenizer: Arc<QwenTokenizer>,
     pub(super) parts: ModelParts,
-    /// What is attached to its components.
+    /// The adapters that are attached to its components.
     pub(super) adapters: AdapterSet,
 }
 
@@ -225,7 +225,7 @@ impl ZImageModel {
             steps,
             takes: captions.chain(latent).collect(),
             gives: names(&[LATENT]),
-            // What a mask keeps is put back after every step.
+            // After every step the unmasked part is restored from the start picture.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
             ..denoiser.stage(DENOISE, request, scratch)

@@ -43,7 +43,7 @@ impl ZImageModel {
         ZImageModel::of(path, open_single_file(path)?.as_ref(), precision)
     }
 
-    /// As [`ZImageModel::open`], of what is open if it is a single file.
+    /// As [`ZImageModel::open`]. `file` is open if the path is a single file.
     pub(super) fn of(
         path: &Path,
         file: Option<&CheckpointFile>,

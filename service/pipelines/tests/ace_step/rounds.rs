@@ -336,7 +336,7 @@ fn a_failed_or_cancelled_request_does_not_change_the_others_in_its_pass() {
         }
         expect_others(&given, number, false);
 
-        // Before it begins, and behind its first step: some rounds have no second.
+        // Before it begins, and after its first step: some rounds have no second.
         for steps in [0, 1] {
             let mut told = Steps {
                 cancelled: vec![(number, steps)],

@@ -1,6 +1,6 @@
 //! The autoencoders against diffusers, their strips, tiles and windows against the whole, and their memory against the
 //! prediction.
-// What tests share is outside of them; figures are for whoever reads the tests' output.
+// What tests share is outside of them; figures are for readers of the tests' output.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 #[path = "../../../ops/tests/device/mod.rs"]

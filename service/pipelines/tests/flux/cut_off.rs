@@ -65,7 +65,7 @@ fn what_is_cut_off_anywhere_is_refused() {
 }
 
 #[test]
-fn what_is_no_checkpoint_is_told_in_its_own_words() {
+fn each_kind_of_file_that_is_no_checkpoint_has_its_own_message() {
     let beside = copy_of(&["flux-tiny-bfl"]);
     crate::open_model::copy(
         &crate::numbers::fixtures().join("flux-tiny"),

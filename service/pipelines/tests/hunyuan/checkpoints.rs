@@ -1,4 +1,4 @@
-//! What opens: single files in the names of Tencent and of diffusers, GGUF, files that stand in for components, and
+//! What opens: single files in the names of Tencent and of diffusers, GGUF, files that replace components, and
 //! FramePack's own repositories. Each gives the tensors of the whole folder.
 
 use std::collections::{BTreeMap, HashMap};

@@ -1,6 +1,6 @@
 //! Memory of stages and encoders on the CPU, against the prediction. The counter is the process's, so that one test runs at a
 //! time.
-// What tests share is outside of them; figures are for whoever reads the tests' output.
+// What tests share is outside of them; figures are for readers of the tests' output.
 #![allow(clippy::expect_used, clippy::print_stdout)]
 
 mod ace_step;

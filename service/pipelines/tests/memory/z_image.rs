@@ -84,7 +84,7 @@ fn stages_allocate_the_predicted_bytes() {
         assert_close(&format!("{rows}x{columns} and {text} tokens"), taken, predicted);
     }
 
-    // A second condition, of a text as long: what it adds is predicted apart.
+    // A second condition, of a text of equal length: its memory is predicted separately.
     let lengths = Lengths {
         rows: 40,
         columns: 32,

@@ -22,7 +22,7 @@ use tempfile::TempDir;
 use crate::open_model::{Delivered, F32, OpenModel};
 use crate::toy::Toy;
 
-/// Writes a model file: a table that tells prompts apart, and colours of it.
+/// Writes a model file: a table that distinguishes prompts, and its colours.
 fn write_model(folder: &Path) -> PathBuf {
     let path = folder.join("gradient.toy.safetensors");
     let numbers = |count: usize, factor: f32| (0..count).map(|n| (n as f32 * factor).sin().abs()).collect();

@@ -41,7 +41,7 @@ const DECODE: &str = "decode";
 const TEXT: &str = "text";
 const LATENT: &str = "latent";
 
-/// The family: it tells its files from others, and opens them.
+/// The family: it recognizes its files, and opens them.
 pub(crate) struct Toy;
 
 impl Family for Toy {
@@ -97,7 +97,7 @@ impl Family for Toy {
     }
 }
 
-/// An open model: it holds no weights, plans requests, and computes stages over tensors that it is given.
+/// An open model: it holds no weights, plans requests, and computes stages over tensors that the caller passes.
 struct ToyModel(ModelParts);
 
 impl Model for ToyModel {
@@ -299,7 +299,7 @@ fn denoise(stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, 
     let mut latent = Tensor::from_vec(noise, shape, stage.device)?;
     for step in 1..=request.steps {
         observer.check_cancelled()?;
-        // Some noise is left after the last step, by which seeds can be told apart.
+        // Some noise is left after the last step, so that seeds give different results.
         let part = 1.0 / f64::from(request.steps + 2 - step);
         latent =
             (latent.affine(1.0 - part, 0.0)? + target.affine(part, 0.0)?.broadcast_as(latent.shape())?)?;

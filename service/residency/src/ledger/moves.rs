@@ -179,7 +179,7 @@ impl Ledger {
         Ok(lease)
     }
 
-    /// Ends a stage. Its scratch counts as slack until the driver's figures differ, since pools keep what they have
+    /// Ends a stage. Its scratch counts as slack until the driver's figures differ, since pools keep the memory that they have
     /// allocated.
     ///
     /// # Errors

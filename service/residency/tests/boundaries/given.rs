@@ -2,7 +2,7 @@
 
 use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis, StageNeed};
 
-/// A component of `gib` GiB that takes a second per GiB to bring back.
+/// A component of `gib` GiB that takes a second per GiB to reload.
 pub(crate) fn component(name: &str, gib: u64) -> Component {
     let id = ComponentId::new(name);
     Component {

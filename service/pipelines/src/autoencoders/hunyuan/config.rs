@@ -81,8 +81,8 @@ impl HunyuanVaeConfig {
         1.0 / self.scaling_factor
     }
 
-    /// What follows the blocks of a resolution, counted from the frames in the encoder, from the latents in the
-    /// decoder; `None` for nothing.
+    /// The resizing layer after the blocks of a resolution, counted from the frames in the encoder, from the latents in the
+    /// decoder; `None` for no layer.
     pub(super) fn resize(&self, level: usize) -> Option<Resize> {
         let levels = self.block_out_channels.len();
         let halvings = |ratio: usize| ratio.max(1).ilog2() as usize;
@@ -96,7 +96,7 @@ impl HunyuanVaeConfig {
     /// Checks that this autoencoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         self.table().check()?;
         if self.act_fn != "silu" {

@@ -144,7 +144,7 @@ impl Run<'_> {
     }
 }
 
-/// Delivers a picture as a request's result, with what its mask keeps.
+/// Delivers a picture as a request's result, with the unmasked part pasted from the start picture.
 pub(crate) fn deliver(picture: Rgb8, image: &Image, observer: &mut dyn Observer) {
     let Rgb8 {
         width,

@@ -86,7 +86,7 @@ impl OobleckConfig {
     /// Checks that this autoencoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let (strides, multiples) = (&self.downsampling_ratios, &self.channel_multiples);
         if strides.is_empty() || strides.len() > MAX_LEVELS || multiples.len() != strides.len() {

@@ -58,7 +58,7 @@ impl OobleckDecoder {
     /// audio_channels]` f32 on the device of the weights, about from -1 to 1 but not clipped. In all there are
     /// [`OobleckConfig::samples`] of them.
     ///
-    /// What is delivered does not depend on `windows`: to the bit on the CPU, within rounding on a card.
+    /// The delivered samples do not depend on `windows`: to the bit on the CPU, within rounding on a card.
     /// `cancelled` is polled before every layer.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Windows of a track: which latent frames are processed at a time, and what is kept of them.
+//! Windows of a track: which latent frames are processed at a time, and which of their samples are kept.
 
 use std::ops::Range;
 
@@ -45,10 +45,10 @@ pub(super) struct Window {
     pub(super) keep_end: usize,
 }
 
-/// Positions that a layer reads, for positions from the first to the end of what it writes; far from the edges.
+/// First and end of a range of positions in a layer's input or output, far from the edges.
 type Span = (i64, i64);
 
-/// What the positions of a span see of a convolution's input.
+/// The positions of a convolution's input on which the positions of a span depend.
 fn seen((first, end): Span, shape: SequenceShape) -> Span {
     let taps = shape.taps as i64;
     match shape.through {
@@ -99,8 +99,8 @@ impl OobleckConfig {
 }
 
 /// The windows of which some frames of a track of so many are kept, in order. All have the same length, so that they have
-/// the same plans and the same order of sums: the last one begins earlier instead of being shorter. What they keep
-/// covers those frames once.
+/// the same plans and the same order of sums: the last one begins earlier instead of being shorter. The frames they keep
+/// cover those frames once.
 pub(super) fn windows_of(
     frames: usize,
     kept: Range<usize>,
