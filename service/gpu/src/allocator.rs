@@ -136,8 +136,8 @@ pub fn return_large() {
 /// After this call, all threads share at most `heaps` heaps. Otherwise the C library makes a heap for each thread, which keeps
 /// the memory that the thread has freed.
 ///
-/// To be called before there are threads. With more than one, free memory at the end of those beside the first is kept whatever
-/// [`return_free`] does: up to 64 MiB each, once much was freed at a time.
+/// To be called before other threads exist. With several heaps, [`return_free`] leaves up to 64 MiB of free memory at the end
+/// of each heap but the first, once much was freed at a time.
 pub fn share_heaps(heaps: i32) {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: it sets a number of the C library, which takes its own lock.

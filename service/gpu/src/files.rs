@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_private_is_so_and_no_link_is_followed() {
+    fn private_folders_and_files_are_closed_to_others_and_no_link_is_followed() {
         let folder = tempfile::tempdir().unwrap();
         let own = folder.path().join("above/state");
         create_private_folder(&own).unwrap();

@@ -414,7 +414,7 @@ impl KeptFolder {
     /// bytes fit.
     ///
     /// # Errors
-    /// [`KeepError::TooLarge`] if they cannot fit, beside copies that are being written: no copy is removed then.
+    /// [`KeepError::TooLarge`] if `needed` bytes cannot fit together with copies that are being written; then no copy is removed.
     /// [`KeepError::Write`] if the folder cannot be read or a copy cannot be removed.
     pub fn make_room(&self, needed: Bytes) -> Result<(), KeepError> {
         self.make_room_beside(needed, None)

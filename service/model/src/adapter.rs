@@ -100,7 +100,7 @@ impl StrengthCurve {
         self.between(position, self.points.partition_point(|&(at, _)| at <= position))
     }
 
-    /// The strength at a position that so many points are before.
+    /// The strength at a position; `behind` is the number of points at or before it.
     fn between(&self, position: f32, behind: usize) -> f32 {
         match (
             behind.checked_sub(1).map(|i| self.points[i]),

@@ -128,7 +128,7 @@ impl ComponentSet {
         self.sources(component).iter().any(|source| source.name == tensor)
     }
 
-    /// Predicted scratch of the quantized layers of a component for so many tokens: layers run one at a time, so it
+    /// Predicted scratch of the quantized layers of a component for `tokens` tokens: layers run one at a time, so it
     /// is that of the largest layer for which `is_run` holds.
     pub fn dequantizing(&self, name: &str, tokens: usize, is_run: impl Fn(&str) -> bool) -> Bytes {
         let of_layer = |source: &TensorSource| match source.target {

@@ -108,7 +108,7 @@ impl Piece {
         })
     }
 
-    /// Splits it into pieces of at most so many bytes, and of at least one unit each.
+    /// Splits it into pieces of at most `most_bytes` bytes, and of at least one unit each.
     pub fn cut(self, most_bytes: usize) -> impl Iterator<Item = Piece> {
         let unit = usize::try_from(self.format.unit_bytes())
             .unwrap_or(usize::MAX)

@@ -53,8 +53,8 @@ pub trait Model: Send + Sync {
         request
     }
 
-    /// Its components, with exact bytes. Their identity is provisional ([`provisional_identity`](crate::provisional_identity)) until [`Model::files_of`]
-    /// has been hashed; callers may substitute another identity.
+    /// Its components, with exact bytes. Their identity is provisional ([`provisional_identity`](crate::provisional_identity))
+    /// until [`Model::files_of`] has been hashed; callers may substitute another identity.
     fn components(&self) -> &[Component] {
         self.parts().components.all()
     }
@@ -83,8 +83,8 @@ pub trait Model: Send + Sync {
         self.parts().components.formats()
     }
 
-    /// A quantization with the large components in `format` where they would otherwise have a more accurate one, those
-    /// apart that are stored quantized.
+    /// A quantization with the large components in `format` where their present format is more accurate. Components that are
+    /// stored quantized keep their format.
     fn reduced(&self, from: &Quantization, format: WeightFormat) -> Quantization {
         let large = self.large_components();
         let is_stored = |name: &str| self.format_of(name).is_some() && self.formats().of(name).is_none();
@@ -92,7 +92,7 @@ pub trait Model: Send + Sync {
         from.reduced(format, large, &reducible)
     }
 
-    /// The same model with these adapters attached, each as components of its own beside the others.
+    /// The same model with these adapters attached, each as separate components in addition to the others.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
@@ -163,7 +163,7 @@ pub trait Model: Send + Sync {
         usize::from(self.reads().has(Field::References))
     }
 
-    /// The refusal of so many reference pictures; `None` if the model takes them.
+    /// The refusal of `count` reference pictures; `None` if the model takes them.
     fn too_many_references(&self, count: usize) -> Option<RequestError> {
         too_many_references(count, self.most_references())
     }

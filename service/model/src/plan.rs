@@ -82,7 +82,7 @@ pub fn ladder<T: Copy>(ways: impl IntoIterator<Item = T>, rung_of: impl Fn(T) ->
     ladder
 }
 
-/// The rungs of a ladder, each with so many bytes beside its own.
+/// The rungs of a ladder, with `beside` bytes added to the scratch of each.
 pub fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
     let rungs = ladder.into_iter().map(|(_, rung)| Rung {
         scratch: rung.scratch + beside,
@@ -145,7 +145,7 @@ pub struct StagePlan {
     pub shape: String,
     /// Number of steps, for progress; 1 if there are none.
     pub steps: u32,
-    /// Input values, beside the request.
+    /// Input values, in addition to the request.
     pub takes: Vec<ValueShape>,
     /// Names of the output values.
     pub gives: Vec<String>,
@@ -199,7 +199,7 @@ pub struct PreviewNeed {
 }
 
 impl PreviewNeed {
-    /// Previews that need no component and no memory beside the stage: they are sent wherever it runs.
+    /// Previews that need no component and no memory in addition to the stage's own: they are sent wherever it runs.
     pub const NOTHING: PreviewNeed = PreviewNeed {
         components: Vec::new(),
         scratch: Bytes::ZERO,

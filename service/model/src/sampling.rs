@@ -1,4 +1,4 @@
-//! How results are sampled, as far as somebody says it: a client, a recipe, a model's folder.
+//! The settings of sampling that a client, a recipe or a model's folder states.
 
 use serde::{Deserialize, Serialize};
 

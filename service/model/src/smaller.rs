@@ -2,7 +2,7 @@
 
 use crate::request::{Medium, PictureSlot, Request};
 
-/// Frames in so many seconds, rounded; at least one.
+/// Frames in `seconds` seconds, rounded; at least one.
 pub fn nearest_frames(seconds: f32, frames_per_second: f32) -> u32 {
     let frames = (f64::from(seconds) * f64::from(frames_per_second)).round();
     (frames as u32).max(1)

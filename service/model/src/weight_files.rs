@@ -89,7 +89,7 @@ const ENDINGS: [&str; 2] = ["safetensors", "sft"];
 /// Names of an adapter's weights in a folder of peft or diffusers.
 pub const ADAPTER_WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
 
-/// The configuration beside them.
+/// The configuration beside the weight files of an adapter.
 pub const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
 
 /// The name of an adapter in one file without its ending; `None` for a file of another kind.

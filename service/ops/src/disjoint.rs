@@ -23,8 +23,8 @@ impl<T> Disjoint<T> {
     }
 }
 
-/// The place after the last element of rows of `width` elements, which lie along axes of these lengths and strides from
-/// `start` on; `None` where that is no number.
+/// The place after the last element of rows of `width` elements. The rows are along axes of these lengths and strides, from
+/// `start` on. `None` if the place overflows.
 pub(crate) fn end_of(
     start: usize,
     axes: impl IntoIterator<Item = (usize, usize)>,

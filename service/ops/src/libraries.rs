@@ -12,7 +12,7 @@ static BY_CUDNN: AtomicU64 = AtomicU64::new(0);
 static BY_OWN_KERNELS: AtomicU64 = AtomicU64::new(0);
 static ON_CPU: AtomicU64 = AtomicU64::new(0);
 
-/// Name of the path in reports, beside `cudnn` with its version.
+/// Name of the path in reports, the alternative to `cudnn` with its version.
 const OWN_KERNELS: &str = "own kernels";
 const CPU_LOOPS: &str = "cpu loops";
 

@@ -125,7 +125,7 @@ impl<'a> LinearLayer<'a> {
             && self.low_rank.iter().all(is_term)
     }
 
-    /// Scratch bytes for so many rows of a dtype.
+    /// Scratch bytes for `tokens` rows of a dtype.
     fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
         let (outputs, inputs) = (self.weight.dims()[0], self.weight.dims()[1]);
         let of_weight = match self.weight {

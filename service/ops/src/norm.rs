@@ -103,11 +103,11 @@ pub struct CodesOfRows {
     scales: Tensor,
 }
 
-/// So many scales are 16 bytes.
+/// Distance of the scales of two rows in f32 numbers: 16 bytes, so that any part begins aligned.
 const SCALES_APART: usize = 4;
 
 impl CodesOfRows {
-    /// For so many rows of this width.
+    /// For `rows` rows of this width.
     ///
     /// # Errors
     /// Errors of candle.
@@ -118,7 +118,7 @@ impl CodesOfRows {
         })
     }
 
-    /// Bytes of the memory for so many rows of this width.
+    /// Bytes of the memory for `rows` rows of this width.
     pub fn bytes(rows: usize, width: usize) -> u64 {
         (rows * (width + SCALES_APART * size_of::<f32>())) as u64
     }

@@ -91,7 +91,7 @@ fn rows<P: Processor, const VECTORS: usize, const ROWS: usize>(
     let mut row = 0;
     while row < product.rows {
         // SAFETY: rows up to `product.rows` and columns up to `product.columns` are within the operands (`multiply`), and
-        // so many vectors are left: COLUMNS is two of the narrower ones at least. The processor is the caller's.
+        // that many vectors are left: COLUMNS is two of the narrower ones at least. The processor is the caller's.
         row += unsafe {
             match product.rows - row {
                 rest if rest >= ROWS => tile::<P, VECTORS, ROWS>(product, row, column),

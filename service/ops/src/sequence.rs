@@ -15,10 +15,10 @@ use crate::planned::Planned;
 use crate::rows::with_numbers;
 use crate::snake::NormedWeight;
 
-/// How a convolution goes through time, as `torch.nn.Conv1d` and `ConvTranspose1d` do.
+/// How a convolution runs over time, as `torch.nn.Conv1d` and `ConvTranspose1d` do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Through {
-    /// An odd number of taps so many rows apart, with as much padding as keeps the length.
+    /// An odd number of taps that are `dilation` rows apart, padded so that the length stays the same.
     Dilated { dilation: usize },
     /// `2 stride` taps, with a padding of `ceil(stride / 2)`.
     Strided { stride: usize },
@@ -59,7 +59,7 @@ struct View {
 }
 
 impl SequenceShape {
-    /// For a sequence of so many rows; `None` for one that is too short, or a shape that is none.
+    /// For a sequence of `rows` rows; `None` for one that is too short, or a shape that is none.
     pub fn reach(&self, rows: usize) -> Option<Reach> {
         if rows == 0 {
             return None;
@@ -133,7 +133,7 @@ impl SequenceShape {
         }
     }
 
-    /// The shape for which cuDNN compiles a plan, for a sequence of so many rows; `None` where it is a product.
+    /// The shape for which cuDNN compiles a plan, for a sequence of `rows` rows; `None` where it is a product.
     pub fn planned(&self, rows: usize, dtype: DType, has_bias: bool) -> Option<Planned> {
         let view = self.view(self.reach(rows)?);
         match Planned::convolution(&view.read, &view.filter, &Steps::EACH, dtype)? {
@@ -145,7 +145,7 @@ impl SequenceShape {
         }
     }
 
-    /// Most bytes that [`SequenceFilter::convolve`] takes on a card for a sequence of so many rows, in addition to the
+    /// Most bytes that [`SequenceFilter::convolve`] takes on a card for a sequence of `rows` rows, in addition to the
     /// sequence and the result.
     pub fn scratch(&self, rows: usize, dtype: DType) -> usize {
         let Some(reach) = self.reach(rows) else {

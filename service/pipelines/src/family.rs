@@ -61,7 +61,7 @@ pub trait Family: Send + Sync {
         &[]
     }
 
-    /// File name endings of its models in one file, beside the extensions of checkpoints, which every family has.
+    /// File name endings of its models in one file, in addition to the extensions of checkpoints, which every family has.
     fn file_endings(&self) -> &'static [&'static str] {
         &[]
     }

@@ -149,7 +149,7 @@ impl Linear {
         ops::multiplies_fp8(device, &self.weight, dtype)
     }
 
-    /// Scratch bytes for so many tokens.
+    /// Scratch bytes for `tokens` tokens.
     fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
         let of_weight = match &self.weight {
             Weight::Full(_) => 0,
@@ -173,7 +173,7 @@ impl Linear {
     }
 }
 
-/// Maximum scratch bytes of these layers for so many tokens: they run one after the other.
+/// Maximum scratch bytes of these layers for `tokens` tokens: they run one after the other.
 pub(crate) fn largest_scratch<'a>(
     layers: impl IntoIterator<Item = &'a Linear>,
     tokens: usize,

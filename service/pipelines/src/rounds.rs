@@ -18,13 +18,13 @@ pub(crate) struct Round {
     pub(crate) of: u32,
 }
 
-/// The name of a value after so many steps.
+/// The name of a value after `steps` steps.
 pub(crate) fn behind(value: &str, steps: u32) -> String {
     format!("{value}_{steps}")
 }
 
 impl Round {
-    /// The rounds of a request's sampling of so many steps: as many as slots, of about as many steps each, and of at least
+    /// The rounds of a request's sampling of `steps` steps: as many as slots, of about as many steps each, and of at least
     /// one. A sampling that shares no passes is one round.
     pub(crate) fn all(request: &Request, steps: u32) -> Vec<Round> {
         let rounds = match is_in_rounds(request) {
@@ -39,10 +39,10 @@ impl Round {
         (0..rounds).map(round).collect()
     }
 
-    /// The round of a stage whose state is named `value`, of so many steps that are run.
+    /// The round of a stage whose state is named `value`, of `of` steps in all.
     ///
     /// # Errors
-    /// [`StageError::BadInput`] if they are not so many.
+    /// [`StageError::BadInput`] if the round ends after these steps.
     pub(crate) fn of_plan(plan: &StagePlan, value: &str, of: u32) -> Result<Round, StageError> {
         let taken = plan.takes.iter();
         let number = |name: &str| name.strip_prefix(value)?.strip_prefix('_')?.parse().ok();

@@ -21,7 +21,7 @@ pub(crate) struct Denoiser<'a> {
 }
 
 impl Denoiser<'_> {
-    /// Predicted activation bytes of `steps` steps over so many tokens: those of the `buffers`, the scratch of quantized layers
+    /// Predicted activation bytes of `steps` steps over `tokens` tokens: those of the `buffers`, the scratch of quantized layers
     /// and of adapters, and the codes of rows for native fp8 products.
     pub(crate) fn scratch(&self, buffers: u64, tokens: usize, steps: u32, request: &Request) -> Bytes {
         let (components, adapters) = (&self.parts.components, self.adapters);
@@ -141,7 +141,7 @@ impl<C> Conditions<C> {
         })
     }
 
-    /// Bytes that a second condition keeps beside itself, where a prediction has so many numbers.
+    /// Bytes that a second condition keeps, where a prediction has `numbers` numbers.
     pub(crate) fn kept_bytes(numbers: usize, dtype: DType) -> u64 {
         (numbers * dtype.size_in_bytes()) as u64
     }
@@ -309,7 +309,7 @@ impl SampledLatent {
         Ok(())
     }
 
-    /// Goes on with another latent, f32 in host memory.
+    /// Continues with another latent, f32 in host memory.
     ///
     /// # Errors
     /// Errors of the device.

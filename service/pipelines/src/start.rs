@@ -95,10 +95,10 @@ pub(crate) fn steps_run(request: &Request) -> u32 {
     request.steps.saturating_sub(first)
 }
 
-/// The initial noise of a request, mixed with a latent of the same shape if there is one: an encoded picture, or a
-/// latent from the client. `get_timesteps` and `prepare_latents` of diffusers' image to image pipelines. `sigmas` are
-/// those of all steps, with the final zero. So many draws of other stages are before that of the start. Computed in host
-/// memory: a card would have to load kernels for it.
+/// The initial noise of a request, mixed with a latent of the same shape if there is one: an encoded picture, or a latent from
+/// the client. `get_timesteps` and `prepare_latents` of diffusers' image to image pipelines. `sigmas` are those of all steps,
+/// with the final zero. `draws_before` draws of other stages precede that of the start, if there is one, and that of the noise.
+/// Computed in host memory: a card would have to load kernels for it.
 ///
 /// # Errors
 /// [`StageError::BadInput`] if the strength leaves no step.

@@ -89,7 +89,7 @@ impl Millis {
         Millis(self.0.saturating_add(milliseconds))
     }
 
-    /// Milliseconds since `earlier`; zero if `earlier` lies ahead.
+    /// Milliseconds since `earlier`; zero if `earlier` is later.
     pub fn since(self, earlier: Millis) -> u64 {
         self.0.saturating_sub(earlier.0)
     }

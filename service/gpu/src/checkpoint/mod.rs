@@ -48,7 +48,7 @@ impl TensorEntry {
     }
 
     /// `count` rows of the first dimension, from row `first` on, as an entry: a slice of a fused weight. `None` if
-    /// the tensor is a scalar, does not have so many rows, or is stored in blocks that cross the end of a row.
+    /// the tensor is a scalar, has fewer rows, or is stored in blocks that cross the end of a row.
     pub fn rows(&self, first: usize, count: usize) -> Option<TensorEntry> {
         let (rows, rest) = self.shape.split_first()?;
         if first.checked_add(count)? > *rows {

@@ -231,7 +231,7 @@ impl Making {
 }
 
 impl WorkspaceSize {
-    /// Size for these tensors on lanes with so many slots. `None` if none of them is quantized at load.
+    /// Size for these tensors on lanes with `slots` slots. `None` if none of them is quantized at load.
     pub(super) fn of(
         makings: &[Option<Making>],
         lanes: usize,

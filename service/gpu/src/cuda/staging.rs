@@ -192,7 +192,7 @@ impl Staging {
         Bytes((slots * self.chunk) as u64)
     }
 
-    /// Minimum of temporary bytes on the card during a load of these sources, beside the tensors: those of one lane.
+    /// Minimum of temporary bytes on the card during a load of these sources, in addition to the tensors: those of one lane.
     ///
     /// # Errors
     /// [`LoadError::Unsupported`] if one of them is to be quantized in an unknown way, or does not fit the ring.

@@ -166,7 +166,7 @@ enum Order {
     NoTerms,
     /// Before the layer's product, to a copy of the weight in the scratch: of many rows, this moves fewer bytes.
     InWeight,
-    /// Before the layer's product, they are written where its result goes, and the product reads them while it computes.
+    /// Before the layer's product, they are written to its result, and the product reads them while it computes.
     TermsFirst,
     /// After the layer's product, where scales are applied to the finished product: terms written before it would be scaled
     /// too.
@@ -174,7 +174,7 @@ enum Order {
 }
 
 impl Order {
-    /// For so many rows of a dtype.
+    /// For `tokens` rows of a dtype.
     fn of(
         layer: &LinearLayer<'_>,
         tokens: usize,
@@ -702,7 +702,7 @@ impl Layer<'_> {
                 "cuBLASLt has no algorithm for {shape:?} with scales by rows, added to low-rank terms"
             );
         }
-        // A sum of so many products of at most 448² must fit f16: it is scaled by a power of two, which loses
+        // A row's sum of products of at most 448² must fit f16: it is scaled by a power of two, which loses
         // nothing.
         let factor = if is_bf16 {
             1.0

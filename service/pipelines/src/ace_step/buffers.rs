@@ -59,7 +59,7 @@ pub(super) fn row_widths(layer: &LayerConfig) -> (usize, usize) {
 }
 
 impl TokenBuffers {
-    /// For so many tokens in each item of a batch; the residual stream in its own dtype.
+    /// For `tokens` tokens in each item of a batch; the residual stream in its own dtype.
     pub(super) fn new(
         layer: &LayerConfig,
         (batch, tokens): (usize, usize),
@@ -96,7 +96,7 @@ impl TokenBuffers {
         })
     }
 
-    /// The part of the first so many items of the batch.
+    /// The part of the first `items` items of the batch.
     pub(super) fn first(&self, items: usize) -> Result<TokenBuffers> {
         let first = |buffer: &Tensor| buffer.narrow(0, 0, items);
         Ok(TokenBuffers {
@@ -112,7 +112,7 @@ impl TokenBuffers {
         })
     }
 
-    /// Their bytes for so many tokens, without the workspace of linear layers.
+    /// Their bytes for `tokens` tokens, without the workspace of linear layers.
     pub(super) fn bytes(layer: &LayerConfig, tokens: usize, of_sum: DType, dtype: DType) -> u64 {
         let size = dtype.size_in_bytes();
         allocated(tokens * layer.hidden_size * of_sum.size_in_bytes())
@@ -122,7 +122,7 @@ impl TokenBuffers {
     }
 }
 
-/// Predicted activation bytes of `steps` steps over latents of so many frames, attending to conditions of so many tokens:
+/// Predicted activation bytes of `steps` steps over latents of `frames` frames, attending to conditions of these numbers of tokens:
 /// the buffers, rotations, the modulation of all steps, keys and values of the conditions, the workspace of attention where
 /// cuDNN has no plan, and the reordered layers. Not included is the scratch of quantized layers ([`ops::linear_scratch`]).
 pub fn denoise_scratch(
@@ -144,8 +144,8 @@ pub fn denoise_scratch(
     request_scratch(config, frames, conditions, steps, dtype) + others as u64 + LIBRARIES
 }
 
-/// Predicted activation bytes of each request beside the first in passes over several, with modulations of so many rows: the
-/// part of [`denoise_scratch`] that each has for its own.
+/// Predicted activation bytes of each further request in passes over several requests, with modulations of `rows` rows: the
+/// part of [`denoise_scratch`] that every request has.
 pub fn request_scratch(
     config: &TransformerConfig,
     frames: usize,

@@ -118,7 +118,7 @@ impl ConditionEncoder {
         self.null.squeeze(0)
     }
 
-    /// So many latent frames of silence, `[frames, channels]` in the dtype of the component, in host memory: repeated
+    /// `frames` latent frames of silence, `[frames, channels]` in the dtype of the component, in host memory: repeated
     /// where there are fewer.
     ///
     /// # Errors
@@ -133,7 +133,7 @@ impl ConditionEncoder {
         Ok(Tensor::cat(&copies, 0)?)
     }
 
-    /// The first frames of silence, at most so many: not repeated.
+    /// The first frames of silence, at most `frames`: not repeated.
     ///
     /// # Errors
     /// As [`ConditionEncoder::silence`].
@@ -155,8 +155,8 @@ impl ConditionEncoder {
         }
     }
 
-    /// Predicted activation bytes of [`ConditionEncoder::condition`] for so many tokens of text, of lyrics, and frames of
-    /// timbre.
+    /// Predicted activation bytes of [`ConditionEncoder::condition`] for `text` tokens of text, `lyrics` tokens of lyrics, and
+    /// `timbre` frames of timbre.
     pub fn scratch(
         config: &ConditionConfig,
         (text, lyrics, timbre): (usize, usize, usize),

@@ -51,7 +51,7 @@ impl Default for LayerConfig {
 }
 
 impl LayerConfig {
-    /// The window of a layer over so many tokens; `None` if it sees all.
+    /// The window of a layer over `tokens` tokens; `None` if it sees all.
     pub(super) fn window(&self, layer: usize, tokens: usize) -> Option<usize> {
         let named = self.layer_types.as_ref().and_then(|types| types.get(layer));
         let is_windowed = match named {
@@ -164,7 +164,7 @@ impl TransformerConfig {
         self.encoder_hidden_size.unwrap_or(self.layer.hidden_size)
     }
 
-    /// Tokens of so many latent frames.
+    /// Tokens of `frames` latent frames.
     pub(super) fn tokens(&self, frames: usize) -> usize {
         frames.div_ceil(self.patch_size)
     }

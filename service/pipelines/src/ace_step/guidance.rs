@@ -19,7 +19,7 @@ pub struct Guidance {
 }
 
 impl Guidance {
-    /// For velocities of so many channels.
+    /// For velocities of `channels` channels.
     pub fn new(scale: f32, channels: usize) -> Guidance {
         Guidance {
             scale,

@@ -229,7 +229,7 @@ impl Encoder {
         })
     }
 
-    /// Buffers for so many tokens in each item of a batch.
+    /// Buffers for `tokens` tokens in each item of a batch.
     pub(super) fn buffers(
         &self,
         (batch, tokens): (usize, usize),
@@ -287,7 +287,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Bytes of a pass over so many tokens: the buffers, and the workspace of attention where cuDNN has no plan.
+    /// Bytes of a pass over `tokens` tokens: the buffers, and the workspace of attention where cuDNN has no plan.
     pub(super) fn scratch(config: &LayerConfig, (batch, tokens): (usize, usize), dtype: DType) -> u64 {
         let attention = ops::attention_workspace(config.num_attention_heads, tokens, tokens);
         TokenBuffers::bytes(config, batch * tokens, DType::F32, dtype)

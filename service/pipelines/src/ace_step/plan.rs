@@ -298,7 +298,7 @@ impl AceStepModel {
         }
     }
 
-    /// Moments of so many frames.
+    /// Moments of `frames` frames.
     fn moments(&self, name: &str, frames: usize) -> ValueShape {
         ValueShape::new(name, vec![2, frames, self.vae.decoder_input_channels])
     }
@@ -380,7 +380,7 @@ impl AceStepModel {
         ValueShape::new(SILENCE, vec![frames, self.vae.decoder_input_channels])
     }
 
-    /// The latent of so many frames.
+    /// The latent of `frames` frames.
     pub(super) fn latent(&self, frames: usize) -> ValueShape {
         self.like_latent(LATENT, frames)
     }

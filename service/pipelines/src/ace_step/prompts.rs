@@ -51,7 +51,7 @@ pub(super) fn instruction(task: &AudioTask) -> String {
     }
 }
 
-/// The text of a caption for a task, and for a track of so many seconds.
+/// The text of a caption for a task, and for a track of `seconds` seconds.
 pub(super) fn caption(prompt: &str, audio: &Audio, task: &AudioTask, seconds: f64) -> String {
     let given = |text: &str| match text.trim().is_empty() {
         true => UNKNOWN.to_owned(),

@@ -24,7 +24,7 @@ struct Slot {
     conditions: Conditions,
     /// Steps that are made.
     made: usize,
-    /// Why it has left; its place is computed on, and nothing comes of it.
+    /// Why the request has left the passes. Its place in the batch is still computed, and the result is unused.
     left: Option<StageError>,
 }
 

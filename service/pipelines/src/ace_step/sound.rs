@@ -95,7 +95,7 @@ pub(super) fn at_rate(clip: &Clip, rate: u32, channels: usize) -> Result<Tensor,
     })
 }
 
-/// Samples `[n, channels]` in another rate, so many of them.
+/// Samples `[n, channels]` in another rate: `length` samples per channel.
 fn resampled(samples: &Tensor, (from, to): (u32, u32), length: usize) -> Result<Tensor, StageError> {
     let (count, channels) = samples.dims2()?;
     let broken = |error: &dyn std::fmt::Display| {

@@ -48,7 +48,7 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// For so many frames a second, in a schedule of so many steps.
+    /// For `per_second` frames a second, in a schedule of `steps` steps.
     pub(super) fn new(
         (source, noise): (Tensor, Tensor),
         points: &[StrengthPoint],

@@ -101,8 +101,8 @@ pub(super) fn window_of(task: &AudioTask) -> Option<(f32, f32)> {
     }
 }
 
-/// The frames of a window of a track of so many, at so many a second (`_build_chunk_mask`). An end of 0, or one that is
-/// infinite, is that of the track.
+/// The frames of a window of a track of `frames` frames, `per_second` of them a second (`_build_chunk_mask`). An end that is 0
+/// or infinite is that of the track.
 pub(super) fn frames_of_window((start, end): (f32, f32), frames: usize, per_second: f64) -> (usize, usize) {
     let frame = |seconds: f32| (decimal(seconds) * per_second) as usize;
     let end = match end > 0.0 && end.is_finite() {

@@ -101,14 +101,14 @@ impl AudioTokenizer {
         Ok(Tokens { quantized, codes })
     }
 
-    /// Predicted activation bytes of tokenizing so many frames.
+    /// Predicted activation bytes of tokenizing `frames` frames.
     pub fn scratch(config: &TokenConfig, frames: usize, dtype: DType) -> u64 {
         let tokens = frames.div_ceil(config.pool_window_size);
         passed(config, tokens, 1 + config.pool_window_size, dtype)
     }
 }
 
-/// Bytes of a pass over tokens of so many rows each, and of its input and output.
+/// Bytes of a pass over tokens of `rows` rows each, and of its input and output.
 fn passed(config: &TokenConfig, tokens: usize, rows: usize, dtype: DType) -> u64 {
     let at_once = tokens.min(AT_A_TIME);
     let size = dtype.size_in_bytes();
@@ -252,7 +252,7 @@ impl AudioDetokenizer {
         Ok(latents)
     }
 
-    /// Predicted activation bytes for so many frames.
+    /// Predicted activation bytes for `frames` frames.
     pub fn scratch(config: &TokenConfig, frames: usize, dtype: DType) -> u64 {
         let tokens = frames.div_ceil(config.pool_window_size);
         passed(config, tokens, config.pool_window_size, dtype)

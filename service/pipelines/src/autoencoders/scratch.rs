@@ -120,7 +120,7 @@ impl Account {
         Pass::new(self.kernels, from, channels, (Resize::NONE, Resize::NONE), true)
     }
 
-    /// A convolution with so many strips of results.
+    /// A convolution with `strips` strips of results.
     fn take(&mut self, pass: Pass, strips: usize) -> Taken {
         let number = self.dtype.size_in_bytes();
         let rows = self.size.rows(&pass, strips, self.dtype, !self.on_card());

@@ -118,7 +118,7 @@ pub(super) struct Strip {
 }
 
 impl<'a> StripConvolution<'a> {
-    /// `beside` further strips of results are held by the caller.
+    /// `beside` is the number of further strips of results that the caller holds.
     pub(super) fn new(
         map: &Tensor,
         reading: Reading<'a>,

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_in_front_are_taken_off_one_by_one() {
+    fn prefixes_are_removed_one_by_one() {
         let rests: Vec<&str> = unwrapped("model.diffusion_model._orig_mod.double_blocks.0", &['.']).collect();
         assert_eq!(rests.len(), 4);
         assert_eq!(rests.last(), Some(&"double_blocks.0"));

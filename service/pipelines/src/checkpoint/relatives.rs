@@ -1,6 +1,6 @@
-//! Models that people have beside those that run here, by their tensors' names, by the class of their configuration, or by
-//! the architecture that a GGUF file names: they are refused by name. Several have names that begin like those of a model that
-//! runs.
+//! Models that people have and that do not run here. They are recognized by their tensors' names, by the class of their
+//! configuration, or by the architecture that a GGUF file names, and refused by name. Several have names that begin like those
+//! of a model that runs.
 
 mod table;
 

@@ -154,7 +154,7 @@ impl ControlNetConfig {
         tokens + usize::from(self.num_mode.is_some())
     }
 
-    /// Predicted activation bytes beside those of the transformer: the residual samples of its blocks, its modulations, and its own
+    /// Predicted activation bytes in addition to those of the transformer: the residual samples of its blocks, its modulations, and its own
     /// buffers.
     pub(super) fn scratch(&self, text: usize, picture: usize, steps: u32, dtype: DType) -> u64 {
         let (width, number) = (self.trunk.width(), dtype.size_in_bytes());
@@ -350,8 +350,8 @@ impl BlockHook for CollectSamples<'_> {
     }
 }
 
-/// The residuals that ControlNets add to the blocks of a transformer. Each sample goes to several blocks in turn: the number of
-/// blocks divided by the number of samples.
+/// The residuals that ControlNets add to the blocks of a transformer. Each sample goes to as many blocks in turn as
+/// [`sample_of_block`] says.
 pub(super) struct Controls<'a> {
     /// Those that act in this step.
     pub(super) active: Vec<&'a PreparedControl>,
@@ -383,8 +383,8 @@ impl BlockHook for Controls<'_> {
     }
 }
 
-/// Which of so many samples a block of so many takes: each goes to as many blocks in turn. `None` without samples.
-/// (`interval_control` of diffusers' `FluxTransformer2DModel`.)
+/// The index of the sample, of `samples`, that block `block` of `blocks` takes: each sample goes to `blocks / samples` blocks
+/// in turn, rounded up. `None` without samples. (`interval_control` of diffusers' `FluxTransformer2DModel`.)
 fn sample_of_block(block: usize, blocks: usize, samples: usize) -> Option<usize> {
     (samples > 0).then(|| block / blocks.div_ceil(samples))
 }

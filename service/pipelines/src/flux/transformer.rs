@@ -55,7 +55,7 @@ impl Prompted<'_> {
     }
 }
 
-/// A reference picture, beside the one that is generated.
+/// A reference picture, whose tokens follow those of the generated picture.
 #[derive(Clone, Copy, Debug)]
 pub struct Reference<'a> {
     /// Its packed latent, `[1, rows * columns, in_channels]`.
@@ -113,7 +113,7 @@ impl Transformer {
         self.step_buffers_beside(batch, text, (picture, 0), on)
     }
 
-    /// As [`Transformer::step_buffers`], with so many tokens of a reference picture beside those of the generated one.
+    /// As [`Transformer::step_buffers`], with tokens of reference pictures in addition to those of the generated picture.
     ///
     /// # Errors
     /// Errors of the device.

@@ -258,7 +258,7 @@ impl Places {
     /// The single file of a component; none for a pipeline's own folder, which is complete.
     fn companion_of(&self, component: &str) -> Option<PathBuf> {
         let (stem, folder) = single_file_of(component).filter(|_| self.is_alone)?;
-        // A folder is beside files as one that it contains would be.
+        // Companions of a folder are searched beside the files that it contains.
         let file = match self.opened.is_dir() {
             true => self.opened.join("config.json"),
             false => self.opened.clone(),

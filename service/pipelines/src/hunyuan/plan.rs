@@ -52,7 +52,7 @@ impl HunyuanModel {
         Ok(prompt)
     }
 
-    /// Counts of tokens of a sampling, with so many of text.
+    /// Counts of tokens of a sampling with `text` tokens of text.
     pub(super) fn tokens(&self, text: usize, video: &Video) -> TokenCounts {
         let (h, w) = self.sides(video);
         let in_patches = |cells: usize| h.div_ceil(cells) * w.div_ceil(cells);
@@ -257,7 +257,7 @@ impl HunyuanModel {
         }
     }
 
-    /// Shape of so many latent frames of a film.
+    /// Shape of `frames` latent frames of a film.
     pub(super) fn latent_shape(&self, video: &Video, frames: usize) -> Vec<usize> {
         let (h, w) = self.sides(video);
         vec![1, self.vae.latent_channels, frames, h, w]

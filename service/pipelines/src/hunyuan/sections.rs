@@ -77,7 +77,7 @@ impl Sections {
         (count > 0 && count * step + 1 == frames).then_some(Sections { order, window, count })
     }
 
-    /// The sections of a film that has at least so many frames.
+    /// The sections of a film that has at least `frames` frames.
     pub(super) fn at_least(order: Order, window: usize, frames: usize) -> Sections {
         Sections {
             order,

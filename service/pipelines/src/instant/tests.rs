@@ -139,7 +139,7 @@ fn run(
     Ok(given)
 }
 
-/// Records pieces and steps, and cancels after so many pieces.
+/// Records pieces and steps, and cancels after a number of pieces.
 #[derive(Default)]
 struct Notes {
     pieces: Vec<Piece>,
@@ -910,7 +910,7 @@ fn run_shared(
 }
 
 #[test]
-fn rounds_of_two_requests_share_passes_and_give_what_they_give_alone() {
+fn rounds_of_two_requests_share_passes_and_return_the_same_values_as_alone() {
     let model = of_tracks();
     let stages = two_slots(&*model);
     let mut notes = Slots::default();

@@ -70,12 +70,12 @@ impl Buffers {
         })
     }
 
-    /// Bytes of the buffers for so many rows.
+    /// Bytes of the buffers for `rows` rows.
     pub(crate) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
         ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
     }
 
-    /// Shapes of the attention over the tokens of one picture and its text, of which so many are needed after the blocks.
+    /// Shapes of the attention over the tokens of one picture and its text, of which `needed` are needed after the blocks.
     pub(crate) fn planned(shape: &BlocksShape, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
         let by_head = (shape.heads, shape.head);
         let rows = (3 * shape.width(), WIDE * shape.width());

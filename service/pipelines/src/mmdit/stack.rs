@@ -47,7 +47,7 @@ pub(crate) trait BlockHook {
     }
 }
 
-/// Nothing beside the blocks.
+/// No additions and no observers.
 pub(crate) struct NoHook;
 
 impl BlockHook for NoHook {}

@@ -66,7 +66,7 @@ fn config_of(decoder: &Decoder, depth: usize, tokens: usize) -> TextEncoderConfi
 }
 
 /// Predicted peak of activations. Every operation allocates its result: the peaks are attention (scores, scaled,
-/// masked, beside queries, keys and values of all heads), and the feed-forward (the gate, the gated values, and their
+/// masked, with queries, keys and values of all heads), and the feed-forward (the gate, the gated values, and their
 /// product).
 pub(super) fn scratch(decoder: &Decoder, tokens: usize, dtype: DType) -> Bytes {
     let size = dtype.size_in_bytes();

@@ -80,7 +80,8 @@ impl Qwen3Config {
         }
     }
 
-    /// Qwen3-Embedding-0.6B with so many rows of its table, whose single files have no configuration.
+    /// Qwen3-Embedding-0.6B, whose single files have no configuration. `vocab_size` is the number of rows of its embedding
+    /// table.
     pub fn qwen3_embedding_0_6b(vocab_size: usize) -> Qwen3Config {
         Qwen3Config {
             vocab_size,

@@ -27,7 +27,7 @@ impl<T> Shared<T> {
         Shared(Mutex::new(BTreeMap::new()))
     }
 
-    /// The tokenizer of a folder: the one that somebody has, while the files are the same.
+    /// The tokenizer of a folder. An open tokenizer of the same files is shared.
     ///
     /// # Errors
     /// Those of `open`.

@@ -38,7 +38,7 @@ pub(super) struct ZImageBuffers {
 }
 
 impl ZImageBuffers {
-    /// For so many tokens.
+    /// For `tokens` tokens.
     pub(super) fn new(
         config: &TransformerConfig,
         tokens: usize,
@@ -63,7 +63,7 @@ impl ZImageBuffers {
         })
     }
 
-    /// Bytes of the buffers for so many tokens.
+    /// Bytes of the buffers for `tokens` tokens.
     pub(super) fn bytes(config: &TransformerConfig, tokens: usize, number: usize) -> u64 {
         (((1 + 1 + 3) * config.dim + wide(config)) * tokens * number) as u64
     }

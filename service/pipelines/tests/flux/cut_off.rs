@@ -38,7 +38,7 @@ fn assert_refused(model: &Path, file: &Path) {
 }
 
 #[test]
-fn what_is_cut_off_anywhere_is_refused() {
+fn a_file_that_is_cut_off_anywhere_is_refused() {
     let folder = copy_of(&["flux-tiny"]);
     let index = crate::checkpoints::shard(folder.path());
     let unread = |file: &PathBuf| file.components().any(|part| part.as_os_str() == "expected");

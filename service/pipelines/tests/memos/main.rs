@@ -386,7 +386,7 @@ fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
 }
 
 #[test]
-fn what_is_read_by_sampling_alone_changes_no_identity_of_encoded_text() {
+fn fields_that_sampling_alone_reads_change_no_identity_of_encoded_text() {
     for case in &CASES {
         let folder = case.folder();
         let model = catalogue().open(folder.path(), &F32).expect("a model");

@@ -119,7 +119,7 @@ fn a_prompt_is_encoded_once_for_all_sizes() {
 }
 
 #[test]
-fn what_it_cannot_do_is_refused_by_name() {
+fn unsupported_tasks_and_inputs_are_refused_by_name() {
     let (toy, folder) = toy();
     let wrong = Request {
         steps: 0,

@@ -61,12 +61,12 @@ impl HunyuanVaeConfig {
         self.spatial_compression_ratio
     }
 
-    /// Frames of a film of so many latents, of which there is at least one.
+    /// Frames of a film of `latents` latents, of which there is at least one.
     pub fn frames(&self, latents: usize) -> usize {
         latents.saturating_sub(1) * self.temporal_compression_ratio + 1
     }
 
-    /// Latents of a film of so many frames, of which there is at least one.
+    /// Latents of a film of `frames` frames, of which there is at least one.
     pub fn latents(&self, frames: usize) -> usize {
         frames.saturating_sub(1) / self.temporal_compression_ratio + 1
     }

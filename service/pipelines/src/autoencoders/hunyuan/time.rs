@@ -26,7 +26,7 @@ pub(super) struct TimeTile {
     pub(super) carried: usize,
 }
 
-/// Tiles of decoding a film of so many latents. A tile without results is left out.
+/// Tiles of decoding a film of `latents` latents. A tile without results is left out.
 pub(super) fn decode_tiles(config: &HunyuanVaeConfig, latents: usize) -> Vec<TimeTile> {
     let ratio = config.temporal_compression_ratio;
     let of = Cutting {
@@ -38,7 +38,7 @@ pub(super) fn decode_tiles(config: &HunyuanVaeConfig, latents: usize) -> Vec<Tim
     of.tiles(latents, config.frames(latents), |inputs| config.frames(inputs))
 }
 
-/// Tiles of encoding a film of so many frames.
+/// Tiles of encoding a film of `frames` frames.
 pub(super) fn encode_tiles(config: &HunyuanVaeConfig, frames: usize) -> Vec<TimeTile> {
     let ratio = config.temporal_compression_ratio;
     let of = Cutting {
@@ -50,12 +50,12 @@ pub(super) fn encode_tiles(config: &HunyuanVaeConfig, frames: usize) -> Vec<Time
     of.tiles(frames, config.latents(frames), |inputs| config.latents(inputs))
 }
 
-/// Most inputs of a tile of a film of so many latents to decode.
+/// Most inputs of a tile of a film of `latents` latents to decode.
 pub(super) fn most_latents(config: &HunyuanVaeConfig, latents: usize) -> usize {
     latents.min(TILE_FRAMES / config.temporal_compression_ratio + 1)
 }
 
-/// Most inputs of a tile of a film of so many frames to encode.
+/// Most inputs of a tile of a film of `frames` frames to encode.
 pub(super) fn most_frames(frames: usize) -> usize {
     frames.min(TILE_FRAMES + 1)
 }

@@ -19,7 +19,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// That of a pipeline's folder, for a transformer whose latents have so many channels. Where the transformer is `alone` in a
+    /// That of a pipeline's folder, for a transformer whose latents have `channels` channels. Where the transformer is `alone` in a
     /// file and the folder has no autoencoder, it may be a file too.
     ///
     /// # Errors

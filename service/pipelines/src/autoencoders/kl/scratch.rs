@@ -129,7 +129,7 @@ pub fn encode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking
         Chunking::Tiles { latent_size } if h <= latent_size && w <= latent_size => {
             encode_peak(config, (h, w), h, dtype)
         }
-        // Beside the tile: the picture as a map, and the joined result.
+        // In addition to the tile: the picture as a map, and the joined result.
         Chunking::Tiles { latent_size } => {
             let peak = encode_peak(
                 config,

@@ -62,7 +62,7 @@ impl Source<'_> {
         Ok(tensor.to_dtype(self.dtype)?)
     }
 
-    /// A convolution from so many channels to so many: those of the weight, which may be fewer than the shape's.
+    /// A convolution from `inputs` to `outputs` channels: those of the weight, which may be fewer than the shape's.
     fn convolution(
         &self,
         name: &str,
