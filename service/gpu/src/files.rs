@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 pub struct FileStamp {
     device: u64,
     inode: u64,
-    /// Its length in bytes.
+    /// The file's length in bytes.
     pub size: u64,
     modified_s: i64,
     modified_ns: i64,

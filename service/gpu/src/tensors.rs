@@ -121,8 +121,8 @@ impl ComponentTensors {
         }
     }
 
-    /// The same with their tensors in one piece of the machine's memory, if all are in full precision and of one dtype; and
-    /// pinned, if `pin` can, which gets address and bytes of that piece.
+    /// The component with its tensors in one piece of host memory, if all are in full precision and of one dtype. The piece is
+    /// pinned if `pin`, which gets its address and bytes, can pin it.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) fn in_one_piece(
         mut self,

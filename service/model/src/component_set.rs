@@ -23,7 +23,7 @@ pub struct ComponentFiles {
 }
 
 impl ComponentFiles {
-    /// The same with further tensors, of other files.
+    /// The component with further tensors, of other files.
     pub fn with(mut self, further: ComponentFiles) -> ComponentFiles {
         match (&mut self.plan, further.plan) {
             (LoadPlan::Files(sources), LoadPlan::Files(further)) => sources.extend(further),
@@ -39,7 +39,7 @@ impl ComponentFiles {
 #[derive(Clone, Debug)]
 pub struct ComponentSet {
     components: Vec<Component>,
-    /// Of each, its load plan, and the files whose content identifies it.
+    /// Of each component, its load plan, and the files whose content identifies it.
     loads: Vec<(LoadPlan, Vec<ModelFile>)>,
     dtype: DType,
     formats: Formats,

@@ -28,7 +28,7 @@ pub trait Families: ModelOpener {
     /// The folders that are read of a pipeline of this class; `None` if it is of no family, and has no parts of one.
     fn folders_of(&self, class: &str) -> Option<&'static [&'static str]>;
 
-    /// Of the folders that are read of a pipeline of this class, those that a model may lack.
+    /// The folders of a pipeline of this class that are read where they exist, and that a model may lack.
     fn optional_folders_of(&self, class: &str) -> &'static [&'static str];
 
     /// The folders that a transformer in a single file takes from a pipeline of this class, its base; `None` if the class is of

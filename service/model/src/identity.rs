@@ -11,7 +11,7 @@ use residency::ComponentId;
 /// A file that a component is read from, as it was when its model was opened.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ModelFile {
-    /// Where it is.
+    /// The path at which the file was found.
     pub path: Arc<Path>,
     /// Which version of it was opened.
     pub stamp: FileStamp,

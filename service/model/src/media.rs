@@ -93,7 +93,7 @@ impl Piece {
         (self.first.checked_add(units)? <= self.format.units()).then_some(units)
     }
 
-    /// These units of it, which share its memory; `None` if it has not all of them, or they are none.
+    /// The units `units` of the piece, in shared memory; `None` if the piece lacks some of them, or the range is empty.
     pub fn of_units(&self, units: Range<u64>) -> Option<Piece> {
         let end = self.first.checked_add(self.units()?)?;
         if units.is_empty() || units.start < self.first || units.end > end {

@@ -21,7 +21,7 @@ pub struct Memo {
 }
 
 impl Memo {
-    /// Of a request with the fields that the stage reads, and fixed values in all others.
+    /// The memo of a request that has the fields the stage reads, and fixed values in all others.
     pub fn of(request: Request) -> Memo {
         let mut hash = blake3::Hasher::new();
         request.hash_into(&mut hash);

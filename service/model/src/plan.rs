@@ -158,7 +158,7 @@ pub struct StagePlan {
     /// Needs of previews of its state, in addition to the stage's own; `None`: the stage sends no previews. Whether the stage
     /// fits does not depend on them: without this memory it runs without previews.
     pub preview: Option<PreviewNeed>,
-    /// Its place among the stages of its name, where a result is made section by section.
+    /// The stage's section among the stages of its name, where a result is made section by section.
     pub section: Option<Section>,
     /// How it shares passes of the model with stages of other requests; `None`: it runs alone.
     pub shared: Option<SharedPass>,

@@ -127,8 +127,8 @@ impl Quantization {
         Formats(quantized.collect())
     }
 
-    /// The same formats of a model with these large components, as all equal requests are written: a preset where they
-    /// are just that, else component by component.
+    /// The canonical form of the quantization for a model with these large components, in which all equal requests are written:
+    /// a preset where the formats are those of the preset, else component by component.
     #[must_use]
     pub fn canonical(&self, large: &[&str]) -> Quantization {
         let formats = self.formats(large);

@@ -33,7 +33,7 @@ pub enum Field {
 }
 
 impl Field {
-    /// Its name in requests, and the models that take it, where people should know of some.
+    /// The field's name in requests, and the models that take it, for messages.
     const fn row(self) -> (&'static str, &'static str) {
         match self {
             Field::NegativePrompt => ("negative_prompt", "FLUX.1 and Z-Image take one"),
@@ -60,7 +60,7 @@ impl Field {
         }
     }
 
-    /// Its name in requests.
+    /// The field's name in requests.
     pub const fn name(self) -> &'static str {
         self.row().0
     }
@@ -88,12 +88,12 @@ impl Reads {
     /// No optional field.
     pub const NOTHING: Reads = Reads(0);
 
-    /// These fields.
+    /// Reads these fields.
     pub const fn of(fields: &[Field]) -> Reads {
         Reads::NOTHING.and(fields)
     }
 
-    /// These fields too.
+    /// Reads these fields in addition.
     #[must_use]
     pub const fn and(self, fields: &[Field]) -> Reads {
         let (mut set, mut index) = (self.0, 0);

@@ -116,7 +116,7 @@ pub struct ControlUse {
     /// The part of the steps in which it acts, from 0 to 1.
     pub start: f32,
     pub end: f32,
-    /// Of a union: which of its modes.
+    /// The mode of a union ControlNet.
     pub mode: Option<u32>,
 }
 
@@ -154,7 +154,7 @@ pub struct Audio {
     pub time_signature: String,
     /// Language of the lyrics: `en`; empty: the model's default.
     pub language: String,
-    /// With a source: a strength of its own for each part of the track, as points between which it changes linearly; empty:
+    /// With a source: a separate strength for each part of the track, as points between which it changes linearly; empty:
     /// [`Request::strength`] everywhere. A frame is the source's until the schedule reaches its strength.
     pub strengths: Vec<StrengthPoint>,
     /// Where decoding begins, in seconds: the part before it follows at the end.
@@ -179,9 +179,9 @@ pub enum AudioTask {
     Repaint { start_seconds: f32, end_seconds: f32 },
     /// The source's melody and rhythm in another style.
     Cover,
-    /// One track of the source, alone.
+    /// Extracts one track of the source.
     Extract { track: String },
-    /// One track more, to the source, within a window.
+    /// Adds a track to the source, within a window.
     Lego {
         track: String,
         start_seconds: f32,
@@ -310,7 +310,7 @@ impl Request {
         }
     }
 
-    /// The same request with the formats and sizes of its pictures, films and tracks, without their data.
+    /// The request with the formats and sizes of its pictures, films and tracks, without their data.
     #[must_use]
     pub fn without_media_data(&self) -> Request {
         let mut request = self.clone();

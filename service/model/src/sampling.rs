@@ -59,7 +59,7 @@ impl Sampling {
         }
     }
 
-    /// Its texts, by field: they may be as long as a prompt.
+    /// The texts among the fields, by field: a text may be as long as a prompt.
     pub fn texts(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let texts = [("negative_prompt", &self.negative_prompt)];
         texts

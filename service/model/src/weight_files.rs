@@ -17,7 +17,7 @@ pub struct WeightNames {
 }
 
 impl WeightNames {
-    /// All that are read, in the order of lookup: variants where there are no others.
+    /// All names of weight files that are read, in the order of lookup. Variants are read where there are no others.
     pub fn all() -> impl Iterator<Item = WeightNames> {
         let named = |variant| STEMS.map(|stem| WeightNames { stem, variant });
         let variants = STEMS

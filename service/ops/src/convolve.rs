@@ -44,7 +44,7 @@ pub(crate) struct Sides {
 }
 
 impl Sides {
-    /// Of a weight `[out, in, spatial..]` with up to three spatial axes, each at least 1.
+    /// The sides of a weight `[out, in, spatial..]` with up to three spatial axes, each at least 1.
     pub(crate) fn of(weight: &[usize]) -> Option<Sides> {
         let [outputs, inputs, ref spatial @ ..] = *weight else {
             return None;
@@ -190,7 +190,7 @@ pub(crate) struct MapShape {
 }
 
 impl MapShape {
-    /// Of a map `[spatial.., in]` or `[n, spatial.., in]` with these dimensions.
+    /// The shape of the convolution of a map `[spatial.., in]` or `[n, spatial.., in]` with these dimensions.
     pub(crate) fn of(dims: &[usize], filter: Sides, steps: &Steps) -> Option<MapShape> {
         let axes = filter.axes.max(1);
         // A matrix is a filter of one tap over any number of axes.

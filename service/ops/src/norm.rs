@@ -98,7 +98,7 @@ pub struct Codes {
 #[derive(Clone, Debug)]
 pub struct CodesOfRows {
     codes: Tensor,
-    /// Those of the part from row `r` on begin at `SCALES_APART * r`: aligned for any `r`, and parts that do not overlap
+    /// f32. The scales of the part from row `r` on begin at `SCALES_APART * r`: aligned for any `r`. Parts that do not overlap
     /// have scales that do not.
     scales: Tensor,
 }

@@ -173,7 +173,7 @@ impl SequenceShape {
     }
 }
 
-/// Where the numbers of a filter come from.
+/// The layout of the numbers from which a filter is made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fold {
     /// Of the filter `[out, taps, in]`.

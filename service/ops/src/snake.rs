@@ -115,7 +115,7 @@ fn activate_row(row: &mut [f32], frequencies: &[f32], heights: &[f32]) {
 pub struct NormedWeight<'a> {
     /// `[rows, ..]`, contiguous: `weight_v`.
     pub direction: &'a Tensor,
-    /// One for each row: `weight_g`.
+    /// The length of each row: `weight_g`.
     pub length: &'a Tensor,
 }
 

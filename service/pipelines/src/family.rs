@@ -40,7 +40,7 @@ pub trait Family: Send + Sync {
         &[]
     }
 
-    /// Of the folders that it reads of a pipeline of this class, those that a model may lack.
+    /// The folders of a pipeline of this class that are read where they exist, and that a model may lack.
     fn optional_folders(&self, _class: &str) -> &'static [&'static str] {
         &[]
     }

@@ -67,7 +67,7 @@ impl Default for SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// That of a pipeline's folder.
+    /// The scheduler of a pipeline's folder.
     ///
     /// # Errors
     /// When it cannot be read, or is not supported.

@@ -30,7 +30,7 @@ impl LayerNorm {
         })
     }
 
-    /// As the operations take it.
+    /// The norm in the form that operations take.
     pub(crate) fn as_norm(&self) -> Norm<'_> {
         Norm::Layer {
             affine: Some((&self.weight, &self.bias)),

@@ -56,7 +56,7 @@ impl Denoiser<'_> {
     }
 }
 
-/// One of something for the prompt of a request, and one for its negative prompt where that has an effect
+/// A value for the prompt of a request, and one for its negative prompt where that has an effect
 /// ([`Request::negative`]).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Prompts<T> {
@@ -84,7 +84,7 @@ impl<'a> Prompts<(&'static str, &'a str)> {
 }
 
 impl<T> Prompts<T> {
-    /// Those of these that the request has.
+    /// The values that the request needs: that of the negative prompt only where it has an effect.
     pub(crate) fn of(request: &Request, prompt: T, negative: T) -> Prompts<T> {
         Prompts {
             prompt,
@@ -96,7 +96,7 @@ impl<T> Prompts<T> {
         std::iter::once(&self.prompt).chain(&self.negative)
     }
 
-    /// The same of each.
+    /// Applies `change` to each value.
     ///
     /// # Errors
     /// The first of `change`.
@@ -122,7 +122,7 @@ pub(crate) struct Conditions<C> {
 }
 
 impl<C> Conditions<C> {
-    /// These conditions of a request, whose predictions have this shape, in the dtype and on the device of the transformer.
+    /// The conditions of a request. Predictions have this shape, and the dtype and device of the transformer.
     ///
     /// # Errors
     /// Errors of the device.
@@ -146,7 +146,7 @@ impl<C> Conditions<C> {
         (numbers * dtype.size_in_bytes()) as u64
     }
 
-    /// All of them, to be changed.
+    /// All conditions, to be changed.
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut C> {
         std::iter::once(&mut self.conditions.prompt).chain(&mut self.conditions.negative)
     }
@@ -185,7 +185,7 @@ pub(crate) struct Prediction<'a> {
 }
 
 impl<'a> Prediction<'a> {
-    /// Of one condition alone.
+    /// The prediction under one condition alone.
     pub(crate) fn of(prompt: &'a Tensor) -> Prediction<'a> {
         Prediction {
             prompt,
@@ -194,7 +194,7 @@ impl<'a> Prediction<'a> {
         }
     }
 
-    /// The same of a transformer that predicts from noise to picture: the velocity of the schedule is the negative of that.
+    /// The negated prediction, for a transformer that predicts from noise to picture: the velocity of the schedule is the negative of that.
     pub(crate) fn negated(self) -> Self {
         let by = -self.by;
         Prediction { by, ..self }
@@ -235,11 +235,11 @@ impl<'a> Prediction<'a> {
 pub(crate) struct SampledLatent {
     /// f32, on the device.
     latent: Tensor,
-    /// The same in the dtype of the transformer, which reads it. A separate tensor, since both are written.
+    /// The latent in the dtype of the transformer, which reads it. A separate tensor, since both are written.
     seen: Tensor,
     /// The unmasked part of the latent.
     kept: Option<Kept>,
-    /// Of all steps that are run, and the final 0.
+    /// The sigmas of all steps that are run, and the final 0.
     sigmas: Vec<f32>,
     finite: Finite,
 }

@@ -31,7 +31,7 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// The same with every tensor rearranged.
+    /// The unmasked part with every tensor rearranged.
     ///
     /// # Errors
     /// Those of `arrange`.

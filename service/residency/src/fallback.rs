@@ -6,7 +6,7 @@ use crate::ledger::Ledger;
 use crate::nouns::{Bytes, Millis, StageNeed};
 use crate::plan::{Move, Policy, Verdict, WaitCause, plan};
 
-/// The same request with smaller demands.
+/// The request with smaller demands.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alternative<C> {
     /// The difference from the request, in the caller's words.

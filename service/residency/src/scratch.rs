@@ -39,9 +39,9 @@ pub enum RunOutcome {
         /// Usable bytes for scratch at its start: `Ledger::usable` just before its lease.
         room: Bytes,
     },
-    /// It failed for a reason unrelated to memory.
+    /// The stage failed for a reason unrelated to memory.
     Failed,
-    /// It was cancelled, possibly before its peak.
+    /// The stage was cancelled, possibly before its peak.
     Cancelled,
     OutOfMemory {
         /// Usable bytes for scratch at its start.

@@ -105,7 +105,7 @@ pub(super) struct Making {
 /// Temporary memory of one lane on the card, during a load.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LaneMemory {
-    /// As many bytes as each slot has.
+    /// Temporary memory for arriving numbers, as many bytes as each slot has.
     inputs: sys::CUdeviceptr,
     /// Absolute maxima of the nf4-double tensor that the lane works on.
     absmax: sys::CUdeviceptr,

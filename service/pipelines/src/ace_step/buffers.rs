@@ -34,7 +34,7 @@ pub(super) struct TokenBuffers {
 pub struct StepBuffers {
     pub(super) tokens: TokenBuffers,
     pub(super) turned: Rotations,
-    /// Of each request, `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros after the last.
+    /// Inputs of each request, `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros after the last.
     pub(super) inputs: Vec<Tensor>,
     /// `[requests, tokens, patch * channels]`.
     pub(super) output: Tensor,
@@ -112,7 +112,7 @@ impl TokenBuffers {
         })
     }
 
-    /// Their bytes for `tokens` tokens, without the workspace of linear layers.
+    /// Bytes of the buffers for `tokens` tokens, without the workspace of linear layers.
     pub(super) fn bytes(layer: &LayerConfig, tokens: usize, of_sum: DType, dtype: DType) -> u64 {
         let size = dtype.size_in_bytes();
         allocated(tokens * layer.hidden_size * of_sum.size_in_bytes())

@@ -46,14 +46,14 @@ const MARKS: [&str; 3] = [
     "null_condition_emb",
 ];
 
-/// Where the parts of a checkpoint are.
+/// The places of the parts of a checkpoint.
 pub(super) enum Places {
     /// A folder in diffusers' layout.
     Diffusers(PathBuf),
     Authors(Box<AuthorsPlaces>),
 }
 
-/// Where the parts of a checkpoint with the authors' tensors are.
+/// The places of the parts of a checkpoint with the authors' tensors.
 pub(super) struct AuthorsPlaces {
     /// The folder or the file of the model.
     pub(super) place: PathBuf,

@@ -61,7 +61,7 @@ impl LayerConfig {
         (is_windowed && tokens > self.sliding_window + 1).then_some(self.sliding_window)
     }
 
-    /// The same layers where they alternate whatever the configuration says, as some parts of the reference have them.
+    /// The layers' configuration with alternating attention, whatever the file says, as some parts of the reference have it.
     pub(super) fn alternating(&self) -> LayerConfig {
         LayerConfig {
             layer_types: None,

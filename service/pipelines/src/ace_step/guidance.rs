@@ -28,7 +28,7 @@ impl Guidance {
         }
     }
 
-    /// With the differences that earlier steps left.
+    /// The guidance with the running differences of earlier steps.
     pub fn resumed(self, running: Vec<f32>) -> Guidance {
         Guidance { running, ..self }
     }

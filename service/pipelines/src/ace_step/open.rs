@@ -30,7 +30,7 @@ use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{Audio, Medium, ModelError, ModelParts, Precision, Request};
 
-/// Its components.
+/// The components of a model.
 const COMPONENTS: [&str; 6] = [
     TRANSFORMER,
     VAE,

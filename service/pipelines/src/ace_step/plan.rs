@@ -68,7 +68,7 @@ const MULTIPLE: usize = 32;
 pub(super) struct Prompt {
     pub(super) text: Vec<u32>,
     pub(super) lyrics: Vec<u32>,
-    /// Of a cover of less strength.
+    /// The tokens of the plain text that a cover of less strength is mixed with.
     pub(super) plain_text: Option<Vec<u32>>,
 }
 

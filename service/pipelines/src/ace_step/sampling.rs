@@ -36,9 +36,9 @@ pub fn sigmas(steps: u32, shift: f32) -> Vec<f32> {
 pub(super) enum Attends {
     /// The condition of the request.
     With,
-    /// None, where it is guided.
+    /// No condition: the unconditional pass of guidance.
     Without,
-    /// That of a new track, which a cover of less strength is mixed with.
+    /// The condition of a new track, with which a cover of less strength is mixed.
     Plain,
 }
 
@@ -56,13 +56,13 @@ impl Conditions {
 /// A request's sampling, at a step of a round.
 pub(super) struct Sampling {
     pub(super) round: Round,
-    /// Of all steps that are run, and the final 0.
+    /// The sigmas of all steps that are run, and the final 0.
     pub(super) sigmas: Vec<f32>,
     /// Source and mask, `[frames, 2 channels]`.
     pub(super) context: Tensor,
     /// `[frames, channels]`.
     latent: SampledLatent,
-    /// Of a guided request.
+    /// The guidance of a guided request.
     guidance: Option<Guidance>,
     /// Share of the cover's velocity in the mix with [`Attends::Plain`], from 0 to 1.
     strength: f32,

@@ -18,7 +18,7 @@ use crate::{Observer, StageError, StageRun, Unobserved, Values};
 
 /// A request in the passes.
 struct Slot {
-    /// Its number among the stages.
+    /// The stage's place among the stages.
     number: usize,
     sampling: Sampling,
     conditions: Conditions,
@@ -51,7 +51,7 @@ struct Pass {
     attends: Attends,
     /// Places of the slots that are in it.
     places: Vec<usize>,
-    /// Where the times of their steps begin.
+    /// Index of the first of their times.
     first_time: usize,
 }
 

@@ -58,7 +58,7 @@ pub struct Transformer {
     config: TransformerConfig,
     patch_in: Linear,
     time: TimeEmbedding,
-    /// Of the time that has passed within a step, which is none here.
+    /// Embedding of the time that has passed within a step, which is 0 here.
     elapsed: TimeEmbedding,
     condition_in: Linear,
     blocks: Vec<Block>,
@@ -82,7 +82,7 @@ pub struct Conditioning(Vec<(Tensor, Tensor)>);
 /// A request in a pass.
 #[derive(Clone, Copy)]
 pub struct Item<'a> {
-    /// Its place in the step buffers.
+    /// The request's place in the step buffers.
     pub place: usize,
     /// `[frames, channels]`.
     pub latents: &'a Tensor,

@@ -62,7 +62,7 @@ impl LayerTerm {
         }))
     }
 
-    /// Its rank.
+    /// The rank of the term.
     pub(crate) fn rank(&self) -> usize {
         self.down.dims()[0]
     }

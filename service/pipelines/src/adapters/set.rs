@@ -17,7 +17,7 @@ use crate::{ModelError, ModelParts, RequestError, Rung, StageError};
 /// Which of an adapter's strengths counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UsedAs {
-    /// That in text encoders.
+    /// The strength in text encoders.
     Text,
     /// The curve over the steps.
     Steps,

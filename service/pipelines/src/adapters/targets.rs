@@ -19,7 +19,7 @@ pub(super) struct LayerPart {
 /// A linear layer of a component.
 #[derive(Clone, Debug)]
 pub(super) struct TargetLayer {
-    /// Its name in the component: that of its weight without `.weight`.
+    /// The layer's name in the component: the name of its weight without `.weight`.
     pub(super) name: String,
     pub(super) outputs: usize,
     pub(super) inputs: usize,

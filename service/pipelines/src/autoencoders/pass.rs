@@ -32,7 +32,7 @@ pub(super) struct Pass {
 }
 
 impl Pass {
-    /// Of a convolution to `channels` channels. `is_normed`: whether positions are normalized as they are read.
+    /// The pass of a convolution to `channels` channels. `is_normed`: whether positions are normalized as they are read.
     pub(super) fn new(
         kernels: Kernels,
         from: Map,

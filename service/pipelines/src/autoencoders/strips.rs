@@ -27,7 +27,7 @@ impl Walk<'_> {
         self.size.bytes(device.is_cpu())
     }
 
-    /// Where strips go that are not written to a contiguous map of rows.
+    /// The destination of strips that are not written to a contiguous map of rows.
     pub(super) fn goes(&self) -> Goes {
         match self.size {
             StripSize::LatentRows { .. } => Goes::There,
@@ -84,12 +84,12 @@ impl Reading<'_> {
     }
 }
 
-/// Where strips of results go.
+/// The destination of strips of results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Goes {
     /// Into the rows of a map, which are contiguous.
     There,
-    /// Into a strip of their own first: into a strided map, or onto a map.
+    /// Into a separate strip first: into a strided map, or onto a map.
     Through,
 }
 

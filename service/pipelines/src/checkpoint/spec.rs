@@ -16,7 +16,7 @@ pub(crate) struct TensorSpec {
     pub(crate) shape: Vec<usize>,
     /// The tensor of the checkpoint that contains it.
     pub(crate) tensor: String,
-    /// Its row ranges there, concatenated.
+    /// The tensor's row ranges in the file, concatenated.
     pub(crate) rows: Vec<Rows>,
 }
 

@@ -107,7 +107,7 @@ impl StoredTensor {
         &self.file
     }
 
-    /// The same numbers with as many dimensions of one in front and after the others as `expected` has. Programs write a
+    /// The tensor with as many dimensions of one in front and after the others as `expected` has. Programs write a
     /// matrix as a convolution of one pixel, and a row as `[n]` or `[1, n]`.
     pub(crate) fn with_ones_of(mut self, expected: &[usize]) -> StoredTensor {
         let inner = |shape: &[usize]| {

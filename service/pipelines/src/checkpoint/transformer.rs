@@ -18,7 +18,7 @@ pub(crate) enum Naming {
     Diffusers,
 }
 
-/// Where a transformer is.
+/// The place of a transformer.
 pub(crate) enum TransformerPlace {
     /// In a folder of its own, with its configuration.
     Folder(PathBuf),

@@ -64,7 +64,7 @@ impl TransformerConfig {
         self.blocks().feed_forward_width()
     }
 
-    /// Its blocks.
+    /// The shape of the blocks.
     pub(crate) fn blocks(&self) -> BlocksShape {
         BlocksShape {
             heads: self.num_attention_heads,

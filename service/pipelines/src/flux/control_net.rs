@@ -353,7 +353,7 @@ impl BlockHook for CollectSamples<'_> {
 /// The residuals that ControlNets add to the blocks of a transformer. Each sample goes to as many blocks in turn as
 /// [`sample_of_block`] says.
 pub(super) struct Controls<'a> {
-    /// Those that act in this step.
+    /// The ControlNets that act in this step.
     pub(super) active: Vec<&'a PreparedControl>,
     pub(super) double_blocks: usize,
     pub(super) single_blocks: usize,

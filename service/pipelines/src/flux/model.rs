@@ -89,7 +89,7 @@ pub struct FluxModel {
 }
 
 impl FluxModel {
-    /// The same model with these adapters, instead of its own.
+    /// The model with these adapters in place of its present ones.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.

@@ -45,7 +45,7 @@ pub struct Prompted<'a> {
 }
 
 impl Prompted<'_> {
-    /// The same with the encodings of another prompt.
+    /// The inputs with the encodings of another prompt.
     pub(super) fn of<'a>(&'a self, pooled: &'a Tensor, sequence: &'a Tensor) -> Prompted<'a> {
         Prompted {
             pooled,
@@ -58,7 +58,7 @@ impl Prompted<'_> {
 /// A reference picture, whose tokens follow those of the generated picture.
 #[derive(Clone, Copy, Debug)]
 pub struct Reference<'a> {
-    /// Its packed latent, `[1, rows * columns, in_channels]`.
+    /// The reference's packed latent, `[1, rows * columns, in_channels]`.
     pub tokens: &'a Tensor,
     pub rows: usize,
     pub columns: usize,

@@ -94,7 +94,7 @@ impl Default for TransformerConfig {
 }
 
 impl TransformerConfig {
-    /// Its blocks.
+    /// The shape of the blocks.
     pub(crate) fn blocks(&self) -> BlocksShape {
         BlocksShape {
             heads: self.num_attention_heads,

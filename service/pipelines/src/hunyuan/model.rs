@@ -189,7 +189,7 @@ fn examples(below: usize, above: usize) -> String {
 }
 
 impl HunyuanModel {
-    /// The same model with these adapters.
+    /// The model with these adapters in place of its present ones.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
@@ -228,7 +228,7 @@ impl HunyuanModel {
         Some((format!("{frames} frames"), shorter))
     }
 
-    /// The same film with fewer frames.
+    /// Requests for the same film with fewer frames.
     fn smaller_lengths(&self, request: &Request) -> Vec<(String, Request)> {
         let Ok(video) = request.video() else {
             return Vec::new();

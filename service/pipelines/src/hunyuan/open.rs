@@ -22,7 +22,7 @@ use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
 use crate::{Medium, ModelError, ModelParts, Precision, Request, Video};
 
-/// Its components.
+/// The components of a model.
 const COMPONENTS: [&str; 5] = [TRANSFORMER, VAE, LLAMA, CLIP, VISION];
 
 /// Components that presets quantize: nearly all bytes.

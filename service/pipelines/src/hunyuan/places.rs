@@ -84,7 +84,7 @@ impl Written {
     }
 }
 
-/// Where the parts of a pipeline are.
+/// The places of the parts of a pipeline.
 pub(super) struct Places {
     /// The opened path: the pipeline's folder, or a transformer that comes alone.
     opened: PathBuf,
@@ -100,7 +100,7 @@ pub(super) struct Places {
 pub(super) struct ComponentPlace {
     place: PathBuf,
     is_file: bool,
-    /// Its configuration, unless that is the published one.
+    /// The component's configuration, unless that is the published one.
     config: Option<PathBuf>,
 }
 

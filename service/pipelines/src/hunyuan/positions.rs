@@ -30,7 +30,8 @@ pub(super) struct Axes {
 /// Cosines and sines of the pairs of one axis, by place on it.
 type Table = Vec<Vec<(f32, f32)>>;
 
-/// Of positions on an axis, each of `averaged` of them; the last position is repeated where they do not divide.
+/// The rotations of positions on an axis. Each is the mean over `averaged` positions; the last position is repeated where they
+/// do not divide.
 fn table(positions: Range<u32>, averaged: usize, (width, theta): (usize, f64)) -> Table {
     let last = positions.end.saturating_sub(1);
     let own: Vec<u32> = positions.collect();

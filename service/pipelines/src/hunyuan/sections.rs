@@ -7,7 +7,7 @@ use std::ops::Range;
 /// Latent frames that a section sees of those sampled before: one in full resolution, two in half, sixteen in a quarter.
 const HISTORY: [usize; 3] = [1, 2, 16];
 
-/// All of them.
+/// All history frames.
 pub(super) const SEEN: usize = HISTORY[0] + HISTORY[1] + HISTORY[2];
 
 /// Frames per latent frame, but for the first.
@@ -65,7 +65,7 @@ pub(super) enum FilmPart {
     Final { first: usize },
     /// Blended with the last frames of the section before, from this frame of the film on: the section's own frames fade out.
     FadingOut { first: usize },
-    /// The same, with the section's own frames fading in.
+    /// Blended like [`FilmPart::FadingOut`], with the section's own frames fading in.
     FadingIn { first: usize },
 }
 

@@ -54,12 +54,12 @@ pub(super) struct Seen<'a> {
 pub(super) struct Prompted<'a> {
     /// States of the text encoder, `[1, tokens, text_embed_dim]`, without padding.
     pub(super) text: &'a Tensor,
-    /// Their mean, `[1, text_embed_dim]`.
+    /// Mean of the text's states, `[1, text_embed_dim]`.
     pub(super) mean: &'a Tensor,
     /// CLIP's pooled output, `[1, pooled_projection_dim]`.
     pub(super) pooled: &'a Tensor,
     pub(super) guidance: f32,
-    /// Of all tokens: text, seen frames, sampled frames.
+    /// The rotations of all tokens: text, seen frames, sampled frames.
     pub(super) rotations: Rotations,
     /// `None`: HunyuanVideo.
     pub(super) seen: Option<Seen<'a>>,
@@ -86,18 +86,18 @@ pub(super) struct StepBuffers {
 /// Counts of tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct TokenCounts {
-    /// Of the prompt.
+    /// Tokens of the prompt.
     pub(super) text: usize,
-    /// Of the picture encoder.
+    /// Tokens of the picture encoder.
     pub(super) vision: usize,
-    /// Seen of frames of before.
+    /// Tokens of the history frames that are seen.
     pub(super) seen: usize,
-    /// Sampled.
+    /// Tokens that are sampled.
     pub(super) sampled: usize,
 }
 
 impl TokenCounts {
-    /// All of them.
+    /// The number of all tokens.
     pub(super) fn all(&self) -> usize {
         self.text + self.vision + self.seen + self.sampled
     }

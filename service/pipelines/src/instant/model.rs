@@ -139,7 +139,7 @@ impl InstantModel {
         Ok(())
     }
 
-    /// Those of these component names that the model has.
+    /// The names, of these component names, that the model has.
     fn named(&self, names: &[&str]) -> Vec<String> {
         let own = self.components().iter().map(|c| &c.name);
         own.filter(|name| names.contains(&name.as_str()))
@@ -685,7 +685,7 @@ impl Model for InstantModel {
         self.adapters.iter().map(report).collect()
     }
 
-    /// All that it can pretend to read.
+    /// All fields that the family can pretend to read.
     fn reads(&self) -> Reads {
         Reads::of(&[
             Field::InitImage,

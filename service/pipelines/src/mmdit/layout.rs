@@ -8,9 +8,9 @@ use crate::checkpoint::{Layout, Rows};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamNames {
     pub(crate) modulation: &'static str,
-    /// Of queries, keys and values in one.
+    /// Name of the layer of queries, keys and values in one.
     pub(crate) projections: &'static str,
-    /// Of queries and keys, the suffix of the layer's name.
+    /// Names of the norms of queries and keys, with the tensors' suffix.
     pub(crate) norms: [&'static str; 2],
     pub(crate) output: &'static str,
     pub(crate) feed_forward: [&'static str; 2],
@@ -26,7 +26,7 @@ pub(crate) struct SingleNames {
 /// How an author's single files name the tensors of blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockNames {
-    /// Of the generated tokens, then of the text.
+    /// Names of the generated tokens' stream, then of the text's.
     pub(crate) streams: [StreamNames; 2],
     pub(crate) single: SingleNames,
 }

@@ -54,10 +54,10 @@ impl BlockHook for NoHook {}
 
 /// Inputs of one pass through the blocks.
 pub(crate) struct Pass<'a> {
-    /// Its residual streams are embedded already.
+    /// Buffers whose residual streams are embedded already.
     pub(crate) buffers: &'a Buffers,
     pub(crate) modulations: &'a Modulations,
-    /// Of all tokens: text, then generated tokens.
+    /// The rotations of all tokens: text, then generated tokens.
     pub(crate) rotations: &'a Rotations,
     /// The row of the modulations.
     pub(crate) step: usize,

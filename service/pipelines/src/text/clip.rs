@@ -225,7 +225,7 @@ impl ClipLayer {
         })
     }
 
-    /// Its linear layers.
+    /// The linear layers of the block.
     fn linears(&self) -> [&Linear; 6] {
         [
             &self.query,

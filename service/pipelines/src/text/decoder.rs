@@ -55,7 +55,7 @@ pub(crate) fn role(name: &str) -> QuantizeRole {
 pub(super) struct Rope {
     /// Base of the frequencies, in older files.
     rope_theta: Option<f64>,
-    /// The same, in newer files.
+    /// The rotary parameters, in newer files.
     rope_parameters: Option<RopeParameters>,
     /// Must be null.
     rope_scaling: Option<serde_json::Value>,
@@ -70,7 +70,7 @@ struct RopeParameters {
 }
 
 impl Rope {
-    /// Of this base.
+    /// Rotary embedding with this base.
     pub(super) fn of(theta: f64) -> Rope {
         Rope {
             rope_theta: Some(theta),

@@ -126,7 +126,7 @@ impl LlamaConfig {
         })
     }
 
-    /// Its sizes.
+    /// The decoder's sizes.
     fn decoder(&self) -> Decoder {
         Decoder {
             vocab_size: self.vocab_size,

@@ -95,7 +95,7 @@ impl Qwen3Config {
         }
     }
 
-    /// Its sizes.
+    /// The decoder's sizes.
     fn decoder(&self) -> Decoder {
         Decoder {
             vocab_size: self.vocab_size,

@@ -243,7 +243,7 @@ impl T5Layer {
         })
     }
 
-    /// Its linear layers.
+    /// The linear layers of the block.
     fn linears(&self) -> [&Linear; 7] {
         [
             &self.query,

@@ -36,7 +36,7 @@ pub enum TokenizeError {
     Unknown {
         token: String,
         id: u32,
-        /// Of the tokenizer.
+        /// The tokenizer's file.
         file: PathBuf,
         /// The component that reads the tokens.
         encoder: String,

@@ -211,14 +211,14 @@ pub(super) enum Next {
     Block {
         /// `[dim]`.
         weight: Tensor,
-        /// Of one step, `[1, dim]`.
+        /// Scale of one step, `[1, dim]`.
         scale: Option<Tensor>,
         /// Whether all layers after the norm have native fp8 products.
         as_codes: bool,
     },
     /// The norm of the last layer: `LayerNorm` without weights.
     Last {
-        /// Of one step, `[1, dim]`.
+        /// Scale of one step, `[1, dim]`.
         scale: Tensor,
     },
     /// No norm: the rows are needed as they are.

@@ -111,7 +111,7 @@ pub struct ZImageModel {
 }
 
 impl ZImageModel {
-    /// The same model with these adapters.
+    /// The model with these adapters in place of its present ones.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.

@@ -22,7 +22,7 @@ use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
 
-/// Its components.
+/// The components of a model.
 const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
 
 /// Components that presets quantize.

@@ -19,8 +19,8 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// That of a pipeline's folder, for a transformer whose latents have `channels` channels. Where the transformer is `alone` in a
-    /// file and the folder has no autoencoder, it may be a file too.
+    /// The autoencoder of a pipeline's folder, for a transformer whose latents have `channels` channels. Where the transformer
+    /// is `alone` in a file and the folder has no autoencoder, the autoencoder may be a file too.
     ///
     /// # Errors
     /// When there is none, or it is not supported or does not fit.
@@ -46,7 +46,7 @@ impl Place {
         Ok(Place { config, folder, file })
     }
 
-    /// Its tensors.
+    /// The autoencoder's tensors.
     ///
     /// # Errors
     /// The first that is missing, of another shape, or stored in an unsupported way.

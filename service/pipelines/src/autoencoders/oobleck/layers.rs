@@ -48,7 +48,7 @@ impl Half {
     }
 }
 
-/// Where layers get their tensors.
+/// The tensors of a component, and the dtype of its layers.
 #[derive(Clone, Copy)]
 struct Source<'a> {
     tensors: &'a ComponentTensors,

@@ -50,7 +50,7 @@ fn rungs(frames: usize, margins: Margins, scratch: impl Fn(Windows) -> Bytes) ->
     })
 }
 
-/// Of the lengths from half of `most` on, the one whose windows of a track have the fewest frames in all.
+/// The length of windows, from half of `most` on, for which the windows of a track have the fewest frames in all.
 fn best_length(frames: usize, most: usize, margins: Margins) -> usize {
     let lengths = (most / 2..=most)
         .rev()
@@ -80,7 +80,7 @@ pub(super) struct Account {
     dtype: DType,
     filters: u64,
     peak: u64,
-    /// Of every convolution that cuDNN may have a plan for.
+    /// Shapes of all convolutions for which cuDNN may have a plan.
     pub(super) planned: Vec<Planned>,
 }
 

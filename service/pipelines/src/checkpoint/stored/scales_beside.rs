@@ -24,7 +24,7 @@ const LOOKED_AT: usize = 8;
 const SAMPLE_BYTES: u64 = 4096;
 
 impl Checkpoint {
-    /// The same with the scales of the file `X_map.pt` beside a file `X.pt`, if there is one.
+    /// The tensors with the scales of the file `X_map.pt` beside a file `X.pt`, if there is one.
     ///
     /// # Errors
     /// When that file cannot be read.

@@ -27,7 +27,7 @@ const TAIL: &str = "<|eot_id|>";
 /// The tokens of a prompt in its template.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TemplatedIds {
-    /// Those of the template and the prompt.
+    /// Ids of the template and the prompt.
     pub ids: Vec<u32>,
     /// How many of them, at the beginning, are the template's head, whose states are not used.
     pub head: usize,
