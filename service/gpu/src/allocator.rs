@@ -122,9 +122,9 @@ pub fn peak_since_mark() -> Bytes {
     bytes(PEAK.load(Relaxed).max(LIVE.load(Relaxed)))
 }
 
-/// After this call, every large allocation is mapped from the system, and unmapped when it is freed. Otherwise the C library
-/// raises its bound with each large allocation that is freed, and keeps later ones in a heap for each thread. Each large
-/// allocation then costs a page fault per 4 KiB, so this is for a process that computes little.
+/// After this call, every large allocation is mapped from the system, at the cost of a page fault per 4 KiB, and unmapped when
+/// it is freed. Otherwise the C library raises its bound with each large allocation that is freed, and keeps later ones in a
+/// heap for each thread. For a process that computes little.
 pub fn return_large() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: it sets a number of the C library, which takes its own lock.

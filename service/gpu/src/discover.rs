@@ -114,7 +114,7 @@ impl DeviceSpec {
         }
     }
 
-    /// Whether a display is driven by it: other programs of a desktop want its memory too.
+    /// Whether the card drives a display: other programs of a desktop need its memory too.
     pub fn drives_display(&self) -> bool {
         match self {
             DeviceSpec::Cpu { .. } | DeviceSpec::Simulated(_) => false,

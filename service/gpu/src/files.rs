@@ -18,7 +18,7 @@ pub struct FileStamp {
     pub size: u64,
     modified_s: i64,
     modified_ns: i64,
-    /// 0 in stamps that were written before there were times of change: such a stamp is of no file.
+    /// 0 in stamps from versions that did not store it: such a stamp equals that of no file.
     #[serde(default)]
     changed_s: i64,
     #[serde(default)]
@@ -57,7 +57,7 @@ impl From<Metadata> for FileStamp {
     }
 }
 
-/// Makes a folder that only this user may open, whatever the umask. One that is there stays as it is.
+/// Makes a folder that only this user may open, whatever the umask. An existing folder is not changed.
 ///
 /// # Errors
 /// The operating system's error; [`io::ErrorKind::PermissionDenied`] for an existing folder in which every user may write: they

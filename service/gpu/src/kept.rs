@@ -253,7 +253,7 @@ fn write_copy(
     Ok(length)
 }
 
-/// How many tensors are made together: at least one.
+/// Number of tensors that are quantized together: at least one.
 fn group_of(sources: &[TensorSource]) -> usize {
     let mut bytes = Bytes::ZERO;
     let fits = |source: &&TensorSource| {
@@ -343,8 +343,8 @@ pub fn kept_plan(path: &Path, plan: &LoadPlan) -> Result<LoadPlan, LoadError> {
 pub struct KeptFolder {
     folder: PathBuf,
     limit: Bytes,
-    /// When this process used copies last. Of others the file's time of access counts. It is not set here: that would change the
-    /// time of change, by which loads under way see that a file is another one.
+    /// When this process last used copies. For copies of other processes the file's time of access counts. It is not set here:
+    /// that would change the time of change, by which running loads notice a replaced file.
     uses: Arc<Mutex<BTreeMap<PathBuf, SystemTime>>>,
 }
 

@@ -42,18 +42,18 @@ impl StrengthCurve {
         }
     }
 
-    /// The same strength in every step.
+    /// The curve with one strength in all steps.
     ///
     /// # Errors
-    /// When it is not finite, or beyond [`MAX_STRENGTH`].
+    /// When the strength is not finite, or beyond [`MAX_STRENGTH`].
     pub fn constant(strength: f32) -> Result<StrengthCurve, CurveError> {
         StrengthCurve::of(vec![(0.0, strength)])
     }
 
-    /// From points of position and strength.
+    /// The curve through points of position and strength.
     ///
     /// # Errors
-    /// When there is none, or one that is invalid.
+    /// When there are no points, or one is invalid.
     pub fn of(points: Vec<(f32, f32)>) -> Result<StrengthCurve, CurveError> {
         if points.is_empty() {
             return Err(CurveError::Empty);
@@ -164,7 +164,7 @@ pub struct AdapterUse {
 pub enum AdapterKind {
     /// Low-rank terms of layers.
     Lora,
-    /// A network of its own, which reads a control picture.
+    /// A separate network, which reads a control picture.
     ControlNet,
 }
 
@@ -196,7 +196,7 @@ pub struct AdapterReport {
 /// Why a file is no adapter of a model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AdapterError {
-    /// The file cannot be read, or is none of any program.
+    /// The file cannot be read, or no known program wrote it.
     #[error("{0}")]
     File(String),
     /// A kind of adapter, or a part of one, that is not supported.
@@ -204,7 +204,7 @@ pub enum AdapterError {
     Unsupported {
         /// For display: `LoKr`, `DoRA`.
         kind: &'static str,
-        /// The first tensor of it.
+        /// The first tensor of this kind.
         tensor: String,
     },
     /// The family takes no adapters.

@@ -17,7 +17,7 @@ pub struct OwnLayout {
 /// The configuration of a pipeline's transformer, such as the axes of its rotary embedding.
 pub const BASE_CONFIGURATION: &str = "transformer/config.json";
 
-/// The families of models that run here, as those see them who look for models and fetch them.
+/// The families of models that run here, for the code that finds and downloads models.
 pub trait Families: ModelOpener {
     /// Names of the families.
     fn names(&self) -> Vec<&'static str>;
@@ -25,7 +25,7 @@ pub trait Families: ModelOpener {
     /// The `model_index.json` classes of all families.
     fn pipelines(&self) -> Vec<&'static str>;
 
-    /// The folders that are read of a pipeline of this class; `None` if it is of no family, and has no parts of one.
+    /// The folders of a pipeline of this class that are read; `None` if no family reads the class.
     fn folders_of(&self, class: &str) -> Option<&'static [&'static str]>;
 
     /// The folders of a pipeline of this class that are read where they exist, and that a model may lack.
@@ -35,13 +35,13 @@ pub trait Families: ModelOpener {
     /// no family. [`BASE_CONFIGURATION`] supplies the settings that the tensors of the file do not show.
     fn base_folders_of(&self, class: &str) -> Option<Vec<&'static str>>;
 
-    /// Whether a folder holds parts of another pipeline that a family reads, and nothing that is run by itself.
+    /// Whether a folder holds only parts of another pipeline that a family reads, and no model that runs alone.
     fn holds_parts_alone(&self, folder: &Path) -> bool;
 
     /// Whether a single file with tensors of these names holds a transformer that a family opens.
     fn is_transformer_file(&self, names: &[&str]) -> bool;
 
-    /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.
+    /// Whether a path is a single file with such a transformer, by its header. `false` for a damaged file.
     fn holds_transformer(&self, file: &Path) -> bool;
 
     /// What a single file holds if it is no model that runs here, in words. `None` for a model that runs, and for a file that

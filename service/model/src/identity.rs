@@ -13,7 +13,7 @@ use residency::ComponentId;
 pub struct ModelFile {
     /// The path at which the file was found.
     pub path: Arc<Path>,
-    /// Which version of it was opened.
+    /// The version of the file that was opened.
     pub stamp: FileStamp,
 }
 
@@ -38,14 +38,14 @@ impl ModelFile {
         }
     }
 
-    /// Whether the same version is there now.
+    /// Whether the file at the path is still this version.
     pub fn is_current(&self) -> bool {
         FileStamp::at(&self.path).is_ok_and(|now| now == self.stamp)
     }
 }
 
-/// The identity that a component has while the hash of its content is not known: where it is, and a digest of its files'
-/// stamps, so that other bytes at the same path are another component. `format`: that to which it is quantized at load.
+/// The identity of a component until the hash of its content is known: its path, and a digest of its files' stamps, so that
+/// other bytes at the same path are another component. `format` is the format to which it is quantized at load.
 pub fn provisional_identity(
     path: &Path,
     files: &[ModelFile],

@@ -61,8 +61,8 @@ pub struct SampleFormat {
     pub channels: u32,
 }
 
-/// Consecutive units of a result. The pieces of a track cover it once. They are delivered in order, but where a result is
-/// made section by section: then the sections are delivered in the order in which they are made.
+/// Consecutive units of a result. The pieces of a track cover it once. They are delivered in order. A result that is made
+/// section by section is delivered in the order in which its sections are made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Piece {
     /// Name of the track, if a request has several (a stem of a song, the sound of a video); empty for a single one.

@@ -1,4 +1,5 @@
-//! The identity of values that a stage gives and other jobs may take: it covers all that the values come from.
+//! The identity of values that a stage returns and other jobs may take: it covers all inputs from which the values are
+//! computed.
 //!
 //! A family states which part of a request a stage reads. The stage is run with that part alone ([`StagePlan::request_for`]),
 //! so it cannot read fields that the family leaves out. [`identity_of_values`] adds the components of the stage, the
@@ -39,8 +40,8 @@ impl PartialEq for Memo {
 }
 
 impl StagePlan {
-    /// The request with which the stage is run: where other jobs may take its values, the part of it that the stage reads. A
-    /// stage that runs once per item gives its values to no other job, and reads the seed of its item.
+    /// The request with which the stage is run. If other jobs may take the stage's values, this is only the part of the request
+    /// that the stage reads. A stage that runs once per item returns values for no other job, and reads the seed of its item.
     pub fn request_for<'a>(&'a self, whole: &'a Request) -> &'a Request {
         let memo = self.memo.as_ref().filter(|_| !self.per_item);
         memo.and_then(|memo| memo.request.as_deref()).unwrap_or(whole)

@@ -1,4 +1,4 @@
-//! A model as those who run it see it.
+//! The interface of a model to the code that runs it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,7 +27,7 @@ pub trait ModelOpener: Send + Sync {
     /// Opens a folder or file.
     ///
     /// # Errors
-    /// [`ModelError`]; [`ModelError::NotAPipeline`] if nothing recognizes it.
+    /// [`ModelError`]; [`ModelError::NotAPipeline`] if no family recognizes it.
     fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError>;
 }
 
@@ -116,7 +116,7 @@ pub trait Model: Send + Sync {
         self.parts().components.files_of(component_name)
     }
 
-    /// The optional fields of a request that it reads. Requests with others are refused.
+    /// The optional fields of a request that the model reads. Requests with other optional fields are refused.
     fn reads(&self) -> Reads;
 
     /// The stages of a request, in order: [`Model::stages_of`], of a request with the medium and fields that the model
@@ -168,7 +168,7 @@ pub trait Model: Send + Sync {
         too_many_references(count, self.most_references())
     }
 
-    /// How the tracks that it makes are sampled; `None` if it makes none.
+    /// The sampling of the tracks that the model makes; `None` if it makes none.
     fn track_format(&self) -> Option<SampleFormat> {
         None
     }
@@ -181,18 +181,19 @@ pub trait Model: Send + Sync {
         Ok(None)
     }
 
-    /// The size of pictures and films that it makes next to this one: no larger, but where that is too small.
+    /// The size of pictures and films, of those that the model makes, next to this one. It is not larger, unless this size is
+    /// too small.
     fn size_near(&self, width: u32, height: u32) -> (u32, u32) {
         bounds::size_near(width, height)
     }
 
-    /// Frames of a film of about this length, of the lengths that the model makes; at least one.
+    /// The number of frames nearest to this length, of the lengths that the model makes; at least one.
     fn frames_of(&self, seconds: f32, frames_per_second: f32) -> u32 {
         nearest_frames(seconds, frames_per_second)
     }
 
-    /// Smaller variants of a request that may fit where it does not, each with a label, the closest first: to be planned, without
-    /// the data of media. The queue's task asks for them.
+    /// Smaller variants of a request that may fit where it does not, each with a label, the closest first. They are planned
+    /// without the data of media. Called in the queue's task.
     fn smaller(&self, request: &Request) -> Vec<(String, Request)>;
 
     /// The smallest valid request, in one step: running all its stages proves that the model works.
@@ -215,7 +216,7 @@ pub trait Model: Send + Sync {
     /// alone. Steps and cancellation are each stage's own ([`Observer::step_of`], [`Observer::is_cancelled`]).
     ///
     /// # Errors
-    /// [`StageError`], where it concerns all of them.
+    /// [`StageError`], if it concerns all stages.
     fn run_shared(
         &self,
         stages: &[StageRun<'_>],

@@ -14,7 +14,7 @@ use crate::{ModelFile, Precision, Request};
 /// Text files that were read, by path, with the hashes of their contents.
 pub type ReadFiles = BTreeMap<PathBuf, [u8; 32]>;
 
-/// Names of files, and of a folder, that only the pipeline as a whole and its sampling go by.
+/// Names of files, and of a folder, that only the pipeline as a whole and its sampling depend on.
 const OF_SAMPLING: [&str; 3] = ["model_index.json", "moored.json", "scheduler"];
 
 /// The parts that every open model has, whatever it computes. [`Model`](crate::Model) uses them to answer planners' questions
@@ -30,9 +30,9 @@ pub struct ModelParts {
     pub components: ComponentSet,
     /// Reports of the adapters that are attached to the components.
     pub adapters: Vec<AdapterReport>,
-    /// The text files that were read when these were attached.
+    /// The text files that were read when these adapters were attached.
     pub read_of_adapters: ReadFiles,
-    /// The text files that were read when it was opened: [`Catalogue::open`](crate::ModelOpener::open) puts them in.
+    /// The text files that were read when the model was opened. [`Catalogue::open`](crate::ModelOpener::open) sets them.
     read: Arc<OnceLock<ReadFiles>>,
 }
 
@@ -55,7 +55,7 @@ impl ModelParts {
         }
     }
 
-    /// Puts in the text files that were read when the model was opened.
+    /// Sets the text files that were read when the model was opened.
     pub fn set_read(&self, read: ReadFiles) {
         self.read.get_or_init(|| read);
     }
@@ -81,7 +81,7 @@ impl ModelParts {
         let read = self.read.get().into_iter().flatten();
         for (path, content) in read.chain(&self.read_of_adapters) {
             if !is_of_others(path) {
-                // Where the model is does not count.
+                // The folder of the model is not part of the hash.
                 hash.update(path.file_name().unwrap_or_default().as_encoded_bytes());
                 hash.update(content);
             }

@@ -39,7 +39,7 @@ pub struct Rung {
 }
 
 impl Rung {
-    /// An exact way with all components resident.
+    /// An exact rung with all components resident.
     pub fn new(label: impl Into<String>, scratch: Bytes) -> Rung {
         Rung {
             label: label.into(),
@@ -68,8 +68,8 @@ impl Rung {
 /// Label of a rung that reads adapters from the machine's memory.
 const FROM_HOST: &str = "adapters from the machine's memory";
 
-/// The rungs of these ways to run a stage, the best first, each with less memory than the one before it: a way that saves
-/// less than 2% is left out.
+/// The rungs of these ways to run a stage, the best first, each with less memory than the one before it. A way that saves less
+/// than 2% is left out.
 pub fn ladder<T: Copy>(ways: impl IntoIterator<Item = T>, rung_of: impl Fn(T) -> Rung) -> Vec<(T, Rung)> {
     let mut ladder: Vec<(T, Rung)> = Vec::new();
     for way in ways {
@@ -91,7 +91,7 @@ pub fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
     rungs.collect()
 }
 
-/// The first part of the rung with this number.
+/// The way to run a stage that belongs to the rung of this number.
 ///
 /// # Errors
 /// [`StageError::BadInput`] if there is no such rung.
@@ -122,7 +122,7 @@ impl ValueShape {
     }
 }
 
-/// The shape of a single value, if it has this name, or an empty one as clients may send.
+/// The shape of a single value if it has this name. Its name may be empty, as clients may send it.
 pub fn only_value<'a>(values: &'a [ValueShape], name: &str) -> Option<&'a [usize]> {
     match values {
         [only] if only.name == name || only.name.is_empty() => Some(&only.shape),
@@ -160,14 +160,14 @@ pub struct StagePlan {
     pub preview: Option<PreviewNeed>,
     /// The stage's section among the stages of its name, where a result is made section by section.
     pub section: Option<Section>,
-    /// How it shares passes of the model with stages of other requests; `None`: it runs alone.
+    /// How the stage shares passes of the model with stages of other requests; `None`: it runs alone.
     pub shared: Option<SharedPass>,
     /// Whether the stage reads the pictures, films and tracks of the request; otherwise it gets their formats and sizes,
     /// without data.
     pub reads_media: bool,
 }
 
-/// A stage that may be run with stages of other requests to the same model, in one pass ([`Model::run_shared`]).
+/// Makes a stage run together with stages of other requests to the same model, in shared passes ([`Model::run_shared`]).
 ///
 /// [`Model::run_shared`]: crate::Model::run_shared
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -176,7 +176,7 @@ pub struct SharedPass {
     pub key: String,
     /// Most stages in a pass, this one included.
     pub slots: u32,
-    /// Activation bytes of this stage where it is not the first.
+    /// Activation bytes of this stage if it is not the first of the pass.
     pub scratch_each: Bytes,
 }
 
@@ -233,7 +233,7 @@ impl StagePlan {
         }
     }
 
-    /// The stage with the memory of its previews; the same where they need none.
+    /// The stage with the memory of its previews added; unchanged where they need none.
     #[must_use]
     pub fn with_previews(mut self) -> StagePlan {
         if let Some(preview) = &self.preview
@@ -253,8 +253,8 @@ impl StagePlan {
         self
     }
 
-    /// The stage with the memory of others that share its passes, each with its [`SharedPass::scratch_each`]; the same without
-    /// others.
+    /// The stage with the memory of other stages that share its passes added, each with its [`SharedPass::scratch_each`];
+    /// unchanged without others.
     #[must_use]
     pub fn shared_with(mut self, others: &[Bytes]) -> StagePlan {
         if !others.is_empty() {

@@ -65,7 +65,7 @@ impl Field {
         self.row().0
     }
 
-    /// The refusal by a model that does not read it.
+    /// The refusal of the field by a model that does not read it.
     pub fn refusal(self) -> RequestError {
         let (name, hint) = self.row();
         let (verb, pronoun) = match self {
@@ -116,7 +116,7 @@ impl Reads {
     }
 }
 
-/// The optional fields that a request asks for. All fields of a request are named here, so that a new one is decided upon.
+/// The optional fields that a request sets. All fields of a request are named here, so that a new field cannot be forgotten.
 fn asked(request: &Request) -> Vec<Field> {
     let Request {
         negative_prompt,
@@ -124,7 +124,7 @@ fn asked(request: &Request) -> Vec<Field> {
         from_values,
         adapters,
         medium,
-        // Fields that every model reads, and bounds and wishes, which need not have an effect.
+        // Fields that every model reads, and bounds and preferences, which need not have an effect.
         prompt: _,
         steps: _,
         guidance: _,

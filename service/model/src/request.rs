@@ -10,7 +10,7 @@ use crate::media::MediaFormat;
 
 pub use pictures::{Picture, PictureMut, PictureSlot};
 
-/// A picture provided by the client.
+/// A picture supplied by the client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InitImage {
     pub width: u32,
@@ -27,15 +27,15 @@ const IMAGE_STRENGTH: f32 = 0.6;
 pub struct Mask {
     pub width: u32,
     pub height: u32,
-    /// A byte for each pixel, row-major: 0 stays as it is, 255 changes. Sampling takes 128 and more as changing; between,
-    /// the result is mixed with the picture that it started from. Empty where only its size counts.
+    /// A byte for each pixel, row-major: 0 keeps the pixel, 255 changes it. Sampling treats 128 and more as changing. In
+    /// between, the result is mixed with the picture that it started from. Empty where only the mask's size counts.
     pub grey: Bytes,
 }
 
 /// The approximation in the decoded latent of a request with a mask.
 const NOT_PASTED: &str = "what the mask kept is as the autoencoder rebuilds it: the picture's own pixels are in the picture of the latent's job alone";
 
-/// A film or a track provided by the client, whole.
+/// A film or a track supplied by the client, whole.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Clip {
     pub format: MediaFormat,
@@ -44,7 +44,7 @@ pub struct Clip {
 }
 
 impl Clip {
-    /// Whether its data is that of its format, or left out.
+    /// Whether its data fits its format, or is left out.
     pub fn is_whole(&self) -> bool {
         self.data.is_empty() || self.format.bytes() == Some(self.data.len() as u64)
     }
@@ -73,8 +73,8 @@ pub struct Request {
     pub from_values: bool,
     /// Adapters, in the order in which their terms are added.
     pub adapters: Vec<AdapterUse>,
-    /// Most requests whose steps are computed in one pass of the model, where its family can. 1: it is sampled alone, and its
-    /// result is the same bits whatever else runs; more: the same within rounding.
+    /// Most requests whose steps are computed in one pass of the model, if its family supports shared passes. 1: the request is
+    /// sampled alone, and its result is the same to the bit whatever else runs. More: the result is the same within rounding.
     pub slots: u32,
     pub medium: Medium,
 }
@@ -143,7 +143,7 @@ pub struct Audio {
     pub lyrics: String,
     /// Audio to audio: the track to start from, in its own rate and length: the source of [`AudioTask`].
     pub init_audio: Option<Clip>,
-    /// A track whose timbre is taken, in its own rate and length.
+    /// A track whose timbre the result takes, in its own rate and length.
     pub reference: Option<Clip>,
     pub task: AudioTask,
     /// Tempo; `None`: the model's choice.
@@ -155,7 +155,7 @@ pub struct Audio {
     /// Language of the lyrics: `en`; empty: the model's default.
     pub language: String,
     /// With a source: a separate strength for each part of the track, as points between which it changes linearly; empty:
-    /// [`Request::strength`] everywhere. A frame is the source's until the schedule reaches its strength.
+    /// [`Request::strength`] everywhere. A frame stays the source's until the schedule reaches its strength.
     pub strengths: Vec<StrengthPoint>,
     /// Where decoding begins, in seconds: the part before it follows at the end.
     pub decode_from_seconds: f32,
@@ -175,7 +175,7 @@ pub enum AudioTask {
     /// A new track.
     #[default]
     TextToMusic,
-    /// The source with a window made anew.
+    /// The source with a window generated anew.
     Repaint { start_seconds: f32, end_seconds: f32 },
     /// The source's melody and rhythm in another style.
     Cover,
@@ -279,8 +279,8 @@ impl Request {
         self.adapters.iter().any(|each| !each.strength.is_constant())
     }
 
-    /// The negative prompt, where steps take two passes: it is there, if only empty, and the true guidance is over 1. So
-    /// diffusers' pipelines decide. Without one of the two the other has no effect.
+    /// The negative prompt, if steps take two passes: the prompt is set, even if empty, and the true guidance is over 1, as in
+    /// diffusers' pipelines. Either has no effect without the other.
     pub fn negative(&self) -> Option<&str> {
         self.negative_prompt
             .as_deref()
@@ -328,7 +328,7 @@ impl Request {
         request
     }
 
-    /// Whether the data of a picture, film or track is left out: such a request can be planned, and not run.
+    /// Whether the data of a picture, film or track is left out: such a request can be planned but not run.
     pub fn lacks_media_data(&self) -> bool {
         let reference = match &self.medium {
             Medium::Audio(audio) => audio.reference.as_ref(),
@@ -401,7 +401,7 @@ impl Request {
         Request {
             prompt: self.prompt.clone(),
             negative_prompt: self.negative().map(str::to_owned),
-            // Whatever the scale, the prompts are encoded alike.
+            // The scale does not change the encodings of the prompts.
             true_guidance: if self.negative().is_some() { 2.0 } else { 1.0 },
             ..Request::of(medium, 1, 0.0, self.max_sequence_length)
         }
@@ -431,7 +431,7 @@ impl Image {
         }
     }
 
-    /// Puts the start's pixels back where the mask keeps them. Nothing without a mask, or where the start is a latent.
+    /// Restores the start's pixels where the mask keeps them. Does nothing without a mask, or where the start is a latent.
     pub fn keep_unmasked(&self, generated: &mut [u8]) {
         if let (Some(mask), Some(start)) = (&self.mask, &self.init_image) {
             mask.keep_unmasked(start, generated);
@@ -449,12 +449,12 @@ impl Mask {
         }
     }
 
-    /// Bytes of its data, all there.
+    /// Bytes of its data when complete.
     fn whole_bytes(&self) -> u64 {
         u64::from(self.width) * u64::from(self.height)
     }
 
-    /// Whether its data is that of its size, or left out.
+    /// Whether its data fits its size, or is left out.
     pub fn is_whole(&self) -> bool {
         self.grey.is_empty() || self.grey.len() as u64 == self.whole_bytes()
     }
@@ -481,12 +481,12 @@ impl InitImage {
         }
     }
 
-    /// Bytes of its data, all there.
+    /// Bytes of its data when complete.
     fn whole_bytes(&self) -> u64 {
         3 * u64::from(self.width) * u64::from(self.height)
     }
 
-    /// Whether its data is that of its size, or left out.
+    /// Whether its data fits its size, or is left out.
     pub fn is_whole(&self) -> bool {
         self.rgb.is_empty() || self.rgb.len() as u64 == self.whole_bytes()
     }

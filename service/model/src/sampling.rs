@@ -37,7 +37,7 @@ impl Sampling {
     /// The request, with the fields that are set in `self` in place of its own.
     #[must_use]
     pub fn over(self, request: Request) -> Request {
-        // Named here, so that none is forgotten.
+        // All fields are named here, so that a new one is not forgotten.
         let Sampling {
             steps,
             guidance,

@@ -1,4 +1,4 @@
-//! One run of a stage: its inputs, and who watches it.
+//! One run of a stage: its inputs, and its observer.
 
 use std::sync::Arc;
 

@@ -57,7 +57,7 @@ impl WeightNames {
         }
     }
 
-    /// Whether of a single file and an index with its shards the file is taken, as transformers does.
+    /// Whether the single file is taken if a folder has both it and an index with shards, as transformers does.
     pub fn prefers_single(&self) -> bool {
         self.stem == TRANSFORMERS && self.variant.is_none()
     }

@@ -40,7 +40,7 @@ pub struct Fallback<C> {
 }
 
 /// The alternatives that would run on this card, the closest first. Alternatives that need foreign or reserved memory
-/// to come free are left out.
+/// to be released are left out.
 pub fn fallbacks<C: Clone>(
     ledger: &Ledger,
     alternatives: &[Alternative<C>],

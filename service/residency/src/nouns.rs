@@ -137,7 +137,7 @@ pub struct StageNeed {
     pub scratch: Bytes,
     /// Bytes of the card that stay free while it runs, if the job asks for more than the card's own headroom.
     pub headroom: Bytes,
-    /// Components that later stages of the job need: they leave last, since they would have to come back at once.
+    /// Components that later stages of the job need: they are evicted last, since they would be reloaded at once.
     pub later: Vec<ComponentId>,
 }
 

@@ -20,11 +20,11 @@ const TRIM_SECONDS: f64 = 0.005;
 pub enum Move {
     Evict(Component),
     Load(Component),
-    /// Give slack back to the driver, so that component pools can allocate it.
+    /// Return slack to the driver, so that component pools can allocate it.
     Trim,
 }
 
-/// How much that a stage does not need may stay resident while it runs.
+/// How much memory that a stage does not need may stay resident while it runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Policy {
@@ -59,7 +59,7 @@ pub enum Verdict {
         /// Evictions, then a trim if one is needed, then loads.
         moves: Vec<Move>,
     },
-    /// The stage does not fit now, and would if claimed memory came free.
+    /// The stage does not fit now, and would if claimed memory were released.
     Wait {
         /// Bytes missing after all idle components are evicted. Zero where a needed component is still loading.
         short: Bytes,

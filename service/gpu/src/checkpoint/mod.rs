@@ -158,7 +158,7 @@ impl CheckpointFile {
 /// A problem before it is attributed to a file.
 enum Problem {
     Damaged(String),
-    /// The file ends early, or is not there itself.
+    /// The file ends early, or is a placeholder for a file.
     Incomplete(String),
     Unsupported(String),
     UnsupportedTensor {

@@ -59,7 +59,7 @@ pub(super) fn problem(beginning: &[u8]) -> Option<Problem> {
     )))
 }
 
-/// The beginning as text; `None` if it is none, or if it is short enough to be the header of a checkpoint.
+/// The beginning as text; `None` if it is no text, or if it is short enough to be the header of a checkpoint.
 fn text(beginning: &[u8]) -> Option<&str> {
     let magic = *beginning.first_chunk::<8>()?;
     if magic.starts_with(b"GGUF") || magic.starts_with(b"PK") || u64::from_le_bytes(magic) <= MAX_HEADER_BYTES

@@ -15,8 +15,8 @@ use crate::load::{ByteRange, Stored};
 /// Length in bytes of the header's length prefix.
 const PREFIX: u64 = 8;
 
-/// Most tensors of one file: the largest checkpoints have a tenth of it, and each costs time and memory before anything
-/// can be said of the file.
+/// Most tensors of one file. The largest checkpoints have a tenth of it. Each tensor costs time and memory before the file can
+/// be judged.
 const MOST_TENSORS: usize = 200_000;
 
 /// Reads and checks the header of a file of `size` bytes.

@@ -63,7 +63,7 @@ pub(crate) struct CudaCard {
     context_bytes: Bytes,
     /// Bytes used by the activation pool when the current stage began.
     stage_baseline: Bytes,
-    /// The most of the card's memory that we take.
+    /// Maximum bytes of the card's memory that the service uses.
     limit: Option<Bytes>,
     faults: FaultSchedule,
     /// Set once the card is lost; nothing of it may be touched then. cudarc reports an error once and looks healthy
@@ -638,7 +638,7 @@ fn uuid_text(uuid: &sys::CUuuid) -> String {
     format!("GPU-{a}-{b}-{c}-{d}-{e}")
 }
 
-/// Gives cuBLAS a workspace that is booked.
+/// Sets a booked workspace for cuBLAS.
 fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Result<(), GpuError> {
     let workspace = pool.allocate(CUBLAS_WORKSPACE.0, stream).map_err(|error| {
         if is_out_of_memory(error) {

@@ -26,7 +26,7 @@ const ALIGNMENT: u64 = 512;
 /// A tensor with its memory.
 pub(super) struct Placed<'a> {
     pub(super) source: &'a TensorSource,
-    /// How it is quantized, if it is.
+    /// How the tensor is quantized; `None` if it is not.
     pub(super) making: Option<Making>,
     pub(super) place: Place,
 }

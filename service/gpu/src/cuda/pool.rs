@@ -131,7 +131,7 @@ impl Drop for Pool {
 /// Frees memory from [`Pool::allocate`], in the order of `stream`.
 ///
 /// # Safety
-/// The pointer is one of those, is not freed elsewhere, and its uses precede this in `stream`.
+/// The pointer is from [`Pool::allocate`], is not freed elsewhere, and its uses precede this in `stream`.
 pub(super) unsafe fn free(pointer: sys::CUdeviceptr, stream: &CudaStream) -> Result<(), DriverError> {
     // SAFETY: the caller's promise.
     unsafe { result::free_async(pointer, stream.cu_stream()) }
@@ -283,7 +283,7 @@ impl PinnedInPlace {
     /// Pins `bytes` bytes at an address; `None` if the driver refuses.
     ///
     /// # Safety
-    /// The memory is allocated for as long as this is.
+    /// The memory stays allocated for as long as this value exists.
     pub(super) unsafe fn new(
         context: &Arc<CudaContext>,
         begin: *const u8,

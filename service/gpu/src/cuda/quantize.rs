@@ -311,7 +311,7 @@ pub(super) struct Arrived {
     pub(super) at: sys::CUdeviceptr,
     /// Index of its first number within the tensor.
     pub(super) first: usize,
-    /// Count of numbers: whole units, but for the tensor's last.
+    /// Count of numbers: whole units, except for the tensor's last.
     pub(super) count: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The pictures of a request: one walk over the fields that have them.
+//! The pictures of a request, in one list of the fields that have them.
 
 use bytes::Bytes;
 
@@ -37,7 +37,7 @@ pub struct PictureMut<'a> {
 }
 
 impl Picture<'_> {
-    /// Bytes of its data, all there.
+    /// Bytes of its data when complete.
     pub fn whole_bytes(&self) -> u64 {
         let channels = match self.slot {
             PictureSlot::Mask => 1,
