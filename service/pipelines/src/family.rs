@@ -30,12 +30,12 @@ pub trait Family: Send + Sync {
         &[]
     }
 
-    /// The folders that it reads of a pipeline of this class in diffusers' layout; others are not needed.
+    /// The folders of a pipeline of this class that are read, in diffusers' layout.
     fn folders(&self, _class: &str) -> &'static [&'static str] {
         &[]
     }
 
-    /// Classes of other pipelines that have parts of its own, with the folders that it reads of them.
+    /// Classes of other families' pipelines with parts that this family reads, and the folders of those parts.
     fn parts(&self) -> &'static [(&'static str, &'static [&'static str])] {
         &[]
     }
@@ -56,7 +56,7 @@ pub trait Family: Send + Sync {
         false
     }
 
-    /// Classes of its transformers that come alone, in a folder of their own.
+    /// Classes of its transformers that are published alone, in a separate folder.
     fn transformers(&self) -> &'static [&'static str] {
         &[]
     }
@@ -71,8 +71,8 @@ pub trait Family: Send + Sync {
         false
     }
 
-    /// Opens a folder or file of this family; `None` if it is of another. A single file comes with its header, which has been
-    /// read.
+    /// Opens a folder or file of this family; `None` if it is of another family. The header of a single file is passed in
+    /// `file`.
     ///
     /// # Errors
     /// When it is of this family and not supported or damaged.
@@ -93,7 +93,7 @@ pub struct Catalogue {
 }
 
 impl Catalogue {
-    /// From a list of families; the first that recognizes a checkpoint opens it.
+    /// A catalogue of these families; the first that recognizes a checkpoint opens it.
     pub fn new(families: Vec<Box<dyn Family>>) -> Catalogue {
         Catalogue { families }
     }

@@ -72,7 +72,7 @@ pub(crate) fn count_all_as_read(files: &ReadFiles) {
     });
 }
 
-/// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers have half of it.
+/// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers are half as long.
 const LONGEST_TEXT: u64 = 64 << 20;
 
 /// Reads a text file.
@@ -90,8 +90,8 @@ pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     Ok(text)
 }
 
-/// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and an empty one for
-/// nothing but defaults.)
+/// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and would read an empty list as
+/// defaults.)
 ///
 /// # Errors
 /// [`ModelError::Incomplete`] for a file that is missing, empty, cut off, or a pointer of git-lfs; [`ModelError::Damaged`] for
@@ -126,8 +126,8 @@ pub(crate) fn checked<T: DeserializeOwned>(
     Ok(config)
 }
 
-/// Refuses a pipeline of which the first number of one of these pairs is not the second, which another of its components
-/// takes.
+/// Refuses a pipeline whose components do not match. Each pair has the number of one component and the number that another
+/// component takes.
 ///
 /// # Errors
 /// [`ModelError::Unsupported`] for the first such pair, by its name.

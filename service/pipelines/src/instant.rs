@@ -21,10 +21,10 @@
 //! With `"medium": "video"` it generates frames, with `"audio"` samples of two channels, in a few pieces; `steps_ms`
 //! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`. With `"sections": 3`
 //! a video is sampled and decoded in as many sections, the last part of the film first, as FramePack does: each decode
-//! leaves its first frame's colour for the next, which checks that it got it.
+//! leaves its first frame's colour for the next, which checks the colour.
 //!
-//! A request with more than one slot is sampled in rounds, but for sections. The first round finds the colour, the others take
-//! it from the state of the one before. Rounds of several requests in one pass take its time once.
+//! A request with more than one slot is sampled in rounds, unless it has sections. The first round finds the colour, the others
+//! take it from the state of the round before. Rounds of several requests in one pass take its time once.
 
 mod colour;
 mod content;
@@ -268,7 +268,7 @@ impl DescribedMedium {
 const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
 
 impl Description {
-    /// The large ones of its components.
+    /// The large components of the model.
     fn large(&self) -> Vec<&'static str> {
         let is_there = |name: &&'static str| self.components.iter().any(|c| c.name == **name);
         LARGE.into_iter().filter(is_there).collect()

@@ -13,7 +13,7 @@ pub(crate) struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// From `{name}.weight` and `{name}.bias`.
+    /// The norm with `{name}.weight` and `{name}.bias`.
     ///
     /// # Errors
     /// When one of them is missing or of another shape.

@@ -55,7 +55,7 @@ impl Linear {
         })
     }
 
-    /// From a weight `[outputs, inputs]` and a bias `[outputs]`, without terms of adapters.
+    /// A layer with a weight `[outputs, inputs]` and a bias `[outputs]`, without terms of adapters.
     pub(crate) fn of(weight: Tensor, bias: Option<Tensor>) -> Linear {
         Linear {
             weight: Weight::Full(weight),
@@ -133,8 +133,8 @@ impl Linear {
         })
     }
 
-    /// Whether its input rows, of this dtype, should be quantized where they are computed, for products in fp8. Terms of
-    /// adapters take numbers.
+    /// Whether the layer's input rows, of this dtype, should be quantized where they are computed, for products in fp8. Terms
+    /// of adapters read the rows unquantized.
     ///
     /// # Errors
     /// Errors of the device.

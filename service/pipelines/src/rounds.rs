@@ -1,5 +1,5 @@
-//! Sampling in rounds of a few steps, so that requests at different steps can share passes of a model: each round is a stage,
-//! and the next begins with the state that it leaves.
+//! Sampling in rounds of a few steps, so that requests at different steps can share passes of a model. Each round is a stage,
+//! and begins with the state of the round before.
 
 use std::ops::Range;
 
@@ -9,12 +9,12 @@ use model::Request;
 use model::{SharedPass, StagePlan};
 use model::{StageError, StageRun};
 
-/// Some steps of a sampling, of all that are run.
+/// A range of the steps of a sampling.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Round {
     /// Numbers of its steps, from 0.
     pub(crate) steps: Range<u32>,
-    /// All steps that are run.
+    /// Number of all steps that are run.
     pub(crate) of: u32,
 }
 
@@ -78,8 +78,8 @@ impl Round {
     }
 }
 
-/// How the sampling of a request shares passes, in rounds; `None` with one slot, or where strengths of adapters change over the
-/// steps: those are the same for a whole pass. Then it is sampled whole.
+/// How the sampling of a request shares passes, in rounds. `None` with one slot, or where strengths of adapters change over the
+/// steps, since a whole pass has one strength; such a request is sampled in one stage.
 pub(crate) fn shared_pass(request: &Request, key: String, scratch_each: Bytes) -> Option<SharedPass> {
     is_in_rounds(request).then_some(SharedPass {
         key,
@@ -103,7 +103,7 @@ pub(crate) fn adapters_in_key(request: &Request) -> String {
 /// Checks that stages may share passes.
 ///
 /// # Errors
-/// [`StageError::BadInput`] if one of them runs alone, if their keys differ, or if they are more than they have slots.
+/// [`StageError::BadInput`] if one of them runs alone, if their keys differ, or if there are more of them than slots.
 pub(crate) fn check_shared(stages: &[StageRun<'_>]) -> Result<(), StageError> {
     let mut keys = stages.iter().map(|stage| stage.plan.shared.as_ref());
     let slots = keys

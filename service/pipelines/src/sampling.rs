@@ -34,8 +34,8 @@ impl Denoiser<'_> {
         if components.is_multiplied_in_fp8(self.name) {
             scratch += Bytes(ops::CodesOfRows::bytes(tokens, self.width));
         }
-        // Modulators run before the buffers are allocated, and again in each step while they are there where strengths
-        // change.
+        // Modulators run before the buffers are allocated, and, where strengths change, again in each step while the buffers
+        // are allocated.
         let of_modulators = dequantizing(steps as usize, true);
         match request.has_curves() {
             true => scratch + of_modulators,
@@ -99,7 +99,7 @@ impl<T> Prompts<T> {
     /// Applies `change` to each value.
     ///
     /// # Errors
-    /// The first of `change`.
+    /// The first error of `change`.
     pub(crate) fn try_map<U, E>(self, mut change: impl FnMut(T) -> Result<U, E>) -> Result<Prompts<U>, E> {
         Ok(Prompts {
             prompt: change(self.prompt)?,
@@ -110,7 +110,7 @@ impl<T> Prompts<T> {
 
 /// The conditions under which the steps of a request predict: that of the prompt, and that of a negative prompt.
 ///
-/// A step predicts under one after the other, in the same buffers: two conditions take twice the time, and little memory
+/// A step predicts under one condition after the other, in the same buffers: two conditions take twice the time, and little memory
 /// ([`Conditions::kept_bytes`]). Both predictions are combined as `negative + scale * (prompt - negative)` in f32, where the
 /// scale is [`Request::true_guidance`]. That is what diffusers' FLUX pipelines do with their `true_cfg_scale`. `ZImagePipeline`
 /// computes `prompt + guidance * (prompt - negative)`, which is the same with a scale of `1 + guidance`.
@@ -154,7 +154,7 @@ impl<C> Conditions<C> {
     /// The prediction of a step: `predict` computes it under one condition, in buffers that the next call overwrites.
     ///
     /// # Errors
-    /// Those of `predict`, and of the device.
+    /// Errors of `predict`, and of the device.
     pub(crate) fn predict<'a>(
         &'a self,
         mut predict: impl FnMut(&C) -> Result<&'a Tensor, StageError>,
@@ -178,9 +178,9 @@ impl<C> Conditions<C> {
 /// tokens, width]` in its dtype.
 pub(crate) struct Prediction<'a> {
     prompt: &'a Tensor,
-    /// 1, or -1 where the velocity is the negative.
+    /// Factor of the prediction: 1, or -1 where the velocity is its negative.
     by: f64,
-    /// Under the negative prompt, and the scale of the difference.
+    /// The prediction under the negative prompt, and the scale of the difference.
     negative: Option<(&'a Tensor, f64)>,
 }
 
@@ -200,8 +200,8 @@ impl<'a> Prediction<'a> {
         Prediction { by, ..self }
     }
 
-    /// Adds the prediction times `by` to the latent. Of two conditions these are two additions, so the combination needs no
-    /// buffer of its own.
+    /// Adds the prediction times `by` to the latent. With two conditions these are two additions, so the combination needs no
+    /// separate buffer.
     fn add_to(
         &self,
         latent: &Tensor,
@@ -320,7 +320,8 @@ impl SampledLatent {
         Ok(())
     }
 
-    /// The latent that sampling ends with if the velocity of the step that was just made is right to the end, in host memory.
+    /// The latent at the end of sampling, f32 in host memory, if the velocity of the step that was just made stays the same to
+    /// the end.
     ///
     /// # Errors
     /// Errors of the device.

@@ -18,7 +18,7 @@ pub(crate) struct Start {
     pub(crate) kept: Option<Kept>,
 }
 
-/// The part of a latent that a mask keeps: as diffusers' inpainting pipelines, a cell of the latent changes if the top left
+/// The unmasked part of a latent: as in diffusers' inpainting pipelines, a cell of the latent changes if the top left
 /// of its pixels does. All f32, in host memory.
 #[derive(Debug)]
 pub(crate) struct Kept {
@@ -34,7 +34,7 @@ impl Kept {
     /// The unmasked part with every tensor rearranged.
     ///
     /// # Errors
-    /// Those of `arrange`.
+    /// Errors of `arrange`.
     pub(crate) fn arranged(
         &self,
         arrange: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
@@ -78,7 +78,7 @@ fn cells(mask: &Mask, shape: &[usize]) -> candle_core::Result<Tensor> {
         .contiguous()
 }
 
-/// The least grey of a mask that changes.
+/// The least grey of a mask's pixel that changes.
 pub(crate) const CHANGES: u8 = 128;
 
 /// Whether a request starts from a latent, encoded or supplied by the client, rather than from noise alone.

@@ -38,7 +38,7 @@ fn bytes<T: Copy, const N: usize>(numbers: &[T], to_bytes: impl Fn(T) -> [u8; N]
     bytes
 }
 
-/// Copies a host tensor to a card, in `dtype`. It may come from a client, so it is validated.
+/// Copies a host tensor to a card, in `dtype`. The tensor may come from a client, so it is validated.
 pub(crate) fn from_host(
     tensor: &HostTensor,
     name: &str,

@@ -1,6 +1,6 @@
-//! Components of the authors' layouts: one checkpoint has all but the text encoder and the autoencoder. Sizes follow from its
-//! tensors, so that a file without configuration is known too; constants are those of the configuration or of the published
-//! models.
+//! Components of the authors' layouts: one checkpoint has all but the text encoder and the autoencoder. Sizes are read from its
+//! tensors, so that a file without configuration can be opened too. Constants are those of the configuration or of the
+//! published models.
 
 use super::checkpoint::AuthorsPlaces;
 use super::config::{ConditionConfig, LayerConfig, TokenConfig, TransformerConfig};
@@ -64,7 +64,7 @@ pub(super) fn parts_of_authors(places: &AuthorsPlaces, wanted: &Wanted) -> Resul
     })
 }
 
-/// The latents of silence, which are a file of their own.
+/// The latents of silence, which are in a separate file.
 fn silence(
     places: &AuthorsPlaces,
     condition: &ConditionConfig,

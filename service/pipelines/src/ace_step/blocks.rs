@@ -41,7 +41,7 @@ impl ModulationVectors<'_> {
     }
 }
 
-/// The norm in front of the next layers.
+/// The norm before the next layers.
 pub(super) struct Next {
     /// `[hidden_size]`.
     pub(super) weight: Tensor,

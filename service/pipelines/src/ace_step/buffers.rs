@@ -9,8 +9,8 @@ use super::condition::LIBRARIES;
 use super::config::{LayerConfig, TransformerConfig};
 use crate::rotary::Rotations;
 
-/// Buffers of a pass over `[batch, tokens]`, reused by every layer. Queries, keys and values share memory with one half of
-/// the feed-forward, the output of attention with the other.
+/// Buffers of a pass over `[batch, tokens]`, reused by every layer. Queries, keys and values share memory with the gate of the
+/// feed-forward, and the output of attention with its raised values.
 #[derive(Debug)]
 pub(super) struct TokenBuffers {
     /// The residual stream, `[batch, tokens, hidden_size]`.
@@ -122,7 +122,7 @@ impl TokenBuffers {
     }
 }
 
-/// Predicted activation bytes of `steps` steps over latents of `frames` frames, attending to conditions of these numbers of tokens:
+/// Predicted activation bytes of `steps` steps over `frames` latent frames, with conditions of these token counts:
 /// the buffers, rotations, the modulation of all steps, keys and values of the conditions, the workspace of attention where
 /// cuDNN has no plan, and the reordered layers. Not included is the scratch of quantized layers ([`ops::linear_scratch`]).
 pub fn denoise_scratch(

@@ -107,7 +107,7 @@ pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
     })
 }
 
-/// Whether a folder is the authors' of one model, or that around one.
+/// Whether a folder is the authors' folder of one model, or the folder around one.
 pub(super) fn has_own_layout(folder: &Path) -> bool {
     let models = || {
         folders_in(folder)
@@ -184,7 +184,7 @@ fn of_file(path: &Path, file: &CheckpointFile) -> Result<Option<AuthorsPlaces>, 
     parts(path, checkpoint, None, &places, folder).map(Some)
 }
 
-/// The parts beside a model, in these folders, the first first.
+/// The parts of a model that are in these folders; earlier folders take precedence.
 fn parts(
     place: &Path,
     checkpoint: Checkpoint,

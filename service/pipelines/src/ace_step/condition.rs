@@ -110,7 +110,8 @@ impl ConditionEncoder {
         Ok(condition)
     }
 
-    /// The condition of nothing, `[1, hidden_size]`: the reference repeats it, which changes nothing that attends to it.
+    /// The condition of an unconditional pass, `[1, hidden_size]`. The reference repeats the row, which does not change
+    /// attention to it.
     ///
     /// # Errors
     /// Errors of the device.
@@ -143,7 +144,7 @@ impl ConditionEncoder {
         Ok(there.narrow(0, 0, length)?.contiguous()?)
     }
 
-    /// All frames of silence, `[frames, channels]`. The authors' file has them as `[1, channels, frames]`.
+    /// All stored frames of silence, `[frames, channels]`. The authors' file has them as `[1, channels, frames]`.
     fn there_of_silence(&self) -> Result<Tensor, StageError> {
         let refused = || StageError::BadInput("the condition encoder has no latents of silence".to_owned());
         let silence = self.silence.as_ref().ok_or_else(refused)?;

@@ -154,7 +154,7 @@ impl Default for TransformerConfig {
 }
 
 impl TransformerConfig {
-    /// Whether it runs without guidance, and knows no tasks of tracks.
+    /// Whether the model runs without guidance, and has no tasks of tracks.
     pub fn is_turbo(&self) -> bool {
         self.is_turbo || self.model_version.as_deref() == Some("turbo")
     }

@@ -62,8 +62,8 @@ impl Attention {
         }
     }
 
-    /// Attention of the normalized rows to themselves, whose result takes their place; to keys at most `window` tokens
-    /// away, if there is one.
+    /// Attention of the normalized rows to themselves; the result replaces the rows. `window` limits the distance of keys, in
+    /// tokens.
     pub(super) fn to_itself(
         &self,
         buffers: &TokenBuffers,
@@ -101,14 +101,14 @@ impl Attention {
         let shape = (1, count, layer.num_key_value_heads, layer.head_dim);
         let key = self.key.forward(others)?.reshape(shape)?;
         let value = self.value.forward(others)?.reshape(shape)?;
-        // The operation normalizes queries too: here there are none.
+        // The operation normalizes queries too: here there are no queries.
         let none = Tensor::zeros((1, count, 1, layer.head_dim), key.dtype(), key.device())?;
         qk_norm_rope(&none, &key, self.norm(), None, Pairs::Halves)?;
         Ok((key, value))
     }
 
-    /// Attention of the normalized rows to others, whose result takes their place: the keys and values of each item of the
-    /// batch, which may differ in length.
+    /// Attention of the normalized rows to other rows; the result replaces the normalized rows. Each item of the batch has
+    /// separate keys and values, which may differ in length.
     pub(super) fn to_others(
         &self,
         buffers: &TokenBuffers,
@@ -169,7 +169,7 @@ impl FeedForward {
         [&self.gate, &self.raise, &self.lower]
     }
 
-    /// Over the normalized rows, whose place the result takes.
+    /// Runs over the normalized rows; the result replaces them.
     pub(super) fn forward(&self, buffers: &TokenBuffers) -> candle_core::Result<()> {
         let TokenBuffers {
             normed,

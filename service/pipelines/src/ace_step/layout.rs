@@ -92,7 +92,7 @@ impl TransformerConfig {
 }
 
 impl ConditionConfig {
-    /// Names and shapes of the tensors that are used, but for those of silence, whose length is the file's.
+    /// Names and shapes of the tensors that are used, except the latents of silence, whose length depends on the file.
     pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
         let (layer, width) = (&self.layer, self.layer.hidden_size);
         let mut list = List(Vec::new());
@@ -155,7 +155,7 @@ pub(super) const DECODER: &str = "decoder.";
 /// These tensors in the authors' file, where a component's names begin with `prefix`.
 pub(super) fn in_original(shapes: Shapes, prefix: &str) -> Vec<TensorSpec> {
     let specs = shapes.into_iter().map(|(name, shape)| TensorSpec {
-        // The embedding of no condition is of no component there.
+        // In the authors' file the embedding of no condition belongs to no component.
         tensor: match name.as_str() {
             NULL => name.clone(),
             _ => format!("{prefix}{}", NAMES.authors(&name)),

@@ -97,7 +97,7 @@ pub struct AceStepModel {
     pub(super) condition: ConditionConfig,
     pub(super) text: Qwen3Config,
     pub(super) vae: OobleckConfig,
-    /// `None` for a checkpoint without them, which makes no covers.
+    /// `None` for a checkpoint without a tokenizer of latents, which makes no covers.
     pub(super) tokens: Option<TokenConfigs>,
     pub(super) tokenizer: Arc<QwenTokenizer>,
     /// Shift of the times of steps.
@@ -108,7 +108,7 @@ pub struct AceStepModel {
 }
 
 impl AceStepModel {
-    /// The same model with these adapters.
+    /// The model with these adapters in place of its present ones.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.

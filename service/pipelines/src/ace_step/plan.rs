@@ -7,7 +7,7 @@
 //! | `encode_reference` | `vae` | moments of the track whose timbre is taken |
 //! | `encode_condition` | `condition_encoder` | the condition that the transformer attends to, and silence |
 //! | `quantize_source` | `audio_tokenizer`, `audio_token_detokenizer` | of a cover: the source decoded from its tokens |
-//! | `denoise` | `transformer` | the latent; of a request with slots in rounds, each of which but the last gives its state |
+//! | `denoise` | `transformer` | the latent; of a request with slots in rounds, where each round but the last returns its state |
 //! | `decode` | `vae` | the track, piece by piece |
 
 use candle_core::DType;
@@ -42,7 +42,7 @@ pub(super) const DECODE: &str = "decode";
 /// Names of values. `[tokens, width]` of the text encoder:
 pub(super) const TEXT: &str = "text";
 pub(super) const LYRICS: &str = "lyrics";
-/// The caption of a new track, which a cover of less strength is mixed with.
+/// The caption of a new track, with which a cover of less strength is mixed.
 pub(super) const PLAIN_TEXT: &str = "plain_text";
 /// Mean and deviation, f32 `[2, frames, channels]`.
 pub(super) const SOURCE: &str = "source";
@@ -84,7 +84,7 @@ fn of_audio(audio: Audio) -> Request {
     Request::of(Medium::Audio(audio), 1, 0.0, 1)
 }
 
-/// A clip's format alone, which says how long it is.
+/// The clip's format without its data: the format has the length.
 fn without_data(clip: &Clip) -> Clip {
     Clip {
         format: clip.format,
@@ -93,12 +93,12 @@ fn without_data(clip: &Clip) -> Clip {
 }
 
 impl AceStepModel {
-    /// Latent frames of a track of the seconds that are asked for.
+    /// Latent frames of a track of the requested seconds.
     pub(super) fn frames_of_seconds(&self, audio: &Audio) -> usize {
         ((seconds_of(audio) * self.frames_per_second()).ceil() as usize).max(1)
     }
 
-    /// Latent frames of a clip, in whole ones.
+    /// Latent frames of a clip, rounded up to whole frames.
     pub(super) fn frames_of_clip(&self, clip: &Clip) -> usize {
         let hop = self.vae.hop().max(1);
         let samples = samples_at(clip, self.vae.sampling_rate).next_multiple_of(hop);
@@ -113,12 +113,12 @@ impl AceStepModel {
         }
     }
 
-    /// Latent frames that a timbre is taken of.
+    /// Latent frames of the track whose timbre is taken.
     pub(super) fn frames_of_timbre(&self) -> usize {
         self.vae.frames(samples_of_timbre(self.vae.sampling_rate))
     }
 
-    /// Whether a request is guided, by a condition and by none.
+    /// Whether steps are guided: predicted with a condition and without one.
     pub(super) fn is_guided(&self, request: &Request) -> bool {
         !self.transformer.is_turbo() && request.guidance > 1.0
     }
@@ -175,7 +175,7 @@ impl AceStepModel {
             ..Audio::default()
         };
         Memo::of(Request {
-            // Whether it is below 1 says whether a cover is mixed.
+            // The stage reads only whether the strength is below 1: then a cover is mixed.
             strength: if request.strength < 1.0 { 0.5 } else { 1.0 },
             ..request.of_prompt(Medium::Audio(read))
         })
@@ -286,7 +286,7 @@ impl AceStepModel {
         }
     }
 
-    /// The stage that encodes a clip, which is all that `read` has.
+    /// The stage that encodes a clip, the only one in the medium `read`.
     fn encode_stage(&self, (name, gives): (&str, &str), read: Audio, samples: usize) -> StagePlan {
         let ladder = encode_ladder(&self.vae, samples, self.precision.dtype);
         StagePlan {
@@ -455,7 +455,7 @@ impl AceStepModel {
             .collect();
         let tokens = self.transformer.tokens(frames);
         let rows = |requests: usize| (requests * tokens).max(attended.iter().copied().max().unwrap_or(0));
-        // In shared passes each condition has modulations of its own.
+        // In shared passes each condition has separate modulations.
         let longest = rounds.iter().map(|round| round.steps.len()).max().unwrap_or(0);
         let of_round = (longest * attended.len()) as u32;
         let modulated = match is_in_rounds(request) {
@@ -507,7 +507,7 @@ impl AceStepModel {
     }
 }
 
-/// Dtypes in which it computes: f16 overflows within the layers.
+/// Dtypes in which the family computes: f16 overflows within the layers.
 pub(super) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16)
 }

@@ -81,7 +81,7 @@ pub(super) fn lyrics(audio: &Audio) -> String {
     )
 }
 
-/// Seconds as they were written in decimals.
+/// Seconds of a request, as the decimal number that the client wrote.
 pub(super) fn seconds_of(audio: &Audio) -> f64 {
     decimal(audio.seconds)
 }

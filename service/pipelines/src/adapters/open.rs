@@ -40,7 +40,7 @@ pub(crate) struct Adapter {
     pub(crate) parts: Vec<AdapterPart>,
 }
 
-/// A pair of factors as the file has them.
+/// A pair of factors, as stored in the file.
 #[derive(Default)]
 struct Pair<'a> {
     down: Option<(&'a str, &'a TensorEntry)>,

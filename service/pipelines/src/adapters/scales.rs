@@ -131,7 +131,7 @@ impl Configured {
         Configured::of(configuration)
     }
 
-    /// From the metadata of a file that diffusers wrote, for the component of this name; nothing where there is none.
+    /// From the metadata of a file that diffusers wrote, for the component of this name; empty where there is none.
     ///
     /// # Errors
     /// As [`Configured::of_folder`].
@@ -189,8 +189,8 @@ impl Configured {
         })
     }
 
-    /// The scale of a pair of this rank for the layer that the file calls `layer`. An alpha of the pair's own counts
-    /// first.
+    /// The scale of a pair of this rank for the layer that the file calls `layer`. An alpha of the pair itself takes
+    /// precedence.
     ///
     /// # Errors
     /// When it is not finite.
@@ -214,7 +214,7 @@ impl Configured {
 /// A number that is stored in a file as a tensor of one element, of any type.
 ///
 /// # Errors
-/// When it is something else, or cannot be read.
+/// When it is no such tensor, or cannot be read.
 pub(super) fn read_number(file: &File, tensor: &str, entry: &TensorEntry) -> Result<f64, AdapterError> {
     let width = entry.stored.width();
     if entry.elements() != 1 || width > 8 {

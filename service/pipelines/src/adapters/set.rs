@@ -100,7 +100,7 @@ impl AdapterSet {
         })
     }
 
-    /// These components, and those of the adapters that a request uses on them.
+    /// These components, and the components of the adapters that a request uses on them.
     pub(crate) fn beside(&self, bases: &[&str], uses: &[AdapterUse], used_as: UsedAs) -> Vec<String> {
         let parts = bases.iter().flat_map(|base| self.parts(uses, base, used_as));
         let own = bases.iter().map(|&base| base.to_owned());
@@ -119,7 +119,8 @@ impl AdapterSet {
         Bytes(of_parts.max().unwrap_or_default())
     }
 
-    /// The ways to sample with this scratch: all resident, or, if there are adapters, with those in the machine's memory.
+    /// The rungs of sampling with this scratch: all components resident, or, if there are adapters, with the adapters in host
+    /// memory.
     pub(crate) fn rungs(&self, base: &str, uses: &[AdapterUse], scratch: Bytes, dtype: DType) -> Vec<Rung> {
         let whole = Rung::whole(scratch);
         let parts: Vec<&AdapterPart> = self

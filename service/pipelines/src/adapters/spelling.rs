@@ -41,7 +41,7 @@ const ENDINGS: [(&str, PairPart); 17] = [
     (".alpha", PairPart::Alpha),
 ];
 
-/// Parts of names by which kinds are known that change how a pair is meant: without them the rest would be wrong.
+/// Parts of tensors' names that mark a kind which changes the meaning of a pair: without these tensors the rest would be wrong.
 const CHANGING: [(&str, &str); 5] = [
     ("dora_scale", "DoRA"),
     ("lora_magnitude_vector", "DoRA"),
@@ -98,7 +98,7 @@ impl UnsupportedKind {
     }
 }
 
-/// The unsupported kind of a tensor, if it is of one.
+/// The unsupported kind of a tensor; `None` if its kind is supported or unknown.
 pub(super) fn unsupported_kind(tensor: &str) -> Option<UnsupportedKind> {
     let part = |kinds: &[(&str, &'static str)]| {
         kinds

@@ -33,7 +33,7 @@ pub(crate) struct Requested {
     pub(crate) role_of: RoleOf,
 }
 
-/// How the components of a model are asked for.
+/// The requested precision of the components of a model.
 #[derive(Clone, Debug)]
 pub(crate) struct Wanted {
     dtype: DType,
@@ -43,7 +43,7 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// In a precision, of a model with the components `known`, of which presets quantize the `large` ones.
+    /// The precision requested for a model with the components `known`, of which presets quantize the `large` ones.
     ///
     /// # Errors
     /// [`ModelError::Quantization`] for a format of a component that is not known.
@@ -64,7 +64,7 @@ impl Wanted {
         })
     }
 
-    /// A component.
+    /// The requested representation of a component.
     pub(crate) fn of(&self, component: &'static str) -> Requested {
         Requested {
             component,
@@ -129,8 +129,8 @@ pub(crate) fn open_single_file(path: &Path) -> Result<Option<CheckpointFile>, Mo
 /// The sources of a component's tensors.
 ///
 /// # Errors
-/// The first tensor that is missing, of another shape, or stored in an unsupported way; and a requested format for a
-/// component that is stored quantized.
+/// The first tensor that is missing, of another shape, or stored in an unsupported way; a format requested for a component that
+/// is stored quantized.
 fn sources(
     checkpoint: &Checkpoint,
     specs: &[TensorSpec],

@@ -48,7 +48,7 @@ impl LayerNames {
         }
     }
 
-    /// Every name of a tensor or layer that the authors call `name`, theirs first.
+    /// Every name of a tensor or layer that the authors call `name`, the authors' name first.
     pub(crate) fn all(self, name: &str) -> Vec<String> {
         let mut all = vec![name.to_owned()];
         for (authors, others) in self.0 {
@@ -119,7 +119,7 @@ pub(crate) fn unwrapped<'a>(name: &'a str, separators: &'static [char]) -> impl 
     std::iter::successors(Some(name), wrapped)
 }
 
-/// Everything that may be in front of all names of a denoiser, of the names of a file: the shortest first.
+/// All prefixes that the names of a denoiser in a file may have, the shortest first.
 pub(crate) fn prefixes<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let of_name = |name: &'a str| unwrapped(name, &['.']).map(|rest| &name[..name.len() - rest.len()]);
     let all: BTreeSet<&str> = names.flat_map(of_name).collect();

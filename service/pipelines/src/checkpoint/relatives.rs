@@ -31,7 +31,7 @@ impl Relative {
     }
 }
 
-/// The model with a pipeline or transformer of this class, if it is known.
+/// The model with a pipeline or transformer of this class, if it is known here.
 pub(crate) fn class_not_run(class: &str) -> Option<&'static str> {
     let mut all = RELATIVES.iter().chain(&PARTS);
     all.find(|relative| relative.has_class(class))

@@ -129,7 +129,7 @@ fn opened(path: &Path) -> std::sync::Arc<dyn Model> {
     catalogue().open(path, &Precision::full(DType::F32)).unwrap()
 }
 
-/// Asserts that a file of the authors' tensors gives the same by every renaming.
+/// Asserts that a file of the authors' tensors has the same tensors after every renaming.
 fn assert_checkpoints(root: &Path, names: LayerNames, specs: &[TensorSpec]) {
     let tensors = in_authors_names(&root.join("base"), specs);
     let file = root.join("single.safetensors");
@@ -157,7 +157,7 @@ fn assert_checkpoints(root: &Path, names: LayerNames, specs: &[TensorSpec]) {
     assert!(read(&reshaped) == expected, "dimensions of one");
 }
 
-/// Asserts that an adapter of every linear layer gives the same by every renaming, with dots and as kohya writes names.
+/// Asserts that an adapter of every linear layer has the same tensors after every renaming, with dots and as kohya writes names.
 fn assert_adapters(base: &Path, names: LayerNames, specs: &[TensorSpec]) {
     let folder = TempDir::new().unwrap();
     let model = opened(base);

@@ -83,7 +83,7 @@ pub(crate) fn written_base(file: &Path, further: &[&str]) -> Result<Option<PathB
 /// The base that a sidecar names.
 ///
 /// # Errors
-/// When it is of another family, or none.
+/// When the folder is of another family, or of none.
 pub(crate) fn named_base(
     sidecar: &Path,
     family: &str,
@@ -134,7 +134,8 @@ pub(crate) fn base_beside(
     }
 }
 
-/// The letters and digits of a name, in lower case: of a repository in a hub cache its name, and of a file there both names.
+/// The letters and digits of a name, in lower case. For a repository in a hub cache its name counts, and for a file in one both
+/// names.
 fn letters_of(path: &Path) -> String {
     let own = path.file_name().unwrap_or_default().to_string_lossy();
     let named = match of_hub_cache(path) {
@@ -152,7 +153,7 @@ pub(crate) struct HubPlace<'a> {
     repository: &'a Path,
     /// `name`.
     pub(crate) name: &'a str,
-    /// Whether it is the snapshot itself, rather than something in it.
+    /// Whether it is the snapshot itself, rather than a path in it.
     pub(crate) is_snapshot: bool,
 }
 

@@ -21,7 +21,7 @@ pub(crate) struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// A tensor that is the whole of one with the same name.
+    /// A tensor that is a whole tensor of the checkpoint, with the same name.
     pub(crate) fn whole(name: String, shape: Vec<usize>) -> TensorSpec {
         let count = shape.first().copied().unwrap_or_default();
         TensorSpec {

@@ -37,7 +37,7 @@ pub(super) fn folders_of(class: &str) -> &'static [&'static str] {
     }
 }
 
-/// A pipeline of others whose SigLIP FramePack takes, and the folders of that (`lllyasviel/flux_redux_bfl`).
+/// The class of a pipeline of another model whose SigLIP FramePack takes, and its folders (`lllyasviel/flux_redux_bfl`).
 pub(super) const PARTS: [(&str, &[&str]); 1] =
     [("FluxPriorReduxPipeline", &["feature_extractor", "image_encoder"])];
 

@@ -1,5 +1,5 @@
-//! Decoded frames to a film: which are final, which are blended with those of the section before, and which are kept for the
-//! next. (`HunyuanVideoFramepackPipeline._soft_append`.)
+//! Decoded frames to a film: which frames are final, which are blended with frames of the section before, and which are kept
+//! for the next section. (`HunyuanVideoFramepackPipeline._soft_append`.)
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::sections::FilmPart;
 use crate::autoencoders::hunyuan::frames_to_rgb8;
 use crate::{MediaFormat, Piece, StageError, Video};
 
-/// The film that a decode delivers a part of.
+/// The film of which a decode delivers a part.
 pub(super) struct Film {
     format: MediaFormat,
     /// Ranges of the decoded frames, in order, each with its use.
@@ -116,7 +116,7 @@ fn weights(count: usize, dtype: DType) -> Result<Tensor, StageError> {
     Ok(Tensor::from_vec(weights, (count, 1, 1, 1), &Device::Cpu)?.to_dtype(dtype)?)
 }
 
-/// From `earlier` frames to `later` ones, by the weights of the earlier.
+/// Blends `earlier` frames into `later` ones, by the weights of the earlier.
 fn faded(earlier: &Tensor, later: &Tensor, weights: &Tensor) -> Result<Tensor, StageError> {
     let rest = weights.affine(-1.0, 1.0)?;
     let blended = (earlier.broadcast_mul(weights)? + later.broadcast_mul(&rest)?)?;

@@ -112,7 +112,7 @@ pub struct HunyuanModel {
     pub(super) adapters: AdapterSet,
 }
 
-/// The optional fields of a request that it reads.
+/// The optional fields of a request that the model reads.
 pub(super) fn reads(framepack: Option<Order>) -> Reads {
     match framepack {
         Some(_) => Reads::of(&[Field::Adapters, Field::InitImage]),
@@ -146,7 +146,7 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
     problems
 }
 
-/// Refuses a number of frames that the model has no length for.
+/// Refuses a number of frames for which the model has no length.
 fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
     if frames > MAX_FRAMES {
         return Err(format!("is {frames}; at most {MAX_FRAMES} are expected"));
@@ -180,7 +180,7 @@ fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
     }
 }
 
-/// The next lengths below and above one that is refused, or the only one.
+/// The next lengths below and above a refused length, or the only one.
 fn examples(below: usize, above: usize) -> String {
     match below == above {
         true => below.to_string(),

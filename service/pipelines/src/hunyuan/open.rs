@@ -119,7 +119,7 @@ impl HunyuanModel {
             return Err(unsupported(base, problem));
         }
         let order = framepack.as_ref().map(|framepack| framepack.order);
-        // A default request has no picture to start from: a client has to send it.
+        // A default request has no picture to start from: the client supplies it.
         let check = |request: &Request| {
             let problems = problems(order, request).into_iter();
             problems.filter(|problem| problem.field != "init_image").collect()

@@ -53,7 +53,7 @@ fn single_file_of(component: &str) -> Option<(&'static str, &'static str)> {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct Written {
-    /// The folder of the pipeline; of a single file it is read elsewhere (`base_folder`).
+    /// The folder of the pipeline; for a single file it is read elsewhere (`base_folder`).
     base: Option<PathBuf>,
     /// A folder with `image_encoder` and `feature_extractor`.
     image_encoder: Option<PathBuf>,
@@ -145,8 +145,8 @@ impl Places {
         Ok(Some((places, transformer)))
     }
 
-    /// Whether [`Places::folder_of_defaults`] is of such a transformer: a FramePack's base may be a text to film pipeline
-    /// with other defaults.
+    /// Whether [`Places::folder_of_defaults`] belongs to the same kind of transformer: a FramePack's base may be a text to film
+    /// pipeline with other defaults.
     ///
     /// # Errors
     /// When the base's index cannot be read.
@@ -268,7 +268,7 @@ impl Places {
 }
 
 impl ComponentPlace {
-    /// The component there, with the tensors of `shapes`, which may query which names exist. `rename` gives the names
+    /// The component at the place, with the tensors of `shapes`, which may query which names exist. `rename` returns the names
     /// of tensors in a single file.
     ///
     /// # Errors

@@ -119,7 +119,7 @@ impl HunyuanModel {
             width,
             height,
             frames,
-            // Decoding does not look at it.
+            // Decoding does not read the picture.
             init_image: self.order().map(|_| black(width, height)),
             init_video: None,
             ..defaults.clone()
@@ -263,12 +263,12 @@ impl HunyuanModel {
         vec![1, self.vae.latent_channels, frames, h, w]
     }
 
-    /// Latent frames of a section's value: its own, and the start picture where it is next to them in the film.
+    /// Latent frames of a section's value: those of the section, and the start picture where it is next to them in the film.
     pub(super) fn frames_of_section(sections: &Sections, section: usize) -> usize {
         sections.window + usize::from(sections.holds_start(section))
     }
 
-    /// The sections' latents that these frames are of.
+    /// The latents of sections to which these frames belong.
     fn latents_of<'a>(
         &self,
         video: &Video,
@@ -326,7 +326,7 @@ impl HunyuanModel {
     }
 }
 
-/// A section as queue and clients know it.
+/// A section as the queue and clients count it.
 fn of_film((sections, section): (Sections, usize)) -> Section {
     Section {
         number: section as u32 + 1,

@@ -1,6 +1,6 @@
-//! Previews of a sampling that need neither autoencoder nor memory: a linear map from latent to colour. A film that begins with
-//! a picture has a map learned by least squares from the picture and its latent, which fits any autoencoder; others take the
-//! published map of HunyuanVideo's. It shows shapes and motion; colours are rough.
+//! Previews of a sampling that need neither autoencoder nor memory: a linear map from latent to colour. For a film that begins
+//! with a picture, the map is learned by least squares from the picture and its latent, and fits any autoencoder. Other films
+//! use the published map of HunyuanVideo. A preview shows shapes and motion; colours are rough.
 
 use candle_core::{DType, Device, Tensor};
 use model::resized;
@@ -99,7 +99,7 @@ impl ColourMap {
         })
     }
 
-    /// The published map, for the autoencoder that it was made for: that of HunyuanVideo's size and scaling.
+    /// The published map, for the autoencoder that it was made for: one of HunyuanVideo's size and scaling.
     pub(super) fn published(config: &HunyuanVaeConfig) -> Option<ColourMap> {
         let original = HunyuanVaeConfig::default();
         let is_original = config.block_out_channels == original.block_out_channels

@@ -151,7 +151,7 @@ impl Refiner {
         mean: &Tensor,
         sigmas: &[f32],
     ) -> Result<RefinerConditioning> {
-        // It has no guidance.
+        // The refiner has no guidance.
         let vector = self.embedder.forward(sigmas, 0.0, mean)?;
         let gates = self.blocks.iter().map(|block| -> Result<[Tensor; 2]> {
             let gates = block.gates.forward(&vector)?;

@@ -4,13 +4,13 @@
 
 use std::ops::Range;
 
-/// Latent frames that a section sees of those sampled before: one in full resolution, two in half, sixteen in a quarter.
+/// Latent frames, of those sampled before, that a section sees: one in full resolution, two in half, sixteen in a quarter.
 const HISTORY: [usize; 3] = [1, 2, 16];
 
 /// All history frames.
 pub(super) const SEEN: usize = HISTORY[0] + HISTORY[1] + HISTORY[2];
 
-/// Frames per latent frame, but for the first.
+/// Frames per latent frame, except for the first.
 const FRAMES_PER_LATENT: usize = 4;
 
 /// Order in which sections are sampled.
@@ -50,16 +50,16 @@ pub(super) struct Context {
     pub(super) sampled: Range<u32>,
     /// In full resolution: the start picture and one frame.
     pub(super) full: [(LatentFrame, u32); 2],
-    /// Two frames in half the resolution, and the first of their positions.
+    /// Two frames in half the resolution, and their first position.
     pub(super) half: (Vec<LatentFrame>, u32),
-    /// Sixteen frames in a quarter of it.
+    /// Sixteen frames in a quarter of the resolution, and their first position.
     pub(super) quarter: (Vec<LatentFrame>, u32),
 }
 
 /// The use of the frames of a decoded section, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FilmPart {
-    /// Kept for the next section, which blends its own with them.
+    /// Kept for the next section, which blends its frames with them.
     Carried,
     /// Final, from this frame of the film on.
     Final { first: usize },
@@ -103,7 +103,7 @@ impl Sections {
         section + 1 == self.count
     }
 
-    /// Whether the start picture's latent is kept with a section's: next to it in the film.
+    /// Whether the start picture's latent is kept with a section's latent, next to it in the film.
     pub(super) fn holds_start(&self, section: usize) -> bool {
         match self.order {
             Order::Backward => self.is_last(section),
@@ -162,7 +162,7 @@ impl Sections {
         }
     }
 
-    /// Windows between the start picture and a section, as the model was trained: of long films not the true number.
+    /// Windows between the start picture and a section, as the model was trained. For long films this is not the true number.
     fn padding(&self, section: usize) -> usize {
         let left = self.count - 1 - section;
         match (self.count, left) {
