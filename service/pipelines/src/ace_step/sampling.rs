@@ -31,7 +31,7 @@ pub fn sigmas(steps: u32, shift: f32) -> Vec<f32> {
         .collect()
 }
 
-/// Which of its conditions a pass attends to.
+/// The condition that a pass attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Attends {
     /// The condition of the request.
@@ -75,7 +75,7 @@ pub(super) struct Sampling {
 
 /// The velocity of a step.
 enum Velocity {
-    /// In the step buffers.
+    /// The velocity of the only pass of a step, in the step buffers.
     Whole(Tensor),
     /// Mixed from several passes, in host memory: the transfer is cheap, since velocities are small.
     Mixed(Vec<f32>),
@@ -170,7 +170,8 @@ impl Sampling {
         self.latent.seen()
     }
 
-    /// Takes the velocity of a pass, which is valid until the next one if it is the only one of a step.
+    /// Takes the velocity of a pass. The tensor is valid until the next pass; if the pass is the only one of the step, it is
+    /// not copied.
     ///
     /// # Errors
     /// Errors of the device.
@@ -275,7 +276,7 @@ impl Stage<'_, AceStepModel> {
         transformer.map_err(StageError::missing_in(TRANSFORMER))
     }
 
-    /// The conditions of its steps. `go_on` is called before every block.
+    /// The conditions of the request's steps. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of the device, and of `go_on`.
@@ -297,7 +298,7 @@ impl Stage<'_, AceStepModel> {
         Ok(Conditions(conditions))
     }
 
-    /// The sampling of a round that is alone in its passes; of all steps for most requests.
+    /// Runs a round that is alone in its passes. For most requests this is a round of all steps.
     pub(super) fn denoise(&mut self) -> Result<Values, StageError> {
         let (model, request) = (self.model, self.run.request);
         let on = (model.precision.dtype, self.run.device);
@@ -308,7 +309,7 @@ impl Stage<'_, AceStepModel> {
                 .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let transformer = self.transformer(&adapters)?;
         let mut attended = self.conditions(&transformer, &mut || self.observer.check_cancelled())?;
-        // Of all steps in every round: products of other rows may round otherwise.
+        // The modulations of all steps, in every round: products of fewer rows may round differently.
         let steps = sampling.steps();
         let mut times = transformer.times(&sampling.sigmas[..steps], on)?;
         let buffers = transformer.step_buffers(&sampling.context)?;

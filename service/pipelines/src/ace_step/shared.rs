@@ -1,8 +1,8 @@
-//! Rounds of several requests in shared passes: their tokens are one batch, each item in a step of its own, with its own source,
-//! mask and condition.
+//! Rounds of several requests in shared passes. Their tokens are one batch; each item has its own step, source, mask and
+//! condition.
 //!
-//! A pass of more items has products of other shapes, so that results are those of requests that run alone within rounding. A
-//! request with one slot never shares a pass, and is reproducible to the bit.
+//! A pass of several items has products of other shapes, so results equal those of requests that run alone only within
+//! rounding. A request with one slot never shares a pass, and is reproducible to the bit.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -22,7 +22,7 @@ struct Slot {
     number: usize,
     sampling: Sampling,
     conditions: Conditions,
-    /// Steps that are made.
+    /// Number of steps that are done.
     made: usize,
     /// Why the request has left the passes. Its place in the batch is still computed, and the result is unused.
     left: Option<StageError>,
@@ -36,7 +36,7 @@ impl Slot {
         (step < steps.end as usize).then_some(step)
     }
 
-    /// Whether it has steps before it.
+    /// Whether the request has steps left.
     fn goes_on(&self) -> bool {
         self.left.is_none() && self.made < self.sampling.round.steps.len()
     }
@@ -49,13 +49,13 @@ impl Slot {
 /// A pass of the transformer.
 struct Pass {
     attends: Attends,
-    /// Places of the slots that are in it.
+    /// Places of the slots in the pass.
     places: Vec<usize>,
     /// Index of the first of their times.
     first_time: usize,
 }
 
-/// The passes of each step, and the times of all of them, side by side for each pass.
+/// The passes of each step, and the times of all passes, contiguous for each pass.
 fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, Vec<f32>) {
     let rounds = slots.iter().map(|slot| slot.sampling.round.steps.len());
     let mut times = Vec::new();
@@ -107,7 +107,7 @@ impl Together<'_> {
         }
     }
 
-    /// Runs pass `pass` of step `number` of the rounds, and makes the step of those that it completes.
+    /// Runs pass `pass` of step `number` of the rounds, and advances the requests whose step it completes.
     fn run(&mut self, number: usize, pass: &Pass, computed: &Computed<'_>) -> Result<(), StageError> {
         let item = |&place: &usize| {
             let slot = self.slots.get(place)?;
@@ -126,7 +126,7 @@ impl Together<'_> {
             computed.buffers,
             &mut || self.check_left(),
         )?;
-        // A velocity that is not mixed is gone with the next pass.
+        // A velocity that is not mixed is overwritten by the next pass.
         for (&place, velocity) in pass.places.iter().zip(velocities) {
             let Some(slot) = self.slots.get_mut(place) else {
                 continue;
@@ -198,7 +198,7 @@ impl AceStepModel {
         let Some(first) = stages.first().filter(|first| first.plan.name == DENOISE) else {
             return Err(StageError::BadInput("only sampling shares passes".to_owned()));
         };
-        // Adapters and their strengths are equal, as the key says.
+        // Adapters and their strengths are equal, since the keys are equal.
         let uses = &first.request.adapters;
         let adapters = self
             .adapters

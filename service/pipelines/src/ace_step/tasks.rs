@@ -8,7 +8,7 @@ use crate::{Audio, AudioTask, Medium, Request, RequestError};
 use super::prompts::TRACKS;
 use super::sound;
 
-/// Fields of a request: the track that a task changes or that sampling begins at, and the track whose timbre is taken.
+/// Fields of a request: the track that a task changes or at which sampling starts, and the track whose timbre is taken.
 const SOURCE: &str = "init_media_id";
 const REFERENCE: &str = "reference_media_id";
 /// Seconds of a track.
@@ -25,7 +25,7 @@ const MAX_TEMPO: u32 = 1000;
 /// Seconds that a window may reach beyond the end of a source, since clients round times.
 const ROUNDING: f64 = 0.05;
 
-/// The optional fields of a request that it reads.
+/// The optional fields of a request that the model reads.
 pub(super) const READS: Reads = Reads::of(&[
     Field::InitMedia,
     Field::InitLatent,

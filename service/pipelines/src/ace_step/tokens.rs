@@ -11,7 +11,7 @@ use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 
-/// Tokens that are processed at a time: each is on its own, so the number changes memory alone.
+/// Tokens that are processed in one pass. Tokens are independent, so the number changes only the memory.
 const AT_A_TIME: usize = 256;
 
 /// The tokenizer over resident tensors.
@@ -30,7 +30,7 @@ pub struct AudioTokenizer {
 pub struct Tokens {
     /// `[tokens, hidden_size]`, in the dtype of the latents and on their device.
     pub quantized: Tensor,
-    /// The number of each: in a mixed base, the first number's level counting one.
+    /// The code of each token: the number in a mixed base, in which the first level counts one.
     pub codes: Vec<u32>,
 }
 
@@ -58,7 +58,7 @@ impl AudioTokenizer {
         })
     }
 
-    /// The tokens of latents `[frames, channels]`. A last token that is not whole is filled with the beginning of
+    /// The tokens of latents `[frames, channels]`. An incomplete last token is filled with the beginning of
     /// `silence`, `[.., channels]` in the same dtype and place. `go_on` is called before every layer.
     ///
     /// # Errors
@@ -119,8 +119,8 @@ fn passed(config: &TokenConfig, tokens: usize, rows: usize, dtype: DType) -> u64
 }
 
 /// Finite scalar quantization (Mentzer et al. 2023) as `ResidualFSQ` with one quantizer: each number of a projected token
-/// is bounded, then rounded to one of its levels. In f32, in host memory: a handful of numbers a token, and where they are
-/// rounded must not depend on the device.
+/// is bounded, then rounded to one of its levels. In f32, in host memory: a token has few numbers, and the rounding
+/// must not depend on the device.
 struct Quantizer {
     /// `[numbers, hidden_size]` and `[numbers]`.
     into: (Tensor, Tensor),

@@ -1,6 +1,6 @@
 //! The axes of an autoencoder's kernels, and the padding of maps for them.
 
-/// Side of every kernel but those of one position.
+/// Side of every kernel, except those of one position.
 const SIDE: usize = 3;
 
 /// Rows, frames, columns.

@@ -12,10 +12,10 @@
 //! group norms take its statistics first, attention sees all positions, and convolutions read the rows around their
 //! strip. So the size of the strips changes the memory that is needed, and nothing else.
 //!
-//! To add an autoencoder of this kind, add a folder with its configuration, its table, its ladder of rungs, and its
-//! encoder and decoder; where its kernels are padded in another way, also a variant of `Kernels`. One whose convolutions
-//! remember the last frames of the section before gets these where strips are read (`strips.rs`). Sound ([`oobleck`]) is
-//! a table too, of layers over sequences in place of maps, and has windows in place of strips.
+//! To add an autoencoder of this kind, add a folder with its configuration, its table, its ladder of rungs, and its encoder and
+//! decoder; if its kernels are padded in another way, also a variant of `Kernels`. An autoencoder whose convolutions remember
+//! the last frames of the section before reads these frames where strips are read (`strips.rs`). Sound ([`oobleck`]) is a table
+//! too, of layers over sequences in place of maps, and has windows in place of strips.
 
 mod attention;
 mod convolution;

@@ -178,7 +178,7 @@ impl<'a> StripConvolution<'a> {
         self.pass.strip(self.pass.to.sides[0])
     }
 
-    /// Reads the input of a strip, over the previous one.
+    /// Reads the input of a strip, over that of the previous strip.
     fn read(&self, map: &Tensor, strip: Rows) -> Result<Strip> {
         let (from, count, steps) = self.pass.window(strip);
         let read = match &self.buffer {
@@ -234,8 +234,8 @@ impl<'a> StripConvolution<'a> {
         Ok(())
     }
 
-    /// Convolves a map whose memory the results are written to. A strip is computed by `compute`, and written by `write`
-    /// once the next one, which reads some of its rows, was read.
+    /// Convolves a map, and writes the results to its memory. A strip is computed by `compute`, and written by `write` after
+    /// the next strip, which reads some of its rows, has been read.
     pub(super) fn run_over<T>(
         &self,
         map: &Tensor,

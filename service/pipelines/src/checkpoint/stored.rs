@@ -146,7 +146,7 @@ impl StoredTensor {
     /// The source pieces of some of its rows, concatenated.
     ///
     /// # Errors
-    /// When a format's blocks cross the ends of these rows.
+    /// When blocks of the format cross the ends of these rows.
     pub(crate) fn pieces(&self, rows: &[Rows]) -> Result<Vec<SourcePiece>, ModelError> {
         let (all, columns) = rows_and_columns(&self.shape);
         if let [Rows { first: 0, count }] = rows

@@ -13,14 +13,14 @@ use crate::{ComponentFiles, ModelError};
 /// Who named the tensors of a single file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Naming {
-    /// The model's authors, who fuse some that are apart in diffusers.
+    /// The model's authors, who fuse some tensors that are separate in diffusers.
     Authors,
     Diffusers,
 }
 
 /// The place of a transformer.
 pub(crate) enum TransformerPlace {
-    /// In a folder of its own, with its configuration.
+    /// In a separate folder, with its configuration.
     Folder(PathBuf),
     /// Alone in a file.
     SingleFile {
@@ -57,7 +57,7 @@ pub(crate) trait TransformerFiles: DeserializeOwned + Default {
 }
 
 impl TransformerPlace {
-    /// The transformer there: exactly the tensors of its configuration. `base` is the folder of its pipeline.
+    /// The transformer at the place: exactly the tensors of its configuration. `base` is the folder of its pipeline.
     ///
     /// # Errors
     /// When it is damaged or not supported, or cannot be quantized as requested.

@@ -79,7 +79,7 @@ impl TransformerConfig {
         self.out_channels.unwrap_or(self.in_channels)
     }
 
-    /// Whether it takes a masked picture and its mask in addition to the latent, as Fill does.
+    /// Whether the transformer takes a masked picture and its mask in addition to the latent, as Fill does.
     pub fn takes_mask(&self) -> bool {
         self.in_channels == 2 * self.out_width() + MASK_WIDTH
     }

@@ -34,7 +34,7 @@ pub(super) struct ControlNetConfig {
     /// Number of modes of a union; `None` for a single one.
     #[serde(default)]
     pub(super) num_mode: Option<usize>,
-    /// Set where the control picture is read by convolutions of its own, instead of by the autoencoder.
+    /// Set for a ControlNet that reads the control picture by its own convolutions instead of the autoencoder.
     #[serde(default)]
     conditioning_embedding_channels: Option<usize>,
 }
@@ -51,7 +51,7 @@ impl OpenControlNet {
     /// Opens a ControlNet for a transformer, in full precision.
     ///
     /// # Errors
-    /// When it is another kind, or does not fit the transformer.
+    /// When it is a ControlNet of another kind, or does not fit the transformer.
     pub(super) fn open(
         file: &AdapterFile,
         base: &TransformerConfig,
@@ -149,7 +149,7 @@ impl ControlNetConfig {
         all
     }
 
-    /// Tokens of text that it attends to.
+    /// Tokens of text to which the ControlNet attends, including the token of the mode.
     pub(super) fn text_tokens(&self, tokens: usize) -> usize {
         tokens + usize::from(self.num_mode.is_some())
     }
@@ -208,7 +208,7 @@ impl ControlNet {
     /// Prepares the steps of a request over a control picture's packed latent `[1, tokens, in_channels]`.
     ///
     /// # Errors
-    /// When the mode of a union is missing or not one of its own; errors of the device.
+    /// When the mode of a union is missing or not one of its modes; errors of the device.
     pub(super) fn prepared(
         self,
         prompted: &Prompted<'_>,
@@ -230,7 +230,7 @@ impl ControlNet {
                 Some(modes.narrow(0, mode, 1)?.unsqueeze(0)?)
             }
         };
-        // The reference picture of an edit is the transformer's alone.
+        // ControlNets do not see the reference picture of an edit.
         let prompted = Prompted {
             reference: None,
             ..*prompted
@@ -309,7 +309,7 @@ impl PreparedControl {
             .picture_in
             .forward_into(latent, Epilogue::None, &picture.hidden, buffers.scratch())?;
         picture.add(&[(&self.embedded, &self.ones)])?;
-        // The result of the last block's norm is not used.
+        // The norm after the last block, whose result is not used.
         let nobody = Next {
             scale: self.ones.clone(),
             shift: self.ones.clone(),
@@ -410,7 +410,7 @@ mod tests {
         assert_eq!(of(5, 2), [0, 0, 0, 1, 1]);
         assert_eq!(of(7, 3), [0, 0, 0, 1, 1, 1, 2]);
         assert_eq!(of(19, 5)[15..], [3, 4, 4, 4]);
-        // The last of six is never reached.
+        // The last of six samples is not used.
         assert_eq!(of(19, 6).into_iter().max(), Some(4));
         assert!(of(4, 0).is_empty());
     }

@@ -52,7 +52,7 @@ struct Condition {
 }
 
 impl Stage<'_, FluxModel> {
-    /// Computes the values that the stage gives.
+    /// Computes the values of the stage.
     ///
     /// # Errors
     /// [`StageError`].
@@ -154,7 +154,7 @@ impl Stage<'_, FluxModel> {
         let shape = self.model.autoencoder().latent(image).shape;
         let brought = self.run.value_if_taken(LATENT)?;
         let Start { sigmas, latent, kept } = start(sigmas, request, &shape, brought, image.controls.len())?;
-        // Fill blends nothing: the mask is its input.
+        // Fill blends nothing: the mask is an input of the transformer.
         let kept = kept.filter(|_| self.model.variant != Variant::Fill);
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
 

@@ -63,7 +63,7 @@ impl Projection {
     }
 }
 
-/// Attention over all tokens, of those rows that are needed.
+/// Attention of the needed rows to all tokens.
 fn attend(all: &Part, needed: &Part) -> Result<()> {
     let scale = (all.query.dim(3)? as f64).powf(-0.5);
     let of = match attends_for_some(all.query.dim(1)?, needed.query.dim(1)?) {
@@ -101,7 +101,7 @@ pub(crate) struct Modulator {
 }
 
 impl Modulator {
-    /// From `{name}.linear`.
+    /// The modulator with the tensors of `{name}.linear`.
     ///
     /// # Errors
     /// When it is missing or of another shape.
@@ -120,7 +120,7 @@ impl Modulator {
     /// `activated` is SiLU of the conditioning, `[steps, width]`; returns one `[steps, width]` per part.
     ///
     /// # Errors
-    /// Those of the layer.
+    /// Errors of the layer.
     pub(crate) fn forward(&self, activated: &Tensor) -> Result<Vec<Tensor>> {
         self.linear.forward(activated)?.chunk(self.parts, 1)
     }
@@ -358,7 +358,7 @@ impl SingleBlock {
         let scratch = buffers.scratch();
         self.projection
             .forward(&whole, as_codes, rotations.angles(), scratch)?;
-        // The codes of a part are not a view of those of the whole.
+        // The codes of a part are not a view of the codes of the whole.
         let up = if as_codes { &whole } else { rows };
         self.up
             .forward_into(up.normed(as_codes), Epilogue::GeluTanh, &up.inner, scratch)?;

@@ -97,12 +97,12 @@ impl Buffers {
         self.part(0, self.text)
     }
 
-    /// The first rows of the pictures, of the one that is generated.
+    /// The first rows of the pictures: those of the generated picture.
     pub(crate) fn generated(&self, count: usize) -> Result<Part> {
         self.part(self.text, count)
     }
 
-    /// The last rows of the pictures, of a reference.
+    /// The last rows of the pictures: those of a reference.
     pub(crate) fn reference(&self, count: usize) -> Result<Part> {
         self.part(self.hidden.dim(1)? - count, count)
     }
@@ -152,7 +152,7 @@ impl Buffers {
 /// Requirements of a transformer's layers on its buffers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layers {
-    /// Whether some have native fp8 products.
+    /// Whether some layers have native fp8 products.
     pub(crate) take_codes: bool,
     /// Scratch bytes of the largest layer.
     pub(crate) scratch_bytes: u64,

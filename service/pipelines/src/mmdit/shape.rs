@@ -51,8 +51,8 @@ impl BlocksShape {
     }
 }
 
-/// The quantization role of a tensor of a transformer of such blocks: the linear layers of blocks and the last modulation are
-/// quantized; norms and biases stay in full precision, and other weights as they are stored.
+/// The quantization role of a tensor of a transformer with such blocks: the linear layers of blocks and the last modulation are
+/// quantized. Norms and biases stay in full precision, and other weights as they are stored.
 pub(crate) fn role(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
         return QuantizeRole::Full;

@@ -41,7 +41,7 @@ pub(crate) trait BlockHook {
     /// Called after every block, when the residual is complete.
     ///
     /// # Errors
-    /// Its own.
+    /// Errors of the hook.
     fn behind(&mut self, _block: BlockPlace, _buffers: &Buffers) -> std::result::Result<(), StageError> {
         Ok(())
     }

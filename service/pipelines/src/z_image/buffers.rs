@@ -117,7 +117,7 @@ impl ZImageBuffers {
 /// Requirements of layers on the buffers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layers {
-    /// Whether some have native fp8 products.
+    /// Whether some layers have native fp8 products.
     pub(super) take_codes: bool,
     /// Scratch bytes of the largest layer.
     pub(super) scratch_bytes: u64,

@@ -36,7 +36,7 @@ pub(super) const TEXT_ENCODER: &str = "text_encoder";
 /// Name of the family.
 pub(super) const FAMILY: &str = "z-image";
 
-/// The optional fields of a request that it reads.
+/// The optional fields of a request that the model reads.
 pub(super) const READS: Reads = Reads::of(&[
     Field::InitImage,
     Field::InitLatent,

@@ -58,7 +58,7 @@ impl ZImageModel {
         let (transformer, transformer_files): (TransformerConfig, _) =
             transformer.open(base, wanted.of(TRANSFORMER))?;
         let vae = kl::Place::of(base, single, transformer.in_channels)?;
-        // It may be a single file too.
+        // The text encoder may be a single file too.
         let text_file = single
             .filter(|_| !base.join(TEXT_ENCODER).is_dir())
             .and_then(|file| companion(file, base, "text_encoders", "qwen_3_4b"));

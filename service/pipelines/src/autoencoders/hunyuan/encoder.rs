@@ -23,7 +23,7 @@ pub struct HunyuanVaeEncoder {
 }
 
 impl HunyuanVaeEncoder {
-    /// From the tensors of the `vae` component, with diffusers' names (`encoder.*`, `quant_conv.*`).
+    /// The encoder with the tensors of the `vae` component, with diffusers' names (`encoder.*`, `quant_conv.*`).
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported autoencoder, [`StageError::Missing`] for a tensor that is missing
@@ -40,7 +40,7 @@ impl HunyuanVaeEncoder {
     /// [`super::HunyuanVaeDecoder::in_dtype`]).
     ///
     /// # Errors
-    /// Those of [`HunyuanVaeEncoder::new`].
+    /// Errors of [`HunyuanVaeEncoder::new`].
     pub fn in_dtype(
         config: &HunyuanVaeConfig,
         tensors: &ComponentTensors,
@@ -88,7 +88,7 @@ impl HunyuanVaeEncoder {
     /// tile at a time.
     ///
     /// # Errors
-    /// Those of [`HunyuanVaeEncoder::encode`].
+    /// Errors of [`HunyuanVaeEncoder::encode`].
     pub fn encode_rgb8(
         &self,
         rgb: &[u8],

@@ -9,7 +9,7 @@ use super::time::decode_tiles;
 use crate::autoencoders::source::finite;
 use crate::autoencoders::tiles::copy;
 
-/// How a film is decoded. None of it changes a frame, but tiles in space.
+/// How a film is decoded. Only tiles in space change its frames.
 #[derive(Clone, Copy)]
 pub struct FrameDecoding<'a> {
     pub chunking: Chunking,

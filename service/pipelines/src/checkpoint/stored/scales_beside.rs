@@ -16,10 +16,10 @@ use crate::checkpoint::{TensorSpec, number_of};
 use crate::files::{damaged, unsupported};
 use crate::{ModelError, ModelFile};
 
-/// Mean magnitude of numbers above which they are codes.
+/// Mean magnitude above which numbers are codes.
 const LARGEST_MEAN: f64 = 2.0;
 
-/// Weights that are looked at, and bytes of each.
+/// Number of weights that are checked, and bytes of each.
 const LOOKED_AT: usize = 8;
 const SAMPLE_BYTES: u64 = 4096;
 
@@ -53,7 +53,7 @@ impl Checkpoint {
     /// Refuses fp8 whose scales are missing.
     ///
     /// # Errors
-    /// When most of the weights that are looked at are codes.
+    /// When most of the checked weights are codes.
     pub(crate) fn check_unscaled(&self, specs: &[TensorSpec]) -> Result<(), ModelError> {
         let unscaled = specs.iter().filter_map(|spec| {
             let layer = spec.tensor.strip_suffix(".weight")?;
