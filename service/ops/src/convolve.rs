@@ -70,7 +70,7 @@ pub(crate) struct TapOrder {
 }
 
 impl TapOrder {
-    /// Frames, rows and columns of the weight as the order has them: as one axis of frames where it is the weight's.
+    /// Frames, rows and columns of the weight. Unless rows come first in the filter, frames and rows are one axis.
     pub(crate) fn sides(self) -> [usize; 3] {
         let [frames, rows, columns] = self.kernel;
         match self.exchanged {
@@ -112,7 +112,7 @@ impl Filter {
     /// columns, in]`.
     ///
     /// # Errors
-    /// Those of [`Filter::new`], and a weight of another rank.
+    /// Errors of [`Filter::new`], and a weight of another rank.
     pub fn rows_first(weight: &Weight, dtype: DType) -> Result<Filter> {
         if weight.dims().len() != 5 {
             candle_core::bail!("a filter of shape {:?} over frames and rows", weight.dims());
@@ -156,7 +156,7 @@ impl Filter {
         Ok(Filter { held, sides })
     }
 
-    /// A filter that is held already, of a weight with these dimensions ([`Sides::of`]).
+    /// A filter with converted numbers, of a weight with these dimensions ([`Sides::of`]).
     ///
     /// # Errors
     /// When the dimensions are not of a weight, or of another number of elements.

@@ -47,7 +47,7 @@ mod tests {
         assert_eq!(end_of(2, [(3, 10), (4, 5)], 5), Some(2 + 20 + 15 + 5));
         assert_eq!(end_of(2, [(0, 10)], 0), Some(2));
         assert_eq!(end_of(0, [(2, MOST)], 0), Some(MOST));
-        // Each would be a small number if it began again at zero.
+        // The end of each overflows: wrapped around to zero, it would be a small number.
         for (start, axes, width) in [
             (MOST, [(1, 1), (1, 1)], 1),
             (1, [(2, MOST), (1, 1)], 0),

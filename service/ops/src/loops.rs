@@ -37,7 +37,7 @@ macro_rules! vectorised {
                     return unsafe { with_avx2($($argument),*) };
                 }
             }
-            // In a block of its own: without these extensions it is the whole function.
+            // In a separate block: without these extensions it is the whole function.
             $body
         }
     };
@@ -47,7 +47,7 @@ pub(crate) use vectorised;
 /// A target of loops: a vector extension.
 ///
 /// # Safety
-/// Of the unsafe functions: the processor must support the extension, as it does within functions compiled by
+/// For the unsafe functions: the processor must support the extension, as it does within functions compiled by
 /// [`by_processor`], and a whole vector must be readable or writable at the address.
 pub(crate) trait Processor {
     /// A vector of f32.

@@ -375,7 +375,7 @@ pub(crate) fn dtypes(pass: &Pass<'_>) -> Result<(DType, DType)> {
     let other = match (pass.branch, pass.out) {
         (Some(Branch { y, .. }), _) => y.dtype(),
         (None, Some(Activation::Numbers(out))) => out.dtype(),
-        // Codes are made for layers in the dtype of the card: that of the modulation, or of the rows themselves.
+        // Codes are made for layers in the dtype of the card: the dtype of the modulation, or of the rows themselves.
         (None, _) => pass
             .modulation
             .map_or(pass.x.dtype(), |modulation| modulation.scale.dtype()),

@@ -1,5 +1,5 @@
 //! Convolutions of sequences `[time, channels]`: dilated, strided and transposed ones, as [`crate::convolve()`] of a view
-//! of the same memory. Nothing is unrolled, spread or taken apart for them:
+//! of the same memory. No patches are unrolled for them:
 //!
 //! - The taps of a convolution dilated by `d` are `d` rows apart. Seen as a map of `d` columns, they are the rows of one
 //!   column: a filter of `[taps, 1]`.
@@ -59,7 +59,7 @@ struct View {
 }
 
 impl SequenceShape {
-    /// For a sequence of `rows` rows; `None` for one that is too short, or a shape that is none.
+    /// For a sequence of `rows` rows; `None` for one that is too short, or for an invalid shape.
     pub fn reach(&self, rows: usize) -> Option<Reach> {
         if rows == 0 {
             return None;
@@ -176,7 +176,7 @@ impl SequenceShape {
 /// The layout of the numbers from which a filter is made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fold {
-    /// Of the filter `[out, taps, in]`.
+    /// Dimensions of the filter `[out, taps, in]`.
     pub(crate) outputs: usize,
     pub(crate) taps: usize,
     pub(crate) inputs: usize,

@@ -1,5 +1,5 @@
 //! Loads the code of kernels to the card before their first launch. The driver loads it lazily at the first launch,
-//! for which a stage would wait, kernel by kernel; here a thread does it while weights are loaded. Best effort: other
+//! for which a stage would wait, kernel by kernel; here a thread loads it while weights are loaded. Best effort: other
 //! kernels are loaded at their first launch.
 //!
 //! The kernels that a library launches are found by stream capture (CUDA graphs): the library enqueues the work on a

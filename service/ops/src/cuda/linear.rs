@@ -209,8 +209,8 @@ impl Order {
     }
 }
 
-/// Computes the low-rank terms of layers over the same rows, which have as many terms each, adds them to the results or
-/// (the first, unless `adds`) writes them there, and applies the activation. Terms of several layers are two batched
+/// Computes the low-rank terms of layers over the same rows; all layers have the same number of terms. Adds them to the results
+/// or (the first, unless `adds`) overwrites the results, and applies the activation. Terms of several layers are two batched
 /// products, if they have the same shapes and equal strides.
 fn add_terms(
     x: &Tensor,
@@ -241,7 +241,7 @@ fn add_terms(
     Ok(())
 }
 
-/// Adds one low-rank term to each of some results, or writes it there; `false` if this cannot be done at once, or at all.
+/// Adds one low-rank term to each of several results, or overwrites them; `false` if one batched product cannot do it.
 fn add_term(
     x: &Tensor,
     terms: &[LowRank],

@@ -87,7 +87,7 @@ impl ProductEpilogue {
 /// How a weight is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum WeightOrder {
-    /// `[outputs, inputs]`, as that of a linear layer.
+    /// `[outputs, inputs]`, as in a linear layer.
     OutputsFirst,
     /// `[inputs, outputs]`. Not for fp8.
     InputsFirst,

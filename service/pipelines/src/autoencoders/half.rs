@@ -31,7 +31,7 @@ enum Loaded {
     Last(GroupNorm, Convolution),
 }
 
-/// Half an autoencoder. Tensors are shared with the component that it was made from.
+/// Half an autoencoder. Its tensors are shared with the component.
 #[derive(Clone, Debug)]
 pub(super) struct Half {
     layers: Vec<Loaded>,

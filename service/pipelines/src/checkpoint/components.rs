@@ -267,7 +267,7 @@ pub(crate) fn component_of_checkpoint(
 /// A component of a checkpoint that has others too, with these tensors of it. `config` is its configuration, if there is one.
 ///
 /// # Errors
-/// Those of every component.
+/// Errors of every component.
 pub(crate) fn component_of_specs(
     place: &Path,
     checkpoint: &Checkpoint,
@@ -289,7 +289,7 @@ pub(crate) fn component_of_specs(
 /// is an error, in which `what` names the component.
 ///
 /// # Errors
-/// Those of every component, and an unexpected tensor.
+/// Errors of every component, and an unexpected tensor.
 pub(crate) fn exact_component(
     place: &Path,
     checkpoint: Checkpoint,

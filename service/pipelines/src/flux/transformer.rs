@@ -153,7 +153,7 @@ impl Transformer {
     /// As [`Transformer::velocity`], with the residuals of ControlNets.
     ///
     /// # Errors
-    /// Those of [`Transformer::velocity`].
+    /// Errors of [`Transformer::velocity`].
     pub(super) fn velocity_beside<'a>(
         &self,
         latent: &Tensor,

@@ -84,7 +84,7 @@ impl Rope {
         newer.or(self.rope_theta).unwrap_or(10_000.0)
     }
 
-    /// Checks that it is not scaled.
+    /// Checks that the rotary embedding is not scaled.
     pub(super) fn check(&self) -> Result<(), String> {
         let kind = self
             .rope_parameters
@@ -249,7 +249,7 @@ pub(super) struct ResidentDecoder<'a> {
 }
 
 impl ResidentDecoder<'_> {
-    /// The first `depth` layers, at least 1, from the tensors of this component.
+    /// A decoder of the first `depth` layers, at least 1, with the tensors of this component.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for another number of layers, [`StageError::Missing`] for a tensor that is missing or
@@ -295,7 +295,7 @@ impl ResidentDecoder<'_> {
         }
     }
 
-    /// Whether any of its weights is quantized.
+    /// Whether any weight of the decoder is quantized.
     pub(super) fn is_quantized(&self) -> bool {
         let is_quantized = |name: &str| matches!(self.tensors.weight(name), Ok(Weight::Quantized(_)));
         self.tensors.names().any(is_quantized)

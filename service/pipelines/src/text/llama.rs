@@ -114,7 +114,7 @@ impl From<Written> for LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// HunyuanVideo's, of LLaVA-LLaMA-3-8B, whose single files have no configuration.
+    /// The configuration of HunyuanVideo's LLaVA-LLaMA-3-8B, whose single files have none.
     pub fn llava_llama3_8b() -> LlamaConfig {
         LlamaConfig::from(Written {
             vocab_size: 128_320,
@@ -171,7 +171,7 @@ impl LlamaConfig {
         self.decoder().tensor_shapes(self.depth(), has)
     }
 
-    /// Predicted peak of activations of encoding `tokens`, the template's among them.
+    /// Predicted peak of activations of encoding `tokens`, including those of the template.
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
         self.decoder().scratch(tokens, dtype)
     }
@@ -187,7 +187,7 @@ impl LlamaConfig {
 pub struct LlamaEncoder<'a>(ResidentDecoder<'a>);
 
 impl LlamaEncoder<'_> {
-    /// From the tensors of this component.
+    /// The encoder with the tensors of this component.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported decoder, [`StageError::Missing`] for a tensor that is missing or

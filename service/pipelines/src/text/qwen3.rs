@@ -160,7 +160,7 @@ fn last_norm(has: &dyn Fn(&str) -> bool) -> String {
 pub struct Qwen3Encoder<'a>(ResidentDecoder<'a>);
 
 impl Qwen3Encoder<'_> {
-    /// The first `depth` layers, at least 1, from the tensors of this component.
+    /// An encoder of the first `depth` layers, at least 1, with the tensors of this component.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported decoder, [`StageError::Missing`] for a tensor that is missing or
@@ -203,7 +203,7 @@ impl Qwen3Encoder<'_> {
     /// [`Qwen3Encoder::forward`] of all layers, with the norm after them: transformers' `last_hidden_state`.
     ///
     /// # Errors
-    /// Those of [`Qwen3Encoder::forward`]; [`StageError::Missing`] where the component has no such norm.
+    /// Errors of [`Qwen3Encoder::forward`]; [`StageError::Missing`] where the component has no such norm.
     pub fn last_hidden_state(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         let sum = self.forward(ids, cancelled)?;
         let name = last_norm(&|name| self.0.tensors.contains(name));

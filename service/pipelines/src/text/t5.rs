@@ -109,8 +109,7 @@ impl T5Config {
         Ok(())
     }
 
-    /// Names and shapes of all tensors of this configuration. The token embedding has whichever of its names `has`
-    /// knows.
+    /// Names and shapes of all tensors of this configuration. The token embedding has the name that `has` knows.
     pub fn tensor_shapes(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let (width, inner) = (self.d_model, self.num_heads * self.d_kv);
         let mut list = vec![
@@ -355,7 +354,7 @@ pub struct T5Encoder {
 }
 
 impl T5Encoder {
-    /// From the tensors of this component, with transformers' names (`shared.weight`, `encoder.block.*`).
+    /// The encoder with the tensors of this component, with transformers' names (`shared.weight`, `encoder.block.*`).
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported encoder, [`StageError::Missing`] for a tensor that is missing or

@@ -40,12 +40,12 @@ pub enum TokenizeError {
         file: PathBuf,
         /// The component that reads the tokens.
         encoder: String,
-        /// Tokens that it knows.
+        /// Number of tokens that the encoder knows.
         vocabulary: usize,
     },
 }
 
-/// A tokenizer of the library, and the file that its vocabulary comes from.
+/// A tokenizer of the library, and the file of its vocabulary.
 #[derive(Clone, Debug)]
 struct Words {
     tokenizer: Tokenizer,
@@ -93,7 +93,7 @@ impl ClipTokenizer {
         OPEN_CLIP.of(folder, ClipTokenizer::open)
     }
 
-    /// From a folder: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its
+    /// Opens a folder's `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its
     /// `tokenizer_config.json`.
     ///
     /// # Errors
@@ -171,7 +171,7 @@ impl ClipTokenizer {
     /// Checks that the encoder knows all of these tokens.
     ///
     /// # Errors
-    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    /// [`TokenizeError::Unknown`] for the first unknown token.
     pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
         self.words.check_known(ids, encoder, vocabulary)
     }
@@ -201,7 +201,7 @@ impl T5Tokenizer {
         OPEN_T5.of(folder, T5Tokenizer::open)
     }
 
-    /// From a folder: its `tokenizer.json` and its `tokenizer_config.json`.
+    /// Opens a folder's `tokenizer.json` and its `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`ModelError::Damaged`] for a file that is missing or malformed.
@@ -240,7 +240,7 @@ impl T5Tokenizer {
     /// Checks that the encoder knows all of these tokens.
     ///
     /// # Errors
-    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    /// [`TokenizeError::Unknown`] for the first unknown token.
     pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
         self.words.check_known(ids, encoder, vocabulary)
     }
@@ -270,7 +270,7 @@ impl T5Tokenizer {
 /// Regular expression of words in Qwen.
 const QWEN_WORD: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Qwen's tokenizer, for a user's turn of a chat, and for a text as it is.
+/// Qwen's tokenizer, for a user's turn of a chat, and for a text without a template.
 #[derive(Clone, Debug)]
 pub struct QwenTokenizer {
     words: Words,
@@ -289,7 +289,7 @@ impl QwenTokenizer {
         OPEN_QWEN.of(folder, QwenTokenizer::open)
     }
 
-    /// From a folder: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its `tokenizer_config.json`.
+    /// Opens a folder's `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`ModelError::Damaged`] for a file that is missing or malformed, or that lacks the chat tokens.
@@ -344,7 +344,7 @@ impl QwenTokenizer {
     /// Checks that the encoder knows all of these tokens.
     ///
     /// # Errors
-    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    /// [`TokenizeError::Unknown`] for the first unknown token.
     pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
         self.words.check_known(ids, encoder, vocabulary)
     }

@@ -156,7 +156,7 @@ impl Transformer {
     /// As [`Transformer::condition`], with the modulation of the steps.
     ///
     /// # Errors
-    /// Those of [`Transformer::condition`].
+    /// Errors of [`Transformer::condition`].
     pub fn condition_of(
         &self,
         caption: &Tensor,

@@ -10,7 +10,7 @@ use crate::autoencoders::half::Half;
 use crate::autoencoders::source::{dtype_of_maps, unsupported};
 use crate::autoencoders::tiles::in_tiles;
 
-/// The decoder of films. Tensors are shared with the component that it was made from.
+/// The decoder of films. Its tensors are shared with the component.
 #[derive(Clone, Debug)]
 pub struct HunyuanVaeDecoder {
     config: HunyuanVaeConfig,

@@ -30,7 +30,7 @@ impl HunyuanVaeDecoder {
     /// which keeps all frames of its tile in memory.
     ///
     /// # Errors
-    /// [`StageError::Cancelled`]; [`StageError::BadInput`] for latents of another shape; those of `deliver`. Whether
+    /// [`StageError::Cancelled`]; [`StageError::BadInput`] for latents of another shape; errors of `deliver`. Whether
     /// values are finite is found by [`frames_to_rgb8`].
     pub fn decode_frames(
         &self,

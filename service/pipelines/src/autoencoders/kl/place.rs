@@ -1,4 +1,4 @@
-//! Where a pipeline's autoencoder is, and whether it fits the pipeline.
+//! The place of a pipeline's autoencoder, and the check that it fits the pipeline.
 
 use std::path::{Path, PathBuf};
 

@@ -57,7 +57,7 @@ impl Autoencoder<'_> {
         }
     }
 
-    /// A stage that encodes another picture than the start, under other names.
+    /// A stage that encodes another picture than the start picture, under other names.
     pub(crate) fn encode_stage_named(&self, name: &str, gives: &str, image: &Image) -> StagePlan {
         StagePlan {
             name: name.to_owned(),

@@ -13,7 +13,7 @@ use crate::autoencoders::scratch::Account;
 use crate::autoencoders::strips::Walk;
 use crate::autoencoders::tiles::edges;
 
-/// How much of a map is processed at a time.
+/// The part of a map that is processed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Chunking {

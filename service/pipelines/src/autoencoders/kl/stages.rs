@@ -24,10 +24,10 @@ pub(crate) struct Run<'a> {
 }
 
 impl Autoencoder<'_> {
-    /// Runs `work` with the autoencoder that a stage has.
+    /// Runs `work` with the autoencoder of a stage.
     ///
     /// # Errors
-    /// Those of `work`; where the component is not there.
+    /// Errors of `work`; the error of a component that is not resident.
     pub(crate) fn with<R, M>(
         &self,
         stage: &Stage<'_, M>,

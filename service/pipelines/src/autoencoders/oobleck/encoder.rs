@@ -22,7 +22,7 @@ pub struct OobleckEncoder {
 }
 
 impl OobleckEncoder {
-    /// From the tensors of the `vae` component, with diffusers' names (`encoder.*`,
+    /// The encoder with the tensors of the `vae` component, with diffusers' names (`encoder.*`,
     /// [`OobleckConfig::tensor_shapes`]).
     ///
     /// # Errors
@@ -37,7 +37,7 @@ impl OobleckEncoder {
     /// [`super::OobleckDecoder::in_dtype`]).
     ///
     /// # Errors
-    /// Those of [`OobleckEncoder::new`].
+    /// Errors of [`OobleckEncoder::new`].
     pub fn in_dtype(
         config: &OobleckConfig,
         tensors: &ComponentTensors,
@@ -57,12 +57,12 @@ impl OobleckEncoder {
     /// here the caller does). [`super::samples_from_pcm16`] makes samples of 16 bits. Samples in host memory are copied to the
     /// device one window at a time.
     ///
-    /// Moments of all windows are put together, and can be sampled once. They do not depend on `windows`: to the bit on
+    /// The moments of all windows are concatenated, and can be sampled once. They do not depend on `windows`: to the bit on
     /// the CPU, within rounding on a card. `cancelled` is polled before every layer.
     ///
     /// # Errors
-    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for samples of another shape, and
-    /// for too few.
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for samples of another shape, and for too
+    /// few samples.
     pub fn encode(
         &self,
         samples: &Tensor,
@@ -84,7 +84,7 @@ impl OobleckEncoder {
         let whole = length.div_ceil(hop);
         let mut parts = Vec::new();
         for window in windows_of(whole, 0..whole, windows, self.config.encode_margins()) {
-            // Strides may make more frames of a track than it has hops, or fewer; all of that is at its end.
+            // The strides may result in more or fewer frames than the track has hops: the difference is at the track's end.
             let keep_end = if window.end == whole {
                 frames
             } else {

@@ -13,8 +13,8 @@ use crate::Rung;
 /// Most latent frames of a window: with ACE-Step's autoencoder in bf16, 0.9 GiB.
 const MOST_FRAMES: usize = 512;
 
-/// Lengths of windows are multiples of this: there are few of them, whose plans are kept, and of these the one that
-/// computes the fewest frames twice is close to the best.
+/// Lengths of windows are multiples of this. So there are few lengths, whose plans are kept, and the one for which the fewest
+/// frames are computed twice is close to the best length.
 const STEP_FRAMES: usize = 32;
 
 /// The ladder of rungs for decoding `frames` latent frames, best first, each predicted to need less memory than the one
