@@ -132,7 +132,7 @@ impl Gpu for CpuCard {
         // Outside of a stage nothing is scratch: opened models, buffers of the service are context.
         let context = self.stage.as_ref().map_or(besides, |s| besides.min(s.context));
         let scratch = besides - context;
-        // At most what the system has available, and what our own capacity leaves.
+        // At most the memory that the system has available, and the rest of our own capacity.
         let free = system.available.min(total - ours);
         let others = total - ours - free;
         let holders = match others {

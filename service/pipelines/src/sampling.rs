@@ -174,8 +174,8 @@ impl<C> Conditions<C> {
     }
 }
 
-/// The prediction of a step, valid until the next one: the combination of the transformer's outputs under each condition, `[1,
-/// tokens, width]` in its dtype.
+/// The prediction of a step, valid until the next one: the combination of the transformer's outputs under each condition,
+/// `[1, tokens, width]` in its dtype.
 pub(crate) struct Prediction<'a> {
     prompt: &'a Tensor,
     /// Factor of the prediction: 1, or -1 where the velocity is its negative.

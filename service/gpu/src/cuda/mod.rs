@@ -362,7 +362,7 @@ impl Gpu for CudaCard {
             components: pools.components,
             scratch: pools.scratch,
             slack: pools.scratch_reserved - pools.scratch,
-            // The driver's granularity: what a component's pool reserves beyond its tensors is unusable by others.
+            // The driver's granularity: bytes that a component's pool reserves beyond its tensors are unusable by others.
             workspaces: pools.workspaces + (pools.components_reserved - pools.components),
             context,
             holders: self.nvml.holders(besides - context),
@@ -457,7 +457,7 @@ impl Gpu for CudaCard {
         let read = crate::cpu::read_on_host(plan, progress)?;
         let context = &self.context;
         let pin = |begin: *const u8, bytes: usize| {
-            // SAFETY: the memory is that of the tensors, which are dropped after what pins it.
+            // SAFETY: the memory is that of the tensors, which are dropped after the guard that pins it.
             let pinned = unsafe { PinnedInPlace::new(context, begin, bytes) };
             pinned.map(|pinned| Box::new(pinned) as Box<dyn Pinning>)
         };

@@ -523,7 +523,7 @@ fn tensors_that_exceed_their_storage_are_refused() {
         (entry.shape.as_slice(), entry.range.length),
         ([2, 2].as_slice(), 16)
     );
-    // A dimension of 1 may have any stride; what is empty has none.
+    // A dimension of 1 may have any stride; an empty tensor has no strides.
     assert!(open_bytes(&with_tensor(0, &[1, 6], &[77, 1], 6)).is_ok());
     assert!(open_bytes(&with_tensor(0, &[0, 6], &[77, 77], 6)).is_ok());
 

@@ -35,7 +35,7 @@ pub(crate) struct InTiles {
 }
 
 impl InTiles {
-    /// For a card of compute capability 9.0; `None` where it is better, or possible only, as it is.
+    /// For a card of compute capability 9.0; `None` where one attention is faster, or only one is possible.
     pub(crate) fn of(shape: &AttentionShape) -> Option<InTiles> {
         let AttentionShape {
             heads,

@@ -14,7 +14,7 @@ use crate::open_model::{F32, OpenModel, on_cpu};
 #[derive(Default)]
 struct Steps {
     made: Vec<(usize, u32, u32)>,
-    /// Cancelled when they have made so many steps.
+    /// Slots to cancel, each after a number of steps.
     cancelled: Vec<(usize, usize)>,
 }
 
@@ -192,7 +192,7 @@ fn shared(
     opened.model.run_shared(&stages, observer)
 }
 
-/// Slots of every kind in rounds of their own, with other numbers of steps.
+/// Slots of every kind in separate rounds, with other numbers of steps.
 fn slots(opened: &OpenModel) -> Vec<Slot> {
     let kinds = kinds()
         .into_iter()

@@ -11,7 +11,7 @@ use crate::given::{edit, folder, new_track, of_source, open, track};
 use crate::numbers::{distance, json, numbers, tensors};
 use crate::open_model::{F32, OpenModel, on_cpu};
 
-/// An entry of `expected/pipelines.json`: what the pipeline was called with.
+/// An entry of `expected/pipelines.json`: the arguments of the pipeline.
 #[derive(Deserialize)]
 struct Case {
     name: String,

@@ -21,7 +21,7 @@ fn demo() -> TransformerConfig {
     }
 }
 
-/// CPU seconds of `steps` steps over a square picture under so many conditions, and their peak memory.
+/// CPU seconds of `steps` steps over a square picture under a number of conditions, and their peak memory.
 fn denoise(
     config: &TransformerConfig,
     (side, text): (usize, usize),

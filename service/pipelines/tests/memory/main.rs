@@ -26,7 +26,7 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Peak bytes that `work` allocates beside what is allocated before it.
+/// Peak bytes that `work` allocates in addition to those allocated before it.
 fn peak_of<R>(work: impl FnOnce() -> R) -> u64 {
     let before = allocator::mark();
     drop(work());

@@ -9,7 +9,7 @@ use pipelines::z_image::{
 
 use crate::{alone, assert_close, made_up, peak_of, random};
 
-/// Peak bytes of `steps` steps, with a negative prompt of so many tokens, or with strengths that change.
+/// Peak bytes of `steps` steps, with a negative prompt of a number of tokens, or with strengths that change.
 fn denoise(
     config: &TransformerConfig,
     lengths: &Lengths,

@@ -1,4 +1,4 @@
-//! The toy family of docs/ADDING_A_FAMILY.md, opened, planned, loaded and run by what the engine uses for all families; and the
+//! The toy family of docs/ADDING_A_FAMILY.md, opened, planned, loaded and run by the engine's code for all families; and the
 //! guide itself, which explains each method of the two traits.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)] // What tests share is outside of them.
@@ -102,7 +102,7 @@ fn a_request_runs_through_its_stages() {
     );
 }
 
-/// What a stage reads of a request decides whose values it may take.
+/// The part of a request that a stage reads decides whose values it may take.
 #[test]
 fn a_prompt_is_encoded_once_for_all_sizes() {
     let (toy, _folder) = toy();

@@ -145,7 +145,8 @@ impl Model for ToyModel {
             )
         };
         let pixels = u64::from(image.width) * u64::from(image.height);
-        // The picture in bytes, and what is enlarged in f32 at a time: all of it, or the rows of one row of the latent.
+        // The picture in bytes, and the part that is enlarged in f32 at a time: all of it, or the rows of one row of the
+        // latent.
         let rung = |label: &str, rows: u64| {
             Rung::new(
                 label,
@@ -356,7 +357,7 @@ fn rgb(planes: &Tensor) -> Result<Vec<u8>, StageError> {
         .to_vec1()?)
 }
 
-/// Values between stages lie in the machine's memory. (Families of the crate have `tensors.rs` for the two functions below.)
+/// Values between stages are in host memory. (Families of the crate have `tensors.rs` for the two functions below.)
 fn to_host(tensor: &Tensor) -> Result<HostTensor, StageError> {
     let numbers = tensor
         .to_dtype(DType::F32)?

@@ -1,4 +1,4 @@
-//! What clients ask for in the simulation.
+//! The jobs of clients in the simulation.
 
 use rand::Rng;
 use rand::seq::IndexedRandom;
