@@ -149,7 +149,7 @@ pub trait Model: Send + Sync {
     /// All other invalid fields of the request.
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>>;
 
-    /// A default request whose decode takes values of these shapes; `None` if there is none.
+    /// A default request whose decode takes values of these shapes; `None` if no request has such a decode.
     fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
 
     /// The ends of a request's texts that the model does not read. An end that one encoder leaves out and another reads is not
@@ -205,7 +205,7 @@ pub trait Model: Send + Sync {
         Vec::new()
     }
 
-    /// Runs one stage and returns the values that it gives. Pieces are delivered to the observer.
+    /// Runs one stage and returns its values. Pieces are delivered to the observer.
     ///
     /// # Errors
     /// [`StageError`].

@@ -66,7 +66,7 @@ const LATENT: &str = "latent";
 /// Name of the value from one round of sampling to the next. The number of steps done follows it.
 const SAMPLING: &str = "sampling";
 
-/// Name of the value that the decode of a section leaves for the next.
+/// Name of the value that the decode of a section passes to the next.
 const LEFT: &str = "left";
 
 /// Name of the family.

@@ -208,7 +208,7 @@ impl Maker {
     /// be serialized.
     ///
     /// # Errors
-    /// The reason why there is none.
+    /// The reason why the shape has no plan.
     fn plan<S: PlanShape>(&self, shape: &S, by: MadeBy) -> Outcome<(Plan, Option<Vec<u8>>)> {
         let mut timeline = Timeline::begin(by.timeline());
         let key = self.key(shape);

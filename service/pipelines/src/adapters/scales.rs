@@ -119,7 +119,7 @@ pub(super) struct Configured {
 }
 
 impl Configured {
-    /// From `adapter_config.json` of peft.
+    /// The alphas in peft's `adapter_config.json`.
     ///
     /// # Errors
     /// When it cannot be read, or asks for an unsupported setting.
@@ -131,7 +131,7 @@ impl Configured {
         Configured::of(configuration)
     }
 
-    /// From the metadata of a file that diffusers wrote, for the component of this name; empty where there is none.
+    /// The alphas in the metadata of a file that diffusers wrote, for the component of this name; empty where there is none.
     ///
     /// # Errors
     /// As [`Configured::of_folder`].

@@ -1,4 +1,4 @@
-//! Whole checkpoints and adapters, renamed by every row of a family's names: each gives the same tensors.
+//! Whole checkpoints and adapters, renamed by every row of a family's names: each must have the same tensors.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::unix::fs::FileExt;

@@ -134,8 +134,8 @@ pub(crate) fn base_beside(
     }
 }
 
-/// The letters and digits of a name, in lower case. For a repository in a hub cache its name counts, and for a file in one both
-/// names.
+/// The letters and digits of a name, in lower case. For a repository in a hub cache this is the repository's name, and for a
+/// file in it the names of both.
 fn letters_of(path: &Path) -> String {
     let own = path.file_name().unwrap_or_default().to_string_lossy();
     let named = match of_hub_cache(path) {

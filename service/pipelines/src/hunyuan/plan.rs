@@ -31,7 +31,8 @@ pub(super) const VISION_STATES: &str = "vision";
 pub(super) const START: &str = "start";
 /// Name of a film's latent: f32 `[1, channels, frames, height / 8, width / 8]`.
 pub(super) const LATENT: &str = "latent";
-/// Name of the frames that a decode leaves for the next, `[frames, height, width, 3]` in the dtype of maps.
+/// Name of the overlapping frames that the decode of a section passes to the next: `[frames, height, width, 3]` in the dtype of
+/// maps.
 pub(super) const LEFT: &str = "left";
 
 /// Counts of prompt tokens are rounded up to multiples of this, so that prompts of similar length share learned peaks.

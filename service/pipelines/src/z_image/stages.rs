@@ -35,7 +35,7 @@ struct Condition {
 }
 
 impl Stage<'_, ZImageModel> {
-    /// Computes the values that the stage gives.
+    /// Computes the values of the stage.
     ///
     /// # Errors
     /// [`StageError`].
