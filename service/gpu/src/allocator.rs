@@ -117,15 +117,14 @@ pub fn mark() -> Bytes {
     bytes(live)
 }
 
-/// Maximum of allocated bytes since [`mark`], including what was allocated before it.
+/// Maximum of allocated bytes since [`mark`], including bytes allocated before it.
 pub fn peak_since_mark() -> Bytes {
     bytes(PEAK.load(Relaxed).max(LIVE.load(Relaxed)))
 }
 
-/// From here on an allocation that is not small comes from the system by itself, and goes back there as it is freed. The C library
-/// would raise its bound with each large one that is freed, and keep what comes next for the threads that asked for it, in a heap
-/// each. For a process
-/// that computes little: a large allocation costs a page fault for each 4 KiB then.
+/// After this call, every large allocation is mapped from the system, at the cost of a page fault per 4 KiB, and unmapped when
+/// it is freed. Otherwise the C library raises its bound with each large allocation that is freed, and keeps later ones in a
+/// heap for each thread. For a process that computes little.
 pub fn return_large() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: it sets a number of the C library, which takes its own lock.
@@ -134,10 +133,11 @@ pub fn return_large() {
     }
 }
 
-/// From here on all threads share so many heaps. The C library would give each thread its own, which keeps what that thread has freed.
+/// After this call, all threads share at most `heaps` heaps. Otherwise the C library makes a heap for each thread, which keeps
+/// the memory that the thread has freed.
 ///
-/// To be called before there are threads. With more than one, free memory at the end of those beside the first is kept whatever
-/// [`return_free`] does: up to 64 MiB each, once much was freed at a time.
+/// To be called before other threads exist. With several heaps, [`return_free`] leaves up to 64 MiB of free memory at the end
+/// of each heap but the first, once much was freed at a time.
 pub fn share_heaps(heaps: i32) {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: it sets a number of the C library, which takes its own lock.
@@ -146,12 +146,12 @@ pub fn share_heaps(heaps: i32) {
     }
 }
 
-/// What is large for [`return_large`]: the C library's own bound, before it raises it.
+/// Smallest allocation that [`return_large`] concerns: the C library's initial bound.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const LARGE_BYTES: libc::c_int = 128 << 10;
 
-/// Gives pages of freed memory back to the system, those between what is still allocated too. It looks through all heaps: for now
-/// and then, where more was freed than is worth keeping.
+/// Returns pages of freed memory to the system, also pages between allocations. It looks through all heaps, so call it rarely:
+/// when more was freed than is worth keeping.
 pub fn return_free() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: it gives back pages in which nothing is allocated, under the C library's own locks.

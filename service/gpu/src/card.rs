@@ -92,7 +92,7 @@ pub trait Gpu {
     /// [`GpuError::Truth`] or [`GpuError::Lost`].
     fn memory(&mut self) -> Result<DriverTruth, GpuError>;
 
-    /// Loads one component into memory of its own. Calls `progress` at least every 64 MiB; `Break` cancels. A
+    /// Loads one component into separate memory. Calls `progress` at least every 64 MiB; `Break` cancels. A
     /// cancelled or failed load leaves no byte allocated.
     ///
     /// # Errors
@@ -110,8 +110,8 @@ pub trait Gpu {
     /// [`GpuError::NotLoaded`].
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError>;
 
-    /// Reads a component into the machine's memory, from where the card reads it when it is used: for components that the
-    /// card has no memory for. The handle frees it when it is dropped. Calls `progress` as [`Gpu::load`] does.
+    /// Reads a component into host memory, from where the card reads it while it computes. For components for which the card
+    /// has no memory. The handle frees the memory when it is dropped. Calls `progress` as [`Gpu::load`] does.
     ///
     /// # Errors
     /// [`LoadError`].
@@ -130,7 +130,7 @@ pub trait Gpu {
     /// component was removed and its memory was not freed.
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError>;
 
-    /// Gives slack back to the driver and returns its bytes.
+    /// Returns slack to the driver and returns its bytes.
     ///
     /// # Errors
     /// [`GpuError::Lost`].

@@ -51,7 +51,7 @@ impl CpuCard {
     /// Opens system memory as a card.
     ///
     /// # Errors
-    /// [`GpuError::Truth`] if the system does not say how much memory it has.
+    /// [`GpuError::Truth`] if the system does not report its memory.
     pub fn new(settings: CpuSettings) -> Result<CpuCard, GpuError> {
         let mut system = SystemReader::new()?;
         let total = capacity(&settings, system.read()?.total);
@@ -74,7 +74,7 @@ impl CpuCard {
     /// Describes the card without opening it.
     ///
     /// # Errors
-    /// [`GpuError::Truth`] if the system does not say how much memory it has.
+    /// [`GpuError::Truth`] if the system does not report its memory.
     pub fn describe_unopened(settings: CpuSettings) -> Result<CardDescription, GpuError> {
         CpuCard::new(settings).map(|card| card.description)
     }
@@ -129,10 +129,10 @@ impl Gpu for CpuCard {
         let components = self.components();
         let ours = allocator::live().max(components);
         let besides = ours - components;
-        // Outside of a stage nothing is scratch: opened models, buffers of the service and the like are context.
+        // Outside of a stage nothing is scratch: opened models, buffers of the service are context.
         let context = self.stage.as_ref().map_or(besides, |s| besides.min(s.context));
         let scratch = besides - context;
-        // At most what the system has available, and what our own capacity leaves.
+        // At most the memory that the system has available, and the rest of our own capacity.
         let free = system.available.min(total - ours);
         let others = total - ours - free;
         let holders = match others {

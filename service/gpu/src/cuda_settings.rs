@@ -11,7 +11,7 @@ use crate::faults::{Fault, FaultAction};
 use crate::size::{exact_bytes, parse_bytes};
 
 /// An NVIDIA card. As text: `0`, `1` or `GPU-8f2c...`, with `=20GiB` where we may not have all of its memory, then
-/// options behind commas: `0=20GiB,dtype=f16,poison-at=denoise:2,die-at=load:1,hang-at=decode,die-generations=2`.
+/// options after commas: `0=20GiB,dtype=f16,poison-at=denoise:2,die-at=load:1,hang-at=decode,die-generations=2`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaSettings {
     pub which: CudaWhich,
@@ -19,7 +19,7 @@ pub struct CudaSettings {
     pub limit: Option<Bytes>,
     /// `dtype`: computation dtype; see [`CudaSettings::compute_dtype`].
     pub dtype: Option<CudaDtype>,
-    /// `poison-at`, `leak-at`, `die-at`, `hang-at`: faults to inject, for tests. May be given several times.
+    /// `poison-at`, `leak-at`, `die-at`, `hang-at`: faults to inject, for tests. May be repeated.
     pub faults: Vec<Fault>,
     /// `die-generations`: number of worker generations of the card, from the first, in which faults happen. Default
     /// 1; 0 for never.
@@ -78,7 +78,7 @@ impl CudaSettings {
         }
     }
 
-    /// Computation dtype: the setting if given, else `bf16`, or `f16` before compute capability 8.0, which has no
+    /// Computation dtype: the setting if there is one, else `bf16`, or `f16` before compute capability 8.0, which has no
     /// bf16 arithmetic.
     pub fn compute_dtype(&self, compute_capability: (u32, u32)) -> DType {
         match self.dtype {

@@ -76,13 +76,13 @@ pub enum OpenError {
          work here"
     )]
     NoCuda {
-        /// The device as given.
+        /// The device as configured.
         device: String,
     },
     /// The driver does not list the card.
     #[error("cannot find {device}: {problem}")]
     NotFound {
-        /// The device as given.
+        /// The device as configured.
         device: String,
         /// The driver's message and the remedy.
         problem: String,
@@ -90,7 +90,7 @@ pub enum OpenError {
     /// The card does not respond.
     #[error("cannot open {device}: {source}")]
     Card {
-        /// The device as given.
+        /// The device as configured.
         device: String,
         source: GpuError,
     },
@@ -114,7 +114,7 @@ impl DeviceSpec {
         }
     }
 
-    /// Whether a display is driven by it: other programs of a desktop want its memory too.
+    /// Whether the card drives a display: other programs of a desktop need its memory too.
     pub fn drives_display(&self) -> bool {
         match self {
             DeviceSpec::Cpu { .. } | DeviceSpec::Simulated(_) => false,

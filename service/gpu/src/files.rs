@@ -1,4 +1,4 @@
-//! Files as they are on disk: what tells one version from another, and which are opened at all.
+//! Files on disk: how one version is distinguished from another, and which files are opened at all.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Read};
@@ -8,17 +8,17 @@ use std::path::Path;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
-/// What tells one version of a file from another without reading it: device, inode, size, the time of writing, and the
+/// What distinguishes one version of a file from another without reading it: device, inode, size, the time of writing, and the
 /// inode's time of change, which no program can set back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct FileStamp {
     device: u64,
     inode: u64,
-    /// Its length in bytes.
+    /// The file's length in bytes.
     pub size: u64,
     modified_s: i64,
     modified_ns: i64,
-    /// 0 in stamps that were written before there were times of change: such a stamp is of no file.
+    /// 0 in stamps from versions that did not store it: such a stamp equals that of no file.
     #[serde(default)]
     changed_s: i64,
     #[serde(default)]
@@ -29,15 +29,15 @@ impl FileStamp {
     /// The stamp of an open file.
     ///
     /// # Errors
-    /// What the system said.
+    /// The operating system's error.
     pub fn of(file: &File) -> io::Result<FileStamp> {
         file.metadata().map(FileStamp::from)
     }
 
-    /// The stamp of what is at a path now. Nothing is opened: a pipe would wait for its other end.
+    /// The stamp of the file that is at a path now. Nothing is opened: opening a pipe would wait for its other end.
     ///
     /// # Errors
-    /// What the system said.
+    /// The operating system's error.
     pub fn at(path: &Path) -> io::Result<FileStamp> {
         fs::metadata(path).map(FileStamp::from)
     }
@@ -57,11 +57,11 @@ impl From<Metadata> for FileStamp {
     }
 }
 
-/// Makes a folder that only this user may open, whatever the umask. One that is there stays as it is.
+/// Makes a folder that only this user may open, whatever the umask. An existing folder is not changed.
 ///
 /// # Errors
-/// What the system said; [`io::ErrorKind::PermissionDenied`] for a folder that is there and in which every user may write: they could
-/// put their files in place of ours.
+/// The operating system's error; [`io::ErrorKind::PermissionDenied`] for an existing folder in which every user may write: they
+/// could put their files in place of ours.
 pub fn create_private_folder(folder: &Path) -> io::Result<()> {
     if let Some(above) = folder.parent() {
         fs::create_dir_all(above)?;
@@ -86,7 +86,7 @@ const WRITTEN_BY_ALL: u32 = 0o002;
 /// Opens a file to write it, or makes one that only this user may read, whatever the umask. Nothing is written through a link.
 ///
 /// # Errors
-/// What the system said.
+/// The operating system's error.
 pub fn open_private(path: &Path) -> io::Result<File> {
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK; // a pipe would wait for its other end
     let mut options = OpenOptions::new();
@@ -102,7 +102,7 @@ pub fn open_private(path: &Path) -> io::Result<File> {
 /// Opens a regular file to read it. A pipe would wait for a writer for ever, and a device may have no end.
 ///
 /// # Errors
-/// What the system said; [`io::ErrorKind::InvalidInput`] for what is no regular file.
+/// The operating system's error; [`io::ErrorKind::InvalidInput`] for a pipe, a device or a folder.
 pub fn open_regular(path: &Path) -> io::Result<File> {
     if !fs::metadata(path)?.is_file() {
         let problem = "it is no regular file (a pipe, a device or a folder)";
@@ -111,7 +111,7 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// All of a regular file that somebody names.
+/// All of a regular file at a path that a user names.
 ///
 /// # Errors
 /// As [`open_regular`]; [`io::ErrorKind::FileTooLarge`] for more than `most` bytes.
@@ -119,10 +119,10 @@ pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     all_of(open_regular(path)?, most)
 }
 
-/// All of a text that somebody names.
+/// All of a text at a path that a user names.
 ///
 /// # Errors
-/// As [`read_bounded`]; [`io::ErrorKind::InvalidData`] for what is no UTF-8.
+/// As [`read_bounded`]; [`io::ErrorKind::InvalidData`] for text that is not UTF-8.
 pub fn text_bounded(path: &Path, most: u64) -> io::Result<String> {
     all_text_of(open_regular(path)?, most)
 }
@@ -130,13 +130,13 @@ pub fn text_bounded(path: &Path, most: u64) -> io::Result<String> {
 /// All of a text that comes from a reader.
 ///
 /// # Errors
-/// What the reader said, and as [`text_bounded`] for what is too long or no UTF-8.
+/// The reader's error; those of [`text_bounded`] for a text that is too long or not UTF-8.
 pub fn all_text_of(from: impl Read, most: u64) -> io::Result<String> {
     String::from_utf8(all_of(from, most)?)
         .map_err(|problem| io::Error::new(io::ErrorKind::InvalidData, problem.utf8_error()))
 }
 
-/// What is longer is refused, and never cut off: half of it would be taken for all.
+/// Refuses longer data instead of cutting it off: the caller would take the part for the whole.
 fn all_of(from: impl Read, most: u64) -> io::Result<Vec<u8>> {
     let mut read = Vec::new();
     from.take(most.saturating_add(1)).read_to_end(&mut read)?;
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_private_is_so_and_no_link_is_followed() {
+    fn private_folders_and_files_are_closed_to_others_and_no_link_is_followed() {
         let folder = tempfile::tempdir().unwrap();
         let own = folder.path().join("above/state");
         create_private_folder(&own).unwrap();

@@ -77,7 +77,7 @@ pub enum WeightPart {
     NestedAbsmax,
     /// Scales, per block, row or tensor: f32 (u8 in nf4-double).
     Scales,
-    /// Zero bytes, unread: they align codes behind a single scale to 16 bytes.
+    /// Zero bytes, unread: they align codes after a single scale to 16 bytes.
     Padding,
     /// The codes, or the blocks of GGUF.
     Codes,

@@ -13,7 +13,7 @@ pub struct CardProcess {
 
 /// Holder name for foreign memory if the driver's process list is of another PID namespace.
 pub const UNSEEN: &str = "other processes (their PIDs are not visible from here)";
-/// Holder name for foreign memory beyond what the listed processes hold.
+/// Holder name for foreign memory that exceeds the bytes of the listed processes.
 pub const UNLISTED: &str = "others that the driver does not list";
 
 /// Attributes `foreign` (allocated according to the driver, and not ours) to the processes that the driver lists.

@@ -38,7 +38,7 @@ const UNFINISHED: &str = ".kept.part";
 /// Batch size in bytes for making a copy; exceeded by a single larger tensor.
 const BATCH_BYTES: Bytes = Bytes(64 << 20);
 
-/// Why a copy was not kept. Nothing is left behind.
+/// Why a copy was not kept. No partial copy remains.
 #[derive(Debug, thiserror::Error)]
 pub enum KeepError {
     /// The caller cancelled.
@@ -175,12 +175,12 @@ pub fn kept_bytes(plan: &LoadPlan) -> Result<Bytes, LoadError> {
     Ok(Bytes(header(plan.files()?)?.len() as u64) + plan.bytes())
 }
 
-/// Quantizes what a plan loads and writes it to `to`, replacing an existing file atomically: the data goes to a
+/// Quantizes the tensors that a plan loads and writes it to `to`, replacing an existing file atomically: the data goes to a
 /// temporary file in the same folder, which is synced and renamed. `go_on` is called before each group of tensors
 /// and, within larger groups, after every 32 MiB; false cancels. Returns the length of the file.
 ///
 /// # Errors
-/// [`KeepError`]; nothing is left behind then.
+/// [`KeepError`]; no partial copy remains then.
 pub fn keep(plan: &LoadPlan, to: &Path, go_on: &dyn Fn() -> bool) -> Result<Bytes, KeepError> {
     let folder = match to.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -253,7 +253,7 @@ fn write_copy(
     Ok(length)
 }
 
-/// How many tensors are made together: at least one.
+/// Number of tensors that are quantized together: at least one.
 fn group_of(sources: &[TensorSource]) -> usize {
     let mut bytes = Bytes::ZERO;
     let fits = |source: &&TensorSource| {
@@ -343,8 +343,8 @@ pub fn kept_plan(path: &Path, plan: &LoadPlan) -> Result<LoadPlan, LoadError> {
 pub struct KeptFolder {
     folder: PathBuf,
     limit: Bytes,
-    /// When this process used copies last. Of others the file's time of access counts. It is not set here: that would change the
-    /// time of change, by which loads under way see that a file is another one.
+    /// When this process last used copies. For copies of other processes the file's time of access counts. It is not set here:
+    /// that would change the time of change, by which running loads notice a replaced file.
     uses: Arc<Mutex<BTreeMap<PathBuf, SystemTime>>>,
 }
 
@@ -414,7 +414,7 @@ impl KeptFolder {
     /// bytes fit.
     ///
     /// # Errors
-    /// [`KeepError::TooLarge`] if they cannot fit, beside copies that are being written: no copy is removed then.
+    /// [`KeepError::TooLarge`] if `needed` bytes cannot fit together with copies that are being written; then no copy is removed.
     /// [`KeepError::Write`] if the folder cannot be read or a copy cannot be removed.
     pub fn make_room(&self, needed: Bytes) -> Result<(), KeepError> {
         self.make_room_beside(needed, None)

@@ -1,5 +1,5 @@
 //! HOLDS. Device memory: the [`Gpu`] trait with its cards, the readers that stream checkpoint bytes into
-//! components, and what the driver says is true.
+//! components, and the driver's figures, which are authoritative.
 #![deny(clippy::undocumented_unsafe_blocks)]
 
 #[allow(unsafe_code)] // A global allocator is an unsafe trait.

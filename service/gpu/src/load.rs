@@ -218,7 +218,7 @@ pub enum LoadError {
     /// The file contradicts its header.
     #[error("{} is damaged: {problem}", file.display())]
     Damaged { file: PathBuf, problem: String },
-    /// The file is not there as a whole: it was cut off, or something else stands in its place until it is fetched.
+    /// The file is not complete: it was cut off, or it is a placeholder for a file that is yet to be fetched.
     #[error("{} is not complete: {problem}", file.display())]
     Incomplete { file: PathBuf, problem: String },
     /// A tensor is stored in a type that this build cannot read.

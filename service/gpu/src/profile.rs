@@ -10,7 +10,7 @@ use crate::card::CardKind;
 
 /// NVIDIA cards below this capacity default to `constrained`.
 const SMALL_CARD: Bytes = Bytes::gib(12);
-/// NVIDIA cards from this capacity on default to `inference`: they hold a whole pipeline beside its activations.
+/// NVIDIA cards from this capacity on default to `inference`: they hold a whole pipeline and its activations.
 const LARGE_CARD: Bytes = Bytes::gib(40);
 
 /// Name of a profile. [`MemoryProfile::of`] defines the settings of each.

@@ -151,7 +151,7 @@ pub(crate) fn unit(format: WeightFormat, columns: usize) -> Option<usize> {
     }
 }
 
-/// Bytes of the codes of so many numbers.
+/// Bytes of the codes of `numbers` numbers.
 pub(crate) fn code_bytes(format: WeightFormat, numbers: usize) -> usize {
     match format {
         WeightFormat::Nf4 | WeightFormat::Nf4Double => numbers.div_ceil(2),

@@ -61,7 +61,7 @@ struct Quantize<'a> {
 
 /// Destination of a chunk's scales.
 enum ScalesTo<'a> {
-    /// Their final place.
+    /// The final place of the bytes.
     Place(&'a mut [u8]),
     /// Collected per weight, and quantized by the thread that adds the last.
     Collected(Arc<Mutex<Collected<'a>>>),
@@ -104,7 +104,7 @@ pub(crate) struct Read<'a> {
     pub(crate) count: usize,
 }
 
-/// Where the bytes of a read come from.
+/// The source of the bytes of a read.
 #[derive(Clone, Copy)]
 enum Origin<'a> {
     File { file: &'a OpenFile, offset: u64 },

@@ -153,7 +153,7 @@ impl SimulatedCard {
         }
     }
 
-    /// Sleeps until so many bytes can have been transferred at the card's speed.
+    /// Sleeps until `done` bytes can have been transferred at the card's speed, counted from `began_ms`.
     fn wait_for_transfer(&self, began_ms: u64, done: Bytes) {
         let speed = u128::from(self.settings.bytes_per_second.0);
         if speed == 0 {

@@ -42,7 +42,7 @@ pub(crate) trait Pinning: fmt::Debug + Send + Sync {}
 /// The tensors of one component, by name.
 #[derive(Debug, Default)]
 pub struct ComponentTensors {
-    /// What pins their memory, if it is the machine's. Dropped before they are.
+    /// Pins the tensors' memory, if it is host memory. Dropped before the tensors.
     pinning: Option<Box<dyn Pinning>>,
     weights: HashMap<String, Weight>,
 }
@@ -121,8 +121,8 @@ impl ComponentTensors {
         }
     }
 
-    /// The same with their tensors in one piece of the machine's memory, if all are in full precision and of one dtype; and
-    /// pinned, if `pin` can, which gets address and bytes of that piece.
+    /// The component with its tensors in one piece of host memory, if all are in full precision and of one dtype. The piece is
+    /// pinned if `pin`, which gets its address and bytes, can pin it.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) fn in_one_piece(
         mut self,

@@ -1,4 +1,4 @@
-//! An NVIDIA card: what is loaded, converted, refused, cancelled, leaked and given back, by the driver's own figures.
+//! An NVIDIA card: what is loaded, converted, refused, cancelled, leaked and returned, by the driver's own figures.
 //! These tests need a card, so they are run where one is: `tests/gpu/parity`, one at a time.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
@@ -40,7 +40,7 @@ fn component(name: &str, plan: &LoadPlan) -> Component {
     }
 }
 
-/// A file of so many f32, each of them different from its neighbours.
+/// A file of `count` f32 numbers, each different from its neighbours.
 fn file_of_numbers(count: usize) -> tempfile::NamedTempFile {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     let numbers: Vec<u8> = (0..count)
@@ -135,7 +135,7 @@ fn small_tensors_of_any_dtype_share_a_slot_of_the_ring() {
     let before = card.memory().unwrap();
     let targets = [DType::BF16, DType::F32, DType::F16];
     let mut offset = 0;
-    // Odd sizes that begin anywhere in a slot, and a large one now and then that fills what is left of it.
+    // Odd sizes that begin anywhere in a slot, and now and then a large one that fills the rest of the slot.
     let sources = (0..1200_usize).map(|number| {
         let count = match number % 97 {
             0 => 3_000_017,

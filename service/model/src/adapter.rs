@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Strength of an adapter over the steps of a request: points of a piecewise linear curve, constant before the first
-/// and behind the last.
+/// Strength of an adapter over the steps of a request: points of a piecewise linear curve, constant before the first and after
+/// the last point.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StrengthCurve {
     /// Position in the steps that are run, from 0 (the first) to 1 (the last), and strength. At least one, by position.
@@ -31,7 +31,7 @@ pub enum CurveError {
 /// Maximum points of a [`StrengthCurve`].
 pub const MAX_POINTS: usize = 256;
 
-/// Maximum absolute strength of an adapter: many times what any use has.
+/// Maximum absolute strength of an adapter: far above the strengths in use.
 pub const MAX_STRENGTH: f32 = 100.0;
 
 impl StrengthCurve {
@@ -42,18 +42,18 @@ impl StrengthCurve {
         }
     }
 
-    /// The same strength in every step.
+    /// The curve with one strength in all steps.
     ///
     /// # Errors
-    /// When it is not finite, or beyond [`MAX_STRENGTH`].
+    /// When the strength is not finite, or beyond [`MAX_STRENGTH`].
     pub fn constant(strength: f32) -> Result<StrengthCurve, CurveError> {
         StrengthCurve::of(vec![(0.0, strength)])
     }
 
-    /// From points of position and strength.
+    /// The curve through points of position and strength.
     ///
     /// # Errors
-    /// When there is none, or one that is invalid.
+    /// When there are no points, or one is invalid.
     pub fn of(points: Vec<(f32, f32)>) -> Result<StrengthCurve, CurveError> {
         if points.is_empty() {
             return Err(CurveError::Empty);
@@ -100,7 +100,7 @@ impl StrengthCurve {
         self.between(position, self.points.partition_point(|&(at, _)| at <= position))
     }
 
-    /// The strength at a position that so many points are before.
+    /// The strength at a position; `behind` is the number of points at or before it.
     fn between(&self, position: f32, behind: usize) -> f32 {
         match (
             behind.checked_sub(1).map(|i| self.points[i]),
@@ -159,12 +159,12 @@ pub struct AdapterUse {
     pub text_strength: f32,
 }
 
-/// What is attached to a model.
+/// Kind of a file that is attached to a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum AdapterKind {
     /// Low-rank terms of layers.
     Lora,
-    /// A network of its own, which reads a control picture.
+    /// A separate network, which reads a control picture.
     ControlNet,
 }
 
@@ -175,13 +175,13 @@ pub struct AdapterFile {
     pub name: String,
     /// A file, the folder of an adapter of peft, or that of a ControlNet.
     pub path: PathBuf,
-    /// What it was when it was found.
+    /// The kind when the adapter was found.
     pub kind: AdapterKind,
     /// Ignore tensors that are of no layer of the model, instead of refusing the adapter.
     pub ignores_unknown: bool,
 }
 
-/// What an adapter changes, for display.
+/// The components and layers that an adapter changes, for display.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AdapterReport {
     pub name: String,
@@ -196,7 +196,7 @@ pub struct AdapterReport {
 /// Why a file is no adapter of a model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AdapterError {
-    /// The file cannot be read, or is none of any program.
+    /// The file cannot be read, or no known program wrote it.
     #[error("{0}")]
     File(String),
     /// A kind of adapter, or a part of one, that is not supported.
@@ -204,7 +204,7 @@ pub enum AdapterError {
     Unsupported {
         /// For display: `LoKr`, `DoRA`.
         kind: &'static str,
-        /// The first tensor of it.
+        /// The first tensor of this kind.
         tensor: String,
     },
     /// The family takes no adapters.

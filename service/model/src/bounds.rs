@@ -21,7 +21,7 @@ pub fn smallest(defaults: Request) -> Request {
     }
 }
 
-/// Maximum absolute scale of a ControlNet: many times what any use has.
+/// Maximum absolute scale of a ControlNet: far above the scales in use.
 const MAX_CONTROL_SCALE: f32 = 100.0;
 
 /// The refusal of more reference pictures than a model takes.

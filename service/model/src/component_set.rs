@@ -23,7 +23,7 @@ pub struct ComponentFiles {
 }
 
 impl ComponentFiles {
-    /// The same with further tensors, of other files.
+    /// The component with further tensors, of other files.
     pub fn with(mut self, further: ComponentFiles) -> ComponentFiles {
         match (&mut self.plan, further.plan) {
             (LoadPlan::Files(sources), LoadPlan::Files(further)) => sources.extend(further),
@@ -39,7 +39,7 @@ impl ComponentFiles {
 #[derive(Clone, Debug)]
 pub struct ComponentSet {
     components: Vec<Component>,
-    /// Of each, its load plan, and the files whose content identifies it.
+    /// Of each component, its load plan, and the files whose content identifies it.
     loads: Vec<(LoadPlan, Vec<ModelFile>)>,
     dtype: DType,
     formats: Formats,
@@ -128,7 +128,7 @@ impl ComponentSet {
         self.sources(component).iter().any(|source| source.name == tensor)
     }
 
-    /// Predicted scratch of the quantized layers of a component for so many tokens: layers run one at a time, so it
+    /// Predicted scratch of the quantized layers of a component for `tokens` tokens: layers run one at a time, so it
     /// is that of the largest layer for which `is_run` holds.
     pub fn dequantizing(&self, name: &str, tokens: usize, is_run: impl Fn(&str) -> bool) -> Bytes {
         let of_layer = |source: &TensorSource| match source.target {

@@ -1,4 +1,4 @@
-//! Which parts of a result are there, when its pieces come in any order.
+//! The parts of a result that have arrived, when its pieces come in any order.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ pub struct Covered {
     ranges: Vec<Range<u64>>,
 }
 
-/// A part of a result that was there already.
+/// A part of a result that has arrived before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("from {start} to {end} it came twice")]
 pub struct Twice {
@@ -18,7 +18,7 @@ pub struct Twice {
 }
 
 impl Covered {
-    /// Adds a range, and returns the parts of it that were not there.
+    /// Adds a range, and returns its parts that were missing.
     pub fn add(&mut self, range: Range<u64>) -> Vec<Range<u64>> {
         let mut new = Vec::new();
         let mut from = range.start;
@@ -46,10 +46,10 @@ impl Covered {
         new
     }
 
-    /// Adds a range of which nothing is there.
+    /// Adds a range that is missing as a whole.
     ///
     /// # Errors
-    /// When a part of it was there already; then nothing is added.
+    /// When a part of it has been added before; then nothing is added.
     pub fn add_once(&mut self, range: Range<u64>) -> Result<(), Twice> {
         let mut common = self
             .ranges
@@ -62,18 +62,18 @@ impl Covered {
         Ok(())
     }
 
-    /// How far a result is there without a gap from a place on: the place itself, where nothing is.
+    /// The end of the part that has arrived without a gap from `place` on: `place` itself if nothing has arrived there.
     pub fn end_from(&self, place: u64) -> u64 {
         let holds = self.ranges.iter().find(|range| range.contains(&place));
         holds.map_or(place, |range| range.end)
     }
 
-    /// Whether nothing is there yet.
+    /// Whether nothing has been added.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// Whether all of a result of this length is there.
+    /// Whether all of a result of this length has been added.
     pub fn is_whole(&self, length: u64) -> bool {
         matches!(self.ranges.as_slice(), [all] if *all == (0..length))
     }

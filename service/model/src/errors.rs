@@ -15,14 +15,14 @@ pub enum ModelError {
     #[error("{} is no pipeline that this version knows: {problem}", path.display())]
     NotAPipeline {
         path: PathBuf,
-        /// What was searched for.
+        /// The files that were searched for.
         problem: String,
     },
-    /// A file is missing or truncated, or only stands for one.
+    /// A file is missing or truncated, or a placeholder for a file.
     #[error("{} is not complete: {problem}", path.display())]
     Incomplete {
         path: PathBuf,
-        /// What is missing, and what to do.
+        /// The missing part, and how to get it.
         problem: String,
     },
     /// A file contradicts its header, or another.
@@ -32,14 +32,14 @@ pub enum ModelError {
     #[error("{} is not supported: {problem}", path.display())]
     Unsupported {
         path: PathBuf,
-        /// What is not supported, and what is.
+        /// The unsupported part, and the supported ones.
         problem: String,
     },
     /// The requested quantization is not possible.
     #[error("{problem}")]
     Quantization {
         component: String,
-        /// What is not possible, and what is.
+        /// The impossible format, and the possible ones.
         problem: String,
     },
     /// An adapter cannot be attached to the model.

@@ -1,11 +1,11 @@
-//! What is known of the files of models, without opening them: which are of a family that runs here, and what is read of them.
+//! Facts about the files of models, without opening them: which belong to a family that runs here, and which parts are read.
 
 use std::path::Path;
 
 use crate::adapter::AdapterKind;
 use crate::model::ModelOpener;
 
-/// What is read of a repository in the layout of a model's authors.
+/// The files that are read of a repository in the layout of a model's authors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OwnLayout {
     /// Folders, each with its configuration and weights.
@@ -17,7 +17,7 @@ pub struct OwnLayout {
 /// The configuration of a pipeline's transformer, such as the axes of its rotary embedding.
 pub const BASE_CONFIGURATION: &str = "transformer/config.json";
 
-/// The families of models that run here, as those see them who look for models and fetch them.
+/// The families of models that run here, for the code that finds and downloads models.
 pub trait Families: ModelOpener {
     /// Names of the families.
     fn names(&self) -> Vec<&'static str>;
@@ -25,36 +25,36 @@ pub trait Families: ModelOpener {
     /// The `model_index.json` classes of all families.
     fn pipelines(&self) -> Vec<&'static str>;
 
-    /// The folders that are read of a pipeline of this class; `None` if it is of no family, and has no parts of one.
+    /// The folders of a pipeline of this class that are read; `None` if no family reads the class.
     fn folders_of(&self, class: &str) -> Option<&'static [&'static str]>;
 
-    /// Of the folders that are read of a pipeline of this class, those that a model may lack.
+    /// The folders of a pipeline of this class that are read where they exist, and that a model may lack.
     fn optional_folders_of(&self, class: &str) -> &'static [&'static str];
 
-    /// The folders that a transformer in a single file takes from a pipeline of this class, its base; `None` if it is of no
-    /// family. From [`BASE_CONFIGURATION`] it takes what its tensors do not tell.
+    /// The folders that a transformer in a single file takes from a pipeline of this class, its base; `None` if the class is of
+    /// no family. [`BASE_CONFIGURATION`] supplies the settings that the tensors of the file do not show.
     fn base_folders_of(&self, class: &str) -> Option<Vec<&'static str>>;
 
-    /// Whether a folder holds parts of another pipeline that a family reads, and nothing that is run by itself.
+    /// Whether a folder holds only parts of another pipeline that a family reads, and no model that runs alone.
     fn holds_parts_alone(&self, folder: &Path) -> bool;
 
     /// Whether a single file with tensors of these names holds a transformer that a family opens.
     fn is_transformer_file(&self, names: &[&str]) -> bool;
 
-    /// Whether a path is a single file with such a transformer, by its header. A damaged file is none.
+    /// Whether a path is a single file with such a transformer, by its header. `false` for a damaged file.
     fn holds_transformer(&self, file: &Path) -> bool;
 
-    /// What a single file is that is no model that runs here, in words; `None` for one that runs, and where the file cannot be
-    /// read, which opening it tells.
+    /// What a single file holds if it is no model that runs here, in words. `None` for a model that runs, and for a file that
+    /// cannot be read: opening such a file reports the error.
     fn what_else(&self, file: &Path) -> Option<String>;
 
-    /// What is read of a repository in the layout of a family's authors, from the names of all files there.
+    /// The files that are read of a repository in the layout of a family's authors, from the names of all files there.
     fn own_layout(&self, files: &[&str]) -> Option<OwnLayout>;
 
     /// Whether a folder holds a model in the layout of a family's authors.
     fn has_own_layout(&self, folder: &Path) -> bool;
 
-    /// Whether this is the class of what opens without a pipeline: a transformer of a family, or a ControlNet.
+    /// Whether this is the class of a model that opens without a pipeline: a transformer of a family, or a ControlNet.
     fn opens_without_pipeline(&self, class: &str) -> bool;
 
     /// The name of a model in one file: the file's name without its ending. `None` for a file of another kind.
@@ -63,6 +63,7 @@ pub trait Families: ModelOpener {
     /// Whether a folder has a transformer of a family at its root, and no pipeline.
     fn has_transformer(&self, folder: &Path) -> bool;
 
-    /// What a folder is: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another.
+    /// The kind of a folder: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for
+    /// another folder.
     fn kind_of_folder(&self, path: &Path) -> Option<AdapterKind>;
 }

@@ -1,4 +1,4 @@
-//! What a component is known by before anybody has hashed its content: the versions of its files.
+//! A component's provisional identity, until its content has been hashed: the versions of its files.
 
 use std::io;
 use std::path::Path;
@@ -11,9 +11,9 @@ use residency::ComponentId;
 /// A file that a component is read from, as it was when its model was opened.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ModelFile {
-    /// Where it is.
+    /// The path at which the file was found.
     pub path: Arc<Path>,
-    /// Which version of it was opened.
+    /// The version of the file that was opened.
     pub stamp: FileStamp,
 }
 
@@ -21,7 +21,7 @@ impl ModelFile {
     /// The file at a path, as it is now.
     ///
     /// # Errors
-    /// What the system said.
+    /// The operating system's error.
     pub fn at(path: &Path) -> io::Result<ModelFile> {
         let stamp = FileStamp::at(path)?;
         Ok(ModelFile {
@@ -38,14 +38,14 @@ impl ModelFile {
         }
     }
 
-    /// Whether the same version is there now.
+    /// Whether the file at the path is still this version.
     pub fn is_current(&self) -> bool {
         FileStamp::at(&self.path).is_ok_and(|now| now == self.stamp)
     }
 }
 
-/// The identity that a component has while the hash of its content is not known: where it is, and a digest of its files'
-/// stamps, so that other bytes at the same path are another component. `format`: that to which it is quantized at load.
+/// The identity of a component until the hash of its content is known: its path, and a digest of its files' stamps, so that
+/// other bytes at the same path are another component. `format` is the format to which it is quantized at load.
 pub fn provisional_identity(
     path: &Path,
     files: &[ModelFile],
@@ -66,7 +66,7 @@ pub fn provisional_identity(
     })
 }
 
-/// A digest of the names of what is loaded. The same file gives a LoRA other tensors beside another base.
+/// A digest of the names of the tensors that are loaded. With another base, the same LoRA file has tensors for other layers.
 pub fn digest_of_names(plan: &LoadPlan) -> String {
     let mut digest = blake3::Hasher::new();
     if let LoadPlan::Files(sources) = plan {

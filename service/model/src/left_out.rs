@@ -16,7 +16,8 @@ pub struct LeftOut {
 }
 
 impl LeftOut {
-    /// Of a prompt, as many tokens beyond the request's limit; none for 0, or where they were not counted.
+    /// The end of a prompt that the model does not read: `tokens` beyond the request's limit. `None` for 0 tokens, or where
+    /// they were not counted.
     pub fn of_prompt(tokens: Option<usize>, request: &Request) -> Option<LeftOut> {
         let tokens = tokens.filter(|tokens| *tokens > 0)?;
         Some(LeftOut {

@@ -1,5 +1,5 @@
-//! DEFINES. What a request is, what a plan is, and what a model is to those who run it. Families implement it; the queue, the
-//! cards and the doors know no more of a model than this.
+//! DEFINES. Requests, plans, and the interface of a model to the code that runs it. Families implement it; the queue, the cards
+//! and the doors use only this interface.
 
 mod adapter;
 pub mod bounds;

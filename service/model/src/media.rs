@@ -61,8 +61,8 @@ pub struct SampleFormat {
     pub channels: u32,
 }
 
-/// Consecutive units of a result. The pieces of a track cover it once. They are delivered in order, but where a result is
-/// made section by section: then the sections are delivered in the order in which they are made.
+/// Consecutive units of a result. The pieces of a track cover it once. They are delivered in order. A result that is made
+/// section by section is delivered in the order in which its sections are made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Piece {
     /// Name of the track, if a request has several (a stem of a song, the sound of a video); empty for a single one.
@@ -93,7 +93,7 @@ impl Piece {
         (self.first.checked_add(units)? <= self.format.units()).then_some(units)
     }
 
-    /// These units of it, which share its memory; `None` if it has not all of them, or they are none.
+    /// The units `units` of the piece, in shared memory; `None` if the piece lacks some of them, or the range is empty.
     pub fn of_units(&self, units: Range<u64>) -> Option<Piece> {
         let end = self.first.checked_add(self.units()?)?;
         if units.is_empty() || units.start < self.first || units.end > end {
@@ -108,7 +108,7 @@ impl Piece {
         })
     }
 
-    /// Splits it into pieces of at most so many bytes, and of at least one unit each.
+    /// Splits it into pieces of at most `most_bytes` bytes, and of at least one unit each.
     pub fn cut(self, most_bytes: usize) -> impl Iterator<Item = Piece> {
         let unit = usize::try_from(self.format.unit_bytes())
             .unwrap_or(usize::MAX)

@@ -1,8 +1,9 @@
-//! The identity of values that a stage gives and other jobs may take: it covers all that the values come from.
+//! The identity of values that a stage returns and other jobs may take: it covers all inputs from which the values are
+//! computed.
 //!
-//! A family says which part of a request a stage reads, and the stage is run with that part alone ([`StagePlan::request_for`]): what
-//! a family leaves out, its stage cannot read. The components of the stage, the configurations that were read when the model was
-//! opened, and the values that the stage takes come in by [`identity_of_values`].
+//! A family states which part of a request a stage reads. The stage is run with that part alone ([`StagePlan::request_for`]),
+//! so it cannot read fields that the family leaves out. [`identity_of_values`] adds the components of the stage, the
+//! configurations that were read when the model was opened, and the values that the stage takes.
 
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ pub struct Memo {
 }
 
 impl Memo {
-    /// Of a request with the fields that the stage reads, and fixed values in all others.
+    /// The memo of a request that has the fields the stage reads, and fixed values in all others.
     pub fn of(request: Request) -> Memo {
         let mut hash = blake3::Hasher::new();
         request.hash_into(&mut hash);
@@ -39,19 +40,19 @@ impl PartialEq for Memo {
 }
 
 impl StagePlan {
-    /// The request with which the stage is run: where other jobs may take its values, the part of it that the stage reads. A
-    /// stage that runs once per item gives its values to no other job, and reads the seed of its item.
+    /// The request with which the stage is run. If other jobs may take the stage's values, this is only the part of the request
+    /// that the stage reads. A stage that runs once per item returns values for no other job, and reads the seed of its item.
     pub fn request_for<'a>(&'a self, whole: &'a Request) -> &'a Request {
         let memo = self.memo.as_ref().filter(|_| !self.per_item);
         memo.and_then(|memo| memo.request.as_deref()).unwrap_or(whole)
     }
 }
 
-/// The identity of the values that the stage at `index` of a plan gives. Equal identities mean equal values, whatever else differs
-/// between two requests or two models. `None` where no other job may take them: the stage has no memo or runs once per item, or
-/// this is true of a stage whose values it takes, or a client brings them.
+/// The identity of the values that the stage at `index` of a plan returns. Equal identities mean equal values, whatever else
+/// differs between two requests or two models. `None` where no other job may take the values: the stage has no memo, or runs
+/// once per item, or takes a value that has no identity or that a client uploads.
 ///
-/// `components` gives the identities of a stage's components.
+/// `components` returns the identities of a stage's components.
 pub fn identity_of_values(
     model: &dyn Model,
     plan: &[StagePlan],

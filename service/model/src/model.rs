@@ -1,4 +1,4 @@
-//! A model as those who run it see it.
+//! The interface of a model to the code that runs it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,14 +27,14 @@ pub trait ModelOpener: Send + Sync {
     /// Opens a folder or file.
     ///
     /// # Errors
-    /// [`ModelError`]; [`ModelError::NotAPipeline`] if nothing recognizes it.
+    /// [`ModelError`]; [`ModelError::NotAPipeline`] if no family recognizes it.
     fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError>;
 }
 
-/// An open checkpoint, known by its headers alone: it holds no weights. It plans requests, and computes stages over
-/// given tensors.
+/// An open checkpoint, of which only the headers are read: it holds no weights. It plans requests, and computes stages over
+/// tensors that the caller passes.
 pub trait Model: Send + Sync {
-    /// What it has in common with models of all families.
+    /// The parts that models of all families have.
     fn parts(&self) -> &ModelParts;
 
     /// The family's name: `flux`.
@@ -47,14 +47,14 @@ pub trait Model: Send + Sync {
         self.parts().defaults.clone()
     }
 
-    /// The request with stand-ins for the pictures that the model requires and the request lacks. They have sizes and no data:
-    /// such a request can be planned, and not run.
+    /// The request with placeholders for the pictures that the model requires and the request lacks. A placeholder has a size
+    /// and no data: such a request can be planned but not run.
     fn with_required_pictures(&self, request: Request) -> Request {
         request
     }
 
-    /// Its components, with exact bytes. Their identity is provisional ([`provisional_identity`](crate::provisional_identity)) until [`Model::files_of`]
-    /// has been hashed; callers may substitute another identity.
+    /// Its components, with exact bytes. Their identity is provisional ([`provisional_identity`](crate::provisional_identity))
+    /// until [`Model::files_of`] has been hashed; callers may substitute another identity.
     fn components(&self) -> &[Component] {
         self.parts().components.all()
     }
@@ -83,8 +83,8 @@ pub trait Model: Send + Sync {
         self.parts().components.formats()
     }
 
-    /// A quantization with the large components in `format` where they would otherwise have a more accurate one, those
-    /// apart that are stored quantized.
+    /// A quantization with the large components in `format` where their present format is more accurate. Components that are
+    /// stored quantized keep their format.
     fn reduced(&self, from: &Quantization, format: WeightFormat) -> Quantization {
         let large = self.large_components();
         let is_stored = |name: &str| self.format_of(name).is_some() && self.formats().of(name).is_none();
@@ -92,7 +92,7 @@ pub trait Model: Send + Sync {
         from.reduced(format, large, &reducible)
     }
 
-    /// The same model with these adapters attached, each as components of its own beside the others.
+    /// The same model with these adapters attached, each as separate components in addition to the others.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
@@ -106,7 +106,7 @@ pub trait Model: Send + Sync {
         })
     }
 
-    /// What its adapters change.
+    /// Reports of its adapters: which components and layers each changes.
     fn adapters(&self) -> Vec<AdapterReport> {
         self.parts().adapters.clone()
     }
@@ -116,10 +116,11 @@ pub trait Model: Send + Sync {
         self.parts().components.files_of(component_name)
     }
 
-    /// The optional fields of a request that it reads. Requests with others are refused.
+    /// The optional fields of a request that the model reads. Requests with other optional fields are refused.
     fn reads(&self) -> Reads;
 
-    /// The stages of a request, in order: [`Model::stages_of`], of a request for what the model generates and reads.
+    /// The stages of a request, in order: [`Model::stages_of`], of a request with the medium and fields that the model
+    /// supports.
     ///
     /// # Errors
     /// All invalid fields of the request.
@@ -140,19 +141,19 @@ pub trait Model: Send + Sync {
     }
 
     /// The stages of a request for the model's medium, in order; [`Model::plan`] refuses the optional fields that it does not
-    /// read. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the latents that a client may keep, bring
-    /// back, and decode later. Only formats and sizes of media count: their data may be left out
-    /// ([`Request::without_media_data`]), but for the memos of what encodes them.
+    /// read. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the latents that a client may keep, upload
+    /// again, and decode later. Only formats and sizes of media count: their data may be left out
+    /// ([`Request::without_media_data`]), except for the memos of the stages that encode them.
     ///
     /// # Errors
     /// All other invalid fields of the request.
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>>;
 
-    /// A default request whose decode takes values of these shapes; `None` if there is none.
+    /// A default request whose decode takes values of these shapes; `None` if no request has such a decode.
     fn request_of(&self, values: &[ValueShape]) -> Option<Request>;
 
-    /// The ends of a request's texts that the model does not read. What one encoder leaves out and another reads (CLIP reads
-    /// the beginning of a prompt for its mood, 77 tokens by design) is not among them.
+    /// The ends of a request's texts that the model does not read. An end that one encoder leaves out and another reads is not
+    /// among them: CLIP, by design, reads only the first 77 tokens of a prompt.
     fn left_out(&self, _request: &Request) -> Vec<LeftOut> {
         Vec::new()
     }
@@ -162,12 +163,12 @@ pub trait Model: Send + Sync {
         usize::from(self.reads().has(Field::References))
     }
 
-    /// The refusal of so many reference pictures; `None` if the model takes them.
+    /// The refusal of `count` reference pictures; `None` if the model takes them.
     fn too_many_references(&self, count: usize) -> Option<RequestError> {
         too_many_references(count, self.most_references())
     }
 
-    /// How the tracks that it makes are sampled; `None` if it makes none.
+    /// The sampling of the tracks that the model makes; `None` if it makes none.
     fn track_format(&self) -> Option<SampleFormat> {
         None
     }
@@ -180,18 +181,19 @@ pub trait Model: Send + Sync {
         Ok(None)
     }
 
-    /// The size of pictures and films that it makes next to this one: no larger, but where that is too small.
+    /// The size of pictures and films, of those that the model makes, next to this one. It is not larger, unless this size is
+    /// too small.
     fn size_near(&self, width: u32, height: u32) -> (u32, u32) {
         bounds::size_near(width, height)
     }
 
-    /// Frames of a film of about this length, of the lengths that the model makes; at least one.
+    /// The number of frames nearest to this length, of the lengths that the model makes; at least one.
     fn frames_of(&self, seconds: f32, frames_per_second: f32) -> u32 {
         nearest_frames(seconds, frames_per_second)
     }
 
-    /// Smaller variants of a request that may fit where it does not, each with a label, the closest first: to be planned, without
-    /// the data of media. The queue's task asks for them.
+    /// Smaller variants of a request that may fit where it does not, each with a label, the closest first. They are planned
+    /// without the data of media. Called in the queue's task.
     fn smaller(&self, request: &Request) -> Vec<(String, Request)>;
 
     /// The smallest valid request, in one step: running all its stages proves that the model works.
@@ -203,18 +205,18 @@ pub trait Model: Send + Sync {
         Vec::new()
     }
 
-    /// Runs one stage and returns the values that it gives. Pieces are delivered to the observer.
+    /// Runs one stage and returns its values. Pieces are delivered to the observer.
     ///
     /// # Errors
     /// [`StageError`].
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError>;
 
     /// Runs stages of several requests in shared passes, on the first rung of each; their plans have equal keys
-    /// ([`SharedPass::key`](crate::SharedPass::key)). Returns what each gives, in their order: one may fail or be cancelled
+    /// ([`SharedPass::key`](crate::SharedPass::key)). Returns the values of each, in their order: one may fail or be cancelled
     /// alone. Steps and cancellation are each stage's own ([`Observer::step_of`], [`Observer::is_cancelled`]).
     ///
     /// # Errors
-    /// [`StageError`], where it concerns all of them.
+    /// [`StageError`], if it concerns all stages.
     fn run_shared(
         &self,
         stages: &[StageRun<'_>],

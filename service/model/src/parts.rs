@@ -1,4 +1,4 @@
-//! What open models of all families have in common.
+//! The parts that open models of all families have.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,11 +14,11 @@ use crate::{ModelFile, Precision, Request};
 /// Text files that were read, by path, with the hashes of their contents.
 pub type ReadFiles = BTreeMap<PathBuf, [u8; 32]>;
 
-/// Names of files, and of a folder, that only the pipeline as a whole and its sampling go by.
+/// Names of files, and of a folder, that only the pipeline as a whole and its sampling depend on.
 const OF_SAMPLING: [&str; 3] = ["model_index.json", "moored.json", "scheduler"];
 
-/// The parts that every open model has, whatever it computes: [`Model`](crate::Model) answers from them what planners ask of
-/// its components.
+/// The parts that every open model has, whatever it computes. [`Model`](crate::Model) uses them to answer planners' questions
+/// about its components.
 #[derive(Clone, Debug)]
 pub struct ModelParts {
     /// The family's name: `flux`.
@@ -28,11 +28,11 @@ pub struct ModelParts {
     /// The components with most of the bytes, which presets quantize.
     pub large: Vec<&'static str>,
     pub components: ComponentSet,
-    /// What the adapters that are attached to them change.
+    /// Reports of the adapters that are attached to the components.
     pub adapters: Vec<AdapterReport>,
-    /// The text files that were read when these were attached.
+    /// The text files that were read when these adapters were attached.
     pub read_of_adapters: ReadFiles,
-    /// The text files that were read when it was opened: [`Catalogue::open`](crate::ModelOpener::open) puts them in.
+    /// The text files that were read when the model was opened. [`Catalogue::open`](crate::ModelOpener::open) sets them.
     read: Arc<OnceLock<ReadFiles>>,
 }
 
@@ -55,13 +55,13 @@ impl ModelParts {
         }
     }
 
-    /// Puts in the text files that were read when the model was opened.
+    /// Sets the text files that were read when the model was opened.
     pub fn set_read(&self, read: ReadFiles) {
         self.read.get_or_init(|| read);
     }
 
-    /// Hash of what the configurations say that a stage with these components may go by: all text files that were read, but those
-    /// of the other components, and those of the pipeline as a whole and of its schedule, which belong to sampling.
+    /// Hash of the configurations that a stage with these components may depend on: all text files that were read, except those
+    /// of the other components, and except those of the pipeline as a whole and of its schedule, which belong to sampling.
     pub fn configuration_of(&self, components: &[String]) -> [u8; 32] {
         let others = self
             .components
@@ -81,7 +81,7 @@ impl ModelParts {
         let read = self.read.get().into_iter().flatten();
         for (path, content) in read.chain(&self.read_of_adapters) {
             if !is_of_others(path) {
-                // Where the model is does not count.
+                // The folder of the model is not part of the hash.
                 hash.update(path.file_name().unwrap_or_default().as_encoded_bytes());
                 hash.update(content);
             }

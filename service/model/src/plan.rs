@@ -12,7 +12,7 @@ use crate::memo::Memo;
 /// Host tensors by name: inputs and outputs of stages.
 pub type Values = BTreeMap<String, HostTensor>;
 
-/// Role of a stage: what queue and card need to know of it.
+/// Role of a stage, as the queue and the card distinguish them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -33,13 +33,13 @@ pub struct Rung {
     pub scratch: Bytes,
     /// Whether the result differs from the first rung's by more than rounding.
     pub approximate: bool,
-    /// Names of components that need not be resident: they stay in the machine's memory, and what a layer needs of them is
-    /// copied to the card when it runs. Slower than evicting others for them, so it is tried after that.
+    /// Names of components that need not be resident. They stay in host memory, and a layer's tensors are copied to the card
+    /// when the layer runs. This is slower than evicting others for them, so it is tried later.
     pub from_host: Vec<String>,
 }
 
 impl Rung {
-    /// An exact way with all components resident.
+    /// An exact rung with all components resident.
     pub fn new(label: impl Into<String>, scratch: Bytes) -> Rung {
         Rung {
             label: label.into(),
@@ -54,7 +54,7 @@ impl Rung {
         Rung::new("whole", scratch)
     }
 
-    /// The same way with these adapters in the machine's memory, and so many bytes more for what is copied of them.
+    /// The same rung with these adapters in host memory, and with `further` bytes of scratch for the copies of their tensors.
     pub fn with_from_host(&self, adapters: Vec<String>, further: Bytes) -> Rung {
         Rung {
             label: FROM_HOST.to_owned(),
@@ -68,8 +68,8 @@ impl Rung {
 /// Label of a rung that reads adapters from the machine's memory.
 const FROM_HOST: &str = "adapters from the machine's memory";
 
-/// The rungs of these ways to run a stage, the best first, each with less memory than the one before it: a way that saves
-/// less than 2% is left out.
+/// The rungs of these ways to run a stage, the best first, each with less memory than the one before it. A way that saves less
+/// than 2% is left out.
 pub fn ladder<T: Copy>(ways: impl IntoIterator<Item = T>, rung_of: impl Fn(T) -> Rung) -> Vec<(T, Rung)> {
     let mut ladder: Vec<(T, Rung)> = Vec::new();
     for way in ways {
@@ -82,7 +82,7 @@ pub fn ladder<T: Copy>(ways: impl IntoIterator<Item = T>, rung_of: impl Fn(T) ->
     ladder
 }
 
-/// The rungs of a ladder, each with so many bytes beside its own.
+/// The rungs of a ladder, with `beside` bytes added to the scratch of each.
 pub fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
     let rungs = ladder.into_iter().map(|(_, rung)| Rung {
         scratch: rung.scratch + beside,
@@ -91,7 +91,7 @@ pub fn rungs_of<T>(ladder: Vec<(T, Rung)>, beside: Bytes) -> Vec<Rung> {
     rungs.collect()
 }
 
-/// What belongs to the rung of this number.
+/// The way to run a stage that belongs to the rung of this number.
 ///
 /// # Errors
 /// [`StageError::BadInput`] if there is no such rung.
@@ -122,7 +122,7 @@ impl ValueShape {
     }
 }
 
-/// The shape of a single value, if it has this name, or an empty one as clients may send.
+/// The shape of a single value if it has this name. Its name may be empty, as clients may send it.
 pub fn only_value<'a>(values: &'a [ValueShape], name: &str) -> Option<&'a [usize]> {
     match values {
         [only] if only.name == name || only.name.is_empty() => Some(&only.shape),
@@ -145,28 +145,29 @@ pub struct StagePlan {
     pub shape: String,
     /// Number of steps, for progress; 1 if there are none.
     pub steps: u32,
-    /// Input values, beside the request.
+    /// Input values, in addition to the request.
     pub takes: Vec<ValueShape>,
     /// Names of the output values.
     pub gives: Vec<String>,
     /// Whether it runs once per item, rather than once per request.
     pub per_item: bool,
-    /// What the stage reads of the request, where other jobs may take its values ([`identity_of_values`](crate::identity_of_values)).
+    /// The part of the request that the stage reads, where other jobs may take its values
+    /// ([`identity_of_values`](crate::identity_of_values)).
     /// `None`: the values are specific to this job. A stage that runs once per item is never cached.
     pub memo: Option<Memo>,
-    /// What previews of its state need beside it; `None`: it sends none. Whether the stage fits does not depend on them:
-    /// without this memory it runs without previews.
+    /// Needs of previews of its state, in addition to the stage's own; `None`: the stage sends no previews. Whether the stage
+    /// fits does not depend on them: without this memory it runs without previews.
     pub preview: Option<PreviewNeed>,
-    /// Its place among the stages of its name, where a result is made section by section.
+    /// The stage's section among the stages of its name, where a result is made section by section.
     pub section: Option<Section>,
-    /// How it shares passes of the model with stages of other requests; `None`: it runs alone.
+    /// How the stage shares passes of the model with stages of other requests; `None`: it runs alone.
     pub shared: Option<SharedPass>,
-    /// Whether it reads the pictures, films and tracks of the request; otherwise it is given their formats and sizes, without
-    /// their data.
+    /// Whether the stage reads the pictures, films and tracks of the request; otherwise it gets their formats and sizes,
+    /// without data.
     pub reads_media: bool,
 }
 
-/// A stage that may be run with stages of other requests to the same model, in one pass ([`Model::run_shared`]).
+/// Makes a stage run together with stages of other requests to the same model, in shared passes ([`Model::run_shared`]).
 ///
 /// [`Model::run_shared`]: crate::Model::run_shared
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -175,7 +176,7 @@ pub struct SharedPass {
     pub key: String,
     /// Most stages in a pass, this one included.
     pub slots: u32,
-    /// Activation bytes of this stage where it is not the first.
+    /// Activation bytes of this stage if it is not the first of the pass.
     pub scratch_each: Bytes,
 }
 
@@ -188,7 +189,7 @@ pub struct Section {
     pub of: u32,
 }
 
-/// What previews need beside the stage that sends them.
+/// Needs of previews, in addition to those of the stage that sends them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PreviewNeed {
     /// Names of components that must be resident.
@@ -198,7 +199,7 @@ pub struct PreviewNeed {
 }
 
 impl PreviewNeed {
-    /// Previews that need no component and no memory beside the stage: they are sent wherever it runs.
+    /// Previews that need no component and no memory in addition to the stage's own: they are sent wherever it runs.
     pub const NOTHING: PreviewNeed = PreviewNeed {
         components: Vec::new(),
         scratch: Bytes::ZERO,
@@ -206,8 +207,8 @@ impl PreviewNeed {
 }
 
 impl StagePlan {
-    /// A stage of one step, which runs once per request, takes and gives nothing, and reads no media: a family says what is
-    /// different.
+    /// A stage of one step, which runs once per request, takes and returns no values, and reads no media. A family changes the
+    /// fields that differ.
     pub fn of(
         name: &str,
         role: Role,
@@ -232,7 +233,7 @@ impl StagePlan {
         }
     }
 
-    /// The stage with the memory of its previews; the same where they need none.
+    /// The stage with the memory of its previews added; unchanged where they need none.
     #[must_use]
     pub fn with_previews(mut self) -> StagePlan {
         if let Some(preview) = &self.preview
@@ -252,8 +253,8 @@ impl StagePlan {
         self
     }
 
-    /// The stage with the memory of others that share its passes, each with its [`SharedPass::scratch_each`]; the same without
-    /// others.
+    /// The stage with the memory of other stages that share its passes added, each with its [`SharedPass::scratch_each`];
+    /// unchanged without others.
     #[must_use]
     pub fn shared_with(mut self, others: &[Bytes]) -> StagePlan {
         if !others.is_empty() {

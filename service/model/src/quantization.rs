@@ -52,9 +52,9 @@ impl Preset {
     }
 }
 
-/// The requested quantization: a preset, and components that are to differ from it. Which components a preset
-/// quantizes is the family's word: those with most of a model's bytes ([`Quantization::formats`]). A checkpoint that is
-/// stored quantized needs none.
+/// The requested quantization: a preset, and components whose format differs from it. The family states which components a
+/// preset quantizes: those with most of a model's bytes ([`Quantization::formats`]). A checkpoint that is stored quantized
+/// needs no preset.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Quantization {
     preset: Preset,
@@ -69,7 +69,8 @@ impl Quantization {
         components: BTreeMap::new(),
     };
 
-    /// From a preset, and formats by component that override it: `full` or a format that [`WeightFormat`] parses.
+    /// A quantization from a preset, and formats by component that override it: `full`, or a format that [`WeightFormat`]
+    /// parses.
     ///
     /// # Errors
     /// The component, and why its format is invalid.
@@ -102,20 +103,20 @@ impl Quantization {
         }
     }
 
-    /// The preset that it is, where no component differs from it.
+    /// The preset, if no component differs from it.
     pub fn as_preset(&self) -> Option<Preset> {
         self.components.is_empty().then_some(self.preset)
     }
 
-    /// Preset, and what differs from it by component: `None` is as stored.
+    /// Preset, and the components whose format differs from it: `None` is as stored.
     pub fn parts(&self) -> (Preset, impl Iterator<Item = (&str, Option<WeightFormat>)>) {
         let components = self.components.iter();
         let components = components.map(|(name, format)| (name.as_str(), *format));
         (self.preset, components)
     }
 
-    /// The formats of a model with these large components: of each that is named here, and of the large ones by the
-    /// preset.
+    /// The formats of the components of a model with these large components: the format of a component that is named here, else
+    /// for large components that of the preset.
     #[must_use]
     pub fn formats(&self, large: &[&str]) -> Formats {
         let by_preset = large
@@ -127,8 +128,8 @@ impl Quantization {
         Formats(quantized.collect())
     }
 
-    /// The same formats of a model with these large components, as all equal requests are written: a preset where they
-    /// are just that, else component by component.
+    /// The canonical form of the quantization for a model with these large components, in which all equal requests are written:
+    /// a preset where the formats are those of the preset, else component by component.
     #[must_use]
     pub fn canonical(&self, large: &[&str]) -> Quantization {
         let formats = self.formats(large);
@@ -144,8 +145,8 @@ impl Quantization {
         })
     }
 
-    /// This, with these components in `format` where they would otherwise have a more accurate one. `large` are the
-    /// model's large components, of which `reducible` may be quantized.
+    /// This quantization, with these components in `format` where their present format is more accurate. `large` are the
+    /// model's large components; `reducible` are those of them that may be quantized.
     #[must_use]
     pub fn reduced(&self, format: WeightFormat, large: &[&str], reducible: &[&str]) -> Quantization {
         let place = |format| {

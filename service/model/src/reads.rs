@@ -1,6 +1,6 @@
-//! The optional fields of a request, and which of them a model reads. A request for one that its model does not read is
-//! refused here ([`Model::plan`](crate::Model::plan)) and nowhere else: a field that is ignored gives a result that nobody
-//! asked for.
+//! The optional fields of a request, and which of them a model reads. A request with a field that its model does not read is
+//! refused here ([`Model::plan`](crate::Model::plan)) and nowhere else: if the field were ignored, the result would not be what
+//! the client asked for.
 
 use crate::request::{Audio, AudioTask, Image, Medium, Request, RequestError, Video};
 
@@ -21,7 +21,7 @@ pub enum Field {
     Controls,
     /// A track whose timbre is taken.
     ReferenceMedia,
-    /// What is made of a track, where that is not a new one.
+    /// The task of a track, unless it is text to music.
     Task,
     Lyrics,
     BeatsPerMinute,
@@ -33,7 +33,7 @@ pub enum Field {
 }
 
 impl Field {
-    /// Its name in requests, and the models that take it, where people should know of some.
+    /// The field's name in requests, and the models that take it, for messages.
     const fn row(self) -> (&'static str, &'static str) {
         match self {
             Field::NegativePrompt => ("negative_prompt", "FLUX.1 and Z-Image take one"),
@@ -60,12 +60,12 @@ impl Field {
         }
     }
 
-    /// Its name in requests.
+    /// The field's name in requests.
     pub const fn name(self) -> &'static str {
         self.row().0
     }
 
-    /// The refusal by a model that does not read it.
+    /// The refusal of the field by a model that does not read it.
     pub fn refusal(self) -> RequestError {
         let (name, hint) = self.row();
         let (verb, pronoun) = match self {
@@ -88,12 +88,12 @@ impl Reads {
     /// No optional field.
     pub const NOTHING: Reads = Reads(0);
 
-    /// These fields.
+    /// Reads these fields.
     pub const fn of(fields: &[Field]) -> Reads {
         Reads::NOTHING.and(fields)
     }
 
-    /// These fields too.
+    /// Reads these fields in addition.
     #[must_use]
     pub const fn and(self, fields: &[Field]) -> Reads {
         let (mut set, mut index) = (self.0, 0);
@@ -109,14 +109,14 @@ impl Reads {
         self.0 & (1 << field as u32) != 0
     }
 
-    /// The refusals of what a request asks for and is not read.
+    /// Refusals of the fields that a request sets and the model does not read.
     pub fn refusals(self, request: &Request) -> Vec<RequestError> {
         let unread = asked(request).into_iter().filter(|field| !self.has(*field));
         unread.map(Field::refusal).collect()
     }
 }
 
-/// The optional fields that a request asks for. All fields of a request are named here, so that a new one is decided upon.
+/// The optional fields that a request sets. All fields of a request are named here, so that a new field cannot be forgotten.
 fn asked(request: &Request) -> Vec<Field> {
     let Request {
         negative_prompt,
@@ -124,7 +124,7 @@ fn asked(request: &Request) -> Vec<Field> {
         from_values,
         adapters,
         medium,
-        // What every model reads; bounds and wishes, which need not have an effect.
+        // Fields that every model reads, and bounds and preferences, which need not have an effect.
         prompt: _,
         steps: _,
         guidance: _,

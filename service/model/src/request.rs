@@ -10,7 +10,7 @@ use crate::media::MediaFormat;
 
 pub use pictures::{Picture, PictureMut, PictureSlot};
 
-/// A picture provided by the client.
+/// A picture supplied by the client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InitImage {
     pub width: u32,
@@ -27,15 +27,15 @@ const IMAGE_STRENGTH: f32 = 0.6;
 pub struct Mask {
     pub width: u32,
     pub height: u32,
-    /// A byte for each pixel, row-major: 0 stays as it is, 255 changes. Sampling takes 128 and more as changing; between,
-    /// the result is mixed with the picture that it started from. Empty where only its size counts.
+    /// A byte for each pixel, row-major: 0 keeps the pixel, 255 changes it. Sampling treats 128 and more as changing. In
+    /// between, the result is mixed with the picture that it started from. Empty where only the mask's size counts.
     pub grey: Bytes,
 }
 
-/// What is approximate about the decoded latent of a request with a mask.
+/// The approximation in the decoded latent of a request with a mask.
 const NOT_PASTED: &str = "what the mask kept is as the autoencoder rebuilds it: the picture's own pixels are in the picture of the latent's job alone";
 
-/// A film or a track provided by the client, whole.
+/// A film or a track supplied by the client, whole.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Clip {
     pub format: MediaFormat,
@@ -44,7 +44,7 @@ pub struct Clip {
 }
 
 impl Clip {
-    /// Whether its data is that of its format, or left out.
+    /// Whether its data fits its format, or is left out.
     pub fn is_whole(&self) -> bool {
         self.data.is_empty() || self.format.bytes() == Some(self.data.len() as u64)
     }
@@ -57,7 +57,7 @@ pub struct Request {
     pub steps: u32,
     /// Guidance scale; ignored by models without it.
     pub guidance: f32,
-    /// What the result is led away from, by a second pass of the model in every step: see [`Request::negative`].
+    /// Text that the result is led away from, by a second pass of the model in every step: see [`Request::negative`].
     pub negative_prompt: Option<String>,
     /// Scale of the difference between the pass of the prompt and that of the negative prompt; 1: one pass.
     pub true_guidance: f32,
@@ -65,16 +65,16 @@ pub struct Request {
     pub seed: u64,
     /// Maximum prompt length in tokens; a family may pad to this length.
     pub max_sequence_length: u32,
-    /// Fraction of the schedule to run from a given starting point, from 0 to 1.
+    /// Fraction of the schedule to run from a starting point, from 0 to 1.
     pub strength: f32,
     /// Whether to send previews while denoising.
     pub preview: bool,
-    /// Whether sampling starts from given values of an earlier job, instead of from noise.
+    /// Whether sampling starts from the values of an earlier job, instead of from noise.
     pub from_values: bool,
     /// Adapters, in the order in which their terms are added.
     pub adapters: Vec<AdapterUse>,
-    /// Most requests whose steps are computed in one pass of the model, where its family can. 1: it is sampled alone, and its
-    /// result is the same bits whatever else runs; more: the same within rounding.
+    /// Most requests whose steps are computed in one pass of the model, if its family supports shared passes. 1: the request is
+    /// sampled alone, and its result is the same to the bit whatever else runs. More: the result is the same within rounding.
     pub slots: u32,
     pub medium: Medium,
 }
@@ -111,12 +111,12 @@ pub struct ControlUse {
     pub name: String,
     /// The control picture, already of the picture's `width` x `height`.
     pub image: InitImage,
-    /// Factor of what it adds.
+    /// Factor of the residuals that the ControlNet adds.
     pub scale: f32,
     /// The part of the steps in which it acts, from 0 to 1.
     pub start: f32,
     pub end: f32,
-    /// Of a union: which of its modes.
+    /// The mode of a union ControlNet.
     pub mode: Option<u32>,
 }
 
@@ -143,7 +143,7 @@ pub struct Audio {
     pub lyrics: String,
     /// Audio to audio: the track to start from, in its own rate and length: the source of [`AudioTask`].
     pub init_audio: Option<Clip>,
-    /// A track whose timbre is taken, in its own rate and length.
+    /// A track whose timbre the result takes, in its own rate and length.
     pub reference: Option<Clip>,
     pub task: AudioTask,
     /// Tempo; `None`: the model's choice.
@@ -154,10 +154,10 @@ pub struct Audio {
     pub time_signature: String,
     /// Language of the lyrics: `en`; empty: the model's default.
     pub language: String,
-    /// With a source: a strength of its own for each part of the track, as points between which it changes linearly; empty:
-    /// [`Request::strength`] everywhere. A frame is the source's until the schedule reaches its strength.
+    /// With a source: a separate strength for each part of the track, as points between which it changes linearly; empty:
+    /// [`Request::strength`] everywhere. A frame stays the source's until the schedule reaches its strength.
     pub strengths: Vec<StrengthPoint>,
-    /// Where decoding begins, in seconds: what is before follows at the end.
+    /// Where decoding begins, in seconds: the part before it follows at the end.
     pub decode_from_seconds: f32,
 }
 
@@ -169,19 +169,19 @@ pub struct StrengthPoint {
     pub strength: f32,
 }
 
-/// What is made of a track. Windows are in seconds of the track; names of tracks are the model's (`vocals`, `drums`).
+/// The task of a track. Windows are in seconds of the track; names of tracks are the model's (`vocals`, `drums`).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub enum AudioTask {
     /// A new track.
     #[default]
     TextToMusic,
-    /// The source with a window made anew.
+    /// The source with a window generated anew.
     Repaint { start_seconds: f32, end_seconds: f32 },
     /// The source's melody and rhythm in another style.
     Cover,
-    /// One track of the source, alone.
+    /// Extracts one track of the source.
     Extract { track: String },
-    /// One track more, to the source, within a window.
+    /// Adds a track to the source, within a window.
     Lego {
         track: String,
         start_seconds: f32,
@@ -279,8 +279,8 @@ impl Request {
         self.adapters.iter().any(|each| !each.strength.is_constant())
     }
 
-    /// The negative prompt, where steps take two passes: it is there, if only empty, and the true guidance is over 1. So
-    /// diffusers' pipelines decide. Without one of the two the other has no effect.
+    /// The negative prompt, if steps take two passes: the prompt is set, even if empty, and the true guidance is over 1, as in
+    /// diffusers' pipelines. Either has no effect without the other.
     pub fn negative(&self) -> Option<&str> {
         self.negative_prompt
             .as_deref()
@@ -310,7 +310,7 @@ impl Request {
         }
     }
 
-    /// The same request with the formats and sizes of its pictures, films and tracks, without their data.
+    /// The request with the formats and sizes of its pictures, films and tracks, without their data.
     #[must_use]
     pub fn without_media_data(&self) -> Request {
         let mut request = self.clone();
@@ -328,7 +328,7 @@ impl Request {
         request
     }
 
-    /// Whether the data of a picture, film or track is left out: such a request can be planned, and not run.
+    /// Whether the data of a picture, film or track is left out: such a request can be planned but not run.
     pub fn lacks_media_data(&self) -> bool {
         let reference = match &self.medium {
             Medium::Audio(audio) => audio.reference.as_ref(),
@@ -339,7 +339,7 @@ impl Request {
         pictures.iter().any(|picture| picture.data.is_empty()) || clips.any(|clip| clip.data.is_empty())
     }
 
-    /// What is approximate about the result where it is decoded of the request's latent later; `None`: nothing. With a mask its
+    /// How the result differs if it is decoded later from the request's latent; `None`: it does not. With a mask, the request's
     /// own result has pixels of the start, which no latent has.
     pub fn approximation_of_latent(&self) -> Option<&'static str> {
         match &self.medium {
@@ -395,13 +395,13 @@ impl Request {
         }
     }
 
-    /// A request of which a stage reads the prompts alone, up to their longest length, and what `medium` has. A negative prompt
-    /// is in it where it has an effect.
+    /// A request with only the prompts, their longest length, and `medium`, for a stage that reads nothing else. A negative
+    /// prompt is included where it has an effect.
     pub fn of_prompt(&self, medium: Medium) -> Request {
         Request {
             prompt: self.prompt.clone(),
             negative_prompt: self.negative().map(str::to_owned),
-            // Whatever the scale, the prompts are encoded alike.
+            // The scale does not change the encodings of the prompts.
             true_guidance: if self.negative().is_some() { 2.0 } else { 1.0 },
             ..Request::of(medium, 1, 0.0, self.max_sequence_length)
         }
@@ -431,7 +431,7 @@ impl Image {
         }
     }
 
-    /// Puts the start's pixels back where the mask keeps them. Nothing without a mask, or where the start is a latent.
+    /// Restores the start's pixels where the mask keeps them. Does nothing without a mask, or where the start is a latent.
     pub fn keep_unmasked(&self, generated: &mut [u8]) {
         if let (Some(mask), Some(start)) = (&self.mask, &self.init_image) {
             mask.keep_unmasked(start, generated);
@@ -449,12 +449,12 @@ impl Mask {
         }
     }
 
-    /// Bytes of its data, all there.
+    /// Bytes of its data when complete.
     fn whole_bytes(&self) -> u64 {
         u64::from(self.width) * u64::from(self.height)
     }
 
-    /// Whether its data is that of its size, or left out.
+    /// Whether its data fits its size, or is left out.
     pub fn is_whole(&self) -> bool {
         self.grey.is_empty() || self.grey.len() as u64 == self.whole_bytes()
     }
@@ -481,12 +481,12 @@ impl InitImage {
         }
     }
 
-    /// Bytes of its data, all there.
+    /// Bytes of its data when complete.
     fn whole_bytes(&self) -> u64 {
         3 * u64::from(self.width) * u64::from(self.height)
     }
 
-    /// Whether its data is that of its size, or left out.
+    /// Whether its data fits its size, or is left out.
     pub fn is_whole(&self) -> bool {
         self.rgb.is_empty() || self.rgb.len() as u64 == self.whole_bytes()
     }
@@ -498,7 +498,7 @@ impl InitImage {
 pub struct RequestError {
     /// Name of the field in the public API.
     pub field: String,
-    /// What is wrong, and what would be valid.
+    /// The problem, and the valid values.
     pub problem: String,
 }
 

@@ -1,5 +1,5 @@
-//! Scaling of pictures, to the byte as Pillow 13 does it: the references scale what they start from so, and a pixel more or
-//! less is another picture.
+//! Scaling of pictures, equal to Pillow 13 in every byte: the references scale their input pictures with it, and a difference
+//! in one pixel changes the result.
 
 use std::f64::consts::PI;
 
@@ -9,7 +9,7 @@ const PRECISION: u32 = 22;
 /// The weight of a pixel by its distance, in pixels of the result where it is smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filter {
-    /// A sinc in the window of a wider one, of three lobes.
+    /// A sinc, windowed by a wider sinc, of three lobes.
     Lanczos,
     /// Cubic convolution (Keys 1981) with `a = -1/2`.
     Bicubic,
@@ -75,7 +75,7 @@ pub fn resized_by(
     }
 }
 
-/// The weights of one pixel of the result: the first of the pixels that it is made of, and theirs.
+/// The weights of one pixel of the result: the first input pixel that contributes, and the weight of each from there on.
 struct Weights {
     first: usize,
     weights: Vec<i32>,

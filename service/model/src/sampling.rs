@@ -1,4 +1,4 @@
-//! How results are sampled, as far as somebody says it: a client, a recipe, a model's folder.
+//! The settings of sampling that a client, a recipe or a model's folder states.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +11,8 @@ pub const MAX_TOKENS: u32 = 512;
 /// Maximum length of a prompt in bytes, as UTF-8; far more than its tokens can hold: 10,000 characters of four bytes.
 pub const MAX_PROMPT_BYTES: usize = 40_000;
 
-/// The fields of sampling that requests of all media have. What is `None` is left to whoever is asked next.
+/// The fields of sampling that requests of all media have. [`Sampling::or`] fills a field that is `None` from the next set of
+/// defaults.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Sampling {
@@ -25,7 +26,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// What is said, else what `other` says.
+    /// The fields that are set in `self`, else those of `other`.
     #[must_use]
     pub fn or(self, other: Sampling) -> Sampling {
         Sampling {
@@ -39,10 +40,10 @@ impl Sampling {
         }
     }
 
-    /// The request with what is said here over it.
+    /// The request, with the fields that are set in `self` in place of its own.
     #[must_use]
     pub fn over(self, request: Request) -> Request {
-        // Named here, so that none is forgotten.
+        // All fields are named here, so that a new one is not forgotten.
         let Sampling {
             steps,
             guidance,
@@ -64,7 +65,7 @@ impl Sampling {
         }
     }
 
-    /// Its texts, by field: they may be as long as a prompt.
+    /// The texts among the fields, by field: a text may be as long as a prompt.
     pub fn texts(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let texts = [("negative_prompt", &self.negative_prompt)];
         texts

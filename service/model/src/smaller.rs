@@ -2,14 +2,14 @@
 
 use crate::request::{Medium, PictureSlot, Request};
 
-/// Frames in so many seconds, rounded; at least one.
+/// Frames in `seconds` seconds, rounded; at least one.
 pub fn nearest_frames(seconds: f32, frames_per_second: f32) -> u32 {
     let frames = (f64::from(seconds) * f64::from(frames_per_second)).round();
     (frames as u32).max(1)
 }
 
-/// The same request with its sides in three, two and one quarters, rounded down to a multiple of `grain` pixels, and without
-/// the data of its pictures: the fallbacks of most picture and video families.
+/// The request with its sides in three, two and one quarters, rounded down to a multiple of `grain` pixels, and without the
+/// data of its pictures: the fallbacks of most picture and video families.
 pub fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Request)> {
     let smaller = [3, 2, 1].map(|quarters| {
         let side = |side: u32| side * quarters / 4 / grain * grain;
@@ -30,7 +30,7 @@ pub fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Request)> {
                 PictureSlot::Start | PictureSlot::Mask | PictureSlot::Control(_) => {
                     (*picture.width, *picture.height) = size;
                 }
-                PictureSlot::Reference(_) => {} // of a size of its own
+                PictureSlot::Reference(_) => {} // keeps its own size
             }
         }
         Some((format!("{}x{}", size.0, size.1), smaller))
@@ -38,8 +38,8 @@ pub fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Request)> {
     smaller.into_iter().flatten().collect()
 }
 
-/// The same request with three, two and one quarters of its length, rounded down to whole frames or tenths of a
-/// second; none for a picture.
+/// The request with three, two and one quarters of its length, rounded down to whole frames or tenths of a second; none for a
+/// picture.
 pub fn smaller_lengths(request: &Request) -> Vec<(String, Request)> {
     let shorter = [3, 2, 1].map(|quarters| {
         let mut shorter = request.clone();

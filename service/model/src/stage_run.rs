@@ -1,4 +1,4 @@
-//! One run of a stage: its inputs, and who watches it.
+//! One run of a stage: its inputs, and its observer.
 
 use std::sync::Arc;
 
@@ -32,11 +32,12 @@ pub trait Observer {
             false => Ok(()),
         }
     }
-    /// As [`Observer::step`], of one of several stages in shared passes, by its place among them.
+    /// As [`Observer::step`], for one of several stages in shared passes: `_stage` is its place among them.
     fn step_of(&mut self, _stage: usize, n: u32, of: u32) {
         self.step(n, of);
     }
-    /// As [`Observer::cancelled`], of one of several stages in shared passes: it leaves them, and the others go on.
+    /// As [`Observer::cancelled`], for one of several stages in shared passes: a cancelled stage leaves them, and the others
+    /// continue.
     fn is_cancelled(&self, _stage: usize) -> bool {
         self.cancelled()
     }

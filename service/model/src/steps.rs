@@ -1,7 +1,7 @@
-//! Where a sampling that starts from something begins.
+//! The first step of a sampling that starts from a latent instead of from noise.
 
-/// The first step of image to image, from 0: `FluxImg2ImgPipeline.get_timesteps`. A strength of 1 starts at 0; one
-/// that is too small for a single step gives `steps`.
+/// The first step of image to image, from 0: `FluxImg2ImgPipeline.get_timesteps`. A strength of 1 starts at 0; a strength that
+/// is too small for a single step returns `steps`.
 pub fn first_step(steps: u32, strength: f32) -> u32 {
     // In the reference, strength is a double parsed from decimals.
     let strength = decimal(strength);

@@ -17,7 +17,7 @@ pub struct WeightNames {
 }
 
 impl WeightNames {
-    /// All that are read, in the order of lookup: variants where there are no others.
+    /// All names of weight files that are read, in the order of lookup. Variants are read where there are no others.
     pub fn all() -> impl Iterator<Item = WeightNames> {
         let named = |variant| STEMS.map(|stem| WeightNames { stem, variant });
         let variants = STEMS
@@ -57,7 +57,7 @@ impl WeightNames {
         }
     }
 
-    /// Whether of a single file and an index with its shards the file is taken, as transformers does.
+    /// Whether the single file is taken if a folder has both it and an index with shards, as transformers does.
     pub fn prefers_single(&self) -> bool {
         self.stem == TRANSFORMERS && self.variant.is_none()
     }
@@ -89,7 +89,7 @@ const ENDINGS: [&str; 2] = ["safetensors", "sft"];
 /// Names of an adapter's weights in a folder of peft or diffusers.
 pub const ADAPTER_WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"];
 
-/// The configuration beside them.
+/// The configuration beside the weight files of an adapter.
 pub const ADAPTER_CONFIGURATION: &str = "adapter_config.json";
 
 /// The name of an adapter in one file without its ending; `None` for a file of another kind.

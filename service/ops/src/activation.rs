@@ -20,7 +20,7 @@ pub enum Nonlinearity {
 }
 
 impl Nonlinearity {
-    /// Applies it to every element, in place.
+    /// Applies the function to every element, in place.
     pub(crate) fn apply(self, numbers: &mut [f32]) {
         match self {
             Nonlinearity::Gelu => gelu_in_place(numbers),

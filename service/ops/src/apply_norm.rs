@@ -1,5 +1,5 @@
 //! Reading of a channels-last feature map by a layer: normalization, SiLU, upsampling and padding in one pass over
-//! the rows that are requested, into a given buffer.
+//! the rows that are requested, into a buffer of the caller.
 
 #![allow(unsafe_code)] // Instructions that not every processor has.
 
@@ -40,7 +40,7 @@ pub enum Enlarge {
     Not,
     /// Every position twice (`Upsample2D`).
     Twice,
-    /// Every position twice but the first, which is there once: frames of a causal autoencoder
+    /// Every position twice, except the first: frames of a causal autoencoder
     /// (`HunyuanVideoUpsampleCausal3D`).
     TwiceButFirst,
 }

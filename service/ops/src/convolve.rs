@@ -18,7 +18,7 @@ const MAX_UNROLLED_BYTES: usize = 16 << 20;
 pub struct Steps {
     /// Zero padding before the map.
     pub before: [usize; 3],
-    /// Zero padding behind the map.
+    /// Zero padding after the map.
     pub after: [usize; 3],
     /// Distance between the inputs of neighbouring outputs.
     pub strides: [usize; 3],
@@ -44,7 +44,7 @@ pub(crate) struct Sides {
 }
 
 impl Sides {
-    /// Of a weight `[out, in, spatial..]` with up to three spatial axes, each at least 1.
+    /// The sides of a weight `[out, in, spatial..]` with up to three spatial axes, each at least 1.
     pub(crate) fn of(weight: &[usize]) -> Option<Sides> {
         let [outputs, inputs, ref spatial @ ..] = *weight else {
             return None;
@@ -70,7 +70,7 @@ pub(crate) struct TapOrder {
 }
 
 impl TapOrder {
-    /// Frames, rows and columns of the weight as the order has them: as one axis of frames where it is the weight's.
+    /// Frames, rows and columns of the weight. Unless rows come first in the filter, frames and rows are one axis.
     pub(crate) fn sides(self) -> [usize; 3] {
         let [frames, rows, columns] = self.kernel;
         match self.exchanged {
@@ -112,7 +112,7 @@ impl Filter {
     /// columns, in]`.
     ///
     /// # Errors
-    /// Those of [`Filter::new`], and a weight of another rank.
+    /// Errors of [`Filter::new`], and a weight of another rank.
     pub fn rows_first(weight: &Weight, dtype: DType) -> Result<Filter> {
         if weight.dims().len() != 5 {
             candle_core::bail!("a filter of shape {:?} over frames and rows", weight.dims());
@@ -156,7 +156,7 @@ impl Filter {
         Ok(Filter { held, sides })
     }
 
-    /// A filter that is held already, of a weight with these dimensions ([`Sides::of`]).
+    /// A filter with converted numbers, of a weight with these dimensions ([`Sides::of`]).
     ///
     /// # Errors
     /// When the dimensions are not of a weight, or of another number of elements.
@@ -190,7 +190,7 @@ pub(crate) struct MapShape {
 }
 
 impl MapShape {
-    /// Of a map `[spatial.., in]` or `[n, spatial.., in]` with these dimensions.
+    /// The shape of the convolution of a map `[spatial.., in]` or `[n, spatial.., in]` with these dimensions.
     pub(crate) fn of(dims: &[usize], filter: Sides, steps: &Steps) -> Option<MapShape> {
         let axes = filter.axes.max(1);
         // A matrix is a filter of one tap over any number of axes.

@@ -189,7 +189,7 @@ impl ConvolutionTask<'_> {
         }
     }
 
-    /// Rows lie behind one another, and so do the inputs of one tap: positions of several rows are one product.
+    /// Rows are contiguous in memory, and so are the inputs of one tap: positions of several rows are one product.
     fn by_columns(&self, out: &mut [f32], tasks: usize) {
         let MapShape {
             sides: [_, height, width],
@@ -223,7 +223,7 @@ impl ConvolutionTask<'_> {
         }
     }
 
-    /// The bias, or what is there with the bias.
+    /// Writes the bias to `out`, or adds it to the numbers in `out`.
     fn begin(&self, out: &mut [f32]) {
         for position in out.chunks_mut(self.shape.outputs) {
             match self.onto {

@@ -1,12 +1,12 @@
-//! A storage on the CPU that several tasks write at once, and what is checked before they do.
+//! A storage on the CPU that several tasks write at once, with the checks that their parts are disjoint.
 
 #![allow(unsafe_code)] // Tasks that write one storage.
 
-/// The elements of a storage, for tasks of which none writes what another reads or writes.
+/// The elements of a storage, for tasks that use disjoint elements: no task reads or writes an element that another writes.
 pub(crate) struct Disjoint<T>(*mut T);
 
-// SAFETY: it is made of a storage that is borrowed alone. Whoever writes to one of its places shows there that the place is
-// within the storage, and that no other task uses it.
+// SAFETY: it is made of a storage that is borrowed exclusively. The code that writes to one of its places proves there that the
+// place is within the storage, and that no other task uses it.
 unsafe impl<T: Send> Send for Disjoint<T> {}
 // SAFETY: the same.
 unsafe impl<T: Send> Sync for Disjoint<T> {}
@@ -23,8 +23,8 @@ impl<T> Disjoint<T> {
     }
 }
 
-/// The place after the last element of rows of `width` elements, which lie along axes of these lengths and strides from
-/// `start` on; `None` where that is no number.
+/// The place after the last element of rows of `width` elements. The rows are along axes of these lengths and strides, from
+/// `start` on. `None` if the place overflows.
 pub(crate) fn end_of(
     start: usize,
     axes: impl IntoIterator<Item = (usize, usize)>,
@@ -47,7 +47,7 @@ mod tests {
         assert_eq!(end_of(2, [(3, 10), (4, 5)], 5), Some(2 + 20 + 15 + 5));
         assert_eq!(end_of(2, [(0, 10)], 0), Some(2));
         assert_eq!(end_of(0, [(2, MOST)], 0), Some(MOST));
-        // Each would be a small number if it began again at zero.
+        // The end of each overflows: wrapped around to zero, it would be a small number.
         for (start, axes, width) in [
             (MOST, [(1, 1), (1, 1)], 1),
             (1, [(2, MOST), (1, 1)], 0),

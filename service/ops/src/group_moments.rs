@@ -1,5 +1,5 @@
-//! Group norm over channels-last maps: statistics of a whole map, as per-channel scale and shift that any region of
-//! it can be normalized with.
+//! Group norm over channels-last maps: statistics of a whole map, as a scale and shift per channel, with which any region of
+//! the map can be normalized.
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;

@@ -2,7 +2,7 @@
 //! reference definition on any device. CUDA kernels and calls of cuBLASLt are in `cuda`; `cudnn` has the fused
 //! attention and the convolutions of NVIDIA's library, if it is installed.
 //!
-//! Operations take candle tensors of f32, f16 or bf16 and write into a given tensor, which may be a strided view of a
+//! Operations take candle tensors of f32, f16 or bf16 and write into a tensor of the caller, which may be a strided view of a
 //! larger one (`place`): a request allocates its buffers once. Statistics, softmax and sums are f32. No family is
 //! named here.
 

@@ -12,7 +12,7 @@ static BY_CUDNN: AtomicU64 = AtomicU64::new(0);
 static BY_OWN_KERNELS: AtomicU64 = AtomicU64::new(0);
 static ON_CPU: AtomicU64 = AtomicU64::new(0);
 
-/// Name of the path in reports, beside `cudnn` with its version.
+/// Name of the path in reports, the alternative to `cudnn` with its version.
 const OWN_KERNELS: &str = "own kernels";
 const CPU_LOOPS: &str = "cpu loops";
 
@@ -48,7 +48,7 @@ pub fn keep_plans_in(folder: &Path) {
     let _ = folder; // without CUDA there are no plans
 }
 
-/// Loads what operations need on a device: our kernels, and cuDNN with its workspace. Memory allocated here is part
+/// Loads the libraries that operations need on a device: our kernels, and cuDNN with its workspace. Memory allocated here is part
 /// of the process's context. A no-op for the CPU.
 ///
 /// # Errors
@@ -64,7 +64,7 @@ pub fn prepare(device: &Device) -> Result<()> {
 }
 
 /// Implementation of attention on a device: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN is not used, or
-/// `cpu loops`. Shapes without a cuDNN plan use our own kernels: [`AttentionPaths`] reports what a stage used. Opens
+/// `cpu loops`. Shapes without a cuDNN plan use our own kernels: [`AttentionPaths`] reports the paths that a stage used. Opens
 /// cuDNN on a CUDA device, if [`prepare`] has not.
 #[must_use]
 pub fn attention_by(device: &Device) -> String {

@@ -24,7 +24,7 @@ pub enum Epilogue {
 /// dequantized to the dtype of the rows.
 ///
 /// Rows, and weights of other formats, are rounded to e4m3 with a scale a row: together an error of 0.037 of a product
-/// (relative, L2; normally distributed numbers). A weight in four bits has 0.092 of its own, one in int8 0.009.
+/// (relative, L2; normally distributed numbers). A weight in four bits has a further error of 0.092, one in int8 of 0.009.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fp8Products {
@@ -125,7 +125,7 @@ impl<'a> LinearLayer<'a> {
             && self.low_rank.iter().all(is_term)
     }
 
-    /// Scratch bytes for so many rows of a dtype.
+    /// Scratch bytes for `tokens` rows of a dtype.
     fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
         let (outputs, inputs) = (self.weight.dims()[0], self.weight.dims()[1]);
         let of_weight = match self.weight {
@@ -187,13 +187,13 @@ impl Scratch {
         })
     }
 
-    /// Whether it has at least `bytes`.
+    /// Whether the scratch has at least `bytes`.
     #[cfg(feature = "cuda")]
     pub(crate) fn holds(&self, bytes: usize) -> bool {
         self.bytes.as_ref().map_or(0, Tensor::elem_count) >= bytes
     }
 
-    /// Address of a part of it.
+    /// Address of a part of the scratch.
     #[cfg(feature = "cuda")]
     pub(crate) fn place(&self, begin: usize, bytes: usize) -> Result<u64> {
         let found = self.bytes.as_ref().map_or(0, Tensor::elem_count);
@@ -290,7 +290,7 @@ pub struct LayerTo<'a> {
 /// quantized once.
 ///
 /// # Errors
-/// Those of [`linear_into`].
+/// Errors of [`linear_into`].
 pub fn linears_into<'a>(
     x: impl Into<Activation<'a>>,
     layers: &[LayerTo<'_>],
@@ -350,7 +350,7 @@ fn projected_down(x: &Tensor, term: &LowRank) -> Result<(Tensor, Tensor)> {
 /// [`linear_into`] a newly allocated tensor: `x` is `[.., inputs]`, the result `[.., outputs]`.
 ///
 /// # Errors
-/// Those of [`linear_into`].
+/// Errors of [`linear_into`].
 pub fn linear(x: &Tensor, layer: &LinearLayer<'_>) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
     let (Some(inputs), &[outputs, columns]) = (shape.pop(), layer.weight.dims()) else {

@@ -321,7 +321,7 @@ mod tests {
         for other in over_one_another {
             assert!(is_within(&other, 36, false) && !is_within(&other, 36, true));
         }
-        // Their ends are no numbers: a sum that begins again at zero is within any storage.
+        // The ends of these rows overflow: a sum that wraps around to zero would seem to be within any storage.
         for beyond in [
             Rows {
                 row_stride: usize::MAX / 2 + 1,

@@ -5,7 +5,7 @@
 //! so that results are identical on all processors. Functions compiled by [`by_processor`] may use FMA: matrix
 //! products and attention, whose last digits may differ between processors.
 
-#![allow(unsafe_code)] // Calls of what is compiled for the processor at hand.
+#![allow(unsafe_code)] // Calls of functions compiled for the processor at hand.
 
 use crate::rows::exp;
 
@@ -29,15 +29,15 @@ macro_rules! vectorised {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
                 {
-                    // SAFETY: the processor has what the function is compiled for.
+                    // SAFETY: the processor has the extensions for which the function is compiled.
                     return unsafe { with_avx512($($argument),*) };
                 }
                 if is_x86_feature_detected!("avx2") {
-                    // SAFETY: the processor has what the function is compiled for.
+                    // SAFETY: the processor has the extensions for which the function is compiled.
                     return unsafe { with_avx2($($argument),*) };
                 }
             }
-            // In a block of its own: without these extensions it is the whole function.
+            // In a separate block: without these extensions it is the whole function.
             $body
         }
     };
@@ -47,7 +47,7 @@ pub(crate) use vectorised;
 /// A target of loops: a vector extension.
 ///
 /// # Safety
-/// Of the unsafe functions: the processor must support the extension, as it does within functions compiled by
+/// For the unsafe functions: the processor must support the extension, as it does within functions compiled by
 /// [`by_processor`], and a whole vector must be readable or writable at the address.
 pub(crate) trait Processor {
     /// A vector of f32.
@@ -182,11 +182,11 @@ macro_rules! by_processor {
                     && is_x86_feature_detected!("avx512vl")
                     && is_x86_feature_detected!("fma")
                 {
-                    // SAFETY: the processor has what the function is compiled for.
+                    // SAFETY: the processor has the extensions for which the function is compiled.
                     return unsafe { with_avx512($($argument),*) };
                 }
                 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                    // SAFETY: the processor has what the function is compiled for.
+                    // SAFETY: the processor has the extensions for which the function is compiled.
                     return unsafe { with_avx2($($argument),*) };
                 }
             }

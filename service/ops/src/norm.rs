@@ -98,16 +98,16 @@ pub struct Codes {
 #[derive(Clone, Debug)]
 pub struct CodesOfRows {
     codes: Tensor,
-    /// Those of the part from row `r` on begin at `SCALES_APART * r`: aligned for any `r`, and parts that do not overlap
+    /// f32. The scales of the part from row `r` on begin at `SCALES_APART * r`: aligned for any `r`. Parts that do not overlap
     /// have scales that do not.
     scales: Tensor,
 }
 
-/// So many scales are 16 bytes.
+/// Distance of the scales of two rows in f32 numbers: 16 bytes, so that any part begins aligned.
 const SCALES_APART: usize = 4;
 
 impl CodesOfRows {
-    /// For so many rows of this width.
+    /// For `rows` rows of this width.
     ///
     /// # Errors
     /// Errors of candle.
@@ -118,7 +118,7 @@ impl CodesOfRows {
         })
     }
 
-    /// Bytes of the memory for so many rows of this width.
+    /// Bytes of the memory for `rows` rows of this width.
     pub fn bytes(rows: usize, width: usize) -> u64 {
         (rows * (width + SCALES_APART * size_of::<f32>())) as u64
     }
@@ -375,7 +375,7 @@ pub(crate) fn dtypes(pass: &Pass<'_>) -> Result<(DType, DType)> {
     let other = match (pass.branch, pass.out) {
         (Some(Branch { y, .. }), _) => y.dtype(),
         (None, Some(Activation::Numbers(out))) => out.dtype(),
-        // Codes are made for layers in the dtype of the card: that of the modulation, or of the rows themselves.
+        // Codes are made for layers in the dtype of the card: the dtype of the modulation, or of the rows themselves.
         (None, _) => pass
             .modulation
             .map_or(pass.x.dtype(), |modulation| modulation.scale.dtype()),

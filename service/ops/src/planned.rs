@@ -194,7 +194,7 @@ pub struct ConvolutionShape {
     pub filter: Vec<usize>,
     /// Zero padding before the map.
     pub before: Vec<usize>,
-    /// Zero padding behind the map.
+    /// Zero padding after the map.
     pub after: Vec<usize>,
     pub strides: Vec<usize>,
     pub dilations: Vec<usize>,

@@ -91,7 +91,7 @@ fn rows<P: Processor, const VECTORS: usize, const ROWS: usize>(
     let mut row = 0;
     while row < product.rows {
         // SAFETY: rows up to `product.rows` and columns up to `product.columns` are within the operands (`multiply`), and
-        // so many vectors are left: COLUMNS is two of the narrower ones at least. The processor is the caller's.
+        // that many vectors are left: COLUMNS is two of the narrower ones at least. The processor is the caller's.
         row += unsafe {
             match product.rows - row {
                 rest if rest >= ROWS => tile::<P, VECTORS, ROWS>(product, row, column),
@@ -118,7 +118,7 @@ unsafe fn tile<P: Processor, const VECTORS: usize, const ROWS: usize>(
     let [down, along] = product.left_strides;
     let (right_stride, out_stride) = (product.right_stride, product.out_stride);
     // SAFETY: as the caller says: `depth` rows of `right` are within it with these columns, these rows of `left` over the
-    // whole depth, and these rows and columns of `out`, which nobody else has.
+    // whole depth, and these rows and columns of `out`, which no other reference covers.
     unsafe {
         let left = product.left.as_ptr().add(row * down);
         let right = product.right.as_ptr().add(column);

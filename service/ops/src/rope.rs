@@ -35,7 +35,7 @@ pub struct Angles<'a> {
 /// Which elements of a head are rotated as a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pairs {
-    /// `2 i` and `2 i + 1`: FLUX and its like.
+    /// `2 i` and `2 i + 1`: FLUX and similar models.
     Neighbours,
     /// `i` and `i + d / 2`: LLaMA, Qwen.
     Halves,

@@ -1,11 +1,11 @@
 //! Convolutions of sequences `[time, channels]`: dilated, strided and transposed ones, as [`crate::convolve()`] of a view
-//! of the same memory. Nothing is unrolled, spread or taken apart for them:
+//! of the same memory. No patches are unrolled for them:
 //!
 //! - The taps of a convolution dilated by `d` are `d` rows apart. Seen as a map of `d` columns, they are the rows of one
 //!   column: a filter of `[taps, 1]`.
 //! - A convolution of stride `s` and `2 s` taps sees two neighbours of a sequence of `s` rows each.
-//! - A transposed convolution of stride `s` and `2 s` taps makes `s` rows of two neighbours each, which lie behind one
-//!   another: two taps to `s` times as many channels.
+//! - A transposed convolution of stride `s` and `2 s` taps makes `s` rows of two neighbours each. These rows are
+//!   consecutive: they are two taps to `s` times as many channels.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -15,10 +15,10 @@ use crate::planned::Planned;
 use crate::rows::with_numbers;
 use crate::snake::NormedWeight;
 
-/// How a convolution goes through time, as `torch.nn.Conv1d` and `ConvTranspose1d` do.
+/// How a convolution runs over time, as `torch.nn.Conv1d` and `ConvTranspose1d` do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Through {
-    /// An odd number of taps so many rows apart, with as much padding as keeps the length.
+    /// An odd number of taps that are `dilation` rows apart, padded so that the length stays the same.
     Dilated { dilation: usize },
     /// `2 stride` taps, with a padding of `ceil(stride / 2)`.
     Strided { stride: usize },
@@ -36,7 +36,7 @@ pub struct SequenceShape {
     pub outputs: usize,
 }
 
-/// What a convolution reads and writes for a sequence of some length.
+/// Numbers of rows that a convolution reads and writes for a sequence of some length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reach {
     /// Rows that are read: zeros, the sequence from row `before` on, zeros ([`crate::pad_sequence`]).
@@ -51,7 +51,7 @@ pub struct Reach {
 
 /// A convolution with the dimensions of the view that is convolved.
 struct View {
-    /// Of what is read and written.
+    /// Dimensions of the views that are read and written.
     read: Vec<usize>,
     written: Vec<usize>,
     /// `[out, in, spatial..]`.
@@ -59,7 +59,7 @@ struct View {
 }
 
 impl SequenceShape {
-    /// For a sequence of so many rows; `None` for one that is too short, or a shape that is none.
+    /// For a sequence of `rows` rows; `None` for one that is too short, or for an invalid shape.
     pub fn reach(&self, rows: usize) -> Option<Reach> {
         if rows == 0 {
             return None;
@@ -133,7 +133,7 @@ impl SequenceShape {
         }
     }
 
-    /// The shape for which cuDNN compiles a plan, for a sequence of so many rows; `None` where it is a product.
+    /// The shape for which cuDNN compiles a plan, for a sequence of `rows` rows; `None` where it is a product.
     pub fn planned(&self, rows: usize, dtype: DType, has_bias: bool) -> Option<Planned> {
         let view = self.view(self.reach(rows)?);
         match Planned::convolution(&view.read, &view.filter, &Steps::EACH, dtype)? {
@@ -145,8 +145,8 @@ impl SequenceShape {
         }
     }
 
-    /// Most bytes that [`SequenceFilter::convolve`] takes on a card for a sequence of so many rows, beside what it
-    /// reads and writes.
+    /// Most bytes that [`SequenceFilter::convolve`] takes on a card for a sequence of `rows` rows, in addition to the
+    /// sequence and the result.
     pub fn scratch(&self, rows: usize, dtype: DType) -> usize {
         let Some(reach) = self.reach(rows) else {
             return 0;
@@ -173,10 +173,10 @@ impl SequenceShape {
     }
 }
 
-/// Where the numbers of a filter come from.
+/// The layout of the numbers from which a filter is made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fold {
-    /// Of the filter `[out, taps, in]`.
+    /// Dimensions of the filter `[out, taps, in]`.
     pub(crate) outputs: usize,
     pub(crate) taps: usize,
     pub(crate) inputs: usize,
@@ -368,7 +368,7 @@ fn folded(weight: NormedWeight<'_>, fold: &Fold, dtype: DType) -> Result<Tensor>
     })
 }
 
-/// A bias with zeros behind it, so many times.
+/// A bias followed by zeros up to `channels` elements, repeated `times` times.
 fn repeated(bias: &Tensor, channels: usize, times: usize, dtype: DType) -> Result<Tensor> {
     let known = bias.dim(0)?;
     let all = Tensor::zeros((times, channels), dtype, bias.device())?;

@@ -36,7 +36,7 @@ impl Snake {
 }
 
 /// Writes a sequence `x`, `[n, channels]`, into `out`, `[m, channels]`, activated by `snake` if there is one: `before`
-/// rows of zeros, the rows of `x` as far as there is room, and zeros behind them. Both are contiguous and of one dtype
+/// rows of zeros, the rows of `x` as far as there is room, and zeros after them. Both are contiguous and of one dtype
 /// (f32, f16 or bf16), and do not overlap.
 ///
 /// # Errors
@@ -115,7 +115,7 @@ fn activate_row(row: &mut [f32], frequencies: &[f32], heights: &[f32]) {
 pub struct NormedWeight<'a> {
     /// `[rows, ..]`, contiguous: `weight_v`.
     pub direction: &'a Tensor,
-    /// One for each row: `weight_g`.
+    /// The length of each row: `weight_g`.
     pub length: &'a Tensor,
 }
 

@@ -1,4 +1,4 @@
-//! What a family is, and the catalogue of all of them.
+//! The definition of a family, and the catalogue of all families.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub trait Family: Send + Sync {
     /// The family's identifier: `flux`.
     fn name(&self) -> &'static str;
 
-    /// What people call its models; `None` for a family that has none to be downloaded.
+    /// The common name of its models; `None` for a family that has none to be downloaded.
     fn title(&self) -> Option<&'static str> {
         None
     }
@@ -30,23 +30,23 @@ pub trait Family: Send + Sync {
         &[]
     }
 
-    /// The folders that it reads of a pipeline of this class in diffusers' layout; others are not needed.
+    /// The folders of a pipeline of this class that are read, in diffusers' layout.
     fn folders(&self, _class: &str) -> &'static [&'static str] {
         &[]
     }
 
-    /// Classes of other pipelines that have parts of its own, with the folders that it reads of them.
+    /// Classes of other families' pipelines with parts that this family reads, and the folders of those parts.
     fn parts(&self) -> &'static [(&'static str, &'static [&'static str])] {
         &[]
     }
 
-    /// Of the folders that it reads of a pipeline of this class, those that a model may lack.
+    /// The folders of a pipeline of this class that are read where they exist, and that a model may lack.
     fn optional_folders(&self, _class: &str) -> &'static [&'static str] {
         &[]
     }
 
-    /// What it reads of a repository in its authors' own layout, from the names of all files there; `None` if it is no such
-    /// repository.
+    /// The files that it reads of a repository in its authors' own layout, from the names of all files there; `None` if it is
+    /// no such repository.
     fn own_layout(&self, _files: &[&str]) -> Option<OwnLayout> {
         None
     }
@@ -56,12 +56,12 @@ pub trait Family: Send + Sync {
         false
     }
 
-    /// Classes of its transformers that come alone, in a folder of their own.
+    /// Classes of its transformers that are published alone, in a separate folder.
     fn transformers(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// File name endings of its models in one file, beside the extensions of checkpoints, which every family has.
+    /// File name endings of its models in one file, in addition to the extensions of checkpoints, which every family has.
     fn file_endings(&self) -> &'static [&'static str] {
         &[]
     }
@@ -71,8 +71,8 @@ pub trait Family: Send + Sync {
         false
     }
 
-    /// Opens a folder or file of this family; `None` if it is of another. A single file comes with its header, which has been
-    /// read.
+    /// Opens a folder or file of this family; `None` if it is of another family. The header of a single file is passed in
+    /// `file`.
     ///
     /// # Errors
     /// When it is of this family and not supported or damaged.
@@ -93,7 +93,7 @@ pub struct Catalogue {
 }
 
 impl Catalogue {
-    /// From a list of families; the first that recognizes a checkpoint opens it.
+    /// A catalogue of these families; the first that recognizes a checkpoint opens it.
     pub fn new(families: Vec<Box<dyn Family>>) -> Catalogue {
         Catalogue { families }
     }
@@ -106,7 +106,7 @@ impl Catalogue {
             .copied()
     }
 
-    /// What people call the models of all families that have some to be downloaded.
+    /// The common names of the models of all families that have some to be downloaded.
     fn titles(&self) -> impl Iterator<Item = &'static str> {
         self.families.iter().filter_map(|family| family.title())
     }
@@ -120,7 +120,8 @@ impl Catalogue {
         self.families.iter().any(|f| f.transformers().contains(&class))
     }
 
-    /// Refuses what is known and not run: another model, by its class or its tensors, and a download that has not ended.
+    /// Refuses files that are recognized and do not run: another model, by its class or its tensors, and an unfinished
+    /// download.
     fn check_is_run(&self, path: &Path, file: Option<&CheckpointFile>) -> Result<(), ModelError> {
         let ending = path.extension().and_then(|ending| ending.to_str());
         if ending.is_some_and(|ending| UNFINISHED.contains(&ending)) {

@@ -34,13 +34,13 @@ pub(crate) fn incomplete(path: &Path, problem: impl Into<String>) -> ModelError 
 pub(crate) const UNFINISHED: [&str; 5] = ["incomplete", "part", "crdownload", "aria2", "download"];
 
 thread_local! {
-    /// What is read on this thread while models are opened, the innermost last.
+    /// The files that are read on this thread while models are opened, the innermost opening last.
     static READING: RefCell<Vec<ReadFiles>> = const { RefCell::new(Vec::new()) };
 }
 
 pub(crate) use model::ReadFiles;
 
-/// What `work` returns, and the text files that it read on this thread.
+/// The result of `work`, and the text files that it read on this thread.
 pub(crate) fn recorded<T>(work: impl FnOnce() -> T) -> (T, ReadFiles) {
     /// Ends the recording, also where the work panics.
     struct Recording;
@@ -63,7 +63,7 @@ pub(crate) fn count_as_read(path: &Path, text: &str) {
     count_all_as_read(&ReadFiles::from([(path.to_owned(), hash)]));
 }
 
-/// Counts files as read on this thread that another thread read for it, or that are shared with what was opened before.
+/// Counts files as read on this thread that another thread read for it, or that are shared with a model opened before.
 pub(crate) fn count_all_as_read(files: &ReadFiles) {
     READING.with_borrow_mut(|reading| {
         if let Some(reading) = reading.last_mut() {
@@ -72,14 +72,14 @@ pub(crate) fn count_all_as_read(files: &ReadFiles) {
     });
 }
 
-/// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers have half of it.
+/// The longest configuration, index or vocabulary that is read, in bytes: the largest tokenizers are half as long.
 const LONGEST_TEXT: u64 = 64 << 20;
 
 /// Reads a text file.
 ///
 /// # Errors
-/// [`ModelError::Incomplete`] for what is missing, [`ModelError::Damaged`] for what cannot be read, is no regular file, or
-/// is too long.
+/// [`ModelError::Incomplete`] for a missing file, [`ModelError::Damaged`] for a file that cannot be read, is no regular file,
+/// or is too long.
 pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     let unreadable = |e: std::io::Error| damaged(path, format!("it cannot be read: {e}"));
     let text = gpu::text_bounded(path, LONGEST_TEXT).map_err(|error| match error.kind() {
@@ -90,12 +90,12 @@ pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     Ok(text)
 }
 
-/// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and an empty one for
-/// nothing but defaults.)
+/// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and would read an empty list as
+/// defaults.)
 ///
 /// # Errors
-/// [`ModelError::Incomplete`] for what is missing, empty, cut off, or a pointer of git-lfs; [`ModelError::Damaged`] for
-/// what is no such JSON.
+/// [`ModelError::Incomplete`] for a file that is missing, empty, cut off, or a pointer of git-lfs; [`ModelError::Damaged`] for
+/// a file that is no such JSON.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
     let text = read_text(path)?;
     if text.trim().is_empty() {
@@ -126,8 +126,8 @@ pub(crate) fn checked<T: DeserializeOwned>(
     Ok(config)
 }
 
-/// Refuses a pipeline of which the first number of one of these pairs is not the second, which another of its components
-/// takes.
+/// Refuses a pipeline whose components do not match. Each pair has the number of one component and the number that another
+/// component takes.
 ///
 /// # Errors
 /// [`ModelError::Unsupported`] for the first such pair, by its name.
@@ -145,7 +145,7 @@ pub(crate) fn check_pairs(path: &Path, pairs: &[(&str, usize, usize)]) -> Result
 /// values must not overflow, nor exhaust memory.
 ///
 /// # Errors
-/// What is refused, in words.
+/// The refused size, in words.
 pub(crate) fn check_sizes(bounded: &[(&[usize], usize)]) -> Result<(), String> {
     let is_beyond = |(sizes, most): &(&[usize], usize)| sizes.iter().any(|size| size > most);
     match bounded.iter().any(is_beyond) {

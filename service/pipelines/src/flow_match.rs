@@ -67,7 +67,7 @@ impl Default for SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// That of a pipeline's folder.
+    /// The scheduler of a pipeline's folder.
     ///
     /// # Errors
     /// When it cannot be read, or is not supported.
@@ -119,8 +119,8 @@ impl SchedulerConfig {
         }
     }
 
-    /// Whether the shift of the sigmas is a number for every picture: a shift that divides by zero, or
-    /// reverses the sigmas, would be noticed only in a broken picture.
+    /// Checks that the shift of the sigmas is a number for every picture. A shift that divides by zero, or reverses the sigmas,
+    /// would only be noticed in a broken picture.
     fn check_shift(&self) -> Result<(), String> {
         if !self.use_dynamic_shifting {
             return match self.shift > 0.0 && self.shift.is_finite() {

@@ -11,7 +11,7 @@
 //!
 //! Components with equal identities are one component, in any files, if they have the same format. `bytes` are those
 //! of bf16; a component that is quantized at load takes the corresponding fraction. With `"stored": "Q4_K"` a
-//! component is stored quantized: its bytes are taken as given. Scratch figures are for a picture of the default
+//! component is stored quantized: its bytes are taken as configured. Scratch figures are for a picture of the default
 //! size. Faults for tests: `real_scratch` (a stage's actual scratch, if different from the prediction),
 //! `not_finite_at_step`, `panic_at` (a stage's name, or `smaller`: when smaller requests are asked for, which is in the
 //! queue's own task).
@@ -21,10 +21,10 @@
 //! With `"medium": "video"` it generates frames, with `"audio"` samples of two channels, in a few pieces; `steps_ms`
 //! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`. With `"sections": 3`
 //! a video is sampled and decoded in as many sections, the last part of the film first, as FramePack does: each decode
-//! leaves its first frame's colour for the next, which checks that it got it.
+//! leaves its first frame's colour for the next, which checks the colour.
 //!
-//! A request with more than one slot is sampled in rounds, but for sections. The first round finds the colour, the others take
-//! it from the state of the one before. Rounds of several requests in one pass take its time once.
+//! A request with more than one slot is sampled in rounds, unless it has sections. The first round finds the colour, the others
+//! take it from the state of the round before. Rounds of several requests in one pass take its time once.
 
 mod colour;
 mod content;
@@ -60,13 +60,13 @@ const ENCODE_IMAGE: &str = "encode_image";
 const DENOISE: &str = "denoise";
 const DECODE: &str = "decode";
 
-/// Name of the value from sampling to decoding; of a section with its number behind it.
+/// Name of the value from sampling to decoding. The number of a section follows it.
 const LATENT: &str = "latent";
 
-/// Name of the value from one round of sampling to the next; with the steps that are done behind it.
+/// Name of the value from one round of sampling to the next. The number of steps done follows it.
 const SAMPLING: &str = "sampling";
 
-/// Name of the value that the decode of a section leaves for the next.
+/// Name of the value that the decode of a section passes to the next.
 const LEFT: &str = "left";
 
 /// Name of the family.
@@ -268,7 +268,7 @@ impl DescribedMedium {
 const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
 
 impl Description {
-    /// The large ones of its components.
+    /// The large components of the model.
     fn large(&self) -> Vec<&'static str> {
         let is_there = |name: &&'static str| self.components.iter().any(|c| c.name == **name);
         LARGE.into_iter().filter(is_there).collect()

@@ -13,7 +13,7 @@ pub(crate) struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// From `{name}.weight` and `{name}.bias`.
+    /// The norm with `{name}.weight` and `{name}.bias`.
     ///
     /// # Errors
     /// When one of them is missing or of another shape.
@@ -30,7 +30,7 @@ impl LayerNorm {
         })
     }
 
-    /// As the operations take it.
+    /// The norm in the form that operations take.
     pub(crate) fn as_norm(&self) -> Norm<'_> {
         Norm::Layer {
             affine: Some((&self.weight, &self.bias)),

@@ -35,7 +35,7 @@ pub use ops::{
     prepare, set_fp8_products,
 };
 
-/// All families of this build. Adding one is a folder and a line here.
+/// All families of this build. A new family is a folder and a line here.
 pub fn catalogue() -> Catalogue {
     Catalogue::new(vec![
         Box::new(flux::Flux),

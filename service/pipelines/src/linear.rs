@@ -55,7 +55,7 @@ impl Linear {
         })
     }
 
-    /// From a weight `[outputs, inputs]` and a bias `[outputs]`, without terms of adapters.
+    /// A layer with a weight `[outputs, inputs]` and a bias `[outputs]`, without terms of adapters.
     pub(crate) fn of(weight: Tensor, bias: Option<Tensor>) -> Linear {
         Linear {
             weight: Weight::Full(weight),
@@ -90,7 +90,7 @@ impl Linear {
         })
     }
 
-    /// The layer at the current strengths of its adapters, on the device of what it computes.
+    /// The layer at the current strengths of its adapters, whose terms are on `device`.
     fn now(&self, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
         let terms = self.terms.iter().map(|term| term.now(device));
         let terms = terms.collect::<candle_core::Result<Vec<_>>>()?;
@@ -133,8 +133,8 @@ impl Linear {
         })
     }
 
-    /// Whether its input rows, of this dtype, should be quantized where they are computed, for products in fp8. Terms of
-    /// adapters take numbers.
+    /// Whether the layer's input rows, of this dtype, should be quantized where they are computed, for products in fp8. Terms
+    /// of adapters read the rows unquantized.
     ///
     /// # Errors
     /// Errors of the device.
@@ -149,7 +149,7 @@ impl Linear {
         ops::multiplies_fp8(device, &self.weight, dtype)
     }
 
-    /// Scratch bytes for so many tokens.
+    /// Scratch bytes for `tokens` tokens.
     fn scratch_bytes(&self, tokens: usize, dtype: DType) -> u64 {
         let of_weight = match &self.weight {
             Weight::Full(_) => 0,
@@ -173,7 +173,7 @@ impl Linear {
     }
 }
 
-/// Maximum scratch bytes of these layers for so many tokens: they run one after the other.
+/// Maximum scratch bytes of these layers for `tokens` tokens: they run one after the other.
 pub(crate) fn largest_scratch<'a>(
     layers: impl IntoIterator<Item = &'a Linear>,
     tokens: usize,

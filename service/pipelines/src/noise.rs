@@ -53,7 +53,7 @@ impl Generator {
         numbers
     }
 
-    /// Draws as [`Generator::normal`] does, and forgets the numbers.
+    /// Draws as [`Generator::normal`] does, and discards the numbers.
     pub fn skip_normal(&mut self, count: usize) {
         if count < BLOCK {
             self.normal(count);

@@ -65,7 +65,7 @@ impl<F: Fn(&str) -> String + Send + Sync> SimpleBackend for Resident<'_, F> {
 /// Bytes of packing buffers that a thread has for matrix products on a CPU: 2.1 MB were measured on 16 cores.
 const PACKING_BYTES: u64 = 5 << 19;
 
-/// Bytes of those of all threads. Where half precision is computed in, products are a card's.
+/// Packing bytes of all threads. Zero for half precision, whose products are computed on a card.
 pub(crate) fn packing_bytes(dtype: DType) -> u64 {
     match dtype {
         DType::F32 => PACKING_BYTES * candle_core::utils::get_num_threads() as u64,

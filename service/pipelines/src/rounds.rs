@@ -1,5 +1,5 @@
-//! Sampling in rounds of a few steps, so that requests at different steps can share passes of a model: each round is a stage,
-//! and the next begins with the state that it leaves.
+//! Sampling in rounds of a few steps, so that requests at different steps can share passes of a model. Each round is a stage,
+//! and begins with the state of the round before.
 
 use std::ops::Range;
 
@@ -9,22 +9,22 @@ use model::Request;
 use model::{SharedPass, StagePlan};
 use model::{StageError, StageRun};
 
-/// Some steps of a sampling, of all that are run.
+/// A range of the steps of a sampling.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Round {
     /// Numbers of its steps, from 0.
     pub(crate) steps: Range<u32>,
-    /// All steps that are run.
+    /// Number of all steps that are run.
     pub(crate) of: u32,
 }
 
-/// The name of a value as it is behind so many steps.
+/// The name of a value after `steps` steps.
 pub(crate) fn behind(value: &str, steps: u32) -> String {
     format!("{value}_{steps}")
 }
 
 impl Round {
-    /// The rounds of a request's sampling of so many steps: as many as slots, of about as many steps each, and of at least
+    /// The rounds of a request's sampling of `steps` steps: as many as slots, of about as many steps each, and of at least
     /// one. A sampling that shares no passes is one round.
     pub(crate) fn all(request: &Request, steps: u32) -> Vec<Round> {
         let rounds = match is_in_rounds(request) {
@@ -39,10 +39,10 @@ impl Round {
         (0..rounds).map(round).collect()
     }
 
-    /// The round of a stage whose state is named `value`, of so many steps that are run.
+    /// The round of a stage whose state is named `value`, of `of` steps in all.
     ///
     /// # Errors
-    /// [`StageError::BadInput`] if they are not so many.
+    /// [`StageError::BadInput`] if the round ends after these steps.
     pub(crate) fn of_plan(plan: &StagePlan, value: &str, of: u32) -> Result<Round, StageError> {
         let taken = plan.takes.iter();
         let number = |name: &str| name.strip_prefix(value)?.strip_prefix('_')?.parse().ok();
@@ -78,8 +78,8 @@ impl Round {
     }
 }
 
-/// How the sampling of a request shares passes, in rounds; `None` with one slot, or where strengths of adapters change over the
-/// steps: those are the same for a whole pass. Then it is sampled whole.
+/// How the sampling of a request shares passes, in rounds. `None` with one slot, or where strengths of adapters change over the
+/// steps, since a whole pass has one strength; such a request is sampled in one stage.
 pub(crate) fn shared_pass(request: &Request, key: String, scratch_each: Bytes) -> Option<SharedPass> {
     is_in_rounds(request).then_some(SharedPass {
         key,
@@ -103,7 +103,7 @@ pub(crate) fn adapters_in_key(request: &Request) -> String {
 /// Checks that stages may share passes.
 ///
 /// # Errors
-/// [`StageError::BadInput`] if one of them runs alone, if their keys differ, or if they are more than they have slots.
+/// [`StageError::BadInput`] if one of them runs alone, if their keys differ, or if there are more of them than slots.
 pub(crate) fn check_shared(stages: &[StageRun<'_>]) -> Result<(), StageError> {
     let mut keys = stages.iter().map(|stage| stage.plan.shared.as_ref());
     let slots = keys

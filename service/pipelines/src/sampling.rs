@@ -1,4 +1,4 @@
-//! What the samplings of all families share: their memory, steps under two conditions, and the latent from step to step.
+//! The parts of sampling that all families share: memory, steps under two conditions, and the latent between steps.
 
 use candle_core::{DType, Device, Tensor};
 use ops::{Finite, euler};
@@ -21,7 +21,7 @@ pub(crate) struct Denoiser<'a> {
 }
 
 impl Denoiser<'_> {
-    /// Predicted activation bytes of `steps` steps over so many tokens: those of the `buffers`, the scratch of quantized layers
+    /// Predicted activation bytes of `steps` steps over `tokens` tokens: those of the `buffers`, the scratch of quantized layers
     /// and of adapters, and the codes of rows for native fp8 products.
     pub(crate) fn scratch(&self, buffers: u64, tokens: usize, steps: u32, request: &Request) -> Bytes {
         let (components, adapters) = (&self.parts.components, self.adapters);
@@ -34,8 +34,8 @@ impl Denoiser<'_> {
         if components.is_multiplied_in_fp8(self.name) {
             scratch += Bytes(ops::CodesOfRows::bytes(tokens, self.width));
         }
-        // Modulators run before the buffers are allocated, and again in each step while they are there where strengths
-        // change.
+        // Modulators run before the buffers are allocated, and, where strengths change, again in each step while the buffers
+        // are allocated.
         let of_modulators = dequantizing(steps as usize, true);
         match request.has_curves() {
             true => scratch + of_modulators,
@@ -43,7 +43,8 @@ impl Denoiser<'_> {
         }
     }
 
-    /// The stage of a request whose steps need this scratch: of each item, with what its adapters have for the transformer.
+    /// The stage that runs the steps of a request once per item, with this scratch, and with the adapters' components for the
+    /// transformer.
     pub(crate) fn stage(&self, name: &str, request: &Request, scratch: Bytes) -> StagePlan {
         let (components, adapters) = (&self.parts.components, self.adapters);
         let beside = adapters.beside(&[self.name], &request.adapters, UsedAs::Steps);
@@ -55,7 +56,7 @@ impl Denoiser<'_> {
     }
 }
 
-/// One of something for the prompt of a request, and one for its negative prompt where that has an effect
+/// A value for the prompt of a request, and one for its negative prompt where that has an effect
 /// ([`Request::negative`]).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Prompts<T> {
@@ -83,7 +84,7 @@ impl<'a> Prompts<(&'static str, &'a str)> {
 }
 
 impl<T> Prompts<T> {
-    /// Those of these that the request has.
+    /// The values that the request needs: that of the negative prompt only where it has an effect.
     pub(crate) fn of(request: &Request, prompt: T, negative: T) -> Prompts<T> {
         Prompts {
             prompt,
@@ -95,10 +96,10 @@ impl<T> Prompts<T> {
         std::iter::once(&self.prompt).chain(&self.negative)
     }
 
-    /// The same of each.
+    /// Applies `change` to each value.
     ///
     /// # Errors
-    /// The first of `change`.
+    /// The first error of `change`.
     pub(crate) fn try_map<U, E>(self, mut change: impl FnMut(T) -> Result<U, E>) -> Result<Prompts<U>, E> {
         Ok(Prompts {
             prompt: change(self.prompt)?,
@@ -107,9 +108,9 @@ impl<T> Prompts<T> {
     }
 }
 
-/// What the steps of a request predict under: the condition of the prompt, and that of a negative prompt.
+/// The conditions under which the steps of a request predict: that of the prompt, and that of a negative prompt.
 ///
-/// A step predicts under one after the other, in the same buffers: two conditions take twice the time, and little memory
+/// A step predicts under one condition after the other, in the same buffers: two conditions take twice the time, and little memory
 /// ([`Conditions::kept_bytes`]). Both predictions are combined as `negative + scale * (prompt - negative)` in f32, where the
 /// scale is [`Request::true_guidance`]. That is what diffusers' FLUX pipelines do with their `true_cfg_scale`. `ZImagePipeline`
 /// computes `prompt + guidance * (prompt - negative)`, which is the same with a scale of `1 + guidance`.
@@ -121,7 +122,7 @@ pub(crate) struct Conditions<C> {
 }
 
 impl<C> Conditions<C> {
-    /// These conditions of a request, whose predictions have this shape, in the dtype and on the device of the transformer.
+    /// The conditions of a request. Predictions have this shape, and the dtype and device of the transformer.
     ///
     /// # Errors
     /// Errors of the device.
@@ -140,12 +141,12 @@ impl<C> Conditions<C> {
         })
     }
 
-    /// Bytes that a second condition keeps beside itself, where a prediction has so many numbers.
+    /// Bytes that a second condition keeps, where a prediction has `numbers` numbers.
     pub(crate) fn kept_bytes(numbers: usize, dtype: DType) -> u64 {
         (numbers * dtype.size_in_bytes()) as u64
     }
 
-    /// All of them, to be changed.
+    /// All conditions, to be changed.
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut C> {
         std::iter::once(&mut self.conditions.prompt).chain(&mut self.conditions.negative)
     }
@@ -153,7 +154,7 @@ impl<C> Conditions<C> {
     /// The prediction of a step: `predict` computes it under one condition, in buffers that the next call overwrites.
     ///
     /// # Errors
-    /// Those of `predict`, and of the device.
+    /// Errors of `predict`, and of the device.
     pub(crate) fn predict<'a>(
         &'a self,
         mut predict: impl FnMut(&C) -> Result<&'a Tensor, StageError>,
@@ -173,18 +174,18 @@ impl<C> Conditions<C> {
     }
 }
 
-/// What a step predicts, valid until the next one: the combination of what the transformer gives under each condition,
+/// The prediction of a step, valid until the next one: the combination of the transformer's outputs under each condition,
 /// `[1, tokens, width]` in its dtype.
 pub(crate) struct Prediction<'a> {
     prompt: &'a Tensor,
-    /// 1, or -1 where the velocity is the negative.
+    /// Factor of the prediction: 1, or -1 where the velocity is its negative.
     by: f64,
-    /// Under the negative prompt, and the scale of the difference.
+    /// The prediction under the negative prompt, and the scale of the difference.
     negative: Option<(&'a Tensor, f64)>,
 }
 
 impl<'a> Prediction<'a> {
-    /// Of one condition alone.
+    /// The prediction under one condition alone.
     pub(crate) fn of(prompt: &'a Tensor) -> Prediction<'a> {
         Prediction {
             prompt,
@@ -193,14 +194,14 @@ impl<'a> Prediction<'a> {
         }
     }
 
-    /// The same of a transformer that predicts from noise to picture: the velocity of the schedule is the negative of that.
+    /// The negated prediction, for a transformer that predicts from noise to picture: the velocity of the schedule is the negative of that.
     pub(crate) fn negated(self) -> Self {
         let by = -self.by;
         Prediction { by, ..self }
     }
 
-    /// Adds the prediction times `by` to the latent. Of two conditions these are two additions, so the combination needs no
-    /// buffer of its own.
+    /// Adds the prediction times `by` to the latent. With two conditions these are two additions, so the combination needs no
+    /// separate buffer.
     fn add_to(
         &self,
         latent: &Tensor,
@@ -234,11 +235,11 @@ impl<'a> Prediction<'a> {
 pub(crate) struct SampledLatent {
     /// f32, on the device.
     latent: Tensor,
-    /// The same in the dtype of the transformer, which reads it. A tensor of its own, since both are written.
+    /// The latent in the dtype of the transformer, which reads it. A separate tensor, since both are written.
     seen: Tensor,
-    /// What a mask keeps of it.
+    /// The unmasked part of the latent.
     kept: Option<Kept>,
-    /// Of all steps that are run, and the final 0.
+    /// The sigmas of all steps that are run, and the final 0.
     sigmas: Vec<f32>,
     finite: Finite,
 }
@@ -269,7 +270,7 @@ impl SampledLatent {
         self.sigmas.len().saturating_sub(1)
     }
 
-    /// What the transformer reads.
+    /// The latent in the dtype of the transformer, which reads it.
     pub(crate) fn seen(&self) -> &Tensor {
         &self.seen
     }
@@ -308,7 +309,7 @@ impl SampledLatent {
         Ok(())
     }
 
-    /// Goes on with another latent, f32 in host memory.
+    /// Continues with another latent, f32 in host memory.
     ///
     /// # Errors
     /// Errors of the device.
@@ -319,7 +320,8 @@ impl SampledLatent {
         Ok(())
     }
 
-    /// The latent that sampling ends with if the velocity of the step that was just made is right to the end, in host memory.
+    /// The latent at the end of sampling, f32 in host memory, if the velocity of the step that was just made stays the same to
+    /// the end.
     ///
     /// # Errors
     /// Errors of the device.

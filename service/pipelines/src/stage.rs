@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::tensors::from_host;
 use crate::{HostTensor, Model, Observer, StageError, StageRun, Values};
 
-/// A stage of one request, by a family's model.
+/// A stage of one request, with a family's model.
 pub(crate) struct Stage<'a, M> {
     pub(crate) model: &'a M,
     /// Inputs of the stage.
@@ -23,7 +23,7 @@ impl<'a, M: Model> Stage<'a, M> {
         }
     }
 
-    /// The dtype that the model computes in, and the device.
+    /// The dtype and the device in which the model computes.
     pub(crate) fn on(&self) -> (DType, &'a Device) {
         (self.model.parts().components.dtype(), self.run.device)
     }
@@ -40,7 +40,7 @@ impl<'a, M: Model> Stage<'a, M> {
     }
 }
 
-/// What a stage gives that gives one value.
+/// The values of a stage that returns one value.
 pub(crate) fn named(name: &str, value: HostTensor) -> Values {
     Values::from([(name.to_owned(), value)])
 }

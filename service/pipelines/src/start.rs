@@ -14,11 +14,11 @@ pub(crate) struct Start {
     pub(crate) sigmas: Vec<f32>,
     /// f32, in host memory.
     pub(crate) latent: Tensor,
-    /// What a mask keeps; `None` without one.
+    /// The unmasked part of the latent; `None` without a mask.
     pub(crate) kept: Option<Kept>,
 }
 
-/// The part of a latent that a mask keeps: as diffusers' inpainting pipelines, a cell of the latent changes if the top left
+/// The unmasked part of a latent: as in diffusers' inpainting pipelines, a cell of the latent changes if the top left
 /// of its pixels does. All f32, in host memory.
 #[derive(Debug)]
 pub(crate) struct Kept {
@@ -31,10 +31,10 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// The same with every tensor rearranged.
+    /// The unmasked part with every tensor rearranged.
     ///
     /// # Errors
-    /// Those of `arrange`.
+    /// Errors of `arrange`.
     pub(crate) fn arranged(
         &self,
         arrange: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
@@ -46,7 +46,7 @@ impl Kept {
         })
     }
 
-    /// The latent after a step to `sigma`, with what is kept as it is at that noise.
+    /// The latent after a step to `sigma`, with the unmasked part at that noise.
     ///
     /// # Errors
     /// When shapes do not match.
@@ -78,10 +78,10 @@ fn cells(mask: &Mask, shape: &[usize]) -> candle_core::Result<Tensor> {
         .contiguous()
 }
 
-/// The least grey of a mask that changes.
+/// The least grey of a mask's pixel that changes.
 pub(crate) const CHANGES: u8 = 128;
 
-/// Whether a request starts from a latent, encoded or given, rather than from noise alone.
+/// Whether a request starts from a latent, encoded or supplied by the client, rather than from noise alone.
 pub(crate) fn is_from_latent(request: &Request) -> bool {
     request.medium.has_start() || request.from_values
 }
@@ -95,10 +95,10 @@ pub(crate) fn steps_run(request: &Request) -> u32 {
     request.steps.saturating_sub(first)
 }
 
-/// The initial noise of a request, mixed with a latent of the same shape if there is one: an encoded picture, or a
-/// latent from the client. `get_timesteps` and `prepare_latents` of diffusers' image to image pipelines. `sigmas` are
-/// those of all steps, with the final zero. So many draws of other stages are before that of the start. Computed in host
-/// memory: a card would have to load kernels for it.
+/// The initial noise of a request, mixed with a latent of the same shape if there is one: an encoded picture, or a latent from
+/// the client. `get_timesteps` and `prepare_latents` of diffusers' image to image pipelines. `sigmas` are those of all steps,
+/// with the final zero. `draws_before` draws of other stages precede that of the start, if there is one, and that of the noise.
+/// Computed in host memory: a card would have to load kernels for it.
 ///
 /// # Errors
 /// [`StageError::BadInput`] if the strength leaves no step.

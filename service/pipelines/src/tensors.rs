@@ -31,14 +31,14 @@ pub(crate) fn to_host(tensor: &Tensor) -> Result<HostTensor, StageError> {
 
 fn bytes<T: Copy, const N: usize>(numbers: &[T], to_bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
     let mut bytes = vec![0; N * numbers.len()];
-    // Over whole slices, which compiles to one copy: what a section of a film leaves has 61 MB.
+    // Over whole slices, which compiles to one copy: the frames that a section leaves for the next have 61 MB.
     for (place, &number) in bytes.as_chunks_mut::<N>().0.iter_mut().zip(numbers) {
         *place = to_bytes(number);
     }
     bytes
 }
 
-/// Copies a host tensor to a card, in `dtype`. It may come from a client, so it is validated.
+/// Copies a host tensor to a card, in `dtype`. The tensor may come from a client, so it is validated.
 pub(crate) fn from_host(
     tensor: &HostTensor,
     name: &str,

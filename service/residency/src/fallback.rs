@@ -6,10 +6,10 @@ use crate::ledger::Ledger;
 use crate::nouns::{Bytes, Millis, StageNeed};
 use crate::plan::{Move, Policy, Verdict, WaitCause, plan};
 
-/// The same request with smaller demands.
+/// The request with smaller demands.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alternative<C> {
-    /// What differs from the request, in the caller's words.
+    /// The difference from the request, in the caller's words.
     pub change: C,
     /// Closeness to the original request; higher is closer.
     pub fidelity: u32,
@@ -29,7 +29,7 @@ pub enum Fits {
 /// An alternative that would run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fallback<C> {
-    /// What differs from the request.
+    /// The difference from the request.
     pub change: C,
     /// The largest peak among its stages.
     pub peak: Bytes,
@@ -40,7 +40,7 @@ pub struct Fallback<C> {
 }
 
 /// The alternatives that would run on this card, the closest first. Alternatives that need foreign or reserved memory
-/// to come free are left out.
+/// to be released are left out.
 pub fn fallbacks<C: Clone>(
     ledger: &Ledger,
     alternatives: &[Alternative<C>],

@@ -3,7 +3,7 @@
 //! Two sources feed it. *Bookings* (loads, evictions, leases) move bytes between accounts at once, pessimistically:
 //! bytes about to be allocated count as allocated, bytes being freed count as gone until the driver shows them as
 //! free. *Reconciling* replaces the accounts by the driver's figures: bookings that the driver does not show yet stay
-//! subtracted from what is free, and bytes that no booking explains become `foreign` or `unexplained`.
+//! subtracted from the free bytes, and bytes that no booking explains become `foreign` or `unexplained`.
 
 mod claims;
 mod moves;
@@ -32,7 +32,7 @@ pub struct Accounts {
     pub scratch: Bytes,
     /// Reserved by our pools and unused. Activations can use it at once, components after a trim.
     pub slack: Bytes,
-    /// Workspaces of libraries, and what granularity adds to component pools.
+    /// Workspaces of libraries, and the padding of component pools to the driver's granularity.
     pub workspaces: Bytes,
     /// Fixed cost of the process's context on the card.
     pub context: Bytes,
@@ -44,7 +44,7 @@ pub struct Accounts {
     pub free: Bytes,
 }
 
-/// All accounts of a card at one moment, with what they add up to.
+/// All accounts of a card at one moment, with their sums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemorySummary {
     /// Capacity of the card: the sum of the accounts.
@@ -206,7 +206,7 @@ impl Ledger {
     }
 
     /// The most that a stage can have: the card less context, workspaces, headroom and leaked bytes. Pins are not
-    /// subtracted, as a stage may need what is pinned.
+    /// subtracted, as a stage may need pinned components.
     pub fn capacity(&self) -> Bytes {
         let lost = self.book.unexplained - self.late;
         self.total - self.book.context - self.book.workspaces - self.headroom - lost

@@ -4,10 +4,10 @@
 //! - [`Ledger`]: double entry. Every byte of the card is in exactly one account, and the driver's figures are
 //!   authoritative: moves and leases *book*, [`Ledger::reconcile`] replaces the accounts by the driver's figures.
 //! - [`plan()`]: which [`Move`]s make room for a stage ([`Verdict::Run`]), which claim it has to wait for
-//!   ([`Verdict::Wait`]), or that the card is too small ([`Verdict::Never`]). Beside it [`plan_low_memory`] for
+//!   ([`Verdict::Wait`]), or that the card is too small ([`Verdict::Never`]). Further plans: [`plan_low_memory`] for
 //!   requests that accept a shortage, [`make_room`] for other programs, [`should_trim`] for the janitor.
 //! - [`ScratchBook`]: learned scratch peaks. [`Wait`]: wait budgets as a state. [`fallbacks`]: alternatives that
-//!   would fit. [`predicted_move_seconds`]: what placement on one of several cards is compared by.
+//!   would fit. [`predicted_move_seconds`]: the cost by which a stage is placed on one of several cards.
 //!
 //! # Terms
 //! A *component* is loaded, leased, pinned and evicted as one. A *stage* needs components and *scratch* (activation

@@ -89,7 +89,7 @@ impl Millis {
         Millis(self.0.saturating_add(milliseconds))
     }
 
-    /// Milliseconds since `earlier`; zero if `earlier` lies ahead.
+    /// Milliseconds since `earlier`; zero if `earlier` is later.
     pub fn since(self, earlier: Millis) -> u64 {
         self.0.saturating_sub(earlier.0)
     }
@@ -114,7 +114,7 @@ impl fmt::Display for ComponentId {
     }
 }
 
-/// The unit of residence: what is loaded, leased, pinned and evicted as one.
+/// The unit of residence: it is loaded, leased, pinned and evicted as a whole.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Component {
     pub id: ComponentId,
@@ -126,7 +126,7 @@ pub struct Component {
     pub reload_seconds: f64,
 }
 
-/// What one stage of a job needs on the card while it runs.
+/// The needs of one stage of a job on the card while it runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StageNeed {
     /// Stage name: `encode_text`, `encode_image`, `denoise`, `decode`, or `load` for a plain load.
@@ -137,12 +137,12 @@ pub struct StageNeed {
     pub scratch: Bytes,
     /// Bytes of the card that stay free while it runs, if the job asks for more than the card's own headroom.
     pub headroom: Bytes,
-    /// Components that later stages of the job need: they leave last, since they would have to come back at once.
+    /// Components that later stages of the job need: they are evicted last, since they would be reloaded at once.
     pub later: Vec<ComponentId>,
 }
 
 impl StageNeed {
-    /// Bytes of components and scratch: what the card must hold at the stage's peak.
+    /// Bytes of components and scratch: the stage's peak on the card.
     pub fn peak(&self) -> Bytes {
         self.components.iter().map(|c| c.bytes).sum::<Bytes>() + self.scratch
     }
@@ -170,7 +170,7 @@ pub struct DriverTruth {
     pub scratch: Bytes,
     /// Reserved by our pools and unused: can be allocated without asking the driver.
     pub slack: Bytes,
-    /// Workspaces of libraries, and what granularity adds to component pools.
+    /// Workspaces of libraries, and the padding of component pools to the driver's granularity.
     pub workspaces: Bytes,
     /// The context itself: code, stacks, fixed cost of the process on the card.
     pub context: Bytes,
@@ -179,8 +179,8 @@ pub struct DriverTruth {
 }
 
 impl DriverTruth {
-    /// The figures of a card of which we may have `limit` bytes at the most: memory beyond does not exist for us. Other
-    /// processes count as far as they take what we may have.
+    /// The figures of a card of which the service may use at most `limit` bytes: memory beyond the limit is left out. Memory of
+    /// other processes counts only as far as it reduces these bytes.
     #[must_use]
     pub fn limited_to(mut self, limit: Bytes) -> DriverTruth {
         let own = self.components + self.scratch + self.slack + self.workspaces + self.context;

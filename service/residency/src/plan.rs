@@ -20,11 +20,11 @@ const TRIM_SECONDS: f64 = 0.005;
 pub enum Move {
     Evict(Component),
     Load(Component),
-    /// Give slack back to the driver, so that component pools can allocate it.
+    /// Return slack to the driver, so that component pools can allocate it.
     Trim,
 }
 
-/// How much that a stage does not need may stay resident while it runs.
+/// How much memory that a stage does not need may stay resident while it runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Policy {
@@ -36,7 +36,7 @@ pub enum Policy {
     Exclusive,
 }
 
-/// What a stage waits for.
+/// The reason for which a stage waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WaitCause {
@@ -59,7 +59,7 @@ pub enum Verdict {
         /// Evictions, then a trim if one is needed, then loads.
         moves: Vec<Move>,
     },
-    /// The stage does not fit now, and would if claimed memory came free.
+    /// The stage does not fit now, and would if claimed memory were released.
     Wait {
         /// Bytes missing after all idle components are evicted. Zero where a needed component is still loading.
         short: Bytes,
@@ -193,7 +193,7 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// The supply, from one pass over the ledger: what is evictable and what is not.
+/// The supply, from one pass over the ledger: the components that can be evicted, and the bytes that cannot.
 struct Survey<'a> {
     ledger: &'a Ledger,
     idle: Vec<&'a Resident>,
@@ -301,8 +301,8 @@ impl<'a> Survey<'a> {
         moves
     }
 
-    /// Components to evict: those that the policy requires, then the cheapest to reload until enough is free, those that the
-    /// job itself needs later behind all others, less those that later choices made unnecessary.
+    /// Components to evict: first those that the policy requires, then the cheapest to reload until enough is free. Components
+    /// that the job itself needs later come last. Evictions that later choices made unnecessary are left out.
     fn victims(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<&'a Resident> {
         let missing = self.missing(ask);
         let large = large_from(self.ledger.total());

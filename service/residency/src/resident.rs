@@ -7,7 +7,7 @@ use crate::nouns::{Component, Millis};
 /// Half-life, in milliseconds, of the weight of earlier uses in [`Resident::heat`].
 pub const HEAT_HALF_LIFE_MS: u64 = 600_000;
 
-/// Where a component is between absent and resident.
+/// The state of a component between absent and resident.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResidentState {

@@ -23,7 +23,7 @@ pub struct ScratchKey {
     pub stage: String,
     /// Batch, pixels, frames, tokens, chunking, in the family's notation.
     pub shape: String,
-    /// Computation dtype, and quantization where it changes what is allocated.
+    /// Computation dtype, and quantization where it changes the allocations.
     pub dtype: String,
     /// Version of the service's build.
     pub build: String,
@@ -39,9 +39,9 @@ pub enum RunOutcome {
         /// Usable bytes for scratch at its start: `Ledger::usable` just before its lease.
         room: Bytes,
     },
-    /// It failed for a reason unrelated to memory.
+    /// The stage failed for a reason unrelated to memory.
     Failed,
-    /// It was cancelled, possibly before its peak.
+    /// The stage was cancelled, possibly before its peak.
     Cancelled,
     OutOfMemory {
         /// Usable bytes for scratch at its start.

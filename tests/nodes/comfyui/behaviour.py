@@ -155,7 +155,7 @@ def test_a_model_without_true_guidance_refuses_it_by_name(
     graph.add("PreviewAudio", audio=[made, 0])
     run = comfyui.queue(graph.prompt).done()
     assert run.status == "error"
-    assert re.search(r"negative_prompt is not read .*true_guidance is not read", run.error, re.I)
+    assert re.search(r"negative_prompt is not taken .*true_guidance is not taken", run.error, re.I)
     assert run.texts(made)[-1] in run.error
 
 

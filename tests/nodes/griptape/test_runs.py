@@ -190,8 +190,8 @@ def test_a_model_without_true_guidance_refuses_it_by_name(connected: Headless) -
     model = connected.do(connected.node("DiffusionModel", model="moored/demo-sound"))
     connected.do(connected.connect(model, "model_handle", node, "model"))
     sentence = fails(connected, node)
-    assert "negative_prompt is not read" in sentence
-    assert "true_guidance is not read" in sentence
+    assert "negative_prompt is not taken" in sentence
+    assert "true_guidance is not taken" in sentence
 
 
 def test_what_is_seldom_set_is_in_a_folded_group(nowhere: Headless) -> None:

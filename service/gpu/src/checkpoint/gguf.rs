@@ -52,7 +52,7 @@ pub(super) fn read(file: &mut File, size: u64) -> Result<FileHeader, Problem> {
         position: 0,
         size,
     };
-    header.skip(4)?; // the magic, which brought us here
+    header.skip(4)?; // the magic, by which the caller recognized the format
     let version = header.u32()?;
     match version {
         2 | 3 => {}
@@ -372,7 +372,7 @@ impl TensorInfo {
     }
 }
 
-/// The part of the file behind the header.
+/// The part of the file after the header.
 struct GgufData {
     start: u64,
     /// Bytes of the whole file. A file without tensors may end before `start`.

@@ -48,7 +48,7 @@ impl TensorEntry {
     }
 
     /// `count` rows of the first dimension, from row `first` on, as an entry: a slice of a fused weight. `None` if
-    /// the tensor is a scalar, does not have so many rows, or is stored in blocks that cross the end of a row.
+    /// the tensor is a scalar, has fewer rows, or is stored in blocks that cross the end of a row.
     pub fn rows(&self, first: usize, count: usize) -> Option<TensorEntry> {
         let (rows, rest) = self.shape.split_first()?;
         if first.checked_add(count)? > *rows {
@@ -89,9 +89,9 @@ impl CheckpointFile {
     /// executed.
     ///
     /// # Errors
-    /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Incomplete`] if it is truncated, or only stands for a
-    /// file, [`LoadError::Damaged`] if its header contradicts itself or the file, [`LoadError::UnsupportedTensor`] if a tensor is stored in a type that this
-    /// build cannot read, [`LoadError::Unsupported`] if a pickle is more than a state dict.
+    /// [`LoadError::Io`] if it cannot be opened or read, [`LoadError::Incomplete`] if it is truncated or a placeholder for a
+    /// file, [`LoadError::Damaged`] if its header contradicts itself or the file, [`LoadError::UnsupportedTensor`] if a tensor
+    /// is stored in a type that this build cannot read, [`LoadError::Unsupported`] if a pickle is more than a state dict.
     pub fn open(path: &Path) -> Result<CheckpointFile, LoadError> {
         let io = |source| LoadError::Io {
             file: path.to_owned(),
@@ -158,7 +158,7 @@ impl CheckpointFile {
 /// A problem before it is attributed to a file.
 enum Problem {
     Damaged(String),
-    /// The file ends early, or is not there itself.
+    /// The file ends early, or is a placeholder for a file.
     Incomplete(String),
     Unsupported(String),
     UnsupportedTensor {

@@ -1,4 +1,4 @@
-//! What people have in place of a checkpoint's file, by its first bytes: each is told with what to do.
+//! Files that people have in place of a checkpoint, recognized by their first bytes. Each message says what to do.
 
 use super::{MAX_HEADER_BYTES, Problem};
 
@@ -17,7 +17,7 @@ const PACKED: [(&[u8], &str); 5] = [
     (b"\xfd7zXZ", "xz"),
 ];
 
-/// What to tell of a file that begins as a pointer of git-lfs does, of whatever kind the file is that it stands for.
+/// What to do about a file that begins as a pointer of git-lfs, whatever kind of file it replaces; `None` if it is no pointer.
 pub fn git_lfs_pointer(beginning: &[u8]) -> Option<&'static str> {
     beginning
         .starts_with(b"version https://git-lfs.github.com/spec/")
@@ -59,7 +59,7 @@ pub(super) fn problem(beginning: &[u8]) -> Option<Problem> {
     )))
 }
 
-/// The beginning as text; `None` if it is none, or if it is short enough to be the header of a checkpoint.
+/// The beginning as text; `None` if it is no text, or if it is short enough to be the header of a checkpoint.
 fn text(beginning: &[u8]) -> Option<&str> {
     let magic = *beginning.first_chunk::<8>()?;
     if magic.starts_with(b"GGUF") || magic.starts_with(b"PK") || u64::from_le_bytes(magic) <= MAX_HEADER_BYTES

@@ -22,13 +22,13 @@ use crate::load::ByteRange;
 /// Maximum length of a pickle in bytes. A state dict takes some 100 per tensor.
 const MAX_PICKLE_BYTES: u64 = 32 << 20;
 
-/// Maximum length in bytes of an archive's directory and what follows it. A storage takes some 100.
+/// Maximum length in bytes of an archive's directory and the records after it. A storage takes some 100.
 const MAX_DIRECTORY_BYTES: u64 = 16 << 20;
 
 /// Minimum bytes of an entry in the directory.
 const MIN_ENTRY_BYTES: u64 = 46;
 
-/// Maximum length of the comment behind an archive's end record.
+/// Maximum length of the comment after an archive's end record.
 const MAX_COMMENT_BYTES: u64 = 0xFFFF;
 
 /// Keys under which training scripts nest the state dict, in the order of lookup.

@@ -15,8 +15,8 @@ use crate::load::{ByteRange, Stored};
 /// Length in bytes of the header's length prefix.
 const PREFIX: u64 = 8;
 
-/// Most tensors of one file: the largest checkpoints have a tenth of it, and each costs time and memory before anything
-/// can be said of the file.
+/// Most tensors of one file. The largest checkpoints have a tenth of it. Each tensor costs time and memory before the file can
+/// be judged.
 const MOST_TENSORS: usize = 200_000;
 
 /// Reads and checks the header of a file of `size` bytes.
@@ -71,7 +71,7 @@ fn header_length(file: &mut File, size: u64) -> Result<u64, Problem> {
     Ok(length)
 }
 
-/// The part of the file behind the header.
+/// The part of the file after the header.
 struct SafetensorsData {
     start: u64,
     length: u64,

@@ -33,7 +33,7 @@ use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory
 use quantize::Kernels;
 use staging::{Allocation, PinnedRing, Staging};
 
-/// cuBLAS allocates a hidden workspace unless it is given one. This is its size on compute capability 9; older cards
+/// cuBLAS allocates a hidden workspace unless the caller sets one. This is its size on compute capability 9; older cards
 /// need less and lose nothing.
 const CUBLAS_WORKSPACE: Bytes = Bytes::mib(32);
 
@@ -63,7 +63,7 @@ pub(crate) struct CudaCard {
     context_bytes: Bytes,
     /// Bytes used by the activation pool when the current stage began.
     stage_baseline: Bytes,
-    /// The most of the card's memory that we take.
+    /// Maximum bytes of the card's memory that the service uses.
     limit: Option<Bytes>,
     faults: FaultSchedule,
     /// Set once the card is lost; nothing of it may be touched then. cudarc reports an error once and looks healthy
@@ -127,7 +127,7 @@ impl Libraries {
     }
 }
 
-/// Makes the libraries load what every stage needs, so that the context has its final size from the start. Uses no
+/// Makes the libraries load the modules that every stage needs, so that the context has its final size from the start. Uses no
 /// kernel of the tensor library: the driver would compile its module, which takes seconds on a new machine.
 fn warm_up(device: &Device, dtype: DType) -> candle_core::Result<()> {
     let ones = Tensor::ones((64, 64), dtype, &Device::Cpu)?.to_device(device)?;
@@ -362,7 +362,7 @@ impl Gpu for CudaCard {
             components: pools.components,
             scratch: pools.scratch,
             slack: pools.scratch_reserved - pools.scratch,
-            // The driver's granularity: what a component's pool reserves beyond its tensors is unusable by others.
+            // The driver's granularity: bytes that a component's pool reserves beyond its tensors are unusable by others.
             workspaces: pools.workspaces + (pools.components_reserved - pools.components),
             context,
             holders: self.nvml.holders(besides - context),
@@ -392,7 +392,7 @@ impl Gpu for CudaCard {
         let booked = plan.bytes();
         let files = reader::open(sources)?;
         reader::report_progress(progress, Bytes::ZERO, booked)?;
-        // Temporary memory of this load, out of the planned headroom: a load that quantizes works with what is free.
+        // Temporary memory of this load, out of the planned headroom: a load that quantizes works with the free memory.
         let needed = booked + self.staging.min_workspace(sources)?;
         let (free, _) = self.driver_memory().map_err(gone)?;
         if needed > free {
@@ -457,7 +457,7 @@ impl Gpu for CudaCard {
         let read = crate::cpu::read_on_host(plan, progress)?;
         let context = &self.context;
         let pin = |begin: *const u8, bytes: usize| {
-            // SAFETY: the memory is that of the tensors, which are dropped after what pins it.
+            // SAFETY: the memory is that of the tensors, which are dropped after the guard that pins it.
             let pinned = unsafe { PinnedInPlace::new(context, begin, bytes) };
             pinned.map(|pinned| Box::new(pinned) as Box<dyn Pinning>)
         };
@@ -638,7 +638,7 @@ fn uuid_text(uuid: &sys::CUuuid) -> String {
     format!("GPU-{a}-{b}-{c}-{d}-{e}")
 }
 
-/// Gives cuBLAS a workspace that is booked.
+/// Sets a booked workspace for cuBLAS.
 fn give_workspace(device: &CudaDevice, pool: &Pool, stream: &CudaStream) -> Result<(), GpuError> {
     let workspace = pool.allocate(CUBLAS_WORKSPACE.0, stream).map_err(|error| {
         if is_out_of_memory(error) {

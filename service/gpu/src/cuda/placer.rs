@@ -26,7 +26,7 @@ const ALIGNMENT: u64 = 512;
 /// A tensor with its memory.
 pub(super) struct Placed<'a> {
     pub(super) source: &'a TensorSource,
-    /// How it is quantized, if it is.
+    /// How the tensor is quantized; `None` if it is not.
     pub(super) making: Option<Making>,
     pub(super) place: Place,
 }
@@ -37,7 +37,7 @@ pub(super) struct Placer<'a, 'b> {
     pub(super) makings: Vec<Option<Making>>,
     pub(super) pool: &'b Pool,
     pub(super) stream: &'b CudaStream,
-    /// Recorded behind each batch, before it is sent.
+    /// Recorded after the allocations of each batch, before the batch is sent.
     pub(super) allocated: &'b CudaEvent,
     /// Each allocation is pushed as soon as it exists.
     pub(super) made: &'b mut Vec<Allocation<'a>>,
@@ -71,7 +71,7 @@ impl<'a> Placer<'a, '_> {
         Timeline::log(READING, "map memory, beside the lanes", mapping);
     }
 
-    /// Allocates one batch of `bytes`; `left` is what the load lacks before it.
+    /// Allocates one batch of `bytes`; `left` are the bytes that the load still has to allocate, this batch included.
     fn place(
         &mut self,
         batch: Vec<(&'a TensorSource, Option<Making>)>,

@@ -73,7 +73,7 @@ impl Pool {
         self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
     }
 
-    /// Resets the peak to what is allocated now.
+    /// Resets the peak to the bytes allocated now.
     pub(super) fn forget_peak(&self) -> Result<(), DriverError> {
         self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0) // the only value that it can be set to
     }
@@ -128,10 +128,10 @@ impl Drop for Pool {
     }
 }
 
-/// Frees what [`Pool::allocate`] gave, in the order of `stream`.
+/// Frees memory from [`Pool::allocate`], in the order of `stream`.
 ///
 /// # Safety
-/// The pointer is one of those, is not freed elsewhere, and its uses precede this in `stream`.
+/// The pointer is from [`Pool::allocate`], is not freed elsewhere, and its uses precede this in `stream`.
 pub(super) unsafe fn free(pointer: sys::CUdeviceptr, stream: &CudaStream) -> Result<(), DriverError> {
     // SAFETY: the caller's promise.
     unsafe { result::free_async(pointer, stream.cu_stream()) }
@@ -246,7 +246,7 @@ impl PinnedBuffer {
         debug_assert!(part.end <= self.length);
         let begin = part.start.min(self.length);
         let length = part.end.min(self.length) - begin;
-        // SAFETY: it begins within the memory, or just behind it.
+        // SAFETY: the address is within the memory, or one past its end.
         let from: *const c_void = unsafe { self.bytes.as_ptr().add(begin) }.cast();
         // SAFETY: the caller's promise; the source is ours and long enough.
         unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, length, stream.cu_stream()) }.result()
@@ -283,7 +283,7 @@ impl PinnedInPlace {
     /// Pins `bytes` bytes at an address; `None` if the driver refuses.
     ///
     /// # Safety
-    /// The memory is allocated for as long as this is.
+    /// The memory stays allocated for as long as this value exists.
     pub(super) unsafe fn new(
         context: &Arc<CudaContext>,
         begin: *const u8,

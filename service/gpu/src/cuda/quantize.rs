@@ -105,7 +105,7 @@ pub(super) struct Making {
 /// Temporary memory of one lane on the card, during a load.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LaneMemory {
-    /// As many bytes as each slot has.
+    /// Temporary memory for arriving numbers, as many bytes as each slot has.
     inputs: sys::CUdeviceptr,
     /// Absolute maxima of the nf4-double tensor that the lane works on.
     absmax: sys::CUdeviceptr,
@@ -231,7 +231,7 @@ impl Making {
 }
 
 impl WorkspaceSize {
-    /// Size for these tensors on lanes with so many slots. `None` if none of them is quantized at load.
+    /// Size for these tensors on lanes with `slots` slots. `None` if none of them is quantized at load.
     pub(super) fn of(
         makings: &[Option<Making>],
         lanes: usize,
@@ -311,7 +311,7 @@ pub(super) struct Arrived {
     pub(super) at: sys::CUdeviceptr,
     /// Index of its first number within the tensor.
     pub(super) first: usize,
-    /// Count of numbers: whole units, but for the tensor's last.
+    /// Count of numbers: whole units, except for the tensor's last.
     pub(super) count: usize,
 }
 

@@ -5,7 +5,7 @@
 //! all lanes. Nothing is pageable, nothing is pinned per load, and there is no wait per tensor: a lane waits only for
 //! the slot that it is about to fill, and the load waits once, at its end.
 //!
-//! Numbers to be quantized are copied to temporary memory of the lane on the card, and a kernel behind the copy
+//! Numbers to be quantized are copied to temporary memory of the lane on the card, and a kernel after the copy
 //! writes their codes and scales to the tensor, while the next bytes arrive.
 
 use std::collections::VecDeque;
@@ -85,8 +85,8 @@ pub(super) struct Allocation<'a> {
 
 /// Unit of work of a lane.
 enum Piece<'a> {
-    /// One slot full of data to copy, usually of several tensors. A slot per tensor would make its lane wait for the
-    /// copies of others behind a few bytes: a third of the throughput for a model with many small tensors.
+    /// One slot full of data to copy, usually of several tensors. With a slot per tensor, a lane would wait for the copies of
+    /// others after every few bytes: that costs a third of the throughput for a model with many small tensors.
     Copy(Vec<SlotPart<'a>>),
     /// Numbers to quantize: one chunk, or the whole tensor if scales must be known first.
     Make {
@@ -192,7 +192,7 @@ impl Staging {
         Bytes((slots * self.chunk) as u64)
     }
 
-    /// Minimum of temporary bytes on the card during a load of these sources, beside the tensors: those of one lane.
+    /// Minimum of temporary bytes on the card during a load of these sources, in addition to the tensors: those of one lane.
     ///
     /// # Errors
     /// [`LoadError::Unsupported`] if one of them is to be quantized in an unknown way, or does not fit the ring.
@@ -238,9 +238,9 @@ impl Staging {
             .map_err(|error| out_of_memory_or_lost(error, size.bytes() + total))
     }
 
-    /// Allocates every source from `pool` and fills it. Each allocation is pushed to `made` as soon as it exists,
-    /// whatever the outcome; when this returns, no copy and no kernel is in flight, and temporary memory is freed
-    /// (unless the card is lost). Temporary memory is at most `room`, or that of one lane.
+    /// Allocates every source from `pool` and fills it. Each allocation is pushed to `made` as soon as it exists, even if the
+    /// load fails later. When this returns, no copy and no kernel is in flight, and temporary memory is freed (unless the card
+    /// is lost). Temporary memory is at most `room`, or that of one lane.
     pub(super) fn load<'a>(
         &mut self,
         sources: &'a [TensorSource],
@@ -383,7 +383,7 @@ impl Lane {
             self.wait_for(part.place, shared.allocated)?;
             let slot = &self.slots[self.next];
             // SAFETY: `to` is in an allocation of the source's size, which is not freed before this lane's stream is
-            // synchronized; the slot is not touched before `copied`, recorded behind the copies, has completed.
+            // synchronized; the slot is not touched before `copied`, recorded after the copies, has completed.
             unsafe { slot.memory.copy_to(part.at.clone(), part.to, &self.stream) }.map_err(lost)?;
             length += part.at.len() as u64;
         }
@@ -426,7 +426,7 @@ impl Lane {
                 count: chunk.count,
             };
             // SAFETY: the lane's memory has as many bytes for this slot as the slot itself, and the work on the last copy to
-            // them is done, since `copied` is recorded behind it; otherwise as for `copy`.
+            // them is done, since `copied` is recorded after it; otherwise as for `copy`.
             unsafe { slot.memory.copy_to(bytes, arrived.at, &self.stream) }.map_err(lost)?;
             // SAFETY: the allocation has the source's size, and the chunk is one of the source; neither allocation
             // nor the lane's memory is freed before this lane's stream is synchronized.

@@ -9,7 +9,7 @@ use residency::Bytes;
 use crate::faults::{Fault, FaultAction};
 use crate::size::{SizeError, exact_bytes, parse_bytes};
 
-/// Capacity, speed and faults of a simulated card. As text: `24GiB`, then options behind commas:
+/// Capacity, speed and faults of a simulated card. As text: `24GiB`, then options after commas:
 /// `24GiB,speed=50GiB/s,lag=200ms,fail-load=3,die-at=denoise:2,hang-at=decode:1,foreign=4GiB`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimulatedSettings {
@@ -34,9 +34,9 @@ pub struct SimulatedSettings {
     pub foreign: Bytes,
     /// `world`: a file of foreign holders, read with each memory reading; see [`super::SimulatedWorld::follow`].
     pub world: Option<PathBuf>,
-    /// `fail-load`: which loads fail, and how. May be given several times.
+    /// `fail-load`: which loads fail, and how. May be repeated.
     pub fail_loads: Vec<FailLoad>,
-    /// `die-at`, `hang-at`, `lose-at`, `poison-at`, `leak-at`: faults to inject. May be given several times.
+    /// `die-at`, `hang-at`, `lose-at`, `poison-at`, `leak-at`: faults to inject. May be repeated.
     pub faults: Vec<Fault>,
     /// `die-generations`: number of generations of the card, from the first, in which faults happen, so that a
     /// restarted worker lives. Default 1; 0 for never.
@@ -59,7 +59,7 @@ pub enum LoadFailure {
     OutOfMemory,
     /// `io`: the file cannot be read.
     Io,
-    /// `damaged`: the file is not what its header says.
+    /// `damaged`: the file contradicts its header.
     Damaged,
 }
 

@@ -81,7 +81,7 @@ impl SimulatedWorld {
     }
 
     fn lock(&self) -> MutexGuard<'_, World> {
-        // A test that panicked while it held the lock left plain values behind.
+        // The values are plain: a panic of a test that holds the lock leaves none of them invalid.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -8,7 +8,7 @@ use candle_core::DType;
 use gpu::{CheckpointFile, CpuCard, CpuSettings, Gpu, LoadPlan, allocator};
 use residency::{Bytes, Component, ComponentId};
 
-/// Bookkeeping of the test harness and of the card besides what is measured.
+/// Bookkeeping of the test harness and of the card, in addition to the measured bytes.
 const NOISE: Bytes = Bytes::mib(1);
 
 fn near(found: Bytes, expected: Bytes) -> bool {

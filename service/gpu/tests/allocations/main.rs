@@ -1,4 +1,4 @@
-//! What loads and readers allocate. The allocator's counters are those of the whole process, so that one test runs at a time.
+//! The allocations of loads and readers. The allocator's counters are those of the whole process, so that one test runs at a time.
 #![allow(clippy::unwrap_used, reason = "a test, in modules of its own")]
 
 #[path = "../edits/mod.rs"]

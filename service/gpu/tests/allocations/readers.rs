@@ -115,7 +115,7 @@ fn arbitrary_files_are_read_safely() {
                 tried.fetch_add(1, Relaxed);
                 accepted.fetch_add(usize::from(check_file(&path, &bytes)), Relaxed);
             });
-        // Both outcomes must occur: otherwise the code behind the checks was not reached.
+        // Both outcomes must occur: otherwise the code after the checks was not reached.
         eprintln!(
             "{name}: {} of {} accepted",
             accepted.load(Relaxed),
@@ -123,7 +123,7 @@ fn arbitrary_files_are_read_safely() {
         );
     }
 
-    // Bytes of no file, behind each way in which one begins.
+    // Bytes of no file, after each way in which a file begins.
     let starts: [&[u8]; 4] = [
         b"",
         b"GGUF\x03\0\0\0\x01\0\0\0\0\0\0\0",

@@ -90,7 +90,7 @@ fn write_number(to: &mut Vec<u8>, x: f32, stored: Stored) {
     }
 }
 
-/// A file with the numbers of all shapes, the first behind a byte that belongs to none.
+/// A file with the numbers of all shapes, the first after a byte that belongs to none.
 fn file_of(shapes: &[&[usize]], stored: Stored) -> tempfile::NamedTempFile {
     let (mut bytes, mut random) = (vec![0], Random(0x9E37_79B9_7F4A_7C15));
     for (tensor, shape) in shapes.iter().enumerate() {
@@ -312,7 +312,7 @@ fn two_hundred_loads_in_all_formats_leak_no_byte() {
         assert_eq!(memory.components, Bytes::ZERO);
         (memory.free, memory.workspaces)
     };
-    // The first brings whatever the driver keeps for itself.
+    // The first cycle includes the memory that the driver keeps for itself.
     let (free, workspaces) = WeightFormat::MADE_AT_LOAD.map(&mut cycle)[3];
     for number in 0..200 {
         let (free_now, workspaces_now) = cycle(WeightFormat::MADE_AT_LOAD[number % 4]);

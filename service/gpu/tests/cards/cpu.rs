@@ -1,4 +1,4 @@
-//! System memory as a card: what is read, converted, refused, cancelled and given back.
+//! System memory as a card: what is read, converted, refused, cancelled and returned.
 
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -183,7 +183,7 @@ fn ranges_are_concatenated_in_order() {
     assert_eq!(tensor.to_vec1::<f32>().unwrap(), [4.0, 5.0, 0.0, 1.0]);
 }
 
-/// A tensor of several reads, with every number telling its place.
+/// A tensor of several reads, in which every number encodes its place.
 #[test]
 fn tensors_of_several_reads_are_complete() {
     let count = 9_000_001;

@@ -36,7 +36,7 @@ fn holders(foreign_gib: u64, processes: &[CardProcess]) -> Vec<Holder> {
 }
 
 #[test]
-fn processes_are_named_with_what_they_hold_and_the_largest_comes_first() {
+fn processes_are_named_with_their_bytes_and_the_largest_comes_first() {
     let listed = [process(7, 2), process(OWN, 30), process(8, 5)];
     assert_eq!(
         holders(7, &listed),

@@ -185,7 +185,7 @@ fn a_copy_of_another_plan_is_refused() {
     assert!(changed(&|s| s[6].name = "other".to_owned()).contains("other tensors are quantized"));
     assert!(changed(&|s| s[1].shape = vec![1, 17]).contains("tensor bias is Bf16 [17]"));
     assert!(changed(&|s| s[1].target = Target::Full(DType::F16)).contains("F16 [17] is needed"));
-    // Neither the number of bytes nor the number of rows tells these apart.
+    // Neither the number of bytes nor the number of rows distinguishes these.
     assert!(changed(&|s| s[4].target = Target::Quantized("fp8".parse().unwrap())).contains("format"));
     assert!(changed(&|s| s[6].shape = vec![37, 331, 3]).contains("other tensors"));
     assert!(changed(&|s| drop(s.pop())).contains("other tensors"));
@@ -263,7 +263,7 @@ fn a_failed_copy_leaves_the_previous_one_in_place() {
     keep(&plan, &checkpoint.copy(), &always).unwrap();
     let before = std::fs::read(checkpoint.copy()).unwrap();
 
-    // A number that is not finite, far behind in the file.
+    // A number that is not finite, near the end of the file.
     let mut file = OpenOptions::new().write(true).open(&*checkpoint.file).unwrap();
     file.seek(SeekFrom::Start(2 * 36_000)).unwrap();
     file.write_all(&bf16::NAN.to_le_bytes()).unwrap();

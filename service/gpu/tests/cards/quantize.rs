@@ -233,7 +233,7 @@ fn weights() -> impl Strategy<Value = ((usize, usize), Vec<f32>)> {
     shape.prop_flat_map(|(rows, columns)| (Just((rows, columns)), numbers(rows * columns)))
 }
 
-/// How far a number may be from what its code means, by the arithmetic of the format.
+/// The largest distance of a number from the value of its code, by the arithmetic of the format.
 fn bound(format: WeightFormat, shape: (usize, usize), bytes: &[u8], numbers: &[f32], i: usize) -> f64 {
     let row = |i: usize| &numbers[i / shape.1 * shape.1..][..shape.1];
     let first = i / NF4_BLOCK * NF4_BLOCK;
@@ -263,8 +263,8 @@ fn bound(format: WeightFormat, shape: (usize, usize), bytes: &[u8], numbers: &[f
     }
 }
 
-/// The distance of nested absolute maxima from what their codes mean: half of the widest gap of their table, between
-/// 0.9648 and 1, or -0.993 which stands for all down to -1.
+/// The largest distance of nested absolute maxima from the values of their codes: half of the widest gap of their table,
+/// between 0.9648 and 1, or -0.993, the value for all numbers down to -1.
 fn nested_bound(nested: f32, offset: f32) -> f64 {
     let size = f64::from(nested.abs()) + f64::from(offset.abs());
     f64::from(nested) * 0.0072 + size * 4.0 * f64::from(f32::EPSILON) + f64::from(f32::from_bits(8))
@@ -395,7 +395,7 @@ fn e4m3_encodes_its_own_values_exactly_and_rounds_ties_to_even() {
         };
         let middle = (value + next) / 2.0;
         let values = [value, middle, middle.next_up(), middle.next_down()].map(|x| x.clamp(-448.0, 448.0));
-        // A 448 beside them makes the scale 1.
+        // A 448 among them makes the scale 1.
         let bytes = quantize(FP8, &[&[448.0][..], &values].concat(), 1, 5).unwrap();
         let codes = part(&bytes, FP8, (1, 5), WeightPart::Codes);
         assert_eq!(f32s(&bytes[..4]), [1.0]);
@@ -502,7 +502,7 @@ fn weight_of(count: usize) -> Vec<f32> {
 
 #[test]
 fn a_load_quantizes_and_reports_its_progress() {
-    // The last: rows that are longer than what is quantized at a time.
+    // The last: rows that are longer than one chunk of the quantization.
     for shape in [
         &[][..],
         &[5],

@@ -81,7 +81,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Compares a file with what its writer was given.
+/// Compares a file with the tensors passed to its writer.
 fn compare(name: &str) -> CheckpointFile {
     let expected: BTreeMap<String, BTreeMap<String, Value>> =
         serde_json::from_slice(&fixture_bytes("expected.json")).unwrap();
@@ -243,7 +243,7 @@ fn truncated_files_are_refused() {
         let bytes = fixture_bytes(name);
         for length in 0..bytes.len() {
             if name == "tiny.gguf" && length + 32 > bytes.len() {
-                // The writer pads behind the last tensor too, and the padding may be missing.
+                // The writer pads after the last tensor too, and the padding may be missing.
                 continue;
             }
             match open_bytes(&bytes[..length]) {
@@ -523,7 +523,7 @@ fn tensors_that_exceed_their_storage_are_refused() {
         (entry.shape.as_slice(), entry.range.length),
         ([2, 2].as_slice(), 16)
     );
-    // A dimension of 1 may have any stride; what is empty has none.
+    // A dimension of 1 may have any stride; an empty tensor has no strides.
     assert!(open_bytes(&with_tensor(0, &[1, 6], &[77, 1], 6)).is_ok());
     assert!(open_bytes(&with_tensor(0, &[0, 6], &[77, 77], 6)).is_ok());
 

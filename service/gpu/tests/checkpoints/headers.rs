@@ -7,7 +7,7 @@ use gpu::{CheckpointFile, FileStamp, LoadError, Stored};
 use proptest::prelude::*;
 use safetensors::tensor::{Dtype, TensorView, serialize};
 
-/// Writes length, header and data as given, valid or not.
+/// Writes length, header and data as passed, valid or not.
 fn raw_file(length: u64, header: &[u8], data: &[u8]) -> tempfile::NamedTempFile {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&length.to_le_bytes()).unwrap();

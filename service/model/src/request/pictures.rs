@@ -1,10 +1,10 @@
-//! The pictures of a request: one walk over the fields that have them.
+//! The pictures of a request, in one list of the fields that have them.
 
 use bytes::Bytes;
 
 use super::{Image, InitImage, Medium};
 
-/// Where a request has a picture.
+/// The fields of a request that hold a picture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PictureSlot {
     /// The picture to start from.
@@ -32,12 +32,12 @@ pub struct PictureMut<'a> {
     pub slot: PictureSlot,
     pub width: &'a mut u32,
     pub height: &'a mut u32,
-    /// As in [`Picture`].
+    /// The data of [`Picture`], to be changed.
     pub data: &'a mut Bytes,
 }
 
 impl Picture<'_> {
-    /// Bytes of its data, all there.
+    /// Bytes of its data when complete.
     pub fn whole_bytes(&self) -> u64 {
         let channels = match self.slot {
             PictureSlot::Mask => 1,
@@ -66,7 +66,7 @@ fn rgb_mut(slot: PictureSlot, image: &mut InitImage) -> PictureMut<'_> {
 
 /// The fields of a picture's request are all named here, so that a new one is not forgotten.
 impl Medium {
-    /// Its pictures.
+    /// The pictures of the medium.
     pub fn pictures(&self) -> Vec<Picture<'_>> {
         let image = match self {
             Medium::Image(image) => image,

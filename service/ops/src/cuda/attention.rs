@@ -147,7 +147,7 @@ fn by_parts(
             unused: 0,
         };
         let grid = ((count * row / UNIT).div_ceil(THREADS), 1, 1);
-        // SAFETY: the structure mirrors `softmax.cuh`. The result has so many rows of all heads, whose elements lie side by
+        // SAFETY: the structure mirrors `softmax.cuh`. The result has `count` rows of all heads, whose elements lie side by
         // side, aligned to 16 bytes; the strip and both sums are in the workspace, by the dimensions of their plans.
         unsafe { card.launch(&device.cuda_stream(), name.clone(), grid, THREADS, &arguments)? };
     }

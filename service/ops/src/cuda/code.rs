@@ -1,5 +1,5 @@
 //! Loads the code of kernels to the card before their first launch. The driver loads it lazily at the first launch,
-//! for which a stage would wait, kernel by kernel; here a thread does it while weights are loaded. Best effort: other
+//! for which a stage would wait, kernel by kernel; here a thread loads it while weights are loaded. Best effort: other
 //! kernels are loaded at their first launch.
 //!
 //! The kernels that a library launches are found by stream capture (CUDA graphs): the library enqueues the work on a
@@ -44,7 +44,7 @@ impl Recorder {
     /// Loads the code of all kernels that `queue` enqueues on the stream, none of which runs. Returns their number.
     ///
     /// # Errors
-    /// Errors of the driver. Errors of `queue` are its own concern: what it enqueued before an error is loaded.
+    /// Errors of the driver. Errors of `queue` are not returned: the work enqueued before such an error is loaded.
     pub(crate) fn load_queued(&self, queue: impl FnOnce()) -> Result<usize, DriverError> {
         self.stream.context().bind_to_thread()?;
         let raw = self.stream.cu_stream();

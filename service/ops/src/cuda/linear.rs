@@ -160,20 +160,21 @@ pub(crate) fn add_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, ou
     product.multiply(x, x.dim(candle_core::D::Minus1)?, address_of(weight)?)
 }
 
-/// When low-rank terms are computed, and what they are added to.
+/// When low-rank terms are computed, and to which numbers they are added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     NoTerms,
     /// Before the layer's product, to a copy of the weight in the scratch: of many rows, this moves fewer bytes.
     InWeight,
-    /// Before the layer's product, they are written where its result goes, and the product reads them while it computes.
+    /// Before the layer's product, they are written to its result, and the product reads them while it computes.
     TermsFirst,
-    /// Behind it, where scales are applied behind the product, and would be to the terms.
+    /// After the layer's product, where scales are applied to the finished product: terms written before it would be scaled
+    /// too.
     TermsLast,
 }
 
 impl Order {
-    /// For so many rows of a dtype.
+    /// For `tokens` rows of a dtype.
     fn of(
         layer: &LinearLayer<'_>,
         tokens: usize,
@@ -208,8 +209,8 @@ impl Order {
     }
 }
 
-/// Computes the low-rank terms of layers over the same rows, which have as many terms each, adds them to the results or
-/// (the first, unless `adds`) writes them there, and applies the activation. Terms of several layers are two batched
+/// Computes the low-rank terms of layers over the same rows; all layers have the same number of terms. Adds them to the results
+/// or (the first, unless `adds`) overwrites the results, and applies the activation. Terms of several layers are two batched
 /// products, if they have the same shapes and equal strides.
 fn add_terms(
     x: &Tensor,
@@ -240,7 +241,7 @@ fn add_terms(
     Ok(())
 }
 
-/// Adds one low-rank term to each of some results, or writes it there; `false` if this cannot be done at once, or at all.
+/// Adds one low-rank term to each of several results, or overwrites them; `false` if one batched product cannot do it.
 fn add_term(
     x: &Tensor,
     terms: &[LowRank],
@@ -288,7 +289,7 @@ fn add_term(
     if terms.len() > 1 && up.batch != 1 {
         return Ok(false);
     }
-    // Rows of `x` in matrices apart stay so: the projected rows lie behind one another.
+    // Rows of `x` in separate matrices stay separate: the projected rows of one matrix follow those of another.
     let projected = scratch.place(0, terms.len() * tokens * rank * size)?;
     let batch = terms.len().max(up.batch);
     let down = ProductShape {
@@ -367,8 +368,9 @@ fn distances<const KINDS: usize>(at: &[[u64; KINDS]], size: usize) -> Option<[us
     Some(distances)
 }
 
-/// Computes layers over the same rows in fp8, whose rows are quantized once for all, and whose terms are computed at once;
-/// returns `false`, and does nothing, where they are not multiplied in fp8, or have terms behind their products.
+/// Computes layers over the same rows in fp8. The rows are quantized once, and the terms of all layers are computed at once.
+/// Returns `false`, and does nothing, where the layers are not multiplied in fp8, or where terms are added after their
+/// products.
 pub(crate) fn linears_in_fp8(
     x: &Tensor,
     layers: &[LayerTo<'_>],
@@ -581,7 +583,7 @@ struct Layer<'a> {
     outputs: usize,
     bias: Option<&'a Tensor>,
     then: Epilogue,
-    /// Whether products are added to what the result holds.
+    /// Whether products are added to the numbers in `out`.
     adds: bool,
     out: &'a Tensor,
     scratch: &'a Scratch,
@@ -700,7 +702,7 @@ impl Layer<'_> {
                 "cuBLASLt has no algorithm for {shape:?} with scales by rows, added to low-rank terms"
             );
         }
-        // A sum of so many products of at most 448² must fit f16: it is scaled by a power of two, which loses
+        // A row's sum of products of at most 448² must fit f16: it is scaled by a power of two, which loses
         // nothing.
         let factor = if is_bf16 {
             1.0
@@ -757,13 +759,13 @@ impl Layer<'_> {
         })
     }
 
-    /// What the product is added to.
+    /// Address of the numbers to which the product is added.
     fn added(&self) -> Result<Option<u64>> {
         self.adds.then(|| address_of(self.out)).transpose()
     }
 
-    /// Writes the weights of layers of one shape with their low-rank terms, of which each has as many, behind one another
-    /// to the address `to`. `from` has the addresses of the weights; they may lie there already.
+    /// Writes the weights of layers of one shape with their low-rank terms, one layer after another, to the address `to`. All
+    /// layers have the same number of terms. `from` has the addresses of the weights; they may be at `to` already.
     fn add_to_weights(&self, layers: &[&LinearLayer<'_>], from: &[u64], to: u64) -> Result<()> {
         let Some(first) = layers.first() else {
             return Ok(());
@@ -791,7 +793,7 @@ impl Layer<'_> {
         Ok(())
     }
 
-    /// Writes weights with a low-rank term each behind one another to the address `to`, as one batched product; `false` if
+    /// Writes weights with a low-rank term each, one after another, to the address `to`, as one batched product; `false` if
     /// this cannot be done at once, or at all.
     fn add_to_weight(&self, terms: &[&LowRank], from: &[u64], to: u64) -> Result<bool> {
         let Some(first) = terms.first() else {
@@ -899,7 +901,7 @@ impl Layer<'_> {
         Ok((at, bytes_of_codes(rows, columns)))
     }
 
-    /// A part of the scratch for the codes and scales of rows, behind the first `taken` bytes.
+    /// A part of the scratch for the codes and scales of rows, after the first `taken` bytes.
     fn scratch_for_codes(&self, taken: usize, rows: usize, columns: usize) -> Result<CodesAt> {
         let codes = rows * columns;
         let scales = codes.next_multiple_of(APART);

@@ -28,7 +28,7 @@ unsafe impl DeviceRepr for ConversionArguments {}
 /// A pass from one contiguous tensor to another with as many elements.
 struct ConversionPass<'a> {
     kernel: &'static str,
-    /// The dtype of whichever of them is the map.
+    /// The dtype of the map, which is either of the tensors.
     dtype: DType,
     x: &'a Tensor,
     out: &'a Tensor,

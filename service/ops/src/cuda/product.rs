@@ -87,7 +87,7 @@ impl ProductEpilogue {
 /// How a weight is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum WeightOrder {
-    /// `[outputs, inputs]`, as that of a linear layer.
+    /// `[outputs, inputs]`, as in a linear layer.
     OutputsFirst,
     /// `[inputs, outputs]`. Not for fp8.
     InputsFirst,
@@ -107,7 +107,7 @@ pub(super) struct ProductShape {
     /// Batch stride of the weight; 0 for a shared weight.
     pub(super) weight_batch: usize,
     pub(super) bias_batch: usize,
-    /// Batch stride of what is added. Its rows are as far apart as those of the result.
+    /// Batch stride of the addend. Its rows are as far apart as those of the result.
     pub(super) added_batch: usize,
     pub(super) weight_order: WeightOrder,
     pub(super) numbers: ProductTypes,
@@ -198,7 +198,7 @@ pub(super) struct At {
     pub(super) scales: Option<(u64, u64)>,
     /// The sum is multiplied by this.
     pub(super) factor: f32,
-    /// What the product is added to, before bias and activation: the result as it is, or numbers apart from it.
+    /// Address of the addend of the product, before bias and activation: the result itself, or another matrix.
     pub(super) added: Option<u64>,
     /// Address and bytes.
     pub(super) workspace: (u64, usize),
@@ -410,7 +410,7 @@ impl ProductPlan {
         at: &At,
     ) -> std::result::Result<Option<ProductPlan>, CublasError> {
         let (operands, out) = shape.numbers.types();
-        // After an error, the drop frees what was created before it.
+        // After an error, the drop frees the objects created before it.
         let mut plan = ProductPlan {
             handle,
             product: ptr::null_mut(),

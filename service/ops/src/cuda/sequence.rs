@@ -123,7 +123,7 @@ pub(crate) fn pcm16(samples: &Tensor) -> Result<(Vec<u8>, bool)> {
         numbers: numbers as u64,
     };
     let grid = (numbers.div_ceil(THREADS), 1, 1);
-    // SAFETY: the arguments have the kernel's layout, and point to so many numbers, two bytes for each, and a flag; all
+    // SAFETY: the arguments have the kernel's layout, and point to `numbers` numbers, two bytes for each, and a flag; all
     // threads that write it write the same value. All live until this is enqueued.
     unsafe {
         Card::of(device)?.launch(
@@ -157,7 +157,7 @@ pub(crate) fn weight_scales(direction: &Tensor, length: &Tensor) -> Result<Tenso
         columns: (direction.elem_count() / rows) as u64,
     };
     let name = format!("weight_scales_{}", kernel_dtype(direction.dtype())?);
-    // SAFETY: the arguments have the kernel's layout, and point to so many rows, which live until this is enqueued; a
+    // SAFETY: the arguments have the kernel's layout, and point to `rows` rows, which live until this is enqueued; a
     // block writes the scale of its row.
     unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, (rows, 1, 1), THREADS, &arguments)? };
     Ok(scales)

@@ -119,7 +119,7 @@ impl PlanShape for AttentionShape {
 }
 
 impl AttentionShape {
-    /// How far a query attends before and behind itself; `None` where unbounded.
+    /// How far a query attends before and after itself; `None` where unbounded.
     pub(super) fn reach(&self) -> (Option<usize>, Option<usize>) {
         match self.mask {
             MaskShape::Causal => (None, Some(0)),

@@ -73,7 +73,7 @@ mod note {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Node(usize);
 
-/// Where a tensor's elements are.
+/// The place of a tensor's elements.
 #[derive(Clone, Copy)]
 enum TensorLocation {
     /// On the card, at the address with this unique id.

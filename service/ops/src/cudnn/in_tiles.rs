@@ -15,7 +15,7 @@ const WIDTH: usize = 128;
 /// Fewer keys gain less than the rest costs.
 const LEAST_KEYS: usize = 12 << 10;
 
-/// What a plan may take of the workspace; the rest of it has what is between both attentions.
+/// Most bytes of the workspace for a plan. The rest of the workspace has the results between the two attentions.
 const PLAN_BYTES: usize = 1 << 20;
 
 /// Alignment of the parts of the workspace.
@@ -26,7 +26,7 @@ const APART: usize = 256;
 pub(crate) struct InTiles {
     /// Over the keys of whole tiles.
     pub(crate) whole: AttentionShape,
-    /// Of a strip of queries over the keys behind them, to `[queries, heads, width]`.
+    /// Of a strip of queries over the keys after the whole tiles, to `[queries, heads, width]`.
     pub(crate) rest: AttentionShape,
     /// Places in the workspace, in bytes.
     pub(crate) sums_at: usize,
@@ -35,7 +35,7 @@ pub(crate) struct InTiles {
 }
 
 impl InTiles {
-    /// For a card of compute capability 9.0; `None` where it is better, or possible only, as it is.
+    /// For a card of compute capability 9.0; `None` where one attention is faster, or only one is possible.
     pub(crate) fn of(shape: &AttentionShape) -> Option<InTiles> {
         let AttentionShape {
             heads,
@@ -84,7 +84,7 @@ impl InTiles {
         })
     }
 
-    /// Whether a plan leaves the workspace to what is between both.
+    /// Whether a plan leaves room in the workspace for the results between the two attentions.
     pub(crate) fn leaves_room(workspace: usize) -> bool {
         workspace <= PLAN_BYTES
     }

@@ -186,7 +186,7 @@ impl Maker {
             .flatten()
     }
 
-    /// What plans are made of.
+    /// The shapes for which cuDNN compiles plans.
     fn planned(&self, planned: &Planned) -> Vec<Planned> {
         match planned {
             Planned::Attention(shape) => match self.in_tiles(shape) {
@@ -208,7 +208,7 @@ impl Maker {
     /// be serialized.
     ///
     /// # Errors
-    /// The reason why there is none.
+    /// The reason why the shape has no plan.
     fn plan<S: PlanShape>(&self, shape: &S, by: MadeBy) -> Outcome<(Plan, Option<Vec<u8>>)> {
         let mut timeline = Timeline::begin(by.timeline());
         let key = self.key(shape);

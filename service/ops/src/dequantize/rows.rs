@@ -36,7 +36,7 @@ impl ReadCodes for Int8<'_> {
 
 /// `code * scale`.
 pub(super) struct Fp8<'a> {
-    /// One per row, or empty for a single scale.
+    /// A scale for each row, or empty for a single scale.
     scales: &'a [u8],
     scale: f32,
     codes: &'a [u8],

@@ -287,7 +287,7 @@ fn low_rank_terms_equal_a_merged_weight_in_every_format() -> Result<()> {
                 Weight::Quantized(quantized(format, &[rows, columns], bytes))
             });
             for weight in quantized.chain([full]) {
-                // What is multiplied in fp8 on a card has its own tests, and another tolerance.
+                // Products in fp8 on a card have separate tests, and another tolerance.
                 if multiplies_fp8(device, &weight, dtype)? {
                     continue;
                 }

@@ -1,6 +1,6 @@
-//! Components of the authors' layouts: one checkpoint has all but the text encoder and the autoencoder. Sizes follow from its
-//! tensors, so that a file without configuration is known too; constants are those of the configuration or of the published
-//! models.
+//! Components of the authors' layouts: one checkpoint has all but the text encoder and the autoencoder. Sizes are read from its
+//! tensors, so that a file without configuration can be opened too. Constants are those of the configuration or of the
+//! published models.
 
 use super::checkpoint::AuthorsPlaces;
 use super::config::{ConditionConfig, LayerConfig, TokenConfig, TransformerConfig};
@@ -64,7 +64,7 @@ pub(super) fn parts_of_authors(places: &AuthorsPlaces, wanted: &Wanted) -> Resul
     })
 }
 
-/// The latents of silence, which are a file of their own.
+/// The latents of silence, which are in a separate file.
 fn silence(
     places: &AuthorsPlaces,
     condition: &ConditionConfig,
@@ -181,7 +181,7 @@ impl Sizes<'_> {
         let [_, acoustic, _] = self.shape("decoder.proj_out.1.weight")?;
         let [_, condition] = self.shape("decoder.condition_embedder.weight")?;
         let name = self.places.place.file_name().and_then(|name| name.to_str());
-        // What says nothing of it is named after it.
+        // A configuration without a version is of the model that the file's name states.
         let is_named =
             written.model_version.is_none() && name.is_some_and(|name| name.to_lowercase().contains("turbo"));
         Ok(TransformerConfig {

@@ -41,7 +41,7 @@ impl ModulationVectors<'_> {
     }
 }
 
-/// The norm in front of the next layers.
+/// The norm before the next layers.
 pub(super) struct Next {
     /// `[hidden_size]`.
     pub(super) weight: Tensor,
@@ -96,7 +96,7 @@ impl Block {
         own.chain([query, output]).chain(self.feed_forward.linears())
     }
 
-    /// The modulation in every step, `[steps, 6 hidden_size]`, from what all blocks share.
+    /// The modulation in every step, `[steps, 6 hidden_size]`, from the modulation that all blocks share.
     pub(super) fn modulate(&self, shared: &Tensor) -> Result<Tensor> {
         let own = Tensor::zeros(shared.shape(), shared.dtype(), shared.device())?;
         ops::copy_rows(shared, &own)?;
@@ -104,7 +104,7 @@ impl Block {
         Ok(own)
     }
 
-    /// What its cross attention attends to, from the embedded condition `[1, n, hidden_size]`.
+    /// Keys and values of its cross attention, from the embedded condition `[1, n, hidden_size]`.
     pub(super) fn keys_and_values(
         &self,
         condition: &Tensor,

@@ -9,15 +9,15 @@ use super::condition::LIBRARIES;
 use super::config::{LayerConfig, TransformerConfig};
 use crate::rotary::Rotations;
 
-/// Buffers of a pass over `[batch, tokens]`, reused by every layer. Queries, keys and values share memory with one half of
-/// the feed-forward, the output of attention with the other.
+/// Buffers of a pass over `[batch, tokens]`, reused by every layer. Queries, keys and values share memory with the gate of the
+/// feed-forward, and the output of attention with its raised values.
 #[derive(Debug)]
 pub(super) struct TokenBuffers {
     /// The residual stream, `[batch, tokens, hidden_size]`.
     pub(super) sum: Tensor,
     /// Normalized input of the next layers, or their output before it is added.
     pub(super) normed: Tensor,
-    /// `[batch, tokens, heads, head_dim]`, with keys and values behind them in each row.
+    /// `[batch, tokens, heads, head_dim]`, followed by keys and values in each row.
     pub(super) query: Tensor,
     pub(super) key: Tensor,
     pub(super) value: Tensor,
@@ -34,7 +34,7 @@ pub(super) struct TokenBuffers {
 pub struct StepBuffers {
     pub(super) tokens: TokenBuffers,
     pub(super) turned: Rotations,
-    /// Of each request, `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros behind the last.
+    /// Inputs of each request, `[tokens * patch, in_channels]`: source, mask and latent of each frame; zeros after the last.
     pub(super) inputs: Vec<Tensor>,
     /// `[requests, tokens, patch * channels]`.
     pub(super) output: Tensor,
@@ -47,19 +47,19 @@ fn first_width(layer: &LayerConfig) -> usize {
     (layer.queries() + 2 * layer.keys()).max(layer.intermediate_size)
 }
 
-/// Elements per token of the second: what was attended to, rounded up to whole heads, or the raised values.
+/// Elements per token of the second: attention output, rounded up to whole heads, or the raised values.
 fn second_width(layer: &LayerConfig) -> usize {
     let inner = layer.intermediate_size.next_multiple_of(layer.head_dim);
     layer.queries().max(inner)
 }
 
-/// Elements from one token to the next of queries, keys and values, and of what was attended to.
+/// Elements from one token to the next of queries, keys and values, and of attention output.
 pub(super) fn row_widths(layer: &LayerConfig) -> (usize, usize) {
     (layer.queries() + 2 * layer.keys(), second_width(layer))
 }
 
 impl TokenBuffers {
-    /// For so many tokens in each item of a batch; the residual stream in its own dtype.
+    /// For `tokens` tokens in each item of a batch; the residual stream in its own dtype.
     pub(super) fn new(
         layer: &LayerConfig,
         (batch, tokens): (usize, usize),
@@ -96,7 +96,7 @@ impl TokenBuffers {
         })
     }
 
-    /// The part of the first so many items of the batch.
+    /// The part of the first `items` items of the batch.
     pub(super) fn first(&self, items: usize) -> Result<TokenBuffers> {
         let first = |buffer: &Tensor| buffer.narrow(0, 0, items);
         Ok(TokenBuffers {
@@ -112,7 +112,7 @@ impl TokenBuffers {
         })
     }
 
-    /// Their bytes for so many tokens, without the workspace of linear layers.
+    /// Bytes of the buffers for `tokens` tokens, without the workspace of linear layers.
     pub(super) fn bytes(layer: &LayerConfig, tokens: usize, of_sum: DType, dtype: DType) -> u64 {
         let size = dtype.size_in_bytes();
         allocated(tokens * layer.hidden_size * of_sum.size_in_bytes())
@@ -122,7 +122,7 @@ impl TokenBuffers {
     }
 }
 
-/// Predicted activation bytes of `steps` steps over latents of so many frames, attending to conditions of so many tokens:
+/// Predicted activation bytes of `steps` steps over `frames` latent frames, with conditions of these token counts:
 /// the buffers, rotations, the modulation of all steps, keys and values of the conditions, the workspace of attention where
 /// cuDNN has no plan, and the reordered layers. Not included is the scratch of quantized layers ([`ops::linear_scratch`]).
 pub fn denoise_scratch(
@@ -144,8 +144,8 @@ pub fn denoise_scratch(
     request_scratch(config, frames, conditions, steps, dtype) + others as u64 + LIBRARIES
 }
 
-/// Predicted activation bytes of each request beside the first in passes over several, with modulations of so many rows: the
-/// part of [`denoise_scratch`] that each has for its own.
+/// Predicted activation bytes of each further request in passes over several requests, with modulations of `rows` rows: the
+/// part of [`denoise_scratch`] that every request has.
 pub fn request_scratch(
     config: &TransformerConfig,
     frames: usize,

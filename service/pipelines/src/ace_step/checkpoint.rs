@@ -46,14 +46,14 @@ const MARKS: [&str; 3] = [
     "null_condition_emb",
 ];
 
-/// Where the parts of a checkpoint are.
+/// The places of the parts of a checkpoint.
 pub(super) enum Places {
     /// A folder in diffusers' layout.
     Diffusers(PathBuf),
     Authors(Box<AuthorsPlaces>),
 }
 
-/// Where the parts of a checkpoint with the authors' tensors are.
+/// The places of the parts of a checkpoint with the authors' tensors.
 pub(super) struct AuthorsPlaces {
     /// The folder or the file of the model.
     pub(super) place: PathBuf,
@@ -71,7 +71,7 @@ pub(super) struct AuthorsPlaces {
 }
 
 impl Places {
-    /// The places of what a path holds; `None` if it is of another family.
+    /// The places of the model at a path; `None` if it is of another family.
     ///
     /// # Errors
     /// When it is of this family, and parts are missing.
@@ -87,8 +87,8 @@ impl Places {
     }
 }
 
-/// What is read of a repository in the authors' layout: the autoencoder, the text encoder, and one model. Of several it is the
-/// turbo model, as the authors' programs take it, or else the first by name.
+/// The files that are read of a repository in the authors' layout: the autoencoder, the text encoder, and one model. Of several
+/// models this is the turbo model, as the authors' programs take it, or else the first by name.
 pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
     let has = |folder: &str| files.iter().any(|file| *file == format!("{folder}/config.json"));
     let silence = SILENCE_FILES[0];
@@ -107,7 +107,7 @@ pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
     })
 }
 
-/// Whether a folder is the authors' of one model, or that around one.
+/// Whether a folder is the authors' folder of one model, or the folder around one.
 pub(super) fn has_own_layout(folder: &Path) -> bool {
     let models = || {
         folders_in(folder)
@@ -164,7 +164,7 @@ fn of_folder(path: &Path) -> Result<Option<AuthorsPlaces>, ModelError> {
     parts(&folder, checkpoint, config, &places, folder.clone()).map(Some)
 }
 
-/// What is in front of all names of a file's tensors; `None` if it is no such model.
+/// The prefix of all names of a file's tensors; `None` if the file is no such model.
 pub(super) fn prefix_of<'a>(names: &[&'a str]) -> Option<&'a str> {
     let mut prefixes = prefixes(names.iter().copied()).into_iter();
     prefixes.find(|prefix| has_marks(&authors_names(names, prefix, NAMES), MARKS.into_iter()))
@@ -184,7 +184,7 @@ fn of_file(path: &Path, file: &CheckpointFile) -> Result<Option<AuthorsPlaces>, 
     parts(path, checkpoint, None, &places, folder).map(Some)
 }
 
-/// The parts beside a model, in these folders, the first first.
+/// The parts of a model that are in these folders; earlier folders take precedence.
 fn parts(
     place: &Path,
     checkpoint: Checkpoint,

@@ -1,6 +1,6 @@
 //! The condition encoder: diffusers' `AceStepConditionEncoder`, for one request without padding.
 //!
-//! What the transformer attends to is the encoded lyrics, then one token of the timbre, then the projected text.
+//! The condition that the transformer attends to has the encoded lyrics, then one token of the timbre, then the projected text.
 
 use candle_core::Tensor;
 use gpu::{ComponentTensors, MissingTensor};
@@ -12,7 +12,7 @@ use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 
-/// An encoder behind a projection.
+/// An encoder that follows a projection.
 struct Projected {
     projection: Linear,
     encoder: Encoder,
@@ -110,7 +110,8 @@ impl ConditionEncoder {
         Ok(condition)
     }
 
-    /// The condition of nothing, `[1, hidden_size]`: the reference repeats it, which changes nothing that attends to it.
+    /// The condition of an unconditional pass, `[1, hidden_size]`. The reference repeats the row, which does not change
+    /// attention to it.
     ///
     /// # Errors
     /// Errors of the device.
@@ -118,7 +119,7 @@ impl ConditionEncoder {
         self.null.squeeze(0)
     }
 
-    /// So many latent frames of silence, `[frames, channels]` in the dtype of the component, in host memory: repeated
+    /// `frames` latent frames of silence, `[frames, channels]` in the dtype of the component, in host memory: repeated
     /// where there are fewer.
     ///
     /// # Errors
@@ -133,7 +134,7 @@ impl ConditionEncoder {
         Ok(Tensor::cat(&copies, 0)?)
     }
 
-    /// The first frames of silence, at most so many: not repeated.
+    /// The first frames of silence, at most `frames`: not repeated.
     ///
     /// # Errors
     /// As [`ConditionEncoder::silence`].
@@ -143,7 +144,7 @@ impl ConditionEncoder {
         Ok(there.narrow(0, 0, length)?.contiguous()?)
     }
 
-    /// All frames of silence, `[frames, channels]`. The authors' file has them as `[1, channels, frames]`.
+    /// All stored frames of silence, `[frames, channels]`. The authors' file has them as `[1, channels, frames]`.
     fn there_of_silence(&self) -> Result<Tensor, StageError> {
         let refused = || StageError::BadInput("the condition encoder has no latents of silence".to_owned());
         let silence = self.silence.as_ref().ok_or_else(refused)?;
@@ -155,8 +156,8 @@ impl ConditionEncoder {
         }
     }
 
-    /// Predicted activation bytes of [`ConditionEncoder::condition`] for so many tokens of text, of lyrics, and frames of
-    /// timbre.
+    /// Predicted activation bytes of [`ConditionEncoder::condition`] for `text` tokens of text, `lyrics` tokens of lyrics, and
+    /// `timbre` frames of timbre.
     pub fn scratch(
         config: &ConditionConfig,
         (text, lyrics, timbre): (usize, usize, usize),

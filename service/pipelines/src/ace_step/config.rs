@@ -51,7 +51,7 @@ impl Default for LayerConfig {
 }
 
 impl LayerConfig {
-    /// The window of a layer over so many tokens; `None` if it sees all.
+    /// The window of a layer over `tokens` tokens; `None` if it sees all.
     pub(super) fn window(&self, layer: usize, tokens: usize) -> Option<usize> {
         let named = self.layer_types.as_ref().and_then(|types| types.get(layer));
         let is_windowed = match named {
@@ -61,7 +61,7 @@ impl LayerConfig {
         (is_windowed && tokens > self.sliding_window + 1).then_some(self.sliding_window)
     }
 
-    /// The same layers where they alternate whatever the configuration says, as some parts of the reference have them.
+    /// The layers' configuration with alternating attention, whatever the file says, as some parts of the reference have it.
     pub(super) fn alternating(&self) -> LayerConfig {
         LayerConfig {
             layer_types: None,
@@ -154,7 +154,7 @@ impl Default for TransformerConfig {
 }
 
 impl TransformerConfig {
-    /// Whether it runs without guidance, and knows no tasks of tracks.
+    /// Whether the model runs without guidance, and has no tasks of tracks.
     pub fn is_turbo(&self) -> bool {
         self.is_turbo || self.model_version.as_deref() == Some("turbo")
     }
@@ -164,7 +164,7 @@ impl TransformerConfig {
         self.encoder_hidden_size.unwrap_or(self.layer.hidden_size)
     }
 
-    /// Tokens of so many latent frames.
+    /// Tokens of `frames` latent frames.
     pub(super) fn tokens(&self, frames: usize) -> usize {
         frames.div_ceil(self.patch_size)
     }
@@ -250,7 +250,7 @@ pub struct TokenConfig {
     pub audio_acoustic_hidden_dim: usize,
     /// Latent frames of a token.
     pub pool_window_size: usize,
-    /// Width in front of and behind the quantizer, that of the layers.
+    /// Width before and after the quantizer: that of the layers.
     pub fsq_dim: usize,
     /// Levels of each number of a token; `None` for those of the published models.
     pub fsq_input_levels: Option<Vec<usize>>,

@@ -1,25 +1,25 @@
-//! Adaptive projected guidance (Sadat et al. 2024) as diffusers' `AceStepPipeline` uses it: over time, for each channel on
-//! its own.
+//! Adaptive projected guidance (Sadat et al. 2024) as diffusers' `AceStepPipeline` uses it: over time, for each channel
+//! separately.
 
-/// Weight of the earlier differences in the running one.
+/// Weight of the earlier differences in the running difference.
 const MOMENTUM: f32 = -0.75;
 /// Largest length of a channel's difference over time.
 const THRESHOLD: f32 = 2.5;
-/// Least length that a channel is divided by.
+/// Least divisor of a channel.
 const LEAST: f64 = 1e-12;
 
 /// The guidance of a request, which remembers the differences of its steps. In f32 in host memory, with projections in f64
-/// as in the reference: a velocity is a thousandth of what a step computes.
+/// as in the reference. The transfer is cheap: the velocity has a thousandth of the numbers that a step computes.
 #[derive(Debug)]
 pub struct Guidance {
-    /// Guidance scale: 1 is none.
+    /// Guidance scale; 1: no guidance.
     scale: f32,
     channels: usize,
     running: Vec<f32>,
 }
 
 impl Guidance {
-    /// For velocities of so many channels.
+    /// For velocities of `channels` channels.
     pub fn new(scale: f32, channels: usize) -> Guidance {
         Guidance {
             scale,
@@ -28,17 +28,17 @@ impl Guidance {
         }
     }
 
-    /// With the differences that earlier steps left.
+    /// The guidance with the running differences of earlier steps.
     pub fn resumed(self, running: Vec<f32>) -> Guidance {
         Guidance { running, ..self }
     }
 
-    /// The differences that the steps so far leave, `[frames, channels]`; empty before the first.
+    /// The running differences after the steps so far, `[frames, channels]`; empty before the first step.
     pub fn running(&self) -> &[f32] {
         &self.running
     }
 
-    /// The guided velocity of a step, `[frames, channels]`, from that with the condition and that without.
+    /// The guided velocity of a step, `[frames, channels]`, from the velocity with the condition and the velocity without.
     pub fn guided(&mut self, with: &[f32], without: &[f32]) -> Vec<f32> {
         self.running.resize(with.len(), 0.0);
         let pairs = with.iter().zip(without);

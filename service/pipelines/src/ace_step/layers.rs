@@ -62,8 +62,8 @@ impl Attention {
         }
     }
 
-    /// Attention of the normalized rows to themselves, whose result takes their place; to keys at most `window` tokens
-    /// away, if there is one.
+    /// Attention of the normalized rows to themselves; the result replaces the rows. `window` limits the distance of keys, in
+    /// tokens.
     pub(super) fn to_itself(
         &self,
         buffers: &TokenBuffers,
@@ -91,7 +91,7 @@ impl Attention {
             .forward_into(attended, Epilogue::None, normed, scratch)
     }
 
-    /// Keys and values of what [`Attention::to_others`] attends to, `[1, n, hidden_size]`.
+    /// Keys and values for [`Attention::to_others`], of the rows attended to, `[1, n, hidden_size]`.
     pub(super) fn keys_and_values(
         &self,
         others: &Tensor,
@@ -101,14 +101,14 @@ impl Attention {
         let shape = (1, count, layer.num_key_value_heads, layer.head_dim);
         let key = self.key.forward(others)?.reshape(shape)?;
         let value = self.value.forward(others)?.reshape(shape)?;
-        // The operation normalizes queries too: here there are none.
+        // The operation normalizes queries too: here there are no queries.
         let none = Tensor::zeros((1, count, 1, layer.head_dim), key.dtype(), key.device())?;
         qk_norm_rope(&none, &key, self.norm(), None, Pairs::Halves)?;
         Ok((key, value))
     }
 
-    /// Attention of the normalized rows to others, whose result takes their place: the keys and values of each item of the
-    /// batch, which may differ in length.
+    /// Attention of the normalized rows to other rows; the result replaces the normalized rows. Each item of the batch has
+    /// separate keys and values, which may differ in length.
     pub(super) fn to_others(
         &self,
         buffers: &TokenBuffers,
@@ -169,7 +169,7 @@ impl FeedForward {
         [&self.gate, &self.raise, &self.lower]
     }
 
-    /// Over the normalized rows, whose place the result takes.
+    /// Runs over the normalized rows; the result replaces them.
     pub(super) fn forward(&self, buffers: &TokenBuffers) -> candle_core::Result<()> {
         let TokenBuffers {
             normed,
@@ -192,7 +192,7 @@ struct EncoderLayer {
     norms: [Tensor; 2],
 }
 
-/// The layers of an encoder, with the norm behind them.
+/// The layers of an encoder, with the norm after them.
 pub(super) struct Encoder {
     layers: Vec<EncoderLayer>,
     norm: Tensor,
@@ -229,7 +229,7 @@ impl Encoder {
         })
     }
 
-    /// Buffers for so many tokens in each item of a batch.
+    /// Buffers for `tokens` tokens in each item of a batch.
     pub(super) fn buffers(
         &self,
         (batch, tokens): (usize, usize),
@@ -287,7 +287,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Bytes of a pass over so many tokens: the buffers, and the workspace of attention where cuDNN has no plan.
+    /// Bytes of a pass over `tokens` tokens: the buffers, and the workspace of attention where cuDNN has no plan.
     pub(super) fn scratch(config: &LayerConfig, (batch, tokens): (usize, usize), dtype: DType) -> u64 {
         let attention = ops::attention_workspace(config.num_attention_heads, tokens, tokens);
         TokenBuffers::bytes(config, batch * tokens, DType::F32, dtype)

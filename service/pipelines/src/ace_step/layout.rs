@@ -1,4 +1,4 @@
-//! Names and shapes of the tensors in diffusers, and what the authors' files call them.
+//! Names and shapes of the tensors in diffusers, and their names in the authors' files.
 
 use super::config::{ConditionConfig, LayerConfig, SINUSOIDS, TokenConfig, TransformerConfig};
 use crate::checkpoint::{LayerNames, Shapes, TensorSpec};
@@ -40,7 +40,7 @@ impl List {
         self.add(&format!("{name}.down_proj.weight"), &[width, inner]);
     }
 
-    /// The layers of an encoder, and the norm behind them.
+    /// The layers of an encoder, and the norm after them.
     fn encoder(&mut self, prefix: &str, layers: usize, layer: &LayerConfig) {
         let width = layer.hidden_size;
         for i in 0..layers {
@@ -92,7 +92,7 @@ impl TransformerConfig {
 }
 
 impl ConditionConfig {
-    /// Names and shapes of the tensors that are used, but for those of silence, whose length is the file's.
+    /// Names and shapes of the tensors that are used, except the latents of silence, whose length depends on the file.
     pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
         let (layer, width) = (&self.layer, self.layer.hidden_size);
         let mut list = List(Vec::new());
@@ -137,7 +137,7 @@ impl TokenConfig {
     }
 }
 
-/// Parts of the authors' names, and what diffusers has in their place.
+/// Parts of the authors' names, and the parts in their place in diffusers' names.
 pub(super) const NAMES: LayerNames = LayerNames(&[
     ("proj_in.1", &["proj_in_conv"]),
     ("proj_out.1", &["proj_out_conv"]),
@@ -149,13 +149,13 @@ pub(super) const NAMES: LayerNames = LayerNames(&[
     ("k_norm", &["norm_k"]),
 ]);
 
-/// What the authors' names of the transformer begin with.
+/// Prefix of the authors' names of the transformer.
 pub(super) const DECODER: &str = "decoder.";
 
 /// These tensors in the authors' file, where a component's names begin with `prefix`.
 pub(super) fn in_original(shapes: Shapes, prefix: &str) -> Vec<TensorSpec> {
     let specs = shapes.into_iter().map(|(name, shape)| TensorSpec {
-        // The embedding of no condition is of no component there.
+        // In the authors' file the embedding of no condition belongs to no component.
         tensor: match name.as_str() {
             NULL => name.clone(),
             _ => format!("{prefix}{}", NAMES.authors(&name)),

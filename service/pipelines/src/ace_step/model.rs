@@ -97,18 +97,18 @@ pub struct AceStepModel {
     pub(super) condition: ConditionConfig,
     pub(super) text: Qwen3Config,
     pub(super) vae: OobleckConfig,
-    /// `None` for a checkpoint without them, which makes no covers.
+    /// `None` for a checkpoint without a tokenizer of latents, which makes no covers.
     pub(super) tokens: Option<TokenConfigs>,
     pub(super) tokenizer: Arc<QwenTokenizer>,
     /// Shift of the times of steps.
     pub(super) shift: f32,
     pub(super) parts: ModelParts,
-    /// What is attached to its components.
+    /// The adapters that are attached to its components.
     pub(super) adapters: AdapterSet,
 }
 
 impl AceStepModel {
-    /// The same model with these adapters.
+    /// The model with these adapters in place of its present ones.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
@@ -124,7 +124,7 @@ impl AceStepModel {
         Ok(adapted)
     }
 
-    /// What it can do.
+    /// The tasks and abilities of the model.
     pub(super) fn able(&self) -> Abilities {
         Abilities {
             is_turbo: self.transformer.is_turbo(),
@@ -194,7 +194,7 @@ impl Model for AceStepModel {
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
         match &request.medium {
-            // What has a source is as long as that.
+            // A result with a source is as long as the source.
             Medium::Audio(audio) if audio.init_audio.is_some() => Vec::new(),
             _ => smaller_lengths(request),
         }

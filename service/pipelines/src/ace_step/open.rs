@@ -30,7 +30,7 @@ use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{Audio, Medium, ModelError, ModelParts, Precision, Request};
 
-/// Its components.
+/// The components of a model.
 const COMPONENTS: [&str; 6] = [
     TRANSFORMER,
     VAE,
@@ -49,7 +49,7 @@ const WHAT: &str = "an ACE-Step transformer";
 /// Shift of the times of steps, as in the reference.
 const SHIFT: f32 = 3.0;
 
-/// The default request: what the authors say.
+/// The default request, as the authors publish it.
 fn defaults(is_turbo: bool) -> Request {
     let audio = Medium::Audio(Audio {
         seconds: 60.0,
@@ -61,7 +61,7 @@ fn defaults(is_turbo: bool) -> Request {
     }
 }
 
-/// What `moored.json` in a model's folder says beside the default request.
+/// The keys of `moored.json` in a model's folder, other than the default request.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Written {
@@ -87,7 +87,7 @@ impl AceStepModel {
         AceStepModel::of(path, open_single_file(path)?.as_ref(), precision)
     }
 
-    /// As [`AceStepModel::open`], of what is open if it is a single file.
+    /// As [`AceStepModel::open`]. `file` is open if the path is a single file.
     pub(super) fn of(
         path: &Path,
         file: Option<&CheckpointFile>,

@@ -1,13 +1,13 @@
-//! The stages of a request: what each takes, gives and needs.
+//! The stages of a request: components, values and needs of each.
 //!
 //! | stage | components | gives |
 //! |---|---|---|
 //! | `encode_text` | `text_encoder` | states of the caption, embedded lyrics |
 //! | `encode_source` | `vae` | moments of the source, where a task has one |
 //! | `encode_reference` | `vae` | moments of the track whose timbre is taken |
-//! | `encode_condition` | `condition_encoder` | what the transformer attends to, and silence |
-//! | `quantize_source` | `audio_tokenizer`, `audio_token_detokenizer` | of a cover: the source as its tokens say it |
-//! | `denoise` | `transformer` | the latent; of a request with slots in rounds, each of which but the last gives its state |
+//! | `encode_condition` | `condition_encoder` | the condition that the transformer attends to, and silence |
+//! | `quantize_source` | `audio_tokenizer`, `audio_token_detokenizer` | of a cover: the source decoded from its tokens |
+//! | `denoise` | `transformer` | the latent; of a request with slots in rounds, where each round but the last returns its state |
 //! | `decode` | `vae` | the track, piece by piece |
 
 use candle_core::DType;
@@ -42,7 +42,7 @@ pub(super) const DECODE: &str = "decode";
 /// Names of values. `[tokens, width]` of the text encoder:
 pub(super) const TEXT: &str = "text";
 pub(super) const LYRICS: &str = "lyrics";
-/// The caption of a new track, which a cover of less strength is mixed with.
+/// The caption of a new track, with which a cover of less strength is mixed.
 pub(super) const PLAIN_TEXT: &str = "plain_text";
 /// Mean and deviation, f32 `[2, frames, channels]`.
 pub(super) const SOURCE: &str = "source";
@@ -56,8 +56,8 @@ pub(super) const SILENCE: &str = "silence";
 pub(super) const HINT: &str = "hint";
 /// f32 `[1, frames, channels]`.
 pub(super) const LATENT: &str = "latent";
-/// What a round leaves for the next, of the shape of the latent, with the steps that are done behind the name: the latent at
-/// their noise, and of a guided request the running differences of its velocities.
+/// Names of the values that a round passes to the next; the number of steps done follows the name. Both have the shape of the
+/// latent: the latent at the noise of those steps, and for a guided request the running differences of its velocities.
 pub(super) const SAMPLING: &str = "sampling";
 pub(super) const GUIDANCE: &str = "guidance";
 
@@ -68,7 +68,7 @@ const MULTIPLE: usize = 32;
 pub(super) struct Prompt {
     pub(super) text: Vec<u32>,
     pub(super) lyrics: Vec<u32>,
-    /// Of a cover of less strength.
+    /// The tokens of the plain text that a cover of less strength is mixed with.
     pub(super) plain_text: Option<Vec<u32>>,
 }
 
@@ -79,12 +79,12 @@ impl Prompt {
     }
 }
 
-/// A request of which a stage reads what this has.
+/// A request with only this medium, for a stage that reads nothing else.
 fn of_audio(audio: Audio) -> Request {
     Request::of(Medium::Audio(audio), 1, 0.0, 1)
 }
 
-/// A clip's format alone, which says how long it is.
+/// The clip's format without its data: the format has the length.
 fn without_data(clip: &Clip) -> Clip {
     Clip {
         format: clip.format,
@@ -93,12 +93,12 @@ fn without_data(clip: &Clip) -> Clip {
 }
 
 impl AceStepModel {
-    /// Latent frames of a track of the seconds that are asked for.
+    /// Latent frames of a track of the requested seconds.
     pub(super) fn frames_of_seconds(&self, audio: &Audio) -> usize {
         ((seconds_of(audio) * self.frames_per_second()).ceil() as usize).max(1)
     }
 
-    /// Latent frames of a clip, in whole ones.
+    /// Latent frames of a clip, rounded up to whole frames.
     pub(super) fn frames_of_clip(&self, clip: &Clip) -> usize {
         let hop = self.vae.hop().max(1);
         let samples = samples_at(clip, self.vae.sampling_rate).next_multiple_of(hop);
@@ -113,17 +113,17 @@ impl AceStepModel {
         }
     }
 
-    /// Latent frames that a timbre is taken of.
+    /// Latent frames of the track whose timbre is taken.
     pub(super) fn frames_of_timbre(&self) -> usize {
         self.vae.frames(samples_of_timbre(self.vae.sampling_rate))
     }
 
-    /// Whether a request is guided, by a condition and by none.
+    /// Whether steps are guided: predicted with a condition and without one.
     pub(super) fn is_guided(&self, request: &Request) -> bool {
         !self.transformer.is_turbo() && request.guidance > 1.0
     }
 
-    /// Seconds of a request's result, which its caption tells: those of its source, if it has one.
+    /// Seconds of a request's result, as its caption states them: those of its source, if it has one.
     fn seconds(&self, audio: &Audio) -> f64 {
         match &audio.init_audio {
             Some(clip) => {
@@ -149,7 +149,7 @@ impl AceStepModel {
         })
     }
 
-    /// What [`AceStepModel::prompt`] reads of a request. Windows and strengths of the source are none of it.
+    /// The part of a request that [`AceStepModel::prompt`] reads. It has no windows and strengths of the source.
     fn text_memo(&self, request: &Request, audio: &Audio) -> Memo {
         let task = match audio.task.clone() {
             AudioTask::Repaint { .. } => AudioTask::Repaint {
@@ -175,13 +175,13 @@ impl AceStepModel {
             ..Audio::default()
         };
         Memo::of(Request {
-            // Whether it is below 1 says whether a cover is mixed.
+            // The stage reads only whether the strength is below 1: then a cover is mixed.
             strength: if request.strength < 1.0 { 0.5 } else { 1.0 },
             ..request.of_prompt(Medium::Audio(read))
         })
     }
 
-    /// What the condition stage reads of a request without a reference: its length, and whether it is guided.
+    /// The part of a request without a reference that the condition stage reads: its length, and whether it is guided.
     fn condition_memo(&self, request: &Request, audio: &Audio) -> Memo {
         Memo::of(Request {
             guidance: if self.is_guided(request) { 2.0 } else { 0.0 },
@@ -286,7 +286,7 @@ impl AceStepModel {
         }
     }
 
-    /// The stage that encodes a clip, which is all that `read` has.
+    /// The stage that encodes a clip, the only one in the medium `read`.
     fn encode_stage(&self, (name, gives): (&str, &str), read: Audio, samples: usize) -> StagePlan {
         let ladder = encode_ladder(&self.vae, samples, self.precision.dtype);
         StagePlan {
@@ -298,7 +298,7 @@ impl AceStepModel {
         }
     }
 
-    /// Moments of so many frames.
+    /// Moments of `frames` frames.
     fn moments(&self, name: &str, frames: usize) -> ValueShape {
         ValueShape::new(name, vec![2, frames, self.vae.decoder_input_channels])
     }
@@ -380,7 +380,7 @@ impl AceStepModel {
         ValueShape::new(SILENCE, vec![frames, self.vae.decoder_input_channels])
     }
 
-    /// The latent of so many frames.
+    /// The latent of `frames` frames.
     pub(super) fn latent(&self, frames: usize) -> ValueShape {
         self.like_latent(LATENT, frames)
     }
@@ -389,7 +389,7 @@ impl AceStepModel {
         ValueShape::new(name, vec![1, frames, self.vae.decoder_input_channels])
     }
 
-    /// What the steps attend to: names and tokens.
+    /// The conditions of the steps: names, and numbers of tokens.
     fn attended(&self, request: &Request, prompt: &Prompt) -> Vec<(&'static str, usize)> {
         let conditions = [
             Some((CONDITION, prompt.attended(&prompt.text))),
@@ -402,7 +402,7 @@ impl AceStepModel {
         conditions.into_iter().flatten().collect()
     }
 
-    /// What a round of sampling takes and gives.
+    /// The values that a round of sampling takes and returns.
     fn values_of_round(
         &self,
         round: &Round,
@@ -455,7 +455,7 @@ impl AceStepModel {
             .collect();
         let tokens = self.transformer.tokens(frames);
         let rows = |requests: usize| (requests * tokens).max(attended.iter().copied().max().unwrap_or(0));
-        // In shared passes each condition has modulations of its own.
+        // In shared passes each condition has separate modulations.
         let longest = rounds.iter().map(|round| round.steps.len()).max().unwrap_or(0);
         let of_round = (longest * attended.len()) as u32;
         let modulated = match is_in_rounds(request) {
@@ -507,7 +507,7 @@ impl AceStepModel {
     }
 }
 
-/// Dtypes in which it computes: f16 overflows within the layers.
+/// Dtypes in which the family computes: f16 overflows within the layers.
 pub(super) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16)
 }

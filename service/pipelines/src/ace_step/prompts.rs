@@ -1,4 +1,5 @@
-//! What the text encoder reads: the formats of diffusers' `AceStepPipeline._format_prompt`, which the model was trained with.
+//! The input of the text encoder, in the formats of diffusers' `AceStepPipeline._format_prompt`, with which the model was
+//! trained.
 
 use model::decimal;
 
@@ -6,12 +7,12 @@ use crate::{Audio, AudioTask};
 
 /// Most tokens of lyrics, as in the reference.
 pub(super) const MAX_LYRIC_TOKENS: usize = 2048;
-/// Most tokens of a caption with what stands around it, as in the reference.
+/// Most tokens of a caption within its template, as in the reference.
 pub(super) const MAX_TEXT_TOKENS: u32 = 256;
 
-/// What stands for a tempo, key or metre that is not given.
+/// Written for a tempo, key or metre that the request does not name.
 const UNKNOWN: &str = "N/A";
-/// Language of lyrics where none is given.
+/// Language of lyrics if the request names none.
 const LANGUAGE: &str = "en";
 
 /// The names of tracks that the model was trained on.
@@ -50,7 +51,7 @@ pub(super) fn instruction(task: &AudioTask) -> String {
     }
 }
 
-/// The text of a caption for a task, and for a track of so many seconds.
+/// The text of a caption for a task, and for a track of `seconds` seconds.
 pub(super) fn caption(prompt: &str, audio: &Audio, task: &AudioTask, seconds: f64) -> String {
     let given = |text: &str| match text.trim().is_empty() {
         true => UNKNOWN.to_owned(),
@@ -80,7 +81,7 @@ pub(super) fn lyrics(audio: &Audio) -> String {
     )
 }
 
-/// Seconds as they were written in decimals.
+/// Seconds of a request, as the decimal number that the client wrote.
 pub(super) fn seconds_of(audio: &Audio) -> f64 {
     decimal(audio.seconds)
 }

@@ -1,4 +1,4 @@
-//! The sampling of a request: its context, its state from step to step and from round to round, and what mixes velocities.
+//! The sampling of a request: its context, its state between steps and between rounds, and the mix of velocities.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -31,14 +31,14 @@ pub fn sigmas(steps: u32, shift: f32) -> Vec<f32> {
         .collect()
 }
 
-/// Which of its conditions a pass attends to.
+/// The condition that a pass attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Attends {
-    /// What is asked for.
+    /// The condition of the request.
     With,
-    /// None, where it is guided.
+    /// No condition: the unconditional pass of guidance.
     Without,
-    /// That of a new track, which a cover of less strength is mixed with.
+    /// The condition of a new track, with which a cover of less strength is mixed.
     Plain,
 }
 
@@ -56,15 +56,15 @@ impl Conditions {
 /// A request's sampling, at a step of a round.
 pub(super) struct Sampling {
     pub(super) round: Round,
-    /// Of all steps that are run, and the final 0.
+    /// The sigmas of all steps that are run, and the final 0.
     pub(super) sigmas: Vec<f32>,
     /// Source and mask, `[frames, 2 channels]`.
     pub(super) context: Tensor,
     /// `[frames, channels]`.
     latent: SampledLatent,
-    /// Of a guided request.
+    /// The guidance of a guided request.
     guidance: Option<Guidance>,
-    /// Part of a cover in what it is mixed with.
+    /// Share of the cover's velocity in the mix with [`Attends::Plain`], from 0 to 1.
     strength: f32,
     /// Frames that begin later.
     held: Option<Held>,
@@ -75,9 +75,9 @@ pub(super) struct Sampling {
 
 /// The velocity of a step.
 enum Velocity {
-    /// In the step buffers.
+    /// The velocity of the only pass of a step, in the step buffers.
     Whole(Tensor),
-    /// Mixed of several passes: velocities are small beside what computes them, so that is in host memory.
+    /// Mixed from several passes, in host memory: the transfer is cheap, since velocities are small.
     Mixed(Vec<f32>),
 }
 
@@ -87,7 +87,7 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f32>, StageError> {
 }
 
 impl Sampling {
-    /// The state at the beginning of a stage: noise and the source, or what the round before left.
+    /// The state at the beginning of a stage: noise and the source, or the state after the round before.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for values that do not fit; errors of the device.
@@ -165,12 +165,13 @@ impl Sampling {
         self.latent.steps()
     }
 
-    /// What the transformer reads of the latent.
+    /// The latent in the dtype of the transformer, which reads it.
     pub(super) fn seen(&self) -> &Tensor {
         self.latent.seen()
     }
 
-    /// Takes the velocity of a pass, which is valid until the next one if it is the only one of a step.
+    /// Takes the velocity of a pass. The tensor is valid until the next pass; if the pass is the only one of the step, it is
+    /// not copied.
     ///
     /// # Errors
     /// Errors of the device.
@@ -223,7 +224,7 @@ impl Sampling {
         Ok(())
     }
 
-    /// What the stage gives: the latent, or the state that the next round begins with.
+    /// The values of the stage: the latent, or the state at which the next round begins.
     ///
     /// # Errors
     /// Errors of the device.
@@ -275,7 +276,7 @@ impl Stage<'_, AceStepModel> {
         transformer.map_err(StageError::missing_in(TRANSFORMER))
     }
 
-    /// What its steps attend to. `go_on` is called before every block.
+    /// The conditions of the request's steps. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of the device, and of `go_on`.
@@ -297,7 +298,7 @@ impl Stage<'_, AceStepModel> {
         Ok(Conditions(conditions))
     }
 
-    /// The sampling of a round that is alone in its passes; of all steps for most requests.
+    /// Runs a round that is alone in its passes. For most requests this is a round of all steps.
     pub(super) fn denoise(&mut self) -> Result<Values, StageError> {
         let (model, request) = (self.model, self.run.request);
         let on = (model.precision.dtype, self.run.device);
@@ -308,7 +309,7 @@ impl Stage<'_, AceStepModel> {
                 .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let transformer = self.transformer(&adapters)?;
         let mut attended = self.conditions(&transformer, &mut || self.observer.check_cancelled())?;
-        // Of all steps in every round: products of other rows may round otherwise.
+        // The modulations of all steps, in every round: products of fewer rows may round differently.
         let steps = sampling.steps();
         let mut times = transformer.times(&sampling.sigmas[..steps], on)?;
         let buffers = transformer.step_buffers(&sampling.context)?;

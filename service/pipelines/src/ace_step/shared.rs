@@ -1,8 +1,8 @@
-//! Rounds of several requests in shared passes: their tokens are one batch, each item in a step of its own, with its own source,
-//! mask and condition.
+//! Rounds of several requests in shared passes. Their tokens are one batch; each item has its own step, source, mask and
+//! condition.
 //!
-//! A pass of more items has products of other shapes, so that results are those of requests that run alone within rounding. A
-//! request with one slot never shares a pass, and is reproducible to the bit.
+//! A pass of several items has products of other shapes, so results equal those of requests that run alone only within
+//! rounding. A request with one slot never shares a pass, and is reproducible to the bit.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -18,13 +18,13 @@ use crate::{Observer, StageError, StageRun, Unobserved, Values};
 
 /// A request in the passes.
 struct Slot {
-    /// Its number among the stages.
+    /// The stage's place among the stages.
     number: usize,
     sampling: Sampling,
     conditions: Conditions,
-    /// Steps that are made.
+    /// Number of steps that are done.
     made: usize,
-    /// Why it has left; its place is computed on, and nothing comes of it.
+    /// Why the request has left the passes. Its place in the batch is still computed, and the result is unused.
     left: Option<StageError>,
 }
 
@@ -36,7 +36,7 @@ impl Slot {
         (step < steps.end as usize).then_some(step)
     }
 
-    /// Whether it has steps before it.
+    /// Whether the request has steps left.
     fn goes_on(&self) -> bool {
         self.left.is_none() && self.made < self.sampling.round.steps.len()
     }
@@ -49,13 +49,13 @@ impl Slot {
 /// A pass of the transformer.
 struct Pass {
     attends: Attends,
-    /// Places of the slots that are in it.
+    /// Places of the slots in the pass.
     places: Vec<usize>,
-    /// Where the times of their steps begin.
+    /// Index of the first of their times.
     first_time: usize,
 }
 
-/// The passes of each step, and the times of all of them, side by side for each pass.
+/// The passes of each step, and the times of all passes, contiguous for each pass.
 fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, Vec<f32>) {
     let rounds = slots.iter().map(|slot| slot.sampling.round.steps.len());
     let mut times = Vec::new();
@@ -83,14 +83,14 @@ fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, Vec<f32>) {
     (steps.collect(), times)
 }
 
-/// What passes are computed with.
+/// The transformer and the state with which passes are computed.
 struct Computed<'a> {
     transformer: &'a Transformer,
     times: &'a Times,
     buffers: &'a StepBuffers,
 }
 
-/// Requests in shared passes, and who is told of their steps.
+/// Requests in shared passes, and the observer of their steps.
 struct Together<'a> {
     slots: Vec<Slot>,
     adapters: &'a AttachedAdapters,
@@ -98,7 +98,7 @@ struct Together<'a> {
 }
 
 impl Together<'_> {
-    /// Ends the passes when nobody is left in them.
+    /// Ends the passes when no request is left in them.
     fn check_left(&self) -> Result<(), StageError> {
         let stays = |slot: &Slot| slot.goes_on() && !self.observer.is_cancelled(slot.number);
         match self.slots.iter().any(stays) {
@@ -107,7 +107,7 @@ impl Together<'_> {
         }
     }
 
-    /// Runs pass `pass` of step `number` of the rounds, and makes the step of those that it completes.
+    /// Runs pass `pass` of step `number` of the rounds, and advances the requests whose step it completes.
     fn run(&mut self, number: usize, pass: &Pass, computed: &Computed<'_>) -> Result<(), StageError> {
         let item = |&place: &usize| {
             let slot = self.slots.get(place)?;
@@ -126,7 +126,7 @@ impl Together<'_> {
             computed.buffers,
             &mut || self.check_left(),
         )?;
-        // A velocity that is not mixed is gone with the next pass.
+        // A velocity that is not mixed is overwritten by the next pass.
         for (&place, velocity) in pass.places.iter().zip(velocities) {
             let Some(slot) = self.slots.get_mut(place) else {
                 continue;
@@ -188,7 +188,7 @@ impl AceStepModel {
     /// Runs rounds of several requests ([`Model::run_shared`](crate::Model::run_shared)).
     ///
     /// # Errors
-    /// What concerns all of them: stages that cannot share a pass; errors of the device.
+    /// Errors that concern all requests: stages that cannot share a pass; errors of the device.
     pub(super) fn denoise_shared(
         &self,
         stages: &[StageRun<'_>],
@@ -198,7 +198,7 @@ impl AceStepModel {
         let Some(first) = stages.first().filter(|first| first.plan.name == DENOISE) else {
             return Err(StageError::BadInput("only sampling shares passes".to_owned()));
         };
-        // Adapters and their strengths are equal, as the key says.
+        // Adapters and their strengths are equal, since the keys are equal.
         let uses = &first.request.adapters;
         let adapters = self
             .adapters

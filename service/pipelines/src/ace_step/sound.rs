@@ -1,4 +1,4 @@
-//! Tracks that clients bring, in the rate and channels of the model.
+//! Tracks supplied by clients, in the rate and channels of the model.
 
 use candle_core::{Device, Tensor};
 use rubato::audioadapter_buffers::direct::InterleavedSlice;
@@ -7,17 +7,17 @@ use rubato::{Fft, FixedSync, Resampler as _};
 use crate::autoencoders::oobleck::samples_from_pcm16;
 use crate::{Clip, MediaFormat, RequestError, StageError};
 
-/// Rates of tracks, in samples per second: below, there is little left of music; above, it is no rate of a recording.
+/// Rates of tracks, in samples per second. Below, little of the music remains; above, no recording has such a rate.
 const RATES: std::ops::RangeInclusive<u32> = 8_000..=384_000;
-/// Most seconds of a track that is brought, as long as the longest that is made.
+/// Most seconds of a supplied track: as long as the longest track that is generated.
 const MAX_SECONDS: u64 = super::tasks::MAX_SECONDS as u64;
-/// Samples that are resampled at a time.
+/// Samples that are resampled in one call.
 const CHUNK: usize = 1024;
 /// Seconds of a reference whose timbre is taken, and of each of its three parts.
 const TIMBRE_SECONDS: usize = 30;
 const PART_SECONDS: usize = 10;
 
-/// The refusal of a clip that is brought as `field`; `None` if it can be used.
+/// Why a clip supplied as `field` is refused; `None` if it can be used.
 pub(super) fn problem(field: &str, clip: &Clip) -> Option<RequestError> {
     let refused = |problem: String| Some(RequestError::new(field, problem));
     let MediaFormat::Audio {
@@ -68,11 +68,11 @@ pub(super) fn samples_at(clip: &Clip, rate: u32) -> usize {
     }
 }
 
-/// The samples of a clip at this rate, `[samples, channels]` of -1 to 1, f32 in host memory. One channel is repeated for two;
-/// of two, the mean is taken for one.
+/// The samples of a clip at this rate, `[samples, channels]` of -1 to 1, f32 in host memory. Mono is repeated for two channels;
+/// for one channel the mean of two is used.
 ///
 /// # Errors
-/// [`StageError::BadInput`] for a clip that is none.
+/// [`StageError::BadInput`] for a clip that is not audio.
 pub(super) fn at_rate(clip: &Clip, rate: u32, channels: usize) -> Result<Tensor, StageError> {
     let MediaFormat::Audio {
         samples_per_second,
@@ -95,7 +95,7 @@ pub(super) fn at_rate(clip: &Clip, rate: u32, channels: usize) -> Result<Tensor,
     })
 }
 
-/// Samples `[n, channels]` in another rate, so many of them.
+/// Samples `[n, channels]` in another rate: `length` samples per channel.
 fn resampled(samples: &Tensor, (from, to): (u32, u32), length: usize) -> Result<Tensor, StageError> {
     let (count, channels) = samples.dims2()?;
     let broken = |error: &dyn std::fmt::Display| {
@@ -116,7 +116,7 @@ fn resampled(samples: &Tensor, (from, to): (u32, u32), length: usize) -> Result<
     Ok(Tensor::from_vec(numbers, (length, channels), &Device::Cpu)?)
 }
 
-/// Samples `[n, channels]` with silence behind them up to whole latent frames of `hop` samples.
+/// Samples `[n, channels]` with silence after them up to whole latent frames of `hop` samples.
 ///
 /// # Errors
 /// Errors of tensors.
@@ -128,8 +128,8 @@ pub(super) fn in_whole_frames(samples: &Tensor, hop: usize) -> Result<Tensor, St
     }
 }
 
-/// The three parts of a reference that its timbre is taken of: from its beginning, from a third on, and its end; it is
-/// repeated where it is shorter than they are together (`prepare_reference_audio_latents`).
+/// The three parts of a reference from which its timbre is taken: from its beginning, from a third on, and its end. A reference
+/// that is shorter than the three parts together is repeated (`prepare_reference_audio_latents`).
 ///
 /// # Errors
 /// Errors of tensors.
@@ -147,7 +147,7 @@ pub(super) fn parts_of_timbre(samples: &Tensor, rate: u32) -> Result<Tensor, Sta
     Ok(Tensor::cat(&parts, 0)?)
 }
 
-/// Samples of a reference that its timbre is taken of.
+/// Samples of a reference from which its timbre is taken.
 pub(super) fn samples_of_timbre(rate: u32) -> usize {
     3 * PART_SECONDS * rate as usize
 }
@@ -210,8 +210,8 @@ mod tests {
         let found = at_rate(&clip(44_100, 1, &levels), 48_000, 2)?;
         assert_eq!(found.dims(), [24_000, 2]);
         let found = found.to_vec2::<f32>()?;
-        // Away from the edges, where the filter has all samples. Its delay is no whole number of samples: what is left of
-        // it is about half of one, in which this tone changes by less than 0.015.
+        // Away from the edges, where the filter has all samples. The delay is no whole number of samples: about half a sample
+        // remains, in which this tone changes by less than 0.015.
         let worst = (2_000..22_000).map(|at| {
             let expected = tone(48_000, at) as f32;
             (found[at][0] - expected)

@@ -1,7 +1,7 @@
 //! Computation of a request's stages, as in diffusers' `AceStepPipeline`; sampling is in `sampling.rs`.
 //!
 //! Random draws are in the order of the reference, from one generator: the sample of the source, that of the reference, then
-//! the noise of the latent. They are in different stages here, so each draws what is before its own again and forgets it.
+//! the noise of the latent. They are in different stages here, so each repeats the draws before its own and discards them.
 //! Numbers are drawn in f32 on every card.
 
 use candle_core::{Device, Tensor};
@@ -26,7 +26,7 @@ use crate::text::qwen3::Qwen3Encoder;
 use crate::{Audio, Clip, HostTensor, MediaFormat, Medium, Piece, StageError, Values};
 
 impl Stage<'_, AceStepModel> {
-    /// Computes the values that the stage gives.
+    /// Computes the values of the stage.
     ///
     /// # Errors
     /// [`StageError`].
@@ -185,7 +185,7 @@ impl Stage<'_, AceStepModel> {
         let source = source
             .to_dtype(model.precision.dtype)?
             .to_device(self.run.device)?;
-        // A track of few frames has few of silence: those that fill a token begin again.
+        // The silence of a short track has few frames: they are repeated to fill a token.
         let silence = self.host_value(SILENCE)?;
         let missing = frames.next_multiple_of(tokens.tokenizer.pool_window_size) - frames;
         let silence = match silence.dim(0)? {
@@ -225,10 +225,10 @@ impl Stage<'_, AceStepModel> {
             channels: config.audio_channels as u32,
             samples: config.samples(frames) as u64,
         };
-        // Beyond the end there is no such frame, and the order is the usual one.
+        // Beyond the end there is no such frame, and decoding is in the usual order.
         let from = decimal(self.audio()?.decode_from_seconds) * self.model.frames_per_second();
         let from = Some(from as usize).filter(|from| *from < frames).unwrap_or(0);
-        // Both the observer's question and its delivery are borrowed from it.
+        // Both the question for cancellation and the delivery borrow the observer.
         let observer = std::cell::RefCell::new(&mut *self.observer);
         let cancelled = || observer.borrow().cancelled();
         decoder.decode_from(&latent, from, windows, &cancelled, &mut |first, samples| {

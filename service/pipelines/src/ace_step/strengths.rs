@@ -1,6 +1,6 @@
-//! A strength of its own for each frame of a track: "Differential Diffusion: Giving Each Pixel Its Strength" (Levin and Fried
+//! A separate strength for each frame of a track: "Differential Diffusion: Giving Each Pixel Its Strength" (Levin and Fried
 //! 2023), over time. Sampling begins at the step of the largest strength. Until the schedule reaches the strength of a frame,
-//! the frame is the source's at the noise of each step.
+//! the frame is the source's, at the noise of each step.
 
 use candle_core::{Device, Tensor};
 use model::{decimal, first_step};
@@ -20,7 +20,7 @@ impl Curve {
         )
     }
 
-    /// The strength at a second: linear between points, constant before the first and behind the last. Of several points at
+    /// The strength at a second: linear between points, constant before the first and after the last. Of several points at
     /// one second the last counts from there on. `None` without points.
     fn at(&self, seconds: f64) -> Option<f32> {
         let behind = self.0.partition_point(|(at, _)| *at <= seconds);
@@ -43,12 +43,12 @@ pub(super) struct Held {
     pub(super) source: Tensor,
     /// The noise that the source is mixed with, of the same shape.
     pub(super) noise: Tensor,
-    /// The first step of each frame, of all in the schedule; their number where it has none.
+    /// The first step of each frame, in the schedule; the number of all steps for a frame that never changes.
     pub(super) first_steps: Vec<u32>,
 }
 
 impl Held {
-    /// For so many frames a second, in a schedule of so many steps.
+    /// For `per_second` frames a second, in a schedule of `steps` steps.
     pub(super) fn new(
         (source, noise): (Tensor, Tensor),
         points: &[StrengthPoint],
@@ -67,12 +67,12 @@ impl Held {
         })
     }
 
-    /// Whether there are frames that step `next`, from 0, does not begin with as the one before left them.
+    /// Whether some frames are not yet sampled when step `next`, from 0, begins: the step before must not change them.
     pub(super) fn holds_before(&self, next: u32) -> bool {
         self.first_steps.iter().any(|first| *first >= next)
     }
 
-    /// The latent with which step `next` begins, at `sigma`, f32 in host memory: frames that begin there or later are the
+    /// The latent with which step `next` begins, at `sigma`, f32 in host memory: frames whose first step is this one or later are the
     /// source's.
     pub(super) fn before(&self, next: u32, sigma: f32, latent: &Tensor) -> candle_core::Result<Tensor> {
         let (frames, channels) = latent.dims2()?;

@@ -1,4 +1,4 @@
-//! What a request may ask for: its task, its source, and the frames that change.
+//! The task of a request, with its checks: the source, and the frames that change.
 
 use model::bounds::{common_problems, decode_from_problem};
 use model::{Field, Reads, decimal, first_step};
@@ -8,7 +8,7 @@ use crate::{Audio, AudioTask, Medium, Request, RequestError};
 use super::prompts::TRACKS;
 use super::sound;
 
-/// Fields of a request: the track that a task changes or that sampling begins at, and the track whose timbre is taken.
+/// Fields of a request: the track that a task changes or at which sampling starts, and the track whose timbre is taken.
 const SOURCE: &str = "init_media_id";
 const REFERENCE: &str = "reference_media_id";
 /// Seconds of a track.
@@ -22,10 +22,10 @@ const MAX_LYRIC_BYTES: usize = 40_000;
 const MAX_WORD_BYTES: usize = 64;
 /// Fastest tempo.
 const MAX_TEMPO: u32 = 1000;
-/// Seconds behind the end of a source that a window may reach, as people round.
+/// Seconds that a window may reach beyond the end of a source, since clients round times.
 const ROUNDING: f64 = 0.05;
 
-/// The optional fields of a request that it reads.
+/// The optional fields of a request that the model reads.
 pub(super) const READS: Reads = Reads::of(&[
     Field::InitMedia,
     Field::InitLatent,
@@ -41,7 +41,7 @@ pub(super) const READS: Reads = Reads::of(&[
     Field::Adapters,
 ]);
 
-/// What a model can do.
+/// The tasks and inputs that a model supports.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Abilities {
     pub(super) is_turbo: bool,
@@ -56,7 +56,7 @@ pub(super) fn starts_from_source(request: &Request, audio: &Audio) -> bool {
     audio.task == AudioTask::TextToMusic && (audio.init_audio.is_some() || request.from_values)
 }
 
-/// Whether steps behind the first need the source: for their context, or for frames that begin later.
+/// Whether steps after the first need the source: for their context, or for frames that begin later.
 pub(super) fn keeps_source(audio: &Audio) -> bool {
     let needs_in_context = matches!(
         audio.task,
@@ -101,8 +101,8 @@ pub(super) fn window_of(task: &AudioTask) -> Option<(f32, f32)> {
     }
 }
 
-/// The frames of a window of a track of so many, at so many a second (`_build_chunk_mask`). An end of 0, or one that is
-/// infinite, is that of the track.
+/// The frames of a window of a track of `frames` frames, `per_second` of them a second (`_build_chunk_mask`). An end that is 0
+/// or infinite is that of the track.
 pub(super) fn frames_of_window((start, end): (f32, f32), frames: usize, per_second: f64) -> (usize, usize) {
     let frame = |seconds: f32| (decimal(seconds) * per_second) as usize;
     let end = match end > 0.0 && end.is_finite() {

@@ -1,5 +1,5 @@
 //! The tokenizer of latents, 25 frames a second to 5 tokens, and its inverse: diffusers' `AceStepAudioTokenizer` and
-//! `AceStepAudioTokenDetokenizer`. A cover is made of what passes through both.
+//! `AceStepAudioTokenDetokenizer`. A cover is made from a source that passed through both.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor, Weight};
@@ -11,7 +11,7 @@ use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 
-/// Tokens that are processed at a time: each is on its own, so the number changes memory alone.
+/// Tokens that are processed in one pass. Tokens are independent, so the number changes only the memory.
 const AT_A_TIME: usize = 256;
 
 /// The tokenizer over resident tensors.
@@ -30,7 +30,7 @@ pub struct AudioTokenizer {
 pub struct Tokens {
     /// `[tokens, hidden_size]`, in the dtype of the latents and on their device.
     pub quantized: Tensor,
-    /// The number of each: in a mixed base, the first number's level counting one.
+    /// The code of each token: the number in a mixed base, in which the first level counts one.
     pub codes: Vec<u32>,
 }
 
@@ -58,7 +58,7 @@ impl AudioTokenizer {
         })
     }
 
-    /// The tokens of latents `[frames, channels]`. A last token that is not whole is filled with the beginning of
+    /// The tokens of latents `[frames, channels]`. An incomplete last token is filled with the beginning of
     /// `silence`, `[.., channels]` in the same dtype and place. `go_on` is called before every layer.
     ///
     /// # Errors
@@ -101,14 +101,14 @@ impl AudioTokenizer {
         Ok(Tokens { quantized, codes })
     }
 
-    /// Predicted activation bytes of tokenizing so many frames.
+    /// Predicted activation bytes of tokenizing `frames` frames.
     pub fn scratch(config: &TokenConfig, frames: usize, dtype: DType) -> u64 {
         let tokens = frames.div_ceil(config.pool_window_size);
         passed(config, tokens, 1 + config.pool_window_size, dtype)
     }
 }
 
-/// Bytes of a pass over tokens of so many rows each, and of what goes in and out.
+/// Bytes of a pass over tokens of `rows` rows each, and of its input and output.
 fn passed(config: &TokenConfig, tokens: usize, rows: usize, dtype: DType) -> u64 {
     let at_once = tokens.min(AT_A_TIME);
     let size = dtype.size_in_bytes();
@@ -119,8 +119,8 @@ fn passed(config: &TokenConfig, tokens: usize, rows: usize, dtype: DType) -> u64
 }
 
 /// Finite scalar quantization (Mentzer et al. 2023) as `ResidualFSQ` with one quantizer: each number of a projected token
-/// is bounded, then rounded to one of its levels. In f32, in host memory: a handful of numbers a token, and where they are
-/// rounded must not depend on the device.
+/// is bounded, then rounded to one of its levels. In f32, in host memory: a token has few numbers, and the rounding
+/// must not depend on the device.
 struct Quantizer {
     /// `[numbers, hidden_size]` and `[numbers]`.
     into: (Tensor, Tensor),
@@ -153,7 +153,7 @@ impl Quantizer {
         })
     }
 
-    /// What becomes of rows `[n, hidden_size]`, on their device, and the number of each.
+    /// The quantized rows of `[n, hidden_size]`, on their device, and the code of each row.
     fn quantize(&self, rows: &Tensor) -> Result<(Tensor, Vec<u32>), StageError> {
         let host = rows.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()?;
         let weight = Weight::Full(self.into.0.clone());
@@ -252,7 +252,7 @@ impl AudioDetokenizer {
         Ok(latents)
     }
 
-    /// Predicted activation bytes for so many frames.
+    /// Predicted activation bytes for `frames` frames.
     pub fn scratch(config: &TokenConfig, frames: usize, dtype: DType) -> u64 {
         let tokens = frames.div_ceil(config.pool_window_size);
         passed(config, tokens, config.pool_window_size, dtype)

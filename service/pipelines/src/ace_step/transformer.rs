@@ -1,7 +1,7 @@
 //! The transformer: diffusers' `AceStepTransformer1DModel`, with its tensor names.
 //!
 //! A token is `patch_size` latent frames with their source and mask. Latents stay `[frames, channels]` from step to step;
-//! a last patch that is not whole is filled with zeros. The keys and values of the condition are the same in every step, so
+//! an incomplete last patch is filled with zeros. The keys and values of the condition are the same in every step, so
 //! they are computed once per request.
 
 use candle_core::{DType, Device, Tensor};
@@ -18,10 +18,10 @@ use crate::linear::{Linear, largest_scratch};
 use crate::rotary::{Rounded, rotations};
 use crate::sinusoids::sinusoids;
 
-/// Factor of times from 0 to 1.
+/// Factor by which times from 0 to 1 are multiplied.
 const TIME_SCALE: f32 = 1000.0;
 
-/// Embedding of times: linear, SiLU, linear, and behind another SiLU the projection to modulations.
+/// Embedding of times: linear, SiLU, linear, and after another SiLU the projection to modulations.
 struct TimeEmbedding {
     layers: [Linear; 2],
     project: Linear,
@@ -58,7 +58,7 @@ pub struct Transformer {
     config: TransformerConfig,
     patch_in: Linear,
     time: TimeEmbedding,
-    /// Of the time that has passed within a step, which is none here.
+    /// Embedding of the time that has passed within a step, which is 0 here.
     elapsed: TimeEmbedding,
     condition_in: Linear,
     blocks: Vec<Block>,
@@ -82,7 +82,7 @@ pub struct Conditioning(Vec<(Tensor, Tensor)>);
 /// A request in a pass.
 #[derive(Clone, Copy)]
 pub struct Item<'a> {
-    /// Its place in the step buffers.
+    /// The request's place in the step buffers.
     pub place: usize,
     /// `[frames, channels]`.
     pub latents: &'a Tensor,
@@ -151,7 +151,7 @@ impl Transformer {
         })
     }
 
-    /// What every step attends to, from a condition `[n, condition width]`.
+    /// Keys and values for every step, from a condition `[n, condition width]`.
     ///
     /// # Errors
     /// Errors of the device, and of `go_on`, which is called before every block.
@@ -245,8 +245,8 @@ impl Transformer {
         velocities.into_iter().next().ok_or_else(none)
     }
 
-    /// [`Transformer::velocity`] of several requests in one pass, each in a step of its own: the times of their steps are
-    /// side by side, from `first` on. Rounding apart, none of them depends on the others.
+    /// [`Transformer::velocity`] of several requests in one pass, each in its own step: the times of their steps are
+    /// contiguous, from `first` on. Except for rounding, no result depends on the other requests.
     ///
     /// # Errors
     /// When the buffers have no such places; errors of the device, and of `go_on`.

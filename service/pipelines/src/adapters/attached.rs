@@ -45,8 +45,8 @@ pub(crate) struct LayerTerm {
 }
 
 impl LayerTerm {
-    /// The term at its current strength, on the device that computes: factors that are in the machine's memory are copied
-    /// there. `None` at strength 0, at which the base computes alone.
+    /// The term at its current strength, on the device that computes. Factors in host memory are copied to the device. `None`
+    /// at strength 0, at which the base computes alone.
     ///
     /// # Errors
     /// Errors of the device.
@@ -62,7 +62,7 @@ impl LayerTerm {
         }))
     }
 
-    /// Its rank.
+    /// The rank of the term.
     pub(crate) fn rank(&self) -> usize {
         self.down.dims()[0]
     }
@@ -141,8 +141,8 @@ impl AttachedAdapters {
         terms.collect()
     }
 
-    /// The first tensor of these adapters with a number that is not finite: its component and its name. Reads all of
-    /// them: for the error of a stage that failed.
+    /// The first tensor of these adapters with a number that is not finite: its component and its name. It reads all their
+    /// numbers, so it is only called for the error of a stage that failed.
     ///
     /// # Errors
     /// Errors of the device.

@@ -1,10 +1,10 @@
 //! Adapters (LoRA, Hu et al. 2021): low-rank terms that are added to linear layers when they run. A base's weights are
 //! never changed, so one resident base serves requests with different adapters at the same time.
 //!
-//! An adapter is opened by its header (`open`), with the names of every program that people train with (`spelling`),
-//! into one component of its own for each component that it changes. Those are planned, loaded, evicted and verified
-//! like any component. At a stage they are attached to the layers (`attached`); the strength is the request's, and no
-//! part of their identity.
+//! An adapter is opened by its header (`open`), with the names of every program that people train with (`spelling`). It becomes
+//! a separate component for each component that it changes. Such components are planned, loaded, evicted and verified like any
+//! other. At a stage they are attached to the layers (`attached`). The strength belongs to the request, and is no part of their
+//! identity.
 
 mod attached;
 mod open;

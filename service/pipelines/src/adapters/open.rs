@@ -40,7 +40,7 @@ pub(crate) struct Adapter {
     pub(crate) parts: Vec<AdapterPart>,
 }
 
-/// A pair of factors as the file has them.
+/// A pair of factors, as stored in the file.
 #[derive(Default)]
 struct Pair<'a> {
     down: Option<(&'a str, &'a TensorEntry)>,
@@ -48,7 +48,7 @@ struct Pair<'a> {
     alpha: Option<(&'a str, &'a TensorEntry)>,
 }
 
-/// The file of an adapter's weights, and what its header says.
+/// The file of an adapter's weights, with its header.
 struct WeightsFile<'a> {
     header: &'a CheckpointFile,
     opened: File,
@@ -229,7 +229,7 @@ fn of_header(error: LoadError) -> AdapterError {
     AdapterError::File(error.to_string())
 }
 
-/// Pairs by target component and by the layer's name in the file, with the layers that it stands for.
+/// Pairs by target component and by the layer's name in the file, with the layers that the name denotes.
 type Pairs<'a> = BTreeMap<(usize, &'a str), (&'a [LayerPart], Pair<'a>)>;
 
 /// The pairs of a file, and the names of its tensors that are of no target, or of an unsupported kind that may be left out.
@@ -277,7 +277,7 @@ fn pairs<'a>(
     Ok((pairs, unknown))
 }
 
-/// The terms of a pair: one for each layer that its name stands for. Layers that are fused in the file share `down`,
+/// The terms of a pair: one for each layer that its name denotes. Layers that are fused in the file share `down`,
 /// and have rows of `up` each.
 fn terms_of(
     in_file: &str,
@@ -377,7 +377,8 @@ fn matrix(entry: &TensorEntry) -> Option<[usize; 2]> {
     }
 }
 
-/// What a folder is: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another.
+/// The kind of a folder: a ControlNet, if its configuration says so, or an adapter of peft or of diffusers; `None` for another
+/// folder.
 pub(crate) fn kind_of_folder(path: &Path) -> Option<AdapterKind> {
     if root_class(path).is_some_and(|class| is_control_net_class(&class)) {
         return Some(AdapterKind::ControlNet);

@@ -1,6 +1,6 @@
 //! The scale of an adapter's pairs: alpha by the rank, where there is an alpha.
 //!
-//! An alpha stands beside its pair (kohya), in the metadata of the file (diffusers, `lora_adapter_metadata`), or in the
+//! An alpha is stored beside its pair (kohya), in the metadata of the file (diffusers, `lora_adapter_metadata`), or in the
 //! configuration of peft's folder (`adapter_config.json`). Without one the scale is 1.
 
 use std::collections::HashMap;
@@ -119,10 +119,10 @@ pub(super) struct Configured {
 }
 
 impl Configured {
-    /// From `adapter_config.json` of peft.
+    /// The alphas in peft's `adapter_config.json`.
     ///
     /// # Errors
-    /// When it cannot be read, or asks for what is not supported.
+    /// When it cannot be read, or asks for an unsupported setting.
     pub(super) fn of_folder(path: &Path) -> Result<Configured, AdapterError> {
         let refused = |problem: String| AdapterError::Scale(format!("{}: {problem}", path.display()));
         let text = gpu::text_bounded(path, MAX_CONFIGURATION).map_err(|e| refused(e.to_string()))?;
@@ -131,7 +131,7 @@ impl Configured {
         Configured::of(configuration)
     }
 
-    /// From the metadata of a file that diffusers wrote, for the component of this name; nothing where there is none.
+    /// The alphas in the metadata of a file that diffusers wrote, for the component of this name; empty where there is none.
     ///
     /// # Errors
     /// As [`Configured::of_folder`].
@@ -189,8 +189,8 @@ impl Configured {
         })
     }
 
-    /// The scale of a pair of this rank for the layer that the file calls `layer`. An alpha of the pair's own counts
-    /// first.
+    /// The scale of a pair of this rank for the layer that the file calls `layer`. An alpha of the pair itself takes
+    /// precedence.
     ///
     /// # Errors
     /// When it is not finite.
@@ -214,7 +214,7 @@ impl Configured {
 /// A number that is stored in a file as a tensor of one element, of any type.
 ///
 /// # Errors
-/// When it is something else, or cannot be read.
+/// When it is no such tensor, or cannot be read.
 pub(super) fn read_number(file: &File, tensor: &str, entry: &TensorEntry) -> Result<f64, AdapterError> {
     let width = entry.stored.width();
     if entry.elements() != 1 || width > 8 {
@@ -284,7 +284,7 @@ mod tests {
     fn a_configuration_that_is_too_long_is_refused_and_not_cut_off() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter_config.json");
-        // What is within the bound is a whole configuration.
+        // A configuration within the bound is read whole.
         let whole = r#"{"lora_alpha":8}"#;
         std::fs::write(&path, format!("{whole}{}", " ".repeat(1 << 20))).unwrap();
         let refused = Configured::of_folder(&path).unwrap_err().to_string();

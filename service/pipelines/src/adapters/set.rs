@@ -17,7 +17,7 @@ use crate::{ModelError, ModelParts, RequestError, Rung, StageError};
 /// Which of an adapter's strengths counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UsedAs {
-    /// That in text encoders.
+    /// The strength in text encoders.
     Text,
     /// The curve over the steps.
     Steps,
@@ -38,8 +38,8 @@ impl UsedAs {
 pub(crate) struct AdapterSet(Vec<Adapter>);
 
 impl AdapterSet {
-    /// Opens adapters for a model of `family` (its display name), and tells its parts their components, what they change, and
-    /// what was read for them.
+    /// Opens adapters for a model of `family` (its display name). Adds their components, their reports and the files that were
+    /// read for them to `parts`.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be used.
@@ -63,7 +63,7 @@ impl AdapterSet {
         Ok(adapters)
     }
 
-    /// What they change.
+    /// The adapters' reports: which components and layers each changes.
     pub(crate) fn reports(&self) -> Vec<AdapterReport> {
         self.0.iter().map(|adapter| adapter.report.clone()).collect()
     }
@@ -100,7 +100,7 @@ impl AdapterSet {
         })
     }
 
-    /// These components, and those of the adapters that a request uses on them.
+    /// These components, and the components of the adapters that a request uses on them.
     pub(crate) fn beside(&self, bases: &[&str], uses: &[AdapterUse], used_as: UsedAs) -> Vec<String> {
         let parts = bases.iter().flat_map(|base| self.parts(uses, base, used_as));
         let own = bases.iter().map(|&base| base.to_owned());
@@ -119,7 +119,8 @@ impl AdapterSet {
         Bytes(of_parts.max().unwrap_or_default())
     }
 
-    /// The ways to sample with this scratch: all resident, or, if there are adapters, with those in the machine's memory.
+    /// The rungs of sampling with this scratch: all components resident, or, if there are adapters, with the adapters in host
+    /// memory.
     pub(crate) fn rungs(&self, base: &str, uses: &[AdapterUse], scratch: Bytes, dtype: DType) -> Vec<Rung> {
         let whole = Rung::whole(scratch);
         let parts: Vec<&AdapterPart> = self
@@ -138,7 +139,7 @@ impl AdapterSet {
         std::iter::once(whole).chain(from_host).collect()
     }
 
-    /// The uses that change these text encoders, with what they read of them: the strength in text encoders.
+    /// The uses that change these text encoders, reduced to the part that text encoders read: the strength in text encoders.
     pub(crate) fn text_uses(&self, bases: &[&str], uses: &[AdapterUse]) -> Vec<AdapterUse> {
         let is_one = |each: &&AdapterUse| {
             let one = std::slice::from_ref(*each);

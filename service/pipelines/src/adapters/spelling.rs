@@ -41,7 +41,7 @@ const ENDINGS: [(&str, PairPart); 17] = [
     (".alpha", PairPart::Alpha),
 ];
 
-/// Parts of names by which kinds are known that change how a pair is meant: without them the rest would be wrong.
+/// Parts of tensors' names that mark a kind which changes the meaning of a pair: without these tensors the rest would be wrong.
 const CHANGING: [(&str, &str); 5] = [
     ("dora_scale", "DoRA"),
     ("lora_magnitude_vector", "DoRA"),
@@ -50,7 +50,7 @@ const CHANGING: [(&str, &str); 5] = [
     ("key_norm.scale", "a control adapter of Black Forest Labs"),
 ];
 
-/// Parts of names by which kinds are known that stand for themselves: what is left without them is what it is with them.
+/// Parts of tensors' names that mark a separate kind: the rest of the adapter means the same without these tensors.
 const SEPARATE: [(&str, &str); 13] = [
     ("lokr_", "LoKr"),
     ("hada_", "LoHa"),
@@ -84,7 +84,7 @@ const SEPARATE_ENDINGS: [(&str, &str); 2] = [
 pub(super) struct UnsupportedKind {
     /// For display: `LoKr`, `DoRA`.
     pub(super) name: &'static str,
-    /// Whether the rest of the adapter is what it is without them.
+    /// Whether the rest of the adapter means the same without these tensors.
     pub(super) is_separate: bool,
 }
 
@@ -98,7 +98,7 @@ impl UnsupportedKind {
     }
 }
 
-/// The unsupported kind of a tensor, if it is of one.
+/// The unsupported kind of a tensor; `None` if its kind is supported or unknown.
 pub(super) fn unsupported_kind(tensor: &str) -> Option<UnsupportedKind> {
     let part = |kinds: &[(&str, &'static str)]| {
         kinds

@@ -4,11 +4,10 @@ use std::collections::HashMap;
 
 use crate::checkpoint::{LayerNames, Rows, TensorSpec, unwrapped};
 
-/// What programs that write `_` for `.` put in front of the names of the denoiser's layers: kohya, OneTrainer, and
-/// SimpleTuner.
+/// Prefixes of the names of the denoiser's layers in programs that write `_` for `.`: kohya, OneTrainer, and SimpleTuner.
 const JOINED: [&str; 3] = ["lora_unet_", "lora_transformer_", "lycoris_"];
 
-/// A layer that a name in a file stands for, or a part of it.
+/// A layer that a name in a file denotes, or a part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LayerPart {
     /// Index into [`TargetComponent::layers`].
@@ -20,7 +19,7 @@ pub(super) struct LayerPart {
 /// A linear layer of a component.
 #[derive(Clone, Debug)]
 pub(super) struct TargetLayer {
-    /// Its name in the component: that of its weight without `.weight`.
+    /// The layer's name in the component: the name of its weight without `.weight`.
     pub(super) name: String,
     pub(super) outputs: usize,
     pub(super) inputs: usize,
@@ -31,7 +30,7 @@ pub(super) struct TargetLayer {
 pub(crate) struct TargetComponent {
     /// Name of the component in the base.
     pub(crate) name: &'static str,
-    /// What its layers' names in files begin with; `None` for a denoiser, whose names have what checkpoints have in front.
+    /// Prefixes of its layers' names in files; `None` for a denoiser, whose names have the prefixes of checkpoints.
     prefixes: Option<Vec<&'static str>>,
     pub(super) layers: Vec<TargetLayer>,
     /// By every name of a layer, with dots and with underscores: its parts.
@@ -123,7 +122,7 @@ impl TargetComponent {
         }
     }
 
-    /// Adds a further name for the first `outputs` rows of the fused layers that `of` stands for.
+    /// Adds a further name for the first `outputs` rows of the fused layers that `of` denotes.
     pub(crate) fn alias_of_first_rows(&mut self, name: &str, of: &str, outputs: usize) {
         let parts = self.by_name.get(of).cloned().unwrap_or_default();
         let within = |part: &LayerPart| {
@@ -134,7 +133,7 @@ impl TargetComponent {
         self.by_name.insert(name.to_owned(), parts);
     }
 
-    /// What a layer's name in a file stands for; `None` if it is of no layer of this component.
+    /// The layers that a layer's name in a file denotes; `None` if it names no layer of this component.
     pub(super) fn find(&self, name: &str) -> Option<&[LayerPart]> {
         let known = |name: &str| self.by_name.get(name).map(Vec::as_slice);
         match &self.prefixes {

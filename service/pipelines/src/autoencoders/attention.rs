@@ -1,4 +1,4 @@
-//! Attention with one head, of each frame over all positions of the frames up to it.
+//! Attention with one head, of each frame over all positions of this frame and of the frames before it.
 
 use candle_core::{DType, Tensor};
 use model::StageError;
@@ -76,14 +76,14 @@ impl Attention {
         self.add(&seen.to_dtype(map.dtype())?, queries, map, walk)
     }
 
-    /// Adds the last projection of `seen`, which is computed in the memory of `free` where frames have to change places.
+    /// Adds the last projection of `seen`. It is computed in the memory of `free` where frames have to change places.
     fn add(&self, seen: &Tensor, free: Tensor, map: &Tensor, walk: Walk<'_>) -> Result<(), StageError> {
         let (height, frames, width, channels) = map.dims4()?;
         if walk.goes() == Goes::There && frames == 1 {
             return Ok(self.to_out.of_positions(seen, map, Onto::Itself)?);
         }
         self.to_out.of_positions(seen, &free, Onto::Nothing)?;
-        // Rows of one frame at a time, which have one distance in either map.
+        // Rows of one frame at a time, whose distance is constant in either map.
         let line = width * channels;
         let by_frame = map.reshape((height, frames, line))?;
         let added = free.reshape((frames, height, line))?;

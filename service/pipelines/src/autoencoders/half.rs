@@ -31,14 +31,14 @@ enum Loaded {
     Last(GroupNorm, Convolution),
 }
 
-/// Half an autoencoder. Tensors are shared with the component that it was made from.
+/// Half an autoencoder. Its tensors are shared with the component.
 #[derive(Clone, Debug)]
 pub(super) struct Half {
     layers: Vec<Loaded>,
 }
 
 impl Half {
-    /// These layers with the tensors of a component; maps are of this dtype.
+    /// The layers with the tensors of a component. Maps are of this dtype.
     ///
     /// # Errors
     /// [`StageError::Missing`] for a tensor that is missing or of another shape.
@@ -58,7 +58,7 @@ impl Half {
     /// Frames or latents `[t, h, w, c]`, contiguous and in the dtype of maps, to latents or frames.
     ///
     /// # Errors
-    /// [`StageError::Cancelled`]; those of candle.
+    /// [`StageError::Cancelled`]; errors of candle.
     pub(super) fn run(&self, frames: Tensor, walk: Walk<'_>) -> Result<Tensor, StageError> {
         let mut maps = Maps::Whole(frames.permute((1, 0, 2, 3))?);
         drop(frames);
@@ -94,7 +94,7 @@ impl Loaded {
         })
     }
 
-    /// The maps after this layer. Those before it are dropped as soon as they are read.
+    /// The maps after this layer. The maps before it are dropped as soon as they are read.
     fn forward(&self, maps: Maps, walk: Walk<'_>) -> Result<Maps, StageError> {
         if let Loaded::Resnet {
             resnet,

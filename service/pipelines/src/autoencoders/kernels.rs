@@ -1,6 +1,6 @@
-//! What the kernels of an autoencoder span, and how maps are padded for them.
+//! The axes of an autoencoder's kernels, and the padding of maps for them.
 
-/// Side of every kernel but those of one position.
+/// Side of every kernel, except those of one position.
 const SIDE: usize = 3;
 
 /// Rows, frames, columns.
@@ -24,7 +24,7 @@ impl Resize {
     };
 }
 
-/// What the kernels of an autoencoder span.
+/// The axes of the kernels of an autoencoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernels {
     /// Rows and columns of a picture (`torch.nn.Conv2d`), with zeros around it, which the convolution adds itself. A

@@ -3,19 +3,19 @@
 //! An autoencoder of residual blocks is a table (`table.rs`): the layers of its two halves in order, each with its name
 //! and its channels. Everything follows from the table: the tensors that a checkpoint must have, the layers with their
 //! tensors and the walk of a map through them (`half.rs`), the memory of that walk (`scratch.rs`), and the shapes that
-//! cuDNN plans (`planned.rs`). Pictures ([`kl`]) and films ([`hunyuan`]) differ in their tables, in what their kernels
-//! span (`kernels.rs`), and in how large strips are (`pass.rs`).
+//! cuDNN plans (`planned.rs`). Pictures ([`kl`]) and films ([`hunyuan`]) differ in their tables, in the axes of their kernels
+//! (`kernels.rs`), and in the size of strips (`pass.rs`).
 //!
 //! Maps are `[h, t, w, c]`: rows, then frames, of which a picture has one. So a strip of rows is contiguous with all of
 //! its frames, and is convolved and written in place (`strips.rs`). Whole and strip-wise processing share one code path:
-//! every convolution processes its map strip by strip, and "whole" is one strip. What spans strips uses the whole map:
+//! every convolution processes its map strip by strip, and "whole" is one strip. Layers that span strips use the whole map:
 //! group norms take its statistics first, attention sees all positions, and convolutions read the rows around their
 //! strip. So the size of the strips changes the memory that is needed, and nothing else.
 //!
-//! To add an autoencoder of this kind, add a folder with its configuration, its table, its ladder of rungs, and its
-//! encoder and decoder; where its kernels are padded in another way, also a variant of `Kernels`. One whose convolutions
-//! remember the last frames of the section before gets these where strips are read (`strips.rs`). Sound ([`oobleck`]) is
-//! a table too, of layers over sequences in place of maps, and has windows in place of strips.
+//! To add an autoencoder of this kind, add a folder with its configuration, its table, its ladder of rungs, and its encoder and
+//! decoder; if its kernels are padded in another way, also a variant of `Kernels`. An autoencoder whose convolutions remember
+//! the last frames of the section before reads these frames where strips are read (`strips.rs`). Sound ([`oobleck`]) is a table
+//! too, of layers over sequences in place of maps, and has windows in place of strips.
 
 mod attention;
 mod convolution;

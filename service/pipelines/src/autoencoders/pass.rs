@@ -32,7 +32,7 @@ pub(super) struct Pass {
 }
 
 impl Pass {
-    /// Of a convolution to so many channels; `is_normed` tells whether positions are normed as they are read.
+    /// The pass of a convolution to `channels` channels. `is_normed`: whether positions are normalized as they are read.
     pub(super) fn new(
         kernels: Kernels,
         from: Map,
@@ -65,7 +65,7 @@ impl Pass {
         }
     }
 
-    /// Positions that so many results read along an axis: of the padded map where the padding is read with it.
+    /// Positions that `results` results read along an axis: of the padded map where the padding is read with it.
     fn taken(&self, axis: usize, results: usize) -> usize {
         let taken = (results.max(1) - 1) * self.strides[axis] + self.kernels.taps()[axis];
         match self.kernels {
@@ -74,27 +74,27 @@ impl Pass {
         }
     }
 
-    /// Shape of the buffer of a strip of so many rows of results.
+    /// Shape of the buffer of a strip of `rows` rows of results.
     pub(super) fn buffer(&self, rows: usize) -> [usize; 4] {
         let [_, frames, columns] = self.to.sides;
         let (frames, columns) = (self.taken(1, frames), self.taken(2, columns));
         [self.taken(0, rows), frames, columns, self.read.channels]
     }
 
-    /// Shape of a strip of so many rows of results.
+    /// Shape of a strip of `rows` rows of results.
     pub(super) fn strip(&self, rows: usize) -> [usize; 4] {
         let [_, frames, columns] = self.to.sides;
         [rows, frames, columns, self.to.channels]
     }
 
-    /// The strips of results, of so many rows each.
+    /// The strips of results, of `rows` rows each.
     pub(super) fn each(&self, rows: usize) -> impl Iterator<Item = Rows> + use<> {
         let height = self.to.sides[0];
         let of_strip = move |first| (first, rows.min(height - first));
         (0..height).step_by(rows.max(1)).map(of_strip)
     }
 
-    /// What a strip of results reads: where it begins in the map, by row, frame and column; its number of rows; and
+    /// The input of a strip of results: its beginning in the map, by row, frame and column; its number of rows; and
     /// the steps of the convolution. Zeros are added at the borders of the map only, so results do not depend on strips.
     pub(super) fn window(&self, (first, count): Rows) -> ([i64; 3], usize, Steps) {
         let [stride, frames, columns] = self.strides;
@@ -162,9 +162,9 @@ impl Pass {
 /// How large the strips are that a map is processed in.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum StripSize {
-    /// So many rows at the resolution of a latent of this height. What is added to a map is added where it is.
+    /// `rows` rows at the resolution of a latent of height `of`. The addend of a map is added in place.
     LatentRows { rows: usize, of: usize },
-    /// At most so many bytes of buffer and results, at least a row. What is added to a map is computed beside it first,
+    /// At most this number of bytes of buffer and results, at least a row. The addend of a map is computed in place first,
     /// so that these bytes are all that a convolution takes.
     Bytes(usize),
 }
@@ -180,7 +180,7 @@ impl StripSize {
         }
     }
 
-    /// Rows of a strip of results, if `strips` of them are held beside the buffer; at least 1.
+    /// Rows of a strip of results, if memory has `strips` of them and the buffer; at least 1.
     pub(super) fn rows(self, pass: &Pass, strips: usize, dtype: DType, on_cpu: bool) -> usize {
         let height = pass.to.sides[0];
         let bytes_of = |shape: [usize; 4]| shape[1..].iter().product::<usize>() * dtype.size_in_bytes();

@@ -220,7 +220,7 @@ fn shortcut_of(map: &Tensor, shortcut: &Convolution, out: &Tensor, walk: Walk<'_
     Ok(())
 }
 
-/// Rows of a strip of results of at most so many bytes, of a map of this shape.
+/// Rows of a strip of results of at most `bytes` bytes, of a map of this shape.
 pub(super) fn shortcut_rows(shape: &[usize], dtype: DType, bytes: usize) -> usize {
     let of_row: usize = shape[1..].iter().product::<usize>() * dtype.size_in_bytes();
     (bytes / of_row.max(1)).clamp(1, shape[0].max(1))

@@ -16,7 +16,7 @@ pub(super) struct Account {
     pub(super) dtype: DType,
     /// The map after the layers that were passed.
     map: Map,
-    /// Bytes of the memory that this map is in, which may be of a larger one.
+    /// Bytes of the memory of this map, which may be part of a larger map.
     held: usize,
     pub(super) peak: usize,
     pub(super) seen: Vec<PlannedLayer>,
@@ -31,7 +31,7 @@ pub(super) enum PlannedLayer {
     Attention(Map),
 }
 
-/// What a convolution takes beside the maps that it reads and writes.
+/// Bytes that a convolution takes in addition to the maps that it reads and writes.
 struct Taken {
     in_strips: bool,
     /// The filter, the buffer of strips, and strips of results.
@@ -44,7 +44,7 @@ struct Taken {
 }
 
 impl Account {
-    /// Account of the layers of a half that processes this map in such strips.
+    /// Account of the layers of a half that processes this map in strips of `size`.
     pub(super) fn of(layers: &Layers, map: Map, size: StripSize, dtype: DType) -> Account {
         let mut account = Account {
             kernels: layers.kernels,
@@ -64,7 +64,7 @@ impl Account {
 
     fn pass(&mut self, layer: Layer) {
         match layer {
-            // Of the smallest maps.
+            // On the smallest maps only: its memory is never the peak.
             Layer::OfPositions { .. } => {}
             Layer::Convolution {
                 channels,
@@ -120,7 +120,7 @@ impl Account {
         Pass::new(self.kernels, from, channels, (Resize::NONE, Resize::NONE), true)
     }
 
-    /// A convolution with so many strips of results.
+    /// A convolution with `strips` strips of results.
     fn take(&mut self, pass: Pass, strips: usize) -> Taken {
         let number = self.dtype.size_in_bytes();
         let rows = self.size.rows(&pass, strips, self.dtype, !self.on_card());

@@ -1,4 +1,4 @@
-//! The tensors of an autoencoder's layers, and what its results must be.
+//! The tensors of an autoencoder's layers, and the checks of its results.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, Weight};
@@ -71,7 +71,7 @@ impl LayerSource<'_> {
     }
 }
 
-/// The error for a tensor that is not there, or is of another shape.
+/// The error for a tensor that is missing, or has another shape.
 pub(super) fn missing(missing: gpu::MissingTensor) -> StageError {
     StageError::Missing {
         component: COMPONENT.to_owned(),
@@ -79,7 +79,7 @@ pub(super) fn missing(missing: gpu::MissingTensor) -> StageError {
     }
 }
 
-/// The dtype of maps: on a card that of the biases, which are always in full precision; f32 on the CPU.
+/// The dtype of maps: on a card that of the biases, which are always in full precision; on the CPU f32.
 pub(super) fn dtype_of_maps(tensors: &ComponentTensors, bias: &str) -> Result<DType, StageError> {
     let tensor = tensors.get(bias).map_err(missing)?;
     Ok(match tensor.device() {

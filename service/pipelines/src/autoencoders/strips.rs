@@ -27,7 +27,7 @@ impl Walk<'_> {
         self.size.bytes(device.is_cpu())
     }
 
-    /// Where strips go that are not written to a contiguous map of rows.
+    /// The destination of strips that are not written to a contiguous map of rows.
     pub(super) fn goes(&self) -> Goes {
         match self.size {
             StripSize::LatentRows { .. } => Goes::There,
@@ -84,12 +84,12 @@ impl Reading<'_> {
     }
 }
 
-/// Where strips of results go.
+/// The destination of strips of results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Goes {
     /// Into the rows of a map, which are contiguous.
     There,
-    /// Into a strip of their own first: into a strided map, or onto a map.
+    /// Into a separate strip first: into a strided map, or onto a map.
     Through,
 }
 
@@ -118,7 +118,7 @@ pub(super) struct Strip {
 }
 
 impl<'a> StripConvolution<'a> {
-    /// `beside` further strips of results are held by the caller.
+    /// `beside` is the number of further strips of results that the caller holds.
     pub(super) fn new(
         map: &Tensor,
         reading: Reading<'a>,
@@ -178,7 +178,7 @@ impl<'a> StripConvolution<'a> {
         self.pass.strip(self.pass.to.sides[0])
     }
 
-    /// Reads the input of a strip, over the previous one.
+    /// Reads the input of a strip, over that of the previous strip.
     fn read(&self, map: &Tensor, strip: Rows) -> Result<Strip> {
         let (from, count, steps) = self.pass.window(strip);
         let read = match &self.buffer {
@@ -234,8 +234,8 @@ impl<'a> StripConvolution<'a> {
         Ok(())
     }
 
-    /// Convolves a map whose memory the results are written to. A strip is computed by `compute`, and written by `write`
-    /// once the next one, which reads some of its rows, was read.
+    /// Convolves a map, and writes the results to its memory. A strip is computed by `compute`, and written by `write` after
+    /// the next strip, which reads some of its rows, has been read.
     pub(super) fn run_over<T>(
         &self,
         map: &Tensor,

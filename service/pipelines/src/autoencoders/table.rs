@@ -68,7 +68,7 @@ pub(super) struct Residual<'a> {
     pub(super) has_quant: bool,
     /// Whether there is a layer before the decoder.
     pub(super) has_post_quant: bool,
-    /// What is resized after the blocks of each resolution, counted from where each half begins.
+    /// The resizing layer after the blocks of each resolution, counted from the beginning of each half; `None` for no layer.
     pub(super) resize: Vec<Option<Resize>>,
     /// Whether the decoder's resolutions without a resizing layer are computed in place.
     pub(super) in_place: bool,
@@ -78,7 +78,7 @@ impl Residual<'_> {
     /// Checks that this many layers of these sizes are supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub(super) fn check(&self) -> Result<(), String> {
         let widths = [self.in_channels, self.out_channels, self.latent_channels];
         check_sizes(&[

@@ -33,7 +33,7 @@ pub(crate) struct Requested {
     pub(crate) role_of: RoleOf,
 }
 
-/// How the components of a model are asked for.
+/// The requested precision of the components of a model.
 #[derive(Clone, Debug)]
 pub(crate) struct Wanted {
     dtype: DType,
@@ -43,7 +43,7 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// In a precision, of a model with the components `known`, of which presets quantize the `large` ones.
+    /// The precision requested for a model with the components `known`, of which presets quantize the `large` ones.
     ///
     /// # Errors
     /// [`ModelError::Quantization`] for a format of a component that is not known.
@@ -64,7 +64,7 @@ impl Wanted {
         })
     }
 
-    /// A component.
+    /// The requested representation of a component.
     pub(crate) fn of(&self, component: &'static str) -> Requested {
         Requested {
             component,
@@ -103,8 +103,8 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
     }
 }
 
-/// What is wrong with a tensor of an unsupported type: the reader fails before it knows the names of the others, so the
-/// quantization is told from this one's.
+/// The message about a tensor of an unsupported type. The reader fails before it knows the names of the other tensors, so the
+/// quantization is recognized by the name of this one.
 fn of_type(tensor: &str, stored: &str, readable: Option<&str>) -> String {
     let problem = format!("tensor {tensor} is stored as {stored}");
     match (foreign(&[tensor]), readable) {
@@ -129,8 +129,8 @@ pub(crate) fn open_single_file(path: &Path) -> Result<Option<CheckpointFile>, Mo
 /// The sources of a component's tensors.
 ///
 /// # Errors
-/// The first tensor that is missing, of another shape, or stored in an unsupported way; and a requested format for a
-/// component that is stored quantized.
+/// The first tensor that is missing, of another shape, or stored in an unsupported way; a format requested for a component that
+/// is stored quantized.
 fn sources(
     checkpoint: &Checkpoint,
     specs: &[TensorSpec],
@@ -267,7 +267,7 @@ pub(crate) fn component_of_checkpoint(
 /// A component of a checkpoint that has others too, with these tensors of it. `config` is its configuration, if there is one.
 ///
 /// # Errors
-/// Those of every component.
+/// Errors of every component.
 pub(crate) fn component_of_specs(
     place: &Path,
     checkpoint: &Checkpoint,
@@ -286,10 +286,10 @@ pub(crate) fn component_of_specs(
 }
 
 /// A component with exactly these tensors, in a folder or a file: any other tensor that is not a part of one of them
-/// is an error, naming `what` it is not part of.
+/// is an error, in which `what` names the component.
 ///
 /// # Errors
-/// Those of every component, and an unexpected tensor.
+/// Errors of every component, and an unexpected tensor.
 pub(crate) fn exact_component(
     place: &Path,
     checkpoint: Checkpoint,

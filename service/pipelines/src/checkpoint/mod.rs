@@ -1,6 +1,6 @@
 //! The content of checkpoints, by their headers: how tensors are stored and quantized (`stored`), where required
 //! tensors are (`spec`), which of them may be quantized (`role`), components as files (`components`), the names of layers in files of
-//! other programs (`names`), and models that are known and not run (`relatives`).
+//! other programs (`names`), and recognized models that do not run (`relatives`).
 
 mod components;
 mod names;

@@ -1,8 +1,8 @@
 //! The names that one layer has in the files of different programs, for checkpoints and adapters alike.
 //!
 //! A layout here knows a tensor by its name in diffusers and by its authors' name, which says where fused rows are
-//! ([`TensorSpec`](super::TensorSpec)). All further names are rows of a family's [`LayerNames`]. What programs put in front
-//! of all names is in [`unwrapped`].
+//! ([`TensorSpec`](super::TensorSpec)). All further names are rows of a family's [`LayerNames`]. The prefixes that programs add
+//! to all names are in [`unwrapped`].
 
 use std::collections::BTreeSet;
 
@@ -34,7 +34,7 @@ pub(crate) struct LayerNames(
 );
 
 impl LayerNames {
-    /// The authors' name of a tensor or layer that a file calls `name`, without what is in front of it.
+    /// The authors' name of a tensor or layer that a file calls `name`, without its prefix.
     pub(crate) fn authors(self, name: &str) -> String {
         let mut name = without_transparent(name);
         for (authors, others) in self.0 {
@@ -48,7 +48,7 @@ impl LayerNames {
         }
     }
 
-    /// Every name of a tensor or layer that the authors call `name`, theirs first.
+    /// Every name of a tensor or layer that the authors call `name`, the authors' name first.
     pub(crate) fn all(self, name: &str) -> Vec<String> {
         let mut all = vec![name.to_owned()];
         for (authors, others) in self.0 {
@@ -110,8 +110,7 @@ fn without_transparent(name: &str) -> String {
     segments.collect::<Vec<_>>().join(".")
 }
 
-/// A name, and what is left of it as one part after the other that programs put in front is taken off. `separators` end
-/// such a part.
+/// A name, then the name without its first prefix, then without its second, and so on. `separators` end a prefix.
 pub(crate) fn unwrapped<'a>(name: &'a str, separators: &'static [char]) -> impl Iterator<Item = &'a str> {
     let wrapped = move |name: &&'a str| {
         let mut parts = WRAPPERS.iter().chain(&TRANSPARENT);
@@ -120,7 +119,7 @@ pub(crate) fn unwrapped<'a>(name: &'a str, separators: &'static [char]) -> impl 
     std::iter::successors(Some(name), wrapped)
 }
 
-/// Everything that may be in front of all names of a denoiser, of the names of a file: the shortest first.
+/// All prefixes that the names of a denoiser in a file may have, the shortest first.
 pub(crate) fn prefixes<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let of_name = |name: &'a str| unwrapped(name, &['.']).map(|rest| &name[..name.len() - rest.len()]);
     let all: BTreeSet<&str> = names.flat_map(of_name).collect();
@@ -152,7 +151,7 @@ mod tests {
                 assert_eq!(NAMES.authors(&other), name, "{other}");
             }
         }
-        // What only looks like another name.
+        // Names that only look like another name.
         for same in [
             "time_in.mlp.0.weight",
             "single_blocks.3.linear1.scale",
@@ -163,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_in_front_are_taken_off_one_by_one() {
+    fn prefixes_are_removed_one_by_one() {
         let rests: Vec<&str> = unwrapped("model.diffusion_model._orig_mod.double_blocks.0", &['.']).collect();
         assert_eq!(rests.len(), 4);
         assert_eq!(rests.last(), Some(&"double_blocks.0"));

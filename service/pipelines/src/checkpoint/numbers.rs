@@ -3,7 +3,7 @@
 use gpu::Stored;
 use half::{bf16, f16};
 
-/// The number that these bytes are; `None` for a type without single numbers, or too few bytes.
+/// The number with these bytes; `None` for a type without single numbers, or too few bytes.
 pub(crate) fn number_of(stored: Stored, bytes: &[u8]) -> Option<f64> {
     Some(match stored {
         Stored::F64 => f64::from_le_bytes(*bytes.first_chunk()?),

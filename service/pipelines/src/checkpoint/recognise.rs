@@ -25,7 +25,7 @@ pub(crate) struct Marks {
     pub(crate) names: LayerNames,
     /// A tensor of single files that is never used.
     pub(crate) unused: Option<&'static str>,
-    /// What `X.moored.json` beside a single file may say beside its base.
+    /// Keys that `X.moored.json` beside a single file may have in addition to `base`.
     pub(crate) sidecar_keys: &'static [&'static str],
 }
 
@@ -37,10 +37,10 @@ pub(crate) struct Recognised {
 }
 
 impl Marks {
-    /// Detects what a path is, which is open if it is a single file. `None` if it is not of this family.
+    /// Detects the checkpoint at a path. `file` is open if the path is a single file. `None` if it is not of this family.
     ///
     /// # Errors
-    /// When it is of this family and not supported, or a file is too damaged to tell.
+    /// When the model is of this family and not supported, or a file is too damaged to be recognized.
     pub(crate) fn recognise(
         &self,
         path: &Path,
@@ -77,7 +77,7 @@ impl Marks {
         }))
     }
 
-    /// What is in front of all names of a file's tensors, and their naming scheme; `None` if it does not hold the family's
+    /// The prefix of all names of a file's tensors, and their naming scheme; `None` if it does not hold the family's
     /// transformer.
     pub(crate) fn naming_of<'a>(&self, names: &[&'a str]) -> Option<(&'a str, Naming)> {
         prefixes(names.iter().copied()).into_iter().find_map(|prefix| {
@@ -110,7 +110,7 @@ impl Marks {
     }
 }
 
-/// Names without what is in front of them, as their authors write them.
+/// Names without their prefix, as their authors write them.
 pub(crate) fn authors_names(names: &[&str], prefix: &str, spellings: LayerNames) -> Vec<String> {
     let own = names.iter().filter_map(|name| name.strip_prefix(prefix));
     own.map(|name| spellings.authors(name)).collect()

@@ -1,6 +1,6 @@
-//! Models that people have beside those that run here, by their tensors' names, by the class of their configuration, or by
-//! the architecture that a GGUF file names: they are refused by name. Several have names that begin like those of a model that
-//! runs.
+//! Models that people have and that do not run here. They are recognized by their tensors' names, by the class of their
+//! configuration, or by the architecture that a GGUF file names, and refused by name. Several have names that begin like those
+//! of a model that runs.
 
 mod table;
 
@@ -10,13 +10,13 @@ use table::{LORA, PARTS, RELATIVES};
 
 /// A model that does not run here.
 struct Relative {
-    /// For display, behind "it is".
+    /// For display, after "it is".
     name: &'static str,
     /// Beginnings of the classes of its pipelines and transformers.
     classes: &'static [&'static str],
-    /// What GGUF files call it, where no model that runs is called so too.
+    /// Architectures of its GGUF files, except those that a model that runs here uses too.
     architectures: &'static [&'static str],
-    /// Parts of tensors' names: all of one set tell that it is this.
+    /// Parts of tensors' names: a file with all parts of one set holds this model.
     marks: &'static [&'static [&'static str]],
 }
 
@@ -31,7 +31,7 @@ impl Relative {
     }
 }
 
-/// The model with a pipeline or transformer of this class, if it is known.
+/// The model with a pipeline or transformer of this class, if it is known here.
 pub(crate) fn class_not_run(class: &str) -> Option<&'static str> {
     let mut all = RELATIVES.iter().chain(&PARTS);
     all.find(|relative| relative.has_class(class))
@@ -53,7 +53,7 @@ pub(crate) fn is_lora(names: &[&str]) -> bool {
     LORA.has_marks(names)
 }
 
-/// What tensors of these names are, of all that is known.
+/// The known model whose tensors have these names.
 pub(crate) fn known_by_names(names: &[&str]) -> Option<&'static str> {
     let mut all = RELATIVES.iter().chain(&PARTS);
     all.find(|relative| relative.has_marks(names))

@@ -1,4 +1,4 @@
-//! Whole checkpoints and adapters, renamed by every row of a family's names: each gives the same tensors.
+//! Whole checkpoints and adapters, renamed by every row of a family's names: each must have the same tensors.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::unix::fs::FileExt;
@@ -13,7 +13,7 @@ use crate::{AdapterFile, Model, Precision, catalogue};
 
 const TRANSFORMER: &str = "transformer";
 
-/// What programs put in front of all names of a checkpoint.
+/// Prefixes that programs add to all names of a checkpoint.
 const IN_FRONT: [&str; 8] = [
     "diffusion_model.",
     "model.diffusion_model.",
@@ -39,7 +39,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A pipeline's folder of these fixtures, each put into the folder behind it.
+/// A pipeline's folder of these fixtures: pairs of a fixture and the folder it is copied into.
 fn pipeline(folders: &[(&str, &str)]) -> TempDir {
     let root = TempDir::new().unwrap();
     for (from, to) in folders {
@@ -91,10 +91,10 @@ fn content(plan: &LoadPlan) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
-/// What tells a renaming in a failure, and the new name of a name.
+/// A renaming: its label in the message of a failure, and the new name of a name.
 type Renaming = (String, Box<dyn Fn(&str) -> String>);
 
-/// The names of a file by every row of a family's names, each with what tells it in a failure.
+/// The names of a file by every row of a family's names, each with its label in the message of a failure.
 fn renamings(names: LayerNames) -> Vec<Renaming> {
     let mut all: Vec<Renaming> = Vec::new();
     for row in names.0 {
@@ -104,7 +104,7 @@ fn renamings(names: LayerNames) -> Vec<Renaming> {
             all.push((
                 (*other).to_owned(),
                 Box::new(move |name| match name.strip_suffix(".weight") {
-                    // Without the other name of norms, which is a renaming of its own.
+                    // Without the other name of norms, which is a separate renaming.
                     Some(layer) => format!("{}.weight", one.all(layer).pop().unwrap()),
                     None => one.all(name).pop().unwrap(),
                 }),
@@ -129,7 +129,7 @@ fn opened(path: &Path) -> std::sync::Arc<dyn Model> {
     catalogue().open(path, &Precision::full(DType::F32)).unwrap()
 }
 
-/// Asserts that a file of the authors' tensors gives the same by every renaming.
+/// Asserts that a file of the authors' tensors has the same tensors after every renaming.
 fn assert_checkpoints(root: &Path, names: LayerNames, specs: &[TensorSpec]) {
     let tensors = in_authors_names(&root.join("base"), specs);
     let file = root.join("single.safetensors");
@@ -157,7 +157,7 @@ fn assert_checkpoints(root: &Path, names: LayerNames, specs: &[TensorSpec]) {
     assert!(read(&reshaped) == expected, "dimensions of one");
 }
 
-/// Asserts that an adapter of every linear layer gives the same by every renaming, with dots and as kohya writes names.
+/// Asserts that an adapter of every linear layer has the same tensors after every renaming, with dots and as kohya writes names.
 fn assert_adapters(base: &Path, names: LayerNames, specs: &[TensorSpec]) {
     let folder = TempDir::new().unwrap();
     let model = opened(base);

@@ -1,7 +1,7 @@
 //! Quantization roles of tensors, for a component that is requested in a format. Each family, and each shared part,
 //! defines the roles of its own tensors.
 
-/// What happens to a tensor of a component that is requested in a format.
+/// The quantization of a tensor of a component that is requested in a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QuantizeRole {
     /// Quantized to the requested format.

@@ -47,7 +47,7 @@ pub(crate) fn base_folder(
     base_beside(file, &sidecar, family, is_of_family)
 }
 
-/// What may lie beside a single file `X.gguf`: `X.moored.json`.
+/// The path of the sidecar of a single file: for `X.gguf`, `X.moored.json`.
 fn sidecar_of(file: &Path) -> PathBuf {
     file.with_extension("moored.json")
 }
@@ -83,7 +83,7 @@ pub(crate) fn written_base(file: &Path, further: &[&str]) -> Result<Option<PathB
 /// The base that a sidecar names.
 ///
 /// # Errors
-/// When it is of another family, or none.
+/// When the folder is of another family, or of none.
 pub(crate) fn named_base(
     sidecar: &Path,
     family: &str,
@@ -103,7 +103,7 @@ pub(crate) fn named_base(
 /// named, as `FLUX.1-dev` is of `flux1-dev-Q4_K_S.gguf`.
 ///
 /// # Errors
-/// When there is none, or more than one: what to write in the sidecar.
+/// When there is none, or more than one. The message says what to write in the sidecar.
 pub(crate) fn base_beside(
     transformer: &Path,
     sidecar: &Path,
@@ -134,7 +134,8 @@ pub(crate) fn base_beside(
     }
 }
 
-/// The letters and digits of a name, in lower case: of a repository in a hub cache its name, and of a file there both names.
+/// The letters and digits of a name, in lower case. For a repository in a hub cache this is the repository's name, and for a
+/// file in it the names of both.
 fn letters_of(path: &Path) -> String {
     let own = path.file_name().unwrap_or_default().to_string_lossy();
     let named = match of_hub_cache(path) {
@@ -152,11 +153,11 @@ pub(crate) struct HubPlace<'a> {
     repository: &'a Path,
     /// `name`.
     pub(crate) name: &'a str,
-    /// Whether it is the snapshot itself, rather than something in it.
+    /// Whether it is the snapshot itself, rather than a path in it.
     pub(crate) is_snapshot: bool,
 }
 
-/// The place in a hub cache of a snapshot, or of what is in one; `None` elsewhere.
+/// The place in a hub cache of a snapshot, or of a path in a snapshot; `None` elsewhere.
 pub(crate) fn of_hub_cache(path: &Path) -> Option<HubPlace<'_>> {
     let snapshots = path
         .ancestors()
@@ -235,7 +236,7 @@ pub(crate) fn companion(file: &Path, base: &Path, comfy_folder: &str, stem: &str
 mod tests {
     use super::*;
 
-    /// A file, and folders of a family, with what `base_beside` says to them.
+    /// The base that `base_beside` chooses for a file among these folders of a family.
     fn chosen(file: &str, folders: &[&str]) -> Result<String, String> {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join(file);

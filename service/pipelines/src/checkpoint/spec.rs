@@ -16,12 +16,12 @@ pub(crate) struct TensorSpec {
     pub(crate) shape: Vec<usize>,
     /// The tensor of the checkpoint that contains it.
     pub(crate) tensor: String,
-    /// Its row ranges there, concatenated.
+    /// The tensor's row ranges in the file, concatenated.
     pub(crate) rows: Vec<Rows>,
 }
 
 impl TensorSpec {
-    /// A tensor that is the whole of one with the same name.
+    /// A tensor that is a whole tensor of the checkpoint, with the same name.
     pub(crate) fn whole(name: String, shape: Vec<usize>) -> TensorSpec {
         let count = shape.first().copied().unwrap_or_default();
         TensorSpec {

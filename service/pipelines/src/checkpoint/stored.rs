@@ -107,7 +107,7 @@ impl StoredTensor {
         &self.file
     }
 
-    /// The same numbers with as many dimensions of one in front and after the others as `expected` has. Programs write a
+    /// The tensor with as many dimensions of one in front and after the others as `expected` has. Programs write a
     /// matrix as a convolution of one pixel, and a row as `[n]` or `[1, n]`.
     pub(crate) fn with_ones_of(mut self, expected: &[usize]) -> StoredTensor {
         let inner = |shape: &[usize]| {
@@ -146,7 +146,7 @@ impl StoredTensor {
     /// The source pieces of some of its rows, concatenated.
     ///
     /// # Errors
-    /// When a format's blocks cross the ends of these rows.
+    /// When blocks of the format cross the ends of these rows.
     pub(crate) fn pieces(&self, rows: &[Rows]) -> Result<Vec<SourcePiece>, ModelError> {
         let (all, columns) = rows_and_columns(&self.shape);
         if let [Rows { first: 0, count }] = rows

@@ -13,14 +13,14 @@ use crate::{ComponentFiles, ModelError};
 /// Who named the tensors of a single file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Naming {
-    /// The model's authors, who fuse some that are apart in diffusers.
+    /// The model's authors, who fuse some tensors that are separate in diffusers.
     Authors,
     Diffusers,
 }
 
-/// Where a transformer is.
+/// The place of a transformer.
 pub(crate) enum TransformerPlace {
-    /// In a folder of its own, with its configuration.
+    /// In a separate folder, with its configuration.
     Folder(PathBuf),
     /// Alone in a file.
     SingleFile {
@@ -35,8 +35,8 @@ pub(crate) trait TransformerFiles: DeserializeOwned + Default {
     /// Name of the component in messages about unexpected tensors.
     const WHAT: &'static str;
 
-    /// That of a single file's transformer, from the shapes of its tensors. What they do not tell is that of the base folder,
-    /// or of the published model.
+    /// The configuration of a single file's transformer, from the shapes of its tensors. Fields that the shapes do not show are
+    /// those of the base folder, or of the published model.
     fn of_single_file(
         path: &Path,
         checkpoint: &Checkpoint,
@@ -44,12 +44,12 @@ pub(crate) trait TransformerFiles: DeserializeOwned + Default {
         base: &Self,
     ) -> Result<Self, ModelError>;
 
-    /// The same with what a folder's tensors tell and its configuration does not.
+    /// Adds the fields that a folder's tensors show and its configuration lacks.
     fn completed(self, _checkpoint: &Checkpoint) -> Result<Self, ModelError> {
         Ok(self)
     }
 
-    /// Refuses what is not supported.
+    /// Refuses unsupported settings, with a message.
     fn check(&self) -> Result<(), String>;
 
     /// All tensors, and where they are in a file of the authors.
@@ -57,7 +57,7 @@ pub(crate) trait TransformerFiles: DeserializeOwned + Default {
 }
 
 impl TransformerPlace {
-    /// The transformer there: exactly the tensors of its configuration. `base` is the folder of its pipeline.
+    /// The transformer at the place: exactly the tensors of its configuration. `base` is the folder of its pipeline.
     ///
     /// # Errors
     /// When it is damaged or not supported, or cannot be quantized as requested.
@@ -100,7 +100,7 @@ impl TransformerPlace {
     }
 }
 
-/// The lengths of the axes of a rotary embedding, which no tensor tells: those of the base if they are of heads of this width,
+/// The lengths of the axes of a rotary embedding, which no tensor shows: those of the base if they are of heads of this width,
 /// or the published ones.
 pub(crate) fn rotary_axes(head: usize, of_base: [usize; 3], published: [usize; 3]) -> [usize; 3] {
     match of_base.iter().sum::<usize>() == head {

@@ -11,7 +11,7 @@ use crate::mmdit::BlocksShape;
 pub struct TransformerConfig {
     /// Patch size of the model itself; 1, since the pipeline packs.
     pub patch_size: usize,
-    /// Width of a packed token, with what conditions it: four times the latent's channels, or for Fill twice that and 256
+    /// Width of a packed token, with its conditioning: four times the latent's channels, or for Fill twice that and 256
     /// of the mask.
     pub in_channels: usize,
     /// Output width; `in_channels` if missing.
@@ -64,7 +64,7 @@ impl TransformerConfig {
         self.blocks().feed_forward_width()
     }
 
-    /// Its blocks.
+    /// The shape of the blocks.
     pub(crate) fn blocks(&self) -> BlocksShape {
         BlocksShape {
             heads: self.num_attention_heads,
@@ -79,7 +79,7 @@ impl TransformerConfig {
         self.out_channels.unwrap_or(self.in_channels)
     }
 
-    /// Whether it takes a masked picture and its mask beside the latent, as Fill does.
+    /// Whether the transformer takes a masked picture and its mask in addition to the latent, as Fill does.
     pub fn takes_mask(&self) -> bool {
         self.in_channels == 2 * self.out_width() + MASK_WIDTH
     }

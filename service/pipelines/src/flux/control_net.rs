@@ -1,7 +1,8 @@
 //! ControlNets for FLUX.1: diffusers' `FluxControlNetModel`, single and union, with its tensor names.
 //!
-//! A ControlNet is a copy of some of the transformer's blocks that reads a control picture beside the latent. What its blocks
-//! leave is added to the residual of the transformer's blocks, each to several in turn. It is a component of its own.
+//! A ControlNet is a copy of some of the transformer's blocks that reads a control picture beside the latent. The outputs of
+//! its blocks are added to the residual of the transformer's blocks, each output to several blocks in turn. It is a separate
+//! component.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
@@ -33,7 +34,7 @@ pub(super) struct ControlNetConfig {
     /// Number of modes of a union; `None` for a single one.
     #[serde(default)]
     pub(super) num_mode: Option<usize>,
-    /// Set where the control picture is read by convolutions of its own, instead of by the autoencoder.
+    /// Set for a ControlNet that reads the control picture by its own convolutions instead of the autoencoder.
     #[serde(default)]
     conditioning_embedding_channels: Option<usize>,
 }
@@ -50,7 +51,7 @@ impl OpenControlNet {
     /// Opens a ControlNet for a transformer, in full precision.
     ///
     /// # Errors
-    /// When it is another kind, or does not fit the transformer.
+    /// When it is a ControlNet of another kind, or does not fit the transformer.
     pub(super) fn open(
         file: &AdapterFile,
         base: &TransformerConfig,
@@ -111,7 +112,7 @@ impl OpenControlNet {
         Ok((open, files.map_err(refused)?))
     }
 
-    /// What it is, for display.
+    /// Describes the ControlNet for display.
     pub(super) fn report(&self) -> AdapterReport {
         let blocks = self.config.trunk.num_layers + self.config.trunk.num_single_layers;
         AdapterReport {
@@ -148,12 +149,12 @@ impl ControlNetConfig {
         all
     }
 
-    /// Tokens of text that it attends to.
+    /// Tokens of text to which the ControlNet attends, including the token of the mode.
     pub(super) fn text_tokens(&self, tokens: usize) -> usize {
         tokens + usize::from(self.num_mode.is_some())
     }
 
-    /// Predicted activation bytes beside those of the transformer: the residual samples of its blocks, its modulations, and its own
+    /// Predicted activation bytes in addition to those of the transformer: the residual samples of its blocks, its modulations, and its own
     /// buffers.
     pub(super) fn scratch(&self, text: usize, picture: usize, steps: u32, dtype: DType) -> u64 {
         let (width, number) = (self.trunk.width(), dtype.size_in_bytes());
@@ -207,7 +208,7 @@ impl ControlNet {
     /// Prepares the steps of a request over a control picture's packed latent `[1, tokens, in_channels]`.
     ///
     /// # Errors
-    /// When a union is given no mode, or one that it does not have; errors of the device.
+    /// When the mode of a union is missing or not one of its modes; errors of the device.
     pub(super) fn prepared(
         self,
         prompted: &Prompted<'_>,
@@ -229,7 +230,7 @@ impl ControlNet {
                 Some(modes.narrow(0, mode, 1)?.unsqueeze(0)?)
             }
         };
-        // The reference picture of an edit is the transformer's alone.
+        // ControlNets do not see the reference picture of an edit.
         let prompted = Prompted {
             reference: None,
             ..*prompted
@@ -308,7 +309,7 @@ impl PreparedControl {
             .picture_in
             .forward_into(latent, Epilogue::None, &picture.hidden, buffers.scratch())?;
         picture.add(&[(&self.embedded, &self.ones)])?;
-        // The result of the last block's norm is not used.
+        // The norm after the last block, whose result is not used.
         let nobody = Next {
             scale: self.ones.clone(),
             shift: self.ones.clone(),
@@ -332,7 +333,7 @@ impl PreparedControl {
     }
 }
 
-/// Takes what each block of a ControlNet leaves.
+/// Collects the output of each block of a ControlNet.
 struct CollectSamples<'a> {
     control: &'a PreparedControl,
 }
@@ -349,9 +350,10 @@ impl BlockHook for CollectSamples<'_> {
     }
 }
 
-/// What ControlNets add to the blocks of a transformer: each sample to as many blocks in turn as there are blocks for one.
+/// The residuals that ControlNets add to the blocks of a transformer. Each sample goes to as many blocks in turn as
+/// [`sample_of_block`] says.
 pub(super) struct Controls<'a> {
-    /// Those that act in this step.
+    /// The ControlNets that act in this step.
     pub(super) active: Vec<&'a PreparedControl>,
     pub(super) double_blocks: usize,
     pub(super) single_blocks: usize,
@@ -381,8 +383,8 @@ impl BlockHook for Controls<'_> {
     }
 }
 
-/// Which of so many samples a block of so many takes: each goes to as many blocks in turn. `None` without samples.
-/// (`interval_control` of diffusers' `FluxTransformer2DModel`.)
+/// The index of the sample, of `samples`, that block `block` of `blocks` takes: each sample goes to `blocks / samples` blocks
+/// in turn, rounded up. `None` without samples. (`interval_control` of diffusers' `FluxTransformer2DModel`.)
 fn sample_of_block(block: usize, blocks: usize, samples: usize) -> Option<usize> {
     (samples > 0).then(|| block / blocks.div_ceil(samples))
 }
@@ -408,7 +410,7 @@ mod tests {
         assert_eq!(of(5, 2), [0, 0, 0, 1, 1]);
         assert_eq!(of(7, 3), [0, 0, 0, 1, 1, 1, 2]);
         assert_eq!(of(19, 5)[15..], [3, 4, 4, 4]);
-        // The last of six is never reached.
+        // The last of six samples is not used.
         assert_eq!(of(19, 6).into_iter().max(), Some(4));
         assert!(of(4, 0).is_empty());
     }

@@ -1,8 +1,8 @@
 //! Editing: FLUX.1 Kontext, which takes a reference picture, and FLUX.1 Fill, which takes a masked picture and its mask.
 //!
 //! References are diffusers' `FluxKontextPipeline` and `FluxFillPipeline`. A Kontext reference is encoded without a draw, and
-//! follows the generated picture in the sequence. Fill's masked picture is encoded with a draw of its own, behind that of the
-//! start and that of the noise.
+//! follows the generated picture in the sequence. Fill's masked picture is encoded with a separate draw, after the draws of the
+//! start and of the noise.
 
 use candle_core::{Device, Tensor};
 use model::Memo;
@@ -33,14 +33,14 @@ pub(super) const MASKED: &str = "masked";
 /// Pixels of a latent's cell along each axis.
 const PIXELS_PER_CELL: usize = 8;
 
-/// What a checkpoint generates from.
+/// The inputs from which a checkpoint generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Variant {
     /// A prompt, and possibly a picture to start from.
     Plain,
     /// A prompt, and possibly a reference picture.
     Kontext,
-    /// A prompt, a picture, and a mask of what changes in it.
+    /// A prompt, a picture, and a mask of its part that changes.
     Fill,
 }
 
@@ -56,7 +56,7 @@ impl Variant {
         }
     }
 
-    /// The optional fields of a request that it reads.
+    /// The optional fields of a request that the model reads.
     pub(super) fn reads(self) -> Reads {
         const EVERY: Reads = Reads::of(&[
             Field::InitImage,
@@ -69,7 +69,7 @@ impl Variant {
         match self {
             Variant::Plain => PLAIN,
             Variant::Kontext => PLAIN.and(&[Field::References]),
-            // It has no reference with a second pass.
+            // The reference pipeline of Fill has no second pass.
             Variant::Fill => EVERY,
         }
     }
@@ -96,7 +96,7 @@ const PREFERRED: [(u32, u32); 17] = [
     (1568, 672),
 ];
 
-/// The preferred size whose aspect is closest to that of a picture of this size, cut to whole tokens.
+/// The preferred size whose aspect is closest to that of a picture of this size, in whole tokens.
 pub(super) fn preferred_size(width: u32, height: u32) -> Result<(u32, u32), RequestError> {
     let cut = |side: u32| side / PIXELS_PER_TOKEN * PIXELS_PER_TOKEN;
     let (width, height) = (cut(width), cut(height));
@@ -111,8 +111,8 @@ pub(super) fn preferred_size(width: u32, height: u32) -> Result<(u32, u32), Requ
 }
 
 impl FluxModel {
-    /// The ControlNets of a request that act in one of its steps, by their numbers. Others add nothing to it: they are not
-    /// needed, though their draws are made.
+    /// The ControlNets of a request that act in at least one of its steps, by their numbers. The others are not needed, but
+    /// their random draws are still made.
     pub(super) fn controls_of<'a, 'i: 'a>(
         &'a self,
         request: &Request,
@@ -150,7 +150,7 @@ impl FluxModel {
         None
     }
 
-    /// The stages that encode what a request gives to edit.
+    /// The stages that encode the pictures of an edit.
     pub(super) fn editing_stages(&self, request: &Request, image: &Image) -> Vec<StagePlan> {
         let autoencoder = self.autoencoder();
         let controls = self.controls_of(request, image).map(|(i, ..)| {
@@ -177,7 +177,7 @@ impl FluxModel {
         stages
     }
 
-    /// Values of those stages.
+    /// Values of the stages of [`FluxModel::editing_stages`].
     pub(super) fn editing_values(&self, request: &Request, image: &Image) -> Vec<ValueShape> {
         let latent = |name: &str, image: &Image| {
             let shape = self.autoencoder().latent(image).shape;
@@ -191,7 +191,8 @@ impl FluxModel {
         masked.into_iter().chain(references).chain(controls).collect()
     }
 
-    /// Whether sampling starts from the latent of a request's picture. Fill does not, where it runs the whole schedule.
+    /// Whether sampling starts from the latent of a request's picture. Fill does not start from it if it runs the whole
+    /// schedule.
     pub(super) fn starts_from_latent(&self, request: &Request) -> bool {
         let is_whole = request.strength >= 1.0 && !request.from_values;
         crate::start::is_from_latent(request) && !(self.variant == Variant::Fill && is_whole)
@@ -213,8 +214,8 @@ impl FluxModel {
     }
 }
 
-/// What a mask leaves of a picture, f32 `[1, 3, height, width]` of -1 to 1: 0 where it changes, and everywhere without a
-/// picture. In host memory.
+/// The masked picture, f32 `[1, 3, height, width]` of -1 to 1: 0 in the part that changes, and everywhere without a picture. In
+/// host memory.
 pub(super) fn masked_picture(image: &Image) -> candle_core::Result<Tensor> {
     let (width, height) = (image.width as usize, image.height as usize);
     let mut picture = vec![0f32; 3 * width * height];

@@ -33,7 +33,7 @@ const BFL: BlockNames = BlockNames {
 /// Further names of the layers in single files: programs differ in the names of norms alone.
 pub(super) const NAMES: LayerNames = LayerNames(&[]);
 
-/// What XLabs' adapters call the layers: processors of attention, 1 the picture's and 2 the text's.
+/// Names of the layers in XLabs' adapters: processors of attention, 1 the picture's and 2 the text's.
 pub(super) const XLABS: LayerNames = LayerNames(&[
     ("img_attn.qkv", &["processor.qkv_lora1"]),
     ("img_attn.proj", &["processor.proj_lora1"]),

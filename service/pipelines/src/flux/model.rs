@@ -82,14 +82,14 @@ pub struct FluxModel {
     pub(super) clip_tokenizer: Arc<ClipTokenizer>,
     pub(super) t5_tokenizer: Arc<T5Tokenizer>,
     pub(super) parts: ModelParts,
-    /// What is attached to its components.
+    /// The adapters that are attached to its components.
     pub(super) adapters: AdapterSet,
     pub(super) variant: Variant,
     pub(super) control_nets: Vec<OpenControlNet>,
 }
 
 impl FluxModel {
-    /// The same model with these adapters, instead of its own.
+    /// The model with these adapters in place of its present ones.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
@@ -259,7 +259,7 @@ impl FluxModel {
                 .chain(self.editing_values(request, image))
                 .collect(),
             gives: names(&[LATENT]),
-            // What a mask keeps is put back after every step.
+            // After every step the unmasked part is restored from the start picture.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
             ..stage

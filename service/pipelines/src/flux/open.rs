@@ -38,7 +38,7 @@ impl FluxModel {
         FluxModel::of(path, open_single_file(path)?.as_ref(), precision)
     }
 
-    /// As [`FluxModel::open`], of what is open if it is a single file.
+    /// As [`FluxModel::open`]. `file` is open if the path is a single file.
     pub(super) fn of(
         path: &Path,
         file: Option<&CheckpointFile>,
@@ -130,7 +130,7 @@ fn check_widths(
     check_pairs(base, &pairs)
 }
 
-/// The default request of dev, schnell, Kontext or Fill: what their pipelines or their model cards say.
+/// The default request of dev, schnell, Kontext or Fill, from their pipelines or their model cards.
 fn defaults(config: &TransformerConfig, variant: Variant) -> Request {
     let (steps, guidance, tokens) = match variant {
         Variant::Fill => (50, 30.0, 512),

@@ -44,7 +44,7 @@ pub(super) fn encodings(request: &Request) -> Prompts<(&'static str, &'static st
     )
 }
 
-/// The encodings of a prompt, and what all steps share of them.
+/// The encodings of a prompt, and the state that all steps share.
 struct Condition {
     pooled: Tensor,
     sequence: Tensor,
@@ -52,7 +52,7 @@ struct Condition {
 }
 
 impl Stage<'_, FluxModel> {
-    /// Computes the values that the stage gives.
+    /// Computes the values of the stage.
     ///
     /// # Errors
     /// [`StageError`].
@@ -117,7 +117,7 @@ impl Stage<'_, FluxModel> {
         self.vae(|vae| vae.encode(start, (self.run.request.seed, draws), self.run.rung))
     }
 
-    /// The latent of a control picture, whose draw is behind those of the control pictures before it.
+    /// The latent of a control picture, drawn after those of the control pictures before it.
     fn encode_control(&mut self, number: usize) -> Result<HostTensor, StageError> {
         let control = self
             .run
@@ -129,7 +129,7 @@ impl Stage<'_, FluxModel> {
         self.vae(|vae| vae.encode(control, (self.run.request.seed, number), self.run.rung))
     }
 
-    /// The latent of what the mask leaves of the start, whose draw is behind those of the start and of the noise.
+    /// The latent of the masked start picture, drawn after the start and the noise.
     fn encode_masked(&mut self) -> Result<HostTensor, StageError> {
         let image = self.run.request.image()?;
         let draws = image.controls.len() + 1 + usize::from(image.init_image.is_some());
@@ -154,7 +154,7 @@ impl Stage<'_, FluxModel> {
         let shape = self.model.autoencoder().latent(image).shape;
         let brought = self.run.value_if_taken(LATENT)?;
         let Start { sigmas, latent, kept } = start(sigmas, request, &shape, brought, image.controls.len())?;
-        // Fill blends nothing: the mask is its input.
+        // Fill blends nothing: the mask is an input of the transformer.
         let kept = kept.filter(|_| self.model.variant != Variant::Fill);
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
 
@@ -216,7 +216,7 @@ impl Stage<'_, FluxModel> {
         let input = self.input_of_fill(image)?;
         for step in 0..steps {
             self.observer.check_cancelled()?;
-            // Strengths that change are those of what all steps share, too.
+            // Strengths that change also change the state that otherwise all steps share.
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
@@ -243,7 +243,7 @@ impl Stage<'_, FluxModel> {
                     beside.active.push(control);
                 }
             }
-            // What ControlNets add is that of the prompt under both conditions, as in the reference.
+            // ControlNets read the prompt alone, and their residuals are added under both conditions, as in the reference.
             let velocity = conditions.predict(|each| {
                 transformer.velocity_beside(
                     input,
@@ -272,7 +272,7 @@ impl Stage<'_, FluxModel> {
         self.model.adapters.attach(uses, base, used_as, self.run.tensors)
     }
 
-    /// The request's ControlNets that act, with what all steps share.
+    /// The request's ControlNets that act, with the state that all their steps share.
     fn prepared_controls<'i>(
         &self,
         image: &'i Image,
@@ -297,7 +297,7 @@ impl Stage<'_, FluxModel> {
         Ok(tokens.to_dtype(dtype)?.to_device(device)?)
     }
 
-    /// What Fill's transformer reads: the latent, which is written in each step, and behind it in each token what conditions it.
+    /// The input of Fill's transformer. Each token has the latent, which is written in each step, then its conditioning.
     fn input_of_fill(&self, image: &Image) -> Result<Option<Tensor>, StageError> {
         if self.run.value_if_taken(MASKED)?.is_none() {
             return Ok(None);

@@ -45,7 +45,7 @@ pub struct Prompted<'a> {
 }
 
 impl Prompted<'_> {
-    /// The same with the encodings of another prompt.
+    /// The inputs with the encodings of another prompt.
     pub(super) fn of<'a>(&'a self, pooled: &'a Tensor, sequence: &'a Tensor) -> Prompted<'a> {
         Prompted {
             pooled,
@@ -55,10 +55,10 @@ impl Prompted<'_> {
     }
 }
 
-/// A reference picture, beside the one that is generated.
+/// A reference picture, whose tokens follow those of the generated picture.
 #[derive(Clone, Copy, Debug)]
 pub struct Reference<'a> {
-    /// Its packed latent, `[1, rows * columns, in_channels]`.
+    /// The reference's packed latent, `[1, rows * columns, in_channels]`.
     pub tokens: &'a Tensor,
     pub rows: usize,
     pub columns: usize,
@@ -113,7 +113,7 @@ impl Transformer {
         self.step_buffers_beside(batch, text, (picture, 0), on)
     }
 
-    /// As [`Transformer::step_buffers`], with so many tokens of a reference picture beside those of the generated one.
+    /// As [`Transformer::step_buffers`], with tokens of reference pictures in addition to those of the generated picture.
     ///
     /// # Errors
     /// Errors of the device.
@@ -150,10 +150,10 @@ impl Transformer {
         self.velocity_beside(latent, conditioning, step, step_buffers, &mut NoHook, go_on)
     }
 
-    /// As [`Transformer::velocity`], with what is added by ControlNets.
+    /// As [`Transformer::velocity`], with the residuals of ControlNets.
     ///
     /// # Errors
-    /// Those of [`Transformer::velocity`].
+    /// Errors of [`Transformer::velocity`].
     pub(super) fn velocity_beside<'a>(
         &self,
         latent: &Tensor,
@@ -267,7 +267,7 @@ pub fn denoise_scratch(
     let (blocks, number) = (config.blocks(), dtype.size_in_bytes());
     let buffers = blocks.buffers_bytes(text + picture, dtype);
     let modulations = blocks.modulations_bytes(steps, dtype);
-    // The latent in f32 and in the computation dtype, and its velocity; what conditions it; the encoded text.
+    // The latent in f32 and in the computation dtype, and its velocity; its conditioning; the encoded text.
     let input = if config.takes_mask() {
         config.in_channels
     } else {

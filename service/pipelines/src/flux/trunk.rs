@@ -1,4 +1,4 @@
-//! What FLUX's transformer and its ControlNets have in common: the embedders and the blocks.
+//! The layers that FLUX's transformer and its ControlNets share: the embedders and the blocks.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::MissingTensor;
@@ -61,7 +61,7 @@ impl Trunk {
         self.embedder.forward(times, prompted.guidance, prompted.pooled)
     }
 
-    /// Computes the shared state from what [`Trunk::embedded`] gives. `mode` is a token before the text.
+    /// Computes the shared state from `vector`, the result of [`Trunk::embedded`]. `mode` is a token before the text.
     ///
     /// # Errors
     /// When shapes do not match.
@@ -101,10 +101,10 @@ impl Trunk {
     }
 
     /// Embeds the text, and runs all blocks over the rows of the picture, which are embedded already. `wanted` are the rows
-    /// that are needed behind the last block, normalized for `last`. `go_on` is called before every block.
+    /// that are needed after the last block, normalized for `last`. `go_on` is called before every block.
     ///
     /// # Errors
-    /// Errors of candle, of `go_on`, and of what is beside.
+    /// Errors of candle, of `go_on`, and of `beside`.
     pub(super) fn run(
         &self,
         buffers: &Buffers,

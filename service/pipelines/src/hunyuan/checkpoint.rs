@@ -16,7 +16,7 @@ pub(super) const FRAMEPACK: &str = "HunyuanVideoFramepackPipeline";
 /// The pipeline classes: text to film, and FramePack.
 pub(super) const PIPELINES: [&str; 2] = ["HunyuanVideoPipeline", FRAMEPACK];
 
-/// The folders of FramePack's pipeline; behind the first two, those of text to film.
+/// The folders of FramePack's pipeline. Text to film has all but the first two.
 const FOLDERS: [&str; 9] = [
     "feature_extractor",
     "image_encoder",
@@ -37,7 +37,7 @@ pub(super) fn folders_of(class: &str) -> &'static [&'static str] {
     }
 }
 
-/// A pipeline of others whose SigLIP FramePack takes, and the folders of that (`lllyasviel/flux_redux_bfl`).
+/// The class of a pipeline of another model whose SigLIP FramePack takes, and its folders (`lllyasviel/flux_redux_bfl`).
 pub(super) const PARTS: [(&str, &[&str]); 1] =
     [("FluxPriorReduxPipeline", &["feature_extractor", "image_encoder"])];
 

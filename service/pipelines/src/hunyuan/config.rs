@@ -42,12 +42,12 @@ pub struct TransformerConfig {
     pub rope_axes_dim: [usize; 3],
     /// How a picture conditions the first frame in HunyuanVideo's picture to film, which is not supported.
     pub image_condition_type: Option<String>,
-    /// FramePack: whether states of a picture encoder stand before the text.
+    /// FramePack: whether states of a picture encoder precede the text.
     #[serde(deserialize_with = "flag")]
     pub has_image_proj: bool,
-    /// Width of those states.
+    /// Width of the picture encoder's states.
     pub image_proj_dim: usize,
-    /// FramePack: whether frames of before are an input.
+    /// FramePack: whether frames sampled before are an input.
     #[serde(deserialize_with = "flag")]
     pub has_clean_x_embedder: bool,
 }
@@ -94,7 +94,7 @@ impl Default for TransformerConfig {
 }
 
 impl TransformerConfig {
-    /// Its blocks.
+    /// The shape of the blocks.
     pub(crate) fn blocks(&self) -> BlocksShape {
         BlocksShape {
             heads: self.num_attention_heads,
@@ -114,7 +114,7 @@ impl TransformerConfig {
         4 * self.in_channels
     }
 
-    /// Whether it is FramePack: whether it continues frames of before.
+    /// Whether the model is FramePack: whether frames sampled before are an input.
     pub fn is_framepack(&self) -> bool {
         self.has_clean_x_embedder && self.has_image_proj
     }

@@ -1,5 +1,5 @@
-//! Decoded frames to a film: which are final, which are blended with those of the section before, and which are kept for the
-//! next. (`HunyuanVideoFramepackPipeline._soft_append`.)
+//! Decoded frames to a film: which frames are final, which are blended with frames of the section before, and which are kept
+//! for the next section. (`HunyuanVideoFramepackPipeline._soft_append`.)
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use super::sections::FilmPart;
 use crate::autoencoders::hunyuan::frames_to_rgb8;
 use crate::{MediaFormat, Piece, StageError, Video};
 
-/// The film that a decode delivers a part of.
+/// The film of which a decode delivers a part.
 pub(super) struct Film {
     format: MediaFormat,
-    /// What ranges of the decoded frames become, in order.
+    /// Ranges of the decoded frames, in order, each with its use.
     parts: Vec<(Range<usize>, FilmPart)>,
-    /// What the section before left, `[frames, h, w, 3]`, in host memory.
+    /// The last frames of the section before, `[frames, h, w, 3]`, in host memory.
     before: Option<Tensor>,
-    /// What is kept for the next section.
+    /// Frames that are kept for the next section.
     kept: Vec<Tensor>,
 }
 
@@ -26,7 +26,7 @@ impl Film {
         vec![(0..frames, FilmPart::Final { first: 0 })]
     }
 
-    /// With what the section before left.
+    /// `before` are the last frames of the section before.
     pub(super) fn new(video: &Video, parts: Vec<(Range<usize>, FilmPart)>, before: Option<Tensor>) -> Film {
         Film {
             format: MediaFormat::Video {
@@ -41,7 +41,7 @@ impl Film {
         }
     }
 
-    /// Takes the next decoded frames, `[n, h, w, 3]` of -1 to 1, and delivers what is final.
+    /// Takes the next decoded frames, `[n, h, w, 3]` of -1 to 1, and delivers the frames that are final.
     ///
     /// # Errors
     /// [`StageError::NotFinite`]; [`StageError::BadInput`] if there is nothing to blend with.
@@ -90,7 +90,7 @@ impl Film {
         Ok(())
     }
 
-    /// What is left for the next section; `None` if nothing is.
+    /// The frames that are left for the next section; `None` if there are none.
     ///
     /// # Errors
     /// Errors of candle.
@@ -116,7 +116,7 @@ fn weights(count: usize, dtype: DType) -> Result<Tensor, StageError> {
     Ok(Tensor::from_vec(weights, (count, 1, 1, 1), &Device::Cpu)?.to_dtype(dtype)?)
 }
 
-/// From `earlier` frames to `later` ones, by the weights of the earlier.
+/// Blends `earlier` frames into `later` ones, by the weights of the earlier.
 fn faded(earlier: &Tensor, later: &Tensor, weights: &Tensor) -> Result<Tensor, StageError> {
     let rest = weights.affine(-1.0, 1.0)?;
     let blended = (earlier.broadcast_mul(weights)? + later.broadcast_mul(&rest)?)?;

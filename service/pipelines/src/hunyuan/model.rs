@@ -34,7 +34,7 @@ pub(super) const LLAMA: &str = "text_encoder";
 pub(super) const CLIP: &str = "text_encoder_2";
 pub(super) const VISION: &str = "image_encoder";
 
-/// Latent frames of a section: what FramePack was trained with.
+/// Latent frames of a section, as FramePack was trained with.
 const WINDOW: usize = 9;
 
 /// Most frames of a film: ten minutes.
@@ -86,7 +86,7 @@ impl Family for Hunyuan {
     }
 }
 
-/// What FramePack has beside HunyuanVideo.
+/// The parts that FramePack has in addition to HunyuanVideo's.
 #[derive(Clone, Debug)]
 pub(super) struct FramePack {
     pub(super) order: Order,
@@ -108,11 +108,11 @@ pub struct HunyuanModel {
     pub(super) llama_tokenizer: Arc<LlamaTokenizer>,
     pub(super) clip_tokenizer: Arc<ClipTokenizer>,
     pub(super) parts: ModelParts,
-    /// What is attached to its components.
+    /// The adapters that are attached to its components.
     pub(super) adapters: AdapterSet,
 }
 
-/// The optional fields of a request that it reads.
+/// The optional fields of a request that the model reads.
 pub(super) fn reads(framepack: Option<Order>) -> Reads {
     match framepack {
         Some(_) => Reads::of(&[Field::Adapters, Field::InitImage]),
@@ -146,7 +146,7 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
     problems
 }
 
-/// Refuses a number of frames that the model has no length for.
+/// Refuses a number of frames for which the model has no length.
 fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
     if frames > MAX_FRAMES {
         return Err(format!("is {frames}; at most {MAX_FRAMES} are expected"));
@@ -180,7 +180,7 @@ fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
     }
 }
 
-/// The next lengths below and above one that is refused, or the only one.
+/// The next lengths below and above a refused length, or the only one.
 fn examples(below: usize, above: usize) -> String {
     match below == above {
         true => below.to_string(),
@@ -189,7 +189,7 @@ fn examples(below: usize, above: usize) -> String {
 }
 
 impl HunyuanModel {
-    /// The same model with these adapters.
+    /// The model with these adapters in place of its present ones.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
@@ -228,7 +228,7 @@ impl HunyuanModel {
         Some((format!("{frames} frames"), shorter))
     }
 
-    /// The same film with fewer frames.
+    /// Requests for the same film with fewer frames.
     fn smaller_lengths(&self, request: &Request) -> Vec<(String, Request)> {
         let Ok(video) = request.video() else {
             return Vec::new();

@@ -22,13 +22,13 @@ use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
 use crate::{Medium, ModelError, ModelParts, Precision, Request, Video};
 
-/// Its components.
+/// The components of a model.
 const COMPONENTS: [&str; 5] = [TRANSFORMER, VAE, LLAMA, CLIP, VISION];
 
 /// Components that presets quantize: nearly all bytes.
 const LARGE: [&str; 2] = [TRANSFORMER, LLAMA];
 
-/// The default request of HunyuanVideo or FramePack: what their authors say.
+/// The default request of HunyuanVideo or FramePack, as their authors publish it.
 fn defaults(is_framepack: bool) -> Request {
     let video = |width, height, frames, frames_per_second| {
         Medium::Video(Video {
@@ -55,7 +55,7 @@ impl HunyuanModel {
         HunyuanModel::of(path, open_single_file(path)?.as_ref(), precision)
     }
 
-    /// As [`HunyuanModel::open`], of what is open if it is a single file.
+    /// As [`HunyuanModel::open`]. `file` is open if the path is a single file.
     pub(super) fn of(
         path: &Path,
         file: Option<&CheckpointFile>,
@@ -119,7 +119,7 @@ impl HunyuanModel {
             return Err(unsupported(base, problem));
         }
         let order = framepack.as_ref().map(|framepack| framepack.order);
-        // A default request has no picture to start from: a client has to send it.
+        // A default request has no picture to start from: the client supplies it.
         let check = |request: &Request| {
             let problems = problems(order, request).into_iter();
             problems.filter(|problem| problem.field != "init_image").collect()

@@ -5,11 +5,11 @@ use candle_core::{Result, Tensor};
 /// Cells of a token along frames, rows and columns.
 pub(super) type Patch = [usize; 3];
 
-/// The patch of what is sampled, and of what is seen in full resolution.
+/// The patch of sampled frames, and of seen frames in full resolution.
 pub(super) const FULL: Patch = [1, 2, 2];
-/// Of frames that are seen in half of it.
+/// The patch of frames that are seen in half resolution.
 pub(super) const HALF: Patch = [2, 4, 4];
-/// Of frames that are seen in a quarter of it.
+/// The patch of frames that are seen in a quarter of the resolution.
 pub(super) const QUARTER: Patch = [4, 8, 8];
 
 /// A latent `[channels, frames, rows, columns]` as tokens `[1, tokens, channels * cells]`, frames first. Where patches do

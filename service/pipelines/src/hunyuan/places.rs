@@ -28,7 +28,7 @@ use crate::checkpoint::{
 use crate::files::{checked, damaged, pipeline_class, read_json, transformer_class, unsupported};
 use crate::{ModelError, ModelFile};
 
-/// Classes of transformers: diffusers' two, and what FramePack's own repositories call theirs.
+/// Classes of transformers: diffusers' two, and that of FramePack's own repositories.
 pub(super) const TRANSFORMERS: [&str; 3] = [
     "HunyuanVideoTransformer3DModel",
     "HunyuanVideoFramepackTransformer3DModel",
@@ -38,7 +38,7 @@ pub(super) const TRANSFORMERS: [&str; 3] = [
 /// The folder of SigLIP's processor of pictures.
 pub(super) const PROCESSOR: &str = "feature_extractor";
 
-/// Stem and folder of the single file that stands in for a component.
+/// Stem and folder of the single file that replaces a component's folder.
 fn single_file_of(component: &str) -> Option<(&'static str, &'static str)> {
     match component {
         VAE => Some(("hunyuan_video_vae", "vae")),
@@ -49,11 +49,11 @@ fn single_file_of(component: &str) -> Option<(&'static str, &'static str)> {
     }
 }
 
-/// What a sidecar says; the default request in it is read elsewhere (`folder_defaults`).
+/// The contents of a sidecar; the default request in it is read elsewhere (`folder_defaults`).
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct Written {
-    /// The folder of the pipeline; of a single file it is read elsewhere (`base_folder`).
+    /// The folder of the pipeline; for a single file it is read elsewhere (`base_folder`).
     base: Option<PathBuf>,
     /// A folder with `image_encoder` and `feature_extractor`.
     image_encoder: Option<PathBuf>,
@@ -84,9 +84,9 @@ impl Written {
     }
 }
 
-/// Where the parts of a pipeline are.
+/// The places of the parts of a pipeline.
 pub(super) struct Places {
-    /// What was opened: the pipeline's folder, or a transformer that comes alone.
+    /// The opened path: the pipeline's folder, or a transformer that comes alone.
     opened: PathBuf,
     /// The pipeline's folder.
     pub(super) base: PathBuf,
@@ -96,16 +96,16 @@ pub(super) struct Places {
     written: Written,
 }
 
-/// A component's folder, or the file that stands in for it.
+/// A component's folder, or the file that replaces it.
 pub(super) struct ComponentPlace {
     place: PathBuf,
     is_file: bool,
-    /// Its configuration, unless that is the published one.
+    /// The component's configuration, unless that is the published one.
     config: Option<PathBuf>,
 }
 
 impl Places {
-    /// The places of what a path holds; `None` if it is of another family.
+    /// The places of the model at a path; `None` if it is of another family.
     ///
     /// # Errors
     /// When it is of this family and damaged, or its base is not found.
@@ -145,8 +145,8 @@ impl Places {
         Ok(Some((places, transformer)))
     }
 
-    /// Whether [`Places::folder_of_defaults`] is of such a transformer: a FramePack's base may be a text to film pipeline
-    /// with other defaults.
+    /// Whether [`Places::folder_of_defaults`] belongs to the same kind of transformer: a FramePack's base may be a text to film
+    /// pipeline with other defaults.
     ///
     /// # Errors
     /// When the base's index cannot be read.
@@ -163,8 +163,8 @@ impl Places {
         }
     }
 
-    /// The order in which a FramePack samples sections. No configuration tells: it is written in the sidecar, or is in
-    /// the name, where published files of FramePack-F1 have it, or is that of the base.
+    /// The order in which a FramePack samples sections. No configuration has it: it is written in the sidecar, or is in the
+    /// name, where published files of FramePack-F1 have it, or is that of the base.
     ///
     /// # Errors
     /// When the base's `moored.json` cannot be read.
@@ -180,7 +180,7 @@ impl Places {
         })
     }
 
-    /// The folder with `image_encoder` and `feature_extractor`; the base if a single file stands in for them.
+    /// The folder with `image_encoder` and `feature_extractor`; the base if a single file replaces them.
     ///
     /// # Errors
     /// When there is none, or more than one.
@@ -218,8 +218,7 @@ impl Places {
         }
     }
 
-    /// Configuration and place of a component in `root`; of a file that stands in for it without a configuration,
-    /// the published configuration.
+    /// Configuration and place of a component in `root`. A single file without a configuration has the published configuration.
     ///
     /// # Errors
     /// When its configuration cannot be read, or is not supported.
@@ -259,7 +258,7 @@ impl Places {
     /// The single file of a component; none for a pipeline's own folder, which is complete.
     fn companion_of(&self, component: &str) -> Option<PathBuf> {
         let (stem, folder) = single_file_of(component).filter(|_| self.is_alone)?;
-        // A folder is beside files as one that it contains would be.
+        // Companions of a folder are searched beside the files that it contains.
         let file = match self.opened.is_dir() {
             true => self.opened.join("config.json"),
             false => self.opened.clone(),
@@ -269,7 +268,7 @@ impl Places {
 }
 
 impl ComponentPlace {
-    /// The component there, with the tensors of `shapes`, which may query which names exist. `rename` gives the names
+    /// The component at the place, with the tensors of `shapes`, which may query which names exist. `rename` returns the names
     /// of tensors in a single file.
     ///
     /// # Errors

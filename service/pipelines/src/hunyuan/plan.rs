@@ -1,5 +1,5 @@
-//! The stages of a request. FramePack's are, section by section, one that samples and one that decodes, so that each section
-//! is there to be seen when it is sampled, and whatever fails behind it costs none of what is done.
+//! The stages of a request. FramePack's are, section by section, one that samples and one that decodes: each section can be
+//! seen as soon as it is sampled, and a later failure loses no finished section.
 
 use model::Memo;
 use model::plan::{names, only_value, rungs_of};
@@ -31,7 +31,8 @@ pub(super) const VISION_STATES: &str = "vision";
 pub(super) const START: &str = "start";
 /// Name of a film's latent: f32 `[1, channels, frames, height / 8, width / 8]`.
 pub(super) const LATENT: &str = "latent";
-/// Name of the frames that a decode leaves for the next, `[frames, height, width, 3]` in the dtype of maps.
+/// Name of the overlapping frames that the decode of a section passes to the next: `[frames, height, width, 3]` in the dtype of
+/// maps.
 pub(super) const LEFT: &str = "left";
 
 /// Counts of prompt tokens are rounded up to multiples of this, so that prompts of similar length share learned peaks.
@@ -52,7 +53,7 @@ impl HunyuanModel {
         Ok(prompt)
     }
 
-    /// Counts of tokens of a sampling, with so many of text.
+    /// Counts of tokens of a sampling with `text` tokens of text.
     pub(super) fn tokens(&self, text: usize, video: &Video) -> TokenCounts {
         let (h, w) = self.sides(video);
         let in_patches = |cells: usize| h.div_ceil(cells) * w.div_ceil(cells);
@@ -71,7 +72,7 @@ impl HunyuanModel {
         }
     }
 
-    /// Latent frames that a decode of a film is given.
+    /// Latent frames that one decode of a film takes.
     pub(super) fn decoded_at_once(&self, video: &Video) -> usize {
         match self.sections(video) {
             Some(sections) => (0..sections.count)
@@ -119,7 +120,7 @@ impl HunyuanModel {
             width,
             height,
             frames,
-            // Decoding does not look at it.
+            // Decoding does not read the picture.
             init_image: self.order().map(|_| black(width, height)),
             init_video: None,
             ..defaults.clone()
@@ -257,18 +258,18 @@ impl HunyuanModel {
         }
     }
 
-    /// Shape of so many latent frames of a film.
+    /// Shape of `frames` latent frames of a film.
     pub(super) fn latent_shape(&self, video: &Video, frames: usize) -> Vec<usize> {
         let (h, w) = self.sides(video);
         vec![1, self.vae.latent_channels, frames, h, w]
     }
 
-    /// Latent frames of a section's value: its own, and the start picture where it is next to them in the film.
+    /// Latent frames of a section's value: those of the section, and the start picture where it is next to them in the film.
     pub(super) fn frames_of_section(sections: &Sections, section: usize) -> usize {
         sections.window + usize::from(sections.holds_start(section))
     }
 
-    /// The sections' latents that these frames are of.
+    /// The latents of sections to which these frames belong.
     fn latents_of<'a>(
         &self,
         video: &Video,
@@ -326,7 +327,7 @@ impl HunyuanModel {
     }
 }
 
-/// A section as queue and clients know it.
+/// A section as the queue and clients count it.
 fn of_film((sections, section): (Sections, usize)) -> Section {
     Section {
         number: section as u32 + 1,

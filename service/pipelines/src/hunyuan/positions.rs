@@ -12,7 +12,7 @@ use crate::rotary::{Rotations, Rounded, turns};
 struct Grid {
     /// Positions of the latent frames on the axis of time.
     frames: Range<u32>,
-    /// Positions that one token stands for, along every axis: their cosines and sines are averaged
+    /// Positions that one token covers, along every axis: their cosines and sines are averaged
     /// (`HunyuanVideoFramepackTransformer3DModel._pad_rotary_emb`).
     averaged: usize,
 }
@@ -30,7 +30,8 @@ pub(super) struct Axes {
 /// Cosines and sines of the pairs of one axis, by place on it.
 type Table = Vec<Vec<(f32, f32)>>;
 
-/// Of positions on an axis, each of `averaged` of them; the last position is repeated where they do not divide.
+/// The rotations of positions on an axis. Each is the mean over `averaged` positions; the last position is repeated where they
+/// do not divide.
 fn table(positions: Range<u32>, averaged: usize, (width, theta): (usize, f64)) -> Table {
     let last = positions.end.saturating_sub(1);
     let own: Vec<u32> = positions.collect();
@@ -97,7 +98,7 @@ pub(super) fn film(
     rotations_of(text, &[whole], sides, axes, device)
 }
 
-/// Rotations of `text` tokens and of a section with what it sees, in the order of [`super::transformer::Seen`].
+/// Rotations of `text` tokens and of a section with the frames it sees, in the order of [`super::transformer::Seen`].
 ///
 /// # Errors
 /// Errors of the device.

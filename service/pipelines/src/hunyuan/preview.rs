@@ -1,6 +1,6 @@
-//! Previews of a sampling that need neither autoencoder nor memory: a linear map from latent to colour. A film that begins with
-//! a picture has a map learned by least squares from the picture and its latent, which fits any autoencoder; others take the
-//! published map of HunyuanVideo's. It shows shapes and motion; colours are rough.
+//! Previews of a sampling that need neither autoencoder nor memory: a linear map from latent to colour. For a film that begins
+//! with a picture, the map is learned by least squares from the picture and its latent, and fits any autoencoder. Other films
+//! use the published map of HunyuanVideo. A preview shows shapes and motion; colours are rough.
 
 use candle_core::{DType, Device, Tensor};
 use model::resized;
@@ -14,7 +14,7 @@ const RIDGE: f64 = 1e-3;
 /// How much larger than the latent a preview is.
 const ENLARGED: u32 = 4;
 
-/// What HunyuanVideo's 16 latent channels add to red, green and blue of 0 to 1, as FramePack's program has it
+/// The parts of red, green and blue, from 0 to 1, that HunyuanVideo's 16 latent channels add, as FramePack's program has them
 /// (`diffusers_helper/hunyuan.py`, `vae_decode_fake`), and the colour of a latent of zeros.
 const PUBLISHED: [[f64; 3]; 16] = [
     [-0.0395, -0.0331, 0.0445],
@@ -41,7 +41,7 @@ const PUBLISHED_OF_ZEROS: [f64; 3] = [0.0259, -0.0192, -0.0761];
 pub(super) struct ColourMap {
     /// For each colour, a weight per channel.
     weights: [Vec<f64>; 3],
-    /// What the map takes a latent to that is `middle`, 0 to 255.
+    /// The colour of a latent that is `middle`, 0 to 255.
     mean: [f64; 3],
     /// Mean of each channel.
     middle: Vec<f64>,
@@ -99,7 +99,7 @@ impl ColourMap {
         })
     }
 
-    /// The published map, for the autoencoder that it was made for: that of HunyuanVideo's size and scaling.
+    /// The published map, for the autoencoder that it was made for: one of HunyuanVideo's size and scaling.
     pub(super) fn published(config: &HunyuanVaeConfig) -> Option<ColourMap> {
         let original = HunyuanVaeConfig::default();
         let is_original = config.block_out_channels == original.block_out_channels

@@ -53,7 +53,7 @@ impl Block {
         let layers = [query.to(&text.query)?, key.to(&text.key)?, value.to(&text.value)?];
         linears_into(normed(), &layers, Epilogue::None, scratch)?;
         let scale = (text.query.dim(3)? as f64).powf(-0.5);
-        // The reference masks what pads a text, which is not computed here.
+        // The reference masks the padding of a text, which is not computed here.
         ops::attention(
             &text.query,
             &text.key,
@@ -140,8 +140,8 @@ impl Refiner {
         blocks.chain([&self.text_in])
     }
 
-    /// Computes what steps share. `mean` is the mean of the text's states, `[1, text_embed_dim]`; `sigmas` are those of
-    /// the steps.
+    /// Computes the state that steps share. `mean` is the mean of the text's states, `[1, text_embed_dim]`; `sigmas` are those
+    /// of the steps.
     ///
     /// # Errors
     /// When shapes do not match.
@@ -151,7 +151,7 @@ impl Refiner {
         mean: &Tensor,
         sigmas: &[f32],
     ) -> Result<RefinerConditioning> {
-        // It has no guidance.
+        // The refiner has no guidance.
         let vector = self.embedder.forward(sigmas, 0.0, mean)?;
         let gates = self.blocks.iter().map(|block| -> Result<[Tensor; 2]> {
             let gates = block.gates.forward(&vector)?;

@@ -4,13 +4,13 @@
 
 use std::ops::Range;
 
-/// Latent frames that a section sees of those sampled before: one in full resolution, two in half, sixteen in a quarter.
+/// Latent frames, of those sampled before, that a section sees: one in full resolution, two in half, sixteen in a quarter.
 const HISTORY: [usize; 3] = [1, 2, 16];
 
-/// All of them.
+/// All history frames.
 pub(super) const SEEN: usize = HISTORY[0] + HISTORY[1] + HISTORY[2];
 
-/// Frames per latent frame, but for the first.
+/// Frames per latent frame, except for the first.
 const FRAMES_PER_LATENT: usize = 4;
 
 /// Order in which sections are sampled.
@@ -43,29 +43,29 @@ pub(super) enum LatentFrame {
     Of { section: usize, frame: usize },
 }
 
-/// What a section sees: latent frames, and the positions of their tokens on the axis of time.
+/// The context of a section: the latent frames that it sees, and the positions of their tokens on the axis of time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Context {
     /// Positions of the sampled frames.
     pub(super) sampled: Range<u32>,
     /// In full resolution: the start picture and one frame.
     pub(super) full: [(LatentFrame, u32); 2],
-    /// Two frames in half the resolution, and the first of their positions.
+    /// Two frames in half the resolution, and their first position.
     pub(super) half: (Vec<LatentFrame>, u32),
-    /// Sixteen frames in a quarter of it.
+    /// Sixteen frames in a quarter of the resolution, and their first position.
     pub(super) quarter: (Vec<LatentFrame>, u32),
 }
 
-/// What the frames of a decoded section become, in order.
+/// The use of the frames of a decoded section, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FilmPart {
-    /// Kept for the next section, which blends its own with them.
+    /// Kept for the next section, which blends its frames with them.
     Carried,
     /// Final, from this frame of the film on.
     Final { first: usize },
-    /// Blended with what the section before left, from this frame of the film on: the section's own frames fade out.
+    /// Blended with the last frames of the section before, from this frame of the film on: the section's own frames fade out.
     FadingOut { first: usize },
-    /// The same, with the section's own frames fading in.
+    /// Blended like [`FilmPart::FadingOut`], with the section's own frames fading in.
     FadingIn { first: usize },
 }
 
@@ -77,7 +77,7 @@ impl Sections {
         (count > 0 && count * step + 1 == frames).then_some(Sections { order, window, count })
     }
 
-    /// The sections of a film that has at least so many frames.
+    /// The sections of a film that has at least `frames` frames.
     pub(super) fn at_least(order: Order, window: usize, frames: usize) -> Sections {
         Sections {
             order,
@@ -103,7 +103,7 @@ impl Sections {
         section + 1 == self.count
     }
 
-    /// Whether the start picture's latent is kept with a section's: next to it in the film.
+    /// Whether the start picture's latent is kept with a section's latent, next to it in the film.
     pub(super) fn holds_start(&self, section: usize) -> bool {
         match self.order {
             Order::Backward => self.is_last(section),
@@ -129,7 +129,7 @@ impl Sections {
         }
     }
 
-    /// What section `section`, from 0, sees.
+    /// The context of section `section`, from 0.
     pub(super) fn context(&self, section: usize) -> Context {
         let film = self.film_after(section);
         let window = self.window as u32;
@@ -137,7 +137,7 @@ impl Sections {
         let zeros = std::iter::repeat(LatentFrame::Zero);
         match self.order {
             Order::Backward => {
-                // The section's place: start picture, what is between, the section, then what was sampled before.
+                // The section's place: start picture, the frames between, the section, then the frames sampled before.
                 let sampled = 1 + self.padding(section) as u32 * window;
                 let seen: Vec<LatentFrame> = film.into_iter().chain(zeros).take(SEEN).collect();
                 let behind = sampled + window;
@@ -162,7 +162,7 @@ impl Sections {
         }
     }
 
-    /// Windows between the start picture and a section, as the model was trained: of long films not the true number.
+    /// Windows between the start picture and a section, as the model was trained. For long films this is not the true number.
     fn padding(&self, section: usize) -> usize {
         let left = self.count - 1 - section;
         match (self.count, left) {
@@ -186,7 +186,7 @@ impl Sections {
         }
     }
 
-    /// What the frames of a decoded section become: ranges of them.
+    /// The ranges of a decoded section's frames, and the use of each.
     pub(super) fn parts(&self, section: usize) -> Vec<(Range<usize>, FilmPart)> {
         let frames = FRAMES_PER_LATENT * (self.decoded(section).len() - 1) + 1;
         let overlap = self.overlap();
@@ -195,7 +195,7 @@ impl Sections {
         let blended = if section == 0 { 0 } else { overlap };
         let parts = match self.order {
             Order::Backward => {
-                // Where the section's first frame is in the film: behind those of the later sections.
+                // The position of the section's first frame in the film: after the frames of the later sections.
                 let first = match self.count - 1 - section {
                     0 => 0,
                     behind => step * behind + FRAMES_PER_LATENT,

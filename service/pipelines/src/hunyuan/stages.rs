@@ -1,7 +1,7 @@
 //! Computation of a request's stages, as in diffusers' `HunyuanVideoPipeline` and `HunyuanVideoFramepackPipeline`.
 //!
 //! Random draws are in the order of the reference: FramePack first draws the sample of the start picture, then the noise of
-//! each section. Each is a stage of its own here, and passes over what the stages before it draw. Numbers are drawn in f32
+//! each section. Each is a separate stage here, and skips the draws of the stages before it. Numbers are drawn in f32
 //! on every card, as in the reference.
 
 use std::collections::BTreeMap;
@@ -35,11 +35,11 @@ use crate::vision::processor::bytes_through_floats;
 use crate::vision::siglip::SiglipEncoder;
 use crate::{HostTensor, InitImage, Request, StageError, Values};
 
-/// Largest factor of a dynamic shift of FramePack's sigmas, whose exponent is thus at most its logarithm.
+/// Largest factor of a dynamic shift of FramePack's sigmas: its exponent is at most the logarithm of this.
 const MOST_SHIFT: f64 = 7.0;
 
 impl Stage<'_, HunyuanModel> {
-    /// Computes the values that the stage gives.
+    /// Computes the values of the stage.
     ///
     /// # Errors
     /// [`StageError`].
@@ -56,7 +56,7 @@ impl Stage<'_, HunyuanModel> {
         result.map_err(|error| error.of_stage(name))
     }
 
-    /// The sections, and the number of the one that the stage is about, from 0.
+    /// The sections, and the number of the stage's section, from 0.
     fn section(&self) -> Result<Option<(Sections, usize)>, StageError> {
         let sections = self.model.sections(self.run.request.video()?);
         match (sections, self.run.plan.section) {
@@ -139,7 +139,7 @@ impl Stage<'_, HunyuanModel> {
                     continue;
                 }
                 LatentFrame::Start if self.run.value_if_taken(START)?.is_some() => (START.to_owned(), 0),
-                // The latent of a section begins with it.
+                // The latent of the section next to it in the film begins with the start picture.
                 LatentFrame::Start => {
                     let holds = (0..sections.count).find(|section| sections.holds_start(*section));
                     (latent_of_section(holds.unwrap_or_default()), 0)
@@ -265,7 +265,7 @@ impl Stage<'_, HunyuanModel> {
         };
         for step in 0..steps {
             self.observer.check_cancelled()?;
-            // Strengths that change are those of what all steps share, too.
+            // Strengths that change also change the state that otherwise all steps share.
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);

@@ -1,6 +1,6 @@
 //! The transformer of HunyuanVideo and FramePack: diffusers' `HunyuanVideoTransformer3DModel` and
-//! `HunyuanVideoFramepackTransformer3DModel`, with their tensor names. Here text stands before what is generated, in the
-//! references behind it: attention does not depend on the order.
+//! `HunyuanVideoFramepackTransformer3DModel`, with their tensor names. Here text precedes the film's tokens, in the references
+//! it follows them: attention does not depend on the order.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::MissingTensor;
@@ -30,7 +30,7 @@ pub(super) struct Transformer {
     last: Linear,
 }
 
-/// What FramePack has beside HunyuanVideo's layers.
+/// The layers that FramePack has in addition to HunyuanVideo's.
 struct FramePackLayers {
     full: Linear,
     half: Linear,
@@ -39,8 +39,8 @@ struct FramePackLayers {
     vision_down: Linear,
 }
 
-/// What a section of FramePack sees, as tokens of the patches of their resolution, `[1, tokens, channels * cells]`, and the
-/// start picture.
+/// The frames that a section of FramePack sees, as tokens of the patches of their resolution, `[1, tokens, channels * cells]`,
+/// and the start picture.
 pub(super) struct Seen<'a> {
     pub(super) quarter: &'a Tensor,
     pub(super) half: &'a Tensor,
@@ -54,12 +54,12 @@ pub(super) struct Seen<'a> {
 pub(super) struct Prompted<'a> {
     /// States of the text encoder, `[1, tokens, text_embed_dim]`, without padding.
     pub(super) text: &'a Tensor,
-    /// Their mean, `[1, text_embed_dim]`.
+    /// Mean of the text's states, `[1, text_embed_dim]`.
     pub(super) mean: &'a Tensor,
     /// CLIP's pooled output, `[1, pooled_projection_dim]`.
     pub(super) pooled: &'a Tensor,
     pub(super) guidance: f32,
-    /// Of all tokens: text, what is seen, what is sampled.
+    /// The rotations of all tokens: text, seen frames, sampled frames.
     pub(super) rotations: Rotations,
     /// `None`: HunyuanVideo.
     pub(super) seen: Option<Seen<'a>>,
@@ -71,7 +71,7 @@ pub(super) struct Conditioning {
     modulations: Modulations,
     last: Vec<Tensor>,
     refiner: RefinerConditioning,
-    /// Embedded states of the picture encoder, `[1, tokens, width]`, and what is seen, `[1, tokens, width]`.
+    /// Embedded states of the picture encoder, `[1, tokens, width]`, and embedded seen frames, `[1, tokens, width]`.
     seen: Option<(Tensor, Tensor)>,
 }
 
@@ -86,18 +86,18 @@ pub(super) struct StepBuffers {
 /// Counts of tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct TokenCounts {
-    /// Of the prompt.
+    /// Tokens of the prompt.
     pub(super) text: usize,
-    /// Of the picture encoder.
+    /// Tokens of the picture encoder.
     pub(super) vision: usize,
-    /// Seen of frames of before.
+    /// Tokens of the history frames that are seen.
     pub(super) seen: usize,
-    /// Sampled.
+    /// Tokens that are sampled.
     pub(super) sampled: usize,
 }
 
 impl TokenCounts {
-    /// All of them.
+    /// The number of all tokens.
     pub(super) fn all(&self) -> usize {
         self.text + self.vision + self.seen + self.sampled
     }
@@ -238,7 +238,7 @@ impl Transformer {
 }
 
 impl FramePackLayers {
-    /// The tokens of the picture encoder, and those of what is seen, `[1, tokens, width]` each.
+    /// The tokens of the picture encoder, and those of the seen frames, `[1, tokens, width]` each.
     fn embedded(&self, seen: &Seen<'_>) -> candle_core::Result<(Tensor, Tensor)> {
         let hidden = self.vision_up.forward(seen.vision)?;
         ops::activate(&hidden, Nonlinearity::Silu)?;

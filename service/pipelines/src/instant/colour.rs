@@ -61,8 +61,8 @@ pub(super) fn colour_of(text: &[(&str, &HostTensor)], request: &Request, init: O
     })
 }
 
-/// The mean colour of what a request starts from: of a picture, of all frames of a film; of a track the colour whose
-/// channels sound as loud.
+/// The mean colour of a request's source: of a picture, of all frames of a film; of a track, the colour whose channels sound as
+/// loud.
 pub(super) fn mean_of_start(medium: &Medium) -> Option<Colour> {
     if let Some(image) = medium.init_image() {
         return Some(mean_of_pixels(&image.rgb));

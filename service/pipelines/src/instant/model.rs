@@ -57,7 +57,7 @@ pub(super) struct InstantModel {
     adapters: Vec<String>,
 }
 
-/// Name of what a section's sampling gives.
+/// Name of the latent of a section.
 fn latent_of_section(number: u32) -> String {
     format!("{LATENT}_{number}")
 }
@@ -80,8 +80,7 @@ fn bytes_in(described: &DescribedComponent, format: Option<WeightFormat>) -> Byt
     Bytes((u128::from(described.bytes.0) * numerator / denominator) as u64)
 }
 
-/// Adds a component that is allocated, and not read: its identity is in the model's file.
-/// The same medium, without what was asked of it.
+/// The same medium, with every field at its default.
 fn nothing_of(medium: &Medium) -> Medium {
     match medium {
         Medium::Image(_) => Medium::Image(Image::of(0, 0)),
@@ -140,7 +139,7 @@ impl InstantModel {
         Ok(())
     }
 
-    /// Those of these component names that the model has.
+    /// The names, of these component names, that the model has.
     fn named(&self, names: &[&str]) -> Vec<String> {
         let own = self.components().iter().map(|c| &c.name);
         own.filter(|name| names.contains(&name.as_str()))
@@ -259,7 +258,7 @@ impl InstantModel {
             takes: of_text.chain(started).collect(),
             gives: vec![round.leaves(SAMPLING).unwrap_or_else(|| LATENT.to_owned())],
             shared: shared_pass(request, key, each),
-            // Nobody would see which of the requests in a pass it is of.
+            // A preview of a shared pass would not show which of its requests it belongs to.
             preview: None,
             ..whole
         }
@@ -314,7 +313,7 @@ impl InstantModel {
             }),
             reads_media: match name {
                 ENCODE_IMAGE => true,
-                // What a mask keeps is put back.
+                // The unmasked part is restored from the start picture.
                 DECODE => matches!(&request.medium, Medium::Image(image) if image.mask.is_some()),
                 _ => false,
             },
@@ -616,7 +615,7 @@ fn resident(stage: &StageRun<'_>) -> Result<Vec<Arc<ComponentTensors>>, StageErr
     names.map(|name| (stage.tensors)(name)).collect()
 }
 
-/// What a stage gives that sampled this colour.
+/// The values of a stage that sampled this colour.
 fn sampled(stage: &StageRun<'_>, colour: Colour) -> Values {
     let sampled = latent_of(colour, latent_shape(&stage.request.medium));
     let names = stage.plan.gives.iter().cloned();
@@ -686,7 +685,7 @@ impl Model for InstantModel {
         self.adapters.iter().map(report).collect()
     }
 
-    /// All that it can pretend to read.
+    /// All fields that the family can pretend to read.
     fn reads(&self) -> Reads {
         Reads::of(&[
             Field::InitImage,

@@ -139,7 +139,7 @@ fn run(
     Ok(given)
 }
 
-/// Records pieces and steps, and cancels after so many pieces.
+/// Records pieces and steps, and cancels after a number of pieces.
 #[derive(Default)]
 struct Notes {
     pieces: Vec<Piece>,
@@ -522,7 +522,7 @@ fn a_request_of_another_medium_is_refused() {
                 assert!(model.plan(&asked).is_ok());
                 continue;
             }
-            asked.steps = 0; // what else is wrong does not matter then
+            asked.steps = 0; // other problems do not matter then
             assert_eq!(wrong_fields(&**model, &asked), ["model"]);
         }
     }
@@ -847,7 +847,7 @@ fn a_request_with_slots_is_sampled_in_rounds_that_give_the_same() {
     }
 }
 
-/// Records the steps of each stage in shared passes, and cancels one of them behind its first step.
+/// Records the steps of each stage in shared passes, and cancels one of them after its first step.
 #[derive(Default)]
 struct Slots {
     steps: Vec<(usize, u32, u32)>,
@@ -910,7 +910,7 @@ fn run_shared(
 }
 
 #[test]
-fn rounds_of_two_requests_share_passes_and_give_what_they_give_alone() {
+fn rounds_of_two_requests_share_passes_and_return_the_same_values_as_alone() {
     let model = of_tracks();
     let stages = two_slots(&*model);
     let mut notes = Slots::default();

@@ -1,6 +1,6 @@
 //! The transformer's blocks. They compute in [`Buffers`], allocated once per request: a step allocates nothing.
 //!
-//! Between two layers there is one fused pass: the residual, and the norm and modulation of what follows. So a block
+//! Between two layers there is one fused pass: the residual, and the norm and modulation of the next layer. So a block
 //! begins with normalized rows, and ends by normalizing for the next block.
 
 use candle_core::{DType, Result, Tensor};
@@ -63,7 +63,7 @@ impl Projection {
     }
 }
 
-/// Attention over all tokens, of those rows that are needed.
+/// Attention of the needed rows to all tokens.
 fn attend(all: &Part, needed: &Part) -> Result<()> {
     let scale = (all.query.dim(3)? as f64).powf(-0.5);
     let of = match attends_for_some(all.query.dim(1)?, needed.query.dim(1)?) {
@@ -101,7 +101,7 @@ pub(crate) struct Modulator {
 }
 
 impl Modulator {
-    /// From `{name}.linear`.
+    /// The modulator with the tensors of `{name}.linear`.
     ///
     /// # Errors
     /// When it is missing or of another shape.
@@ -120,7 +120,7 @@ impl Modulator {
     /// `activated` is SiLU of the conditioning, `[steps, width]`; returns one `[steps, width]` per part.
     ///
     /// # Errors
-    /// Those of the layer.
+    /// Errors of the layer.
     pub(crate) fn forward(&self, activated: &Tensor) -> Result<Vec<Tensor>> {
         self.linear.forward(activated)?.chunk(self.parts, 1)
     }
@@ -172,7 +172,7 @@ impl Stream {
         next_of(modulation, step, self.projection.layers())
     }
 
-    /// Adds attention to the residual, runs the feed-forward, and adds what is `added` to the first rows; normalizes for
+    /// Adds attention to the residual, runs the feed-forward, and adds `added` to the first rows; normalizes for
     /// `next`.
     fn close(
         &self,
@@ -268,7 +268,7 @@ impl DoubleBlock {
         ))
     }
 
-    /// Runs the block over normalized rows, and normalizes them for `next`: picture and text. What is `added` goes to the
+    /// Runs the block over normalized rows, and normalizes them for `next`: picture and text. `added` goes to the
     /// first rows of the picture.
     pub(super) fn forward(
         &self,
@@ -342,8 +342,8 @@ impl SingleBlock {
     }
 
     /// Runs the block over normalized rows; `rows` of them are needed afterwards, and are normalized for `next`.
-    /// Layers whose results only those rows need skip the others: after the last block the text is not needed. What is
-    /// `added` goes to the first rows of the picture.
+    /// Layers whose results only those rows need skip the others: after the last block the text is not needed. `added`
+    /// goes to the first rows of the picture.
     pub(super) fn forward(
         &self,
         buffers: &Buffers,
@@ -358,7 +358,7 @@ impl SingleBlock {
         let scratch = buffers.scratch();
         self.projection
             .forward(&whole, as_codes, rotations.angles(), scratch)?;
-        // The codes of a part are not a view of those of the whole.
+        // The codes of a part are not a view of the codes of the whole.
         let up = if as_codes { &whole } else { rows };
         self.up
             .forward_into(up.normed(as_codes), Epilogue::GeluTanh, &up.inner, scratch)?;

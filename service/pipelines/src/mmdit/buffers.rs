@@ -16,8 +16,8 @@ const NORM: Norm<'static> = Norm::Layer {
     eps: EPS,
 };
 
-/// Whether the last attention is that of the needed tokens alone: it is worth a plan of its own where there are many tokens,
-/// and an eighth of them or more are not needed.
+/// Whether to skip queries that no one reads in the last attention. It pays from 12,288 tokens, when an eighth or more of them
+/// are not needed.
 pub(crate) fn attends_for_some(tokens: usize, needed: usize) -> bool {
     tokens >= 12 << 10 && 8 * needed <= 7 * tokens
 }
@@ -70,12 +70,12 @@ impl Buffers {
         })
     }
 
-    /// Bytes of the buffers for so many rows.
+    /// Bytes of the buffers for `rows` rows.
     pub(crate) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
         ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
     }
 
-    /// Shapes of the attention over the tokens of one picture and its text, of which so many are needed behind the blocks.
+    /// Shapes of the attention over the tokens of one picture and its text, of which `needed` are needed after the blocks.
     pub(crate) fn planned(shape: &BlocksShape, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
         let by_head = (shape.heads, shape.head);
         let rows = (3 * shape.width(), WIDE * shape.width());
@@ -97,12 +97,12 @@ impl Buffers {
         self.part(0, self.text)
     }
 
-    /// The first rows of the pictures, of the one that is generated.
+    /// The first rows of the pictures: those of the generated picture.
     pub(crate) fn generated(&self, count: usize) -> Result<Part> {
         self.part(self.text, count)
     }
 
-    /// The last rows of the pictures, of a reference.
+    /// The last rows of the pictures: those of a reference.
     pub(crate) fn reference(&self, count: usize) -> Result<Part> {
         self.part(self.hidden.dim(1)? - count, count)
     }
@@ -117,7 +117,7 @@ impl Buffers {
         self.part(0, self.hidden.dim(1)?)
     }
 
-    /// Any rows: of the text, then of what is generated.
+    /// Any rows: of the text, then of the generated tokens.
     pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Part> {
         self.part(first, count)
     }
@@ -152,13 +152,13 @@ impl Buffers {
 /// Requirements of a transformer's layers on its buffers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layers {
-    /// Whether some have native fp8 products.
+    /// Whether some layers have native fp8 products.
     pub(crate) take_codes: bool,
     /// Scratch bytes of the largest layer.
     pub(crate) scratch_bytes: u64,
 }
 
-/// What a block adds to the residual, `[1, rows, width]`, and its factor, `[1, width]`.
+/// A term that is added to the residual after a block, `[1, rows, width]`, and its factor, `[1, width]`.
 pub(crate) type Added<'a> = (&'a Tensor, &'a Tensor);
 
 /// Rows of the buffers: text, picture, or both.

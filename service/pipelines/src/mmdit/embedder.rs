@@ -18,7 +18,7 @@ struct TwoLayers {
 }
 
 impl TwoLayers {
-    /// From `{name}.linear_1` and `{name}.linear_2`.
+    /// The layers with the tensors of `{name}.linear_1` and `{name}.linear_2`.
     ///
     /// # Errors
     /// When one of them is missing or of another shape.
@@ -37,7 +37,7 @@ impl TwoLayers {
     /// `x` is `[rows, inputs]`; the result is `[rows, width]`.
     ///
     /// # Errors
-    /// Those of the layers.
+    /// Errors of the layers.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let hidden = self.first.forward(x)?;
         ops::activate(&hidden, Nonlinearity::Silu)?;
@@ -54,7 +54,7 @@ pub(crate) struct StepEmbedder {
 }
 
 impl StepEmbedder {
-    /// From the tensors under `{name}.`. `pooled` is the width of the pooled text.
+    /// The embedders with the tensors under `{name}.`. `pooled` is the width of the pooled text.
     ///
     /// # Errors
     /// When one of them is missing or of another shape.

@@ -4,19 +4,19 @@
 use super::shape::BlocksShape;
 use crate::checkpoint::{Layout, Rows};
 
-/// Names of one stream of a double block in a single file, behind `double_blocks.N.`.
+/// Names of one stream of a double block in a single file, after the prefix `double_blocks.N.`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamNames {
     pub(crate) modulation: &'static str,
-    /// Of queries, keys and values in one.
+    /// Name of the layer of queries, keys and values in one.
     pub(crate) projections: &'static str,
-    /// Of queries and keys, with what follows the layer's name.
+    /// Names of the norms of queries and keys, with the tensors' suffix.
     pub(crate) norms: [&'static str; 2],
     pub(crate) output: &'static str,
     pub(crate) feed_forward: [&'static str; 2],
 }
 
-/// Names of a single block in a single file, behind `single_blocks.N.`.
+/// Names of a single block in a single file, after the prefix `single_blocks.N.`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SingleNames {
     pub(crate) modulation: &'static str,
@@ -26,7 +26,7 @@ pub(crate) struct SingleNames {
 /// How an author's single files name the tensors of blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockNames {
-    /// Of what is generated, then of the text.
+    /// Names of the generated tokens' stream, then of the text's.
     pub(crate) streams: [StreamNames; 2],
     pub(crate) single: SingleNames,
 }

@@ -1,7 +1,7 @@
-//! The blocks of multimodal diffusion transformers (Esser et al. 2024): double blocks, in which text and what is generated
-//! have weights of their own and one attention, then single blocks over both together (Black Forest Labs, FLUX.1).
-//! FLUX.1 and HunyuanVideo have them in the same form and with the same names in diffusers; a family brings what is
-//! before and behind: embedders, positions, and the last layer.
+//! The blocks of multimodal diffusion transformers (Esser et al. 2024): double blocks, in which text tokens and generated
+//! tokens have separate weights and one joint attention, then single blocks over both together (Black Forest Labs, FLUX.1).
+//! FLUX.1 and HunyuanVideo have them in the same form and with the same names in diffusers. A family adds the layers before and
+//! after the blocks: embedders, positions, and the last layer.
 
 mod blocks;
 mod buffers;

@@ -29,30 +29,30 @@ impl BlocksShape {
         4 * self.width()
     }
 
-    /// Bytes of the buffers of a step over so many tokens of a batch, and of their rotations.
+    /// Bytes of the buffers of a step over `tokens` tokens of a batch, and of their rotations.
     pub(crate) fn buffers_bytes(&self, tokens: usize, dtype: DType) -> u64 {
         Buffers::bytes(self.width(), tokens, dtype.size_in_bytes()) + self.rotations_bytes(tokens)
     }
 
-    /// Bytes of the rotations of so many tokens.
+    /// Bytes of the rotations of `tokens` tokens.
     pub(crate) fn rotations_bytes(&self, tokens: usize) -> u64 {
         (tokens * self.head * size_of::<f32>()) as u64
     }
 
-    /// Bytes of the modulations of all blocks and of a last layer, of so many steps.
+    /// Bytes of the modulations of all blocks and of a last layer, of `steps` steps.
     pub(crate) fn modulations_bytes(&self, steps: u32, dtype: DType) -> u64 {
         let vectors = self.double * 12 + self.single * 3 + 2;
         (vectors * self.width() * dtype.size_in_bytes()) as u64 * u64::from(steps)
     }
 
-    /// Shapes of the attention over all tokens of one item, of which so many are needed behind the blocks.
+    /// Shapes of the attention over all tokens of one item, of which `needed` are needed after the blocks.
     pub(crate) fn planned(&self, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
         Buffers::planned(self, tokens, needed, dtype)
     }
 }
 
-/// The quantization role of a tensor of a transformer of such blocks: the linear layers of blocks and the last modulation are
-/// quantized; norms and biases stay in full precision, and other weights as they are stored.
+/// The quantization role of a tensor of a transformer with such blocks: the linear layers of blocks and the last modulation are
+/// quantized. Norms and biases stay in full precision, and other weights as they are stored.
 pub(crate) fn role(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
         return QuantizeRole::Full;

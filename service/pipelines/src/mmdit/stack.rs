@@ -31,39 +31,39 @@ pub(crate) enum BlockPlace {
     Single(usize),
 }
 
-/// What goes along with the blocks of a pass.
+/// Additions to the blocks of a pass, and observers of their results.
 pub(crate) trait BlockHook {
-    /// What a block adds to the residual of what is generated.
+    /// The terms that are added to the residual of the generated tokens after a block.
     fn added(&self, _block: BlockPlace) -> Vec<Added<'_>> {
         Vec::new()
     }
 
-    /// Called behind every block, when the residual is whole.
+    /// Called after every block, when the residual is complete.
     ///
     /// # Errors
-    /// Its own.
+    /// Errors of the hook.
     fn behind(&mut self, _block: BlockPlace, _buffers: &Buffers) -> std::result::Result<(), StageError> {
         Ok(())
     }
 }
 
-/// Nothing beside the blocks.
+/// No additions and no observers.
 pub(crate) struct NoHook;
 
 impl BlockHook for NoHook {}
 
 /// Inputs of one pass through the blocks.
 pub(crate) struct Pass<'a> {
-    /// Its residual streams are embedded already.
+    /// Buffers whose residual streams are embedded already.
     pub(crate) buffers: &'a Buffers,
     pub(crate) modulations: &'a Modulations,
-    /// Of all tokens: text, then what is generated.
+    /// The rotations of all tokens: text, then generated tokens.
     pub(crate) rotations: &'a Rotations,
     /// The row of the modulations.
     pub(crate) step: usize,
-    /// The rows that are needed behind the last block.
+    /// The rows that are needed after the last block.
     pub(crate) wanted: &'a Part,
-    /// What they are normalized for.
+    /// The norm of these rows.
     pub(crate) last: &'a Next,
 }
 
@@ -87,7 +87,7 @@ impl Blocks {
         })
     }
 
-    /// The modulations of `vector`, SiLU of what conditions each step, `[steps, width]`.
+    /// The modulations of `vector`, SiLU of the conditioning of each step, `[steps, width]`.
     ///
     /// # Errors
     /// When shapes do not match.
@@ -134,7 +134,7 @@ impl Blocks {
     /// Runs all blocks. `go_on` is called before every block.
     ///
     /// # Errors
-    /// Errors of candle, of `go_on`, and of what is beside.
+    /// Errors of candle, of `go_on`, and of `beside`.
     pub(crate) fn run(
         &self,
         pass: &Pass<'_>,

@@ -30,7 +30,7 @@ pub(super) fn encode(
     let table = tensors.get(&format!("{prefix}embed_tokens.weight"));
     let table = table.map_err(candle_core::Error::wrap)?;
     let (device, dtype) = (table.device(), table.dtype());
-    // The last layer is looked up and never run: the tensors of the one before it stand in.
+    // The last layer is looked up and never run, so the tensors of the layer before it are returned.
     let (unused, instead) = (format!("layers.{depth}."), format!("layers.{}.", depth - 1));
     let name_of = move |asked: &str| {
         let name = asked.strip_prefix(PREFIX).unwrap_or(asked);
@@ -66,7 +66,7 @@ fn config_of(decoder: &Decoder, depth: usize, tokens: usize) -> TextEncoderConfi
 }
 
 /// Predicted peak of activations. Every operation allocates its result: the peaks are attention (scores, scaled,
-/// masked, beside queries, keys and values of all heads), and the feed-forward (the gate, the gated values, and their
+/// masked, with queries, keys and values of all heads), and the feed-forward (the gate, the gated values, and their
 /// product).
 pub(super) fn scratch(decoder: &Decoder, tokens: usize, dtype: DType) -> Bytes {
     let size = dtype.size_in_bytes();

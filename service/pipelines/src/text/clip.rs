@@ -63,7 +63,7 @@ impl Default for ClipConfig {
 }
 
 impl ClipConfig {
-    /// CLIP-L's, whose single files have no configuration.
+    /// The configuration of CLIP-L, whose single files have none.
     pub fn clip_l() -> ClipConfig {
         ClipConfig {
             hidden_size: 768,
@@ -76,7 +76,7 @@ impl ClipConfig {
     /// Checks that this encoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let widths = [
             self.hidden_size,
@@ -98,8 +98,8 @@ impl ClipConfig {
         Ok(())
     }
 
-    /// Names and shapes of all tensors of this configuration. Names begin with `text_model.` if those that `has`
-    /// knows do.
+    /// Names and shapes of all tensors of this configuration. Names begin with `text_model.` if `has` knows names with this
+    /// prefix.
     pub fn tensor_shapes(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let (width, inner) = (self.hidden_size, self.intermediate_size);
         // Any of them is sufficient, so that a missing one is reported by its full name.
@@ -225,7 +225,7 @@ impl ClipLayer {
         })
     }
 
-    /// Its linear layers.
+    /// The linear layers of the block.
     fn linears(&self) -> [&Linear; 6] {
         [
             &self.query,
@@ -351,8 +351,8 @@ pub struct ClipEncoder {
 }
 
 impl ClipEncoder {
-    /// From the tensors of this component. Names begin with `text_model.` in published checkpoints, and not in those
-    /// saved by transformers 5: both are read.
+    /// The encoder with the tensors of this component. Names begin with `text_model.` in published checkpoints, and have no
+    /// prefix in those saved by transformers 5: both are read.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported encoder, [`StageError::Missing`] for a tensor that is missing or

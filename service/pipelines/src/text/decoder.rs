@@ -1,7 +1,7 @@
 //! A causal decoder as a text encoder: the sum of its first layers over resident tensors of any weight format, without
 //! the last norm (transformers' `LlamaModel`, `Qwen3Model`, `hidden_states[depth]`).
 //!
-//! Attention is causal, so padding behind a prompt does not affect its states, and is not computed.
+//! Attention is causal, so padding after a prompt does not affect its states, and is not computed.
 
 mod layer;
 
@@ -55,7 +55,7 @@ pub(crate) fn role(name: &str) -> QuantizeRole {
 pub(super) struct Rope {
     /// Base of the frequencies, in older files.
     rope_theta: Option<f64>,
-    /// The same, in newer files.
+    /// The rotary parameters, in newer files.
     rope_parameters: Option<RopeParameters>,
     /// Must be null.
     rope_scaling: Option<serde_json::Value>,
@@ -70,7 +70,7 @@ struct RopeParameters {
 }
 
 impl Rope {
-    /// Of this base.
+    /// Rotary embedding with this base.
     pub(super) fn of(theta: f64) -> Rope {
         Rope {
             rope_theta: Some(theta),
@@ -84,7 +84,7 @@ impl Rope {
         newer.or(self.rope_theta).unwrap_or(10_000.0)
     }
 
-    /// Checks that it is not scaled.
+    /// Checks that the rotary embedding is not scaled.
     pub(super) fn check(&self) -> Result<(), String> {
         let kind = self
             .rope_parameters
@@ -129,7 +129,7 @@ impl Decoder {
     /// Checks the sizes, which come from files.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub(super) fn check(&self, hidden_act: &str) -> Result<(), String> {
         let widths = [self.hidden_size, self.intermediate_size, self.head_dim];
         let counts = [self.layers, self.heads];
@@ -249,7 +249,7 @@ pub(super) struct ResidentDecoder<'a> {
 }
 
 impl ResidentDecoder<'_> {
-    /// The first `depth` layers, at least 1, from the tensors of this component.
+    /// A decoder of the first `depth` layers, at least 1, with the tensors of this component.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for another number of layers, [`StageError::Missing`] for a tensor that is missing or
@@ -295,7 +295,7 @@ impl ResidentDecoder<'_> {
         }
     }
 
-    /// Whether any of its weights is quantized.
+    /// Whether any weight of the decoder is quantized.
     pub(super) fn is_quantized(&self) -> bool {
         let is_quantized = |name: &str| matches!(self.tensors.weight(name), Ok(Weight::Quantized(_)));
         self.tensors.names().any(is_quantized)

@@ -16,7 +16,7 @@ use super::tokenizers::TemplatedIds;
 
 pub(crate) use super::decoder::role;
 
-/// Layers behind the states that are used.
+/// Layers after the states that are used.
 const UNUSED_LAYERS: usize = 2;
 
 /// The encoder's `config.json`, or its `text_config` where the decoder is a part of
@@ -114,7 +114,7 @@ impl From<Written> for LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// HunyuanVideo's, of LLaVA-LLaMA-3-8B, whose single files have no configuration.
+    /// The configuration of HunyuanVideo's LLaVA-LLaMA-3-8B, whose single files have none.
     pub fn llava_llama3_8b() -> LlamaConfig {
         LlamaConfig::from(Written {
             vocab_size: 128_320,
@@ -126,7 +126,7 @@ impl LlamaConfig {
         })
     }
 
-    /// Its sizes.
+    /// The decoder's sizes.
     fn decoder(&self) -> Decoder {
         Decoder {
             vocab_size: self.vocab_size,
@@ -145,7 +145,7 @@ impl LlamaConfig {
     /// Checks that this decoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         self.decoder().check(&self.hidden_act)?;
         if self.depth() == 0 {
@@ -171,7 +171,7 @@ impl LlamaConfig {
         self.decoder().tensor_shapes(self.depth(), has)
     }
 
-    /// Predicted peak of activations of encoding `tokens`, the template's among them.
+    /// Predicted peak of activations of encoding `tokens`, including those of the template.
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
         self.decoder().scratch(tokens, dtype)
     }
@@ -187,7 +187,7 @@ impl LlamaConfig {
 pub struct LlamaEncoder<'a>(ResidentDecoder<'a>);
 
 impl LlamaEncoder<'_> {
-    /// From the tensors of this component.
+    /// The encoder with the tensors of this component.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported decoder, [`StageError::Missing`] for a tensor that is missing or
@@ -202,12 +202,12 @@ impl LlamaEncoder<'_> {
         ResidentDecoder::new(config.decoder(), config.depth(), component, tensors).map(LlamaEncoder)
     }
 
-    /// Encodes a prompt in its template: `[1, tokens, hidden_size]` of the tokens behind the head of the template, in
+    /// Encodes a prompt in its template: `[1, tokens, hidden_size]` of the tokens after the head of the template, in
     /// the dtype of the weights. `cancelled` is called before every layer.
     ///
     /// # Errors
     /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for ids out of range, too many,
-    /// or none behind the head.
+    /// or none after the head.
     pub fn forward(&self, prompt: &TemplatedIds, cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         let TemplatedIds { ids, head } = prompt;
         let tokens = prompt.used();

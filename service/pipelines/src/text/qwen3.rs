@@ -80,7 +80,8 @@ impl Qwen3Config {
         }
     }
 
-    /// Qwen3-Embedding-0.6B with so many rows of its table, whose single files have no configuration.
+    /// Qwen3-Embedding-0.6B, whose single files have no configuration. `vocab_size` is the number of rows of its embedding
+    /// table.
     pub fn qwen3_embedding_0_6b(vocab_size: usize) -> Qwen3Config {
         Qwen3Config {
             vocab_size,
@@ -94,7 +95,7 @@ impl Qwen3Config {
         }
     }
 
-    /// Its sizes.
+    /// The decoder's sizes.
     fn decoder(&self) -> Decoder {
         Decoder {
             vocab_size: self.vocab_size,
@@ -113,7 +114,7 @@ impl Qwen3Config {
     /// Checks that this decoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         self.decoder().check(&self.hidden_act)?;
         if self.attention_bias || self.use_sliding_window {
@@ -128,7 +129,7 @@ impl Qwen3Config {
         self.decoder().tensor_shapes(depth, has)
     }
 
-    /// [`Qwen3Config::tensor_shapes`] of all layers, and of the norm behind them.
+    /// [`Qwen3Config::tensor_shapes`] of all layers, and of the norm after them.
     pub fn tensor_shapes_with_norm(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let mut shapes = self.tensor_shapes(self.num_hidden_layers, has);
         shapes.push((last_norm(has), vec![self.hidden_size]));
@@ -149,7 +150,7 @@ impl Qwen3Config {
     }
 }
 
-/// Name of the norm behind the layers.
+/// Name of the norm after the layers.
 fn last_norm(has: &dyn Fn(&str) -> bool) -> String {
     format!("{}norm.weight", prefix_of(has))
 }
@@ -159,7 +160,7 @@ fn last_norm(has: &dyn Fn(&str) -> bool) -> String {
 pub struct Qwen3Encoder<'a>(ResidentDecoder<'a>);
 
 impl Qwen3Encoder<'_> {
-    /// The first `depth` layers, at least 1, from the tensors of this component.
+    /// An encoder of the first `depth` layers, at least 1, with the tensors of this component.
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported decoder, [`StageError::Missing`] for a tensor that is missing or
@@ -199,10 +200,10 @@ impl Qwen3Encoder<'_> {
         })
     }
 
-    /// [`Qwen3Encoder::forward`] of all layers, with the norm behind them: transformers' `last_hidden_state`.
+    /// [`Qwen3Encoder::forward`] of all layers, with the norm after them: transformers' `last_hidden_state`.
     ///
     /// # Errors
-    /// Those of [`Qwen3Encoder::forward`]; [`StageError::Missing`] where the component has no such norm.
+    /// Errors of [`Qwen3Encoder::forward`]; [`StageError::Missing`] where the component has no such norm.
     pub fn last_hidden_state(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         let sum = self.forward(ids, cancelled)?;
         let name = last_norm(&|name| self.0.tensors.contains(name));

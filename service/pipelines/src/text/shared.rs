@@ -1,4 +1,5 @@
-//! Tokenizers that several models share: one takes tens of megabytes, and a model in other formats has the same.
+//! Tokenizers that several models share: a tokenizer takes tens of megabytes, and the same model in another format has the same
+//! tokenizer.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,10 +17,10 @@ const FILES: [&str; 5] = [
     "special_tokens_map.json",
 ];
 
-/// Tokenizers of one kind that are open, by the versions of their files. This keeps none of them open.
+/// Open tokenizers of one kind, by the versions of their files. The map keeps none of them open.
 pub(crate) struct Shared<T>(Mutex<BTreeMap<Vec<ModelFile>, Known<T>>>);
 
-/// A tokenizer that may be open still, and what was read for it.
+/// A tokenizer that may still be open, and the text files that were read for it.
 type Known<T> = (Weak<T>, ReadFiles);
 
 impl<T> Shared<T> {
@@ -27,10 +28,10 @@ impl<T> Shared<T> {
         Shared(Mutex::new(BTreeMap::new()))
     }
 
-    /// The tokenizer of a folder: the one that somebody has, while the files are the same.
+    /// The tokenizer of a folder. An open tokenizer of the same files is shared.
     ///
     /// # Errors
-    /// Those of `open`.
+    /// Errors of `open`.
     pub(crate) fn of(
         &self,
         folder: &Path,
@@ -50,7 +51,7 @@ impl<T> Shared<T> {
         }
         let (opened, read) = recorded(|| open(folder));
         count_all_as_read(&read);
-        let tokenizer = Arc::new(opened?); // two may do so at once: the later one is shared
+        let tokenizer = Arc::new(opened?); // two threads may open it at once: the later one is shared
         let mut open = lock();
         open.retain(|_, (tokenizer, _)| tokenizer.strong_count() > 0);
         open.insert(files, (Arc::downgrade(&tokenizer), read));

@@ -76,7 +76,7 @@ impl T5Config {
     /// Checks that this encoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let widths = [
             self.d_model,
@@ -109,8 +109,7 @@ impl T5Config {
         Ok(())
     }
 
-    /// Names and shapes of all tensors of this configuration. The token embedding has whichever of its names `has`
-    /// knows.
+    /// Names and shapes of all tensors of this configuration. The token embedding has the name that `has` knows.
     pub fn tensor_shapes(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let (width, inner) = (self.d_model, self.num_heads * self.d_kv);
         let mut list = vec![
@@ -171,9 +170,8 @@ impl T5Config {
         (self.num_heads * self.d_kv).max(self.d_ff)
     }
 
-    /// The bucket of a distance: `T5Attention._relative_position_bucket`, bidirectional. Half of the buckets are for
-    /// keys behind the query, half for those ahead; of each, half are single distances, and the others grow
-    /// logarithmically.
+    /// The bucket of a distance: `T5Attention._relative_position_bucket`, bidirectional. Half of the buckets are for keys after
+    /// the query, half for those before it; of each, half are single distances, and the others grow logarithmically.
     pub fn bucket(&self, key: usize, query: usize) -> usize {
         let one_way = self.relative_attention_num_buckets / 2;
         let base = if key > query { one_way } else { 0 };
@@ -244,7 +242,7 @@ impl T5Layer {
         })
     }
 
-    /// Its linear layers.
+    /// The linear layers of the block.
     fn linears(&self) -> [&Linear; 7] {
         [
             &self.query,
@@ -356,7 +354,7 @@ pub struct T5Encoder {
 }
 
 impl T5Encoder {
-    /// From the tensors of this component, with transformers' names (`shared.weight`, `encoder.block.*`).
+    /// The encoder with the tensors of this component, with transformers' names (`shared.weight`, `encoder.block.*`).
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported encoder, [`StageError::Missing`] for a tensor that is missing or

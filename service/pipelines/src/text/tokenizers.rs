@@ -36,16 +36,16 @@ pub enum TokenizeError {
     Unknown {
         token: String,
         id: u32,
-        /// Of the tokenizer.
+        /// The tokenizer's file.
         file: PathBuf,
         /// The component that reads the tokens.
         encoder: String,
-        /// Tokens that it knows.
+        /// Number of tokens that the encoder knows.
         vocabulary: usize,
     },
 }
 
-/// A tokenizer of the library, and the file that its vocabulary comes from.
+/// A tokenizer of the library, and the file of its vocabulary.
 #[derive(Clone, Debug)]
 struct Words {
     tokenizer: Tokenizer,
@@ -93,11 +93,11 @@ impl ClipTokenizer {
         OPEN_CLIP.of(folder, ClipTokenizer::open)
     }
 
-    /// From a folder: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its
+    /// Opens a folder's `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its
     /// `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
+    /// [`ModelError::Damaged`] for a file that is missing or malformed.
     pub fn open(folder: &Path) -> Result<ClipTokenizer, ModelError> {
         let tokenizer_config = TokenizerConfig::open(folder)?;
         let BpeFiles {
@@ -171,7 +171,7 @@ impl ClipTokenizer {
     /// Checks that the encoder knows all of these tokens.
     ///
     /// # Errors
-    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    /// [`TokenizeError::Unknown`] for the first unknown token.
     pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
         self.words.check_known(ids, encoder, vocabulary)
     }
@@ -201,10 +201,10 @@ impl T5Tokenizer {
         OPEN_T5.of(folder, T5Tokenizer::open)
     }
 
-    /// From a folder: its `tokenizer.json` and its `tokenizer_config.json`.
+    /// Opens a folder's `tokenizer.json` and its `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`ModelError::Damaged`] for a file that is missing or not what it should be.
+    /// [`ModelError::Damaged`] for a file that is missing or malformed.
     pub fn open(folder: &Path) -> Result<T5Tokenizer, ModelError> {
         let tokenizer_config = TokenizerConfig::open(folder)?;
         let file = folder.join("tokenizer.json");
@@ -240,7 +240,7 @@ impl T5Tokenizer {
     /// Checks that the encoder knows all of these tokens.
     ///
     /// # Errors
-    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    /// [`TokenizeError::Unknown`] for the first unknown token.
     pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
         self.words.check_known(ids, encoder, vocabulary)
     }
@@ -270,11 +270,11 @@ impl T5Tokenizer {
 /// Regular expression of words in Qwen.
 const QWEN_WORD: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Qwen's tokenizer, for a user's turn of a chat, and for a text as it is.
+/// Qwen's tokenizer, for a user's turn of a chat, and for a text without a template.
 #[derive(Clone, Debug)]
 pub struct QwenTokenizer {
     words: Words,
-    /// Ids that the folder's `tokenizer.json` puts behind a text (Qwen3-Embedding).
+    /// Ids that the folder's `tokenizer.json` appends to a text (Qwen3-Embedding).
     behind: Vec<u32>,
 }
 
@@ -289,7 +289,7 @@ impl QwenTokenizer {
         OPEN_QWEN.of(folder, QwenTokenizer::open)
     }
 
-    /// From a folder: its `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its `tokenizer_config.json`.
+    /// Opens a folder's `tokenizer.json`, or its `vocab.json` and `merges.txt`, and its `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`ModelError::Damaged`] for a file that is missing or malformed, or that lacks the chat tokens.
@@ -344,7 +344,7 @@ impl QwenTokenizer {
     /// Checks that the encoder knows all of these tokens.
     ///
     /// # Errors
-    /// [`TokenizeError::Unknown`] for the first that it lacks.
+    /// [`TokenizeError::Unknown`] for the first unknown token.
     pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
         self.words.check_known(ids, encoder, vocabulary)
     }
@@ -368,7 +368,7 @@ impl QwenTokenizer {
         Ok(whole.saturating_sub(most).saturating_sub(end))
     }
 
-    /// The ids of a text, and those that the folder's template puts behind it; at most `most` with them. No padding.
+    /// The ids of a text, and those that the folder's template appends; at most `most` with them. No padding.
     ///
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
@@ -391,7 +391,7 @@ impl QwenTokenizer {
     }
 }
 
-/// What stands behind a prompt in Qwen3's chat.
+/// The text after a prompt in Qwen3's chat.
 const BEHIND_TURN: &str = "<|im_end|>\n<|im_start|>assistant\n";
 
 /// A prompt in Qwen3's chat.
@@ -442,7 +442,7 @@ impl BpeFiles {
     }
 }
 
-/// The tokens that a post-processor puts behind a single text.
+/// The tokens that a post-processor appends to a single text.
 fn marks_behind(template: &Value) -> Vec<String> {
     let parts = template["processors"].as_array();
     let within = parts.into_iter().flatten().flat_map(marks_behind);

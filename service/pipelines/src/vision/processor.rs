@@ -1,4 +1,4 @@
-//! What an encoder of pictures sees of one: transformers' `SiglipImageProcessor` in its Pillow form.
+//! The preprocessing of pictures for a picture encoder: transformers' `SiglipImageProcessor` in its Pillow form.
 
 use std::path::Path;
 
@@ -79,7 +79,7 @@ impl ImageProcessor {
     /// Checks that this processor is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let Size { height, width } = self.size;
         if [height, width].iter().any(|side| !(1..=MAX_SIDE).contains(side)) {

@@ -116,7 +116,7 @@ impl SiglipConfig {
     /// Checks that this encoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let widths = [
             self.hidden_size,
@@ -193,7 +193,7 @@ impl SiglipConfig {
     }
 
     /// Predicted peak of activations of encoding a picture. Every operation allocates its result: the peaks are the
-    /// patches, attention (scores, scaled, and weights, beside queries, keys and values in both orders), and the
+    /// patches, attention (scores, scaled, and weights, with queries, keys and values in both orders), and the
     /// feed-forward.
     pub fn scratch(&self, dtype: DType) -> Bytes {
         let (size, tokens) = (dtype.size_in_bytes(), self.tokens());

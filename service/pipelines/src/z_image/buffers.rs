@@ -38,7 +38,7 @@ pub(super) struct ZImageBuffers {
 }
 
 impl ZImageBuffers {
-    /// For so many tokens.
+    /// For `tokens` tokens.
     pub(super) fn new(
         config: &TransformerConfig,
         tokens: usize,
@@ -63,7 +63,7 @@ impl ZImageBuffers {
         })
     }
 
-    /// Bytes of the buffers for so many tokens.
+    /// Bytes of the buffers for `tokens` tokens.
     pub(super) fn bytes(config: &TransformerConfig, tokens: usize, number: usize) -> u64 {
         (((1 + 1 + 3) * config.dim + wide(config)) * tokens * number) as u64
     }
@@ -117,7 +117,7 @@ impl ZImageBuffers {
 /// Requirements of layers on the buffers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layers {
-    /// Whether some have native fp8 products.
+    /// Whether some layers have native fp8 products.
     pub(super) take_codes: bool,
     /// Scratch bytes of the largest layer.
     pub(super) scratch_bytes: u64,
@@ -137,7 +137,7 @@ pub(super) struct Part {
     pub(super) attended: Tensor,
     /// `[1, tokens, inner]`, in the memory of `attended`.
     pub(super) gate: Tensor,
-    /// `[1, tokens, inner]`, behind it.
+    /// `[1, tokens, inner]`, after `gate` in the same memory.
     pub(super) raised: Tensor,
     /// `[1, tokens, inner]`, in the memory of queries, keys and values: `inner` is less than 3 `dim`.
     pub(super) gated: Tensor,
@@ -211,14 +211,14 @@ pub(super) enum Next {
     Block {
         /// `[dim]`.
         weight: Tensor,
-        /// Of one step, `[1, dim]`.
+        /// Scale of one step, `[1, dim]`.
         scale: Option<Tensor>,
-        /// Whether all layers behind it have native fp8 products.
+        /// Whether all layers after the norm have native fp8 products.
         as_codes: bool,
     },
     /// The norm of the last layer: `LayerNorm` without weights.
     Last {
-        /// Of one step, `[1, dim]`.
+        /// Scale of one step, `[1, dim]`.
         scale: Tensor,
     },
     /// No norm: the rows are needed as they are.

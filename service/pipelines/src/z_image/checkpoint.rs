@@ -1,10 +1,10 @@
 //! Detection and reading of Z-Image checkpoints, by headers alone.
 //!
-//! Two layouts are supported. A **folder in diffusers' layout** has `model_index.json`, and each component in a
-//! folder of its own. A **single file**, as for ComfyUI (`z_image_turbo_bf16.safetensors`), has the transformer only.
-//! Its companions are in a diffusers folder, as FLUX's; of that the tokenizer, the scheduler and `model_index.json`
-//! suffice if `ae.safetensors` and `qwen_3_4b.safetensors` are beside the transformer, in that folder, or in `vae`
-//! and `text_encoders` beside the transformer's folder, where ComfyUI keeps them.
+//! Two layouts are supported. A **folder in diffusers' layout** has `model_index.json`, and each component in a separate
+//! folder. A **single file**, as for ComfyUI (`z_image_turbo_bf16.safetensors`), has the transformer only. Its companions are
+//! in a diffusers folder, as FLUX's. Of that folder the tokenizer, the scheduler and `model_index.json` suffice if
+//! `ae.safetensors` and `qwen_3_4b.safetensors` are beside the transformer, in that folder, or in `vae` and `text_encoders`
+//! beside the transformer's folder, where ComfyUI keeps them.
 
 use std::path::Path;
 

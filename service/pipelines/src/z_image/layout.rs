@@ -13,7 +13,7 @@ pub(super) const LAST: &str = "all_final_layer.2-1";
 const SINGLE_PATCH_IN: &str = "x_embedder";
 const SINGLE_LAST: &str = "final_layer";
 
-/// Further names of its layers: all programs have its own names, or diffusers'.
+/// Further names of its layers: programs use the authors' names, or diffusers'.
 pub(super) const NAMES: LayerNames = LayerNames(&[]);
 
 /// A tensor of the published single file that no version of the model uses.

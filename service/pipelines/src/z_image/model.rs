@@ -36,7 +36,7 @@ pub(super) const TEXT_ENCODER: &str = "text_encoder";
 /// Name of the family.
 pub(super) const FAMILY: &str = "z-image";
 
-/// The optional fields of a request that it reads.
+/// The optional fields of a request that the model reads.
 pub(super) const READS: Reads = Reads::of(&[
     Field::InitImage,
     Field::InitLatent,
@@ -106,12 +106,12 @@ pub struct ZImageModel {
     pub(super) scheduler: SchedulerConfig,
     pub(super) tokenizer: Arc<QwenTokenizer>,
     pub(super) parts: ModelParts,
-    /// What is attached to its components.
+    /// The adapters that are attached to its components.
     pub(super) adapters: AdapterSet,
 }
 
 impl ZImageModel {
-    /// The same model with these adapters.
+    /// The model with these adapters in place of its present ones.
     ///
     /// # Errors
     /// [`ModelError::Adapter`] for the first that cannot be attached.
@@ -225,7 +225,7 @@ impl ZImageModel {
             steps,
             takes: captions.chain(latent).collect(),
             gives: names(&[LATENT]),
-            // What a mask keeps is put back after every step.
+            // After every step the unmasked part is restored from the start picture.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
             ..denoiser.stage(DENOISE, request, scratch)

@@ -22,7 +22,7 @@ use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
 
-/// Its components.
+/// The components of a model.
 const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
 
 /// Components that presets quantize.
@@ -43,7 +43,7 @@ impl ZImageModel {
         ZImageModel::of(path, open_single_file(path)?.as_ref(), precision)
     }
 
-    /// As [`ZImageModel::open`], of what is open if it is a single file.
+    /// As [`ZImageModel::open`]. `file` is open if the path is a single file.
     pub(super) fn of(
         path: &Path,
         file: Option<&CheckpointFile>,
@@ -58,7 +58,7 @@ impl ZImageModel {
         let (transformer, transformer_files): (TransformerConfig, _) =
             transformer.open(base, wanted.of(TRANSFORMER))?;
         let vae = kl::Place::of(base, single, transformer.in_channels)?;
-        // It may be a single file too.
+        // The text encoder may be a single file too.
         let text_file = single
             .filter(|_| !base.join(TEXT_ENCODER).is_dir())
             .and_then(|file| companion(file, base, "text_encoders", "qwen_3_4b"));

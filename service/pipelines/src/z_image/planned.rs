@@ -42,7 +42,7 @@ impl ZImageModel {
         }
     }
 
-    /// Shapes of attention: the text of each prompt, refined alone; then, as a step predicts under one after the other in the
+    /// Shapes of attention: the text of each prompt, refined alone; then, since a step predicts under one condition after the other in the
     /// buffers of the longest, the picture alone and together with the text. The negative prompt comes first.
     fn planned_to_denoise(&self, image: &Image, request: &Request) -> Vec<Planned> {
         let Ok(tokens) = self.text_tokens(request) else {

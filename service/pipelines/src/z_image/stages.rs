@@ -28,14 +28,14 @@ pub(super) const DENOISE: &str = "denoise";
 /// Name of the text encoder's states among the values, `[tokens, cap_feat_dim]`.
 const CAPTION: &str = "caption";
 
-/// The encoding of a prompt, and what all steps share of it.
+/// The encoding of a prompt, and the state that all steps share.
 struct Condition {
     caption: Tensor,
     conditioning: Conditioning,
 }
 
 impl Stage<'_, ZImageModel> {
-    /// Computes the values that the stage gives.
+    /// Computes the values of the stage.
     ///
     /// # Errors
     /// [`StageError`].
@@ -113,7 +113,7 @@ impl Stage<'_, ZImageModel> {
         let steps = latent.steps();
         for step in 0..steps {
             self.observer.check_cancelled()?;
-            // Strengths that change are those of what all steps share, too.
+            // Strengths that change also change the state that otherwise all steps share.
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);

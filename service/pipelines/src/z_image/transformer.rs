@@ -156,7 +156,7 @@ impl Transformer {
     /// As [`Transformer::condition`], with the modulation of the steps.
     ///
     /// # Errors
-    /// Those of [`Transformer::condition`].
+    /// Errors of [`Transformer::condition`].
     pub fn condition_of(
         &self,
         caption: &Tensor,
@@ -349,7 +349,7 @@ fn zeros(count: usize, device: &Device) -> candle_core::Result<Option<Tensor>> {
         .transpose()
 }
 
-/// Requirements of these layers on the buffers for so many tokens.
+/// Requirements of these layers on the buffers for `tokens` tokens.
 fn asked<'a>(
     layers: impl Iterator<Item = &'a Linear> + Clone,
     tokens: usize,
@@ -434,8 +434,8 @@ pub fn negative_scratch(config: &TransformerConfig, lengths: &Lengths, dtype: DT
         + Conditions::<Conditioning>::kept_bytes(prediction, dtype)
 }
 
-/// Predicted further bytes where a text of these lengths is refined again in every step, beside the buffers of the step: where
-/// strengths of adapters change.
+/// Further bytes predicted where a text of these lengths is refined again in every step, because strengths of adapters change,
+/// in addition to the buffers of the step.
 pub fn refining_scratch(config: &TransformerConfig, lengths: &Lengths, dtype: DType) -> u64 {
     let number = dtype.size_in_bytes();
     let normed = lengths.text * config.cap_feat_dim * number;

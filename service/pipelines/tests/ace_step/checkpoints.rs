@@ -18,7 +18,7 @@ use crate::given::{folder, new_track, of_source, open};
 use crate::numbers::{distance, fixtures, json as fixture, tensors};
 use crate::open_model::{F32, OpenModel, copy, on_cpu};
 
-/// What a cover of a model is: it takes every component.
+/// The values of a cover by a model: a cover uses every component.
 fn cover(opened: &OpenModel) -> Values {
     let request = of_source(AudioTask::Cover);
     opened.sampled(&request, &mut Unobserved).expect("a latent")

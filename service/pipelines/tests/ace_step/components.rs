@@ -69,7 +69,7 @@ fn velocities_of(
             let velocity =
                 transformer.velocity(&latent, (&modulations, step), &condition, &buffers, &mut go_on);
             let velocity = on_host(&velocity.expect("a velocity"));
-            // What is in the buffers is written again by the next step.
+            // The next step overwrites the buffers.
             (step, velocity.copy().expect("a copy"))
         })
         .collect();
@@ -95,7 +95,7 @@ fn the_transformer_equals_the_reference_at_every_time() {
 fn small_errors_in_configuration_or_weights_exceed_the_tolerance() {
     let answers = tensors("ace-tiny/expected/transformer.safetensors");
     let right: TransformerConfig = config("transformer");
-    // A card's tolerance is nearer to what a wrong epsilon does.
+    // A card's tolerance is nearer to the effect of a wrong epsilon.
     let times = if test_device().is_cpu() { 20.0 } else { 5.0 };
     let least = times * tolerances().component;
     let layer = |change: &dyn Fn(&mut LayerConfig)| {

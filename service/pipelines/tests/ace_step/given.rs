@@ -64,7 +64,7 @@ impl OpenModel {
     }
 }
 
-/// The track of the fixtures of so many samples: `track` of the script.
+/// The track of the fixtures with `samples` samples: `track` of the script.
 pub(crate) fn track(samples: u64, number: u64) -> Clip {
     let level = |at: u64, channel: u64| {
         let level = (at * 7919 + (channel + number) * 104_729) * (at % 97 + 3) % 40_001;

@@ -27,7 +27,7 @@ fn sampling_uses_the_planned_shapes() {
             let run = || opened.run(&plan, 0, &request, &values, &mut Unobserved);
             let (asked, given) = asked(run);
             let planned = words(&opened.model.planned(&plan.name, &request));
-            // Encoders of a few layers are not planned: what they ask for is made when it is asked for.
+            // Encoders of a few layers are not planned: their plans are made when the stage asks for them.
             if ["denoise", "decode", "encode_source"].contains(&plan.name.as_str()) {
                 let [asked, planned] =
                     [asked, planned].map(|shapes| shapes.into_iter().collect::<BTreeSet<_>>());

@@ -1,4 +1,4 @@
-//! What is refused: requests that a model cannot serve, and checkpoints that do not fit together.
+//! Refusals of requests that a model cannot serve, and of checkpoints that do not fit together.
 
 use candle_core::DType;
 use pipelines::{

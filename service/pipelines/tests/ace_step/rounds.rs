@@ -14,7 +14,7 @@ use crate::open_model::{F32, OpenModel, on_cpu};
 #[derive(Default)]
 struct Steps {
     made: Vec<(usize, u32, u32)>,
-    /// Cancelled when they have made so many steps.
+    /// Slots to cancel, each after a number of steps.
     cancelled: Vec<(usize, usize)>,
 }
 
@@ -192,7 +192,7 @@ fn shared(
     opened.model.run_shared(&stages, observer)
 }
 
-/// Slots of every kind in rounds of their own, with other numbers of steps.
+/// Slots of every kind in separate rounds, with other numbers of steps.
 fn slots(opened: &OpenModel) -> Vec<Slot> {
     let kinds = kinds()
         .into_iter()
@@ -336,7 +336,7 @@ fn a_failed_or_cancelled_request_does_not_change_the_others_in_its_pass() {
         }
         expect_others(&given, number, false);
 
-        // Before it begins, and behind its first step: some rounds have no second.
+        // Before it begins, and after its first step: some rounds have no second.
         for steps in [0, 1] {
             let mut told = Steps {
                 cancelled: vec![(number, steps)],

@@ -1,4 +1,4 @@
-//! Parity of what is encoded of a prompt and of lyrics.
+//! Parity of the encodings of a prompt and of lyrics.
 
 use pipelines::text::qwen3::{Qwen3Config, Qwen3Encoder};
 use pipelines::text::tokenizers::QwenTokenizer;

@@ -11,7 +11,7 @@ use crate::given::{edit, folder, new_track, of_source, open, track};
 use crate::numbers::{distance, json, numbers, tensors};
 use crate::open_model::{F32, OpenModel, on_cpu};
 
-/// An entry of `expected/pipelines.json`: what the pipeline was called with.
+/// An entry of `expected/pipelines.json`: the arguments of the pipeline.
 #[derive(Deserialize)]
 struct Case {
     name: String,
@@ -167,7 +167,7 @@ fn bf16_makes_every_track() {
 }
 
 #[test]
-fn strength_sets_how_many_steps_run_from_a_given_latent() {
+fn strength_sets_how_many_steps_run_from_a_supplied_latent() {
     let folder = folder(false);
     let opened = open(folder.path(), &F32);
     let source = of_source(AudioTask::TextToMusic);
@@ -196,7 +196,7 @@ fn strength_sets_how_many_steps_run_from_a_given_latent() {
     let ((few, near), (all, far)) = (sampled(0.25), sampled(1.0));
     assert_eq!((few, all), (1, 4));
     assert!(distance(&near, &far) > 1e-3);
-    // In full strength nothing is left of what it began at.
+    // At full strength the result does not depend on the start.
     let anew = Request {
         steps: 4,
         ..new_track()

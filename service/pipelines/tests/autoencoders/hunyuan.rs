@@ -421,7 +421,7 @@ fn names_of_the_original_checkpoint_are_those_of_diffusers() {
     assert_eq!(count / 100_000, 2464, "{count}");
 }
 
-/// Larger than the fixtures', so that maps outweigh what threads keep.
+/// Larger than the fixtures', so that maps outweigh the buffers that threads keep.
 fn small_config() -> HunyuanVaeConfig {
     HunyuanVaeConfig {
         block_out_channels: vec![16, 32, 32, 32],

@@ -492,7 +492,7 @@ fn decode_needs_what_was_predicted() {
         let decoder = VaeDecoder::new(&config, &ComponentTensors::new(made_up(&config))).expect("a decoder");
         let latent = latent(h, w);
         for (chunking, rung) in decode_ladder(&config, h, w, DType::F32) {
-            drop(decode_there(&decoder, &latent, chunking)); // threads, and what they keep for products
+            drop(decode_there(&decoder, &latent, chunking)); // threads, and the buffers that they keep for products
             let (measured, picture) = peak_of(|| decode_there(&decoder, &latent, chunking));
             drop(picture);
             let ratio = rung.scratch.0 as f64 / measured as f64;
@@ -518,7 +518,7 @@ fn encode_needs_what_was_predicted() {
     let picture = noise(&[1, 3, 256, 192], 0.5);
     let (own, _) = peak_of(|| picture.copy().expect("a copy"));
     for (chunking, rung) in encode_ladder(&config(), 32, 24, DType::F32) {
-        drop(encoder.encode(&picture, chunking, &|| false)); // threads, and what they keep for products
+        drop(encoder.encode(&picture, chunking, &|| false)); // threads, and the buffers that they keep for products
         let (measured, moments) = peak_of(|| encoder.encode(&picture, chunking, &|| false));
         drop(moments);
         let ratio = rung.scratch.0 as f64 / (measured + own) as f64;

@@ -1,6 +1,6 @@
 //! The autoencoders against diffusers, their strips, tiles and windows against the whole, and their memory against the
 //! prediction.
-// What tests share is outside of them; figures are for whoever reads the tests' output.
+// What tests share is outside of them; figures are for readers of the tests' output.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 #[path = "../../../ops/tests/device/mod.rs"]
@@ -34,15 +34,15 @@ fn together() -> RwLockReadGuard<'static, ()> {
     ALONE.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Peak bytes that `work` allocates beside what is allocated before it, and its result.
+/// Peak bytes that `work` allocates in addition to those allocated before it, and its result.
 fn peak_of<R>(work: impl FnOnce() -> R) -> (u64, R) {
     let before = allocator::mark();
     let result = work();
     (allocator::peak_since_mark().0 - before.0, result)
 }
 
-/// Peak bytes of `run`, once its threads have what they keep for products: runs until the peak falls no further, at most five
-/// times.
+/// Peak bytes of `run`, once its threads have the buffers that they keep for products: runs until the peak falls no further, at
+/// most five times.
 fn settled_peak<R>(run: impl Fn() -> R) -> u64 {
     let mut least = peak_of(&run).0;
     for _ in 0..4 {

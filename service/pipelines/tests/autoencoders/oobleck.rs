@@ -110,7 +110,7 @@ fn assert_same(found: &Tensor, whole: &Tensor, what: &str) {
     }
 }
 
-/// The numbers in the names of what is expected of a configuration.
+/// The numbers in the names of the expected tensors of a configuration.
 fn counts(expected: &Tensors, name: &str, what: &str) -> Vec<usize> {
     let prefix = format!("{name}.{what}.");
     let number = |key: &String| key.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
@@ -504,7 +504,7 @@ fn files_of_the_original_naming_give_the_same() {
     assert_same(&decode(&original, &latents, Windows::Whole).0, &whole, "original");
 }
 
-/// Larger than the fixtures', so that sequences outweigh what threads keep.
+/// Larger than the fixtures', so that sequences outweigh the buffers that threads keep.
 fn small_config() -> OobleckConfig {
     OobleckConfig {
         encoder_hidden_size: 32,

@@ -77,7 +77,7 @@ fn every_rung_allocates_the_predicted_bytes() {
     }
 }
 
-/// One tile of five latents at 832x480, and the frames as bytes in host memory. Beside it: tests/gpu/film_decode.py.
+/// One tile of five latents at 832x480, and the frames as bytes in host memory. For comparison: tests/gpu/film_decode.py.
 ///
 /// `MOORED_TEST_DEVICE=cuda card hunyuan_vae --ignored --nocapture --test-threads=1`
 #[test]

@@ -91,7 +91,7 @@ fn measured(device: &Device, run: &dyn Fn()) -> (f64, u64) {
     (times.fold(f64::INFINITY, f64::min), peak >> 20)
 }
 
-/// Four minutes of stereo, decoded and encoded; on the card alone, and with 16-bit samples in host memory. Beside it:
+/// Four minutes of stereo, decoded and encoded; on the card alone, and with 16-bit samples in host memory. For comparison:
 /// tests/gpu/sound_decode.py.
 ///
 /// `MOORED_TEST_DEVICE=cuda card oobleck --ignored --nocapture --test-threads=1`

@@ -261,7 +261,7 @@ fn the_text_memo_depends_on_the_text_strength_of_an_adapter() {
 
 #[test]
 fn adapters_apply_to_weights_of_every_format() {
-    // The adapter's term is the same whatever the base is held in. What lies behind a layer differs, most in four bits
+    // The adapter's term is the same whatever the base is held in. The results of later layers differ, most in four bits
     // and in a model so small; merged into four bits, the change would be lost (over 1).
     let name = "diffusers-peft.safetensors";
     for format in WeightFormat::MADE_AT_LOAD {

@@ -202,7 +202,7 @@ fn of_two_sets_of_weights_the_index_counts_or_neither() {
 }
 
 #[test]
-fn weights_that_are_not_read_are_told_and_variants_alone_are_read() {
+fn weights_that_are_not_read_are_reported_and_variants_alone_are_read() {
     let weights = "transformer/diffusion_pytorch_model";
     let of = |ending: &str| {
         let folder = copy_of(&["flux-tiny"]);

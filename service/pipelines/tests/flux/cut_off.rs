@@ -38,7 +38,7 @@ fn assert_refused(model: &Path, file: &Path) {
 }
 
 #[test]
-fn what_is_cut_off_anywhere_is_refused() {
+fn a_file_that_is_cut_off_anywhere_is_refused() {
     let folder = copy_of(&["flux-tiny"]);
     let index = crate::checkpoints::shard(folder.path());
     let unread = |file: &PathBuf| file.components().any(|part| part.as_os_str() == "expected");
@@ -65,7 +65,7 @@ fn what_is_cut_off_anywhere_is_refused() {
 }
 
 #[test]
-fn what_is_no_checkpoint_is_told_in_its_own_words() {
+fn each_kind_of_file_that_is_no_checkpoint_has_its_own_message() {
     let beside = copy_of(&["flux-tiny-bfl"]);
     crate::open_model::copy(
         &crate::numbers::fixtures().join("flux-tiny"),

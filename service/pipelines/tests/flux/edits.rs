@@ -109,7 +109,7 @@ pub(crate) fn assert_equal(
 }
 
 #[test]
-fn masked_pictures_equal_the_references_and_keep_what_is_not_masked() {
+fn masked_pictures_equal_the_references_and_keep_the_unmasked_part() {
     let expected = tensors("flux-tiny/expected/masks.safetensors");
     let folder = folder("dev");
     let opened = open(folder.path());

@@ -99,7 +99,7 @@ struct Guided {
     end: f32,
 }
 
-/// What it has in common with other cases.
+/// The fields that all cases have.
 #[derive(Deserialize)]
 struct Unguided {
     name: String,

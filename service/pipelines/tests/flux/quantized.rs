@@ -508,7 +508,7 @@ fn scratch_of_quantized_layers_counts_the_tokens_of_the_stage() {
     let formats = ["transformer", "text_encoder_2"].map(|name| (name, "int8"));
     let quantized = open(&quantized(&formats));
     let small = request();
-    // So many tokens that results are larger than weights.
+    // Enough tokens that results are larger than weights.
     let large = Request {
         max_sequence_length: 512,
         ..sized(512, 512)

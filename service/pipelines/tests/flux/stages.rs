@@ -290,7 +290,7 @@ fn a_kept_latent_runs_only_the_remaining_schedule() {
     assert_eq!(notes.steps, [(1, 2), (2, 2)]);
     assert_ne!(again["latent"], kept["latent"]);
 
-    // With a given latent, a picture is not encoded.
+    // With a supplied latent, a picture is not encoded.
     let beside = Request {
         from_values: true,
         ..from_image(black(64, 64), 0.5)

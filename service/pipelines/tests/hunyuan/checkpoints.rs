@@ -1,4 +1,4 @@
-//! What opens: single files in the names of Tencent and of diffusers, GGUF, files that stand in for components, and
+//! The checkpoints that open: single files in the names of Tencent and of diffusers, GGUF, files that replace components, and
 //! FramePack's own repositories. Each gives the tensors of the whole folder.
 
 use std::collections::{BTreeMap, HashMap};
@@ -277,7 +277,7 @@ fn a_base_of_another_pipeline_gives_no_defaults() {
     }
 }
 
-/// What was made of FramePack in fp8 without scales: matrices in codes, and norms, biases and some matrices in full.
+/// FramePack as published in fp8 without scales: matrices in codes, and norms, biases and some matrices in full.
 #[test]
 fn unscaled_fp8_is_read_tensor_by_tensor() {
     let codes: HashMap<String, Tensor> = tensors(FRAMEPACK)

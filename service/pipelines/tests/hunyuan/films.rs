@@ -8,7 +8,7 @@ use crate::given::{Film, expected, film_folder, open, request, section_folder, s
 use crate::numbers::{distance, json, numbers};
 use crate::open_model::{F32, on_cpu};
 
-/// What the reference says of its answers.
+/// The description of the reference's answers.
 #[derive(Deserialize)]
 struct Described {
     /// Which frames of a film are kept.

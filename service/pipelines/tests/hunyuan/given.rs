@@ -111,7 +111,7 @@ impl Observer for Film {
 /// Width and height of the reference's films.
 pub(crate) const SIZE: (u32, u32) = (48, 32);
 
-/// What the reference answers.
+/// The reference's answers, by name.
 pub(crate) fn expected() -> HashMap<String, Tensor> {
     tensors("hunyuan-tiny/expected/pipelines.safetensors")
 }
@@ -126,7 +126,7 @@ pub(crate) fn start() -> InitImage {
     }
 }
 
-/// A request of so many frames, as the reference was asked.
+/// A request of `frames` frames, as for the reference.
 pub(crate) fn request(frames: u32, init_image: Option<InitImage>, steps: u32, seed: u64) -> Request {
     let video = Video {
         width: SIZE.0,

@@ -1,7 +1,7 @@
 //! HunyuanVideo and FramePack against their diffusers reference, on the tiny pipelines of
 //! `fixtures/make_hunyuan_fixtures.py`; their encoders against transformers and diffusers.
 
-// What tests share is outside of them; figures are for whoever reads the tests' output.
+// What tests share is outside of them; figures are for readers of the tests' output.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 mod adapters;

@@ -75,7 +75,7 @@ fn each_sampling_sends_previews_where_they_are_asked_for() {
             for stage in opened.model.plan(&request).expect("a plan") {
                 let expected = of_samplings.clone().filter(|_| stage.role == Role::Sample);
                 assert_eq!(stage.preview, expected, "{}", stage.name);
-                // They cost nothing, and what is learned of a stage holds with them and without.
+                // They cost nothing, and peaks that are learned of a stage hold with them and without.
                 assert_eq!(stage.clone().with_previews(), stage);
             }
         }

@@ -1,4 +1,4 @@
-//! Damaged and unsupported checkpoints: each is refused with what is wrong, when it is opened.
+//! Damaged and unsupported checkpoints: each is refused when it is opened, with a message that names the defect.
 
 use std::path::Path;
 

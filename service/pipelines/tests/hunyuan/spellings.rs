@@ -179,7 +179,7 @@ pub(crate) fn framepack_repositories(name: &str) -> (TempDir, PathBuf) {
     }
     let index = serde_json::json!({"weight_map": weight_map}).to_string();
     let config = std::fs::read_to_string(whole.path().join("transformer/config.json")).expect("a file");
-    // What the published configuration calls its class.
+    // The class of the published configuration.
     let config = config.replace(
         "HunyuanVideoFramepackTransformer3DModel",
         "HunyuanVideoTransformer3DModelPacked",

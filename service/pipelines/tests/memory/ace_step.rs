@@ -1,4 +1,4 @@
-//! What a request of ACE-Step takes in a shared pass.
+//! The memory of a request of ACE-Step in a shared pass.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
@@ -44,11 +44,11 @@ fn each_further_request_of_a_pass_takes_the_predicted_bytes() {
                     .expect("times");
                 let contexts: Vec<&Tensor> = contexts.iter().collect();
                 let buffers = transformer.shared_buffers(&contexts).expect("buffers");
-                // The latent, what is seen of it, and velocities that are mixed.
+                // The latent, its copy in the dtype of the transformer, and velocities that are mixed.
                 let latents: Vec<Tensor> = many().map(|_| zeros(&[3 * frames, 64])).collect();
                 drop((conditions, times, buffers, latents));
             };
-            // The threads of a product keep what they packed into for the next, so that a first run may take more.
+            // The threads of a product keep their packing buffers for the next product, so that a first run may take more.
             let runs = (0..5).map(|_| peak_of(hold));
             runs.min().expect("runs")
         };

@@ -21,7 +21,7 @@ fn demo() -> TransformerConfig {
     }
 }
 
-/// CPU seconds of `steps` steps over a square picture under so many conditions, and their peak memory.
+/// CPU seconds of `steps` steps over a square picture under a number of conditions, and their peak memory.
 fn denoise(
     config: &TransformerConfig,
     (side, text): (usize, usize),
@@ -99,7 +99,7 @@ fn a_step_allocates_the_predicted_bytes_and_is_fast() {
             "{taken} taken, {predicted} predicted"
         );
     }
-    // A second condition: what it adds is predicted apart.
+    // A second condition: its memory is predicted separately.
     let (side, text) = (32, 256);
     let [one, two] = [1, 2].map(|conditions| denoise(&wide, (side, text), 2, conditions).1);
     let added = two - one;

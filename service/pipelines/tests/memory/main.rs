@@ -1,6 +1,6 @@
 //! Memory of stages and encoders on the CPU, against the prediction. The counter is the process's, so that one test runs at a
 //! time.
-// What tests share is outside of them; figures are for whoever reads the tests' output.
+// What tests share is outside of them; figures are for readers of the tests' output.
 #![allow(clippy::expect_used, clippy::print_stdout)]
 
 mod ace_step;
@@ -26,7 +26,7 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Peak bytes that `work` allocates beside what is allocated before it.
+/// Peak bytes that `work` allocates in addition to those allocated before it.
 fn peak_of<R>(work: impl FnOnce() -> R) -> u64 {
     let before = allocator::mark();
     drop(work());

@@ -9,7 +9,7 @@ use pipelines::z_image::{
 
 use crate::{alone, assert_close, made_up, peak_of, random};
 
-/// Peak bytes of `steps` steps, with a negative prompt of so many tokens, or with strengths that change.
+/// Peak bytes of `steps` steps, with a negative prompt of a number of tokens, or with strengths that change.
 fn denoise(
     config: &TransformerConfig,
     lengths: &Lengths,
@@ -84,7 +84,7 @@ fn stages_allocate_the_predicted_bytes() {
         assert_close(&format!("{rows}x{columns} and {text} tokens"), taken, predicted);
     }
 
-    // A second condition, of a text as long: what it adds is predicted apart.
+    // A second condition, of a text of equal length: its memory is predicted separately.
     let lengths = Lengths {
         rows: 40,
         columns: 32,

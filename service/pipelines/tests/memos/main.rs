@@ -26,7 +26,7 @@ use tempfile::TempDir;
 use crate::numbers::fixtures;
 use crate::open_model::{F32, OpenModel, copy};
 
-/// A model in a folder of its own, and a request of it.
+/// A model in a separate folder, and a request of it.
 struct Case {
     name: &'static str,
     /// Fixtures that are copied over each other: from, and where to.
@@ -263,7 +263,7 @@ fn configurations(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// What a stage gives, by the stage's name, with the identity under which other jobs may take it.
+/// The values of a stage, by the stage's name, with the identity under which other jobs may take them.
 type Kept = BTreeMap<String, (String, Values)>;
 
 /// The identities of the stages of a request, by name; `None` where the model refuses it.
@@ -314,7 +314,7 @@ impl Case {
         folder
     }
 
-    /// Holds what a changed model or request keeps against what the first one keeps.
+    /// Compares the values kept by a changed model or request with those kept by the first.
     fn check(&self, change: &str, before: &Kept, opened: &Arc<dyn Model>, request: &Request) {
         let Some(identities) = identities(&**opened, request) else {
             return;
@@ -386,7 +386,7 @@ fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
 }
 
 #[test]
-fn what_is_read_by_sampling_alone_changes_no_identity_of_encoded_text() {
+fn fields_that_sampling_alone_reads_change_no_identity_of_encoded_text() {
     for case in &CASES {
         let folder = case.folder();
         let model = catalogue().open(folder.path(), &F32).expect("a model");

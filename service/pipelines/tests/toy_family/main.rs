@@ -1,4 +1,4 @@
-//! The toy family of docs/ADDING_A_FAMILY.md, opened, planned, loaded and run by what the engine uses for all families; and the
+//! The toy family of docs/ADDING_A_FAMILY.md, opened, planned, loaded and run by the engine's code for all families; and the
 //! guide itself, which explains each method of the two traits.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)] // What tests share is outside of them.
@@ -22,7 +22,7 @@ use tempfile::TempDir;
 use crate::open_model::{Delivered, F32, OpenModel};
 use crate::toy::Toy;
 
-/// Writes a model file: a table that tells prompts apart, and colours of it.
+/// Writes a model file: a table that distinguishes prompts, and its colours.
 fn write_model(folder: &Path) -> PathBuf {
     let path = folder.join("gradient.toy.safetensors");
     let numbers = |count: usize, factor: f32| (0..count).map(|n| (n as f32 * factor).sin().abs()).collect();
@@ -102,7 +102,7 @@ fn a_request_runs_through_its_stages() {
     );
 }
 
-/// What a stage reads of a request decides whose values it may take.
+/// The part of a request that a stage reads decides whose values it may take.
 #[test]
 fn a_prompt_is_encoded_once_for_all_sizes() {
     let (toy, _folder) = toy();
@@ -119,7 +119,7 @@ fn a_prompt_is_encoded_once_for_all_sizes() {
 }
 
 #[test]
-fn what_it_cannot_do_is_refused_by_name() {
+fn unsupported_tasks_and_inputs_are_refused_by_name() {
     let (toy, folder) = toy();
     let wrong = Request {
         steps: 0,

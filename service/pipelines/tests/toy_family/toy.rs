@@ -41,7 +41,7 @@ const DECODE: &str = "decode";
 const TEXT: &str = "text";
 const LATENT: &str = "latent";
 
-/// The family: it tells its files from others, and opens them.
+/// The family: it recognizes its files, and opens them.
 pub(crate) struct Toy;
 
 impl Family for Toy {
@@ -97,7 +97,7 @@ impl Family for Toy {
     }
 }
 
-/// An open model: it holds no weights, plans requests, and computes stages over tensors that it is given.
+/// An open model: it holds no weights, plans requests, and computes stages over tensors that the caller passes.
 struct ToyModel(ModelParts);
 
 impl Model for ToyModel {
@@ -145,7 +145,8 @@ impl Model for ToyModel {
             )
         };
         let pixels = u64::from(image.width) * u64::from(image.height);
-        // The picture in bytes, and what is enlarged in f32 at a time: all of it, or the rows of one row of the latent.
+        // The picture in bytes, and the part that is enlarged in f32 at a time: all of it, or the rows of one row of the
+        // latent.
         let rung = |label: &str, rows: u64| {
             Rung::new(
                 label,
@@ -299,7 +300,7 @@ fn denoise(stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, 
     let mut latent = Tensor::from_vec(noise, shape, stage.device)?;
     for step in 1..=request.steps {
         observer.check_cancelled()?;
-        // Some noise is left after the last step, by which seeds can be told apart.
+        // Some noise is left after the last step, so that seeds give different results.
         let part = 1.0 / f64::from(request.steps + 2 - step);
         latent =
             (latent.affine(1.0 - part, 0.0)? + target.affine(part, 0.0)?.broadcast_as(latent.shape())?)?;
@@ -356,7 +357,7 @@ fn rgb(planes: &Tensor) -> Result<Vec<u8>, StageError> {
         .to_vec1()?)
 }
 
-/// Values between stages lie in the machine's memory. (Families of the crate have `tensors.rs` for the two functions below.)
+/// Values between stages are in host memory. (Families of the crate have `tensors.rs` for the two functions below.)
 fn to_host(tensor: &Tensor) -> Result<HostTensor, StageError> {
     let numbers = tensor
         .to_dtype(DType::F32)?

@@ -127,7 +127,7 @@ fn an_adapter_of_flux_is_refused() {
 }
 
 #[test]
-fn a_control_net_is_refused_as_what_it_is() {
+fn a_control_net_is_refused_as_a_control_net() {
     let net = fixtures().join("flux-controlnet-tiny/single");
     let refused = adapted(folder().path(), net).unwrap_err();
     assert!(matches!(

@@ -218,7 +218,7 @@ fn bad_input_is_refused() {
 }
 
 #[test]
-fn sampling_continues_from_a_given_latent() {
+fn sampling_continues_from_a_supplied_latent() {
     // A kept latent replaces an encoded picture, without a random draw.
     let folder = folder();
     let opened = open(folder.path(), &F32);

@@ -163,7 +163,7 @@ fn a_missing_tensor_of_an_encoder_is_named() {
     some.remove("model.layers.3.self_attn.k_norm.weight");
     let error = Qwen3Encoder::new(&config(), DEPTH, "text_encoder", &resident(&some)).expect_err("a gap");
     assert!(error.to_string().contains("layers.3.self_attn.k_norm"), "{error}");
-    // The last layer and the norm behind it are not computed.
+    // The last layer and the norm after it are not computed.
     let mut enough = weights(WEIGHTS);
     enough.retain(|name, _| !name.contains("layers.4.") && name != "model.norm.weight");
     let enough = resident(&enough);

@@ -1,5 +1,5 @@
-//! Claims on the card's memory: pins, holds and reservations. They last until they are released: whoever keeps their times
-//! to live releases them.
+//! Claims on the card's memory: pins, holds and reservations. They last until they are released: the caller keeps their times
+//! to live, and releases them when they expire.
 
 use std::fmt;
 
@@ -113,13 +113,13 @@ impl Ledger {
         self.reservations.insert(r, Reservation { label, bytes });
     }
 
-    /// What others held when the first of the reservations was made; `None` without one.
+    /// Bytes that other programs held when the first of the reservations was made; `None` without a reservation.
     pub fn foreign_before_reservations(&self) -> Option<Bytes> {
         (!self.reservations.is_empty()).then_some(self.foreign_before_reservations)
     }
 
-    /// The reservations were made on an earlier ledger of this card, when others held so much: what they hold beyond it
-    /// counts as use of them.
+    /// Records that the reservations were made on an earlier ledger of this card, when other programs held `foreign` bytes.
+    /// Bytes that they hold beyond this count as use of the reservations.
     pub fn reserved_beside(&mut self, foreign: Bytes) {
         self.foreign_before_reservations = self.foreign_before_reservations.min(foreign);
     }

@@ -138,7 +138,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Books slack that was given back to the driver. It is late until the driver shows it as free.
+    /// Books slack that was returned to the driver. It is late until the driver shows it as free.
     pub fn complete_trim(&mut self, trimmed: Bytes, now: Millis) {
         let bytes = trimmed.min(self.book.slack);
         if bytes > Bytes::ZERO {
@@ -179,7 +179,7 @@ impl Ledger {
         Ok(lease)
     }
 
-    /// Ends a stage. Its scratch counts as slack until the driver's figures differ, since pools keep what they have
+    /// Ends a stage. Its scratch counts as slack until the driver's figures differ, since pools keep the memory that they have
     /// allocated.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis, StageNeed};
 
-/// A component of `gib` GiB that takes a second per GiB to bring back.
+/// A component of `gib` GiB that takes a second per GiB to reload.
 pub(crate) fn component(name: &str, gib: u64) -> Component {
     let id = ComponentId::new(name);
     Component {
@@ -51,7 +51,7 @@ pub(crate) fn use_at(ledger: &mut Ledger, c: &Component, times: u32, now: Millis
     }
 }
 
-/// A driver that agrees with the books: what is booked for components is there, all else is free.
+/// A driver that agrees with the books: booked bytes of components are allocated, all else is free.
 pub(crate) fn truth(ledger: &Ledger) -> DriverTruth {
     let components: Bytes = ledger.residents().map(|r| r.component.bytes).sum();
     DriverTruth {

@@ -45,7 +45,7 @@ fn a_load_is_booked_before_the_driver_shows_it_and_counted_once_after() {
 }
 
 #[test]
-fn a_load_of_exactly_what_is_free_fits_and_of_one_byte_more_does_not() {
+fn a_load_of_exactly_the_free_bytes_fits_and_of_one_byte_more_does_not() {
     let mut ledger = Ledger::new(Bytes::gib(24), Bytes::ZERO);
     let mut c = component("c", 24);
     c.bytes += Bytes(1);

@@ -51,7 +51,7 @@ fn component(name: String, bytes: u64, milliseconds: u32) -> Component {
     }
 }
 
-/// A card as given, and the stage asked of it. The second figure of a resident says whether it is leased, pinned, held.
+/// A card as generated, and the stage asked of it. The second figure of a resident says whether it is leased, pinned, held.
 fn build(given: &Given) -> (Ledger, StageNeed, DriverTruth) {
     let mut ledger = Ledger::new(TOTAL, Bytes(given.headroom));
     let mut here = Vec::new();

@@ -1,4 +1,4 @@
-//! The model of a card: what the driver would say. It knows nothing of the ledger.
+//! The model of a card: the figures that the driver would report. It knows nothing of the ledger.
 
 use std::collections::BTreeMap;
 
@@ -87,7 +87,7 @@ impl Card {
     pub(crate) fn take_scratch(&mut self, bytes: Bytes) -> bool {
         let fits = bytes <= self.free() + self.slack;
         if fits {
-            self.slack -= bytes; // saturates: what slack lacks comes from what is free
+            self.slack -= bytes; // saturates: bytes that slack lacks come from the free bytes
             self.scratch += bytes;
         }
         fits

@@ -8,7 +8,7 @@ use crate::queue::OVERTAKEN_AT_MOST;
 use crate::world::World;
 
 impl World {
-    /// What has to hold after every turn.
+    /// Checks the invariants that hold after every turn.
     pub(crate) fn check(&mut self) -> Result<(), Violation> {
         self.check_bytes()?;
         if self.ledger.leases() != self.running.len() {
@@ -84,7 +84,7 @@ impl World {
         Ok(())
     }
 
-    /// A plan is made if and only if what is usable and what is idle are enough.
+    /// A plan is made if and only if the usable and the idle bytes are enough.
     pub(crate) fn check_verdict(&self, need: &StageNeed, verdict: &Verdict) -> Result<(), Violation> {
         let mut wanted = need.scratch;
         let mut idle = Bytes::ZERO;

@@ -1,4 +1,4 @@
-//! What clients ask for in the simulation.
+//! The jobs of clients in the simulation.
 
 use rand::Rng;
 use rand::seq::IndexedRandom;
@@ -7,7 +7,7 @@ use residency::{Bytes, Component, ComponentId, Millis, ScratchKey, StageNeed, Wa
 
 pub(crate) const STAGES: [&str; 3] = ["encode_text", "denoise", "decode"];
 
-/// A stage of a kind of job: its predicted need, and what it really allocates.
+/// A stage of a kind of job: its predicted need, and its actual allocation.
 pub(crate) struct Stage {
     pub(crate) need: StageNeed,
     pub(crate) key: ScratchKey,

@@ -12,7 +12,7 @@ use crate::world::World;
 pub(crate) struct Mover {
     pub(crate) job: Job,
     moves: VecDeque<Move>,
-    /// What is being loaded, and how much of it is still to come.
+    /// The component that is being loaded, and its bytes that are still to come.
     loading: Option<(Component, Bytes)>,
 }
 
@@ -89,7 +89,7 @@ impl World {
             self.ledger.abort_load(&id).unwrap();
             self.ledger.reconcile(&self.card.truth());
             if !fails && !mover.job.low_memory {
-                self.wait_again(mover.job); // somebody else was faster
+                self.wait_again(mover.job); // another job was faster
             }
             return Ok(());
         }
@@ -128,7 +128,7 @@ impl World {
         Ok(true)
     }
 
-    /// Slack goes back to the driver, which may show it late.
+    /// Returns slack to the driver, which may show it late.
     pub(crate) fn trim(&mut self) {
         let (slack, shown_at) = (self.card.slack, self.late_or_not());
         self.card.trim(shown_at);

@@ -11,7 +11,7 @@ use crate::world::World;
 pub(crate) const OVERTAKEN_AT_MOST: u32 = 3;
 
 impl World {
-    /// What the planner says of a job's next stage, with what was learned about its scratch.
+    /// The planner's verdict on a job's next stage, with the learned scratch.
     pub(crate) fn verdict(&self, job: &Job) -> Result<Verdict, Violation> {
         let stage = &self.kinds[job.kind].stages[job.stage];
         let need = &stage.need;

@@ -172,7 +172,7 @@ impl World {
         self.check()
     }
 
-    /// The ledger keeps no times to live: whoever does releases what is over.
+    /// The ledger keeps no times to live: its caller releases expired claims.
     fn release_what_expired(&mut self) {
         let (now, ledger) = (self.now, &mut self.ledger);
         let before = self.holds.len() + self.reservations.len();

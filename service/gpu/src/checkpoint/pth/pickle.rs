@@ -303,7 +303,7 @@ impl<'a> Machine<'a> {
                 let items = self.pop_many(2)?;
                 self.call(at, items[0], items[1])?;
             }
-            // The state of an object: for an ordered dict, attributes beside the tensors.
+            // The state of an object: for an ordered dict, attributes in addition to the tensors.
             b'b' => {
                 self.pop()?;
                 if !matches!(self.value(self.top()?), Value::Dict(_)) {

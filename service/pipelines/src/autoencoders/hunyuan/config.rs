@@ -23,7 +23,7 @@ pub struct HunyuanVaeConfig {
     pub scaling_factor: f64,
     /// Pixels per latent cell along each axis.
     pub spatial_compression_ratio: usize,
-    /// Frames per latent behind the first: only 4 is supported, as in diffusers' decoder.
+    /// Frames per latent after the first: only 4 is supported, as in diffusers' decoder.
     pub temporal_compression_ratio: usize,
     /// Whether the middle block has attention.
     pub mid_block_add_attention: bool,
@@ -61,12 +61,12 @@ impl HunyuanVaeConfig {
         self.spatial_compression_ratio
     }
 
-    /// Frames of a film of so many latents, of which there is at least one.
+    /// Frames of a film of `latents` latents, of which there is at least one.
     pub fn frames(&self, latents: usize) -> usize {
         latents.saturating_sub(1) * self.temporal_compression_ratio + 1
     }
 
-    /// Latents of a film of so many frames, of which there is at least one.
+    /// Latents of a film of `frames` frames, of which there is at least one.
     pub fn latents(&self, frames: usize) -> usize {
         frames.saturating_sub(1) / self.temporal_compression_ratio + 1
     }
@@ -81,8 +81,8 @@ impl HunyuanVaeConfig {
         1.0 / self.scaling_factor
     }
 
-    /// What follows the blocks of a resolution, counted from the frames in the encoder, from the latents in the
-    /// decoder; `None` for nothing.
+    /// The resizing layer after the blocks of a resolution, counted from the frames in the encoder, from the latents in the
+    /// decoder; `None` for no layer.
     pub(super) fn resize(&self, level: usize) -> Option<Resize> {
         let levels = self.block_out_channels.len();
         let halvings = |ratio: usize| ratio.max(1).ilog2() as usize;
@@ -96,7 +96,7 @@ impl HunyuanVaeConfig {
     /// Checks that this autoencoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         self.table().check()?;
         if self.act_fn != "silu" {

@@ -10,7 +10,7 @@ use crate::autoencoders::half::Half;
 use crate::autoencoders::source::{dtype_of_maps, unsupported};
 use crate::autoencoders::tiles::in_tiles;
 
-/// The decoder of films. Tensors are shared with the component that it was made from.
+/// The decoder of films. Its tensors are shared with the component.
 #[derive(Clone, Debug)]
 pub struct HunyuanVaeDecoder {
     config: HunyuanVaeConfig,
@@ -19,7 +19,7 @@ pub struct HunyuanVaeDecoder {
 }
 
 impl HunyuanVaeDecoder {
-    /// From the tensors of the `vae` component, with diffusers' names (`decoder.*`, `post_quant_conv.*`).
+    /// The decoder with the tensors of the `vae` component, with diffusers' names (`decoder.*`, `post_quant_conv.*`).
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported autoencoder, [`StageError::Missing`] for a tensor that is missing
@@ -36,7 +36,7 @@ impl HunyuanVaeDecoder {
     /// can be reproduced on the CPU.
     ///
     /// # Errors
-    /// Those of [`HunyuanVaeDecoder::new`].
+    /// Errors of [`HunyuanVaeDecoder::new`].
     pub fn in_dtype(
         config: &HunyuanVaeConfig,
         tensors: &ComponentTensors,
@@ -50,7 +50,7 @@ impl HunyuanVaeDecoder {
         })
     }
 
-    /// The configuration that it was made from.
+    /// The configuration with which the decoder was made.
     pub fn config(&self) -> &HunyuanVaeConfig {
         &self.config
     }

@@ -23,7 +23,7 @@ pub struct HunyuanVaeEncoder {
 }
 
 impl HunyuanVaeEncoder {
-    /// From the tensors of the `vae` component, with diffusers' names (`encoder.*`, `quant_conv.*`).
+    /// The encoder with the tensors of the `vae` component, with diffusers' names (`encoder.*`, `quant_conv.*`).
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported autoencoder, [`StageError::Missing`] for a tensor that is missing
@@ -40,7 +40,7 @@ impl HunyuanVaeEncoder {
     /// [`super::HunyuanVaeDecoder::in_dtype`]).
     ///
     /// # Errors
-    /// Those of [`HunyuanVaeEncoder::new`].
+    /// Errors of [`HunyuanVaeEncoder::new`].
     pub fn in_dtype(
         config: &HunyuanVaeConfig,
         tensors: &ComponentTensors,
@@ -83,12 +83,12 @@ impl HunyuanVaeEncoder {
         })
     }
 
-    /// Encodes `count` 8-bit frames of this width and height, frame by frame and row by row, with the autoencoder's
-    /// number of channels (`VideoProcessor.preprocess_video` and [`HunyuanVaeEncoder::encode`]). The frames of a tile
-    /// at a time are brought to the card.
+    /// Encodes `count` 8-bit frames of this width and height, frame by frame and row by row, with the autoencoder's number of
+    /// channels (`VideoProcessor.preprocess_video` and [`HunyuanVaeEncoder::encode`]). The frames are copied to the card one
+    /// tile at a time.
     ///
     /// # Errors
-    /// Those of [`HunyuanVaeEncoder::encode`].
+    /// Errors of [`HunyuanVaeEncoder::encode`].
     pub fn encode_rgb8(
         &self,
         rgb: &[u8],
@@ -128,7 +128,7 @@ impl HunyuanVaeEncoder {
         )))
     }
 
-    /// `bring` gives the map of some frames: the first, and how many.
+    /// `bring(first, count)` returns the map of `count` frames from `first` on, `[count, height, width, channels]`.
     fn encoded(
         &self,
         shape: [usize; 4],

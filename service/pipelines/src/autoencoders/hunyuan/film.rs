@@ -9,7 +9,7 @@ use super::time::decode_tiles;
 use crate::autoencoders::source::finite;
 use crate::autoencoders::tiles::copy;
 
-/// How a film is decoded. None of it changes a frame, but tiles in space.
+/// How a film is decoded. Only tiles in space change its frames.
 #[derive(Clone, Copy)]
 pub struct FrameDecoding<'a> {
     pub chunking: Chunking,
@@ -24,13 +24,13 @@ pub struct FrameDecoding<'a> {
 
 impl HunyuanVaeDecoder {
     /// Decodes `latents`, f32 `[1, latent_channels, l, h, w]`, to the `4 (l - 1) + 1` frames of
-    /// `AutoencoderKLHunyuanVideo.decode`, with its tiles in time. `deliver` is given the index of a frame, and with
-    /// it the next frames `[n, 8h, 8w, out_channels]` in the dtype of maps, -1 to 1 and not clamped: each frame once
-    /// and in order, as soon as its tile is decoded. Between tiles four frames are held. Delivered
-    /// frames are a view: it keeps all frames of its tile in memory.
+    /// `AutoencoderKLHunyuanVideo.decode`, with its tiles in time. `deliver` is called with the index of a frame, and with the
+    /// frames from there on, `[n, 8h, 8w, out_channels]` in the dtype of maps, -1 to 1 and not clamped. Each frame is delivered
+    /// once and in order, as soon as its tile is decoded. Between tiles four frames are held. Delivered frames are a view,
+    /// which keeps all frames of its tile in memory.
     ///
     /// # Errors
-    /// [`StageError::Cancelled`]; [`StageError::BadInput`] for latents of another shape; those of `deliver`. Whether
+    /// [`StageError::Cancelled`]; [`StageError::BadInput`] for latents of another shape; errors of `deliver`. Whether
     /// values are finite is found by [`frames_to_rgb8`].
     pub fn decode_frames(
         &self,

@@ -1,10 +1,10 @@
 //! The causal autoencoder of films of HunyuanVideo and FramePack: diffusers' `AutoencoderKLHunyuanVideo`.
 //!
-//! Strips have so many bytes, since those of a film are longer than a card's cache anyway. Attention runs frame by
+//! Strips have a fixed size in bytes, since those of a film are larger than a card's cache anyway. Attention runs frame by
 //! frame, each over the frames up to it.
 //!
 //! In time, a film is cut into tiles as the reference does by default (`use_framewise_decoding`): that is part of the
-//! result, and inside of a tile time is not cut, because statistics span it. Frames are given out tile by tile.
+//! result, and inside of a tile time is not cut, because statistics span it. Frames are delivered tile by tile.
 
 mod config;
 mod decoder;

@@ -30,7 +30,7 @@ const TILE_PIXELS: usize = 256;
 pub enum Chunking {
     /// The whole map, in strips as large as is of use.
     Whole,
-    /// Strips of rows of at most so many bytes, with their padding and their results. The result equals that of `Whole`.
+    /// Strips of rows of at most `bytes` bytes, with their padding and their results. The result equals that of `Whole`.
     Strips { bytes: usize },
     /// Independent square tiles that overlap by a quarter, as diffusers' `enable_tiling`. The result differs from
     /// that of `Whole`.
@@ -73,7 +73,7 @@ impl Chunking {
     }
 }
 
-/// The ladder of rungs for decoding so many latents of `h` by `w`, best first, each predicted to need less memory than
+/// The ladder of rungs for decoding `latents` latents of `h` by `w`, best first, each predicted to need less memory than
 /// the one before it: whole, smaller and smaller strips, tiles in space of the reference's size and of half of it.
 pub fn decode_ladder(
     config: &HunyuanVaeConfig,
@@ -86,7 +86,7 @@ pub fn decode_ladder(
     })
 }
 
-/// The ladder for encoding so many frames, whose latents are `h` by `w`.
+/// The ladder for encoding `frames` frames, whose latents are `h` by `w`.
 pub fn encode_ladder(
     config: &HunyuanVaeConfig,
     sides: (usize, usize),
@@ -118,7 +118,7 @@ fn rungs(
     })
 }
 
-/// Predicted peak of activation bytes of decoding so many latents of `h` by `w`, the frames of a tile included.
+/// Predicted peak of activation bytes of decoding `latents` latents of `h` by `w`, the frames of a tile included.
 pub fn decode_scratch(
     config: &HunyuanVaeConfig,
     (h, w): (usize, usize),
@@ -153,7 +153,7 @@ pub fn decode_scratch(
     Bytes((held + peak.max(frames + frames / number)) as u64)
 }
 
-/// Predicted peak of activation bytes of encoding so many 8-bit frames whose latents are `h` by `w`, the frames of a
+/// Predicted peak of activation bytes of encoding `frames` 8-bit frames whose latents are `h` by `w`, the frames of a
 /// tile as a map included.
 pub fn encode_scratch(
     config: &HunyuanVaeConfig,
@@ -214,8 +214,8 @@ fn encode_account(
 }
 
 impl HunyuanVaeConfig {
-    /// Shapes for which cuDNN is used to decode so many latents of `h` by `w` with maps of this dtype. Each shape once, in order of use. None
-    /// for tiles in space, whose last ones are of other sizes.
+    /// Shapes for which cuDNN is used to decode `latents` latents of `h` by `w` with maps of this dtype. Each shape once, in
+    /// order of use. None for tiles in space, whose last ones are of other sizes.
     pub fn planned_to_decode(
         &self,
         sides: (usize, usize),
@@ -230,7 +230,7 @@ impl HunyuanVaeConfig {
         })
     }
 
-    /// Shapes for which it is used to encode so many frames, whose latents are `h` by `w`.
+    /// Shapes for which it is used to encode `frames` frames, whose latents are `h` by `w`.
     pub fn planned_to_encode(
         &self,
         sides: (usize, usize),

@@ -18,15 +18,15 @@ pub(super) struct TimeTile {
     pub(super) count: usize,
     /// Outputs dropped from the beginning.
     pub(super) dropped: usize,
-    /// Outputs behind those which are blended with the last ones of the tile before: as many of them.
+    /// Outputs after the dropped ones that are blended with as many last outputs of the tile before.
     pub(super) blended: usize,
-    /// Outputs behind the dropped ones that are results, the blended ones included.
+    /// Outputs after the dropped ones that are results, the blended ones included.
     pub(super) kept: usize,
     /// Outputs at the end that the next tile is blended with.
     pub(super) carried: usize,
 }
 
-/// Tiles of decoding a film of so many latents. A tile without results is left out.
+/// Tiles of decoding a film of `latents` latents. A tile without results is left out.
 pub(super) fn decode_tiles(config: &HunyuanVaeConfig, latents: usize) -> Vec<TimeTile> {
     let ratio = config.temporal_compression_ratio;
     let of = Cutting {
@@ -38,7 +38,7 @@ pub(super) fn decode_tiles(config: &HunyuanVaeConfig, latents: usize) -> Vec<Tim
     of.tiles(latents, config.frames(latents), |inputs| config.frames(inputs))
 }
 
-/// Tiles of encoding a film of so many frames.
+/// Tiles of encoding a film of `frames` frames.
 pub(super) fn encode_tiles(config: &HunyuanVaeConfig, frames: usize) -> Vec<TimeTile> {
     let ratio = config.temporal_compression_ratio;
     let of = Cutting {
@@ -50,22 +50,22 @@ pub(super) fn encode_tiles(config: &HunyuanVaeConfig, frames: usize) -> Vec<Time
     of.tiles(frames, config.latents(frames), |inputs| config.latents(inputs))
 }
 
-/// Most inputs of a tile of a film of so many latents to decode.
+/// Most inputs of a tile of a film of `latents` latents to decode.
 pub(super) fn most_latents(config: &HunyuanVaeConfig, latents: usize) -> usize {
     latents.min(TILE_FRAMES / config.temporal_compression_ratio + 1)
 }
 
-/// Most inputs of a tile of a film of so many frames to encode.
+/// Most inputs of a tile of a film of `frames` frames to encode.
 pub(super) fn most_frames(frames: usize) -> usize {
     frames.min(TILE_FRAMES + 1)
 }
 
 struct Cutting {
-    /// Inputs of a tile behind its first, and most inputs of a film that is not cut.
+    /// Inputs of a tile after its first input, and most inputs of a film that is not cut.
     size: usize,
     /// Inputs between the first ones of tiles.
     stride: usize,
-    /// Results of a tile behind its first.
+    /// Results of a tile after its first result.
     kept: usize,
     /// Outputs that neighbouring tiles are blended in.
     blended: usize,
@@ -105,7 +105,7 @@ impl Cutting {
                 carried,
             });
         }
-        // A tile without one behind it carries nothing.
+        // No tile follows the last one, so it carries nothing.
         if let Some(last) = tiles.last_mut() {
             last.carried = 0;
         }

@@ -94,7 +94,7 @@ impl VaeConfig {
     /// Checks that this autoencoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         self.table().check()?;
         if self.act_fn != "silu" {

@@ -11,7 +11,7 @@ use crate::autoencoders::half::Half;
 use crate::autoencoders::source::{dtype_of_maps, finite, unsupported};
 use crate::autoencoders::tiles::in_tiles;
 
-/// The decoder of an autoencoder. Tensors are shared with the component that it was made from.
+/// The decoder of an autoencoder. Its tensors are shared with the component.
 #[derive(Clone, Debug)]
 pub struct VaeDecoder {
     config: VaeConfig,
@@ -20,7 +20,7 @@ pub struct VaeDecoder {
 }
 
 impl VaeDecoder {
-    /// From the tensors of the `vae` component, with diffusers' names (`decoder.*`, `post_quant_conv.*`).
+    /// The decoder with the tensors of the `vae` component, with diffusers' names (`decoder.*`, `post_quant_conv.*`).
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported autoencoder, [`StageError::Missing`] for a tensor that is missing
@@ -33,7 +33,7 @@ impl VaeDecoder {
     /// reproduced on the CPU.
     ///
     /// # Errors
-    /// Those of [`VaeDecoder::new`].
+    /// Errors of [`VaeDecoder::new`].
     pub fn in_dtype(
         config: &VaeConfig,
         tensors: &ComponentTensors,

@@ -21,7 +21,7 @@ pub struct VaeEncoder {
 }
 
 impl VaeEncoder {
-    /// From the tensors of the `vae` component, with diffusers' names (`encoder.*`, `quant_conv.*`).
+    /// The encoder with the tensors of the `vae` component, with diffusers' names (`encoder.*`, `quant_conv.*`).
     ///
     /// # Errors
     /// [`StageError::BadInput`] for an unsupported autoencoder, [`StageError::Missing`] for a tensor that is missing
@@ -33,7 +33,7 @@ impl VaeEncoder {
     /// [`VaeEncoder::new`] with maps of this dtype, on any device (see [`super::VaeDecoder::in_dtype`]).
     ///
     /// # Errors
-    /// Those of [`VaeEncoder::new`].
+    /// Errors of [`VaeEncoder::new`].
     pub fn in_dtype(
         config: &VaeConfig,
         tensors: &ComponentTensors,
@@ -79,7 +79,7 @@ impl VaeEncoder {
     /// (`VaeImageProcessor.preprocess` and [`VaeEncoder::encode`]).
     ///
     /// # Errors
-    /// Those of [`VaeEncoder::encode`].
+    /// Errors of [`VaeEncoder::encode`].
     pub fn encode_rgb8(
         &self,
         rgb: &[u8],

@@ -1,6 +1,6 @@
 //! The autoencoder of FLUX.1 and of the families that share it: diffusers' `AutoencoderKL`.
 //!
-//! Strips have so many rows at the latent's resolution. On the CPU they are smaller where they would not fit into a
+//! Strips have a fixed number of rows at the latent's resolution. On the CPU they are smaller where they would not fit into a
 //! cache.
 
 mod config;

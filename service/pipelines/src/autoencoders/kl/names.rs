@@ -4,8 +4,8 @@
 /// latent.
 const RESOLUTIONS: usize = 4;
 
-/// The diffusers name of a tensor of a single file: in Black Forest Labs' names or in diffusers', with what programs put in
-/// front of all of them.
+/// The diffusers name of a tensor of a single file: in Black Forest Labs' names or in diffusers', with or without the prefixes
+/// that programs add.
 pub(super) fn name_in_single_file(name: &str) -> Option<String> {
     let mut prefixes = ["first_stage_model.", "vae."].into_iter();
     let name = prefixes

@@ -22,7 +22,7 @@ impl VaeConfig {
     /// The transformer's latents to the autoencoder's: `latents / scaling_factor + shift_factor`.
     ///
     /// # Errors
-    /// Those of candle.
+    /// Errors of candle.
     pub fn unscaled(&self, latent: &Tensor) -> Result<Tensor> {
         let (factor, summand) = self.unscaling();
         latent.affine(factor, summand)
@@ -31,7 +31,7 @@ impl VaeConfig {
     /// The autoencoder's latents to the transformer's: `(latents - shift_factor) * scaling_factor`.
     ///
     /// # Errors
-    /// Those of candle.
+    /// Errors of candle.
     pub fn scaled(&self, latent: &Tensor) -> Result<Tensor> {
         let shift = self.shift_factor.unwrap_or(0.0);
         latent.affine(self.scaling_factor, -shift * self.scaling_factor)

@@ -1,4 +1,4 @@
-//! Where a pipeline's autoencoder is, and whether it fits the pipeline.
+//! The place of a pipeline's autoencoder, and the check that it fits the pipeline.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use crate::autoencoders::COMPONENT;
 use crate::checkpoint::{ComponentFiles, Requested, companion, component_of_file, component_of_folder};
 use crate::files::{check_pairs, checked};
 
-/// The autoencoder of a pipeline: in its folder, or a file of Black Forest Labs (`ae.safetensors`) that stands in for it.
+/// The autoencoder of a pipeline: in its folder, or a file of Black Forest Labs (`ae.safetensors`) in place of the folder.
 pub(crate) struct Place {
     pub(crate) config: VaeConfig,
     folder: PathBuf,
@@ -19,8 +19,8 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// That of a pipeline's folder, for a transformer whose latents have so many channels. Where the transformer is `alone` in a
-    /// file and the folder has no autoencoder, it may be a file too.
+    /// The autoencoder of a pipeline's folder, for a transformer whose latents have `channels` channels. Where the transformer
+    /// is `alone` in a file and the folder has no autoencoder, the autoencoder may be a file too.
     ///
     /// # Errors
     /// When there is none, or it is not supported or does not fit.
@@ -46,7 +46,7 @@ impl Place {
         Ok(Place { config, folder, file })
     }
 
-    /// Its tensors.
+    /// The autoencoder's tensors.
     ///
     /// # Errors
     /// The first that is missing, of another shape, or stored in an unsupported way.

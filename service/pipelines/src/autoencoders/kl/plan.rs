@@ -57,7 +57,7 @@ impl Autoencoder<'_> {
         }
     }
 
-    /// A stage that encodes another picture than the start, under other names.
+    /// A stage that encodes another picture than the start picture, under other names.
     pub(crate) fn encode_stage_named(&self, name: &str, gives: &str, image: &Image) -> StagePlan {
         StagePlan {
             name: name.to_owned(),
@@ -71,7 +71,7 @@ impl Autoencoder<'_> {
         let (h, w) = self.config.latent_sides(image.width, image.height);
         StagePlan {
             takes: vec![self.latent(image)],
-            // What a mask keeps is the start's.
+            // The unmasked part is pasted from the start picture.
             reads_media: image.mask.is_some(),
             ..self.stage(
                 DECODE,
@@ -92,7 +92,7 @@ impl Autoencoder<'_> {
         }
     }
 
-    /// What a preview needs, which is decoded whole at half the size while the sampler's buffers stay allocated.
+    /// The needs of a preview, which is decoded whole at half the size while the sampler's buffers stay allocated.
     pub(crate) fn preview_need(&self, image: &Image) -> PreviewNeed {
         let (h, w) = self.config.latent_sides(image.width / 2, image.height / 2);
         let decode = decode_scratch(self.config, h, w, Chunking::Whole, self.dtype);

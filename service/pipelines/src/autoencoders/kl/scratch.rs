@@ -13,7 +13,7 @@ use crate::autoencoders::scratch::Account;
 use crate::autoencoders::strips::Walk;
 use crate::autoencoders::tiles::edges;
 
-/// How much of a map is processed at a time.
+/// The part of a map that is processed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Chunking {
@@ -129,7 +129,7 @@ pub fn encode_scratch(config: &VaeConfig, h: usize, w: usize, chunking: Chunking
         Chunking::Tiles { latent_size } if h <= latent_size && w <= latent_size => {
             encode_peak(config, (h, w), h, dtype)
         }
-        // Beside the tile: the picture as a map, and the joined result.
+        // In addition to the tile: the picture as a map, and the joined result.
         Chunking::Tiles { latent_size } => {
             let peak = encode_peak(
                 config,

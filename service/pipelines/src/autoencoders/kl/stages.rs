@@ -24,10 +24,10 @@ pub(crate) struct Run<'a> {
 }
 
 impl Autoencoder<'_> {
-    /// Runs `work` with the autoencoder that a stage has.
+    /// Runs `work` with the autoencoder of a stage.
     ///
     /// # Errors
-    /// Those of `work`; where the component is not there.
+    /// Errors of `work`; the error of a component that is not resident.
     pub(crate) fn with<R, M>(
         &self,
         stage: &Stage<'_, M>,
@@ -45,7 +45,7 @@ impl Autoencoder<'_> {
 }
 
 impl Run<'_> {
-    /// Encodes a picture, draws the sample that `retrieve_latents` draws with this seed behind so many draws of its size,
+    /// Encodes a picture, draws the sample that `retrieve_latents` draws with this seed after `draws_before` draws of its size,
     /// and scales it as the transformer expects.
     ///
     /// # Errors
@@ -68,8 +68,8 @@ impl Run<'_> {
         to_host(&self.config.scaled(&self.moments(image, rung)?.mean)?)
     }
 
-    /// Encodes what a mask leaves of a picture, f32 `[1, 3, height, width]` of -1 to 1 in host memory, and draws a sample
-    /// behind so many draws of its size.
+    /// Encodes the masked picture, f32 `[1, 3, height, width]` of -1 to 1 in host memory, and draws a sample after
+    /// `draws_before` draws of its size.
     ///
     /// # Errors
     /// [`StageError`].
@@ -144,7 +144,7 @@ impl Run<'_> {
     }
 }
 
-/// Delivers a picture as a request's result, with what its mask keeps.
+/// Delivers a picture as a request's result, with the unmasked part pasted from the start picture.
 pub(crate) fn deliver(picture: Rgb8, image: &Image, observer: &mut dyn Observer) {
     let Rgb8 {
         width,

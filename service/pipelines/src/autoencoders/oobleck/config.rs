@@ -58,17 +58,17 @@ impl OobleckConfig {
         self.downsampling_ratios.iter().product()
     }
 
-    /// Samples per channel of the track that so many latent frames are decoded to.
+    /// Samples per channel of the track that `frames` latent frames are decoded to.
     pub fn samples(&self, frames: usize) -> usize {
         length_after(&self.decoder(), frames)
     }
 
-    /// Latent frames of a track of so many samples per channel; 0 for one that is too short.
+    /// Latent frames of a track of `samples` samples per channel; 0 for one that is too short.
     pub fn frames(&self, samples: usize) -> usize {
         length_after(&self.encoder(), samples)
     }
 
-    /// The levels of the encoder or the decoder, whose finest has so many channels; those nearest to the samples first.
+    /// The levels of the encoder or the decoder, whose finest has `channels` channels; those nearest to the samples first.
     pub(super) fn levels(&self, channels: usize) -> Vec<Level> {
         let multiples = std::iter::once(&1).chain(&self.channel_multiples);
         let pairs = multiples.zip(&self.channel_multiples);
@@ -86,7 +86,7 @@ impl OobleckConfig {
     /// Checks that this autoencoder is supported.
     ///
     /// # Errors
-    /// What is not supported.
+    /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let (strides, multiples) = (&self.downsampling_ratios, &self.channel_multiples);
         if strides.is_empty() || strides.len() > MAX_LEVELS || multiples.len() != strides.len() {

@@ -23,7 +23,7 @@ pub struct OobleckDecoder {
 }
 
 impl OobleckDecoder {
-    /// From the tensors of the `vae` component, with diffusers' names (`decoder.*`,
+    /// The decoder with the tensors of the `vae` component, with diffusers' names (`decoder.*`,
     /// [`OobleckConfig::tensor_shapes`]).
     ///
     /// # Errors
@@ -38,7 +38,7 @@ impl OobleckDecoder {
     /// can be reproduced on the CPU.
     ///
     /// # Errors
-    /// Those of [`OobleckDecoder::new`].
+    /// Errors of [`OobleckDecoder::new`].
     pub fn in_dtype(
         config: &OobleckConfig,
         tensors: &ComponentTensors,
@@ -53,12 +53,11 @@ impl OobleckDecoder {
         })
     }
 
-    /// Decodes latents `[1, frames, decoder_input_channels]`, f32, f16 or bf16, in host memory or on the device of the
-    /// weights, and delivers samples as they are done, in order and each once: the index of the first, and `[n,
-    /// audio_channels]` f32 on the device of the weights, about from -1 to 1 but not clipped. In all there are
-    /// [`OobleckConfig::samples`] of them.
+    /// Decodes latents `[1, frames, decoder_input_channels]`, f32, f16 or bf16, in host memory or on the device of the weights.
+    /// Delivers samples as they are done, in order and each once: the index of the first, and `[n, audio_channels]` f32 on the
+    /// device of the weights, about from -1 to 1 but not clipped. In all there are [`OobleckConfig::samples`] of them.
     ///
-    /// What is delivered does not depend on `windows`: to the bit on the CPU, within rounding on a card.
+    /// The delivered samples do not depend on `windows`: to the bit on the CPU, within rounding on a card.
     /// `cancelled` is polled before every layer.
     ///
     /// # Errors
@@ -79,11 +78,11 @@ impl OobleckDecoder {
         )
     }
 
-    /// [`OobleckDecoder::decode`] that begins with the window of a frame: the windows before it follow at the end. The
+    /// As [`OobleckDecoder::decode`], beginning with the window of a frame: the windows before it follow at the end. The
     /// windows are the same, and so is every sample.
     ///
     /// # Errors
-    /// Those of [`OobleckDecoder::decode`].
+    /// Errors of [`OobleckDecoder::decode`].
     pub fn decode_from(
         &self,
         latents: &Tensor,
@@ -101,12 +100,12 @@ impl OobleckDecoder {
         self.decode_windows(latents, &list, cancelled, deliver)
     }
 
-    /// [`OobleckDecoder::decode`] of some of the frames: the samples that the whole track has there, of which frame `f`
-    /// has [`OobleckConfig::hop`] from `f * hop` on. Only the frames that they depend on are decoded; it takes no more
-    /// than [`super::decode_scratch`] of as many frames and as the layers see around them.
+    /// As [`OobleckDecoder::decode`], of some of the frames: delivers the samples that the whole track has there. Frame `f` has
+    /// [`OobleckConfig::hop`] samples, from `f * hop` on. Only the frames on which these samples depend are decoded. This takes
+    /// no more memory than [`super::decode_scratch`] of these frames and of the frames around them that the layers see.
     ///
     /// # Errors
-    /// Those of [`OobleckDecoder::decode`]; [`StageError::BadInput`] for frames that the latents do not have.
+    /// Errors of [`OobleckDecoder::decode`]; [`StageError::BadInput`] for frames that the latents do not have.
     pub fn decode_part(
         &self,
         latents: &Tensor,
@@ -149,7 +148,7 @@ impl OobleckDecoder {
         for window in list {
             let x = latents.narrow(0, window.first, window.end - window.first)?;
             let decoded = self.decode_window(&x, cancelled)?;
-            // The window's first sample is that of its first frame, whatever the strides; only the track's end may
+            // The window's first sample is that of its first frame, for any strides; only the track's end may
             // be short of its last frame.
             let first = window.keep_first * hop;
             let end = (window.keep_end * hop).min(samples);

@@ -22,7 +22,7 @@ pub struct OobleckEncoder {
 }
 
 impl OobleckEncoder {
-    /// From the tensors of the `vae` component, with diffusers' names (`encoder.*`,
+    /// The encoder with the tensors of the `vae` component, with diffusers' names (`encoder.*`,
     /// [`OobleckConfig::tensor_shapes`]).
     ///
     /// # Errors
@@ -37,7 +37,7 @@ impl OobleckEncoder {
     /// [`super::OobleckDecoder::in_dtype`]).
     ///
     /// # Errors
-    /// Those of [`OobleckEncoder::new`].
+    /// Errors of [`OobleckEncoder::new`].
     pub fn in_dtype(
         config: &OobleckConfig,
         tensors: &ComponentTensors,
@@ -52,17 +52,17 @@ impl OobleckEncoder {
         })
     }
 
-    /// Encodes samples `[n, audio_channels]`, f32, f16 or bf16, in host memory or on the device of the weights, of any
-    /// number that has a latent frame ([`OobleckConfig::frames`]; the reference pipeline pads with zeros to whole frames
-    /// first, and here the caller does). [`super::samples_from_pcm16`] makes samples of 16 bits. From host memory a
-    /// window at a time is brought to the device.
+    /// Encodes samples `[n, audio_channels]`, f32, f16 or bf16, in host memory or on the device of the weights, of any number
+    /// that has a latent frame ([`OobleckConfig::frames`]; the reference pipeline pads with zeros to whole frames first, and
+    /// here the caller does). [`super::samples_from_pcm16`] makes samples of 16 bits. Samples in host memory are copied to the
+    /// device one window at a time.
     ///
-    /// Moments of all windows are put together, and can be sampled once. They do not depend on `windows`: to the bit on
+    /// The moments of all windows are concatenated, and can be sampled once. They do not depend on `windows`: to the bit on
     /// the CPU, within rounding on a card. `cancelled` is polled before every layer.
     ///
     /// # Errors
-    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for samples of another shape, and
-    /// for too few.
+    /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for samples of another shape, and for too
+    /// few samples.
     pub fn encode(
         &self,
         samples: &Tensor,
@@ -84,7 +84,7 @@ impl OobleckEncoder {
         let whole = length.div_ceil(hop);
         let mut parts = Vec::new();
         for window in windows_of(whole, 0..whole, windows, self.config.encode_margins()) {
-            // Strides may make more frames of a track than it has hops, or fewer; all of that is at its end.
+            // The strides may result in more or fewer frames than the track has hops: the difference is at the track's end.
             let keep_end = if window.end == whole {
                 frames
             } else {
@@ -106,7 +106,8 @@ impl OobleckEncoder {
     /// Encodes the samples of a window.
     fn encode_window(&self, samples: &Tensor, cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
         let (length, channels) = samples.dims2()?;
-        // All of a tensor's memory is brought, of which a window is a part.
+        // A window is a view, and a copy to the device would take all memory of its tensor: the window is made contiguous
+        // first.
         let samples = match samples.device().same_device(&self.device) {
             true => samples.clone(),
             false => samples.force_contiguous()?.to_device(&self.device)?,

@@ -24,7 +24,7 @@ pub(super) struct Half {
 }
 
 impl Half {
-    /// These layers with the tensors of a component; sequences are of this dtype.
+    /// The layers with the tensors of a component; sequences are of this dtype.
     ///
     /// # Errors
     /// [`StageError::Missing`] for a tensor that is missing or of another shape.
@@ -48,7 +48,7 @@ impl Half {
     }
 }
 
-/// Where layers get their tensors.
+/// The tensors of a component, and the dtype of its layers.
 #[derive(Clone, Copy)]
 struct Source<'a> {
     tensors: &'a ComponentTensors,
@@ -62,7 +62,7 @@ impl Source<'_> {
         Ok(tensor.to_dtype(self.dtype)?)
     }
 
-    /// A convolution from so many channels to so many: those of the weight, which may be fewer than the shape's.
+    /// A convolution from `inputs` to `outputs` channels: those of the weight, which may be fewer than the shape's.
     fn convolution(
         &self,
         name: &str,
@@ -135,7 +135,7 @@ impl Source<'_> {
     }
 }
 
-/// A convolution of a contiguous sequence, activated before if there is a Snake, into a new one. The sequence is
+/// A convolution of a contiguous sequence into a new one, after the activation if there is a Snake. The sequence is
 /// dropped as soon as it is read.
 fn convolve(
     x: Tensor,
@@ -169,7 +169,7 @@ struct Unit {
 }
 
 impl Unit {
-    /// In the memory of the sequence.
+    /// Runs the unit in the memory of the sequence.
     fn forward(&self, x: &Tensor, cancelled: &dyn Fn() -> bool) -> Outcome<()> {
         let inner = convolve(x.clone(), Some(&self.snake1), &self.conv1, cancelled)?;
         snake_in_place(&inner, &self.snake2)?;

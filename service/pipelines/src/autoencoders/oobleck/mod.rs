@@ -1,11 +1,10 @@
 //! The autoencoder of sound of ACE-Step 1.5 and Stable Audio: diffusers' `AutoencoderOobleck`.
 //!
 //! Sequences are channels-last, `[time, channels]`, so that a convolution in time is a product whose rows overlap
-//! (`ops::SequenceFilter`). There are only convolutions: what is far from a sample does not change it. So a track is
-//! processed in windows of latent frames that overlap by as much as the layers see, which follows from the
-//! configuration, and each sample is kept from a window that has all of what it depends on. At the ends of the track a
-//! window ends too, and is padded there as the track would be. The length of the windows changes the memory that is
-//! needed, and nothing else.
+//! (`ops::SequenceFilter`). There are only convolutions, so a sample depends on its neighbourhood alone. A track is therefore
+//! processed in windows of latent frames. They overlap by as much as the layers see, which follows from the configuration, and
+//! each sample is kept from a window that has all inputs on which it depends. At the ends of the track a window ends too, and
+//! is padded there as the track would be. The length of the windows changes the memory that is needed, and nothing else.
 
 mod config;
 mod decoder;

@@ -16,7 +16,7 @@ pub struct OobleckMoments {
 }
 
 impl OobleckMoments {
-    /// Of the encoder's output `[frames, 2 channels]`, f32 in host memory: means, then scales.
+    /// The moments of the encoder's output `[frames, 2 channels]`, f32 in host memory: means, then scales.
     pub(super) fn of(output: &Tensor) -> candle_core::Result<OobleckMoments> {
         let (frames, both) = output.dims2()?;
         let channels = both / 2;

@@ -13,11 +13,11 @@ use crate::Rung;
 /// Most latent frames of a window: with ACE-Step's autoencoder in bf16, 0.9 GiB.
 const MOST_FRAMES: usize = 512;
 
-/// Lengths of windows are multiples of this: there are few of them, whose plans are kept, and of these the one that
-/// computes the fewest frames twice is close to the best.
+/// Lengths of windows are multiples of this. So there are few lengths, whose plans are kept, and the one for which the fewest
+/// frames are computed twice is close to the best length.
 const STEP_FRAMES: usize = 32;
 
-/// The ladder of rungs for decoding so many latent frames, best first, each predicted to need less memory than the one
+/// The ladder of rungs for decoding `frames` latent frames, best first, each predicted to need less memory than the one
 /// before it. All give the same result.
 pub fn decode_ladder(config: &OobleckConfig, frames: usize, dtype: DType) -> Vec<(Windows, Rung)> {
     rungs(frames, config.decode_margins(), |windows| {
@@ -25,7 +25,7 @@ pub fn decode_ladder(config: &OobleckConfig, frames: usize, dtype: DType) -> Vec
     })
 }
 
-/// The ladder for encoding so many samples per channel.
+/// The ladder for encoding `samples` samples per channel.
 pub fn encode_ladder(config: &OobleckConfig, samples: usize, dtype: DType) -> Vec<(Windows, Rung)> {
     let frames = samples.div_ceil(config.hop().max(1));
     rungs(frames, config.encode_margins(), |windows| {
@@ -50,7 +50,7 @@ fn rungs(frames: usize, margins: Margins, scratch: impl Fn(Windows) -> Bytes) ->
     })
 }
 
-/// Of the lengths from half of `most` on, the one whose windows of a track have the fewest frames in all.
+/// The length of windows, from half of `most` on, for which the windows of a track have the fewest frames in all.
 fn best_length(frames: usize, most: usize, margins: Margins) -> usize {
     let lengths = (most / 2..=most)
         .rev()
@@ -61,7 +61,7 @@ fn best_length(frames: usize, most: usize, margins: Margins) -> usize {
     lengths.min_by_key(computed).unwrap_or(most)
 }
 
-/// Predicted peak of activation bytes of decoding so many latent frames: filters, a window, and the latents and the
+/// Predicted peak of activation bytes of decoding `frames` latent frames: filters, a window, and the latents and the
 /// samples of a piece on the device.
 pub fn decode_scratch(config: &OobleckConfig, frames: usize, windows: Windows, dtype: DType) -> Bytes {
     let account = decode_account(config, frames, windows, dtype);
@@ -69,7 +69,7 @@ pub fn decode_scratch(config: &OobleckConfig, frames: usize, windows: Windows, d
     Bytes(account.filters + latents + account.peak)
 }
 
-/// Predicted peak of activation bytes of encoding so many samples per channel: filters, a window, and its samples.
+/// Predicted peak of activation bytes of encoding `samples` samples per channel: filters, a window, and its samples.
 pub fn encode_scratch(config: &OobleckConfig, samples: usize, windows: Windows, dtype: DType) -> Bytes {
     let account = encode_account(config, samples, windows, dtype);
     Bytes(account.filters + account.peak)
@@ -80,7 +80,7 @@ pub(super) struct Account {
     dtype: DType,
     filters: u64,
     peak: u64,
-    /// Of every convolution that cuDNN may have a plan for.
+    /// Shapes of all convolutions for which cuDNN may have a plan.
     pub(super) planned: Vec<Planned>,
 }
 
@@ -111,8 +111,8 @@ impl Account {
         self.filters += allocated(shape.filter_numbers() * self.dtype.size_in_bytes());
     }
 
-    /// A convolution of so many rows into a new sequence, whose memory is given with its length. `held` bytes are of the
-    /// sequence that is read; it stays if it `stays`.
+    /// A convolution of `rows` rows into a new sequence. Returns the length and the bytes of the new sequence. `held` are the
+    /// bytes of the sequence that is read; `stays` says whether it is kept.
     fn convolve(
         &mut self,
         shape: SequenceShape,
@@ -140,7 +140,7 @@ impl Account {
         (reach.length, written)
     }
 
-    /// A sequence of so many rows through all layers: the rows of the last one, and its bytes.
+    /// A sequence of `rows` rows through all layers: the rows of the last one, and its bytes.
     fn pass(&mut self, layers: &[Layer], (mut rows, mut held): (usize, u64)) -> (usize, u64) {
         for layer in layers {
             match *layer {
@@ -192,14 +192,14 @@ pub(super) fn encode_account(
 }
 
 impl OobleckConfig {
-    /// Shapes for which cuDNN is used to decode so many latent frames with sequences of this dtype. Each shape once, in order of use: all
-    /// windows have the same.
+    /// Shapes for which cuDNN is used to decode `frames` latent frames with sequences of this dtype. Each shape once, in order
+    /// of use: all windows have the same.
     pub fn planned_to_decode(&self, frames: usize, windows: Windows, dtype: DType) -> Vec<Planned> {
         decode_account(self, frames, windows, dtype).planned
     }
 
-    /// Shapes for which it is used to encode so many samples per channel. The last window of a number that is no multiple of a frame's
-    /// samples is shorter, and has shapes of its own, which are not listed.
+    /// Shapes for which it is used to encode `samples` samples per channel. If the number is no multiple of a frame's samples,
+    /// the last window is shorter; its shapes are not listed.
     pub fn planned_to_encode(&self, samples: usize, windows: Windows, dtype: DType) -> Vec<Planned> {
         encode_account(self, samples, windows, dtype).planned
     }

@@ -5,10 +5,10 @@ use ops::Through;
 use super::config::OobleckConfig;
 use super::table::{Layer, TAPS};
 
-/// The diffusers name of a tensor of stable-audio-tools' own naming, which ComfyUI's files have too; behind a prefix
-/// `vae.`, `first_stage_model.` or `pretransform.model.`, if there is one. There layers are numbered, and a weight's
-/// length and direction may be `parametrizations.weight.original0` and `original1`. Names of diffusers stay as they
-/// are. `None` for a name of no part of the autoencoder.
+/// The diffusers name of a tensor of stable-audio-tools' own naming, which ComfyUI's files have too, there with or without a
+/// prefix `vae.`, `first_stage_model.` or `pretransform.model.`. In this naming layers are numbered, and a weight's length and
+/// direction may be `parametrizations.weight.original0` and `original1`. Names of diffusers stay as they are. `None` for a name
+/// of no part of the autoencoder.
 ///
 /// The vectors of an activation are `[channels]` there ([`OobleckConfig::original_tensor_shapes`]).
 pub fn diffusers_name_of_original(name: &str) -> Option<String> {

@@ -1,4 +1,4 @@
-//! Windows of a track: which latent frames are processed at a time, and what is kept of them.
+//! Windows of a track: which latent frames are processed at a time, and which of their samples are kept.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use super::table::Layer;
 pub enum Windows {
     /// The whole track at once.
     Whole,
-    /// Windows of so many latent frames, or of as few as see a frame whole. The result equals that of `Whole`.
+    /// Windows of `frames` latent frames, or of as few as see a frame whole. The result equals that of `Whole`.
     Of { frames: usize },
 }
 
@@ -45,10 +45,10 @@ pub(super) struct Window {
     pub(super) keep_end: usize,
 }
 
-/// Positions that a layer reads, for positions from the first to the end of what it writes; far from the edges.
+/// First and end of a range of positions in a layer's input or output, far from the edges.
 type Span = (i64, i64);
 
-/// What the positions of a span see of a convolution's input.
+/// The positions of a convolution's input on which the positions of a span depend.
 fn seen((first, end): Span, shape: SequenceShape) -> Span {
     let taps = shape.taps as i64;
     match shape.through {
@@ -98,9 +98,9 @@ impl OobleckConfig {
     }
 }
 
-/// The windows of which some frames of a track of so many are kept, in order. All have the same length, so that they have
-/// the same plans and the same order of sums: the last one begins earlier instead of being shorter. What they keep
-/// covers those frames once.
+/// The windows, in order, of which the frames `kept` of a track of `frames` frames are kept. All have the same length, so that
+/// they have the same plans and the same order of sums: the last one begins earlier instead of being shorter. Together they
+/// keep each of the frames `kept` once.
 pub(super) fn windows_of(
     frames: usize,
     kept: Range<usize>,
@@ -131,7 +131,7 @@ pub(super) fn windows_of(
     list
 }
 
-/// Frames of each window of a track of so many: at least one frame is kept of a window.
+/// Frames of each window of a track of `frames` frames. At least one frame of a window is kept.
 pub(super) fn window_frames(frames: usize, windows: Windows, margins: Margins) -> usize {
     match windows {
         Windows::Whole => frames,

@@ -27,7 +27,7 @@ pub(super) const LORA: Relative = marked(
     ],
 );
 
-/// Whole models, and what is no model; the first that fits counts.
+/// Whole models, and files that are no models; the first that fits counts.
 pub(super) const RELATIVES: [Relative; 39] = [
     LORA,
     Relative {
@@ -293,7 +293,7 @@ pub(super) const RELATIVES: [Relative; 39] = [
     ),
 ];
 
-/// What is part of a model and comes as a file of its own.
+/// Parts of models that are published as separate files.
 pub(super) const PARTS: [Relative; 6] = [
     Relative {
         name: "the autoencoder (VAE) of a model: name the file of the model itself",

@@ -1,4 +1,4 @@
-//! Which files of a component's folder have its weights, and what is told of a folder without any.
+//! Which files of a component's folder have its weights, and the error for a folder without any.
 
 use std::path::{Path, PathBuf};
 
@@ -52,7 +52,7 @@ fn names(index: &Path, file: &Path) -> bool {
     read_text(index).is_ok_and(|text| text.contains(&format!("\"{name}\"")))
 }
 
-/// What is told of a folder without weights that are read.
+/// The error for a folder without weights in a format that is read.
 pub(super) fn no_weights(folder: &Path) -> ModelError {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries

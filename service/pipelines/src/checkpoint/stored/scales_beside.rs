@@ -1,8 +1,8 @@
 //! fp8 weights whose scales are in another file, as Tencent publishes them: `X_fp8.pt` with codes, and `X_fp8_map.pt` with a
 //! scale for each layer, by the layer's name.
 //!
-//! Codes without scales look like weights that were cast, which are common (`flux1-dev-fp8.safetensors`). Their size tells
-//! the two apart: weights of a layer are small numbers, and codes with a scale fill the range of their type, up to 448.
+//! Codes without scales look like weights that were cast, which are common (`flux1-dev-fp8.safetensors`). Their size
+//! distinguishes them: weights of a layer are small numbers, and codes with a scale fill the range of their type, up to 448.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
@@ -16,15 +16,15 @@ use crate::checkpoint::{TensorSpec, number_of};
 use crate::files::{damaged, unsupported};
 use crate::{ModelError, ModelFile};
 
-/// Mean magnitude of numbers above which they are codes.
+/// Mean magnitude above which numbers are codes.
 const LARGEST_MEAN: f64 = 2.0;
 
-/// Weights that are looked at, and bytes of each.
+/// Number of weights that are checked, and bytes of each.
 const LOOKED_AT: usize = 8;
 const SAMPLE_BYTES: u64 = 4096;
 
 impl Checkpoint {
-    /// The same with the scales of the file `X_map.pt` beside a file `X.pt`, if there is one.
+    /// The tensors with the scales of the file `X_map.pt` beside a file `X.pt`, if there is one.
     ///
     /// # Errors
     /// When that file cannot be read.
@@ -53,7 +53,7 @@ impl Checkpoint {
     /// Refuses fp8 whose scales are missing.
     ///
     /// # Errors
-    /// When most of the weights that are looked at are codes.
+    /// When most of the checked weights are codes.
     pub(crate) fn check_unscaled(&self, specs: &[TensorSpec]) -> Result<(), ModelError> {
         let unscaled = specs.iter().filter_map(|spec| {
             let layer = spec.tensor.strip_suffix(".weight")?;

@@ -117,7 +117,7 @@ pub(super) struct Buffers {
     pub(super) sum: Tensor,
     /// `[1, tokens, width]`: the normalized input of the next layers, or their output before it is added.
     pub(super) normed: Tensor,
-    /// `[1, tokens, heads, head]`, with keys and values behind them in each row.
+    /// `[1, tokens, heads, head]`, followed by keys and values in each row.
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{Shared, TokenizeError, TokenizerConfig, Words, build, id_of, take, words};
 use crate::files::{damaged, read_json};
 
-/// What stands before a prompt, to the letter: diffusers' `HunyuanVideoPipeline`, `DEFAULT_PROMPT_TEMPLATE`.
+/// The text before a prompt, to the letter: diffusers' `HunyuanVideoPipeline`, `DEFAULT_PROMPT_TEMPLATE`.
 const HEAD: &str = concat!(
     "<|start_header_id|>system<|end_header_id|>\n\n",
     "Describe the video by detailing the following aspects: ",
@@ -21,20 +21,20 @@ const HEAD: &str = concat!(
     "<|start_header_id|>user<|end_header_id|>\n\n",
 );
 
-/// What stands behind it.
+/// The text after a prompt.
 const TAIL: &str = "<|eot_id|>";
 
 /// The tokens of a prompt in its template.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TemplatedIds {
-    /// Those of the template and the prompt.
+    /// Ids of the template and the prompt.
     pub ids: Vec<u32>,
     /// How many of them, at the beginning, are the template's head, whose states are not used.
     pub head: usize,
 }
 
 impl TemplatedIds {
-    /// Number of tokens behind the template's head, whose states are used.
+    /// Number of tokens after the template's head, whose states are used.
     pub fn used(&self) -> usize {
         self.ids.len().saturating_sub(self.head)
     }

@@ -1,4 +1,4 @@
-//! SigLIP, and what it sees of a picture.
+//! SigLIP, and the preprocessing of its pictures.
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
