@@ -7,7 +7,7 @@ use config::LimitSettings;
 use crate::budget::Budget;
 use crate::claims::Claims;
 
-/// What is taken of the bounds. Cheap to clone.
+/// What is taken of the bounds; the last eighth of each is for clients that have none. Cheap to clone.
 #[derive(Clone)]
 pub struct Bounds {
     /// Bytes of requests under way. The doors count the requests that arrive.
@@ -24,9 +24,9 @@ impl Bounds {
     /// Nothing is taken yet.
     pub fn new(settings: &LimitSettings) -> Bounds {
         Bounds {
-            uploads: Budget::new(settings.uploads.0, settings.uploads_per_client.0),
-            results: Budget::new(settings.results.0, settings.results_per_client.0),
-            media: Budget::new(settings.media.0, settings.media_per_client.0),
+            uploads: Budget::with_places_kept(settings.uploads.0, settings.uploads_per_client.0),
+            results: Budget::with_places_kept(settings.results.0, settings.results_per_client.0),
+            media: Budget::with_places_kept(settings.media.0, settings.media_per_client.0),
             holds: Arc::new(Claims::new("holds", settings.holds_per_client)),
             reservations: Arc::new(Claims::new("reservations", settings.reservations_per_client)),
         }

@@ -92,7 +92,10 @@ impl LatentUpload {
                 shape,
                 data: data.split_to(bytes),
             };
-            values.insert(name, tensor);
+            if values.insert(name.clone(), tensor).is_some() {
+                let problem = format!("has two tensors of the name {name:?}");
+                return Err(invalid("info.tensors", problem));
+            }
         }
         Ok((values, description.decoder_id))
     }
@@ -120,6 +123,20 @@ fn check(info: &LatentDescription) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn two_tensors_of_one_name_are_refused() {
+        let tensor = || ("a".to_owned(), vec![1]);
+        let description = LatentDescription {
+            dtype: "f32".to_owned(),
+            tensors: vec![tensor(), tensor()],
+            ..LatentDescription::default()
+        };
+        let mut upload = LatentUpload::new(Bytes(100));
+        upload.add(Some(description), &[0; 8]).unwrap();
+        let refused = upload.finish().unwrap_err().to_string();
+        assert!(refused.contains("two tensors"), "{refused}");
+    }
 
     #[test]
     fn the_description_of_a_latent_is_bounded() {

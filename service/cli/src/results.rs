@@ -18,6 +18,8 @@ const TRACK_NAME_BYTES: usize = 256;
 const MOST_SIDE: u32 = 16_384;
 /// What a file may have beside its pixels or samples, its recipe above all.
 const FILE_BYTES: u64 = 16 << 20;
+/// A chunk of less is short: a service that means well sends 256 KiB at a time.
+const SHORT_CHUNK_BYTES: usize = 64 << 10;
 /// Most bytes of a result whose size was left to the model, and of all results of a call.
 const RESULT_BYTES: u64 = 64 << 30;
 
@@ -154,7 +156,12 @@ impl Results {
             return Err(format!("the results have more than {RESULT_BYTES} bytes in all"));
         }
         if !chunk.chunk.is_empty() {
-            result.chunks.insert(start, chunk.chunk);
+            // A copy of a short one: its bytes share the memory of the whole message.
+            let data = match chunk.chunk.len() < SHORT_CHUNK_BYTES {
+                true => Bytes::copy_from_slice(&chunk.chunk),
+                false => chunk.chunk,
+            };
+            result.chunks.insert(start, data);
         }
         result.next = end;
         Ok(())

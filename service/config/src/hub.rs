@@ -26,10 +26,16 @@ pub(super) fn read(r: &mut Reader) -> HubSettings {
         };
         r.mistake(
             "hub.endpoint",
-            format!(
-                "the hub's address, here or in HF_ENDPOINT, is {:?}: write it with its scheme, as in {example}",
-                settings.endpoint
-            ),
+            match written.contains('@') || written.contains('?') {
+                true => format!(
+                    "the hub's address, here or in HF_ENDPOINT, has a name, a password or a token in it, which clients would see: \
+                     write it without, as in {ENDPOINT}, and put the token into HF_TOKEN"
+                ),
+                false => format!(
+                    "the hub's address, here or in HF_ENDPOINT, is {:?}: write it with its scheme, as in {example}",
+                    settings.endpoint
+                ),
+            },
         );
     }
     settings

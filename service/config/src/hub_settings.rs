@@ -36,10 +36,14 @@ impl fmt::Debug for HubToken {
 }
 
 impl HubSettings {
-    /// Whether the endpoint is a URL of HTTP.
+    /// Whether the endpoint is a URL of HTTP with nothing but a host and a path: it is shown to clients and in the log, so it has no
+    /// password.
     pub fn has_url(&self) -> bool {
-        url::Url::parse(&self.endpoint)
-            .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host())
+        url::Url::parse(&self.endpoint).is_ok_and(|url| {
+            let is_bare = url.username().is_empty() && url.password().is_none();
+            let ends = url.query().is_none() && url.fragment().is_none();
+            matches!(url.scheme(), "http" | "https") && url.has_host() && is_bare && ends
+        })
     }
 }
 

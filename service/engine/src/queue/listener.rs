@@ -116,6 +116,12 @@ impl Unread {
         })
     }
 
+    /// Whether twice the bound is unread without a piece of so many bytes, which is counted already.
+    fn is_exceeded_twice(&self, piece: Bytes) -> bool {
+        let others = self.bytes.load(Relaxed).saturating_sub(piece.0);
+        others > self.bound.0.saturating_mul(2)
+    }
+
     fn is_exceeded(&self) -> bool {
         Bytes(self.bytes.load(Relaxed)) > self.bound
     }
@@ -187,10 +193,13 @@ impl Mailbox {
         let mut contents = self.lock();
         let bytes = piece_bytes(&event.kind);
         let own = contents.unread > Bytes::ZERO && contents.unread + bytes > contents.bound;
-        let of_all = contents.unread > Bytes::ZERO && self.account.is_exceeded();
+        // The first piece of a listener may exceed the bound of its account, as long as others of it have not left as much again.
+        let may_begin = contents.unread == Bytes::ZERO && !self.account.is_exceeded_twice(bytes);
+        let of_all = self.account.is_exceeded() && !may_begin;
         if bytes > Bytes::ZERO && (own || of_all) {
             let unread = std::mem::take(&mut contents.unread);
             let limit = if own { contents.bound } else { self.account.bound };
+            let unread = unread.max(bytes);
             let error = Error::SlowReader { unread, limit };
             contents.events = VecDeque::from([JobEvent {
                 at_ms: event.at_ms,

@@ -257,6 +257,31 @@ async fn the_unread_results_of_one_account_are_bounded_together() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn many_jobs_that_leave_one_result_each_unread_are_bounded_too() {
+    let (queue, mut worker) = one_card_with(Settings {
+        unread_of_account: Bytes(2 * PICTURE_BYTES),
+        ..Settings::default()
+    })
+    .await;
+    let mut jobs = Vec::new();
+    for number in 0..12 {
+        let mut spec = picture("a", &format!("name-{number}"), &format!("{number}"));
+        spec.options.account = "10.0.0.1".into();
+        jobs.push(queue.submit(spec).await.unwrap());
+        while worker.try_work().await {}
+    }
+    let mut kept = 0;
+    for mut job in jobs {
+        match end(&mut job).await {
+            Ok(_) => kept += 1,
+            Err(error) => assert!(matches!(error, Error::SlowReader { .. }), "{error}"),
+        }
+    }
+    assert!((3..=6).contains(&kept), "{kept} of 12 were kept");
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn places_of_the_queue_are_bounded_by_client_and_address_and_the_last_are_kept_for_others() {
     let (queue, _worker) = one_card_with(Settings {
         max_jobs: 16,

@@ -173,7 +173,8 @@ where
             None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
         };
         let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
-        let counted = (!is_public).then(|| uploaded.clone());
+        // The few bytes of a spare call are not in the way of others, and others must not be in the way of it.
+        let counted = (!is_public && !admitted.method.is_spare).then(|| uploaded.clone());
         let by_message = requests.longest_message_bytes();
         let request = request.map(|body| {
             let upload = Upload::new(body, counted, longest, idle);

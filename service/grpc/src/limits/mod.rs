@@ -39,8 +39,9 @@ pub(crate) struct Limits {
     public_readers: Readers,
 }
 
-/// Most of the spare calls at a time.
+/// Most of the spare calls at a time, of all clients and of one.
 const SPARE_CALLS: u64 = 64;
+const SPARE_CALLS_PER_CLIENT: u64 = SPARE_CALLS / 4;
 /// Most calls without the token at a time, of all clients and of one: probes of health, and tools that ask what there is.
 const PUBLIC_CALLS: u64 = 32;
 const PUBLIC_CALLS_PER_CLIENT: u64 = 8;
@@ -66,7 +67,7 @@ impl Limits {
                 ENDLESS_PUBLIC_CALLS,
                 ENDLESS_PUBLIC_CALLS_PER_CLIENT,
             ),
-            spare_calls: Budget::new(SPARE_CALLS, SPARE_CALLS),
+            spare_calls: Budget::with_places_kept(SPARE_CALLS, SPARE_CALLS_PER_CLIENT),
             uploads,
             upload_idle: settings.upload_idle,
             readers: Readers::new(settings.unread),
