@@ -70,7 +70,7 @@ def release(target: Target, names: Sequence[str]) -> None:
 def discard(target: Target, job_id: str) -> None:
     """Ends a job of which nobody will ask for anything, for all who follow it; does not wait.
 
-    What it has kept goes, and what it keeps until it ends.
+    Latents that it has kept are released, and so are those that it keeps until it ends.
     """
 
     async def work(client: moored.AsyncClient) -> None:

@@ -1,7 +1,7 @@
 """Where the service is, and the one thread of this pack that speaks to it.
 
 ComfyUI runs every prompt in an event loop of its own, and a gRPC channel dies with the loop that it was made
-in. So all calls go through one background thread with one loop, whoever makes them: nodes and routes alike.
+in. So all calls, of nodes and of routes, go through one background thread with one loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Target:
-    """A service, and what it is spoken to with.
+    """A service, and the settings of the connection to it.
 
     `token` is None where nobody named one, and empty where none may be sent.
     """
@@ -59,7 +59,7 @@ def target(server: Server | None = None) -> Target:
 
     A token goes to the service that is named beside it: that of the settings to theirs, that of the
     environment to its own. Another one, which a workflow names, gets none: workflows come from
-    strangers, and whoever opens ComfyUI's page may write its settings.
+    strangers, and everybody who opens ComfyUI's page may write its settings.
     """
     settings = _settings()
     usual = _address(str(settings.get(ENDPOINT_SETTING) or "").strip())

@@ -20,7 +20,7 @@ NO_MODE = -1
 
 
 class ApplyControlNet(io.ComfyNode):
-    """A model with one more ControlNet, and what it reads."""
+    """A model with one more ControlNet, and the picture that it reads."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -181,7 +181,7 @@ async def follow(
 def stop_if_interrupted() -> None:
     """Raises what marks a prompt interrupted, when its button was pressed.
 
-    The flag is looked at and left alone, so that whoever else runs in this prompt sees it too; ComfyUI clears
+    The flag is read and not cleared, so that other nodes of this prompt see it too; ComfyUI clears
     it before the next prompt.
     """
     if comfy.model_management.processing_interrupted():

@@ -2,7 +2,7 @@
 
 A handle is plain data with what is needed to make its thing again, so that it outlives a restart of the
 service, and a pickle. Whoever computed a handle owns what it stands for: when the handle goes (ComfyUI drops
-it from its cache, or frees its memory), its latents are released and its hold on the model is given up.
+it from its cache, or frees its memory), its latents and its hold on the model are released.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Bringing:
-    """Numbers that were brought from elsewhere: f32, little-endian, as the service scales them."""
+    """Numbers of another origin: f32, little-endian, as the service scales them."""
 
     data: bytes = field(repr=False)
     shape: tuple[int, ...]

@@ -83,7 +83,7 @@ class LoadLoRA(io.ComfyNode):
         ignore_unknown: bool = False,
         other_lora: str = "",
     ) -> io.NodeOutput:
-        """Sees that the LoRA fits the model, and shows what it changes; nothing is loaded yet."""
+        """Checks that the LoRA fits the model, and shows the layers that it changes. Loads nothing yet."""
         with told(cls.hidden.unique_id):
             name = chosen_name(other_lora, lora, "LoRA", "Load LoRA")
             of_text = _strength_of(text_strength)

@@ -182,7 +182,7 @@ class LoadModel(io.ComfyNode):
 async def _found(
     client: moored.AsyncClient, deliver: Deliver, recipe: ModelRecipe, pull: bool
 ) -> str:
-    """Raises unless the service has the model, and can hold it so; pulls it, if told to.
+    """Raises unless the service has the model, and can hold it so; pulls it, if the node allows that.
 
     What the service chose and why, where the quantization is left to it.
     """

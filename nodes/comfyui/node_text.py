@@ -8,7 +8,7 @@ from server import PromptServer
 
 
 def show_on(node_id: str | None, text: str) -> None:
-    """Shows a text on a node, to whoever queued the prompt.
+    """Shows a text on a node, to the client that queued the prompt.
 
     To nobody else: others may have another node by this number. Half of a character, as a workflow's JSON
     may have it, is escaped: the frontend is sent UTF-8.

@@ -65,7 +65,7 @@ def kept_lines(unloaded: moored.Unloaded) -> list[str]:
 
 
 def wrapping(text: str) -> str:
-    """A text with a space behind each comma, so that a narrow node breaks it between words."""
+    """A text with a space after each comma, so that a narrow node breaks it between words."""
     return re.sub(r",(?=\S)", ", ", text)
 
 

@@ -140,7 +140,7 @@ def seconds_input(name: str, most: float, tooltip: str) -> io.Input:
 
 
 def music_start_inputs() -> list[io.Input]:
-    """What every music node is told besides its prompt."""
+    """The inputs of every music node besides its prompt."""
     return [
         io.String.Input("lyrics", multiline=True, tooltip="What is sung. Empty: nothing."),
         io.Audio.Input(

@@ -1,6 +1,6 @@
 """Pictures, films, tracks and latents between ComfyUI's tensors and the service's bytes.
 
-ComfyUI has brought its torch; this pack imports it where a tensor has to be made, never of its own accord.
+ComfyUI has its own torch; this pack imports it only where a tensor has to be made.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MAX_CHANNELS = 2
 # That of broadcasting: 30000/1001 frames a second.
 MAX_RATE_DENOMINATOR = 1001
 
-# What ComfyUI multiplies a family's latents with, and what it takes off before, on their way from its LATENT
-# to the transformer. Its LATENT is as its VAE gives it; the service's latents are as the transformer sees
-# them.
+# The factor that ComfyUI multiplies a family's latents by, and the shift that it subtracts before, between
+# its LATENT and the transformer. Its LATENT is the output of the VAE; the service's latents are the input of
+# the transformer.
 LATENT_FORMATS = {"flux": (0.3611, 0.1159), "z-image": (0.3611, 0.1159)}
 
 

@@ -165,7 +165,7 @@ class FilmAssembly(_InPlace):
                 first, f"has {first.total_bytes} bytes where its frames have {whole}"
             )
         super().__init__(first, bounds)
-        # Numbers of frames that are there and were not given yet, as they came.
+        # Numbers of frames that arrived and were not returned yet, in order of arrival.
         self._ready: deque[range] = deque()
 
     def _put(self, start: int, chunk: bytes, span: tuple[int, int]) -> None:
@@ -180,7 +180,7 @@ class FilmAssembly(_InPlace):
             self._ready.append(range(first, last))
 
     def frames(self) -> Iterator[Frame]:
-        """The frames that are there and that it has not given before, as they came."""
+        """The frames that arrived and that it has not returned yet, in order of arrival."""
         first, format_, size = self.first, self._format, self._frame_bytes
         while self._ready:
             numbers = self._ready.popleft()
@@ -215,7 +215,7 @@ class TrackAssembly(_InPlace):
         self._told = 0
 
     def samples(self) -> Samples | None:
-        """The samples that are there from the start on and that it has not given before.
+        """The samples without a gap from the start that it has not returned yet.
 
         None: there are none.
         """

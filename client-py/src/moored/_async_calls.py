@@ -161,7 +161,7 @@ class AsyncCall:
 
     def _task_is_cancelled(self) -> bool:
         cancelling = getattr(asyncio.current_task(), "cancelling", None)
-        # Python 3.10 cannot tell: there, only a call that was dropped is known to be no such case.
+        # Python 3.10 does not show this: there, only a dropped call is known to be no such case.
         return bool(cancelling()) if cancelling is not None else not self.dropped
 
     def drop(self) -> None:

@@ -20,7 +20,7 @@ from ._stubs import Stubs
 
 pause = time.sleep
 
-# Messages that are read ahead of whoever takes them; then gRPC's flow control holds the service.
+# Messages that are read ahead of their reader; then gRPC's flow control stops the service.
 _AHEAD = 8
 # A reader whose messages nobody takes looks this often whether anybody still will.
 _LEFT_POLL_S = 0.2
@@ -155,7 +155,7 @@ def begun(method: Callable[..., Any], request: Any, **settings: Any) -> Any:
     """The call of a stream, begun in a thread of its own and waited for where Ctrl-C is safe.
 
     gRPC that is interrupted in beginning a call leaves one that goes on and that nobody can end,
-    or a lock that nobody gives back. (A call that is told of and then dropped ends by itself.)
+    or a lock that is never released. (A call that was returned and then dropped ends by itself.)
     """
     calls: list[Any] = []
     left = threading.Event()

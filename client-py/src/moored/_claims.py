@@ -19,7 +19,7 @@ class _Claim:
     id: str
     """Its handle."""
     released: bool | None = field(default=None, init=False)
-    """None: not yet; True: it was given back; False: it had expired before."""
+    """None: not yet; True: it was released; False: it had expired before."""
     _process: Process = field(default_factory=Process, init=False, repr=False)
 
     def release(self) -> bool:

@@ -167,7 +167,7 @@ class Conversation:
                 if record := self._segments.pop(event.segment, None):
                     record.state, record.error = "failed", event.error
             case SourceReplaced() | ModelReplaced():
-                # The segment of a replacement may be told to be ready before or after this.
+                # The segment of a replacement may be reported as ready before or after this.
                 if record := self._segments.get(event.segment):
                     record.state = "ready"
                 if isinstance(event, ModelReplaced):
@@ -229,7 +229,7 @@ class Conversation:
         return self._has_much_unread and not (self.ended or self.closing)
 
     def asks(self) -> None:
-        """The reader comes for what is next: what it took before has been played."""
+        """The reader asks for the next sound, so what it took before has been played."""
         is_heard = not (self.ended or self.closing)
         if self._paced and not self._head_is_told and self._taken > self._head and is_heard:
             self.say_played(self._taken)
@@ -272,7 +272,7 @@ class Conversation:
 
 
 def closed_here() -> MooredError:
-    """The error of whoever waits for something of a session that was left."""
+    """The error of a caller that waits for an event of a session that was left."""
     return Cancelled("The session was closed")
 
 

@@ -199,7 +199,7 @@ class NotBuilt(MooredError):
 
 
 class MemoryShortage(MooredError):
-    """Memory is short. All figures are bytes, and 0 where the service did not tell."""
+    """Memory is short. All figures are bytes, and 0 where the service sent none."""
 
     @property
     def needed_bytes(self) -> int:

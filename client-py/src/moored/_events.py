@@ -194,7 +194,7 @@ class Artifact(BaseEvent):
 
     The first piece of an artifact that comes carries its metadata, `total_bytes`, and its format:
     one of `image`, `video` and `audio`. The last that comes has `last` set. `offset` is where its
-    bytes belong in the artifact: frames of a film come in any order; None: behind the piece before
+    bytes belong in the artifact: frames of a film come in any order; None: after the piece before
     it. `track` is which of several results of one item it is of, such as a stem of a song; empty
     where there is one alone.
     """

@@ -119,7 +119,7 @@ def _checked(info: LatentInfo) -> LatentInfo:
 def chunks_of(
     latent: Latent | NDArray[Any] | Mapping[str, NDArray[Any]], vae_id: str
 ) -> Iterator[generation_pb2.LatentChunk]:
-    """A latent in the messages that PutLatent takes; the first carries what it is."""
+    """A latent in the messages that PutLatent takes; the first has its description."""
     if isinstance(latent, Latent):
         info, data = latent.info, latent.data
         shape, dtype, tensors = info.shape, info.dtype, info.tensors

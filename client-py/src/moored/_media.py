@@ -58,7 +58,7 @@ class _Made:
 
     @property
     def seed(self) -> int | None:
-        """The seed that it was made with; None where the service did not tell."""
+        """The seed that it was made with; None where the service sent none."""
         said = self.metadata.get("seed")
         return _number(self.metadata, "seed") if said is not None else None
 
@@ -479,7 +479,7 @@ def samples_start(media_type: str, data: memoryview) -> int | None:
     while at + 8 <= len(data):
         if bytes(data[at : at + 4]) == b"data":
             return at + 8
-        # A chunk of odd length has a byte behind it that is not counted.
+        # A chunk of odd length is followed by a byte that is not counted.
         size = int.from_bytes(data[at + 4 : at + 8], "little")
         at += 8 + size + size % 2
     return None

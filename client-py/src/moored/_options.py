@@ -23,7 +23,7 @@ from ._errors import refused
 M = TypeVar("M", bound=Message)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What other libraries call it, and what it is here.
+# Names in other libraries, and the names here.
 ELSEWHERE: Mapping[str, str] = {
     "num_inference_steps": "write steps=...",
     "num_steps": "write steps=...",
@@ -145,7 +145,7 @@ def spelled(options: type) -> Callable[[F], F]:
             )
             for option, hint in hints.items()
         ]
-        # `timeout`, and what else a method names itself, stands behind what is asked for.
+        # `timeout`, and other parameters of a method's own, follow the options.
         first = [each for each in own if each.kind is not each.KEYWORD_ONLY]
         last = [each for each in own if each.kind is each.KEYWORD_ONLY]
         known = {each.name for each in (*own, *more)}

@@ -1,4 +1,4 @@
-"""Pictures of every kind that a call may be given, as the file that is sent.
+"""Converts pictures of every kind that a call accepts to the file that is sent.
 
 One function for all picture arguments. What the service reads of a PIL image or an array has the
 same pixels as that picture in a file: upright, and with what is transparent left to the service.

@@ -1,4 +1,4 @@
-"""What the service tells of its models, cards and jobs: frozen mirrors of the messages in proto/.
+"""Data of the service's models, cards and jobs: frozen mirrors of the messages in proto/.
 
 Numbers carry their unit in their name; everything that is not named otherwise is a count.
 """
@@ -264,7 +264,7 @@ class StageReport:
     `attention` is what computed attention in it: `cudnn 9.19.0`, `own kernels`, `cpu loops`,
     several with commas between; empty where none was computed, or the service is older than the
     field. `before` and `after` are the card's memory around it, and `largest_block_bytes` is the
-    largest block that the driver could have given it, as far as it needed one (0: not asked).
+    largest block that the driver could have allocated, as far as it needed one (0: not asked).
     """
 
     name: str

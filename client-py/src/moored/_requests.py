@@ -39,7 +39,7 @@ AudioOutput: TypeAlias = Literal["wav", "flac", "raw", "wav+flac"]
 FLAC file at the end; or as WAV and FLAC both."""
 
 AudioTask: TypeAlias = Literal["repaint", "cover", "extract", "lego", "complete"]
-"""What is made of the track that is given by `init_media`, or as the source of a session.
+"""The task on the track of `init_media`, or on the source of a session.
 
 `repaint` makes a window of it anew, `cover` gives its melody and rhythm another style, `extract`
 gives one of its tracks alone, `lego` makes one track more that fits it, `complete` adds tracks. A
@@ -351,7 +351,7 @@ def model_of(model: ModelLike | None) -> model_pb2.ModelRef | None:
 
 
 def _with_adapters(model: ModelLike | None, adapters: Sequence[AdapterLike]) -> ModelLike | None:
-    """A model with these adapters behind its own; None is the service's default model."""
+    """A model with these adapters after its own; None is the service's default model."""
     if isinstance(adapters, (str, Adapter)) or not isinstance(adapters, Sequence):
         raise TypeError(f"adapters: a list is wanted, not {adapters!r}")
     if not adapters:
@@ -669,7 +669,7 @@ def decode_request(
 
 
 def pull_request(model: str, revision: str) -> hub_pb2.PullModelRequest:
-    """What to pull: `owner/name`, whose revision may be behind an @ as well."""
+    """The request for a pull: `owner/name`, whose revision may also follow an @."""
     name, _, behind = model.partition("@")
     revision = revision or behind
     return message_of(hub_pb2.PullModelRequest, "model", id=name, revision=revision)

@@ -37,7 +37,7 @@ class StageTiming:
 
 @dataclass(frozen=True, repr=False)
 class JobResult:
-    """What every finished job tells."""
+    """The figures of every finished job."""
 
     done: Done
     """The last event."""
@@ -106,7 +106,7 @@ class JobResult:
         return self.done.resident_already
 
     def to_dict(self) -> dict[str, Any]:
-        """What it tells, without pixels and sound, in values that `json.dumps` takes."""
+        """Its data, without pixels and sound, in values that `json.dumps` takes."""
         return {
             "job_id": self.job_id,
             "seed": self.seed,
@@ -361,7 +361,7 @@ _FILES = {RAW_VIDEO: MP4, WAV: FLAC}
 
 
 class Gathered:
-    """What the events of a job have brought so far."""
+    """The results in the events of a job so far."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -387,13 +387,13 @@ class Gathered:
         return tuple(one.whole for one in self._in_order() if isinstance(one.whole, Track))
 
     def new_frames(self) -> Iterator[Frame]:
-        """Frames of any film that were not given here before."""
+        """Frames of any film that were not returned here before."""
         for one in self._in_order():
             if isinstance(one, FilmAssembly):
                 yield from one.frames()
 
     def new_samples(self) -> Iterator[Samples]:
-        """Samples of any track that were not given here before."""
+        """Samples of any track that were not returned here before."""
         for one in self._in_order():
             if isinstance(one, TrackAssembly) and (samples := one.samples()) is not None:
                 yield samples
@@ -441,7 +441,7 @@ class Gathered:
                 made.whole = replace(made.whole, _file=bytes(file.data))
 
     def failed(self, error: MooredError) -> MooredError:
-        """`error` with what the job left behind."""
+        """`error` with the job's id and the latents that it kept."""
         error.job_id, error.latents = self.job_id, self.latents
         return error
 

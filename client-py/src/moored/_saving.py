@@ -43,7 +43,7 @@ _OURS = b"moored\0"
 _WAV_BYTES = 2**32 - 64
 # How well pictures are kept, of 100, in formats that lose something.
 _QUALITY = 95
-# Of a JPEG's EXIF: 16 bits tell a segment's length, themselves included.
+# Most bytes of a JPEG's EXIF: a segment's length has 16 bits, and includes them.
 _JPEG_EXIF_BYTES = 0xFFFF - 2
 
 
@@ -114,7 +114,7 @@ def recipe_in(metadata: Mapping[str, str]) -> dict[str, Any]:
     text = metadata.get("recipe", "{}")
     try:
         recipe = escaped_values(json.loads(text)) if len(text) <= _RECIPE_BYTES else {}
-    except (ValueError, RecursionError):  # whoever wrote it nested what no recipe nests
+    except (ValueError, RecursionError):  # nested deeper than any recipe
         return {}
     return recipe if isinstance(recipe, dict) else {}
 
@@ -255,7 +255,7 @@ def wav_file(
 
 
 def _riff(name: bytes, content: bytes) -> bytes:
-    """A chunk; one of odd length has a byte behind it that is not counted."""
+    """A chunk; one of odd length is followed by a byte that is not counted."""
     return name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
 
 
@@ -406,7 +406,7 @@ def _flac_comment_in(file: BinaryIO) -> str:
             file.seek(size, io.SEEK_CUR)
             continue
         tags = file.read(size)
-        at = 4 + int.from_bytes(tags[:4], "little")  # behind who wrote them
+        at = 4 + int.from_bytes(tags[:4], "little")  # after the name of the program
         count = int.from_bytes(tags[at : at + 4], "little")
         at += 4
         while count and at + 4 <= len(tags):

@@ -163,7 +163,7 @@ SessionEvent: TypeAlias = (
     | AudioSessionClosed
 )
 
-# What is told as it comes, by the field of the oneof that carries it.
+# Events that are passed on as they arrive, by the field of the oneof that carries them.
 _MIRRORED: dict[str, type[Any]] = {
     "opened": AudioSessionOpened,
     "accepted": SegmentAccepted,
@@ -181,7 +181,7 @@ def session_event_of(
 ) -> SessionEvent | AudioSessionOpened | None:
     """The typed event of a message; None for one that this version does not know.
 
-    `job_of` tells the job of a segment by its number.
+    `job_of` returns the job of a segment by its number.
     """
     kind = message.WhichOneof("message")
     if kind == "sound" and opened is not None:

@@ -70,10 +70,10 @@ class Segment:
         return self._record.done
 
     def wait(self, timeout: float | None = None) -> Segment:
-        """Returns itself once all of it is there, or raises why it does not come.
+        """Returns itself once it is complete, or raises why it failed.
 
         Superseded: a later segment sounded before it. Deadline: `timeout` seconds have passed,
-        and it may still come. Sound that comes meanwhile is kept for whoever takes it.
+        and it may still arrive. Sound that arrives meanwhile is kept for its reader.
         """
         late = f"Segment {self.number} was not ready"
         self._conversation.until(

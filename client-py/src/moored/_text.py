@@ -1,6 +1,6 @@
 """Text that can be written and sent.
 
-A str of Python may hold half of a surrogate pair, for which UTF-8 has no bytes: JSON brings one
+A str of Python may hold half of a surrogate pair, for which UTF-8 has no bytes: JSON yields one
 (`"\\ud800"`), and so does a name of a file that is no UTF-8. One rule: what comes from others is
 escaped where it is taken, as the six characters `\\ud800`; what a caller gives is refused by its
 name.

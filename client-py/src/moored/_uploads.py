@@ -43,7 +43,7 @@ MediaInput: TypeAlias = Union[
 samples, or a result."""
 
 SourceInput: TypeAlias = MediaInput | MediaInfo
-"""A track as `put_media` takes it, which is uploaded; or what it has returned, or its id."""
+"""A track as `put_media` takes it, which is uploaded; or the `MediaInfo` or the id of one."""
 
 _ENDINGS = {
     ".png": PNG,
@@ -148,7 +148,7 @@ def upload_of(
     frames_per_second: float | None,
     sample_rate: int | None = None,
 ) -> Upload:
-    """An upload of media. Type and format follow from the media where they are not given."""
+    """An upload of media. Type and format follow from the media where they are not passed."""
     is_path = isinstance(media, (str, os.PathLike))
     if is_path or isinstance(media, (bytes, bytearray, memoryview)):
         if frames_per_second is not None:
@@ -306,7 +306,7 @@ def _no_media(media: object) -> str:
 
 
 def _type_of(head: bytes, media_type: str | None, format: object, ending: str, what: str) -> str:
-    """The media type of bytes: as given, else by their content, else by the ending of the file."""
+    """The media type of bytes: as passed, else by their content, else by the file's extension."""
     if isinstance(format, ImageFormat):
         raise ValueError("Raw pixels of a picture are not uploaded: give a PIL image")
     if format is not None and not isinstance(format, (VideoFormat, AudioTrackFormat)):

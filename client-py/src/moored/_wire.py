@@ -1,6 +1,6 @@
 """Explains failed connections: TLS, a proxy, or another server in place of the service.
 
-gRPC for Python tells it in words alone, which differ from version to version: they are read here,
+gRPC for Python reports it only in words, which differ between versions: they are read here,
 and nowhere else.
 """
 

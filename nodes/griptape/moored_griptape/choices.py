@@ -1,4 +1,4 @@
-"""Lists to choose from that the service knows: brought by a button, on the engine's own loop."""
+"""Choices that the service lists: a button loads them, on the engine's own loop."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class MooredDiffusionModel(DataNode):
         self.parameter_output_values["model_handle"] = handle.as_json()
 
     def _all_loras(self) -> list[Any]:
-        """The LoRA of the list, and behind it the others."""
+        """The LoRA of the list, and after it the others."""
         first = str(self.get_parameter_value("lora") or "").strip()
         more = [lora_json(one) for one in parse_loras(self.get_parameter_value("loras"))]
         if first in ("", NO_LORA):

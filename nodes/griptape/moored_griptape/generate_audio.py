@@ -149,7 +149,7 @@ class MooredGenerateAudio(GeneratingNode):
         }
 
     async def _options_by_model(self, client: moored.AsyncClient) -> dict[str, Any]:
-        """The tracks that it is given, brought to the service once."""
+        """The tracks of the node, uploaded to the service once."""
         for name, option in (("input_audio", "init_media"), ("reference_audio", "reference")):
             given = self.get_parameter_value(name)
             if given and option not in self._brought:

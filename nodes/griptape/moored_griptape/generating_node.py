@@ -178,7 +178,7 @@ def _at_least(field: moored.OptionField, value: float | None) -> float | None:
 
 
 def _unsigned(value: int, name: str, bits: int) -> int:
-    """What can be said to the service at all; its own limits it tells itself."""
+    """Checks that a value fits the protocol's field; the service reports its own limits."""
     if not 0 <= value < 1 << bits:
         raise ValueError(f"{name} is 0 or more, and less than 2^{bits}, not {value}")
     return value

@@ -1,4 +1,4 @@
-"""Files that a node is given: pictures, and ControlNets with what they read."""
+"""Input files of a node: pictures, and ControlNets with the pictures that they read."""
 
 from __future__ import annotations
 

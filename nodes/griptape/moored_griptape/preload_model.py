@@ -1,4 +1,4 @@
-"""The node Preload Model: brings a model in ahead of use."""
+"""The node Preload Model: loads a model before its first use."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class ProgressLog:
         self.status(text)
         phase = _phase(event)
         if phase is not None and (phase != self._phase or isinstance(event, moored.Waiting)):
-            if isinstance(event, moored.Loading):  # the status tells how far it is
+            if isinstance(event, moored.Loading):  # the status shows the progress
                 text = f"Loading {event.component.name}, {in_words(event.bytes_total)}"
             self.line(f"{event.at_ms / 1000:8.1f} s  {text}")
             self._phase = phase

@@ -23,7 +23,7 @@ R = TypeVar("R")
 # All of these have one sentence for a person; anything else is a fault of ours, and shows as one.
 _TOLD = (moored.MooredError, OverBudget, ValueError, FileLoadError, FileWriteError)
 _HOLD_TIMEOUT_S = 5.0
-# How long a hold that is given up lasts if its release fails.
+# How long a hold lasts if its release fails.
 _GIVEN_UP_S = 1.0
 
 
@@ -53,13 +53,13 @@ class RunNode(SuccessFailureNode):
         )
 
     def _add_inputs(self) -> None:
-        """Adds what else the node is told."""
+        """Adds the other settings of the node."""
 
     def _add_outputs(self) -> None:
-        """Adds what the node gives."""
+        """Adds the outputs of the node."""
 
     async def _run(self, client: moored.AsyncClient) -> str:
-        """Does the work; what came of it, in a sentence."""
+        """Does the work, and returns the outcome in a sentence."""
         raise NotImplementedError
 
     async def aprocess(self) -> None:
@@ -135,7 +135,7 @@ class RunNode(SuccessFailureNode):
     async def _give_up(
         self, client: moored.AsyncClient, model: moored.ModelLike, timeout_s: float | None = None
     ) -> None:
-        """Gives our hold up. A hold is known by its client and model: asking again tells its id."""
+        """Releases our hold. A hold is known by its client and model: asking again returns its id."""
         hold = await client.hold(model, ttl_s=_GIVEN_UP_S, timeout=timeout_s)
         await hold.release()
 

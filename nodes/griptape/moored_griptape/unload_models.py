@@ -15,7 +15,7 @@ from moored_griptape.sizes import GB, in_words
 class MooredUnloadModels(RunNode):
     """Unloads a model, or all of them, and reports the freed bytes that the driver confirms.
 
-    What others hold or have pinned stays, and is named. Your own holds are given up first.
+    Models that others hold or have pinned stay, and are named. Your own holds are released first.
     """
 
     takes_constraints = False

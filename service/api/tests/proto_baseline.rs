@@ -141,7 +141,7 @@ fn nothing_of_the_api_changed_or_went_away() {
 }
 
 #[test]
-fn what_is_new_in_the_api_is_recorded() {
+fn additions_to_the_api_are_recorded() {
     let (recorded, current) = (recorded(), lines_of(&descriptors()));
     let new = missing(&current, &recorded);
     assert!(

@@ -1,4 +1,4 @@
-//! A request to generate, whatever its medium: the same checks and defaults for all three calls.
+//! A request to generate, of any medium: the same checks and defaults for all three calls.
 
 mod checks;
 mod track;
@@ -16,7 +16,7 @@ use crate::references::{AskedControl, ModelRef, PictureInput};
 use track::seconds_of;
 pub use track::{AskedTask, AskedTrack};
 
-/// The decoded start of a request.
+/// The media that a generation starts from, decoded.
 #[derive(Debug, Default)]
 pub(crate) enum StartFrom {
     /// Noise, or a latent of the service.
@@ -26,10 +26,10 @@ pub(crate) enum StartFrom {
     Clip(Clip),
 }
 
-/// The request of a client. Fields that it leaves open are zero, empty or `None`.
+/// The request of a client. Fields that the client does not set are zero, empty or `None`.
 #[derive(Clone, Debug, Default)]
 pub struct Asked {
-    /// The call that it is.
+    /// The call of the API that sent it.
     pub call: Call,
     pub model: ModelRef,
     pub prompt: String,
@@ -42,7 +42,7 @@ pub struct Asked {
     pub init_latent: Option<String>,
     /// Id of uploaded media.
     pub init_media: Option<String>,
-    /// A track that was brought before, instead of its id.
+    /// The samples of an uploaded track, instead of its id.
     pub source: Option<Clip>,
     pub mask: Option<PictureInput>,
     pub references: Vec<PictureInput>,
@@ -51,7 +51,7 @@ pub struct Asked {
     pub latent_only: bool,
     pub preview_interval_ms: u32,
     pub omit_metadata: bool,
-    /// `None`: as is usual for the medium.
+    /// `None`: the default of the medium.
     pub encoding: Option<Encoding>,
     pub options: Option<AskedOptions>,
     pub of_medium: OfMedium,
@@ -65,7 +65,7 @@ pub enum OfMedium {
     Video {
         frames: u32,
         frames_per_second: f32,
-        /// Instead of frames; 0: open.
+        /// Length in seconds, in place of `frames`; 0: not set.
         seconds: f32,
         frames_at_a_time: u32,
     },
@@ -73,12 +73,12 @@ pub enum OfMedium {
 }
 
 impl Asked {
-    /// Checks that a request can be sent as it asks: before anything is computed.
+    /// Checks, before anything is computed, that the results can be sent in the requested encoding.
     pub(crate) fn check_output(&self, request: &Request) -> Result<(), Error> {
         check_output("output", self.encoding(), request)
     }
 
-    /// How what it makes is sent.
+    /// The encoding of the results.
     pub(crate) fn encoding(&self) -> Encoding {
         self.encoding.unwrap_or(match self.of_medium {
             OfMedium::Image => Encoding::Png,
@@ -87,7 +87,7 @@ impl Asked {
         })
     }
 
-    /// What is asked for.
+    /// The medium that is requested.
     pub(crate) fn makes(&self) -> Makes {
         match self.of_medium {
             OfMedium::Image => Makes::Image,
@@ -104,7 +104,7 @@ impl Asked {
         }
     }
 
-    /// The length of a film in seconds, where it is asked for so.
+    /// The length of a film in seconds, if the request has it in seconds.
     pub(crate) fn film_seconds(&self) -> Option<f32> {
         match self.of_medium {
             OfMedium::Video { seconds, .. } => (seconds > 0.0).then_some(seconds),
@@ -112,7 +112,7 @@ impl Asked {
         }
     }
 
-    /// Writes what is asked for over the defaults of a medium.
+    /// Overwrites the defaults of a medium with the fields that the request sets.
     fn fill(&self, medium: &mut Medium, start: StartFrom) -> Result<(), Error> {
         let (init_image, clip) = match start {
             StartFrom::Nothing => (None, None),
@@ -174,8 +174,8 @@ impl Asked {
         Ok(())
     }
 
-    /// The request, with `defaults` for what is left open. Sides, frames and seconds that are left open are those of what
-    /// it starts from, in the size near it that the model makes.
+    /// The request, with `defaults` for fields that are not set. Width, height, frames and seconds that are not set are those of
+    /// the media that it starts from, in the nearest size that the model makes.
     ///
     /// # Errors
     /// When the model generates another medium, or does not start from this one.
@@ -203,12 +203,12 @@ impl Asked {
     }
 }
 
-/// A value that is named, else the default.
+/// The value, or the default where it is 0.
 pub(crate) fn named(value: u32, default: u32) -> u32 {
     if value == 0 { default } else { value }
 }
 
-/// Checks that what a request makes can be sent so: an MP4 cannot hold every size and rate.
+/// Checks that the results of a request can be sent in an encoding: an MP4 cannot hold every size and rate.
 pub(crate) fn check_output(field: &str, encoding: Encoding, request: &Request) -> Result<(), Error> {
     let (Encoding::Mp4, Medium::Video(video)) = (encoding, &request.medium) else {
         return Ok(());
@@ -223,7 +223,7 @@ pub(crate) fn check_output(field: &str, encoding: Encoding, request: &Request) -
         .map_err(|problem| invalid(field, problem.to_string()))
 }
 
-/// Gives a request the size of the film, or the length of the track, that it starts from.
+/// Sets a request to the size of the film, or the length of the track, that it starts from.
 fn start_size(medium: &mut Medium, format: &MediaFormat, size_near: impl Fn(u32, u32) -> (u32, u32)) {
     match (medium, *format) {
         (
@@ -244,7 +244,7 @@ fn start_size(medium: &mut Medium, format: &MediaFormat, size_near: impl Fn(u32,
 }
 
 /// A seed for a request that names none: random, or derived from the idempotency key, so that a repeated request is the
-/// same. Of 32 bits: other tools take no more.
+/// same. It has 32 bits, as other tools take no more.
 fn seed_of(options: Option<&AskedOptions>) -> u64 {
     let key = options.map_or("", |options| options.idempotency_key.as_str());
     if key.is_empty() {

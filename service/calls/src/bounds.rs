@@ -1,4 +1,4 @@
-//! Bounds on what one client, and all of them, may have of the service at a time.
+//! Bounds on the resources that one client, and all clients together, may use at a time.
 
 use std::sync::Arc;
 
@@ -7,21 +7,21 @@ use config::LimitSettings;
 use crate::budget::Budget;
 use crate::claims::Claims;
 
-/// What is taken of the bounds; the last eighth of each is for clients that have none. Cheap to clone.
+/// The bounds, and the amounts in use. The last eighth of each bound is kept for clients that use nothing of it. Cheap to clone.
 #[derive(Clone)]
 pub struct Bounds {
-    /// Bytes of requests under way. The doors count the requests that arrive.
+    /// Bytes of requests that are being received. The protocol layers count the requests themselves.
     pub(crate) uploads: Arc<Budget>,
-    /// Bytes of results that are encoded and not read; sound of sessions, which is made and not read either.
+    /// Bytes of encoded results that clients have not read, and of sound of sessions that clients have not read.
     pub(crate) results: Arc<Budget>,
-    /// Bytes of media; pictures that are decoded for requests, which are a client's too, and wait for its jobs.
+    /// Bytes of uploaded media, and of pictures that are decoded for requests and wait for their jobs.
     pub(crate) media: Arc<Budget>,
     pub(crate) holds: Arc<Claims>,
     pub(crate) reservations: Arc<Claims>,
 }
 
 impl Bounds {
-    /// Nothing is taken yet.
+    /// The bounds of a configuration, with nothing in use.
     pub fn new(settings: &LimitSettings) -> Bounds {
         Bounds {
             uploads: Budget::with_places_kept(settings.uploads.0, settings.uploads_per_client.0),

@@ -9,9 +9,9 @@ use residency::Bytes;
 /// A client, by its address: a name can be changed at will. `None`: a transport without addresses.
 pub type Client = Option<IpAddr>;
 
-/// The part of an address in IPv6 by which clients are told apart: whoever has an address there has all of its /64.
+/// The part of an IPv6 address that identifies a client: a network usually assigns a whole /64 to one host.
 const NETWORK_OF_IPV6: u128 = !(u64::MAX as u128);
-/// The part of a bound that is kept for clients that have none: an eighth.
+/// An eighth of a bound is kept for clients that use nothing of it.
 const KEPT_PART: u64 = 8;
 
 /// The client at an address.
@@ -24,12 +24,12 @@ pub fn client_at(address: SocketAddr) -> Client {
     })
 }
 
-/// Two bounds, and the amounts taken.
+/// Two bounds, and the amounts in use.
 #[derive(Debug)]
 pub struct Budget {
     bound: u64,
     bound_per_client: u64,
-    /// The last of the bound, for clients that have none.
+    /// The end of the bound, which only clients that use nothing may take.
     kept: u64,
     taken: Mutex<AllTaken>,
 }
@@ -37,7 +37,7 @@ pub struct Budget {
 #[derive(Debug, Default)]
 struct AllTaken {
     sum: u64,
-    /// Amounts by client; none is 0.
+    /// Amounts by client. There are no entries of 0.
     clients: HashMap<Client, u64>,
 }
 
@@ -51,7 +51,7 @@ pub enum Exceeded {
 }
 
 impl Exceeded {
-    /// The refusal of bytes, for people: what is bounded, what the client can do, and the setting of the bound.
+    /// The error text for people: the bounded resource, a remedy for the client, and the setting of the bound.
     pub fn words(self, bounded: &str, remedy: &str, setting: &str) -> String {
         match self {
             Exceeded::Client(bound) => {
@@ -75,7 +75,7 @@ impl Budget {
         Budget::keeping(bound, bound_per_client, 0)
     }
 
-    /// As [`Budget::new`], and the last eighth is for clients that have none.
+    /// As [`Budget::new`], with the last eighth kept for clients that use nothing.
     pub fn with_places_kept(bound: u64, bound_per_client: u64) -> Arc<Budget> {
         Budget::keeping(bound, bound_per_client, bound / KEPT_PART)
     }
@@ -89,14 +89,14 @@ impl Budget {
         })
     }
 
-    /// Takes an amount for a client; dropping the result gives it back.
+    /// Takes an amount for a client; dropping the result returns it.
     pub fn take(self: &Arc<Budget>, client: Client, amount: u64) -> Result<Taken, Exceeded> {
         let mut taken = self.nothing(client);
         taken.grow(amount)?;
         Ok(taken)
     }
 
-    /// An amount of 0, which may grow.
+    /// A charge of 0, which may grow.
     pub fn nothing(self: &Arc<Budget>, client: Client) -> Taken {
         Taken {
             budget: self.clone(),
@@ -105,7 +105,7 @@ impl Budget {
         }
     }
 
-    /// Whether a client has something of it.
+    /// Whether a client uses anything of it.
     pub fn has(&self, client: Client) -> bool {
         self.lock().clients.contains_key(&client)
     }
@@ -121,7 +121,7 @@ impl Budget {
     }
 }
 
-/// An amount of a client, given back when this is dropped.
+/// A client's charge, which is returned when this is dropped.
 #[derive(Debug)]
 pub struct Taken {
     budget: Arc<Budget>,
@@ -130,7 +130,7 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// Takes more, or nothing where a bound would be exceeded.
+    /// Takes more. Where a bound would be exceeded, it takes nothing and returns the error.
     pub fn grow(&mut self, more: u64) -> Result<(), Exceeded> {
         let mut all = self.budget.lock();
         let own = all.clients.get(&self.client).copied().unwrap_or(0);
@@ -149,7 +149,7 @@ impl Taken {
         Ok(())
     }
 
-    /// Takes more, or gives back, so that it is this amount.
+    /// Sets the charge to this amount: takes more or returns some.
     pub fn set(&mut self, amount: u64) -> Result<(), Exceeded> {
         match self.amount.checked_sub(amount) {
             None => self.grow(amount - self.amount),
@@ -160,7 +160,7 @@ impl Taken {
         }
     }
 
-    /// Takes more where it is less than this.
+    /// Takes more if the charge is less than this.
     pub fn at_least(&mut self, amount: u64) -> Result<(), Exceeded> {
         self.grow(amount.saturating_sub(self.amount))
     }
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn both_bounds_hold_and_dropped_amounts_are_given_back() {
+    fn both_bounds_hold_and_dropped_amounts_are_returned() {
         let budget = Budget::new(10, 6);
         let client = |last: u8| Some(IpAddr::from([10, 0, 0, last]));
         let mut first = budget.take(client(1), 4).unwrap();

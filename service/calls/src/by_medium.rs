@@ -1,4 +1,5 @@
-//! Models by what they generate: the one of requests that name none, and what to name where a model makes something else.
+//! Models by the medium that they generate: the default model of a request that names none, and the model to suggest where the
+//! requested one generates another medium.
 
 use std::sync::Arc;
 
@@ -16,10 +17,10 @@ use crate::threads::FILES;
 
 impl Entries {
     /// The reference of a request for this medium, with a model where it names none: the configured default or the shipped
-    /// one, whichever makes it, else the only one that does.
+    /// one, if it makes this medium, else the only model that does.
     ///
     /// # Errors
-    /// When no model makes it, or several do.
+    /// When no model makes this medium, or several do.
     pub(crate) async fn of_medium(&self, model: ModelRef, makes: Makes) -> Result<ModelRef, Error> {
         if !model.id.is_empty() {
             return Ok(model);
@@ -42,7 +43,7 @@ impl Entries {
         let models = self.models.clone();
         let listing = FILES.run(move || models.list()).await?;
         for id in self.models.defaults_of(makes, &listing) {
-            // A default that cannot be opened is refused by its own error.
+            // If the default cannot be opened, the request fails with that error.
             match listing.iter().find(|found| found.id == id) {
                 Some(found) if self.makes(found).await.is_some_and(|made| made != makes) => {}
                 Some(_) | None => return Ok(Some(id)),
@@ -61,7 +62,7 @@ impl Entries {
         Ok(only)
     }
 
-    /// What a model generates; `None` if it cannot be opened.
+    /// The medium that a model generates; `None` if it cannot be opened.
     async fn makes(&self, found: &Found) -> Option<Makes> {
         let (id, revision, path) = (found.id.clone(), found.revision.clone(), found.path.clone());
         let entry = Arc::new(Entry::new(id, revision, path, Quantization::NONE));
@@ -89,7 +90,7 @@ impl Entries {
         (model.id != id).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
     }
 
-    /// The command that brings a model of this medium, the first that fits the largest card.
+    /// The command that downloads a model of this medium: the first that fits the largest card.
     fn what_to_get(&self, makes: Makes) -> String {
         let report = self.queue.status();
         let fitting = room_of(&report.borrow()).and_then(|room| catalogue::first_that_fits(makes, &room));
@@ -100,7 +101,7 @@ impl Entries {
     }
 }
 
-/// What a model can have of the largest card.
+/// The room for a model on the largest card.
 fn room_of(report: &StatusReport) -> Option<Room> {
     let rooms = report.cards.iter().map(|card| {
         let accounts = card.ledger.accounts();

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::budget::{Client, client_at};
 use crate::errors::{invalid, short};
 
-/// What the names begin with by which sessions hold their models: no client's.
+/// Prefix of the names by which sessions hold their models. No client's name begins with it.
 pub(crate) const SESSION: &str = "session-";
 
 /// The shortest beginning of a UUID that stands for it: `GPU-` and four digits.
@@ -46,7 +46,7 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// A caller at this address (`None`: a transport without addresses), who waits so long.
+    /// A caller at this address (`None`: a transport without addresses), whose request has this timeout.
     pub fn new(address: Option<SocketAddr>, timeout: Option<Duration>) -> Caller {
         Caller {
             address,
@@ -67,23 +67,24 @@ impl Caller {
         self.address.and_then(client_at)
     }
 
-    /// The name by which the queue bounds what it has there, whatever it calls itself: its address; empty without one.
+    /// The account by which the queue bounds a client's stored latents: its address, not the name that it gives itself. Empty
+    /// without an address.
     pub(crate) fn account(&self) -> String {
         self.client()
             .map(|address| address.to_string())
             .unwrap_or_default()
     }
 
-    /// Whether it is on the machine of the service, or reaches it through a program there.
+    /// Whether the caller is on the machine of the service, or connects through a program there.
     pub(crate) fn is_on_this_machine(&self) -> bool {
         self.address
             .is_some_and(|address| address.ip().to_canonical().is_loopback())
     }
 
-    /// The client's name: as it gives it, or its address.
+    /// The client's name: `client_id`, or its address where that is empty.
     ///
     /// # Errors
-    /// When the name is too long, or has characters that terminals obey.
+    /// When the name is too long, or has control characters.
     pub fn name(&self, client_id: String) -> Result<String, Error> {
         short("client_id", &client_id)?;
         if client_id.starts_with(SESSION) {

@@ -16,17 +16,17 @@ use crate::errors::invalid;
 use crate::references::{AskedControl, AskedFormats, ModelRef};
 use crate::runs::{controls_of, whole_run};
 
-/// The preset that leaves the formats to the service, and how an id says so.
+/// The preset that leaves the formats to the service, also in an id (`ID+auto`).
 const AUTO: &str = "auto";
 const AUTO_SUFFIX: &str = "+auto";
 
-/// How long a choice waits for a card to become ready: a worker's start, and some.
+/// How long a choice waits for a card to become ready: longer than the start of a worker.
 const READY_LIMIT: Duration = Duration::from_secs(60);
 
 /// The formats that were chosen for a model.
 pub(crate) struct Chosen {
     pub(crate) entry: Arc<Entry>,
-    /// What was chosen and why, for display; empty where the client named the formats.
+    /// The chosen formats and the reason, for display; empty where the client named the formats.
     pub(crate) reason: String,
 }
 
@@ -52,11 +52,10 @@ pub(crate) fn left_open(model: &ModelRef) -> Result<Option<ModelRef>, Error> {
 }
 
 impl Entries {
-    /// The best formats of a model that fit a card beside what is pinned, reserved or held by other programs. Formats in
-    /// which the model is in use already go first, so that it is not held twice. Measured by the model's default request, with
-    /// these ControlNets;
-    /// where nothing fits it is the smallest that may fit once memory comes free, else the model as stored, whose refusal
-    /// tells what would fit.
+    /// The best formats of a model that fit a card beside pins, reservations and other programs. Formats in which the model is in
+    /// use already go first, so that it is not loaded twice. The measure is the model's default request, with these ControlNets.
+    /// Where nothing fits, it is the smallest format that may fit once memory becomes free, else the model as stored: its refusal
+    /// names the alternatives that would fit.
     ///
     /// # Errors
     /// When its id names formats, the model cannot be opened, or no card becomes ready.
@@ -88,7 +87,7 @@ impl Entries {
         candidates.dedup(); // where all is stored quantized
         let (in_use, others): (Vec<_>, Vec<_>) = candidates.into_iter().partition(is_in_use);
         let mut refused: Option<String> = None;
-        // Why the last one was refused, which has the fewest bytes.
+        // Why the last candidate, which has the fewest bytes, was refused.
         let mut smallest = String::new();
         let mut possible = None;
         for formats in in_use.into_iter().chain(others) {
@@ -160,7 +159,7 @@ impl Entries {
         request
     }
 
-    /// Returns when some card is ready: a plan needs its memory. At the start of a service that takes a moment.
+    /// Returns when some card is ready, as a plan needs its memory. Right after the start of the service no card is ready yet.
     async fn wait_for_card(&self) -> Result<(), Error> {
         let mut reports = self.queue.status();
         let is_ready = reports.wait_for(|report| report.cards.iter().any(|card| card.state.is_ready()));

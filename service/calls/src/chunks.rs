@@ -1,4 +1,4 @@
-//! Results cut into chunks, each with its place: how a result is sent, and what its chunks say.
+//! Results cut into chunks, each with its offset: the encodings of results, and the data of their chunks.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,25 +20,25 @@ pub struct Chunk {
     /// Name of the track; empty for the only one.
     pub track: String,
     pub media_type: &'static str,
-    /// Of the whole result.
+    /// Bytes of the whole result.
     pub total_bytes: u64,
-    /// Where in the result these bytes are.
+    /// Offset of these bytes in the result.
     pub offset: u64,
     pub data: Bytes,
-    /// With it all of the result was sent.
+    /// Whether it is the last chunk of the result.
     pub is_last: bool,
-    /// With the first chunk that is sent.
+    /// Present in the first chunk of a result.
     pub head: Option<ChunkHead>,
 }
 
-/// What the first chunk of a result says of all of it.
+/// Data about a whole result, sent with its first chunk.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChunkHead {
     pub metadata: HashMap<String, String>,
     pub format: MediaFormat,
 }
 
-/// How results are sent.
+/// The encoding in which results are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Encoding {
     /// Pixels or samples, not encoded.
@@ -48,9 +48,9 @@ pub enum Encoding {
     Png,
     /// A track as WAV; other media raw.
     Wav,
-    /// A track as FLAC, once it is whole; other media raw.
+    /// A track as FLAC, once it is complete; other media raw.
     Flac,
-    /// A film as MP4, once it is whole; a track as WAV; a picture raw.
+    /// A film as MP4, once it is complete; a track as WAV; a picture raw.
     Mp4,
     /// A film raw, and then as MP4; a track as WAV; a picture raw.
     FramesAndMp4,
@@ -63,7 +63,7 @@ pub enum Encoding {
 pub(crate) enum AsFile {
     No,
     Instead,
-    /// After the pieces; a client that has these needs no error where it cannot be made.
+    /// As a file after the pieces. If the file cannot be made, that is no error: the client has the pieces.
     Beside,
 }
 
@@ -91,12 +91,12 @@ pub(crate) struct Output {
     pub(crate) left_out: Vec<LeftOut>,
 }
 
-/// Which part of its result a piece is, in the order of sending.
+/// The position of a piece among those of its result, in the order of sending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
-    /// Nothing of it was sent before.
+    /// Whether it is the first piece.
     pub(crate) is_first: bool,
-    /// With it all of it is sent.
+    /// Whether it is the last piece.
     pub(crate) is_last: bool,
 }
 
@@ -129,7 +129,7 @@ impl Output {
     }
 }
 
-/// What all chunks of a result say, and what the first of them says besides.
+/// The data that all chunks of a result share, and the head for the first of them.
 struct Envelope {
     item: u32,
     track: String,
@@ -235,7 +235,7 @@ pub(crate) fn file_chunks(
     })))
 }
 
-/// Media type of units as they are.
+/// Media type of raw units.
 pub(crate) fn raw_media_type(format: &MediaFormat) -> &'static str {
     match format {
         MediaFormat::Image { .. } => "image/x-raw-rgb",
@@ -244,7 +244,7 @@ pub(crate) fn raw_media_type(format: &MediaFormat) -> &'static str {
     }
 }
 
-/// What the first chunk of a result says.
+/// The head for the first chunk of a result.
 fn head(seed: u64, format: MediaFormat, recipe: Option<&Recipe>) -> Result<ChunkHead, String> {
     let mut metadata = HashMap::from([("seed".to_owned(), seed.to_string())]);
     if let MediaFormat::Image { width, height } | MediaFormat::Video { width, height, .. } = format {
@@ -301,7 +301,7 @@ mod tests {
             first,
             data: vec![first as u8; 4 * samples].into(),
         };
-        // The header comes first, whatever piece does.
+        // The header is sent first, whichever piece arrives first.
         for pieces in [[piece(0, 3), piece(3, 2)], [piece(3, 2), piece(0, 3)]] {
             let mut file = [0; 64];
             let mut chunks = Vec::new();

@@ -1,4 +1,4 @@
-//! Bounds on the holds and reservations of a client, which it has by a name and for a time.
+//! Bounds on the number of holds and reservations of a client. Each has a name and a time to live.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -93,7 +93,7 @@ pub(crate) struct Claim<'a> {
     client: Client,
     key: String,
     until: Instant,
-    /// The claim of this key before, with an empty id where it was not granted yet.
+    /// The earlier claim of this key, with an empty id where it was not granted yet.
     known: Option<(String, Instant)>,
     is_granted: bool,
 }
@@ -105,7 +105,7 @@ impl Claim<'_> {
             until: self.until,
         };
         let mut all = self.claims.lock();
-        // Also where another request of this key has failed meanwhile.
+        // The entry may be missing if another request of this key has failed meanwhile.
         let own = all.entry(self.client).or_default();
         own.insert(self.key.clone(), made);
         self.is_granted = true;
@@ -122,7 +122,7 @@ impl Drop for Claim<'_> {
             return;
         };
         let known = self.known.take().unwrap_or((String::new(), self.until));
-        // One that was granted to another request of this key since then stays.
+        // A claim that was granted to another request of this key since then stays.
         if own.get(&self.key).is_some_and(|each| each.id == known.0) {
             let (id, until) = known;
             match id.is_empty() {
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn of_two_requests_with_one_key_the_granted_one_counts_whatever_the_other_does() {
+    async fn of_two_requests_with_one_key_only_the_granted_one_counts() {
         for the_first_fails in [false, true] {
             let claims = Claims::new("holds", 1);
             let first = claims.begin(None, "a".to_owned(), TTL).unwrap();

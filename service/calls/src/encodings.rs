@@ -1,4 +1,4 @@
-//! Encoded results, shared: what several streams send is encoded once and counts once against the
+//! Encoded results, shared: a result that several streams send is encoded once and counts once against the
 //! limits. Files that are made of pieces are in `shared_files.rs`.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};

@@ -1,4 +1,4 @@
-//! Which model a request means, with its formats, adapters and ControlNets; and models opened.
+//! Resolves references of requests to models, with their formats, adapters and ControlNets, and opens the models.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::threads::FILES;
 /// Most components that formats can be named for.
 const MOST_FORMATS: usize = 64;
 
-/// Finds and opens the models that requests mean. Cheap to clone.
+/// Finds and opens the models that requests name. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Entries {
     pub(crate) queue: Queue,
@@ -33,12 +33,12 @@ impl Entries {
         cards_of(&self.queue)
     }
 
-    /// The card whose dtype a model is opened for where any would do.
+    /// The card whose dtype a model is opened for where any dtype is acceptable.
     pub(crate) fn first_card(&self) -> CardDescription {
         first_card_of(&self.queue)
     }
 
-    /// Opens a model away from the async threads: headers are read.
+    /// Opens a model on a blocking thread, since headers are read.
     pub(crate) async fn open(&self, entry: &Arc<Entry>) -> Result<OpenModel, Error> {
         let (library, card, entry) = (self.library.clone(), self.first_card(), entry.clone());
         let path = entry.path.clone();
@@ -47,12 +47,12 @@ impl Entries {
         opened.await.map_err(|error| with_its_pull(error, &id))
     }
 
-    /// The entry that a reference means: folders may be looked through, and formats chosen.
+    /// The entry that a reference names. This may scan folders and choose formats.
     pub(crate) async fn entry(&self, model: ModelRef) -> Result<Arc<Entry>, Error> {
         Ok(self.chosen(model, &[], &JobOptions::default()).await?.entry)
     }
 
-    /// As [`Entries::entry`], with these ControlNets, and the reason for the formats where the service chose them for a job with
+    /// As [`Entries::entry`], with these ControlNets, and the reason for the formats where the service chose them, for a job with
     /// these options.
     pub(crate) async fn chosen(
         &self,
@@ -64,8 +64,8 @@ impl Entries {
         self.in_formats(resolved.entry, is_open, controls, options).await
     }
 
-    /// As [`Entries::chosen`], and the open model with the adapters that the reference names. An error of an adapter names the
-    /// field that names the adapter.
+    /// As [`Entries::chosen`], with the open model and its adapters. An error of an adapter has the field of the request that
+    /// names the adapter.
     pub(crate) async fn opened(
         &self,
         model: ModelRef,
@@ -84,7 +84,7 @@ impl Entries {
         }
     }
 
-    /// What a reference means, and whether it leaves the formats to the service.
+    /// Resolves a reference; the flag says whether it leaves the formats to the service.
     async fn resolved(&self, model: ModelRef) -> Result<(Resolved, bool), Error> {
         check_reference(&model)?;
         match left_open(&model)? {
@@ -93,7 +93,7 @@ impl Entries {
         }
     }
 
-    /// An entry in the formats that are chosen for it where they are open, with these ControlNets.
+    /// An entry with these ControlNets. Where the reference leaves the formats open, they are chosen here.
     async fn in_formats(
         &self,
         entry: Arc<Entry>,
@@ -112,8 +112,9 @@ impl Entries {
         })
     }
 
-    /// As [`Entries::entry`], for what ends a use: the one entry in use that a reference means, without a look at its files, which
-    /// may be gone or may not answer. Where it means several, the files decide which.
+    /// As [`Entries::entry`], for requests that end a use of a model, such as unload and unpin: the one entry in use that
+    /// matches a reference. The files of the entry are not read, as they may be gone or may not answer. Where several entries
+    /// match, the files decide.
     pub(crate) async fn entry_in_use(&self, model: &ModelRef) -> Result<Arc<Entry>, Error> {
         check_reference(model)?;
         let meant = match left_open(model)? {
@@ -131,7 +132,7 @@ impl Entries {
         }
     }
 
-    /// An error of opening a model, where an adapter is at fault, as that of the field that names the adapter.
+    /// Turns an error of an adapter into one of the request's field that names the adapter; other errors stay as they are.
     fn named_by_field(&self, error: Error, adapters: &[AskedAdapter], controls: &[AskedControl]) -> Error {
         let Error::Adapter { name, problem } = &error else {
             return error;
@@ -163,7 +164,8 @@ impl Entries {
     }
 }
 
-/// An error of opening a model of the catalogue that has parts in other repositories, with the pull that brings them.
+/// An error of opening a model of the catalogue that has parts in other repositories, with the `moored pull` that downloads
+/// them.
 fn with_its_pull(error: Error, id: &str) -> Error {
     let known = catalogue::find(id).filter(|known| !known.with.is_empty());
     match (error, known) {
@@ -175,7 +177,8 @@ fn with_its_pull(error: Error, id: &str) -> Error {
     }
 }
 
-/// The formats of a model are kept with its jobs, holds and pins; an id and a revision are those of a model that is here.
+/// Bounds the formats of a reference, as they are kept with jobs, holds and pins. The id and the revision need no bound: only
+/// those of existing models are kept.
 fn check_reference(model: &ModelRef) -> Result<(), Error> {
     let formats = &model.formats;
     short("model.quantization.preset", &formats.preset)?;

@@ -1,4 +1,4 @@
-//! Errors of calls, and their words for clients.
+//! Errors of calls, and their messages to clients.
 
 use engine::Error;
 use hub::Reference;
@@ -24,7 +24,7 @@ pub(crate) fn all_valid(problems: Vec<RequestError>) -> Result<(), Error> {
     }
 }
 
-/// A fault of the service's own.
+/// An internal error of the service.
 pub(crate) fn internal(why: impl ToString) -> Error {
     Error::Internal(why.to_string())
 }
@@ -34,7 +34,7 @@ const LONGEST_KEPT_CHARACTERS: usize = 300;
 const LONGEST_KEPT_MESSAGE_CHARACTERS: usize = 1_000;
 const MOST_KEPT_FIELDS: usize = 12;
 
-/// An error to be kept until its client reads it: what repeats text of the client is cut.
+/// An error that is kept until its client reads it. Text that repeats the client's is cut.
 pub(crate) fn to_keep(error: Error) -> Error {
     let cut_to = |text: &str, longest: usize| wording::cut(text, longest).into_owned();
     let cut = |text: String| cut_to(&text, LONGEST_KEPT_CHARACTERS);
@@ -61,7 +61,7 @@ pub(crate) fn to_keep(error: Error) -> Error {
         Error::KeyReused(key) => Error::KeyReused(cut(key)),
         Error::TooLargeToJoin(key) => Error::TooLargeToJoin(cut(key)),
         Error::Internal(problem) => Error::Internal(cut_message(problem)),
-        // Of what the service says itself, and of names that were checked.
+        // These contain only the service's own text, and names whose length was checked.
         short @ (Error::NotOpened(_)
         | Error::NeverFits(_)
         | Error::MemoryTaken(_)
@@ -80,10 +80,10 @@ pub(crate) fn to_keep(error: Error) -> Error {
     }
 }
 
-/// Most characters of a client's name, a key, a label: they are kept, repeated and sent to workers.
+/// Most characters of a client's name, a key or a label, as these are kept, repeated and sent to workers.
 const LONGEST_NAME_CHARACTERS: usize = 256;
 
-/// Refuses a name that is too long, or has characters that terminals obey.
+/// Refuses a name that is too long, or has control characters.
 ///
 /// # Errors
 /// [`Error::Invalid`] with the field.
@@ -104,7 +104,7 @@ pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
     Err(invalid(field, problem))
 }
 
-/// The message of an error to a client. It suggests a pull for a missing model, and has paths relative to the folders of
+/// The message of an error to a client. For a missing model it suggests a pull. Paths are relative to the folders of
 /// models.
 pub fn words_of(error: &Error) -> String {
     let words = match error {
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_that_is_kept_for_a_client_is_short_whatever_was_asked_for() {
+    fn a_stored_error_is_short_for_any_request() {
         let text = "🟥".repeat(50_000);
         let wrong = || RequestError::new(text.clone(), text.clone());
         let errors = [

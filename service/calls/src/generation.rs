@@ -1,4 +1,4 @@
-//! Jobs that make something: pictures, films and tracks of a request, latents of pictures, and results of latents.
+//! Calls that generate: pictures, films and tracks of a request, latents of pictures, and results of latents.
 
 use std::sync::Arc;
 
@@ -39,10 +39,10 @@ pub struct Generation {
     pub(crate) entries: Entries,
     pub(crate) bounds: Bounds,
     encodings: Arc<Encodings>,
-    /// Media that clients have brought for later requests.
+    /// Media that clients have uploaded for later requests.
     pub(crate) media: Arc<MediaStore>,
     pub(crate) decoding: Turns,
-    /// What all latents may take.
+    /// Bound on the bytes of all latents.
     latents: Bytes,
     /// True once the service is shutting down: sessions end then.
     pub(crate) stopping: watch::Receiver<bool>,
@@ -93,7 +93,7 @@ impl Generation {
         }
     }
 
-    /// A latent that is kept.
+    /// A stored latent.
     ///
     /// # Errors
     /// [`Error::LatentNotFound`].
@@ -101,12 +101,12 @@ impl Generation {
         self.queue.latent(id).await
     }
 
-    /// A latent that a client begins to bring.
+    /// Begins the upload of a latent.
     pub fn latent_upload(&self) -> LatentUpload {
         LatentUpload::new(self.latents)
     }
 
-    /// Keeps a latent that has come.
+    /// Stores an uploaded latent.
     ///
     /// # Errors
     /// When it is not what its description says, or there is no room for it.
@@ -120,17 +120,17 @@ impl Generation {
         self.queue.release_latent(id).await
     }
 
-    /// Media that a client begins to bring.
+    /// Begins the upload of media.
     pub fn media_upload(&self, caller: &Caller) -> MediaUpload {
         self.media.upload(caller.client(), &self.decoding)
     }
 
-    /// Drops media; false when there was none. Jobs that use it keep it.
+    /// Drops media; false when there was none. Jobs that use the media keep their copy.
     pub fn release_media(&self, id: &str) -> bool {
         self.media.release(id)
     }
 
-    /// Queues what is asked for.
+    /// Queues a request to generate.
     ///
     /// # Errors
     /// When the request is wrong, its model cannot be opened, or the queue has no room.
@@ -169,7 +169,7 @@ impl Generation {
         Ok(started(job, model, output, encoder, instead))
     }
 
-    /// Turns a request into a job, with the model's defaults in.
+    /// Turns a request into a job, with the model's defaults filled in.
     pub(crate) async fn prepare(&self, mut asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
         asked.check()?;
         let model = std::mem::take(&mut asked.model);
@@ -223,7 +223,7 @@ impl Generation {
         })
     }
 
-    /// The default request of a model as a job to be planned.
+    /// The default request of a model, as a job to plan.
     pub(crate) async fn prepare_default(&self, model: ModelRef) -> Result<Prepared, Error> {
         let options = JobOptions::default();
         let opened = self.entries.opened(model, &[], &options);
@@ -243,7 +243,7 @@ impl Generation {
         })
     }
 
-    /// What is asked for, over the defaults of an open model: with sizes, and media decoded. The bytes of its pictures count
+    /// The request with the defaults of an open model: sizes are set, and media are decoded. The bytes of its pictures count
     /// against the client until they are dropped.
     async fn resolved_request(
         &self,
@@ -377,12 +377,12 @@ impl Generation {
     }
 }
 
-/// A job that is ready to be queued, with what its stream will need.
+/// A job that is ready to be queued, with the data that its stream needs.
 pub(crate) struct Prepared {
     pub(crate) spec: JobSpec,
     pub(crate) model: ResolvedModel,
     pub(crate) output: Output,
-    /// Bytes of its pictures, which count against the client until it is dropped: the queue has the job then, and bounds it.
+    /// Bytes of its pictures, which count against the client until this is dropped. By then the queue has the job, and bounds those bytes.
     pub(crate) decoded: Option<Taken>,
 }
 

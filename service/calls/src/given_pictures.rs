@@ -1,5 +1,5 @@
-//! The pictures that come with a request. Their sizes are read first, from their headers; they are decoded once the model has
-//! taken the request by those, since each may take hundreds of megabytes.
+//! The pictures of a request. Their sizes are read first, from their headers. They are decoded only after the model has accepted
+//! the request with these sizes, since each may take hundreds of megabytes.
 
 use std::sync::Arc;
 
@@ -21,14 +21,14 @@ const REFERENCES: &str = "references";
 
 /// A picture of a request, encoded.
 pub(crate) struct GivenPicture {
-    /// The field that it is in.
+    /// The field of the request that has it.
     field: String,
     data: Bytes,
-    /// Width and height, upright.
+    /// Width and height in pixels, after the rotation that its metadata asks for.
     pub(crate) size: (u32, u32),
 }
 
-/// The pictures of a request, by where it has them.
+/// The pictures of a request, by their slots.
 #[derive(Default)]
 pub(crate) struct GivenPictures(Vec<(PictureSlot, GivenPicture)>);
 
@@ -38,7 +38,7 @@ impl GivenPictures {
         GivenPictures(vec![(PictureSlot::Start, start)])
     }
 
-    /// The picture of a slot, taken out.
+    /// Removes and returns the picture of a slot.
     fn take(&mut self, slot: PictureSlot) -> Option<GivenPicture> {
         let index = self.0.iter().position(|(of, _)| *of == slot)?;
         Some(self.0.swap_remove(index).1)
@@ -46,14 +46,15 @@ impl GivenPictures {
 }
 
 impl Generation {
-    /// The pictures of a request by their sizes, and what it starts from, other than a latent: of a picture its size.
+    /// The pictures of a request with their sizes, and the picture or media that it starts from. A latent to start from is not
+    /// among them.
     pub(crate) async fn given_pictures(
         &self,
         asked: &Asked,
         defaults: &Medium,
         model: &dyn Model,
     ) -> Result<(GivenPictures, StartFrom), Error> {
-        // Before their headers are read.
+        // Refused before headers are read, which takes time.
         if let Some(problem) = model.too_many_references(asked.references.len()) {
             return Err(Error::Invalid(vec![problem]));
         }
@@ -77,7 +78,7 @@ impl Generation {
     /// Reads the header of a picture.
     pub(crate) async fn given_picture(&self, field: &str, data: Bytes) -> Result<GivenPicture, Error> {
         let encoded = data.clone();
-        // A header is small: it does not wait for pictures that are decoded.
+        // A header is small, so it does not wait for the turns of decoding.
         let size = PLANNING.run(move || pictures::size_of(&encoded)).await?;
         let size = size.map_err(|problem| invalid(field, problem.to_string()))?;
         Ok(GivenPicture {
@@ -98,7 +99,7 @@ impl Generation {
         self.given_picture(field, data).await
     }
 
-    /// What a request starts from, other than a latent.
+    /// The media that a request starts from, other than a latent.
     async fn start_of(
         &self,
         asked: &Asked,
@@ -127,7 +128,7 @@ impl Generation {
             return Ok((None, StartFrom::Nothing));
         }
         let given = self.given_picture(field, picture).await?;
-        // A side that is left open is that of the picture, as the model makes it.
+        // A side that is not set is that of the picture, in the nearest size that the model makes.
         let near = model.size_near(given.size.0, given.size.1);
         let size = (named(asked.width, near.0), named(asked.height, near.1));
         Ok((Some(given), StartFrom::Picture(InitImage::of_size(size))))
@@ -146,7 +147,7 @@ impl Generation {
         taken.collect()
     }
 
-    /// Decodes the pictures of a request that has their sizes, if the model takes it by those. The bytes count against the client
+    /// Decodes the pictures of a request, if the model accepts the request with their sizes. The bytes count against the client
     /// until the result is dropped.
     pub(crate) async fn decode_pictures(
         &self,
@@ -175,7 +176,7 @@ impl Generation {
         Ok(Some(taken))
     }
 
-    /// The data of a picture in this size, decoded when it is its turn.
+    /// The data of a picture, decoded and scaled to this size.
     async fn decoded(
         &self,
         given: GivenPicture,

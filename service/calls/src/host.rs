@@ -27,7 +27,7 @@ impl WorkerPids {
         self.0.iter().map(|pid| pid.load(Ordering::Relaxed))
     }
 
-    /// The worker of a card has this process now; `None`: it has ended.
+    /// Sets the process of a card's worker; `None`: the worker has ended.
     pub fn set(&self, card: usize, pid: Option<u32>) {
         if let Some(own) = self.0.get(card) {
             own.store(pid.unwrap_or(0), Ordering::Relaxed);
@@ -59,7 +59,7 @@ impl Default for Host {
 }
 
 impl Host {
-    /// A reader; it says so in the log where the system does not report its memory.
+    /// A reader. It logs a warning where the system does not report its memory.
     pub fn new() -> Host {
         let reader = SystemReader::new().inspect_err(|error| {
             tracing::warn!(%error, "the machine's memory is not shown in the status");

@@ -16,12 +16,12 @@ impl Jobs {
         Jobs { queue }
     }
 
-    /// The jobs that are queued or run, and those that have ended lately.
+    /// The jobs that are queued or run, and those that have ended recently.
     pub async fn list(&self, include_ended: bool) -> Vec<JobInfo> {
         self.queue.jobs(include_ended).await
     }
 
-    /// Cancels a job, with `release_latents` also dropping what it has kept. False where it had ended.
+    /// Cancels a job; `release_latents` also drops the latents that it has kept. False if the job had ended.
     ///
     /// # Errors
     /// [`Error::JobNotFound`], and where the client's name is wrong.

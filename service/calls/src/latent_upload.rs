@@ -10,19 +10,19 @@ use crate::errors::{invalid, short};
 const MOST_TENSORS: usize = 512;
 const MOST_DIMENSIONS: usize = 8;
 
-/// How a latent is described that a client brings.
+/// A client's description of a latent that it uploads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LatentDescription {
-    /// Identity of what decodes it.
+    /// Identity of its decoder.
     pub decoder_id: String,
     pub dtype: String,
-    /// Of one tensor without a name.
+    /// Shape of a single tensor without a name.
     pub shape: Vec<u32>,
     /// Names and shapes of several tensors, in the order of their data.
     pub tensors: Vec<(String, Vec<u32>)>,
 }
 
-/// A latent whose chunks come.
+/// A latent that is being uploaded.
 pub struct LatentUpload {
     most: Bytes,
     description: Option<LatentDescription>,
@@ -30,7 +30,7 @@ pub struct LatentUpload {
 }
 
 impl LatentUpload {
-    /// Of so many bytes at the most.
+    /// An upload of at most `most` bytes.
     pub(crate) fn new(most: Bytes) -> LatentUpload {
         LatentUpload {
             most,
@@ -59,7 +59,7 @@ impl LatentUpload {
         Ok(())
     }
 
-    /// The values, and the identity of what decodes them, once all chunks have come.
+    /// The tensors and the identity of their decoder, after the last chunk.
     ///
     /// # Errors
     /// When there is no description, or it is of another dtype.
@@ -73,7 +73,7 @@ impl LatentUpload {
         }
         let mut data = bytes::Bytes::from(self.data);
         let mut values = Values::new();
-        // One tensor alone may go without a name.
+        // A single tensor needs no name.
         let tensors = match description.tensors.is_empty() {
             true => vec![(String::new(), description.shape)],
             false => description.tensors,

@@ -1,5 +1,5 @@
-//! ANSWERS. What clients ask of the service, in plain types: requests are checked, resolved to models and turned into jobs;
-//! their results are encoded. Doors translate their protocols into these calls, and know nothing else of the service.
+//! ANSWERS. Calls of clients, in plain types: requests are checked, resolved to models and turned into jobs, and their results are
+//! encoded. The layer of each protocol (such as gRPC) translates it into these calls, and uses nothing else of the service.
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 
@@ -75,7 +75,7 @@ pub use sessions::{
     SessionEvents, SessionRequest,
 };
 
-/// What the calls of a service are answered with.
+/// The parts of a service that its calls use.
 pub struct Parts {
     pub queue: Queue,
     pub library: Arc<Library>,
@@ -86,7 +86,7 @@ pub struct Parts {
     pub workers: WorkerPids,
     /// Eviction policy; `None`: by the model.
     pub policy: Option<Policy>,
-    /// What all latents may take.
+    /// Bound on the bytes of all latents.
     pub latents: Bytes,
     /// Time without a use after which media of clients is dropped.
     pub media_ttl: Duration,
@@ -94,7 +94,7 @@ pub struct Parts {
     pub stopping: watch::Receiver<bool>,
 }
 
-/// Everything that the doors of a service call. Cheap to clone.
+/// All calls of a service, for the protocol layers. Cheap to clone.
 #[derive(Clone)]
 pub struct Service {
     pub generation: Generation,

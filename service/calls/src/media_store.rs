@@ -1,4 +1,4 @@
-//! Media that clients bring for later requests: a picture, a film, a track. They stay in host memory, counted against
+//! Media that clients upload for later requests: a picture, a film, a track. They stay in host memory, counted against
 //! their client, until nobody has used them for some time or they are released.
 
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ use crate::chunks::raw_media_type;
 use crate::errors::{invalid, short};
 use crate::threads::Turns;
 
-/// What each counts at least: an entry, and a task that ends it, take memory too.
+/// Least bytes that each counts, as its entry and the task that expires it take memory too.
 const LEAST_BYTES: u64 = 4 << 10;
 
 /// Media of a client, as requests use it.
@@ -30,21 +30,21 @@ pub(crate) enum Media {
     Clip(Clip),
 }
 
-/// How media is described that a client brings.
+/// A client's description of media that it uploads.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MediaDescription {
     /// `image/png`, `audio/wav`, …
     pub media_type: String,
-    /// Of pixels and samples as they are, which do not say it themselves.
+    /// For raw pixels and samples: their format, which they do not contain.
     pub format: Option<MediaFormat>,
 }
 
-/// Media that is kept.
+/// Stored media.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KeptMedia {
     pub id: String,
     pub media_type: &'static str,
-    /// Of a film or a track.
+    /// Format of a film or a track.
     pub format: Option<MediaFormat>,
     pub bytes: u64,
     /// Time without a use after which it is dropped.
@@ -75,7 +75,7 @@ impl MediaStore {
         })
     }
 
-    /// Media that a client begins to bring.
+    /// Begins the upload of media.
     pub(crate) fn upload(self: &Arc<MediaStore>, client: Client, decoding: &Turns) -> MediaUpload {
         MediaUpload {
             store: self.clone(),
@@ -104,7 +104,7 @@ impl MediaStore {
         Ok(kept)
     }
 
-    /// Media by its id; that is a use.
+    /// Media by its id. This renews its time to live.
     ///
     /// # Errors
     /// When it was never there, has expired, or was released.
@@ -123,10 +123,10 @@ impl MediaStore {
         Ok(kept.media.clone())
     }
 
-    /// A track by its id; that is a use.
+    /// A track by its id. This renews its time to live.
     ///
     /// # Errors
-    /// As [`MediaStore::get`], and where it is none.
+    /// As [`MediaStore::get`], and when the media is no track.
     pub(crate) fn track(&self, field: &str, id: &str) -> Result<Clip, Error> {
         match self.get(field, id)? {
             Media::Clip(clip) if matches!(clip.format, MediaFormat::Audio { .. }) => Ok(clip),
@@ -134,7 +134,7 @@ impl MediaStore {
         }
     }
 
-    /// Removes media before it expires; false when there was none. Jobs that use it keep it.
+    /// Removes media before it expires; false when there was none. Jobs that use the media keep them.
     pub(crate) fn release(&self, id: &str) -> bool {
         self.lock().remove(id).is_some()
     }
@@ -159,7 +159,7 @@ impl MediaStore {
     }
 }
 
-/// Media whose chunks come; the bytes count against the client as they come.
+/// Media that are being uploaded. Each chunk counts against the client as it arrives.
 pub struct MediaUpload {
     store: Arc<MediaStore>,
     client: Client,
@@ -183,12 +183,12 @@ impl MediaUpload {
         Ok(())
     }
 
-    /// Decodes what came, and keeps it.
+    /// Decodes the uploaded bytes, and stores the media.
     ///
     /// # Errors
     /// When it is not what its description says, or takes too many bytes.
     pub async fn finish(mut self) -> Result<KeptMedia, Error> {
-        self.data.shrink_to_fit(); // what is held is what is counted
+        self.data.shrink_to_fit(); // so that the bytes in memory are those that are counted
         let data = Bytes::from(self.data);
         let description = self
             .description
@@ -199,7 +199,7 @@ impl MediaUpload {
     }
 }
 
-/// Drops media that is not used until its time is over.
+/// Drops media whose time to live is over.
 async fn expire(store: Weak<MediaStore>, id: String, mut until: Instant) {
     loop {
         tokio::time::sleep_until(until).await;
@@ -220,11 +220,11 @@ async fn expire(store: Weak<MediaStore>, id: String, mut until: Instant) {
 pub(crate) const PICTURES: &str = "pictures";
 const TRACKS: &str = "tracks";
 
-/// Why media is not taken.
+/// Why media are refused.
 #[derive(Debug)]
 enum MediaRefusal {
     Invalid(Error),
-    /// Decoded, it takes more than a client, or all of them, may have.
+    /// Decoded, the media exceed the bound of a client, or of all clients.
     NoRoom(Exceeded),
 }
 
@@ -263,8 +263,8 @@ async fn read_on_thread(
     })
 }
 
-/// Media as its description says. `taken` has the bytes that came; what they are decoded to is taken beside them as it is
-/// made, and then instead of them.
+/// Decodes media as its description says. `taken` has the received bytes. The decoded bytes are charged in addition while
+/// they are made, and in place of the received ones afterwards.
 fn read(
     info: &MediaDescription,
     data: Bytes,
@@ -282,7 +282,7 @@ fn read(
             pictures::decode(&data, None).map_err(|problem| wrong(problem.to_string()))?;
             Ok(Media::Picture(data))
         }
-        // A file says itself which of the two it is.
+        // The file itself shows which of the two it is.
         ("audio/wav" | "audio/flac", _) => match tracks::media_type(&data).map_err(MediaRefusal::from)? {
             "audio/flac" => tracks::read_flac(&data, caller, &mut room),
             _ => tracks::read_wav(&data, caller, &mut room),
@@ -335,7 +335,7 @@ fn refused(exceeded: Exceeded) -> Error {
     Error::ClientLimit(words_of_excess(exceeded))
 }
 
-/// What a client is told that exceeds the bound on media.
+/// The error text for a client that exceeds the bound on media.
 pub(crate) fn words_of_excess(exceeded: Exceeded) -> String {
     exceeded.words("media", "release some", "limits.media")
 }
@@ -348,7 +348,7 @@ mod tests {
         MediaStore::new(Budget::new(bound, bound), Duration::from_secs(10))
     }
 
-    /// Media that nothing bounds.
+    /// Media with an unlimited budget.
     fn read(info: &MediaDescription, data: Bytes) -> Result<Media, MediaRefusal> {
         let mut taken = Budget::new(u64::MAX, u64::MAX).nothing(None);
         let (caller, _waits) = Caller::new();
@@ -477,7 +477,7 @@ mod tests {
         for (media_type, data) in [("image/png", picture), ("audio/flac", silence())] {
             let turns = decoding.all_turns();
             let mut waiting = Box::pin(reading(media_type, data));
-            // The clock stands while a thread works: this time is over only where none does.
+            // The test's clock does not advance while a thread works, so this time passes only if none does.
             let early = tokio::time::timeout(Duration::from_secs(1), &mut waiting).await;
             assert!(early.is_err(), "{media_type} is decoded before its turn");
             drop(turns);

@@ -40,7 +40,7 @@ pub struct Found {
     /// Branches and tags of a hub cache that stand for this revision.
     refs: Vec<String>,
     pub path: PathBuf,
-    /// What its name lacks of that of its file; empty for a folder.
+    /// The extension of its file, which its id lacks; empty for a folder.
     ending: String,
 }
 
@@ -88,7 +88,7 @@ fn ending_of<'a>(families: &dyn Families, name: &'a str) -> &'a str {
         .map_or("", |stem| &name[stem.len()..])
 }
 
-/// The version of a file that was read, and what it is where it is no model that runs here.
+/// The version of a file that was read, and its kind where it is no model that runs here.
 type ReadFile = (FileStamp, Option<String>);
 
 /// Finds models by id.
@@ -101,13 +101,13 @@ pub struct Models {
     adapter_listing: Listing<FoundAdapter>,
     /// Which files of the hub cache hold a transformer alone, by the paths of their contents, which never change.
     transformers: Mutex<HashMap<PathBuf, bool>>,
-    /// What was read of files in ComfyUI's folders, by their paths, while they are of this version.
+    /// Cached kinds of files in ComfyUI's folders, by path, valid for one version of a file.
     read: Mutex<HashMap<PathBuf, ReadFile>>,
-    /// Files of ComfyUI's folders that are no models that run here, of the last scan.
+    /// Files in ComfyUI's folders that the last scan found and that are no models that run here.
     others: Mutex<Vec<OtherFile>>,
 }
 
-/// What a reference means.
+/// A resolved reference.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resolved {
     pub entry: Arc<Entry>,
@@ -115,12 +115,12 @@ pub struct Resolved {
     pub adapters: Vec<AskedAdapter>,
 }
 
-/// A file in a folder of models that is none that runs here.
+/// A file in a folder of models that is no model that runs here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OtherFile {
     /// Its path in its folder.
     pub name: String,
-    /// What it is, in words.
+    /// Its kind, in words.
     pub what: String,
 }
 
@@ -148,7 +148,7 @@ impl Models {
         &self.settings.comfyui
     }
 
-    /// What is wrong with ComfyUI's files of further folders.
+    /// Problems of ComfyUI's `extra_model_paths.yaml` files.
     pub fn problems_of_comfyui(&self) -> Vec<String> {
         let places = self.settings.comfyui.iter().map(|folder| comfyui::places(folder));
         places.filter_map(|(_, problem)| problem).collect()
@@ -164,8 +164,8 @@ impl Models {
         model.path.starts_with(&self.hub_cache)
     }
 
-    /// Whether the model is there that a request names so: with a revision, formats and adapters, or by a name that several
-    /// have, which is refused when it is asked for.
+    /// Whether a model exists that a request could name so: with a revision, formats and adapters. True also for an ambiguous name,
+    /// although a request with it is refused.
     pub fn has(&self, name: &str) -> bool {
         let listing = self.list();
         names_in_key(name).any(|name| {
@@ -183,14 +183,14 @@ impl Models {
         self.listing.known(|| self.scan())
     }
 
-    /// Scans the folders, however recent the listing. While another scan is blocked by a folder, it is the last listing.
+    /// Scans the folders, however recent the listing. While another scan is blocked by a folder, it returns the last listing.
     pub fn rescan(&self) -> Arc<Vec<Found>> {
         self.listing.rescan(|| self.scan())
     }
 
     fn scan(&self) -> Vec<Found> {
-        // What is configured by path comes first, then the folders in their order; the first of a file's name and
-        // revision wins. A hub cache lists the revision of `main` first, which the stable sort keeps.
+        // Models that are configured by path come first, then the folders in their order; of several with one name and
+        // revision the first counts. A hub cache lists the revision of `main` first, which the stable sort keeps.
         let families = &*self.families;
         let configured = self
             .settings
@@ -206,7 +206,7 @@ impl Models {
         found
     }
 
-    /// The folders of ComfyUI, with their meanings. Its files of further folders are read.
+    /// The folders of ComfyUI, with their meanings. This reads its `extra_model_paths.yaml` files.
     fn places_of_comfyui(&self) -> Vec<comfyui::Place> {
         let installations = self.settings.comfyui.iter();
         installations
@@ -214,7 +214,7 @@ impl Models {
             .collect()
     }
 
-    /// The models in ComfyUI's folders, by their paths in them, as ComfyUI names them. What else is there is kept apart.
+    /// The models in ComfyUI's folders, by their paths in them, as ComfyUI names them. Other files are listed separately.
     fn scan_comfyui(&self) -> Vec<Found> {
         let (mut models, mut others) = (Vec::new(), Vec::new());
         let places = self.places_of_comfyui().into_iter();
@@ -234,7 +234,7 @@ impl Models {
         models
     }
 
-    /// What a file is that is no model that runs here. Each is read once, until it is changed.
+    /// The kind of a file that is no model that runs here. Each file is read once per version.
     fn what_else(&self, path: &Path) -> Option<String> {
         let metadata = path.metadata().ok().filter(std::fs::Metadata::is_file)?;
         let stamp = FileStamp::from(metadata);
@@ -263,7 +263,7 @@ impl Models {
         })
     }
 
-    /// Id of the model of requests that name none, among those that are listed.
+    /// Id of the model for requests that name none: the configured one, else the shipped one if it is listed, else the only one listed.
     pub fn default_id(&self, listing: &[Found]) -> Option<String> {
         if let Some(id) = &self.settings.default {
             return Some(id.clone());
@@ -277,8 +277,8 @@ impl Models {
         }
     }
 
-    /// The models of requests for a medium that name none, in the order in which they are tried: the configured one, which may
-    /// make something else, and the shipped one if it is listed.
+    /// Candidates for requests of a medium that name no model, in the order in which they are tried: the configured default, which
+    /// may make another medium, and the shipped model if it is listed.
     pub fn defaults_of(&self, makes: Makes, listing: &[Found]) -> Vec<String> {
         let configured = self
             .settings
@@ -303,7 +303,7 @@ impl Models {
         FILES.run(move || models.resolve(&model)).await?
     }
 
-    /// Resolves a reference to the entry that it means.
+    /// Resolves a reference to an entry.
     ///
     /// # Errors
     /// When there is no such model, or one of its formats or adapters is wrong.
@@ -437,11 +437,11 @@ impl Models {
     }
 }
 
-/// The entries that a reference means, told by the entries themselves: their files may be gone.
+/// The entries that match a reference. Only the entries are compared, as their files may be gone.
 pub enum Meant {
-    /// Those of this id or key, revision where one is named, formats, and adapters.
+    /// Entries with this id or key, these formats and adapters, and the revision if one is named.
     AsNamed(ModelRef),
-    /// As `AsNamed`, in whichever formats.
+    /// As `AsNamed`, in any formats.
     AnyFormats(ModelRef),
 }
 
@@ -456,13 +456,13 @@ impl Meant {
         };
         let is_named =
             || entry.id == model.id && has_formats() && adapters::are_named(&entry.adapters, &model.adapters);
-        // A key says all of it: a reference that adds formats or adapters to it contradicts itself.
+        // A key includes formats and adapters: a reference that adds more of them contradicts itself.
         let is_key = || is_key(&entry.key, &model.id) && model.formats.is_open() && model.adapters.is_empty();
         entry.revision.starts_with(&model.revision) && (is_named() || is_key())
     }
 }
 
-/// Whether a key is meant, of whose revision the first digits suffice, as tables show it: `owner/name@b28b7af6+full`.
+/// Whether `asked` is this key. The first digits of the revision suffice, as tables show it: `owner/name@b28b7af6+full`.
 fn is_key(key: &str, asked: &str) -> bool {
     let parts = |key: &'_ str| -> Option<(String, String, String)> {
         let (name, behind) = key.split_once('@')?;
@@ -512,7 +512,7 @@ fn named_by_key<'a>(listing: &[Found], model: &'a ModelRef) -> Option<Option<(&'
     find(listing, name, revision).map(|_| Some((name, revision, formats)))
 }
 
-/// Whether one of these ids is what a request names so, as in [`Models::has`]. Which revisions are there is not known.
+/// Whether `name` may mean one of these ids, as in [`Models::has`]. Revisions are not checked, as they are not known here.
 pub fn is_among(families: &dyn Families, ids: &[String], name: &str) -> bool {
     let listing: Vec<Found> = (ids.iter().cloned())
         .map(|id| Found::at(families, id, PathBuf::new()))
@@ -527,7 +527,7 @@ pub fn is_among(families: &dyn Families, ids: &[String], name: &str) -> bool {
     })
 }
 
-/// What may be the name of a model in a reference, the likeliest first: all of it, without adapters, and without formats.
+/// Candidates for the name of a model in a key, the likeliest first: the whole key, without adapters, and without formats.
 fn names_in_key(key: &str) -> impl Iterator<Item = &str> {
     let (base, _) = Entry::adapters_in_key(key);
     let without_formats = base.rsplit_once('+').map(|(name, _)| name);
@@ -556,8 +556,8 @@ fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     find(listing, id, revision).or_else(of_file).or_else(by_name)
 }
 
-/// The model that is called so, the only one whose last part of the id it is, or the one with this short name; a path of
-/// Windows means the folders of it.
+/// The model with this id, the only one whose id ends in this name, or the one with this short name. Backslashes of a Windows
+/// path are read as slashes.
 fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     names::spellings(id).find_map(|id| find_spelled(listing, &id, revision))
 }
@@ -587,7 +587,7 @@ fn find_spelled(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
     }
 }
 
-/// The shipped models that are there.
+/// The shipped models that are installed.
 fn shipped_models(families: &dyn Families) -> impl Iterator<Item = (&'static str, PathBuf)> {
     let there = SHIPPED
         .into_iter()
@@ -611,7 +611,7 @@ fn shipped_folder(name: &str) -> Option<PathBuf> {
         .find(|folder| folder.is_dir())
 }
 
-/// Models in a folder: itself, its children, and their children. Which files of a hub cache are models tells `holds`.
+/// Models in a folder: itself, its children, and their children. `holds` decides which files of a hub cache are models.
 fn scan(families: &dyn Families, folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
     let mut found = Vec::new();
     let name = folder
@@ -629,7 +629,7 @@ fn scan(families: &dyn Families, folder: &Path, holds: &dyn Fn(&Path) -> bool) -
             .unwrap_or_default();
         if let Some(id) = name.strip_prefix("models--") {
             for snapshot in hub_model(families, &child, &id.replacen("--", "/", 1)) {
-                // A pipeline's own transformer is in a folder; what lies beside its index is another.
+                // A pipeline's own transformer is in a subfolder. A transformer file beside the index is another model.
                 let is_pipeline = is_pipeline(families, &snapshot.path);
                 let files = files_in(families, &snapshot, holds).into_iter();
                 let is_model = |file: &Found| {
@@ -658,7 +658,7 @@ fn scan(families: &dyn Families, folder: &Path, holds: &dyn Fn(&Path) -> bool) -
     found
 }
 
-/// Depth of folders in ComfyUI's that are looked through.
+/// Depth to which ComfyUI's folders are scanned.
 const DEPTH_OF_COMFYUI: usize = 4;
 
 /// Models in a folder and the folders in it, by their paths in it.
@@ -697,7 +697,7 @@ fn files_in(families: &dyn Families, snapshot: &Found, holds: &dyn Fn(&Path) -> 
     found.collect()
 }
 
-/// Whether a folder can be opened: a pipeline, or a transformer alone that finds the rest beside it.
+/// Whether a folder can be opened: a pipeline, or a transformer alone whose other components are in a folder beside it.
 fn is_pipeline(families: &dyn Families, folder: &Path) -> bool {
     (folder.join("model_index.json").is_file() && !families.holds_parts_alone(folder))
         || families.has_transformer(folder)

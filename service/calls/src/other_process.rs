@@ -1,4 +1,4 @@
-//! A process that is not ours: whether it has ended.
+//! Watches whether a process that is not ours has ended.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// A process of this machine. It is this very process for as long as this value lives, even if its id is given to another.
+/// A process of this machine. This value names the same process for as long as it lives, even if the system gives the id to another.
 #[derive(Debug)]
 pub(crate) struct OtherProcess {
     id: u32,
@@ -45,7 +45,7 @@ impl OtherProcess {
         self.id
     }
 
-    /// Whether it has ended. One that cannot be asked counts as ended.
+    /// Whether the process has ended. A process that cannot be polled counts as ended.
     pub(crate) fn has_ended(&self) -> bool {
         let mut end = [PollFd::new(&self.end, PollFlags::IN)];
         !matches!(

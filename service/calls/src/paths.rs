@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// The folders of models, each with a `/` at its end, the longest first. Set once, when the service starts: messages are made in many
-/// places.
+/// The folders of models, each with a `/` at its end, the longest first. It is set once, when the service starts, and static
+/// because messages are made in many places.
 static FOLDERS: OnceLock<Vec<String>> = OnceLock::new();
 
 /// Sets the folders, and the targets of those that are links.

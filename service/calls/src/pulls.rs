@@ -22,7 +22,7 @@ pub struct Pulling {
     stopping: watch::Receiver<bool>,
 }
 
-/// What becomes of a pull.
+/// An event of a pull.
 #[derive(Debug)]
 pub enum PullEvent {
     Progress(Progress),
@@ -44,7 +44,7 @@ impl Pulling {
         self.pulls.hub().is_open()
     }
 
-    /// What a pull would fetch: the id that the model will be listed by, and the files.
+    /// The plan of a pull: the id by which the model will be listed, and the files.
     ///
     /// # Errors
     /// When clients may not pull, or the hub does not have the model.
@@ -54,7 +54,7 @@ impl Pulling {
         Ok((model.listed_id(), prepared.plan()))
     }
 
-    /// Pulls a model, or joins its pull. Its first event comes at once, before there is anything to count.
+    /// Pulls a model, or joins its pull. Its first event is sent at once, before the sizes are known.
     ///
     /// # Errors
     /// When clients may not pull, or the name is wrong.
@@ -76,7 +76,7 @@ impl Pulling {
                     PullUpdate::Progress(progress) => yield PullEvent::Progress(progress),
                     PullUpdate::End(ended) => {
                         let pulled = ended?;
-                        // The listing has the model before the client hears of it.
+                        // The listing is renewed before the client gets the last event, so that the client can name the model at once.
                         let look = move || drop((models.rescan(), models.rescan_adapters()));
                         let looked = FILES.run(look).await;
                         if let Err(problem) = looked {

@@ -1,10 +1,10 @@
-//! What clients name and bring in their requests, in plain types: a model with its formats and adapters, pictures, ControlNets.
+//! References in clients' requests, in plain types: a model with its formats and adapters, pictures, ControlNets.
 
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
 
-/// A model as a client names it. All of it may be left open.
+/// A model as a client names it. Every field may be empty.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ModelRef {
     /// Id, or key with revision, formats and adapters; empty for the default model.
@@ -36,7 +36,7 @@ pub struct AskedFormats {
 }
 
 impl AskedFormats {
-    /// Whether nothing is asked for.
+    /// Whether no formats are named.
     pub fn is_open(&self) -> bool {
         *self == AskedFormats::default()
     }
@@ -56,7 +56,7 @@ pub struct AskedAdapter {
     pub ignore_unknown: bool,
 }
 
-/// A picture of a request: a file, or the id of media that was brought before.
+/// A picture of a request: a file, or the id of uploaded media.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PictureInput {
     /// PNG, JPEG or WebP.
@@ -75,6 +75,6 @@ pub struct AskedControl {
     pub start: Option<f32>,
     /// Position of the last; `None`: 1.
     pub end: Option<f32>,
-    /// Of a union of several: which.
+    /// The mode of a union ControlNet.
     pub mode: Option<u32>,
 }

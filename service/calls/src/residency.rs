@@ -1,4 +1,4 @@
-//! What is in the memory of the cards: the models and their residency, holds, reservations, plans and the status of it all.
+//! Calls about the memory of the cards: models and their residency, holds, reservations, plans and status.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -37,13 +37,13 @@ const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
 /// How often it is checked whether the process of a reservation has ended.
 const PROCESS_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const LONGEST_RESERVATION: Duration = Duration::from_secs(86_400);
-/// Models that are opened at once to be listed.
+/// Number of models that a listing opens concurrently.
 const LISTED_AT_ONCE: usize = 8;
 /// Timeout of opening one model; after it the model is listed without its details.
 const LIST_LIMIT: Duration = Duration::from_secs(10);
-/// Least time between two statuses of a watcher that names none.
+/// Least time between two statuses for a watcher that sets no interval.
 const WATCH_INTERVAL: Duration = Duration::from_millis(250);
-/// The longest interval that a watcher may name.
+/// The longest interval that a watcher may set.
 const LONGEST_WATCH_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// Answers requests about the memory of the cards. Cheap to clone.
@@ -68,7 +68,7 @@ pub struct AskedLoad {
     pub model: ModelRef,
     /// Names of components; empty for all.
     pub components: Vec<String>,
-    /// The model whose place it takes.
+    /// The model that it replaces.
     pub replace: Option<ModelRef>,
     /// Run the smallest request afterwards, as a proof.
     pub prove: bool,
@@ -83,13 +83,13 @@ pub struct AskedReservation {
     pub ttl: Option<Duration>,
     pub card: String,
     pub label: String,
-    /// Of a reservation to be renewed; empty for a new one.
+    /// Id of a reservation to renew; empty for a new one.
     pub reservation_id: String,
-    /// The process that it ends with; 0 for none.
+    /// The reservation ends when this process does; 0 for none.
     pub process_id: u32,
 }
 
-/// A request whose plan is asked for.
+/// A request to plan.
 #[derive(Clone, Debug)]
 pub enum Planned {
     Request(Box<Asked>),
@@ -103,7 +103,7 @@ pub struct Plan {
     pub report: PlanReport,
 }
 
-/// What can be named in requests.
+/// The models and adapters that requests can name.
 pub struct Listing {
     pub models: Vec<ListedModel>,
     pub adapters: Arc<Vec<FoundAdapter>>,
@@ -116,17 +116,17 @@ pub struct ListedModel {
     pub id: String,
     pub revision: String,
     pub is_default: bool,
-    /// What is known of it, or why it cannot be opened.
+    /// Its details, or why it cannot be opened.
     pub details: Result<ModelDetails, String>,
 }
 
-/// What is known of a model that can be opened.
+/// Details of a model that can be opened.
 pub struct ModelDetails {
     pub family: String,
-    /// What requests take that leave a field open.
+    /// The values of fields that a request does not set.
     pub defaults: Request,
     pub components: Vec<Component>,
-    /// Names of components that are resident, in whichever formats.
+    /// Names of components that are resident, in any formats.
     pub resident: Vec<String>,
     pub pinned: bool,
     /// The format that each component is held in.
@@ -187,7 +187,7 @@ impl Residency {
         FILES.run(move || models.default_id(&models.known())).await
     }
 
-    /// Everything that can be named.
+    /// All models and adapters that requests can name.
     ///
     /// # Errors
     /// [`Error::Internal`].
@@ -325,7 +325,7 @@ impl Residency {
         self.generation.start(spec, model, output, caller).await
     }
 
-    /// Unloads a model, or all for a reference that is left open; with `force` also where jobs use it, which are cancelled.
+    /// Unloads a model, or all models for an empty reference. With `force`, jobs that use the models are cancelled.
     ///
     /// # Errors
     /// When the reference or the client's name is wrong, or the model is not known.
@@ -349,7 +349,7 @@ impl Residency {
         self.queue.unload(entry, force.then_some(client)).await
     }
 
-    /// Pins a model, or unpins it. The keys of what is pinned then.
+    /// Pins a model, or unpins it. Returns the keys of all pinned models.
     ///
     /// # Errors
     /// When the model cannot be found, or does not fit.
@@ -362,7 +362,7 @@ impl Residency {
         self.queue.pin(entry).await
     }
 
-    /// Holds a model for a client: its id, and how long it holds.
+    /// Holds a model for a client. Returns the id and the time to live of the hold.
     ///
     /// # Errors
     /// When the model cannot be found, or the client has as many holds as it may.
@@ -390,7 +390,7 @@ impl Residency {
         released
     }
 
-    /// How a request would run, on a card or where it fits.
+    /// How a request would run, on one card or on any that it fits.
     ///
     /// # Errors
     /// As for the request itself.
@@ -412,7 +412,7 @@ impl Residency {
         self.with_host(self.queue.status_now().await)
     }
 
-    /// The state of the service now and after each change, with so much time between two at the least (zero: a quarter of a
+    /// The state of the service now and after each change, with at least this time between two of them (zero: a quarter of a
     /// second), until the service shuts down.
     ///
     /// # Errors
@@ -448,7 +448,7 @@ impl Residency {
         }
     }
 
-    /// Gives memory that nothing uses back to the system: how much.
+    /// Returns unused memory of a card to the system. The result is the number of bytes.
     ///
     /// # Errors
     /// When there is no such card, or it is not ready.
@@ -459,7 +459,7 @@ impl Residency {
     /// Keeps memory of a card free for other programs, or renews a reservation.
     ///
     /// # Errors
-    /// When the request is wrong, the client has as many reservations as it may, or the memory cannot be had.
+    /// When the request is wrong, the client has as many reservations as it may, or the memory cannot be freed.
     pub async fn reserve(&self, request: AskedReservation, caller: &Caller) -> Result<Reserved, Error> {
         let ttl = time_to_live(request.ttl, DEFAULT_RESERVATION, LONGEST_RESERVATION)?;
         short("label", &request.label)?;
@@ -506,7 +506,7 @@ impl Residency {
         released
     }
 
-    /// Replaces the worker of a card, or of all for an empty name: the cards.
+    /// Replaces the worker of a card, or of all cards for an empty name. Returns the ids of the cards.
     ///
     /// # Errors
     /// When there is no such card, or jobs run on it and `force` is not set.
@@ -556,7 +556,7 @@ pub fn policy_name(policy: Option<Policy>) -> &'static str {
 /// The process that a caller names for its reservation.
 ///
 /// # Errors
-/// When there is none. A caller on another machine is not told which there are: whatever it names is refused.
+/// When there is none. A caller on another machine must not learn which processes exist: any process that it names is refused.
 fn process_for(caller: &Caller, id: u32) -> Result<OtherProcess, Error> {
     if !caller.is_on_this_machine() {
         let problem = "is of the machine of the service, and you call from another: leave it out, and renew the reservation by its \
@@ -612,7 +612,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_caller_on_another_machine_is_not_told_which_processes_there_are() {
+    fn a_caller_on_another_machine_does_not_learn_which_processes_exist() {
         let mut ended = std::process::Command::new("true").spawn().unwrap();
         ended.wait().unwrap();
         let (there, gone) = (std::process::id(), ended.id());

@@ -5,17 +5,17 @@ use std::collections::BTreeMap;
 use engine::library::{Entry, OpenModel};
 use model::{AdapterReport, FULL};
 
-/// The model that a request meant: with its revision, its formats and its adapters.
+/// The model that a request resolved to, with its revision, its formats and its adapters.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ResolvedModel {
-    /// Names all of it: `owner/name@revision+formats&adapters`.
+    /// Identifies the model completely: `owner/name@revision+formats&adapters`.
     pub key: String,
     pub id: String,
     pub revision: String,
     pub family: String,
     /// The format that each component is held in: `full`, `nf4`, `Q4_K`.
     pub formats: BTreeMap<String, String>,
-    /// Which formats the service chose, and why; empty where the client named them.
+    /// The formats that the service chose, and why; empty where the client named them.
     pub choice: String,
     pub adapters: Vec<AdapterReport>,
 }

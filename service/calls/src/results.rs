@@ -1,4 +1,4 @@
-//! The events of a job as its client gets them: pixels and samples are encoded away from the async threads, and come in chunks.
+//! The events of a job as its client gets them: pixels and samples are encoded on blocking threads, and sent in chunks.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -28,7 +28,7 @@ pub struct Event {
     pub kind: EventKind,
 }
 
-/// What happened to a job.
+/// The kind of an event.
 #[derive(Debug)]
 pub enum EventKind {
     /// Anything but an error, a picture, a film or sound.
@@ -42,13 +42,13 @@ pub enum EventKind {
     Chunk(Chunk),
 }
 
-/// A job that is queued, and what happens to it.
+/// A queued job, and its events.
 pub struct Started {
     pub job: JobId,
     pub model: ResolvedModel,
     /// The ends of the request's texts that the model does not read.
     pub left_out: Vec<LeftOut>,
-    /// Until its end, or its error. Dropping it drops the job, which cancels it.
+    /// Events until the job's end or error. Dropping the stream cancels the job.
     pub events: Events,
 }
 
@@ -64,7 +64,7 @@ pub(crate) struct ResultEncoder {
     pub(crate) client: Client,
 }
 
-/// The events of a job until its end. Where no form of the model fits the card, `instead` tells what does.
+/// The events of a job until its end. Where no form of the model fits the card, `instead` names a model that does.
 pub(crate) fn started(
     mut job: Job,
     model: ResolvedModel,
@@ -100,7 +100,7 @@ pub(crate) fn started(
     }
 }
 
-/// The error of a job, with what fits the card where no form of its model does.
+/// The error of a job. Where no form of its model fits the card, a model that fits is added.
 fn with_instead(error: Error, instead: Option<String>) -> Error {
     match error {
         Error::NeverFits(mut shortfall) if shortfall.fallbacks.is_empty() => {
@@ -116,7 +116,7 @@ struct ResultStream {
     job: String,
     output: Output,
     encoder: ResultEncoder,
-    /// What has come of each, by item and track.
+    /// The received parts of each result, by item and track.
     come: HashMap<(u32, String), ReceivedResult>,
 }
 
@@ -141,7 +141,7 @@ impl ResultStream {
         }
     }
 
-    /// Pieces of a result come in any order, and each unit of it once.
+    /// Adds a piece of a result. Pieces arrive in any order, each unit once.
     async fn piece(&mut self, item: u32, seed: u64, piece: Piece) -> Result<Chunks, Error> {
         let units = piece
             .units()
@@ -188,7 +188,7 @@ impl ResultStream {
         }
     }
 
-    /// Adds a piece to the file of its result, and gives the file once it is whole.
+    /// Adds a piece to the file of its result, and returns the chunks of the file once it is complete.
     async fn piece_of_file(
         &mut self,
         item: u32,
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_film_as_mp4_comes_when_it_is_whole_and_is_encoded_once_for_all_streams() {
+    async fn a_film_as_mp4_is_sent_when_it_is_complete_and_is_encoded_once_for_all_streams() {
         let bound = Budget::new(1 << 20, 1 << 20);
         let encodings = Arc::new(Encodings::new(bound.clone()));
         let (mut one, mut other) = (
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_film_comes_as_frames_and_then_as_mp4_where_both_are_wanted() {
+    async fn a_film_is_sent_as_frames_and_then_as_mp4_where_both_are_requested() {
         let encodings = Arc::new(Encodings::new(Budget::new(1 << 20, 1 << 20)));
         let mut stream = results(Encoding::FramesAndMp4, &encodings);
         let chunks = sent(&mut stream, &[3..6, 0..3]).await;
@@ -339,7 +339,7 @@ mod tests {
         assert!(raw.last().unwrap().is_last && file.last().unwrap().is_last);
         assert!(file[0].head.is_some());
         assert_eq!(media::recipe_of(&joined(&file)).unwrap().seed, 7);
-        // Where there is no room for the file, the frames come all the same.
+        // Where there is no room for the file, the frames are sent all the same.
         let encodings = Arc::new(Encodings::new(Budget::new(100, 100)));
         let mut stream = results(Encoding::FramesAndMp4, &encodings);
         assert_eq!(joined(&sent(&mut stream, &[3..6, 0..3]).await), expected);

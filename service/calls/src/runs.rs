@@ -1,4 +1,4 @@
-//! What a job of a request runs.
+//! The runs of jobs: the stages of a request.
 
 use engine::job::{Call, Run};
 use engine::library::Entry;
@@ -7,7 +7,7 @@ use model::{ControlUse, InitImage, Request, Role};
 use crate::models::Models;
 use crate::references::AskedControl;
 
-/// All stages of one result, of which nothing else is kept or shown.
+/// A run of all stages, without previews and without keeping a latent.
 pub(crate) fn whole_run(call: Call, request: Request) -> Run {
     Run {
         call,

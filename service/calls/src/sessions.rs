@@ -1,5 +1,5 @@
-//! A session of sound. `segments` makes the segments that the client asks for, one job each; `opening` has what a session is
-//! opened with; this file sends sound ahead of the play head, and ends the session.
+//! A session of sound. `segments` generates the requested segments, one job each; `opening` has the settings of a session;
+//! this file sends sound ahead of the play head, and ends the session.
 //!
 //! Sound is kept in host memory until it has been sent, so playback needs no card: jobs may wait, fail and be run
 //! again, and models may be replaced, while it continues.
@@ -29,7 +29,7 @@ use crate::playback::{Gap, PlayHead, Rendered, SegmentStart, Timeline};
 use crate::references::ModelRef;
 use crate::resolved::ResolvedModel;
 
-/// What a session says, until its end or its error. Dropping it ends the session.
+/// The events of a session, until its end or its error. Dropping the stream ends the session.
 pub type SessionEvents = std::pin::Pin<Box<dyn Stream<Item = Result<SessionEvent, Error>> + Send>>;
 
 /// A request to an open session.
@@ -52,11 +52,11 @@ pub enum SessionRequest {
         sample: u64,
     },
     Close,
-    /// One that this version does not know.
+    /// A request that this version does not know.
     Unknown,
 }
 
-/// What comes from the client of a session. The end of the stream closes the session.
+/// An input from the client of a session. The end of their stream closes the session.
 #[derive(Debug)]
 pub enum FromClient {
     /// A request, and the bytes of its message.
@@ -69,7 +69,7 @@ pub enum FromClient {
     Refused(String),
 }
 
-/// What a session says to its client.
+/// An event of a session for its client.
 #[derive(Debug)]
 pub enum SessionEvent {
     Opened(OpenedSession),
@@ -78,20 +78,20 @@ pub enum SessionEvent {
         job: String,
         seed: u64,
     },
-    /// Something happened to the job of a segment: no end, and no sound.
+    /// An event of a segment's job, other than its end and its sound.
     Progress {
         segment: u32,
         job: JobId,
         event: JobEvent,
     },
-    /// All of a segment is there.
+    /// A segment is complete.
     Ready {
         segment: u32,
         samples: u64,
         report: Arc<JobReport>,
         model: ResolvedModel,
     },
-    /// A segment does not come.
+    /// A segment failed.
     Failed {
         segment: u32,
         failure: SegmentFailure,
@@ -108,7 +108,7 @@ pub enum SessionEvent {
     Closed(SessionEnd),
 }
 
-/// Why a segment does not come.
+/// Why a segment failed.
 #[derive(Debug)]
 pub enum SegmentFailure {
     /// Its job failed, or could not be queued.
@@ -128,27 +128,27 @@ pub struct SessionEnd {
     pub gap: Duration,
 }
 
-/// Segments that are asked for and have not come.
+/// Most segments that a session may have requested and not received.
 const MOST_UNDER_WAY: usize = 32;
-/// Messages that wait for the transport. Sound is made only while fewer do, progress is told only then.
+/// Messages that wait for the transport. Sound is rendered and progress is sent only while fewer wait.
 const MOST_UNSENT: usize = 8;
-/// Messages that must not be lost and wait for the transport: beyond, the client is one that does not read.
+/// Most messages that must not be lost and wait for the transport: beyond it, the client counts as not reading.
 const MOST_KEPT: usize = 512;
 /// Longest message of a session's client: lyrics and curves are shorter.
 pub const SESSION_MESSAGE_BYTES: u64 = 256 << 10;
-/// What a message counts at least while it is kept: what is made of it takes memory too.
+/// Least bytes that a stored message counts, as its parsed form takes memory too.
 const LEAST_MESSAGE_BYTES: u64 = 1 << 10;
-/// Of the words of an error in the log.
+/// Most characters of an error in the log.
 const LONGEST_LOGGED_CHARACTERS: usize = 300;
-/// The shortest silence of the transport that is told as a gap: less is the clock's.
+/// The shortest silence of the transport that is reported as a gap: shorter ones are within the precision of the clock.
 const SHORTEST_GAP: Duration = Duration::from_millis(20);
-/// The shortest chunk that sound is made in while it is ahead, in parts of a second.
+/// Shortest chunk of rendered sound while the session is ahead, as a part of a second.
 const CHUNKS_PER_SECOND: u64 = 20;
-/// The longest, in parts of a second.
+/// Longest chunk, as a part of a second.
 const LONGEST_CHUNK_PARTS: u64 = 4;
 
 impl Generation {
-    /// Opens a session by its first message, of so many bytes, and returns what it says until its end.
+    /// Opens a session with its first message, of so many bytes, and returns the session's events until its end.
     ///
     /// # Errors
     /// When fields are wrong, the model cannot be opened or makes no sound, or the client may have no more sessions.
@@ -173,7 +173,7 @@ impl Generation {
     }
 }
 
-/// Why a session ends well.
+/// The regular reasons for which a session ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ending {
     Closed,
@@ -191,7 +191,7 @@ impl Ending {
     }
 }
 
-/// A segment that is asked for and has not come whole.
+/// A segment that was requested and is not complete.
 struct UnderWay {
     model: ResolvedModel,
     job: Option<tokio::task::AbortHandle>,
@@ -206,7 +206,7 @@ enum Ended {
     Refused(String),
 }
 
-/// How a session ended, for the log.
+/// The end of a session in words, for the log.
 fn words_of_end(ended: &Result<Ended, Error>) -> String {
     let words = match ended {
         Ok(Ended::Well(ending)) => ending.name().to_owned(),
@@ -259,7 +259,7 @@ impl Session {
         }
     }
 
-    /// Runs until its end. When it returns everything is given back.
+    /// Runs the session until its end. When it returns, all that the session held is released.
     async fn run(
         mut self,
         from_client: impl Stream<Item = FromClient> + Unpin,
@@ -282,7 +282,7 @@ impl Session {
             Err(error) => Some(Err(error)),
         };
         let unsent = std::mem::take(&mut self.unsent);
-        drop(self); // its jobs are cancelled and its model is let go, whether the client reads on or not
+        drop(self); // cancels its jobs and releases its model, whether the client reads on or not
         for event in unsent.into_iter().map(Ok).chain(last) {
             // A client that does not read is dropped with the call.
             if send.send(event).await.is_err() {
@@ -381,7 +381,7 @@ impl Session {
         Ok(None)
     }
 
-    /// Gives a segment its number, and has it made.
+    /// Numbers a segment, and starts its generation.
     fn ask(
         &mut self,
         bytes: u64,
@@ -414,7 +414,7 @@ impl Session {
         Ok(())
     }
 
-    /// What became of a segment.
+    /// Handles a report on a segment.
     fn take(&mut self, report: Report) -> Result<(), Error> {
         match report {
             Report::Accepted {
@@ -498,7 +498,7 @@ impl Session {
         }
     }
 
-    /// Tells that a segment is there, once it is and its job has ended.
+    /// Reports a segment as ready, once it is complete and its job has ended.
     fn ready(&mut self, number: u32) -> Result<(), Error> {
         let (Some(samples), Some(under_way)) =
             (self.timeline.whole_length(number), self.under_way.get(&number))
@@ -536,7 +536,7 @@ impl Session {
         }
     }
 
-    /// Makes sound up to the lead, while the transport takes it.
+    /// Renders sound up to the lead, while the transport accepts it.
     fn make_sound(&mut self) {
         let rate = u64::from(self.opened.samples_per_second);
         let made = self.timeline.made();
@@ -571,7 +571,7 @@ impl Session {
         }
     }
 
-    /// One that goes on while its client does not read is the same gap.
+    /// Reports a gap. A gap that lasts while the client does not read is reported as one.
     fn tell_gap(&mut self, gap: Gap) {
         self.gap += gap.length;
         match self.unsent.back_mut() {
@@ -595,14 +595,14 @@ impl Session {
         });
     }
 
-    /// Samples that are to be made now.
+    /// Number of samples to render now.
     fn due(&self, now: Instant) -> u64 {
         let made = self.timeline.made();
         let until = self.head.place(now, made) + self.opened.settings().lead;
         until.saturating_sub(made)
     }
 
-    /// When the next sound is to be made by the clock alone; `None`: something else has to happen first.
+    /// When the next sound is due by the clock alone; `None`: another event has to happen first.
     fn next_sound_at(&self) -> Option<Instant> {
         let now = Instant::now();
         if self.unsent.len() >= MOST_UNSENT || !self.head.is_moving() {
@@ -629,13 +629,13 @@ impl Session {
     }
 }
 
-/// A segment that does not come.
+/// The event of a failed segment.
 fn failed(segment: u32, error: Error) -> SessionEvent {
     let failure = SegmentFailure::Error(to_keep(error));
     SessionEvent::Failed { segment, failure }
 }
 
-/// What a message of so many bytes counts.
+/// The bytes that a message of this length counts.
 ///
 /// # Errors
 /// When it is too long.

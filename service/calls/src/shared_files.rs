@@ -1,4 +1,4 @@
-//! Files that are made while their pieces come, for all streams that send them: a film as MP4, a track as FLAC.
+//! Files that are encoded while their pieces arrive, for all streams that send them: a film as MP4, a track as FLAC.
 
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -16,7 +16,7 @@ use crate::encodings::{Encodings, refused};
 use crate::errors::internal;
 use crate::threads::ENCODING;
 
-/// Which result of which job, and how it is sent.
+/// Identifies a file: the job, the result and the encoding.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct FileOf {
     pub(crate) job: String,
@@ -26,11 +26,11 @@ pub(crate) struct FileOf {
     pub(crate) output: Output,
 }
 
-/// A file that is encoded while its pieces come, for all streams that send it.
+/// A file that is encoded while its pieces arrive, for all streams that send it.
 #[derive(Debug)]
 pub(crate) struct SharedFile {
     of: FileOf,
-    /// Held by a thread as long as it encodes: also where the stream that asked for it has gone.
+    /// Locked by a thread while it encodes, even if the stream that asked for it has gone.
     state: Arc<tokio::sync::Mutex<State>>,
 }
 
@@ -47,7 +47,7 @@ impl std::fmt::Debug for State {
     }
 }
 
-/// A file whose pieces come.
+/// A file that is not complete yet.
 enum Unfinished {
     Film(Box<FilmFile>),
     Track(Box<TrackFile>),
@@ -64,7 +64,7 @@ impl Unfinished {
         Ok(Unfinished::Track(Box::new(track)))
     }
 
-    /// Encodes a piece, and takes the bytes that it leaves.
+    /// Encodes a piece, and charges the encoded bytes.
     fn add(&mut self, piece: &Piece, taken: &mut Taken) -> Result<(), Error> {
         match self {
             Unfinished::Film(film) => {
@@ -94,7 +94,7 @@ impl Unfinished {
 }
 
 impl Encodings {
-    /// The file that others encode already, or a new one, which counts against this client.
+    /// The file that other streams encode already, or a new one, which counts against this client.
     pub(crate) fn file(
         &self,
         of: FileOf,
@@ -124,7 +124,7 @@ impl Encodings {
 }
 
 impl SharedFile {
-    /// Encodes what of a piece no stream has brought yet.
+    /// Encodes the part of a piece that no stream has added yet.
     pub(crate) async fn add(&self, piece: Piece) -> Result<(), Error> {
         let mut state = self.state.clone().lock_owned().await;
         let recipe = self.of.output.recipe_of(self.of.seed);

@@ -1,5 +1,5 @@
-//! Work on threads that may block. All that a call starts there takes a turn of a bounded pool, in which one client has no more
-//! than its share; it does not begin when its caller has gone, and what is long looks now and then whether the caller is still there.
+//! Work on threads that may block. All work of a call takes a turn of a bounded pool, in which one client has only its share. Work
+//! does not begin when its caller has gone, and long work checks at intervals whether the caller still waits.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -21,7 +21,7 @@ const REMEMBERED: usize = 256;
 pub(crate) static ENCODING: LazyLock<Turns> = LazyLock::new(|| Turns::new(processors()));
 /// Plans and headers: short computations.
 pub(crate) static PLANNING: LazyLock<Turns> = LazyLock::new(|| Turns::new(processors()));
-/// Folders that are looked through for models and adapters.
+/// Scans of folders for models and adapters.
 pub(crate) static FILES: LazyLock<Turns> = LazyLock::new(|| Turns::new(READING));
 
 /// Processors of this machine, and two at least: work of one client leaves a turn for another's.
@@ -42,7 +42,7 @@ pub(crate) struct Turns {
 }
 
 impl Turns {
-    /// So many at a time, of which one owner has half.
+    /// `count` turns at a time, of which one owner has at most half.
     pub(crate) fn new(count: usize) -> Turns {
         Turns {
             all: Arc::new(Semaphore::new(count)),
@@ -51,13 +51,12 @@ impl Turns {
         }
     }
 
-    /// Those of pictures and tracks that are decoded: as many as there are processors, and no more than a few, since each may take
-    /// half a GiB meanwhile.
+    /// The turns of decoding: one per processor, but at most `DECODED_AT_ONCE`, since each may take half a GiB meanwhile.
     pub(crate) fn of_decoding() -> Turns {
         Turns::new(processors().min(DECODED_AT_ONCE))
     }
 
-    /// As [`Turns::run_of`], of nobody in particular.
+    /// As [`Turns::run_of`], without an owner.
     ///
     /// # Errors
     /// [`Error::Internal`] where it panics.
@@ -69,7 +68,7 @@ impl Turns {
     }
 
     /// Runs work when it is its turn. An owner's turns are one after another, so that it does not keep others from theirs.
-    /// A result that is dropped ends what waits, and tells what runs.
+    /// Dropping the future cancels work that waits, and signals work that runs.
     ///
     /// # Errors
     /// [`Error::Internal`] where it panics.
@@ -78,7 +77,7 @@ impl Turns {
         owner: Owner,
         work: impl FnOnce(&Caller) -> T + Send + 'static,
     ) -> Result<T, Error> {
-        // The own share first: those who wait for it take nothing from others.
+        // The owner's own share first, so that work that waits for it takes no turn from others.
         let own = self.share_of(owner).acquire_owned().await.map_err(internal)?;
         self.run_in_turn(Some(own), work).await
     }
@@ -138,7 +137,7 @@ mod tests {
     const OTHER: Owner = ("pictures", None);
 
     #[tokio::test]
-    async fn long_work_ends_when_its_caller_goes_and_what_waits_never_begins() {
+    async fn long_work_ends_when_its_caller_goes_and_waiting_work_never_begins() {
         let turns = Turns::new(2);
         let (began, has_begun) = mpsc::channel();
         let (ended, has_ended) = mpsc::channel();

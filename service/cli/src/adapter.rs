@@ -1,4 +1,4 @@
-//! Adapters on the command line: `--lora NAME[:STRENGTH[:TEXT_STRENGTH]]`. A name may have colons too, so what is listed decides.
+//! Adapters on the command line: `--lora NAME[:STRENGTH[:TEXT_STRENGTH]]`. A name may have colons too, so the list of adapters decides.
 
 use api::v1;
 use media::RecipeAdapter;
@@ -7,16 +7,16 @@ use model::adapter_stem;
 use crate::CliError;
 use crate::connection::Connection;
 
-/// What stands for a colon that is part of a name.
+/// Escaped form of a colon that is part of a name.
 const ESCAPED_COLON: &str = "\\:";
 
 /// An adapter as it was typed.
 #[derive(Clone, Debug)]
 pub(super) struct TypedAdapter {
     text: String,
-    /// What it may mean, the longest name first.
+    /// Its possible meanings, the longest name first.
     readings: Vec<v1::Adapter>,
-    /// Why what is behind its last colon is no strength.
+    /// Why the text after its last colon is no strength.
     problem: Option<String>,
 }
 
@@ -48,15 +48,15 @@ impl TypedAdapter {
         })
     }
 
-    /// Whether only the list of adapters tells what it means.
+    /// Whether the text is ambiguous, so that only the list of installed adapters decides between its readings.
     fn is_open(&self) -> bool {
         self.readings.len() > 1 || self.problem.is_some()
     }
 
-    /// What it means where these are listed: the longest name that is there, else the shortest.
+    /// Its meaning where these adapters are listed: the longest name that is listed, else the shortest.
     ///
     /// # Errors
-    /// When no name is there and no strength can be read.
+    /// When no name is listed and no strength can be read.
     fn settled(&self, listed: &[String]) -> Result<TypedAdapter, CliError> {
         let slashed = |name: &str| name.replace('\\', "/");
         let is_listed = |reading: &&v1::Adapter| {
@@ -71,7 +71,7 @@ impl TypedAdapter {
         let found = self.readings.iter().find(is_listed);
         let meant = match (found, &self.problem) {
             (Some(found), _) => Some(found),
-            // The whole text alone can be read, and it is no name.
+            // Only the whole text can be read as a name, and no adapter has that name.
             (None, Some(problem)) if self.readings.len() == 1 => {
                 let text = &self.text;
                 return Err(CliError::Usage(format!(
@@ -92,7 +92,7 @@ impl TypedAdapter {
         self.readings.last().cloned().unwrap_or_default()
     }
 
-    /// The adapter that a recipe tells of.
+    /// The adapter that a recipe names.
     pub(super) fn of_recipe(adapter: &RecipeAdapter) -> TypedAdapter {
         let curve = adapter.curve.iter();
         let reading = v1::Adapter {
@@ -112,10 +112,10 @@ impl TypedAdapter {
     }
 }
 
-/// Settles what adapters mean by what is listed, which is asked for only where a name could have a colon.
+/// Resolves ambiguous adapters by the list of adapters. The list is requested only if a name could have a colon.
 ///
 /// # Errors
-/// When the list cannot be had, or an adapter means nothing.
+/// When the list cannot be read, or an adapter has no meaning.
 pub(super) async fn settle(
     adapters: &mut [TypedAdapter],
     listed: impl AsyncFnOnce() -> Result<Vec<String>, CliError>,
@@ -134,14 +134,14 @@ pub(super) async fn settle(
 pub(super) async fn listed(connection: &Connection) -> Result<Vec<String>, CliError> {
     let listed = connection
         .residency()
-        // One that came a moment ago counts: the text means another one without it.
+        // A rescan, so that an adapter that was added a moment ago is listed: without it the text would mean another adapter.
         .list_models(v1::ListModelsRequest { rescan: true })
         .await?;
     let adapters = listed.into_inner().adapters.into_iter();
     Ok(adapters.map(|adapter| adapter.id).collect())
 }
 
-/// The parts of a text between its colons, those apart that are escaped.
+/// The parts of a text between its colons. Escaped colons do not separate.
 fn parts_of(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     for (index, piece) in text.split(ESCAPED_COLON).enumerate() {
@@ -160,7 +160,7 @@ fn parts_of(text: &str) -> Vec<String> {
     parts
 }
 
-/// An adapter by its name, its strengths, and that of the text encoders.
+/// An adapter from its name and its strengths for the transformer and the text encoders.
 fn reading_of(name: &str, numbers: &[String]) -> Result<v1::Adapter, String> {
     let number = |text: &str| {
         let number = text
@@ -193,7 +193,7 @@ fn reading_of(name: &str, numbers: &[String]) -> Result<v1::Adapter, String> {
     })
 }
 
-/// The whole path of a file or folder that is here, by which a service of this machine knows it; else the name.
+/// The absolute path of a file or folder on this machine, which a service on this machine can find; else the name.
 fn path_or_name(id: &str) -> String {
     let is_path = id.starts_with(['.', '/']) || adapter_stem(id).is_some();
     let whole = is_path.then(|| std::fs::canonicalize(id).ok()).flatten();
@@ -204,7 +204,7 @@ fn path_or_name(id: &str) -> String {
 mod tests {
     use super::*;
 
-    /// What a text means where these are listed.
+    /// The meaning of a text where these adapters are listed.
     fn meant(text: &str, listed: &[&str]) -> v1::Adapter {
         let listed: Vec<String> = listed.iter().map(|name| (*name).to_owned()).collect();
         TypedAdapter::parse(text)

@@ -37,7 +37,7 @@ pub(super) struct Arguments {
     pub(super) command: Command,
 }
 
-// Options that may stand before a command and behind it.
+// Options that may stand before a command and after it.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Global options")]
 struct GlobalOptions {
@@ -71,7 +71,7 @@ struct GlobalOptions {
 const OF_CONNECTIONS: [&str; 3] = ["endpoint", "token_file", "insecure_token"];
 
 impl GlobalOptions {
-    /// Both, in their order; the error is the name of an option that is given twice and may be given once.
+    /// Both, in their order; the error is the name of an option that stands in both and may be used only once.
     fn and(self, behind: GlobalOptions) -> Result<GlobalOptions, &'static str> {
         fn one<T>(
             name: &'static str,
@@ -569,7 +569,7 @@ impl Formats {
         }
     }
 
-    /// These formats and adapters, each with those of a recipe where none are given.
+    /// These formats and adapters. Where the command line names none, those of a recipe.
     #[must_use]
     pub(super) fn or_those_of(&self, recipe: &Recipe) -> Formats {
         let formats = self.or_adapters_of(recipe);
@@ -583,7 +583,7 @@ impl Formats {
         }
     }
 
-    /// The same formats, with the adapters of a recipe where none are given.
+    /// The same formats. Where the command line names no adapters, those of a recipe.
     #[must_use]
     pub(super) fn or_adapters_of(&self, recipe: &Recipe) -> Formats {
         let mut formats = self.clone();
@@ -593,7 +593,7 @@ impl Formats {
         formats
     }
 
-    /// Settles what the adapters mean, by the list of a service where that is needed.
+    /// Resolves ambiguous adapters, by the list of a service if that is needed.
     ///
     /// # Errors
     /// As [`adapter::settle`].
@@ -618,12 +618,12 @@ impl Formats {
         adapter::settle(&mut self.adapters, listed).await
     }
 
-    /// The preset that is given.
+    /// The preset that the option names.
     pub(super) fn preset(&self) -> Option<&str> {
         self.quantization.as_deref()
     }
 
-    /// Whether no format is given.
+    /// Whether the options name no format.
     pub(super) fn is_empty(&self) -> bool {
         self.quantization.is_none() && self.formats.is_empty()
     }
@@ -740,9 +740,8 @@ pub(super) struct Pin {
 }
 
 impl Arguments {
-    /// Parses the command line. clap's global options would drop those before a command where there are some behind it, so
-    /// each command has them once more.
-    /// Of this process; `long_version` is what `--version` says.
+    /// Parses the command line of this process; `long_version` is the text of `--version`. clap's global options would drop those
+    /// before a command where there are some after it, so each command has them once more.
     pub(super) fn read(long_version: &'static str) -> Arguments {
         let matches = whole_command()
             .long_version(long_version)
@@ -859,7 +858,7 @@ impl Arguments {
             _ => text("client.token_file", &self.common.token_file),
         }
         for setting in &self.common.set {
-            // One without a value is reported with all other mistakes.
+            // A setting without a value is reported with all other mistakes.
             let (name, value) = setting
                 .split_once('=')
                 .map_or((setting.as_str(), None), |(name, value)| {
@@ -906,7 +905,7 @@ pub(crate) enum Verbosity {
     All,
 }
 
-/// The command line with the common options behind each command too; those that a command ignores are not in its help.
+/// The command line with the common options after each command too; those that a command ignores are not in its help.
 pub(super) fn whole_command() -> clap::Command {
     Arguments::command().mut_subcommands(|command| {
         let name = command.get_name().to_owned();
@@ -942,7 +941,7 @@ mod tests {
     }
 
     #[test]
-    fn options_before_and_behind_a_command_count_in_their_order() {
+    fn options_before_and_after_a_command_count_in_their_order() {
         let line = "moored --set a=1 --json --endpoint x --set b=2 config --set a=3 --config file";
         let (file, flags) = read(line).unwrap().layers();
         let flags: Vec<String> = flags
@@ -955,7 +954,7 @@ mod tests {
     }
 
     #[test]
-    fn an_option_given_before_and_behind_a_command_is_refused() {
+    fn an_option_both_before_and_after_a_command_is_refused() {
         for option in ["--endpoint", "--config", "--token-file"] {
             let told = read(&format!("moored {option} a status {option} b"))
                 .unwrap_err()

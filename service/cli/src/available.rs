@@ -31,7 +31,7 @@ enum Place {
     Here(Box<Config>),
 }
 
-/// A card, and what a model can have of it.
+/// A card, and the room for a model on it.
 pub(super) struct Card {
     id: String,
     total: Bytes,
@@ -40,7 +40,7 @@ pub(super) struct Card {
 }
 
 impl Inventory {
-    /// That of the service, if one answers, else of this machine.
+    /// The inventory of the service, if one answers, else of this machine.
     pub(super) async fn of(program: &'static dyn Program, config: &Config) -> Result<Inventory, CliError> {
         match Connection::open(&config.client).await {
             Ok(connection) => Inventory::of_service(program, &connection, config.cards.headroom).await,
@@ -49,7 +49,7 @@ impl Inventory {
         }
     }
 
-    /// That of a service, whose cards keep so much free.
+    /// The inventory of a service. `headroom` bytes of each card stay free.
     pub(super) async fn of_service(
         program: &'static dyn Program,
         connection: &Connection,
@@ -67,7 +67,7 @@ impl Inventory {
         })
     }
 
-    /// That of this machine.
+    /// The inventory of this machine.
     pub(super) fn of_this_machine(program: &'static dyn Program, config: &Config) -> Inventory {
         Inventory {
             program,
@@ -89,7 +89,7 @@ impl Inventory {
         }
     }
 
-    /// Whether it has the model that a request names so.
+    /// Whether it has a model that a request could name so.
     pub(super) fn has(&self, name: &str) -> bool {
         match &self.place {
             Place::Service(ids) => self.program.is_among(ids, name),
@@ -99,7 +99,7 @@ impl Inventory {
 }
 
 impl Card {
-    /// The largest card of a service, whose cards keep so much free.
+    /// The largest card of a service. `headroom` bytes of each card stay free.
     pub(super) async fn of_service(
         connection: &Connection,
         headroom: Bytes,
@@ -160,7 +160,7 @@ impl Card {
         (model.id != planned).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
     }
 
-    /// A command to begin with: of the first model that fits and needs no login.
+    /// A command to start with, for the first model that fits and needs no login.
     pub(super) fn first_command(&self) -> Option<String> {
         let fits = |model: &&Model| !model.needs_terms && model.best_in(&self.room).is_some();
         let of = |makes: Makes| {
@@ -243,8 +243,8 @@ pub(super) async fn list(
     Ok(())
 }
 
-/// Says so if a model that is not here cannot run on the card, before it is downloaded: asks, or fails where nobody can be
-/// asked. `preset` is the precision that was asked for, `None` any.
+/// Warns, before a download, if the model does not fit the card: asks whether to go on, or fails where nobody can be
+/// asked. `preset` is the requested precision, `None` any.
 pub(super) async fn confirm_fit(
     model: &Model,
     preset: Option<Preset>,

@@ -1,4 +1,4 @@
-//! Tracks that a request is about: read from files, and brought to the service before it.
+//! The tracks of a request: read from files, and uploaded to the service before the request is sent.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -36,15 +36,15 @@ pub(super) struct Uploads {
     reference: String,
     /// How long they stay while nobody uses them.
     lifetime: Duration,
-    /// When they are brought again: they may expire soon after it. `None`: they are not there.
+    /// When the tracks are uploaded again, as they may expire soon after that time. `None`: they are not in the service.
     renewed_at: Option<Instant>,
 }
 
 impl Brought {
-    /// Those that the options of a track name.
+    /// The tracks that the options name.
     ///
     /// # Errors
-    /// When a file cannot be read, or is no track that is read.
+    /// When a file cannot be read, or is no track in a supported format.
     pub(super) fn of(settings: &Settings) -> Result<Brought, CliError> {
         let track = |path: Option<&Path>| path.map(TrackData::read).transpose();
         Ok(Brought {
@@ -53,7 +53,7 @@ impl Brought {
         })
     }
 
-    /// Names them in a request, which uses them; brings those before that are not there.
+    /// Names the tracks in a request. Tracks that are not in the service are uploaded first.
     pub(super) async fn name_in(
         &self,
         request: &mut Asked,
@@ -113,7 +113,7 @@ impl TrackData {
 }
 
 impl Uploads {
-    /// Gives them up. What fails here expires.
+    /// Releases the uploaded tracks. If that fails, they expire later.
     pub(super) async fn release(&mut self, connection: &Connection) {
         self.renewed_at = None;
         for media_id in [&mut self.source, &mut self.reference].map(std::mem::take) {

@@ -58,7 +58,7 @@ fn endpoint() -> String {
     CONNECTED.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// The error of a stream that ended without its last event, as when a proxy drops it.
+/// The error of a stream that ended without its last event, for example because a proxy dropped it.
 pub(super) fn cut() -> CliError {
     CliError::Lost { endpoint: endpoint() }
 }
@@ -149,7 +149,7 @@ fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
 
 /// TLS with the CA certificates of a file, or the system's.
 fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
-    // A server that has not agreed to HTTP/2 is found by what it answers.
+    // A server that has not agreed to HTTP/2 is recognised by its answer.
     let config = ClientTlsConfig::new().assume_http2(true);
     let Some(file) = ca_file else {
         return Ok(config.with_native_roots());
@@ -201,7 +201,7 @@ impl Refusal {
         refusal
     }
 
-    /// What a person can do about it.
+    /// A remedy for people.
     fn remedy(&self) -> Option<&'static str> {
         Some(match v1::Reason::from_str_name(&self.reason)? {
             v1::Reason::ModelNotFound => {
@@ -239,7 +239,7 @@ impl Refusal {
     }
 }
 
-/// When a fallback would fit, in words.
+/// When an alternative would fit, in words.
 pub(super) fn when_of(fallback: &v1::Fallback) -> &'static str {
     if fallback.fits_now {
         "now"
@@ -282,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_tells_loopback_and_encryption() {
+    fn an_address_shows_loopback_and_encryption() {
         let read = |text: &str| {
             let address = Address::of(text)?;
             Ok::<_, String>((address.encrypted, address.is_here))

@@ -27,7 +27,7 @@ use crate::{CliError, screen};
 const PROMPTS: &str = include_str!("demo_prompts.txt");
 /// The film that begins with the first picture.
 const FILM_PROMPT: &str = "the red circle moves to the top left on a yellow background";
-/// What the film model knows. Left open, a film has the size of its start.
+/// Side of the films that the model was trained on, in pixels. Without it, the film would have the size of its start picture.
 const FILM_SIDE: u32 = 64;
 /// In the language of the sound model.
 const SOUND_PROMPT: &str = "three high short notes, then a low long one, square wave";
@@ -80,7 +80,7 @@ fn prompts() -> impl Iterator<Item = (usize, &'static str)> {
     PROMPTS.lines().filter(|line| !line.is_empty()).enumerate()
 }
 
-/// Refuses to write over the files of an earlier run before any is made.
+/// Refuses, before anything is generated, to overwrite files of an earlier run.
 fn check_free(options: &Demo) -> Result<(), CliError> {
     let pictures = prompts().map(|(index, _)| picture_path(options, index));
     let there = pictures
@@ -199,7 +199,7 @@ fn show(as_json: bool) -> Show {
     }
 }
 
-/// Writes a result, and a line on it: where it is, how long it took, and what it shows. Returns the file.
+/// Writes a result to a file, and prints a line with its path, its time and its subject. Returns the file.
 fn write_result(
     path: &Path,
     prompt: &str,

@@ -13,9 +13,9 @@ use crate::{CliError, screen};
 pub struct Finding {
     /// Whether all is well.
     pub well: bool,
-    /// What was checked, in a word: `card`, `state`, `model`.
+    /// The checked thing, in a word: `card`, `state`, `model`.
     pub what: &'static str,
-    /// What was found, in words.
+    /// The finding, in words.
     pub found: String,
 }
 

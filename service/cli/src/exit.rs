@@ -1,4 +1,4 @@
-//! Exit codes, by which scripts tell failures apart. docs/OPERATING.md lists them.
+//! Exit codes, by which scripts distinguish failures. docs/OPERATING.md lists them.
 
 use api::v1::Reason;
 
@@ -15,7 +15,7 @@ pub(super) enum Exit {
     WrongRequest = 2,
     /// No service answers, or the connection to it was lost.
     NoService = 3,
-    /// The same may work later.
+    /// The same command may succeed later.
     TryAgain = 4,
     /// The model is missing, damaged or not supported, or could not be downloaded.
     Model = 5,

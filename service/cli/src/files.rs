@@ -11,7 +11,7 @@ use crate::CliError;
 use crate::arguments::MediumChoice;
 use crate::results::Arrived;
 
-/// Room for a picture: a disk with less is full.
+/// Bytes that are written to probe a folder: a disk without room for a picture counts as full.
 const PROBE_BYTES: usize = 1 << 20;
 
 /// Destination of the results of a command.
@@ -66,7 +66,7 @@ impl Target {
         Ok(Target { place, medium, force })
     }
 
-    /// How films are sent: as the file that they are written to; of frames an animated PNG is made here.
+    /// The format in which films are requested: that of the file, or raw frames, from which an animated PNG is made here.
     pub(super) fn film_format(&self) -> v1::FilmFormat {
         match &self.place {
             Place::File(path) if ending_of(path) != "mp4" => v1::FilmFormat::RawFrames,
@@ -74,7 +74,7 @@ impl Target {
         }
     }
 
-    /// How tracks are sent: as the file that they are written to.
+    /// The format in which tracks are requested: that of the file.
     pub(super) fn track_format(&self) -> v1::AudioFormat {
         match &self.place {
             Place::File(path) if ending_of(path) == "flac" => v1::AudioFormat::Flac,
@@ -86,7 +86,8 @@ impl Target {
         self.place == Place::Stdout
     }
 
-    /// Refuses an existing file, and a folder in which none can be written, before anything is generated. Names of tracks are not known yet, and not checked.
+    /// Refuses an existing file, and a folder in which none can be written, before anything is generated. Names of tracks are
+    /// not known yet, and not checked.
     pub(super) fn check(&self, results: u32) -> Result<(), CliError> {
         let path = match &self.place {
             Place::Stdout => return Ok(()),
@@ -224,7 +225,7 @@ fn slug(model: &str) -> String {
 
 /// Writes a file, and makes its folder. Only `force` overwrites a file.
 pub(super) fn write(path: &Path, contents: &[u8], force: bool) -> Result<(), CliError> {
-    // A device or a pipe holds nothing that could be lost.
+    // A device or a pipe is written to directly, as it holds nothing that could be lost.
     if path.metadata().is_ok_and(|found| !found.is_file()) {
         let opened = OpenOptions::new().write(true).open(path);
         let written = opened.and_then(|mut there| there.write_all(contents));
@@ -251,7 +252,7 @@ impl Part {
         }
         let beside = beside(path);
         let failed = |problem| CliError::file(path, problem);
-        let _ = std::fs::remove_file(&beside); // of a process that was killed and had this number
+        let _ = std::fs::remove_file(&beside); // left by a killed process with the same id
         let created = OpenOptions::new().write(true).create_new(true).open(&beside);
         let mut file = created.map_err(failed)?;
         let part = Part(beside);
@@ -259,12 +260,12 @@ impl Part {
         Ok(part)
     }
 
-    /// Gives it a name, whatever has that name.
+    /// Renames it to its final name, and replaces a file of that name.
     fn name(&self, path: &Path) -> Result<(), CliError> {
         std::fs::rename(&self.0, path).map_err(|problem| CliError::file(path, problem))
     }
 
-    /// Gives it a name, unless something has that name.
+    /// Renames it to its final name, unless a file of that name exists.
     fn name_unless_taken(&self, path: &Path) -> Result<(), CliError> {
         rename_unless_there(&self.0, path).map_err(|problem| match problem.kind() {
             ErrorKind::AlreadyExists => CliError::Exists(path.display().to_string()),
@@ -275,7 +276,7 @@ impl Part {
 
 impl Drop for Part {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0); // it is gone where it got its name; else the error of the writing is told
+        let _ = std::fs::remove_file(&self.0); // it is gone if it was renamed; else the error of the write is reported
     }
 }
 
@@ -290,12 +291,12 @@ fn target_of(path: &Path) -> PathBuf {
     std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// Gives a file its name, unless something has that name.
+/// Renames a file, unless a file of that name exists.
 fn rename_unless_there(from: &Path, to: &Path) -> std::io::Result<()> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         Ok(()) => Ok(()),
-        // A file system without it: two commands at the same moment could meet here.
+        // The file system lacks this call. Here two commands at the same moment could both find the name free.
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if to.symlink_metadata().is_err() => {
             std::fs::rename(from, to)
         }
@@ -304,7 +305,7 @@ fn rename_unless_there(from: &Path, to: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Tries whether a file can be written in a folder, before anything is computed for it.
+/// Checks that a file can be written in a folder, before anything is computed for it.
 fn try_folder(folder: &Path) -> Result<(), CliError> {
     let folder = match folder.as_os_str().is_empty() {
         true => Path::new("."),
@@ -387,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_link_names_is_overwritten_by_a_file_that_was_written_beside_it() {
+    fn the_target_of_a_link_is_overwritten_by_a_file_that_was_written_beside_it() {
         let folder = tempfile::tempdir().unwrap();
         let (links, files) = (folder.path().join("links"), folder.path().join("files"));
         std::fs::create_dir(&links).unwrap();

@@ -276,7 +276,7 @@ pub(super) async fn plan(
     Ok(())
 }
 
-/// Prints a plan; where nothing of the model fits, with what to take instead.
+/// Prints a plan. Where no form of the model fits, it also prints `instead`, a model that does.
 fn show_plan(plan: &v1::PlanResponse, instead: Option<&str>) -> Result<(), CliError> {
     let rows = plan.stages.iter().map(|stage| {
         let scratch = if stage.scratch_learned {

@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGQUIT end a command that waits: what it has asked for is cancelled, and its exit code names the signal.
+//! Ctrl-C, SIGTERM and SIGQUIT end a command that waits: its job is cancelled, and its exit code names the signal.
 
 use std::sync::LazyLock;
 
@@ -12,12 +12,12 @@ use crate::exit::Exit;
 /// The exit code for the first signal that has arrived.
 static ARRIVED: LazyLock<watch::Sender<Option<Exit>>> = LazyLock::new(|| watch::channel(None).0);
 
-/// What a second signal does.
+/// The effect of a second signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Second {
     /// It ends the program at once.
     Exits,
-    /// Nothing here: a service inside of the program ends its jobs.
+    /// None here: the service inside of this program handles it and ends its jobs.
     IsForTheService,
 }
 
@@ -58,7 +58,7 @@ pub(super) async fn or<T>(work: impl Future<Output = Result<T, CliError>>) -> Re
         return Err(interrupted());
     }
     tokio::select! {
-        biased; // work that ends by itself on a signal says more of it
+        biased; // work that ends by itself on a signal has a more exact outcome
         ended = work => ended,
         _ = arrived.wait_for(Option::is_some) => Err(interrupted()),
     }

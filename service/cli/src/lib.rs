@@ -1,5 +1,5 @@
-//! ASKS. The command line: its commands are clients of a service, as any other would be. What needs the service itself, or what
-//! it is made of, is done by the [`Program`] that the command line is part of.
+//! ASKS. The command line: its commands are clients of a service, like any other client. Tasks that need the service's own
+//! code are done by the [`Program`] that the command line is part of.
 
 mod adapter;
 mod arguments;
@@ -273,7 +273,7 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The sum of numbers that a service sent, whatever they are.
+/// The sum of numbers from a service. It saturates, as the numbers are not trusted.
 fn total_of(numbers: impl IntoIterator<Item = u64>) -> u64 {
     numbers.into_iter().fold(0, u64::saturating_add)
 }

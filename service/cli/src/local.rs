@@ -17,7 +17,7 @@ use crate::{Program, ServiceProblem};
 /// Timeout of a worker's start.
 const START_LIMIT: Duration = Duration::from_secs(120);
 
-/// A service that runs as long as a command.
+/// A service that runs for as long as a command.
 pub(super) struct LocalService {
     stop: oneshot::Sender<()>,
     served: JoinHandle<Result<(), ServiceProblem>>,
@@ -75,7 +75,7 @@ impl LocalService {
     }
 }
 
-/// The address that a service has to listen on to answer at an endpoint; `None` when that is not loopback over HTTP.
+/// The address on which a service must listen to answer at this endpoint; `None` unless the endpoint is HTTP on loopback.
 pub(super) fn address_of(endpoint: &str) -> Option<SocketAddr> {
     let bare = endpoint
         .strip_prefix("http://")

@@ -97,7 +97,7 @@ pub(super) async fn list(program: &dyn Program, config: &Config, json: bool) -> 
     Ok(())
 }
 
-/// The files that do not run here in one line, counted by what they are.
+/// The files that do not run here in one line, counted by kind.
 fn others_in_words(others: &[v1::OtherFile]) -> String {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for other in others {
@@ -183,7 +183,7 @@ fn in_memory(model: &v1::ModelInfo, status: &v1::Status) -> Vec<String> {
     notes
 }
 
-/// How a model is stored: `full`, or what is quantized in its files.
+/// The formats of a model's files: `full`, or the formats of its quantized components.
 fn formats(model: &v1::ModelInfo) -> String {
     let quantized = model.quantization.iter().filter(|(_, format)| *format != FULL);
     let mut words: Vec<String> = quantized
@@ -197,7 +197,7 @@ fn formats(model: &v1::ModelInfo) -> String {
     }
 }
 
-/// Prints what the service and the catalogue know of one model.
+/// Prints one model's data from the service and the catalogue.
 pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), CliError> {
     let known = catalogue::find(name);
     let id = known.map_or(name, |model| &model.id);
@@ -244,7 +244,7 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
             let sizes = Preset::ALL.map(|preset| format!("{} {}", preset.as_str(), size(preset)));
             sizes.join(", ")
         };
-        // What the service says of a model that is here is exact.
+        // The catalogue is used only for a model that the service lacks, as the service's own figures are exact.
         if listed.is_none() {
             facts.push(("memory", sizes(&|preset| known.memory(preset))));
         }

@@ -1,4 +1,4 @@
-//! The cards as they are, drawn to scale: a bar for each card, with a row under it for everything that is in it.
+//! The cards as they are, drawn to scale: a bar for each card, with a row under it for each user of its memory.
 
 use api::v1;
 use console::{Style, measure_text_width, pad_str, truncate_str};
@@ -86,7 +86,7 @@ struct MemoryUser {
     colour: u8,
     name: String,
     bytes: u64,
-    /// Details behind its size: states, and the keys of its entries.
+    /// Details after its size: states, and the keys of its entries.
     notes: Vec<String>,
 }
 
@@ -235,7 +235,7 @@ fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<MemoryUser> 
     parts
 }
 
-/// Memory of other programs, which the holders of a card begin with; the holders behind them are ours.
+/// Memory of other programs. They are the first holders of a card; the holders after them are ours.
 fn foreign_parts(card: &v1::CardStatus, foreign: u64) -> Vec<MemoryUser> {
     let mut left = foreign;
     let mut parts = Vec::new();

@@ -1,5 +1,5 @@
-//! What the command line asks of the program that it is part of: to run a service or a worker, and what is on this machine where
-//! no service answers.
+//! The interface between the command line and the program that it is part of: the command line has the program run a service or a
+//! worker, and list the models of this machine where no service answers.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -44,7 +44,7 @@ pub trait Program: Sync {
     /// Starts the log.
     fn start_log(&self, log: &LogSettings);
 
-    /// Returns once the log is written, as far as it can be.
+    /// Waits until the log is written, or cannot be written.
     fn flush_log(&self);
 
     /// Runs a service until a signal or `stop` ends it. `ready` receives the address.
@@ -56,10 +56,10 @@ pub trait Program: Sync {
     /// The models in the folders and the hub cache of this configuration.
     fn models(&self, config: &Config) -> Vec<LocalModel>;
 
-    /// Whether one of them is meant by a name in a request: with a revision, formats and adapters.
+    /// Whether a name in a request, with a revision, formats and adapters, means one of them.
     fn has_model(&self, config: &Config, name: &str) -> bool;
 
-    /// Whether one of these ids is meant by a name in a request.
+    /// Whether a name in a request means one of these ids.
     fn is_among(&self, ids: &[String], name: &str) -> bool;
 
     /// Ids of the adapters in the folders of this configuration.

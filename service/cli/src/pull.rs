@@ -78,7 +78,7 @@ pub(super) async fn here(
     tell(&pulled_of(pulled), Some(&path), json)
 }
 
-/// Prints what a pull would download.
+/// Prints the files that a pull would download.
 fn tell_plan(
     model: &Reference,
     plan: &PullPlan,
@@ -124,7 +124,7 @@ fn tell_plan(
     Ok(())
 }
 
-/// What to do when the service does not have a model.
+/// Policy for a model that the service lacks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WhenMissing {
     /// Whether to pull without asking.
@@ -306,7 +306,7 @@ impl ShowPull {
     /// Prints the latest progress, if the interval has passed.
     fn tick(&mut self) -> Result<(), CliError> {
         if let Some(bar) = &self.bar {
-            bar.tick(); // progress that came faster than the bar is drawn
+            bar.tick(); // progress that arrived faster than the bar is drawn
         }
         let interval = if self.json { JSON_INTERVAL } else { LINE_INTERVAL };
         if self.told.is_some_and(|told| told.elapsed() < interval) {

@@ -1,4 +1,4 @@
-//! Pulls of the command line itself, in the words of the protocol: they are shown as those of a service are.
+//! Pulls of the command line itself, as messages of the protocol, so that they are shown like pulls of a service.
 
 use api::v1::{self, Reason};
 use hub::{Progress, PullError, PullFailure, Pulled};

@@ -203,7 +203,7 @@ fn film_of(
         prompt,
         width,
         height,
-        // A length that is named stands over the recipe's frames.
+        // A length from the options takes precedence over the recipe's frames.
         frames: match options.seconds {
             Some(_) => options.frames.unwrap_or(0),
             None => options.frames.or(recipe.frames).unwrap_or(0),
@@ -220,7 +220,7 @@ fn film_of(
     }))
 }
 
-/// The sides of a picture or film; 0 where they are left open.
+/// The sides of a picture or film, in pixels; 0 where they are not set.
 fn sides(options: &Settings, recipe: &Recipe) -> (u32, u32) {
     (
         options.width.unwrap_or(recipe.width),
@@ -228,7 +228,7 @@ fn sides(options: &Settings, recipe: &Recipe) -> (u32, u32) {
     )
 }
 
-/// The pictures that come with a request.
+/// The pictures of a request.
 struct Pictures {
     init_image: Option<Bytes>,
     mask: Option<v1::PictureInput>,
@@ -237,7 +237,7 @@ struct Pictures {
 }
 
 impl Pictures {
-    /// Reads those that the options name; an error where the recipe was made with one that they do not name.
+    /// Reads the pictures that the options name. It is an error if the recipe was made with a picture that they do not name.
     fn read(options: &Settings, recipe: &Recipe) -> Result<Pictures, CliError> {
         let init_image = options.init.as_deref().map(read_media).transpose()?;
         if init_image.is_none() && recipe.strength.is_some() {
@@ -285,7 +285,7 @@ impl Pictures {
     }
 }
 
-/// What requests of all media have.
+/// Fields that requests of all media have.
 struct SharedFields {
     model: v1::ModelRef,
     job: v1::JobOptions,
@@ -323,7 +323,7 @@ fn job_of(job: &JobSettings, client: &str) -> v1::JobOptions {
     }
 }
 
-/// The request of a track. Its source and its reference are brought before it, and named then.
+/// The request of a track. Its source and its reference are uploaded before it is sent, and their ids are added then.
 fn track_of(
     asked: &Wanted<'_>,
     prompt: String,
@@ -464,7 +464,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
     gpu::read_bounded(path, bounded::MEDIA_BYTES).map_err(|problem| CliError::file(path, problem))
 }
 
-/// The file of a picture or track. One of 0 bytes is what a failed download or copy leaves.
+/// The file of a picture or track. A file of 0 bytes is refused: a failed download or copy leaves such files.
 pub(super) fn read_media(path: &Path) -> Result<Bytes, CliError> {
     let data = read(path)?;
     if data.is_empty() {

@@ -99,7 +99,7 @@ pub(super) async fn unload(client: &ClientSettings, mut options: Unload, json: b
     };
     let mut residency = Connection::open(client).await?.residency();
     let done = residency.unload(request).await?.into_inner();
-    // A component that is kept because another model shares it needs no remedy.
+    // A component that is kept only because another model shares it needs no remedy.
     let is_claimed = |kept: &v1::KeptComponent| matches!(kept.cause.as_str(), "pinned" | "held");
     let stays = done.freed.is_empty() && done.kept.iter().any(is_claimed);
     let only_kept = || match stays {
@@ -116,7 +116,7 @@ pub(super) async fn unload(client: &ClientSettings, mut options: Unload, json: b
     left(&done.freed, &done.kept)?;
     let total = total_of(done.freed.iter().map(|f| f.freed_bytes));
     screen::text(&format!("{} freed in all", Bytes(total)))?;
-    // No entry of this name was in memory: the model may be there in another format.
+    // No entry of this name was in memory. The model may be in memory in another format.
     if let Some(model) = what.filter(|_| done.freed.is_empty() && done.kept.is_empty()) {
         let status = residency.get_status(v1::GetStatusRequest {}).await?.into_inner();
         let residents = status.cards.into_iter().flat_map(|card| card.residents);

@@ -14,26 +14,26 @@ use crate::request::Asked;
 const TRACKS_OF_ITEM: usize = 32;
 /// Most bytes of a track's name.
 const TRACK_NAME_BYTES: usize = 256;
-/// Longest side of a picture whose size was left to the model.
+/// Longest side of a picture whose size the model chooses, in pixels.
 const MOST_SIDE: u32 = 16_384;
-/// What a file may have beside its pixels or samples, its recipe above all.
+/// Bytes that a file may have beside its pixels or samples, mainly its recipe.
 const FILE_BYTES: u64 = 16 << 20;
-/// A chunk of less is short: a service that means well sends 256 KiB at a time.
+/// Chunks of fewer bytes count as short: the service itself sends 256 KiB at a time.
 const SHORT_CHUNK_BYTES: usize = 64 << 10;
-/// Most bytes of a result whose size was left to the model, and of all results of a call.
+/// Most bytes of a result whose size the model chooses, and of all results of a call.
 const RESULT_BYTES: u64 = 64 << 30;
 
-/// What may come for a request.
+/// Bounds on the results of a request.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Bounds {
-    /// Items that were asked for.
+    /// Number of requested items.
     pub(super) items: u32,
-    /// Pixels across and down, and frames; 0: left to the model.
+    /// Width and height in pixels, and frames; 0: the model chooses.
     pub(super) asked: [u32; 3],
 }
 
 impl Bounds {
-    /// Those of a request.
+    /// The bounds of a request.
     pub(super) fn of(request: &Asked) -> Bounds {
         let (count, asked) = match request {
             Asked::Generate(image) => (image.count, [image.width, image.height, 1]),
@@ -46,8 +46,8 @@ impl Bounds {
         }
     }
 
-    /// The most bytes of a result of a format: twice its pixels or samples, for an encoded file may be larger than they are. A
-    /// model may round up what was asked, to twice at most.
+    /// The most bytes of a result of a format: twice its pixels or samples, as an encoded file may be larger than these. A
+    /// model may round a requested size up, at most to twice that size.
     fn most_bytes(&self, format: &Option<Format>) -> u64 {
         let limits = [MOST_SIDE, MOST_SIDE, u32::MAX];
         let sizes = match format {
@@ -80,26 +80,27 @@ pub(super) struct Arrived {
     media_type: String,
     format: Option<Format>,
     total_bytes: u64,
-    /// The most that it may have, whether announced or not.
+    /// The most bytes that it may have, whether announced or not.
     most_bytes: u64,
-    /// By offset, in any order. No place is taken for what has not come: sizes and offsets are what the service says.
+    /// Chunks by offset, in any order of arrival. No memory is reserved for missing ones, as sizes and offsets of the service are not
+    /// trusted.
     chunks: BTreeMap<u64, Bytes>,
     covered: Covered,
-    /// Where a chunk belongs that does not say so.
+    /// Offset of a chunk that has none.
     next: u64,
 }
 
-/// Results by item and track: no more than was asked for, whatever the service sends.
+/// Results by item and track. A service cannot add more than was requested.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Results {
     bounds: Bounds,
     arrived: BTreeMap<(u32, String), Arrived>,
-    /// Bytes that came.
+    /// Received bytes.
     bytes: u64,
 }
 
 impl Results {
-    /// Takes the results of a request.
+    /// An empty set of results, with the bounds of a request.
     pub(super) fn within(bounds: Bounds) -> Results {
         Results {
             bounds,
@@ -107,10 +108,10 @@ impl Results {
         }
     }
 
-    /// Puts a chunk in its place.
+    /// Adds a chunk.
     ///
     /// # Errors
-    /// A message for people, when it was not asked for, is there already, or is beyond the end of its result.
+    /// A message for people, when the chunk was not requested, arrived before, or is beyond the end of its result.
     pub(super) fn add(&mut self, chunk: v1::Artifact) -> Result<(), String> {
         let of = format!("result {}", u64::from(chunk.index) + 1);
         if chunk.index >= self.bounds.items {
@@ -156,7 +157,7 @@ impl Results {
             return Err(format!("the results have more than {RESULT_BYTES} bytes in all"));
         }
         if !chunk.chunk.is_empty() {
-            // A copy of a short one: its bytes share the memory of the whole message.
+            // A short chunk is copied, as its bytes would keep the memory of the whole message.
             let data = match chunk.chunk.len() < SHORT_CHUNK_BYTES {
                 true => Bytes::copy_from_slice(&chunk.chunk),
                 false => chunk.chunk,
@@ -210,7 +211,7 @@ impl Arrived {
     }
 }
 
-/// Whether a file begins as its media type does; of types that are not known, any does.
+/// Whether a file begins as its media type does; for unknown types the answer is always yes.
 fn is_of_type(file: &[u8], media_type: &str) -> bool {
     match media_type {
         "image/png" | "image/jpeg" | "image/webp" => pictures::media_type(file) == media_type,
@@ -249,7 +250,7 @@ mod tests {
     };
 
     #[test]
-    fn no_more_comes_than_was_asked_for() {
+    fn no_more_results_than_requested_are_accepted() {
         let refused = |chunks: &mut dyn Iterator<Item = v1::Artifact>| {
             let mut results = Results::within(ONE);
             chunks.map(|chunk| results.add(chunk)).find_map(Result::err)

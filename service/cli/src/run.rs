@@ -1,4 +1,4 @@
-//! `moored run`: from a model's name to a picture. What is missing is downloaded, and a service started where none runs.
+//! `moored run`: from a model's name to a picture. A missing model is downloaded, and a service is started if none runs.
 //!
 //! A service that is started for this ends with it: one that stayed would keep the memory of a card, and a second start takes
 //! seconds, since the model's files are in the page cache.
@@ -96,7 +96,7 @@ pub(super) async fn run(
     }
 }
 
-/// The repository of a model that is not there, of which the licence is told where it has a short name.
+/// The repository of a model that is not in the model folders. `tell` gets its licence where it has a short name.
 ///
 /// # Errors
 /// When it could not be on a hub.
@@ -132,7 +132,7 @@ async fn confirm_fit(options: &Run, place: &Inventory, json: bool) -> Result<(),
     available::confirm_fit(model, preset, card, json).await
 }
 
-/// Has the service pull the model where it is missing, and tells which formats it chooses. A request that is wrong is
+/// Has the service pull the model where it is missing, and prints the formats that the service chooses. A request that is wrong is
 /// reported when it is sent.
 async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(), CliError> {
     let Some(first) = order.first() else {

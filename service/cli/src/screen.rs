@@ -1,4 +1,4 @@
-//! Output: the only module that prints. What others named or said is escaped here, whoever passes it on.
+//! Output: the only module that prints. Names and texts from outside are escaped here, whichever module passes them on.
 
 use std::io::{IsTerminal as _, Write as _};
 use std::sync::OnceLock;
@@ -11,7 +11,7 @@ use crate::arguments::Verbosity;
 use crate::pull_messages;
 use crate::{CliError, interrupt};
 
-/// Prints a line on standard output. A line break in it is escaped: it is of a name that others gave.
+/// Prints a line on standard output. A line break in it is escaped, as it can only be part of a foreign name.
 pub(super) fn text(text: &str) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{}", wording::one_line(text))?)
 }
@@ -26,7 +26,7 @@ pub(super) fn drawing(drawing: &str) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{}", wording::drawing(drawing))?)
 }
 
-/// Draws lines from the top of the terminal, over what is there.
+/// Draws lines from the top of the terminal, and overwrites its contents.
 pub(super) fn redraw(text: &str) -> Result<(), CliError> {
     let drawn = wording::drawing(text).replace('\n', &format!("{END_OF_LINE}\n"));
     Ok(writeln!(
@@ -68,26 +68,26 @@ pub(super) fn json(value: &Value) -> Result<(), CliError> {
     Ok(writeln!(std::io::stdout(), "{}", wording::json(value))?)
 }
 
-/// Prints a line on standard error. Where it is closed or its disk is full, the work goes on: its results are more than its notes.
+/// Prints a line on standard error. If it is closed or its disk is full, the command goes on, as its results matter more than its notes.
 fn told(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// Prints a line on standard error, unless `--quiet` is given.
+/// Prints a line on standard error, unless `--quiet` is set.
 pub(super) fn note(text: &str) {
     if verbosity() > Verbosity::Quiet {
         told(wording::one_line(text));
     }
 }
 
-/// Prints a line on standard error, if `--verbose` is given.
+/// Prints a line on standard error, if `--verbose` is set.
 pub(super) fn detail(text: &str) {
     if verbosity() > Verbosity::Normal {
         told(wording::one_line(text));
     }
 }
 
-/// Whether a person is there to be asked: not where JSON is printed, nor in a pipe.
+/// Whether a person can be asked: not if JSON is printed, nor in a pipe.
 pub(super) fn can_ask(json: bool) -> bool {
     !json && std::io::stdin().is_terminal() && std::io::stderr().is_terminal()
 }
@@ -157,7 +157,7 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
             CliError::Interrupted(_) => "CANCELLED".to_owned(),
         };
         let failed = json!({"event": "failed", "reason": reason, "message": error.to_string()});
-        // The exit status says it too, where nobody reads this.
+        // If nobody reads this, the exit status still reports the failure.
         let _ = writeln!(std::io::stdout(), "{}", wording::json(&failed));
     } else {
         told(format_args!("moored: {}", wording::lines(&error.to_string())));

@@ -56,7 +56,7 @@ enum Form {
 }
 
 impl Show {
-    /// Chooses the form by where the output goes.
+    /// Chooses the form by the kind of the output.
     pub(super) fn new(json: bool) -> Show {
         let form = match (json, std::io::stderr().is_terminal()) {
             (true, _) => Form::Json,
@@ -107,7 +107,7 @@ impl Show {
         }
     }
 
-    /// Tells which ends of the request's texts are not read.
+    /// Prints the ends of the request's texts that the model does not read.
     pub(super) fn left_out(&self, accepted: &v1::Accepted) {
         if self.form != Form::Json {
             accepted
@@ -117,7 +117,7 @@ impl Show {
         }
     }
 
-    /// Takes the last bar off the screen.
+    /// Removes the last bar from the screen.
     pub(super) fn end(&mut self) {
         if let Some(shown) = self.bar.take() {
             shown.bar.finish_and_clear();
@@ -172,7 +172,7 @@ impl Show {
         }
     }
 
-    /// Whether the bar is of a film that has steps to go.
+    /// Whether the bar belongs to a film with steps left.
     fn is_within_film(&self) -> bool {
         self.bar.as_ref().is_some_and(|shown| {
             shown.template == SECTIONS && Some(shown.bar.position()) < shown.bar.length()
@@ -243,11 +243,11 @@ fn is_told(steps: Steps) -> bool {
 
 const BYTES: &str = "{msg:28} {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta} left";
 const STEPS: &str = "{msg:28} {bar:30} step {pos}/{len}, {elapsed}, {eta} left";
-/// The message says the section and its step; the bar is over those of all sections.
+/// The message has the section and its step; the bar counts the steps of all sections.
 const SECTIONS: &str = "{msg:36} {bar:30} {percent}%, {elapsed}, {eta} left";
 const SPINNER: &str = "{msg:28} {spinner} {elapsed}";
 
-/// The line of an event, if it has one: of one line, whatever the names in it have.
+/// The line of an event, if it has one. Line breaks in names are escaped.
 fn words(kind: &Kind) -> Option<String> {
     let words = match kind {
         Kind::Queued(queued) if queued.position == 0 => "queued, next".to_owned(),

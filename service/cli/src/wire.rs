@@ -15,7 +15,7 @@ use tonic::transport::Channel;
 
 use crate::exit::Exit;
 
-/// How every answer of gRPC begins its content type.
+/// Prefix of the content type of every gRPC answer.
 const GRPC: &str = "application/grpc";
 
 /// An answer over HTTP that is none of the service's.
@@ -23,7 +23,8 @@ const GRPC: &str = "application/grpc";
 #[error("HTTP {0}")]
 struct Foreign(StatusCode);
 
-/// A channel whose foreign answers are errors. gRPC would take a proxy's page for a message, and report what it cannot read.
+/// A channel whose foreign answers are errors. gRPC would take a proxy's page for a message, and report only that the message
+/// cannot be decoded.
 #[derive(Clone)]
 pub(super) struct Answers(Channel);
 
@@ -87,7 +88,7 @@ pub(crate) enum WireError {
     Foreign { endpoint: String, status: StatusCode },
 }
 
-/// What an answer of a proxy means, and what to do.
+/// The meaning of a proxy's answer, and a remedy.
 fn advice(status: StatusCode) -> &'static str {
     match status {
         StatusCode::PAYLOAD_TOO_LARGE => {
@@ -117,7 +118,7 @@ fn advice(status: StatusCode) -> &'static str {
 }
 
 impl WireError {
-    /// What an error says of the line to this endpoint; `None`: nothing.
+    /// The failure of the connection to this endpoint, by an error; `None`: the error is of another kind.
     pub(super) fn of(error: &(dyn Error + 'static), endpoint: &str) -> Option<WireError> {
         let endpoint = || endpoint.to_owned();
         let mut source = Some(error);
@@ -167,7 +168,7 @@ impl WireError {
 
     fn of_h2(error: &h2::Error, endpoint: String) -> Option<WireError> {
         let reason = error.reason()?;
-        // What is read cannot be frames of HTTP/2.
+        // The received bytes cannot be HTTP/2 frames.
         let is_unreadable = matches!(reason, Reason::FRAME_SIZE_ERROR | Reason::PROTOCOL_ERROR);
         if error.is_library() && is_unreadable {
             return Some(WireError::NotHttp2 { endpoint });
@@ -201,7 +202,7 @@ impl WireError {
     }
 }
 
-/// The error of TLS in an error, which travels inside of one of IO.
+/// The TLS error in an error; it is wrapped in an IO error.
 fn rustls_error<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a rustls::Error> {
     let inside = error.downcast_ref().and_then(std::io::Error::get_ref);
     inside

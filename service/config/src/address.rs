@@ -2,12 +2,12 @@
 
 use std::net::IpAddr;
 
-/// Where a service is.
+/// The address of a service.
 pub struct Address {
     /// URL with its scheme.
     pub url: String,
     pub encrypted: bool,
-    /// Whether it is this machine.
+    /// Whether the service is on this machine.
     pub is_here: bool,
 }
 
@@ -15,7 +15,7 @@ impl Address {
     /// An address with or without its scheme.
     ///
     /// # Errors
-    /// For people: what it is not, and what to write.
+    /// For people: why it is no address, and what to write.
     pub fn of(endpoint: &str) -> Result<Address, String> {
         let url = match endpoint.split_once("://") {
             Some(_) => endpoint.to_owned(),
@@ -30,7 +30,7 @@ impl Address {
         };
         let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
         let authority = uri.authority().map(|authority| authority.as_str());
-        // `http` takes any port, and a name and a password before the host, which are sent to nobody.
+        // `http` accepts any port, and also a name and a password before the host, which would be ignored.
         let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port > 0);
         let after_host = authority.and_then(|all| all.strip_prefix(uri.host().unwrap_or_default()));
         let is_whole =

@@ -1,4 +1,4 @@
-//! Bounds of the files that somebody names, and tokens in files.
+//! Bounds on the sizes of files that users name, and tokens in files.
 
 use std::io::{Error, ErrorKind};
 use std::path::Path;

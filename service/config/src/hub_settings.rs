@@ -1,4 +1,4 @@
-//! Which hub, which cache, which token.
+//! Settings of the hub: its URL, its cache and its token.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// Most bytes of a token.
 const TOKEN_BYTES: u64 = 4 << 10;
 
-/// The hub that models are pulled from, and where to.
+/// The hub that models are pulled from, and the cache that they are pulled into.
 #[derive(Clone, Debug)]
 pub struct HubSettings {
     /// Base URL, without a trailing slash.
@@ -36,7 +36,7 @@ impl fmt::Debug for HubToken {
 }
 
 impl HubSettings {
-    /// Whether the endpoint is a URL of HTTP with nothing but a host and a path: it is shown to clients and in the log, so it has no
+    /// Whether the endpoint is an HTTP URL with only a host and a path. It is shown to clients and in the log, so it must have no
     /// password.
     pub fn has_url(&self) -> bool {
         url::Url::parse(&self.endpoint).is_ok_and(|url| {
@@ -48,7 +48,7 @@ impl HubSettings {
 }
 
 impl HubToken {
-    /// This token, or else that in a file.
+    /// This token, or else the one in a file.
     pub fn new(given: Option<String>, file: Option<PathBuf>) -> HubToken {
         HubToken { given, file }
     }
@@ -58,7 +58,8 @@ impl HubToken {
         self.file.as_deref()
     }
 
-    /// The token, if there is one. A file has it in one line; one that is given goes as it is, and is refused where it has several.
+    /// The token, if there is one. A file must have it in one line. A token from the environment is used as it is; the hub's client refuses
+    /// one with several lines.
     pub fn read(&self) -> Option<String> {
         let from_file = || {
             let text = gpu::text_bounded(self.file.as_ref()?, TOKEN_BYTES).ok()?;

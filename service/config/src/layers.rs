@@ -1,5 +1,5 @@
-//! The layers of the configuration, laid over each other. What is no section or setting by its shape is a mistake of its own, told
-//! once, and left out: it would hide every setting below it.
+//! The layers of the configuration, laid over each other. A value that has the wrong shape for its section or setting is
+//! reported once and left out: it would hide every setting of the layers below it.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use figment::{Figment, Metadata, Profile, Provider, Source};
 use super::reader::{EMBEDDED, ENVIRONMENT, meant, not_there, variable};
 use super::{DEFAULTS, Flags, environment};
 
-/// Layers, and what is wrong with them.
+/// Layers, and their mistakes.
 pub(super) struct Layers {
     pub(super) figment: Figment,
     pub(super) mistakes: Vec<String>,
@@ -114,8 +114,8 @@ impl Layers {
     }
 }
 
-/// Takes values out of a layer that stand where a section is, and sections that stand where a setting is: each by its name, and with
-/// what is wrong.
+/// Removes values of a layer that stand in place of a section, and sections that stand in place of a setting. Adds each to `found`,
+/// with its name and the problem.
 fn leave_out_misshapen(prefix: &str, values: &mut Dict, known: &Dict, found: &mut Vec<(String, String)>) {
     values.retain(|key, value| {
         let name = below(prefix, key);

@@ -50,7 +50,7 @@ pub struct Config {
     pub quantization: QuantizationSettings,
     pub client: ClientSettings,
     pub log: LogSettings,
-    /// Every setting with its value and where it comes from, for `moored config`.
+    /// Every setting with its value and its source, for `moored config`.
     pub sources: Vec<Setting>,
     /// The configuration file.
     pub file: FileRead,
@@ -69,7 +69,7 @@ pub enum FileRead {
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct Setting {
     pub name: String,
-    /// The effective value: that of a setting that is left open is resolved.
+    /// The effective value. A setting that is not set has its resolved value.
     pub value: serde_json::Value,
     pub source: String,
 }
@@ -139,10 +139,10 @@ impl CardSettings {
             .unwrap_or_else(|| ProfileName::suggested(card.kind, card.total))
     }
 
-    /// Whether a card has more memory than is to stay free of it.
+    /// Checks that a card has more memory than its headroom.
     ///
     /// # Errors
-    /// For people, where it has not.
+    /// For people, when it does not.
     pub fn check_headroom(&self, card: &CardDescription) -> Result<(), String> {
         match self.headroom < card.total {
             true => Ok(()),
@@ -191,12 +191,12 @@ pub struct QueueSettings {
     pub cancel_limit: Duration,
 }
 
-/// When models are unloaded that no job has needed for a while.
+/// When unused models are unloaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnloadWhenIdle {
     Never,
     After(Duration),
-    /// After a while, if a card drives a display.
+    /// After a default time, if a card drives a display.
     OnDesktops,
 }
 
@@ -221,17 +221,17 @@ pub struct LimitSettings {
     pub handshake: Duration,
     pub calls: u64,
     pub calls_per_client: u64,
-    /// Bytes of requests under way, and of messages of sessions that are not looked at yet.
+    /// Bytes of requests that are being received, and of messages of sessions that are not processed yet.
     pub uploads: Bytes,
     pub uploads_per_client: Bytes,
     /// The longest pause in a request that arrives.
     pub upload_idle: Duration,
-    /// Bytes of results that are made and not read.
+    /// Bytes of results that clients have not read.
     pub results: Bytes,
     pub results_per_client: Bytes,
-    /// Time after which an answer that is not read is given up.
+    /// Time after which an answer that the client does not read is dropped.
     pub unread: Duration,
-    /// Bytes of media that were brought for later requests, and of pictures that are decoded for requests.
+    /// Bytes of media that were uploaded for later requests, and of pictures that are decoded for requests.
     pub media: Bytes,
     pub media_per_client: Bytes,
     pub holds_per_client: usize,
@@ -267,7 +267,7 @@ pub struct LogSettings {
     pub json: bool,
 }
 
-/// Settings given as flags: (setting, value) pairs such as (`service.listen`, "127.0.0.1:0"); `None` for one that was named without a value.
+/// Settings from flags: (setting, value) pairs such as (`service.listen`, "127.0.0.1:0"); `None` for one that was named without a value.
 pub type Flags = Vec<(String, Option<figment::value::Value>)>;
 
 impl Config {
@@ -280,7 +280,7 @@ impl Config {
         let mut file_read = FileRead::NoneAt(None);
         match configuration_file(file) {
             Ok((FileRead::Read(path), text)) => {
-                // Told alone: what cannot be read says nothing of its settings.
+                // Returned as the only mistake: the settings of an unreadable file are not known.
                 layers.add_file(&path, &text).map_err(|problem| {
                     Mistakes::one(format!("{}: {}", path.display(), problem.trim_end()))
                 })?;
@@ -322,7 +322,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Finds settings that do not go together.
+    /// Finds settings that contradict each other.
     fn check(&self, r: &mut Reader) {
         if !self.service.listen.ip().is_loopback() && self.service.token_file.is_none() {
             r.mistake(
@@ -390,7 +390,7 @@ fn names_of_several(devices: &[DeviceChoice]) -> Vec<String> {
         .collect()
 }
 
-/// The configuration file with its text: the one named, or the user's if there is one.
+/// The configuration file with its text: the named file, or the user's if there is one.
 fn configuration_file(named: Option<PathBuf>) -> Result<(FileRead, String), String> {
     let named = named.or_else(|| std::env::var_os("MOORED_CONFIG").map(PathBuf::from));
     let path = match named {
@@ -415,7 +415,7 @@ fn configuration_file(named: Option<PathBuf>) -> Result<(FileRead, String), Stri
     }
 }
 
-/// The default client name, which tells apart users behind one tunnel.
+/// The default client name, which distinguishes users behind one tunnel.
 fn user_at_host() -> String {
     let variable = |name| variable(name).filter(|value| !value.is_empty());
     let user = variable("USER").or_else(|| variable("LOGNAME")).or_else(account);
@@ -433,7 +433,7 @@ pub fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// The name of the account that runs this: services and containers have no variable with it.
+/// The name of the account of this process: services and containers have no variable with it.
 fn account() -> Option<String> {
     let id = rustix::process::getuid().as_raw().to_string();
     let accounts = std::fs::read_to_string("/etc/passwd").ok()?;
@@ -510,7 +510,7 @@ fn environment() -> Env {
     })
 }
 
-/// A path as people write it, with their home for `~` and variables for `$NAME` and `${NAME}`. What is not set stays as it is.
+/// A path as people write it, with their home for `~` and variables for `$NAME` and `${NAME}`. Variables that are not set stay as they are.
 pub fn expanded(path: &str) -> PathBuf {
     let home = || home_folder()?.into_os_string().into_string().ok();
     PathBuf::from(&*shellexpand::full_with_context_no_errors(path, home, variable))

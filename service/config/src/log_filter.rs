@@ -14,10 +14,10 @@ const LIBRARIES: [&str; 8] = [
     "mio",
 ];
 
-/// Checks a filter that somebody writes.
+/// Checks a user's filter.
 ///
 /// # Errors
-/// For people, what is wrong with it.
+/// For people: the problem of the filter.
 pub(crate) fn check_filter(filter: &str) -> Result<(), String> {
     match EnvFilter::try_new(directives(filter)) {
         Ok(_) => Ok(()),
@@ -27,7 +27,7 @@ pub(crate) fn check_filter(filter: &str) -> Result<(), String> {
     }
 }
 
-/// The directives of a filter: those of libraries that log too much, overridden by what it names.
+/// The directives of a filter: those of libraries that log too much, overridden by those of `filter`.
 pub fn directives(filter: &str) -> String {
     let quiet = LIBRARIES.map(|library| format!("{library}=info"));
     format!("{},{filter}", quiet.join(","))

@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 
 use super::{SHORT_NAMES, Setting, UnloadWhenIdle, home_folder};
 
-/// Everything that is wrong with the configuration.
+/// All mistakes in the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mistakes(Vec<String>);
 
@@ -32,7 +32,7 @@ impl fmt::Display for Mistakes {
 }
 
 impl Mistakes {
-    /// The one thing that is wrong.
+    /// A single mistake.
     pub(super) fn one(mistake: String) -> Mistakes {
         Mistakes(vec![mistake])
     }
@@ -114,7 +114,7 @@ impl Reader {
         texts.iter().map(|text| self.path_of(name, text)).collect()
     }
 
-    /// A path by its text, which is that of a setting or in one.
+    /// A path by its text, which is the value of a setting or a part of it.
     pub(super) fn path_of(&mut self, name: &'static str, text: &str) -> PathBuf {
         if text.contains('\0') {
             self.mistake(name, format!("{text:?} has a NUL in it, which no path has"));
@@ -241,7 +241,7 @@ impl Reader {
         self.optional_text(name).map(|text| self.path_of(name, &text))
     }
 
-    /// A text that is checked by the reader of it.
+    /// A text that `check` verifies.
     pub(super) fn checked_text(
         &mut self,
         name: &'static str,
@@ -460,7 +460,7 @@ const LONGEST_TIME: Duration = Duration::from_secs(100 * 366 * 24 * 3600);
 /// A time such as "30s".
 ///
 /// # Errors
-/// For people, what it is not.
+/// For people: why the text is no time.
 fn time_of(text: &str) -> Result<Duration, String> {
     match humantime::parse_duration(text) {
         Ok(time) if time <= LONGEST_TIME => Ok(time),

@@ -14,17 +14,17 @@ use super::{
 };
 use crate::log_filter::check_filter;
 
-/// A message of less has no room for a prompt and a small picture.
+/// A smaller message has no room for a prompt and a small picture.
 const LEAST_MESSAGE: Bytes = Bytes(64 << 10);
 /// The length of a message of gRPC is written in four bytes.
 const MOST_MESSAGE: Bytes = Bytes(u32::MAX as u64);
-/// With less no picture is ever sent.
+/// With a lower bound no picture could be sent.
 const LEAST_RESULTS: Bytes = Bytes(1 << 20);
-/// A worker that answers says so within it.
+/// A healthy worker reports within this time.
 const LEAST_OF_WORKERS: Duration = Duration::from_secs(1);
-/// A client far away says something within it.
+/// Even a distant client sends something within this time.
 const LEAST_OF_CLIENTS: Duration = Duration::from_millis(100);
-/// What is kept for a later request is there for it.
+/// Least time to live: with less, a stored object would be gone before the next request.
 const LEAST_KEPT: Duration = Duration::from_secs(1);
 
 impl ServiceSettings {

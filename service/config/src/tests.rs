@@ -8,7 +8,7 @@ fn with(toml: &str) -> Result<Config, Mistakes> {
     Config::extract(layers)
 }
 
-/// What is said of flags as `--set` takes them.
+/// The mistakes of flags as `--set` takes them.
 fn said_of(flags: &[(&str, &str)]) -> String {
     let flag = |(name, value): &(&str, &str)| ((*name).to_owned(), Some(value.parse().unwrap()));
     match Config::load(None, flags.iter().map(flag).collect()) {
@@ -59,7 +59,7 @@ fn all_mistakes_are_reported_at_once() {
 }
 
 #[test]
-fn what_cannot_be_meant_is_refused_with_what_to_write() {
+fn meaningless_settings_are_refused_with_a_remedy() {
     for (wrong, says) in [
         (
             "cards.headroom = '99999999999999999999TiB'",
@@ -320,7 +320,7 @@ fn card(device: &str) -> CardDescription {
 }
 
 #[test]
-fn a_profile_goes_by_the_card_unless_it_is_set() {
+fn a_profile_depends_on_the_card_unless_it_is_set() {
     let automatic = with("").unwrap().cards;
     assert_eq!(automatic.profile_of(&card("sim:8GiB")), ProfileName::Constrained);
     assert_eq!(automatic.profile_of(&card("sim:24GiB")), ProfileName::Balanced);
@@ -419,7 +419,7 @@ fn insecure_token_takes_1_for_true() {
 }
 
 #[test]
-fn a_worker_gets_what_its_libraries_read_and_nothing_else() {
+fn a_worker_gets_only_variables_that_its_libraries_read() {
     for needed in [
         "PATH",
         "LD_LIBRARY_PATH",
@@ -439,7 +439,7 @@ fn a_worker_gets_what_its_libraries_read_and_nothing_else() {
     }
 }
 
-/// Whatever a configuration says, it is read, or each mistake has a name: of a setting, or a line.
+/// Any configuration is read, or each mistake names a setting or a line.
 #[test]
 fn any_configuration_is_read_or_its_mistakes_are_named() {
     const VALUES: [&str; 18] = [

@@ -18,7 +18,7 @@ pub enum Admission {
         /// Evictions, then a trim if one is needed, then loads.
         moves: Vec<Move>,
     },
-    /// No rung fits now. The rung with the least shortage would fit if claimed memory came free.
+    /// No rung fits now. The rung with the least shortage would fit if claimed memory were released.
     Wait {
         /// Index of that rung.
         rung: usize,
@@ -27,7 +27,7 @@ pub enum Admission {
         /// The claim that has to be released.
         cause: WaitCause,
     },
-    /// No rung fits on this card, whatever is evicted.
+    /// No rung fits on this card, even with all evictions.
     Never {
         /// Peak bytes of the smallest rung.
         needed: Bytes,

@@ -9,10 +9,10 @@ use residency::{Bytes, Holder};
 use crate::job_state::JobState;
 use crate::not_opened::NotOpened;
 
-/// What would fit instead of a request that does not.
+/// An alternative that would fit, for a request that does not.
 pub type Fallback = residency::Fallback<Change>;
 
-/// How a request that would fit differs from the one that was asked for.
+/// The difference between a request that would fit and the original one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Change {
     /// For people: `quantization 8-bit (int8)`, `512x512`, `components transformer, vae`.
@@ -20,7 +20,7 @@ pub struct Change {
     pub to: ChangedTo,
 }
 
-/// What is changed, and to what.
+/// The changed field and its new value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ChangedTo {
     /// The formats of the model's weights.
@@ -47,9 +47,9 @@ pub struct Shortfall {
     pub holders: Vec<Holder>,
     /// Alternatives that would fit, the closest first.
     pub fallbacks: Vec<Fallback>,
-    /// Where nothing would fit: the formats in which the model needs the least, and what it needs then.
+    /// Where nothing would fit: the formats in which the model needs the least, and the bytes that it needs then.
     pub smallest: Option<(String, Bytes)>,
-    /// Where nothing would fit: a model that does, in words. Whoever knows which models there are sets it.
+    /// Where nothing would fit: a model that does, in words. The caller of the queue sets it, as it knows the list of models.
     pub instead: Option<String>,
 }
 
@@ -63,7 +63,7 @@ impl Shortfall {
     }
 }
 
-/// What cancelled a job. Clients are named as they name themselves, or by their address.
+/// The cause of a job's cancellation. A client is identified by the name that it sends, or by its address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CancelledBy {
     /// A call to cancel it, of this client.
@@ -74,7 +74,7 @@ pub enum CancelledBy {
         entry: Option<String>,
         client: String,
     },
-    /// All its listeners have left: their calls or connections ended.
+    /// All listeners of the job have left: their calls or connections ended.
     Left,
     /// The last listener was dropped, because it did not read.
     Unread,
@@ -100,9 +100,9 @@ impl fmt::Display for CancelledBy {
 /// The bound on jobs that a submission would exceed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobBound {
-    /// That of one client, by the name that it gives.
+    /// The bound of one client, by the name that it sends.
     Client { client: String, limit: usize },
-    /// That of one address, whatever its clients call themselves.
+    /// The bound of one address, for all names that its clients send.
     Address { address: String, limit: usize },
     /// The last places are for addresses that have no job.
     Kept { places: usize },
@@ -184,7 +184,7 @@ pub enum Error {
         "init images of other jobs take {kept} of the {limit} that the queue keeps; try again in a while"
     )]
     InputsFull { kept: Bytes, limit: Bytes },
-    /// What one client, or all of them together, may have is exceeded.
+    /// A bound of one client, or of all clients together, is exceeded.
     #[error("{0}")]
     ClientLimit(String),
     /// A listener left too much of its results unread.
@@ -210,7 +210,7 @@ pub enum Error {
         /// Number of worker deaths.
         deaths: u32,
     },
-    /// A worker gave no sign for the longest time that it may, and was ended.
+    /// A worker was silent for longer than its limit, and was ended.
     #[error(
         "{card} gave no sign for {} s while it ran {stage} of this job (queue.stall_limit), and was started anew; it is not tried \
          again: ask for a smaller picture or film, or raise queue.stall_limit",
@@ -236,7 +236,7 @@ pub enum Error {
     },
     #[error("there is no latent {0}, or it has expired")]
     LatentNotFound(String),
-    /// A client brings a latent and does not say what decodes it.
+    /// A client uploads a latent and does not name its decoder.
     #[error("it is not said which decoder the latent is of")]
     LatentWithoutDecoder,
     /// The latent is of another decoder or another shape.
@@ -247,7 +247,7 @@ pub enum Error {
     /// An idempotency key was reused for a different request.
     #[error("the idempotency key {0} was used for another request")]
     KeyReused(String),
-    /// A job by this idempotency key is under way, and more of its result was sent than is kept for a second listener.
+    /// A job with this idempotency key is running, and has sent more of its result than is kept for a second listener.
     #[error(
         "the job with the idempotency key {0} is still running, and its result is too large to be sent to a second client: \
          submit the request with another key"

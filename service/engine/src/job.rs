@@ -37,10 +37,10 @@ pub enum Priority {
 pub struct JobOptions {
     /// Name of the client, for fair queueing.
     pub client: String,
-    /// Whose jobs, latents and unread results are bounded together, whatever name they go by: the client's address; empty without one.
+    /// Account by which jobs, latents and unread results are bounded: the client's address, whichever names it sends; empty without one.
     pub account: String,
     pub priority: Priority,
-    /// For late or foreign memory; `None` for the service's setting.
+    /// How long the job waits for late or foreign memory; `None` for the service's setting.
     pub patience: Option<Duration>,
     /// Run a stage even if it may be short of memory.
     pub allow_low_memory: bool,
@@ -52,12 +52,12 @@ pub struct JobOptions {
     pub headroom: Bytes,
     /// Continue without listeners, and past the deadline.
     pub detach: bool,
-    /// Of several clients that joined the job, the latest deadline counts. It is kept as a time of the wall clock.
+    /// Deadline of the job; if several clients join it, the latest counts. It is serialized as a time of the wall clock.
     #[serde(with = "wall_clock")]
     pub deadline: Option<Instant>,
 }
 
-/// A job to submit. What is kept of it is enough to submit it again, in another process and after a restart of the machine.
+/// A job to submit. Its serialized form is enough to submit it again, in another process and after a restart of the machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobSpec {
     pub options: JobOptions,
@@ -85,7 +85,7 @@ pub enum JobWork {
     },
 }
 
-/// The call of the API that a job is of.
+/// The call of the API that submitted a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Call {
     #[default]
@@ -97,7 +97,7 @@ pub enum Call {
     EncodeImage,
     DecodeLatent,
     Load,
-    /// No job: its plan alone is asked for.
+    /// No job: only a plan is requested.
     Plan,
 }
 
@@ -120,7 +120,7 @@ impl Call {
 /// Stages of a request to run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Run {
-    /// The call that it is of, for display.
+    /// The call that submitted it, for display.
     pub call: Call,
     /// The request of the first item; item i uses seed + i.
     pub request: Request,
@@ -163,7 +163,7 @@ pub enum JobEventKind {
         /// Whether it joined an existing job with the same idempotency key.
         joined: bool,
     },
-    /// Waiting behind our own jobs.
+    /// Queued after other jobs of this service.
     Queued {
         /// Number of jobs ahead.
         position: u32,
@@ -262,7 +262,7 @@ pub struct JobReport {
     pub stages: Vec<StageReport>,
     /// Components that did not have to be loaded.
     pub resident_already: Vec<String>,
-    /// Approximations that were necessary: for lack of memory, or of what a latent does not have.
+    /// Approximations that were necessary: for lack of memory, or because a latent lacks values.
     pub approximations: Vec<String>,
     /// Time from acceptance to the end.
     pub total: Duration,
@@ -312,7 +312,7 @@ pub struct LatentInfo {
     /// Remaining time to live.
     pub expires_in: Duration,
     pub bytes: Bytes,
-    /// What is approximate about what it is decoded to, beside its job's own result; `None`: nothing.
+    /// Why a decode of this latent is only an approximation of its job's own result; `None`: it is exact.
     pub approximation: Option<&'static str>,
 }
 
@@ -330,7 +330,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_kept_of_a_job_is_the_job_and_its_deadline_is_that_of_the_wall_clock() {
+    async fn a_job_is_serialized_with_its_deadline_as_a_time_of_the_wall_clock() {
         let left = Duration::from_secs(3600);
         let entry = |id: &str| {
             let path = format!("/models/{id}").into();

@@ -1,11 +1,11 @@
-//! Where a job is on its way.
+//! The state of a job.
 
-/// Where a job is on its way, as lists show it.
+/// The state of a job, as lists show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobState {
-    /// Behind other jobs of the queue.
+    /// Queued after other jobs.
     Queued,
-    /// For memory that is late, or that others have.
+    /// Waiting for memory that is late, or that other programs hold.
     Waiting,
     Running,
     Done,

@@ -40,7 +40,7 @@ const MAX_SYNC_HASH_BYTES: u64 = 256 << 20;
 /// milliseconds.
 const KEPT_OPEN: usize = 64;
 
-/// Models whose identities are remembered after they were closed, and whose bytes are: those that were asked for last.
+/// Number of closed models whose identities, and whose bytes, are remembered: the most recently used.
 const REMEMBERED: usize = 1024;
 
 /// A resolved model reference: cache key and files. The resulting tensors depend on the card's dtype: see
@@ -171,13 +171,13 @@ pub struct Library {
     catalogue: Box<dyn ModelOpener>,
     hasher: Hasher,
     opened: Mutex<BTreeMap<ModelKey, Opened>>,
-    /// Of models that were closed: see [`ModelLocation::identities`].
+    /// Identities of closed models: see [`ModelLocation::identities`].
     closed: Mutex<LruCache<ModelKey, Vec<(ComponentId, ComponentId)>>>,
     /// Counts uses of models.
     uses: AtomicU64,
-    /// Bytes of models that were opened for that alone.
+    /// Bytes of models that were opened only to measure them.
     measured: Mutex<LruCache<ModelKey, Measured>>,
-    /// Where copies of what is quantized at load are kept, if they are.
+    /// Kept copies of components that are quantized at load; `None`: copies are not kept.
     copies: Option<Arc<Copies>>,
     opening: Opening,
 }
@@ -187,20 +187,20 @@ type ModelKey = (PathBuf, String, Quantization, Vec<AdapterFile>);
 
 /// Separates the adapters in an entry's key.
 const BEFORE_ADAPTER: char = '&';
-/// Behind an adapter whose unknown tensors are ignored.
+/// Follows an adapter whose unknown tensors are ignored.
 const IGNORES_UNKNOWN: char = '~';
-/// Characters that have a meaning in a key, and how an adapter's name has them there. The escape itself is the first to be
-/// written and the last to be read.
+/// Characters that have a meaning in a key, and their escapes in an adapter's name. The escape character itself is the first to
+/// be escaped and the last to be unescaped.
 const ESCAPED: [(char, &str); 4] = [('%', "%25"), ('+', "%2B"), ('&', "%26"), ('~', "%7E")];
 
 #[derive(Clone)]
 struct Opened {
     model: Arc<dyn Model>,
     components: Vec<Component>,
-    /// Digests of the names of what each component loads.
+    /// Digests of the names of the tensors that each component loads.
     loaded: Vec<String>,
     stamps: Stamps,
-    /// Which use of any model was the last of this one.
+    /// Number of the model's last use, counted over all models.
     used: u64,
 }
 
@@ -211,7 +211,7 @@ struct Measured {
 }
 
 impl Library {
-    /// An empty library. Hashes are persisted in `identity_cache`, if given.
+    /// An empty library. Hashes are persisted in `identity_cache`, if there is one.
     pub fn new(catalogue: impl ModelOpener + 'static, identity_cache: Option<PathBuf>) -> Library {
         Library {
             catalogue: Box::new(catalogue),
@@ -232,11 +232,11 @@ impl Library {
         self
     }
 
-    /// Runs work that reads the model at a path, away from the async threads. A file system that does not answer blocks
+    /// Runs work that reads the model at a path, on a blocking thread. A file system that does not answer blocks
     /// threads of that model alone; the caller gets an error after a minute.
     ///
     /// # Errors
-    /// Those of the work; [`Error::NotOpened`] when the file system does not answer, or too many models are being opened.
+    /// Errors of the work; [`Error::NotOpened`] when the file system does not answer, or too many models are being opened.
     pub async fn aside<T: Send + 'static>(
         &self,
         path: &Path,
@@ -245,8 +245,8 @@ impl Library {
         self.opening.run(path, work).await
     }
 
-    /// The entry as all equal requests name it: formats by component are a preset where they are just that. Opens the
-    /// model for a card where components are named and it is not open; what cannot be opened stays as it was asked for.
+    /// The canonical entry of all equal requests: formats by component become a preset if they are exactly that preset. Opens the
+    /// model for a card if components are named and it is not open. An entry that cannot be opened stays as it is.
     ///
     /// # Errors
     /// Those of [`Library::aside`].
@@ -333,8 +333,8 @@ impl Library {
         Ok(open_model)
     }
 
-    /// What was opened before, if its files are the same. They are looked at without the lock, which the queue takes: a
-    /// file system may not answer.
+    /// The model if it is open already and its files are the same. The files are checked without the lock, as the queue takes that
+    /// lock and a file system may not answer.
     fn open_already(&self, model_key: &ModelKey) -> Option<OpenModel> {
         let opened = self.lock().get(model_key).cloned()?;
         if !opened.stamps.are_current() {
@@ -353,14 +353,14 @@ impl Library {
         })
     }
 
-    /// A model as it was opened in some format before, if its files are the same.
+    /// A model that is open in any format, if its files are the same.
     fn open_in_any_format(&self, path: &Path) -> Option<Arc<dyn Model>> {
         let all = self.lock();
         let of_path: Vec<Opened> = (all.iter())
             .filter(|((of, ..), _)| of == path)
             .map(|(_, opened)| opened.clone())
             .collect();
-        drop(all); // while files are looked at
+        drop(all); // not held while files are checked
         let mut current = of_path.into_iter().filter(|opened| opened.stamps.are_current());
         current.next().map(|opened| opened.model)
     }
@@ -372,7 +372,7 @@ impl Library {
         }
     }
 
-    /// The identities of an entry's components by their content, and what they were before: see
+    /// The identities of an entry's components by their content, and their earlier identities: see
     /// [`ModelLocation::identities`].
     fn identities(&self, model_key: &ModelKey) -> Vec<(ComponentId, ComponentId)> {
         if let Some(opened) = self.lock().get(model_key) {
@@ -603,7 +603,7 @@ impl Opened {
         made.collect()
     }
 
-    /// Of the components that go by their content: that, and the identity that they had by their files.
+    /// For components that are identified by their content: that identity, and the earlier one by path and versions of files.
     fn identities(&self) -> Vec<(ComponentId, ComponentId)> {
         let by_files = self.model.components().iter();
         let both = self.components.iter().zip(by_files);
@@ -620,8 +620,8 @@ impl Opened {
     }
 }
 
-/// Takes models out that nobody uses, what was used longest ago first, until no more than [`KEPT_OPEN`] are kept. Those
-/// that wait for hashes go last: they would come back under another identity than what is resident.
+/// Removes unused models, the least recently used first, until no more than [`KEPT_OPEN`] are kept. Those
+/// that wait for hashes are removed last: reopened, they would have another identity than their resident components.
 fn close_unused(all: &mut BTreeMap<ModelKey, Opened>) -> Vec<(ModelKey, Opened)> {
     let Some(surplus) = all.len().checked_sub(KEPT_OPEN).filter(|surplus| *surplus > 0) else {
         return Vec::new();

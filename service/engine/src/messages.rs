@@ -29,7 +29,7 @@ pub struct ModelLocation {
     pub adapters: Vec<AdapterFile>,
     /// Kept copies of quantized components, by name: read instead of the checkpoint if possible.
     pub kept: Vec<(String, PathBuf)>,
-    /// Of components that go by their content: that identity, and the provisional one of the files that have it.
+    /// For components that are identified by their content: that identity, and the provisional one by path and versions of files.
     pub identities: Vec<(ComponentId, ComponentId)>,
 }
 
@@ -148,19 +148,20 @@ pub struct Standing {
     pub holds: Vec<(String, Vec<ComponentId>)>,
     /// Kept free for other programs: (reservation, label, bytes).
     pub reservations: Vec<(String, String, Bytes)>,
-    /// For a new worker: what others held on the card before the reservations were made, of which a part may be in use.
+    /// For a new worker: the bytes of other programs on the card before the reservations were made. A part of the reserved bytes
+    /// may be in use already.
     pub foreign_before: Option<Bytes>,
 }
 
-/// Why a component stays that was to leave its card.
+/// Why a component is not unloaded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KeptBecause {
     /// A stage runs with it.
     InUse,
     Pinned,
-    /// By this client, where it is known.
+    /// Held by this client, where it is known.
     Held(Option<String>),
-    /// With this entry, which is in use, pinned, held or whole.
+    /// Shared with this entry, which is in use, pinned, held or completely resident.
     Shared(String),
 }
 
@@ -204,7 +205,7 @@ pub enum Event {
         card: CardDescription,
         /// Implementation of attention on it ([`ops::attention_by`]).
         attention: String,
-        /// Its ledger, with what the worker has taken by being started.
+        /// Its ledger, with the memory that the start of the worker took.
         ledger: Arc<Ledger>,
     },
     /// The ledger after a change.
@@ -300,7 +301,7 @@ pub struct Shortage {
 /// Report of a completed attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Completed {
-    /// Values that the stage gives; empty for a load.
+    /// Values that the stage has computed; empty for a load.
     pub values: Values,
     /// Label of the rung.
     pub chunking: String,
@@ -335,8 +336,8 @@ pub struct StageMemory {
     pub before: MemorySummary,
     /// After they were freed.
     pub after: MemorySummary,
-    /// The largest block that the driver could have given it, as far as it needed one; `None` if free memory was more
-    /// than enough.
+    /// The largest block that the driver could have allocated for the stage, as far as the stage needed one; `None` if free
+    /// memory was more than enough.
     pub largest_block: Option<Bytes>,
 }
 
@@ -364,7 +365,7 @@ pub enum Failure {
         /// For display: the file and the problem.
         message: String,
     },
-    /// Files of the checkpoint are not the versions that the order was given for, and those are not resident.
+    /// Files of the checkpoint are not the versions that the order names, and those versions are not resident.
     Replaced {
         /// For display: whose files, and what differs.
         message: String,
@@ -392,7 +393,7 @@ pub enum Answer {
         /// For `MakeRoom`: bytes still missing.
         short: Bytes,
     },
-    /// To `Trim`: bytes given back.
+    /// To `Trim`: bytes returned to the driver.
     Trimmed(Bytes),
     /// The command failed.
     Failed(String),

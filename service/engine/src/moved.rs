@@ -1,4 +1,4 @@
-//! What left a card, what stayed, and what was reserved on it.
+//! Results of unloads and reservations: components that left a card, components that stayed, and reserved memory.
 
 use residency::{Bytes, Component};
 
@@ -42,7 +42,7 @@ pub struct Reserved {
 }
 
 impl Freed {
-    /// What a worker says that it unloaded from a card.
+    /// The components that a worker reports as unloaded from a card.
     pub(crate) fn on(card: &str, freed: Vec<(Component, gpu::Unloaded)>) -> Vec<Freed> {
         let freed = freed.into_iter().map(|(component, unloaded)| Freed {
             component,
@@ -55,7 +55,7 @@ impl Freed {
 }
 
 impl Kept {
-    /// What a worker says that it kept on a card, with the reasons.
+    /// The components that a worker reports as kept on a card, with the reasons.
     pub(crate) fn on(card: &str, kept: Vec<(Component, KeptBecause)>) -> Vec<Kept> {
         let kept = kept.into_iter().map(|(component, reason)| Kept {
             component,

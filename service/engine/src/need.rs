@@ -1,4 +1,4 @@
-//! What one step of a job needs on a card: the queue's view of it and the card's are this type.
+//! The need of one step of a job on a card: one type for the queue and for the worker.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use residency::{Bytes, Component, ComponentId, StageNeed};
 
 use crate::messages::{Order, Work};
 
-/// What a step needs on a card.
+/// The need of a step on a card: components, rungs and headroom.
 #[derive(Clone, Debug)]
 pub struct Need {
     /// Name of the stage, or `load`, `restore`.
@@ -23,7 +23,7 @@ pub struct Need {
 }
 
 impl Need {
-    /// What a stage needs, of all components of its model.
+    /// The need of a stage; `components` are all components of its model.
     pub(crate) fn of_stage(
         plan: StagePlan,
         all: &[Component],
@@ -39,8 +39,8 @@ impl Need {
         }
     }
 
-    /// The ways to run it on a card: what is left in the machine's memory takes the same memory as on a card that is the
-    /// machine's, where it would be in no ledger.
+    /// The need without rungs that make no sense on this card. On the processor, components that a rung leaves in the machine's
+    /// memory would take the card's own memory, and no ledger would count them.
     #[must_use]
     pub(crate) fn on_card(mut self, card: &CardDescription) -> Need {
         if let Some(plan) = self.plan.as_mut().filter(|_| card.kind == CardKind::Cpu) {
@@ -49,7 +49,7 @@ impl Need {
         self
     }
 
-    /// What an order needs.
+    /// The need of an order.
     pub fn of_order(order: &Order) -> Need {
         let (name, components, plan) = match &order.work {
             Work::Load(components) => ("load", components, None),
@@ -72,7 +72,7 @@ impl Need {
         self.plan.as_ref().map_or(&[], |plan| &plan.rungs)
     }
 
-    /// Key of what is learned of its peak; empty for a load.
+    /// Key under which its measured peak is stored; empty for a load.
     pub(crate) fn shape(&self) -> String {
         let plan = self.plan.as_ref();
         plan.map(|plan| plan.shape.clone()).unwrap_or_default()

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use gpu::FileStamp;
 use model::{Model, ModelFile};
 
-/// Files of one folder that are looked at: one with more is no folder of configurations.
+/// Most files of one folder that are checked: a folder with more is no folder of configurations.
 const LISTED: usize = 256;
 
 /// The files that an open model came from.
 #[derive(Clone)]
 pub(crate) struct Stamps {
-    /// Of each component, as they were when their headers were read.
+    /// Files of each component, as they were when their headers were read.
     pub(crate) files: Vec<Vec<ModelFile>>,
     around: PathStamps,
 }
@@ -45,7 +45,7 @@ impl PathStamps {
 }
 
 impl Stamps {
-    /// Of a model that was read after its surroundings were looked at.
+    /// The stamps of a model, whose path was stamped before the model was read.
     pub(crate) fn of(around: PathStamps, model: &dyn Model) -> Stamps {
         let components = model.components().iter();
         Stamps {
@@ -61,7 +61,7 @@ impl Stamps {
     }
 }
 
-/// What is in a folder, in order; nothing where it is none.
+/// The contents of a folder, in order; empty if it is no folder.
 fn listed(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! How claims get into a ledger: in the worker's, and in the supervisor's copy of it.
+//! Applies claims to a ledger: the worker's, and the supervisor's copy of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -43,12 +43,12 @@ impl ClaimSet {
 }
 
 impl Standing {
-    /// Whether a ledger has just these claims.
+    /// Whether a ledger has exactly these claims.
     pub(crate) fn is_applied_to(&self, ledger: &Ledger) -> bool {
         ClaimSet::of(self) == ClaimSet::of_ledger(ledger)
     }
 
-    /// Gives a ledger these claims in place of those that it has. Unchanged ones keep their state: a reservation remembers
+    /// Replaces the claims of a ledger by these. Unchanged ones keep their state: a reservation remembers
     /// how much of it is in use.
     pub(crate) fn apply_to(&self, ledger: &mut Ledger) {
         let (was, now) = (ClaimSet::of_ledger(ledger), ClaimSet::of(self));

@@ -1,4 +1,4 @@
-//! Who may call: a layer that looks at the token of a call before anything else does.
+//! Access control: a layer that checks the token of a call before any other layer sees the call.
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -26,16 +26,16 @@ pub struct Token {
     last_refusal_log: Arc<Mutex<Option<Instant>>>,
 }
 
-/// A shorter one can be guessed.
+/// A shorter token could be guessed.
 const LEAST_CHARACTERS: usize = 16;
 /// Least time between two refusals in the log.
 const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Token {
-    /// This token; without one, calls need none.
+    /// The token of a service; with `None`, calls need no token.
     ///
     /// # Errors
-    /// When it is too short to be one: why, for people.
+    /// When it is too short: the reason, for people.
     pub fn new(token: Option<&str>) -> Result<Token, String> {
         if token.is_some_and(|token| token.len() < LEAST_CHARACTERS) {
             return Err(format!("is shorter than {LEAST_CHARACTERS} characters"));
@@ -43,7 +43,7 @@ impl Token {
         Ok(Token::expecting(token))
     }
 
-    /// Whether calls need one.
+    /// Whether calls need a token.
     pub(crate) fn is_set(&self) -> bool {
         self.expected.is_some()
     }
@@ -60,7 +60,7 @@ impl Token {
     /// Looks for the token in the headers of a call.
     ///
     /// # Errors
-    /// When there is none, or a wrong one: why, for people.
+    /// When the token is missing or wrong: the reason, for people.
     pub(crate) fn check(&self, headers: &HeaderMap) -> Result<(), &'static str> {
         let Some(expected) = &self.expected else {
             return Ok(());
@@ -89,7 +89,7 @@ impl Token {
     }
 }
 
-/// A service whose callers are known, or call what anybody may.
+/// A service whose callers have shown the token, or call a method that needs none.
 #[derive(Clone)]
 pub(crate) struct Access<S> {
     inner: S,

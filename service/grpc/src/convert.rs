@@ -1,4 +1,4 @@
-//! What calls answer, as messages of the protocol.
+//! Converts answers of calls to messages of the protocol.
 
 use api::v1;
 use api::v1::event::Event as Kind;
@@ -108,7 +108,7 @@ fn tensor_out(value: &ValueShape) -> v1::TensorInfo {
     }
 }
 
-/// What a request takes where it leaves a field open.
+/// The values of fields that a request does not set.
 pub(crate) fn defaults_out(defaults: &Request) -> v1::ModelDefaults {
     let (width, height) = defaults.medium.size().unwrap_or_default();
     let mut out = v1::ModelDefaults {
@@ -148,9 +148,9 @@ pub(crate) fn resolved_out(model: &ResolvedModel) -> v1::ResolvedModel {
     }
 }
 
-/// Of a name in a file of others; errors cut theirs too.
+/// Most characters of a foreign name from a file; errors cut theirs too.
 const LONGEST_NAME_CHARACTERS: usize = 300;
-/// Most names of ignored tensors that are told.
+/// Most names of ignored tensors in an answer.
 const MOST_IGNORED: usize = 100;
 
 fn adapter_out(report: &AdapterReport) -> v1::AttachedAdapter {
@@ -208,7 +208,7 @@ pub(crate) fn event(job_id: &str, at_ms: u64, kind: Kind) -> v1::Event {
     }
 }
 
-/// What every job of one call says besides its events.
+/// Data that every job of one call sends besides its events.
 pub(crate) struct OfJob<'a> {
     pub(crate) model: &'a v1::ResolvedModel,
     pub(crate) left_out: &'a [v1::TextLeftOut],
@@ -223,7 +223,7 @@ pub(crate) fn kind_out(kind: EventKind, of: &OfJob<'_>) -> Option<Kind> {
     }
 }
 
-/// An event of a job. Pixels, samples and errors come otherwise.
+/// An event of a job. Pixels, samples and errors are converted elsewhere.
 pub(crate) fn job_kind_out(kind: &JobEventKind, of: &OfJob<'_>) -> Option<Kind> {
     Some(match kind {
         JobEventKind::Accepted { joined } => Kind::Accepted(v1::Accepted {
@@ -364,7 +364,7 @@ fn artifact_format(format: MediaFormat) -> v1::artifact::Format {
     format_out!(v1::artifact::Format, format)
 }
 
-/// Media that is kept.
+/// Stored media.
 pub(crate) fn media_out(media: KeptMedia) -> v1::MediaInfo {
     v1::MediaInfo {
         id: media.id,
@@ -454,7 +454,7 @@ pub(crate) fn status_out(status: &ServiceStatus) -> v1::Status {
     }
 }
 
-/// A model that can be named.
+/// A model that requests can name.
 pub(crate) fn listed_out(listed: &ListedModel) -> v1::ModelInfo {
     let info = v1::ModelInfo {
         id: listed.id.clone(),

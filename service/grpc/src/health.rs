@@ -39,7 +39,7 @@ async fn follow(
             changed = stopping.changed() => if changed.is_err() { break },
         }
     }
-    // The queue or the service has ended: nothing serves, whatever the last report says.
+    // The queue or the service has ended: so nothing serves, even if the last report differs.
     let last = reports.borrow().clone();
     tell_all(&reporter, &mut told, &last, true).await;
 }

@@ -1,5 +1,5 @@
-//! LISTENS. The calls of the service by gRPC: messages become calls of the crate `calls`, and what these answer becomes messages.
-//! It decides nothing but who may call, and how much a client may have open.
+//! LISTENS. The calls of the service by gRPC: messages become calls of the crate `calls`, and the answers become messages.
+//! It decides only who may call, and how much a client may have open.
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 

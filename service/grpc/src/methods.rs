@@ -1,5 +1,5 @@
-//! The methods of this door, a row for each: what its calls may send, who may make them, which places they may take, and the
-//! capability that it announces.
+//! The gRPC methods, a row for each: the bounds of its requests, its access, the places of its calls, and the capability that it
+//! announces.
 
 use std::time::Duration;
 
@@ -7,19 +7,19 @@ use calls::SESSION_MESSAGE_BYTES;
 
 /// Most bytes of a request without media and latents. A prompt is 40 KB at the most.
 const SMALL_REQUEST_BYTES: u64 = 1 << 20;
-/// The same where the caller need not have a token.
+/// The same for methods that need no token.
 const PUBLIC_REQUEST_BYTES: u64 = 64 << 10;
 /// Longest silence of a session's client; the session itself ends earlier.
 const SESSION_IDLE: Duration = Duration::from_secs(2 * 3600);
 
-/// What is taken as request of a method.
+/// The kind of a method's requests, which decides their bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Requests {
     /// No media and no latents.
     Small,
     /// Media or latents.
     Large,
-    /// The handler counts the messages as they come, and keeps them.
+    /// The handler counts the messages as they arrive, and keeps them.
     SelfCounted,
     /// The request lasts as long as a session, which has its own limit of silence and takes short messages one by one.
     Session,
@@ -35,8 +35,8 @@ impl Requests {
         }
     }
 
-    /// The longest message of a stream; `None` where a request is one message. A message that is arriving counts against the client,
-    /// and one that has come is its handler's to count.
+    /// The longest message of a stream; `None` where a request is one message. A message counts against the client while it arrives;
+    /// after that its handler counts it.
     pub(crate) fn longest_message_bytes(self) -> Option<u64> {
         match self {
             Requests::Small | Requests::Large => None,
@@ -59,11 +59,11 @@ impl Requests {
 pub(crate) enum Needs {
     /// Anybody.
     Nothing,
-    /// Whoever has the token, where there is one.
+    /// Clients with the token, if there is one.
     Token,
 }
 
-/// A method of this door.
+/// A gRPC method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Method {
     /// `package.Service/Method`.
@@ -72,14 +72,14 @@ pub(crate) struct Method {
     pub(crate) needs: Needs,
     /// It shows health, status or jobs, or cancels: its calls may take the spare places.
     pub(crate) is_spare: bool,
-    /// It needs no token, and its answer lasts as long as its client likes.
+    /// It needs no token, and its answer has no end of its own.
     pub(crate) is_endless: bool,
-    /// What `GetServerInfo` lists for it.
+    /// The capability that `GetServerInfo` lists for it.
     pub(crate) capability: Option<&'static str>,
 }
 
 impl Method {
-    /// One with small requests, for whoever has the token.
+    /// A method with small requests, for clients with the token.
     const fn new(path: &'static str) -> Method {
         Method {
             path,
@@ -91,7 +91,7 @@ impl Method {
         }
     }
 
-    /// One for anybody.
+    /// A method that needs no token.
     const fn public(path: &'static str) -> Method {
         let method = Method::new(path);
         Method {
@@ -165,7 +165,7 @@ const METHODS: [Method; 34] = [
     Method::public("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
 ];
 
-/// One that is not there: it is refused when the token was seen.
+/// A method that does not exist. It is refused after the check of the token.
 const UNKNOWN: Method = Method::new("");
 
 /// The method at a path without its first slash.
@@ -195,7 +195,7 @@ const OF_FIELDS: [&str; 7] = [
     "controlnet",
 ];
 
-/// What this build can, as `GetServerInfo` lists it.
+/// The capabilities of this build, as `GetServerInfo` lists them.
 pub(crate) fn capabilities() -> impl Iterator<Item = &'static str> {
     METHODS
         .iter()

@@ -1,4 +1,4 @@
-//! Requests of the protocol as calls of the service.
+//! Converts requests of the protocol to calls of the service.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -43,7 +43,7 @@ fn timeout_of(header: &str) -> Option<Duration> {
     Some(unit * number)
 }
 
-/// A model, all of which may be left open.
+/// A reference to a model. Every field may be empty.
 pub(crate) fn model_in(model: Option<v1::ModelRef>) -> ModelRef {
     let model = model.unwrap_or_default();
     let formats = model.quantization.unwrap_or_default();
@@ -129,7 +129,7 @@ macro_rules! asked {
     };
 }
 
-/// An id that is left open is empty.
+/// `None` for an empty id.
 fn named(id: String) -> Option<String> {
     Some(id).filter(|id| !id.is_empty())
 }
@@ -192,7 +192,7 @@ pub(crate) fn track_in(mut request: v1::GenerateAudioRequest) -> Asked {
     }
 }
 
-/// How a film is sent.
+/// The encoding of a film.
 pub(crate) fn film_encoding_in(asked: i32) -> Encoding {
     match v1::FilmFormat::try_from(asked) {
         Ok(v1::FilmFormat::Mp4) => Encoding::Mp4,
@@ -201,7 +201,7 @@ pub(crate) fn film_encoding_in(asked: i32) -> Encoding {
     }
 }
 
-/// Takes what is of tracks out of a request.
+/// Takes the fields of tracks out of a request.
 fn take_track(request: &mut v1::GenerateAudioRequest) -> AskedTrack {
     let v1::GenerateAudioRequest {
         lyrics,
@@ -271,7 +271,7 @@ pub(crate) fn decode_in(request: v1::DecodeLatentRequest) -> AskedDecode {
     }
 }
 
-/// The description of a latent that is brought.
+/// The description of an uploaded latent.
 pub(crate) fn latent_in(info: v1::LatentInfo) -> LatentDescription {
     let tensors = info.tensors.into_iter();
     LatentDescription {
@@ -282,7 +282,7 @@ pub(crate) fn latent_in(info: v1::LatentInfo) -> LatentDescription {
     }
 }
 
-/// The description of media that is brought.
+/// The description of uploaded media.
 pub(crate) fn media_in(info: v1::MediaInfo) -> MediaDescription {
     use v1::media_info::Format;
     MediaDescription {
@@ -324,7 +324,7 @@ pub(crate) fn load_in(request: v1::LoadRequest) -> AskedLoad {
     }
 }
 
-/// A request whose plan is asked for; a picture where none is named.
+/// The request to plan; a request for a picture if there is none.
 pub(crate) fn planned_in(request: Option<v1::plan_request::Request>) -> Planned {
     use v1::plan_request::Request as Named;
     let asked = match request.unwrap_or(Named::Generate(v1::GenerateImageRequest::default())) {
@@ -336,7 +336,7 @@ pub(crate) fn planned_in(request: Option<v1::plan_request::Request>) -> Planned 
     Planned::Request(Box::new(asked))
 }
 
-/// Memory that is to be kept free.
+/// A reservation of memory.
 ///
 /// # Errors
 /// When the time is no duration.
@@ -351,13 +351,13 @@ pub(crate) fn reservation_in(request: v1::ReserveRequest) -> Result<AskedReserva
     })
 }
 
-/// How long something is asked for.
+/// A time to live.
 ///
 /// # Errors
 /// When it is no duration.
 pub(crate) fn ttl_in(asked: Option<prost_types::Duration>) -> Result<Option<Duration>, Error> {
     let Some(asked) = asked else { return Ok(None) };
-    // The conversion negates what is negative, and the least number of all has no positive one.
+    // The conversion negates negative numbers, and the least number has no positive counterpart.
     match asked.seconds < 0 || asked.nanos < 0 {
         true => Err(invalid("ttl", "is negative")),
         false => Duration::try_from(asked)

@@ -38,7 +38,7 @@ const STREAMS_PER_CONNECTION: u32 = 512;
 /// Idle time after which a connection is pinged, and time after which it is closed without an answer.
 const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(20);
 
-/// What this door is opened with.
+/// Settings of the server.
 pub struct DoorSettings {
     pub limits: LimitSettings,
     /// The token that calls must carry.
@@ -49,7 +49,7 @@ pub struct DoorSettings {
     pub families: Vec<String>,
 }
 
-/// Why the door was closed.
+/// Why the server failed.
 #[derive(Debug, thiserror::Error)]
 #[error("the gRPC transport failed: {0}")]
 pub struct TransportError(#[from] tonic::transport::Error);
@@ -112,7 +112,7 @@ pub async fn serve(
             Access::new(Limited::new(routes.routes().prepare(), limits.clone()), token),
             incoming,
             async move {
-                let _ = stopped.wait_for(|stopped| *stopped).await; // a sender that is gone has stopped too
+                let _ = stopped.wait_for(|stopped| *stopped).await; // a dropped sender means the same
             },
         );
     tokio::select! {

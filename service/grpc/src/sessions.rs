@@ -19,17 +19,17 @@ use crate::convert::{OfJob, done_out, event, job_kind_out, resolved_out};
 use crate::requests::{model_in, options_in, track_in};
 use crate::status::{listed, reason_of, status_of};
 
-/// What a session says, until its end or its error.
+/// The messages of a session, until its end or its error.
 pub(crate) type SessionStream =
     std::pin::Pin<Box<dyn Stream<Item = Result<v1::StreamAudioResponse, Status>> + Send>>;
 
 /// Time for the first message of a session.
 const OPENING: Duration = Duration::from_secs(20);
 
-/// Opens a session by its first message, and returns what it says until its end.
+/// Opens a session with its first message, and returns its messages until its end.
 ///
 /// # Errors
-/// When the first message does not come, is another, or cannot be granted.
+/// When the first message does not arrive in time, does not open a session, or is refused.
 pub(crate) async fn open_session(
     generation: &Generation,
     mut messages: Streaming<v1::StreamAudioRequest>,
@@ -51,7 +51,7 @@ pub(crate) async fn open_session(
     Ok(Box::pin(responses(events, refusal)))
 }
 
-/// The error of a transport that ended a session, to be its last word.
+/// The error of the transport that ended a session. It is sent as the last message.
 #[derive(Clone, Default)]
 struct Refusal(Arc<Mutex<Option<Status>>>);
 
@@ -91,7 +91,7 @@ fn requests(
     messages.map(came)
 }
 
-/// What a session says, in messages.
+/// Converts the events of a session to messages.
 fn responses(
     mut events: SessionEvents,
     refusal: Refusal,
@@ -157,7 +157,7 @@ fn start_in(start: i32) -> SegmentStart {
     }
 }
 
-/// What a session says; `None` for what the protocol has no message of.
+/// The message of an event; `None` if the protocol has none for it.
 fn message_out(said: SessionEvent) -> Option<SessionMessage> {
     Some(match said {
         SessionEvent::Opened(opened) => SessionMessage::Opened(opened_out(&opened)),
@@ -229,7 +229,7 @@ fn opened_out(opened: &OpenedSession) -> v1::AudioSessionOpened {
     }
 }
 
-/// A segment that does not come.
+/// A segment that failed.
 fn failure_out(segment: u32, failure: &SegmentFailure) -> v1::SegmentFailed {
     let error = match failure {
         SegmentFailure::Error(error) => error,

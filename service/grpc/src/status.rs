@@ -1,4 +1,4 @@
-//! Errors become statuses, in one exhaustive match: code, stable reason, and what a client can act on.
+//! Converts errors to statuses, in one exhaustive match: code, stable reason, and details on which a client can act.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::convert::{MOST_LISTED, shortfall_out};
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
 
-/// Retry delays that clients are told.
+/// Retry delays that are sent to clients.
 const RETRY_FULL_QUEUE: Duration = Duration::from_secs(2);
 const RETRY_MEMORY: Duration = Duration::from_secs(5);
 const RETRY_CARD: Duration = Duration::from_secs(1);
@@ -168,7 +168,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
     }
 }
 
-/// An error travels in headers, of which clients take 8 KiB: what repeats text of the client is cut.
+/// An error is sent in headers, of which clients accept 8 KiB, so text that repeats the client's is cut.
 const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
 const LONGEST_PROBLEM_CHARACTERS: usize = 300;
 
@@ -211,7 +211,7 @@ fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> A
     any("google.rpc.ErrorInfo", &info)
 }
 
-/// The wrong fields that a client is told of, each with its problem. Both may repeat what the client sent, so they are cut.
+/// The wrong fields that are named to a client, each with its problem. Both may repeat text of the client, so they are cut.
 pub(crate) fn listed(fields: &[model::RequestError]) -> impl Iterator<Item = (String, String)> {
     let cut = |text: &str| cut(text, LONGEST_PROBLEM_CHARACTERS).into_owned();
     let listed = fields.iter().take(MOST_LISTED);

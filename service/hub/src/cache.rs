@@ -1,5 +1,5 @@
-//! The hub cache as the other programs that share it have it: contents in `blobs/`, by name; `snapshots/COMMIT/` with links
-//! to them; branches and tags in `refs/`; locks in `.locks/`. What is not `async` here waits for the disk: async code calls it by
+//! The hub cache, in the layout of the other programs that share it: contents in `blobs/`, by name; `snapshots/COMMIT/` with links
+//! to them; branches and tags in `refs/`; locks in `.locks/`. Functions that are not `async` block on the disk: async code calls them by
 //! [`Disk`].
 
 use std::collections::BTreeSet;
@@ -117,7 +117,7 @@ impl ModelCache {
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
-    /// The commits of which something is in the cache.
+    /// The commits of which any file is in the cache.
     pub(crate) fn commits(&self) -> Vec<String> {
         let snapshots = children(&self.root.join(&self.folder_name).join("snapshots"));
         let names = snapshots.iter().filter_map(|path| path.file_name()?.to_str());
@@ -257,7 +257,7 @@ fn remove_file(repository: &Path, file: &str) -> Result<(), PullError> {
     Ok(())
 }
 
-/// Depth of folders in a snapshot that are looked through.
+/// Depth to which folders of a snapshot are scanned.
 const DEPTH: usize = 8;
 
 /// The files of a snapshot that are in the cache, as paths within it.
@@ -277,7 +277,7 @@ pub(crate) fn files_of(snapshot: &Path) -> Vec<String> {
     files
 }
 
-/// Makes a symbolic link atomically, in place of whatever is there.
+/// Makes a symbolic link atomically, and replaces an existing file.
 fn make_link(target: &Path, link: &Path) -> std::io::Result<()> {
     if std::fs::read_link(link).is_ok_and(|there| there == target) {
         return Ok(());
@@ -355,7 +355,7 @@ mod tests {
         assert!(there.try_lock().is_err(), "nobody else gets it");
     }
 
-    /// A pipe without a reader stands for a disk that does not answer: who opens it waits.
+    /// A pipe without a reader simulates a disk that does not answer: opening it blocks.
     #[test]
     fn a_lock_on_a_disk_that_does_not_answer_keeps_no_other_work_waiting() {
         let root = tempfile::tempdir().unwrap();
@@ -376,7 +376,7 @@ mod tests {
             })
         });
         let goes_on = works.recv_timeout(Duration::from_secs(20));
-        // The disk answers: what waits for it ends, whatever came of the test.
+        // Now the disk answers, so that blocked threads end, also after a failure of the test.
         let answer = File::open(&path);
         assert_eq!(goes_on, Ok(true));
         drop(answer);

@@ -1,4 +1,4 @@
-//! The models that have a short name: sizes, licences and needs of models that need not be here. Service and command line
+//! The models that have a short name: sizes, licences and memory needs, also of models that are not downloaded. Service and command line
 //! take short names wherever they take a model.
 
 use std::sync::LazyLock;
@@ -9,7 +9,7 @@ use model::{Medium, Preset};
 use residency::Bytes;
 use serde::Deserialize;
 
-/// Id of the model that ships with the project, and is the default where nothing else is.
+/// Id of the model that ships with the project, and is the default where no other is configured.
 pub const SHIPPED_ID: &str = "moored/demo";
 /// Id of the film model that ships with it.
 pub const SHIPPED_FILM_ID: &str = "moored/demo-film";
@@ -17,7 +17,7 @@ pub const SHIPPED_FILM_ID: &str = "moored/demo-film";
 /// Id of the sound model that ships with it.
 pub const SHIPPED_SOUND_ID: &str = "moored/demo-sound";
 
-/// What a model generates.
+/// The medium that a model generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Makes {
@@ -27,7 +27,7 @@ pub enum Makes {
 }
 
 impl Makes {
-    /// What a request of this medium is for.
+    /// The kind of a request's medium.
     pub fn of(medium: &Medium) -> Makes {
         match medium {
             Medium::Image(_) => Makes::Image,
@@ -36,7 +36,7 @@ impl Makes {
         }
     }
 
-    /// As lists of models call it: `image`, `video`, `audio`.
+    /// Its name in lists of models: `image`, `video`, `audio`.
     pub fn as_str(self) -> &'static str {
         match self {
             Makes::Image => "image",
@@ -79,7 +79,7 @@ pub struct Model {
     need_mib: ByPreset,
     /// The same on a card that computes in f32.
     need_f32_mib: ByPreset,
-    /// What it generates.
+    /// The medium that it generates.
     #[serde(rename = "medium")]
     pub makes: Makes,
     pub about: String,
@@ -88,14 +88,14 @@ pub struct Model {
 /// The memory of a card, as far as it decides what fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// What a stage can have when nothing else is in the card's memory.
+    /// Bytes for a stage when nothing else is in the card's memory.
     pub bytes: Bytes,
     /// Whether the card computes in f32.
     pub is_f32: bool,
 }
 
 impl Room {
-    /// What a model can have of a card that computes in bf16 and that nothing is known of but its size: it keeps this much free,
+    /// The estimated room on a card that computes in bf16, by its size alone: `headroom` bytes stay free,
     /// and the driver and its libraries take some.
     pub fn expected(total: Bytes, headroom: Bytes) -> Room {
         const CONTEXT: Bytes = Bytes::mib(768);
@@ -145,12 +145,12 @@ pub fn find_entry(name: &str) -> Option<&'static Model> {
     find(name.split(['+', '@', '&']).next().unwrap_or_default())
 }
 
-/// Most names that are suggested for one that means nothing.
+/// Most names that are suggested for an unknown one.
 const MOST_SUGGESTED: usize = 3;
-/// How alike two names are at the least, by Jaro and Winkler, for one to be suggested for the other.
+/// Least Jaro-Winkler similarity of two names for one to be suggested for the other.
 const LEAST_LIKENESS: f64 = 0.8;
 
-/// Names that may have been meant by one that means nothing, the likeliest first: short names, and these.
+/// Suggestions for an unknown name, the likeliest first: among short names and `others`.
 pub fn similar<'a>(name: &str, others: impl IntoIterator<Item = &'a str>) -> Vec<String> {
     let name = name
         .split(['+', '@', '&'])
@@ -170,7 +170,7 @@ pub fn similar<'a>(name: &str, others: impl IntoIterator<Item = &'a str>) -> Vec
     likely.into_iter().map(|(_, known)| known.to_owned()).collect()
 }
 
-/// How alike a written name is to a known one, to its beginning, or to its last part: people write `flux`, or `demo`.
+/// Similarity of a written name to a known one, to its beginning, or to its last part, as people write `flux`, or `demo`.
 fn likeness(written: &str, known: &str) -> f64 {
     let known = known.to_lowercase();
     let beginning: String = known.chars().take(written.chars().count()).collect();

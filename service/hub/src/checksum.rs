@@ -55,7 +55,7 @@ impl Summing {
         }
     }
 
-    /// Whether what was added is what `oid` names.
+    /// Whether the checksum of the added bytes is `oid`.
     pub(crate) fn is(self, oid: &Oid) -> bool {
         let digest = match self {
             Summing::Sha256(sum) => sum.finalize().to_vec(),

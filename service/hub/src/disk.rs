@@ -1,5 +1,5 @@
-//! Work on the files of the cache, on threads that may block. A disk that does not answer holds so many threads and no more, and
-//! never those that serve other calls; who waits for it gets an error.
+//! Work on the files of the cache, on threads that may block. A disk that does not answer blocks a bounded number of threads, and
+//! none of those that serve other calls; callers that wait for it get an error.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,9 +11,9 @@ use tokio::time::timeout;
 
 use crate::PullError;
 
-/// Threads that look at files, link or lock them at a time.
+/// Most threads that stat, link or lock files at a time.
 const SHORT_AT_ONCE: usize = 16;
-/// Threads that read or write what files contain at a time: as many as downloads.
+/// Most threads that read or write the contents of files at a time: as many as downloads.
 const LONG_AT_ONCE: usize = 16;
 /// Longest time that short work takes, and longest time that any work waits for a thread.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// The threads that wait for one disk. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
-    /// What lies on it, for people.
+    /// The folder on it, for messages.
     folder: String,
     short: Arc<Semaphore>,
     long: Arc<Semaphore>,
@@ -37,7 +37,7 @@ impl Disk {
         }
     }
 
-    /// Runs work that a disk does in moments, whatever the files contain.
+    /// Runs work whose duration does not depend on the sizes of files.
     ///
     /// # Errors
     /// Those of the work; [`PullError::DiskSilent`] and [`PullError::DiskBusy`] after [`LIMIT`].
@@ -55,7 +55,7 @@ impl Disk {
         })
     }
 
-    /// Runs work that takes the longer the more files contain.
+    /// Runs work whose duration depends on the sizes of files.
     ///
     /// # Errors
     /// Those of the work; [`PullError::DiskBusy`] where it has not begun after [`LIMIT`].
@@ -84,7 +84,7 @@ impl Disk {
         work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
     ) -> Result<T, PullError> {
         let done = tokio::task::spawn_blocking(move || {
-            let _until_done = turn; // even if whoever asked has left
+            let _until_done = turn; // even if the caller has left
             work()
         });
         done.await.unwrap_or_else(|panic| {
@@ -105,11 +105,11 @@ impl Disk {
     }
 }
 
-/// Closes files on a thread that may block: a network share writes what is not written when they are closed, and gives up locks.
+/// Closes files on a thread that may block: on close, a network share writes pending data and releases locks.
 pub(crate) fn close<T: Send + 'static>(files: T) {
     match Handle::try_current() {
         Ok(runtime) => drop(runtime.spawn_blocking(move || drop(files))),
-        Err(_) => drop(files), // nobody waits for this thread
+        Err(_) => drop(files), // closed on this thread, for which nobody waits
     }
 }
 

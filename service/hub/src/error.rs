@@ -188,7 +188,7 @@ pub(crate) fn list(names: &[String]) -> String {
 pub enum PullFailure {
     /// The name is none of a model.
     WrongName,
-    /// The repository holds nothing that runs here.
+    /// The repository has no model that runs here.
     NotSupported,
     DiskFull,
     /// The disk of the cache does not answer.
@@ -196,7 +196,7 @@ pub enum PullFailure {
     /// Too many pulls wait for the disk of the cache.
     DiskBusy,
     ShuttingDown,
-    /// Anything else: its words say what.
+    /// Any other failure, described by its message.
     Failed,
 }
 

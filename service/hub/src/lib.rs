@@ -1,7 +1,7 @@
-//! FETCHES. Brings models from a hub into the hub cache of this machine, and knows the models that have a short name. It knows
+//! FETCHES. Downloads models from a hub into the hub cache of this machine, and knows the models that have a short name. It knows
 //! neither the service nor the command line, which both use it.
 //!
-//! The hub's URLs, its HTTP client with TLS, and the layout of the cache are hf-hub's. What it lacks is here: which files
+//! The hub's URLs, its HTTP client with TLS, and the layout of the cache are hf-hub's. This crate adds the rest: which files
 //! a pipeline is read from (`selection`), checksums and cancellation (`transfer`), the locks that other
 //! programs take in the same cache (`cache`), and pulls that several share (`pulls`).
 

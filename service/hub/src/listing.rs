@@ -1,4 +1,4 @@
-//! Requests to the hub: which files a revision has, and why a request was refused.
+//! Requests to the hub: the files of a revision, and the reasons of refused requests.
 
 use std::collections::BTreeMap;
 use std::error::Error as _;
@@ -41,7 +41,7 @@ pub(crate) struct RepoFile {
 pub(crate) struct RepositoryListing {
     pub(crate) commit: String,
     pub(crate) files: Vec<RepoFile>,
-    /// The repository that its page names as the one that it was made from.
+    /// The base model that the repository's page names.
     pub(crate) base: Option<Reference>,
 }
 

@@ -7,7 +7,7 @@ use tokio::sync::watch;
 /// The progress of a pull.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes in the cache, those that were there before the pull among them.
+    /// Bytes in the cache, including those from before the pull.
     pub bytes_done: u64,
     pub bytes_total: u64,
     pub files_done: u32,
@@ -30,7 +30,7 @@ impl Meter {
         }
     }
 
-    /// Sets the totals, and what is done already.
+    /// Sets the totals, and the part that is done already.
     pub(crate) fn start(&self, progress: Progress) {
         self.progress.send_replace(progress);
     }
@@ -51,7 +51,7 @@ impl Meter {
         });
     }
 
-    /// Takes back bytes that were discarded.
+    /// Subtracts discarded bytes.
     pub(crate) fn lost(&self, bytes: u64) {
         let lose = |progress: &mut Progress| progress.bytes_done = progress.bytes_done.saturating_sub(bytes);
         self.progress.send_modify(lose);

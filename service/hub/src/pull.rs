@@ -1,4 +1,4 @@
-//! Pulls: what is downloaded for a model, and the download.
+//! Pulls: the selection of a model's files, and their download.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ const MOST_FILES: usize = 4096;
 /// The longest file of a branch or tag in a hub cache, in bytes: it has a commit.
 pub const LONGEST_REF: u64 = 1 << 10;
 
-/// What a pull would download.
+/// The files that a pull would download.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PullPlan {
     /// Commit hash of the snapshot.
@@ -96,7 +96,7 @@ impl RepositoryPart {
     }
 }
 
-/// What is pulled for a model: its own files, and those that it takes of other repositories.
+/// The files that are pulled for a model: its own, and those of other repositories.
 struct Parts {
     own: RepositoryPart,
     others: Vec<RepositoryPart>,
@@ -125,7 +125,7 @@ impl Parts {
 struct Content {
     file: RepoFile,
     paths: Vec<String>,
-    /// Bytes that are still to be downloaded, where it was not whole in the cache when that was looked at.
+    /// Bytes that are still to be downloaded; `None` if the cache had the content when it was checked.
     missing: Option<u64>,
 }
 
@@ -153,7 +153,7 @@ impl Contents {
         sum(self.contents.iter().filter_map(|content| content.missing))
     }
 
-    /// Looks in the cache for each.
+    /// Checks for each content whether the cache has it.
     fn look_in(&mut self, cache: &ModelCache) {
         for content in &mut self.contents {
             let (oid, size) = (&content.file.oid, content.file.size);
@@ -176,7 +176,7 @@ fn sum(sizes: impl Iterator<Item = u64>) -> u64 {
     sizes.fold(0, u64::saturating_add)
 }
 
-/// A pull of what a hub has, or of what is whole in the cache: of one commit, from its plan to its end.
+/// A pull of one commit, from its plan to its end: from the hub, or complete in the cache.
 pub struct PreparedPull {
     model: Reference,
     disk: Disk,
@@ -185,13 +185,13 @@ pub struct PreparedPull {
 
 /// Where the files of a model were found.
 enum Found {
-    /// All of them in the cache, where the hub is not to be asked.
+    /// All files are in the cache, and the hub is not asked.
     Here(Pulled),
     OnHub(Box<(HubSession, Parts)>),
 }
 
 impl PreparedPull {
-    /// What it would download, as the cache was when it was prepared.
+    /// The files that it would download, by the state of the cache at its preparation.
     pub fn plan(&self) -> PullPlan {
         match &self.found {
             Found::Here(here) => PullPlan {
@@ -214,7 +214,7 @@ impl PreparedPull {
         }
     }
 
-    /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
+    /// Downloads the missing files. Dropping the future stops the download; the received bytes stay for the next pull.
     pub async fn pull(self, progress: watch::Sender<Progress>) -> Result<Pulled, PullError> {
         let PreparedPull { model, disk, found } = self;
         let (session, parts) = match found {
@@ -258,7 +258,7 @@ impl PreparedPull {
             .buffer_unordered(AT_ONCE)
             .try_collect::<()>()
             .await?;
-        // The others first: a model is found when its file is linked.
+        // The other repositories first, as a model is listed as soon as its own file is linked.
         let Parts { own, others, .. } = parts;
         for other in others {
             disk.short(move || other.link()).await?;
@@ -295,7 +295,7 @@ impl Hub {
         self.settings.pull
     }
 
-    /// Looks what a pull would download, and downloads nothing.
+    /// Determines the files that a pull would download, without downloading.
     pub async fn prepare(&self, model: &Reference) -> Result<PreparedPull, PullError> {
         let found = match self.settings.offline {
             true => Found::Here(self.whole_in_cache(model).await?),
@@ -312,7 +312,7 @@ impl Hub {
         })
     }
 
-    /// Downloads what is missing. Dropping the future stops it; what was downloaded stays for the next pull.
+    /// Downloads the missing files. Dropping the future stops the download; the received bytes stay for the next pull.
     pub async fn pull(
         &self,
         model: &Reference,
@@ -321,13 +321,13 @@ impl Hub {
         self.prepare(model).await?.pull(progress).await
     }
 
-    /// What sends requests to the hub. The token may be in a file, and so are the certificates of the system.
+    /// A session that sends requests to the hub. The token may be in a file, and so are the certificates of the system.
     async fn session(&self) -> Result<HubSession, PullError> {
         let settings = self.settings.clone();
         self.disk.short(move || HubSession::open(&settings)).await
     }
 
-    /// What is pulled for a model, by what the hub has.
+    /// The parts that are pulled for a model, by the hub's listing.
     async fn parts(&self, session: &HubSession, model: &Reference) -> Result<Parts, PullError> {
         let listing = session.list(model).await?;
         let names: Vec<&str> = listing.files.iter().map(|file| file.path.as_str()).collect();
@@ -339,7 +339,7 @@ impl Hub {
         let (kind, others) = match (is_alone, &listing.base) {
             (false, _) => self.with_it(session, model).await?,
             (true, None) => (Base::Unknown, Vec::new()),
-            // A base that cannot be run is as none: the file may be used with another.
+            // A base that does not run here counts as no base: the file may be used with another pipeline.
             (true, Some(base)) => match self.base(session, base).await {
                 Err(PullError::NotAPipeline(_)) => (Base::Unknown, Vec::new()),
                 found => found.map(|(kind, base)| (kind, base.into_iter().collect()))?,
@@ -352,8 +352,8 @@ impl Hub {
         })
     }
 
-    /// What the catalogue names to be pulled with a model: of a pipeline of the family all but its transformer, of another
-    /// repository what is read of it.
+    /// The parts that the catalogue lists for a model: of a pipeline of the family all but its transformer, of another
+    /// repository the files that are read.
     async fn with_it(
         &self,
         session: &HubSession,
@@ -382,7 +382,7 @@ impl Hub {
         Ok((kind, others))
     }
 
-    /// The parts of a pipeline without its transformer. Where they are in the cache the hub is not asked.
+    /// The parts of a pipeline without its transformer. If they are in the cache, the hub is not asked.
     async fn base(
         &self,
         session: &HubSession,
@@ -577,8 +577,8 @@ pub fn remove_from_cache(cache: &Path, model: &Reference) -> Result<(), PullErro
     cache::remove(cache, model)
 }
 
-/// Whether a snapshot has the files that its pipeline is read from, as far as that can be told without the hub: other
-/// programs leave incomplete ones when they are interrupted. A pipeline of an unknown class counts as complete.
+/// Whether a snapshot has the files that its pipeline is read from, as far as that is known without the hub: other
+/// programs leave incomplete snapshots when they are interrupted. A pipeline of an unknown class counts as complete.
 pub fn is_whole(families: &dyn Families, snapshot: &Path) -> bool {
     missing_of(families, "", snapshot).unwrap_or_default().is_empty()
 }
@@ -598,7 +598,7 @@ fn missing_of(families: &dyn Families, id: &str, snapshot: &Path) -> Result<Vec<
         if families.has_transformer(snapshot) {
             return Ok(selection::missing_at_root(&names));
         }
-        // A file is linked into a snapshot when it is whole: an adapter or a transformer is there, or it is not.
+        // A file is linked into a snapshot only when it is complete, so an adapter or a transformer in one file cannot be partial.
         return Ok(match names.iter().any(|name| selection::is_weights(name)) {
             true => Vec::new(),
             false => vec![INDEX.to_owned()],
@@ -608,7 +608,7 @@ fn missing_of(families: &dyn Families, id: &str, snapshot: &Path) -> Result<Vec<
     Ok(selection::missing(&folders, &names))
 }
 
-/// The files of a snapshot that hold a transformer alone, which `holds` tells, as paths in it.
+/// The files of a snapshot that hold a transformer alone, as `holds` decides, as paths in it.
 pub fn transformer_files(snapshot: &Path, holds: impl Fn(&Path) -> bool) -> Vec<String> {
     let mut files = files_of(snapshot);
     files.retain(|file| {
@@ -630,7 +630,7 @@ pub fn is_shard(file: &Path) -> bool {
     name.is_some_and(selection::is_shard)
 }
 
-/// Whether a file of a repository is a transformer alone, by the header that the hub has of it.
+/// Whether a file of a repository is a transformer alone, by its header on the hub.
 async fn is_transformer(
     families: &dyn Families,
     session: &HubSession,
@@ -638,7 +638,7 @@ async fn is_transformer(
     commit: &str,
     file: &str,
 ) -> Result<bool, PullError> {
-    // No adapter comes as GGUF.
+    // Adapters are never in GGUF.
     if file.ends_with(".gguf") {
         return Ok(true);
     }
@@ -647,7 +647,7 @@ async fn is_transformer(
     Ok(families.is_transformer_file(&names))
 }
 
-/// Whether a snapshot has what a transformer in a single file takes from a pipeline.
+/// Whether a snapshot has the parts of a pipeline that a transformer in a single file needs.
 fn has_base(families: &dyn Families, snapshot: &Path) -> bool {
     let files = files_of(snapshot);
     let names: Vec<&str> = files.iter().map(String::as_str).collect();
@@ -676,7 +676,7 @@ fn class_of(id: &str, index: &[u8]) -> Result<String, PullError> {
     Ok(index.class)
 }
 
-/// These folders of a pipeline of a class, without those that it may lack and that are not there.
+/// The folders of a pipeline of a class, without optional ones that do not exist.
 fn without_absent(
     families: &dyn Families,
     class: &str,
@@ -695,7 +695,7 @@ fn without_absent(
         .collect()
 }
 
-/// The folders that a pipeline is read from, by its index; of those that it may lack, the ones that there are.
+/// The folders that a pipeline is read from, by its index; optional ones only if they exist.
 fn folders_of(
     families: &dyn Families,
     id: &str,

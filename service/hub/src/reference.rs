@@ -20,7 +20,7 @@ pub(crate) const FILES: [&str; 3] = [".safetensors", ".sft", ".gguf"];
 pub struct Reference {
     pub id: String,
     pub revision: String,
-    /// One file of the repository, an adapter or a transformer; `None` for what the repository is.
+    /// One file of the repository, an adapter or a transformer; `None` for the whole repository.
     pub file: Option<String>,
 }
 
@@ -52,7 +52,7 @@ impl Reference {
     /// One file of this repository.
     ///
     /// # Errors
-    /// When the path is none in a repository, or neither safetensors nor GGUF.
+    /// When the path is not valid in a repository, or is neither safetensors nor GGUF.
     fn with_file(self, file: &str) -> Result<Reference, PullError> {
         let is_weights = FILES.iter().any(|ending| file.ends_with(ending));
         let is_file = is_weights && file.len() <= LONGEST_REVISION && file.split('/').all(is_part);
@@ -67,7 +67,7 @@ impl Reference {
         }
     }
 
-    /// What a request names: `owner/name`, possibly with a file behind a colon, and a revision.
+    /// The model that a request names: `owner/name`, possibly with a colon and a file, and a revision.
     ///
     /// # Errors
     /// As [`Reference::new`].
@@ -111,7 +111,7 @@ pub(crate) fn is_part(part: &str) -> bool {
 impl FromStr for Reference {
     type Err = PullError;
 
-    /// `owner/name` or `owner/name@revision`, and behind a colon a file; a short name in place of `owner/name`.
+    /// `owner/name` or `owner/name@revision`, and after a colon a file; a short name in place of `owner/name`.
     fn from_str(text: &str) -> Result<Reference, PullError> {
         if let Some((repository, file)) = text.split_once(':') {
             return repository.parse::<Reference>()?.with_file(file);
@@ -202,7 +202,7 @@ mod tests {
         );
     }
 
-    /// Whatever a name is made of: what is taken for a reference is safe in paths and URLs, and is read again as it is shown.
+    /// For any text: a reference that is accepted is safe in paths and URLs, and its displayed form parses to the same reference.
     #[test]
     fn any_name_is_a_safe_reference_or_none() {
         const PARTS: [&str; 24] = [

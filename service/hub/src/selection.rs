@@ -26,7 +26,7 @@ const WEIGHTS: [&str; 9] = [
     ".gguf",
 ];
 
-/// The files that these folders of a pipeline are read from, of all the files there are.
+/// The files, of all files of a repository, that these folders of a pipeline are read from.
 ///
 /// # Errors
 /// When a folder is missing, or its weights are not in safetensors.
@@ -117,7 +117,7 @@ fn in_safetensors<'a>(weights: &WeightNames, names: &[&'a str]) -> Option<Vec<&'
     }
 }
 
-/// The files that these folders lack, as far as that can be told without the hub.
+/// The files that these folders lack, as far as that is known without the hub.
 pub(crate) fn missing(folders: &[&str], files: &[&str]) -> Vec<String> {
     let of_folder = |folder: &&str| {
         let prefix = format!("{folder}/");
@@ -417,7 +417,7 @@ mod tests {
         );
     }
 
-    /// What is read of a folder is pulled: variants where there are no others.
+    /// The files that are read from a folder are pulled, and variants only where there are no others.
     #[test]
     fn weights_in_half_precision_are_selected_where_there_are_no_others() {
         let selected = |weights: &[&str]| {

@@ -43,7 +43,7 @@ pub(crate) struct Transfer<'a> {
 enum Failure {
     /// Trying again may help.
     Transient(String),
-    /// As [`Failure::Transient`], and what came does not count: it came too slowly.
+    /// As [`Failure::Transient`], and the received bytes do not count as progress, as they arrived too slowly.
     Slow(String),
     Final(PullError),
 }
@@ -87,7 +87,7 @@ impl Transfer<'_> {
         }
     }
 
-    /// Repeats attempts until the last byte is there.
+    /// Repeats attempts until the last byte has arrived.
     async fn complete(&self, mut partial: Partial) -> Result<Partial, PullError> {
         let mut fruitless = 0;
         while partial.length < self.file.size {
@@ -196,10 +196,10 @@ impl Transfer<'_> {
 
 /// Within this time...
 const WINDOW: Duration = Duration::from_secs(60);
-/// ...so many bytes come, or the place is given to another download: hubs that drip would hold all places.
+/// ...so many bytes must arrive, or another download gets the place: slow hubs would hold all places.
 const LEAST_BYTES: u64 = 64 << 10;
 
-/// How fast bytes come.
+/// The rate at which bytes arrive.
 struct Pace {
     since: Instant,
     bytes: u64,
@@ -213,7 +213,7 @@ impl Pace {
         }
     }
 
-    /// Counts bytes that came; false where they came too slowly.
+    /// Counts received bytes; false if they arrive too slowly.
     fn goes_on(&mut self, bytes: u64, now: Instant) -> bool {
         self.bytes += bytes;
         if now.duration_since(self.since) < WINDOW {
@@ -230,7 +230,7 @@ fn start_of(range: &str) -> Option<u64> {
     range.strip_prefix("bytes ")?.split_once('-')?.0.parse().ok()
 }
 
-/// Flags that open a file, never what a link names nor a pipe that waits.
+/// Flags that open a file without following a link and without waiting for a pipe's other end.
 fn no_link() -> i32 {
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     flags.bits() as i32
@@ -249,7 +249,7 @@ struct Partial {
 }
 
 impl Partial {
-    /// Opens what an earlier pull left, and hashes it.
+    /// Opens the partial file of an earlier pull, and hashes it.
     #[allow(clippy::disallowed_methods)] // it waits on threads that may block
     async fn open(disk: Disk, path: PathBuf, file: RepoFile) -> Result<Partial, PullError> {
         let own = disk.clone();

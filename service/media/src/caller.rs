@@ -1,9 +1,9 @@
-//! Whether somebody waits for some work still: long work looks now and then, and ends without a result where nobody does.
+//! Whether a caller still waits for work: long work checks that at intervals, and ends without a result where nobody waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether somebody waits for some work still.
+/// The caller of some work, as the work sees it: whether it still waits for the result.
 #[derive(Clone, Debug)]
 pub struct Caller(Arc<AtomicBool>);
 
@@ -11,21 +11,21 @@ pub struct Caller(Arc<AtomicBool>);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
-/// Tells the work that its caller has gone, when it is dropped.
+/// The caller's side: dropping it signals the work that the caller has gone.
 #[derive(Debug)]
 pub struct Waits(Caller);
 
 impl Caller {
-    /// A caller, and what it keeps while it waits.
+    /// A caller for the work, and the value that the caller keeps for as long as it waits.
     pub fn new() -> (Caller, Waits) {
         let caller = Caller(Arc::new(AtomicBool::new(true)));
         (caller.clone(), Waits(caller))
     }
 
-    /// Whether somebody waits.
+    /// Whether the caller still waits.
     ///
     /// # Errors
-    /// [`Gone`] once nobody waits any more.
+    /// [`Gone`] once the caller has gone.
     pub fn check(&self) -> Result<(), Gone> {
         match self.0.load(Ordering::Relaxed) {
             true => Ok(()),
@@ -43,12 +43,12 @@ impl Drop for Waits {
 /// Callers of tests.
 #[cfg(test)]
 impl Caller {
-    /// One that has left.
+    /// A caller that has left.
     pub(crate) fn gone() -> Caller {
         Caller::new().0
     }
 
-    /// One that never leaves.
+    /// A caller that never leaves.
     pub(crate) fn staying() -> Caller {
         let (caller, waits) = Caller::new();
         std::mem::forget(waits);

@@ -1,4 +1,4 @@
-//! A file that is made here, in parts: a film as MP4, a track as FLAC. Large parts are read without a copy.
+//! An encoded file in parts: a film as MP4, a track as FLAC. Large parts are read without a copy.
 
 use bytes::Bytes;
 
@@ -21,13 +21,13 @@ impl EncodedFile {
         self.bytes
     }
 
-    /// The next bytes of the file from where the reader stands, at most so many; `None` at the end.
+    /// The next bytes of the file from the reader's position, at most `most`; `None` at the end.
     pub fn read(&self, at: &mut FilePosition, most: usize) -> Option<Bytes> {
         let first = self.next(at, most)?;
         if first.len() == most || at.part == self.parts.len() {
             return (!first.is_empty()).then_some(first);
         }
-        // Parts that are small are joined: a chunk is a message.
+        // Small parts are joined, as each chunk is sent as one message.
         let mut chunk = first.to_vec();
         while chunk.len() < most
             && let Some(next) = self.next(at, most - chunk.len())
@@ -37,7 +37,7 @@ impl EncodedFile {
         (!chunk.is_empty()).then(|| chunk.into())
     }
 
-    /// The next bytes of the part that the reader stands in, at most so many, not copied; `None` behind the last part.
+    /// The next bytes of the part at the reader's position, at most `most`, not copied; `None` after the last part.
     fn next(&self, at: &mut FilePosition, most: usize) -> Option<Bytes> {
         let part = self.parts.get(at.part)?;
         let (start, end) = (at.byte, part.len().min(at.byte.saturating_add(most)));
@@ -49,7 +49,7 @@ impl EncodedFile {
     }
 }
 
-/// Where a reader of an [`EncodedFile`] stands.
+/// The position of a reader of an [`EncodedFile`].
 #[derive(Debug, Default)]
 pub struct FilePosition {
     part: usize,

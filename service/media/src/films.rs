@@ -1,8 +1,8 @@
 //! Films as MP4 files: H.264, with their recipe, made from pieces of frames in any order.
 //!
-//! A [`FilmFile`] encodes each piece as it comes and keeps the encoded frames by number: FramePack makes the end of a film
-//! first. Frames that follow each other are one group of pictures; any other piece begins with a key frame, so that groups
-//! may be put together in any order. The whole file is written at the end, its index in front.
+//! A [`FilmFile`] encodes each piece on arrival and keeps the encoded frames by number: FramePack makes the end of a film
+//! first. Consecutive frames are one group of pictures; any other piece begins with a key frame, so that groups
+//! can be put together in any order. The whole file is written at the end, with its index first.
 
 mod colour;
 mod h264;
@@ -23,7 +23,7 @@ use h264::Encoder;
 const LONGER_SIDE_PIXELS: u32 = 3840;
 const SHORTER_SIDE_PIXELS: u32 = 2160;
 const LEAST_SIDE_PIXELS: u32 = 16;
-/// Frames a second that a level of H.264 is chosen for.
+/// Most frames a second for which a level of H.264 is chosen.
 const MOST_FRAMES_PER_SECOND: f32 = 240.0;
 
 /// Why a film is not encoded.
@@ -49,7 +49,7 @@ pub enum FilmError {
     Container(String),
 }
 
-/// What a film is: known before its first frame.
+/// The format of a film, known before its first frame.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FilmFormat {
     /// Pixels across.
@@ -62,7 +62,7 @@ pub struct FilmFormat {
 }
 
 impl FilmFormat {
-    /// That of a film; `None` for another medium.
+    /// The format of a film; `None` for another medium.
     pub fn of(format: &MediaFormat) -> Option<FilmFormat> {
         match *format {
             MediaFormat::Video {
@@ -107,7 +107,7 @@ impl FilmFormat {
 /// One encoded frame, as a file has it.
 #[derive(Clone, Debug, PartialEq)]
 struct Sample {
-    /// NAL units, each behind its length in 4 bytes.
+    /// NAL units, each after its length in 4 bytes.
     data: Bytes,
     /// Decoding can begin here.
     is_key: bool,
@@ -119,7 +119,7 @@ pub struct FilmFile {
     encoder: Encoder,
     /// By number.
     samples: BTreeMap<u32, Sample>,
-    /// The frame that would go on with the group of pictures that is open.
+    /// The number of the frame that would continue the open group of pictures.
     next: Option<u32>,
 }
 
@@ -138,8 +138,8 @@ impl FilmFile {
         })
     }
 
-    /// Encodes frames from number `first` on: RGB, 8 bits each, row-major, frame after frame. Those that are there already
-    /// are left out. Gives the bytes that they take now.
+    /// Encodes frames from number `first` on: RGB, 8 bits each, row-major, frame after frame. Frames that were added before
+    /// are skipped. Returns the bytes of the new encoded frames.
     ///
     /// # Errors
     /// When these are not whole frames of the film, or the encoder fails.
@@ -168,12 +168,12 @@ impl FilmFile {
         Ok(bytes)
     }
 
-    /// Whether every frame is there.
+    /// Whether every frame has been added.
     pub fn is_complete(&self) -> bool {
         self.samples.len() == self.format.frames as usize
     }
 
-    /// The whole file, with a recipe in its metadata if one is given.
+    /// The whole file, with the recipe, if there is one, in its metadata.
     ///
     /// # Errors
     /// When frames are missing.

@@ -1,4 +1,4 @@
-//! READS AND WRITES. Pictures, films and tracks as files, with the recipe of what was made. It knows no client and no queue.
+//! READS AND WRITES. Pictures, films and tracks as files, with the recipe of the result. It knows no client and no queue.
 
 mod caller;
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! How panics are reported. One that is expected, since a library has it of damaged input, is caught without a report; of others
-//! one a second is reported with its backtrace, so that whatever causes them cannot fill the disk.
+//! How panics are reported. An expected panic, of a library on damaged input, is caught without a report. Of others,
+//! one a second is reported with its backtrace, so that repeated panics cannot fill the disk.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook};
@@ -42,10 +42,10 @@ pub fn bound_reports(report: impl Fn(&PanicHookInfo<'_>) + Send + Sync + 'static
     }));
 }
 
-/// Runs work that may panic for reasons that are its input's, and nothing of which is used after that.
+/// Runs work that may panic on bad input. After a panic nothing that the work has changed may be used.
 ///
 /// # Errors
-/// When it does.
+/// When it panics.
 pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Expected> {
     let before = IS_EXPECTED.replace(true);
     let done = catch_unwind(AssertUnwindSafe(work));
@@ -53,7 +53,7 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Expected> {
     done.map_err(|_| Expected)
 }
 
-/// When there was a report, and how many were left out since.
+/// Time of the last report, and the number of panics that were left out since.
 #[derive(Default)]
 struct Reports {
     last: Option<Instant>,
@@ -61,7 +61,7 @@ struct Reports {
 }
 
 impl Reports {
-    /// Whether a panic is reported now: the number of those that were left out since the last report.
+    /// Whether a panic is reported now; the number is that of panics left out since the last report.
     fn begin(&mut self, now: Instant) -> Option<u64> {
         if self.last.is_some_and(|last| now.duration_since(last) < INTERVAL) {
             self.left_out += 1;

@@ -1,4 +1,4 @@
-//! The settings with which something was made, as they are kept in its file.
+//! The settings of a result, as they are stored in its file.
 
 use model::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Sampling, Video};
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ pub struct MadeWith<'a> {
     pub model: &'a str,
     /// Key of its entry without adapters: revision and quantization too.
     pub model_key: &'a str,
-    /// Adapters whose tensors of no layer of the model are ignored.
+    /// Adapters whose tensors are ignored where the model has no such layer.
     pub ignores_unknown: &'a [&'a str],
 }
 
@@ -39,7 +39,7 @@ pub struct Recipe {
     pub seconds: Option<f32>,
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub lyrics: String,
-    /// What was made of a source: `repaint`, `cover`, `extract`, `lego` or `complete`; empty for a new track.
+    /// The task on the source: `repaint`, `cover`, `extract`, `lego` or `complete`; empty for a new track.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub task: String,
     /// Tracks that the task names.
@@ -48,7 +48,7 @@ pub struct Recipe {
     /// Seconds and strengths of the parts of a track; empty for one strength.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub strengths: Vec<(f32, f32)>,
-    /// Start and end of the part that was made anew, in seconds; without an end it goes to that of the source.
+    /// Start and end of the part that was made anew, in seconds; without an end it reaches to the end of the source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<(f32, Option<f32>)>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,10 +66,10 @@ pub struct Recipe {
     /// Adapters, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub adapters: Vec<RecipeAdapter>,
-    /// Pictures that the request had besides a start, and that the recipe does not hold: `mask`, `reference`, `control`.
+    /// Pictures of the request besides the start picture, which the recipe does not contain: `mask`, `reference`, `control`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pictures: Vec<String>,
-    /// Tracks that the request had, and that the recipe does not hold: `source`, `reference`.
+    /// Tracks of the request, which the recipe does not contain: `source`, `reference`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sounds: Vec<String>,
     /// Version of the service.
@@ -88,7 +88,7 @@ pub struct RecipeAdapter {
     /// Absent: as `strength`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text_strength: Option<f32>,
-    /// Tensors that are of no layer of the model were ignored.
+    /// Tensors for layers that the model lacks were ignored.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ignore_unknown: bool,
 }
@@ -110,7 +110,8 @@ impl RecipeAdapter {
 }
 
 impl Recipe {
-    /// The recipe of a request to a model. Every field of a request is named here, so that a new one is decided about.
+    /// The recipe of a request to a model. Every field of a request is named here, so that the compiler asks for a decision
+    /// about a new one.
     pub fn of(request: &Request, with: &MadeWith<'_>, from_latent: bool) -> Recipe {
         let Request {
             prompt,
@@ -154,7 +155,7 @@ impl Recipe {
         recipe
     }
 
-    /// How it was sampled, as far as it says so. One that was read from no file says nothing: its numbers are 0.
+    /// The sampling settings, as far as the recipe has them. An empty recipe, which was read from no file, has only zeros.
     pub fn sampling(&self) -> Sampling {
         let number = |value: u32| (value > 0).then_some(value);
         let is_read = self.steps > 0;
@@ -169,7 +170,7 @@ impl Recipe {
         }
     }
 
-    /// Takes what is a picture's own. Whether it begins at a picture.
+    /// Takes the fields that only pictures have. Returns whether the request starts from a picture.
     fn set_picture(&mut self, image: &Image) -> bool {
         let Image {
             width: _,
@@ -187,7 +188,7 @@ impl Recipe {
         init_image.is_some()
     }
 
-    /// Takes what is a film's own. Whether it begins at a picture or a film.
+    /// Takes the fields that only films have. Returns whether the request starts from a picture or a film.
     fn set_film(&mut self, video: &Video) -> bool {
         let Video {
             width: _,
@@ -203,7 +204,7 @@ impl Recipe {
         init_image.is_some() || init_video.is_some()
     }
 
-    /// Takes what is a track's own. Whether it begins at a track.
+    /// Takes the fields that only tracks have. Returns whether the request starts from a track.
     fn set_track(&mut self, audio: &Audio) -> bool {
         let Audio {
             seconds,
@@ -257,14 +258,14 @@ fn window_of(start_seconds: f32, end_seconds: f32) -> (f32, Option<f32>) {
     (start_seconds, Some(end_seconds).filter(|end| end.is_finite()))
 }
 
-/// The names of what was given.
+/// The names of the inputs that the request has.
 fn given<const N: usize>(named: [(&str, bool); N]) -> Vec<String> {
     let given = named.into_iter().filter(|(_, is_given)| *is_given);
     given.map(|(name, _)| name.to_owned()).collect()
 }
 
 /// The recipe as other tools read it, in the form of web UIs for Stable Diffusion: the prompt, the negative prompt, and
-/// a line of settings. With a negative prompt the scale is that of true guidance, which other tools call so. The Python client
+/// a line of settings. With a negative prompt, the scale is that of true guidance, as other tools understand it. The Python client
 /// writes the same (`client-py/src/moored/_saving.py`).
 pub(crate) fn parameters(recipe: &Recipe) -> String {
     let (width, height) = (recipe.width, recipe.height);

@@ -1,7 +1,7 @@
-//! Tracks as files: the WAV and FLAC that clients bring, and those that results are sent as, with their recipe.
+//! Tracks as files: the WAV and FLAC files that clients upload, and those of results, with their recipe.
 //!
 //! Tracks of clients become 16-bit samples, whatever their format. Sizes in a file's header are not trusted: no more memory is
-//! reserved than was asked for, at most that of the longest track, and it is written as samples are decoded.
+//! reserved than was granted, at most that of the longest track, and it is written only as samples are decoded.
 
 mod containers;
 mod flac;
@@ -15,12 +15,12 @@ pub use wav::header as wav_header;
 use crate::Recipe;
 use crate::{Caller, Gone};
 
-/// Rates of tracks that are brought: from telephones to the best of sound cards. A model resamples, and may take fewer.
+/// Rates of uploaded tracks: from telephones to the best of sound cards. A model resamples, and may take fewer.
 const LEAST_SAMPLES_PER_SECOND: u32 = 8_000;
 const MOST_SAMPLES_PER_SECOND: u32 = 192_000;
 /// Mono and stereo: more channels have an order that no model here knows.
 const MOST_CHANNELS: u32 = 2;
-/// Longest track that is brought, or asked for; a model may take less.
+/// Longest track that may be uploaded or requested; a model may take less.
 pub const LONGEST_TRACK_SECONDS: u32 = 3600;
 /// Bytes of a sample of one channel: 16 bits, little-endian.
 const SAMPLE_BYTES: u64 = 2;
@@ -28,19 +28,19 @@ const SAMPLE_BYTES: u64 = 2;
 /// Why a track is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TrackError {
-    /// Not such a file, a damaged one, or of a kind that is not read.
+    /// The file is of another type, damaged, or of a kind that is not read.
     #[error("cannot be read as {what}: {problem}")]
     Unreadable { what: &'static str, problem: String },
     /// It ends before its samples do.
     #[error("is a {0} file that is cut off")]
     CutOff(&'static str),
-    /// It ends before the samples do that it says it has.
+    /// The file ends before the samples that its header announces.
     #[error("is a {what} file that is cut off: {bytes} bytes of samples are missing at its end")]
     Missing { what: &'static str, bytes: u64 },
     /// It is a track in a format that is not read.
     #[error("is {0}, which is not read: convert it, for example by `ffmpeg -i FILE OUT.flac`")]
     Foreign(&'static str),
-    /// It is nothing that is known.
+    /// It is of an unknown type.
     #[error("is neither WAV nor FLAC: convert it, for example by `ffmpeg -i FILE OUT.flac`")]
     Unknown,
     /// A failed download or copy.
@@ -71,7 +71,7 @@ pub enum TrackError {
     /// It is too long for its format.
     #[error("{0} bytes of samples are too many for WAV; ask for FLAC, or for the samples alone")]
     TooLongForWav(u64),
-    /// Nobody waits for it any more.
+    /// The caller no longer waits for it.
     #[error("is no longer asked for: its client has gone")]
     Gone,
     /// It cannot be written.
@@ -85,17 +85,17 @@ impl From<Gone> for TrackError {
     }
 }
 
-/// What a track is.
+/// The format of a track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrackFormat {
     pub samples_per_second: u32,
     pub channels: u32,
-    /// Of each channel.
+    /// Samples of each channel.
     pub samples: u64,
 }
 
 impl TrackFormat {
-    /// That of a track; `None` for another medium.
+    /// The format of a track; `None` for another medium.
     pub fn of(format: &MediaFormat) -> Option<TrackFormat> {
         match *format {
             MediaFormat::Audio {
@@ -111,7 +111,7 @@ impl TrackFormat {
         }
     }
 
-    /// Whether a track that is brought may be so.
+    /// Checks the format and the length of an uploaded track.
     ///
     /// # Errors
     /// For people: no samples, too many, a rate or channels that no model takes.
@@ -153,11 +153,11 @@ impl TrackFormat {
 }
 
 /// The samples of a WAV file: PCM of 8, 16, 24 or 32 bits, or numbers of 32 or 64 bits with a point, of which 1 is full scale.
-/// 16-bit samples are shared with the file. `room` is asked for the bytes of others before they are decoded,
-/// which ends when the caller goes.
+/// 16-bit samples are shared with the file. `room` must grant the bytes of other samples before they are decoded.
+/// Decoding ends when the caller has gone.
 ///
 /// # Errors
-/// When it is no such file, or a track that no model takes; what `room` refuses with; and when the caller has gone.
+/// When it is no WAV file, or a track that no model takes; the error of `room`; and when the caller has gone.
 pub fn read_wav<E: From<TrackError>>(
     file: &bytes::Bytes,
     caller: &Caller,
@@ -166,8 +166,8 @@ pub fn read_wav<E: From<TrackError>>(
     wav::read(file, caller, room)
 }
 
-/// The samples of a FLAC file of 8 to 24 bits. `room` is asked for the bytes of all before they are decoded,
-/// or of each frame as it is, where the file does not say how many there are.
+/// The samples of a FLAC file of 8 to 24 bits. `room` must grant the bytes of all samples before they are decoded.
+/// If the file does not announce their number, `room` is asked for each frame.
 ///
 /// # Errors
 /// As [`read_wav`].
@@ -187,7 +187,7 @@ pub fn is_track(file: &[u8]) -> bool {
 /// The media type of a track's file, by its first bytes.
 ///
 /// # Errors
-/// When it is none that is read: for people, what it is.
+/// When the file is of no type that is read: a text for people, with its type.
 pub fn media_type(file: &[u8]) -> Result<&'static str, TrackError> {
     if containers::without_id3(file).starts_with(flac::MARKER) {
         return Ok("audio/flac");
@@ -206,7 +206,7 @@ pub fn recipe_of(file: &[u8]) -> Option<String> {
     }
 }
 
-/// What is written of a recipe: as JSON, and the program that wrote it.
+/// The tags of a file: the recipe as JSON, and the program that wrote it.
 struct Tags {
     comment: String,
     software: String,
@@ -221,7 +221,7 @@ impl Tags {
     }
 }
 
-/// A sample of this many bits (8 to 32), signed, as one of 16: to the nearest.
+/// Converts a signed sample of this many bits (8 to 32) to 16 bits, rounded to the nearest.
 fn to_16_bits(sample: i32, bits: u32) -> i16 {
     let sample = i64::from(sample);
     let scaled = match bits.checked_sub(16) {

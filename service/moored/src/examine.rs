@@ -13,7 +13,7 @@ use residency::Bytes;
 use crate::program::models_of;
 use crate::serve;
 
-/// Everything that is found, in the order in which it is shown.
+/// All findings, in the order in which they are shown.
 pub(crate) async fn examine(config: Config) -> Vec<Finding> {
     let mut findings = cards(&config).await;
     findings.push(libraries());
@@ -79,7 +79,7 @@ fn libraries() -> Finding {
     }
 }
 
-/// Describes a card, and how its memory is managed.
+/// Describes a card, and the management of its memory.
 fn card(cards: &CardSettings, device: &DeviceSpec) -> Finding {
     let description = match device.describe() {
         Ok(description) => description,
@@ -123,7 +123,7 @@ fn card(cards: &CardSettings, device: &DeviceSpec) -> Finding {
     }
 }
 
-/// What only the driver of an NVIDIA card knows.
+/// Findings that only the driver of an NVIDIA card can provide.
 #[cfg(feature = "cuda")]
 fn driver_facts(device: &DeviceSpec) -> Vec<String> {
     use gpu::nvml::{Mig, NvmlCard, driver_version};
@@ -194,7 +194,7 @@ fn state_folder(config: &Config) -> Finding {
     }
 }
 
-/// The space that is free for downloads, in the folder or in what is there of those above it.
+/// The free space for downloads, on the disk of the folder or of its nearest existing parent.
 fn cache_folder(config: &Config) -> Finding {
     let folder = &config.hub.cache;
     let there = folder.ancestors().find(|folder| folder.exists());
@@ -261,7 +261,7 @@ async fn models(config: &Config) -> Vec<Finding> {
                     }
                 }
                 Err(error) => Finding {
-                    // The hub cache has models of other programs too: those are no problem.
+                    // The hub cache has models of other programs too, which are no problem.
                     well: matches!(error, Error::ModelUnsupported(_)) && models.is_of_hub(model),
                     what: "model",
                     found: format!("{}: {error}", model.id),

@@ -1,4 +1,4 @@
-//! Locks that keep two services off one card, and find workers that a killed service left behind.
+//! Locks that keep two services off one card, and find workers that outlived a killed service.
 
 use std::fs::{File, TryLockError};
 use std::io::{Read as _, Seek as _, Write as _};
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use gpu::{CardDescription, CardKind};
 
-/// A worker exits by itself when its supervisor is gone; one that has not after this time hangs.
+/// A worker exits by itself when its supervisor has ended. A worker that has not exited after this time hangs.
 const STRAY_GRACE: Duration = Duration::from_secs(3);
 const STRAY_POLL: Duration = Duration::from_millis(100);
 

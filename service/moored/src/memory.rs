@@ -6,12 +6,12 @@ use residency::Bytes;
 
 /// Time between two checks.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Bytes freed since the last trim above which the heaps are trimmed again. Little of it at a time adds up: pages that are partly in
+/// Bytes freed since the last trim above which the heaps are trimmed again. Small amounts add up, as pages that are partly in
 /// use stay with the process.
 const TRIM_THRESHOLD: Bytes = Bytes::mib(4);
 
-/// Starts the task that returns freed memory to the system. A picture, a latent or a frame lives for a moment on one of many threads, and the
-/// C library keeps what such threads have freed for later threads.
+/// Starts the task that returns freed memory to the system. A picture, a latent or a frame lives for a moment on one of many
+/// threads, and the C library keeps what such threads have freed for later threads.
 pub(crate) fn start_trimming() {
     gpu::allocator::return_large();
     tokio::spawn(async {

@@ -14,7 +14,7 @@ use gpu::CardDescription;
 const CLIENT: &str = "moored (configuration)";
 
 /// Loads the models, pinned ones first, one after the other. A model that cannot be loaded is logged and skipped:
-/// the service is of use without it. Where any card would do, a model is opened for this one.
+/// the service is useful without it. `card` is the card for which a model is opened where any would do.
 pub(crate) async fn run(
     settings: ModelSettings,
     models: Arc<Models>,

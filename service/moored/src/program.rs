@@ -1,4 +1,4 @@
-//! The program as the command line knows it.
+//! The program's implementation of the command line's interface.
 
 use std::sync::Arc;
 

@@ -29,7 +29,7 @@ use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker};
 
-/// Timeout, at the end, of giving up a copy that is being written.
+/// How long shutdown waits for a copy of quantized weights that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why the service could not start.
@@ -193,7 +193,7 @@ fn make_state_folder(folder: &Path) -> Result<(), ServeError> {
     })
 }
 
-/// A listener, and the address that it has: port 0 is any that is free.
+/// A listener and its address: port 0 means any free port.
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
     let failed = |problem| ServeError::Listen { address, problem };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
@@ -201,7 +201,7 @@ async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeE
     Ok((listener, address))
 }
 
-/// Ends what runs beside the queue, which has ended.
+/// Ends the tasks beside the queue, which has ended.
 async fn close(
     card_tasks: Vec<JoinHandle<()>>,
     library: Arc<Library>,
@@ -209,11 +209,11 @@ async fn close(
 ) -> Result<(), ServeError> {
     // The cards are free when this process has ended.
     futures::future::join_all(card_tasks).await;
-    let stop_keeping = tokio::task::spawn_blocking(move || library.stop_keeping()); // its panic has been told of
+    let stop_keeping = tokio::task::spawn_blocking(move || library.stop_keeping()); // a panic of it has been logged already
     if tokio::time::timeout(COPY_LIMIT, stop_keeping).await.is_err() {
         tracing::warn!("a copy that is being written is given up: its files do not answer");
     }
-    // Streams of cancelled jobs end by themselves; a client that does not read does not hold us up.
+    // Streams of cancelled jobs end by themselves; a client that does not read must not delay the end.
     if let Ok(Ok(served)) = tokio::time::timeout(Duration::from_secs(2), serving).await {
         served?;
     }
@@ -245,7 +245,7 @@ fn tell_access(config: &Config, address: SocketAddr) {
     tracing::info!("try: moored generate \"a red circle on a white background\"{endpoint}");
 }
 
-/// Logs which models there are, and which settings name missing ones.
+/// Logs the models, and the settings that name missing ones.
 fn tell_models(config: &Config, models: &Models) {
     for folder in missing_folders(config) {
         tracing::warn!(folder = %folder.display(), "models.folders names a folder that is not there");
@@ -282,12 +282,12 @@ fn tell_models(config: &Config, models: &Models) {
     }
 }
 
-/// The folders of models that are not there.
+/// Configured folders of models that do not exist.
 pub(crate) fn missing_folders(config: &Config) -> impl Iterator<Item = &PathBuf> {
     config.models.folders.iter().filter(|folder| !folder.is_dir())
 }
 
-/// The configured default model, if it is not there.
+/// The configured default model, if it does not exist.
 pub(crate) fn missing_default<'a>(config: &'a Config, models: &Models) -> Option<&'a str> {
     let id = config.models.default.as_deref()?;
     matches!(
@@ -461,10 +461,10 @@ fn shut_down(
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    /// What `docker stop` and some supervisors send where they are told to, and a terminal at Ctrl-\\. By its default the process would
-    /// end at once, with all its jobs, and leave a dump of its memory.
+    /// Some supervisors, and `docker stop` where an image asks for it, send this signal, and a terminal does at Ctrl-\\. By
+    /// its default the process would end at once, with all its jobs, and leave a dump of its memory.
     quit: Signal,
-    /// Its terminal was closed. Whoever has it ignored (nohup) wants it to go on.
+    /// The terminal was closed. `None` if the signal was ignored at the start, as by `nohup`: the service goes on then.
     hangup: Option<Signal>,
 }
 
@@ -479,7 +479,7 @@ impl Signals {
         })
     }
 
-    /// Resolves at one of those that are sent on purpose.
+    /// Resolves at a signal that was sent on purpose.
     async fn end(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
@@ -503,7 +503,7 @@ impl Signals {
     }
 }
 
-/// Says in the log how long the jobs that run still have.
+/// Logs how much time the running jobs still have.
 async fn tell_time_left(deadline: Instant) -> std::convert::Infallible {
     const INTERVAL: Duration = Duration::from_secs(30);
     loop {

@@ -26,7 +26,7 @@ pub(crate) fn start(log: &LogSettings) {
     let filter = log.filter.as_deref().unwrap_or(DEFAULT_FILTER);
     let filter = EnvFilter::try_new(directives(filter)).unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER)); // it was checked
     let lines = Lines::start(std::io::stderr(), |dropped| {
-        // Of this level, since errors may be among them.
+        // At this level, since there may be errors among the lines.
         tracing::error!(
             dropped,
             "lines of the log were dropped before this one: whoever reads it was too slow"
@@ -34,14 +34,14 @@ pub(crate) fn start(log: &LogSettings) {
     });
     let writer = match lines {
         Ok(lines) => BoxMakeWriter::new(LINES.get_or_init(|| lines).clone()),
-        Err(_) => BoxMakeWriter::new(std::io::stderr), // the system has no thread to give
+        Err(_) => BoxMakeWriter::new(std::io::stderr), // the system cannot start a thread
     };
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
         .log_internal_errors(false)
         .with_writer(writer);
-    // Fails only when a logger is there already, as in tests.
+    // Fails only if a logger is installed already, as in tests.
     let _ = if log.json {
         builder.json().try_init()
     } else {
@@ -49,15 +49,15 @@ pub(crate) fn start(log: &LogSettings) {
     };
 }
 
-/// Waits until what was logged is written, unless nobody reads it.
+/// Waits until the log is written, unless nobody reads it.
 pub(crate) fn flush() {
     if let Some(lines) = LINES.get() {
         lines.flush(LAST_LINES);
     }
 }
 
-/// Reports a panic as the standard library does, by the writer of the log: a thread that panics is not to stand still because
-/// nobody reads.
+/// Reports a panic as the standard library does, by the writer of the log: a panicking thread must not block because
+/// nobody reads the log.
 pub(crate) fn report_panic(panic: &PanicHookInfo<'_>) {
     let thread = std::thread::current();
     let name = thread.name().unwrap_or("<unnamed>");
@@ -71,7 +71,7 @@ pub(crate) fn report_panic(panic: &PanicHookInfo<'_>) {
         Some(lines) => lines.push(report.as_bytes()),
         None => drop(std::io::stderr().write_all(report.as_bytes())),
     }
-    flush(); // the process may end of it
+    flush(); // the panic may end the process
 }
 
 /// Logs the age of this process. That includes the time in which the system loaded its libraries, which the process itself
@@ -91,7 +91,7 @@ fn age() -> Option<Duration> {
 /// The age by `/proc/PID/stat`, which has the start in hundredths of a second since boot, and `/proc/uptime`, in seconds
 /// (`proc(5)`).
 fn age_by(stat: &str, uptime: &str) -> Option<Duration> {
-    // Fields behind the program's name, which may have spaces and parentheses in it, are counted from 3; the start is 22.
+    // The program's name may have spaces and parentheses in it. The first field after it is number 3; the start is number 22.
     let ticks: f64 = stat
         .rsplit_once(')')?
         .1

@@ -1,4 +1,5 @@
-//! Text of others (names, messages, files) as it is shown: nothing that a terminal obeys, or that turns what stands beside it.
+//! Foreign text (names, messages, files) made safe for display: without control characters, and without characters that change
+//! the direction of the text beside it.
 
 use std::borrow::Cow;
 
@@ -11,7 +12,7 @@ pub fn is_obeyed(character: char) -> bool {
         )
 }
 
-/// A text as one line: what a terminal would obey is escaped, line breaks too.
+/// A text as one line: control characters are escaped, line breaks too.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     escaped(text, is_obeyed)
 }
@@ -31,7 +32,7 @@ pub fn cut(text: &str, characters: usize) -> Cow<'_, str> {
     }
 }
 
-/// A value as JSON of one line. JSON itself leaves some of what terminals obey as it is.
+/// A value as JSON in one line. JSON itself does not escape all characters that terminals obey, so these are escaped here.
 pub fn json(value: &serde_json::Value) -> String {
     let text = value.to_string();
     if !text.chars().any(is_obeyed) {
@@ -47,13 +48,13 @@ pub fn json(value: &serde_json::Value) -> String {
     shown
 }
 
-/// A drawing of our own, of several lines: as [`lines`], but that the colours of our drawings stay. A name of others that has one
-/// of these is drawn in it, and does nothing else.
+/// A drawing of our own, of several lines: as [`lines`], but our colour codes stay. A foreign name with such a code is drawn in
+/// that colour, which is harmless.
 pub fn drawing(text: &str) -> String {
     in_colours(text, lines)
 }
 
-/// A line of a drawing of our own: as [`one_line`], but that the colours of our drawings stay.
+/// A line of a drawing of our own: as [`one_line`], but our colour codes stay.
 pub fn drawn_line(text: &str) -> String {
     in_colours(text, one_line)
 }
@@ -110,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_terminal_would_obey_is_escaped() {
+    fn control_characters_are_escaped() {
         assert_eq!(one_line("a\x1b[2J\nb\u{9b}"), "a\\u{1b}[2J\\nb\\u{9b}");
         assert_eq!(lines("a\tb\n\x07\r"), "a\tb\n\\u{7}\\r");
         assert_eq!(one_line("fdp.\u{202e}gnp"), "fdp.\\u{202e}gnp");

@@ -1,4 +1,4 @@
-//! What of a request is checked before its model is known.
+//! Checks of a request that do not need its model.
 
 use engine::Error;
 use model::RequestError;
@@ -7,9 +7,9 @@ use super::{Asked, OfMedium};
 use crate::errors::all_valid;
 use crate::references::PictureInput;
 
-/// Longest prompt, and longest lyrics, in characters. T5 reads 512 tokens at the most: what is longer is a mistake.
+/// Longest prompt, and longest lyrics, in characters. T5 reads at most 512 tokens, so a longer text is a mistake.
 const LONGEST_PROMPT_CHARACTERS: usize = 10_000;
-/// Longest side of what is generated, in pixels; a model may take less.
+/// Longest side of a generated picture or film, in pixels; a model may take less.
 const LONGEST_SIDE_PIXELS: u32 = 4096;
 /// Items of one request.
 const MOST_ITEMS: u32 = 64;
@@ -17,13 +17,13 @@ const MOST_ITEMS: u32 = 64;
 const MOST_CONTROLS: usize = 4;
 /// Reference pictures of one request.
 const MOST_REFERENCES: usize = 8;
-/// Longest film that is asked for by its seconds; a model may take less.
+/// Longest film that may be requested in seconds; a model may take less.
 const LONGEST_FILM_SECONDS: f32 = 3600.0;
 /// Least time between previews.
 const LEAST_PREVIEW_INTERVAL_MS: u32 = 100;
 
 impl Asked {
-    /// Checks what does not depend on the model, and reports all wrong fields at once.
+    /// Checks all that does not depend on the model, and reports all wrong fields at once.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let mut problems = Vec::new();
         self.check_texts(&mut problems);

@@ -1,4 +1,4 @@
-//! The part of a request that is of tracks alone.
+//! The fields of a request that only tracks have.
 
 use engine::Error;
 use media::tracks::LONGEST_TRACK_SECONDS;
@@ -22,7 +22,7 @@ const TRACKS: &str = "tracks";
 const WINDOW_START: &str = "window_start_seconds";
 const WINDOW_END: &str = "window_end_seconds";
 
-/// What a client asks of a track. Fields that it leaves open are zero, empty or `None`.
+/// A client's settings of a track. Fields that the client does not set are zero, empty or `None`.
 #[derive(Clone, Debug, Default)]
 pub struct AskedTrack {
     pub lyrics: String,
@@ -40,10 +40,10 @@ pub struct AskedTrack {
     pub strengths: Vec<StrengthPoint>,
 }
 
-/// What is made of a track.
+/// The task: what to do with the source track.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AskedTask {
-    /// Music from text, of no track.
+    /// Music from text, without a source.
     #[default]
     TextToMusic,
     Repaint,
@@ -51,7 +51,7 @@ pub enum AskedTask {
     Extract,
     Lego,
     Complete,
-    /// Of a client that is newer than the service: its number in the protocol.
+    /// A task of a client that is newer than the service: its number in the protocol.
     Unknown(i32),
 }
 
@@ -75,7 +75,7 @@ impl AskedTask {
 }
 
 impl AskedTrack {
-    /// Checks what depends neither on the model nor on what is in the source.
+    /// Checks all that depends neither on the model nor on the contents of the source.
     pub(crate) fn check(&self, has_source: bool, problems: &mut Vec<RequestError>) {
         let mut problem = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
         let longest = LONGEST_TRACK_SECONDS as f32;
@@ -151,7 +151,7 @@ impl AskedTrack {
         ]
     }
 
-    /// What is wrong with the names of tracks for a task.
+    /// The problem of the names of tracks for a task, if there is one.
     fn wrong_tracks(&self, task: AskedTask) -> Option<String> {
         let count = self.tracks.len();
         if let Some(told) = self.tracks.iter().find_map(|track| wrong_word(track)) {
@@ -174,7 +174,7 @@ impl AskedTrack {
         }
     }
 
-    /// Writes what is asked for over the defaults.
+    /// Overwrites the defaults with the fields that the client sets.
     ///
     /// # Errors
     /// When the source is no track, or the window is not in it.
@@ -230,8 +230,8 @@ impl AskedTrack {
         })
     }
 
-    /// The window, in a source: what is left open goes to its start and its end. An open end is infinite, since a model may
-    /// make a little more than the source has: a number would leave its last frame as it was.
+    /// The window in a source, in seconds. A bound that is not set is the start or the end of the source. The end is infinite then,
+    /// since a model may make a little more than the source has: with a number, the last frame would not be made anew.
     fn window_in(&self, source: Option<&Clip>) -> Result<(f32, f32), Error> {
         let seconds = source.map_or(0.0, |source| seconds_of(&source.format));
         let start = self.window_start_seconds.unwrap_or(0.0);
@@ -264,7 +264,7 @@ pub(crate) fn seconds_of(format: &MediaFormat) -> f32 {
     }
 }
 
-/// What is wrong with a word that is put into a model's prompt. A line of its own would be read as another setting.
+/// The problem of a word that is put into a model's prompt, if there is one. A line break in it would begin another setting.
 fn wrong_word(word: &str) -> Option<String> {
     let characters = word.chars().count();
     if characters > LONGEST_WORD_CHARACTERS {

@@ -1,5 +1,5 @@
 //! The adapters that requests can name: files and folders of peft in the configured folders, repositories of the hub cache,
-//! and what ships with the project.
+//! and adapters that ship with the project.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const MOST_ADAPTERS: usize = 16;
 /// Prefix of the ids of adapters that ship with the project.
 const SHIPPED: &str = "moored/";
 
-/// Depth of folders that are looked through.
+/// Depth to which folders are scanned.
 const DEPTH: usize = 3;
 
 /// An adapter that can be named, as a scan found it.
@@ -30,7 +30,7 @@ pub struct FoundAdapter {
     /// A file, a folder of peft, or a ControlNet's.
     pub path: PathBuf,
     kind: AdapterKind,
-    /// Of its file, or of the files in its folder.
+    /// Size of its file, or of the files in its folder.
     pub bytes: u64,
 }
 
@@ -102,7 +102,7 @@ impl FoundAdapter {
         }
     }
 
-    /// To be attached to a model.
+    /// The adapter in the form in which it is attached to a model.
     fn to_attach(&self, ignores_unknown: bool) -> AdapterFile {
         AdapterFile {
             name: self.id.clone(),
@@ -128,7 +128,7 @@ impl Models {
         self.adapter_listing.rescan(|| self.scan_adapters())
     }
 
-    /// The adapters with these among them, if they are there now: what the listing lacks, or what is gone, is looked for.
+    /// A listing that is current for these adapters: the folders are scanned again if it lacks one of them, or if a file is gone.
     fn adapters_with<'a>(&self, asked: impl Iterator<Item = &'a str>) -> Arc<Vec<FoundAdapter>> {
         let there = self.adapters();
         let mut found = asked.map(|asked| find(&there, asked));
@@ -138,7 +138,7 @@ impl Models {
         }
     }
 
-    /// The name of the adapter that a request calls so, as far as it is known.
+    /// The id of the adapter that a request names; `None` if no listed adapter has that name.
     pub fn adapter_name(&self, asked: &str) -> Option<String> {
         let known = self.adapter_listing.known(|| self.scan_adapters());
         find(&known, asked).map(|found| found.id.clone())
@@ -160,7 +160,7 @@ impl Models {
         for folder in with(Meaning::ControlNets) {
             let mut nets = Vec::new();
             scan(families, folder, "", DEPTH, &mut nets);
-            // A file alone is of a layout that is not read.
+            // A ControlNet in a single file has a layout that is not read here.
             found.extend(nets.into_iter().filter(|net| net.kind == AdapterKind::ControlNet));
         }
         for repository in children(&self.hub_cache) {
@@ -229,7 +229,7 @@ impl Models {
         })
     }
 
-    /// The entry with these ControlNets behind its adapters, each once.
+    /// The entry with these ControlNets after its adapters, each once.
     pub fn with_control_nets(&self, entry: &Entry, ids: &[String]) -> Result<Entry, Error> {
         let there = self.adapters_with(ids.iter().map(String::as_str));
         let mut files = entry.adapters.clone();
@@ -270,7 +270,7 @@ impl Models {
                 None => uses.push(each),
             }
         }
-        // Those of strength 0 were left out of the entry.
+        // Adapters of strength 0 are not in the entry.
         let loras = entry
             .adapters
             .iter()
@@ -293,7 +293,7 @@ fn find<'a, T: Named>(there: &'a [T], asked: &str) -> Option<&'a T> {
     by_name.or_else(|| there.iter().find(is_at))
 }
 
-/// Whether adapters are just those that a reference names, in order.
+/// Whether these adapters are exactly those of a reference, in order.
 pub(super) fn are_named(adapters: &[AdapterFile], asked: &[AskedAdapter]) -> bool {
     let is_named =
         |(file, asked): (&AdapterFile, &AskedAdapter)| find(std::slice::from_ref(file), &asked.id).is_some();
@@ -305,7 +305,7 @@ fn is_active(each: &AdapterUse) -> bool {
     !each.strength.is_zero() || each.text_strength != 0.0
 }
 
-/// One use in place of two of an adapter; `index` is that of the second.
+/// Combines two uses of one adapter; `index` is that of the second.
 fn sum_of(one: &AdapterUse, other: &AdapterUse, index: usize) -> Result<AdapterUse, Error> {
     let refused = |name: &str, problem: String| {
         let field = format!("model.adapters[{index}].{name}");
@@ -378,8 +378,8 @@ fn scan(families: &dyn Families, folder: &Path, prefix: &str, depth: usize, foun
 }
 
 /// The adapters of a repository in a hub cache: of the revision of `main`, or the newest. A repository with a pipeline, or a
-/// model of another kind, has none; nor are transformers and shards adapters. The only file goes by the repository's name,
-/// several by that and theirs.
+/// model of another kind, has none; nor are transformers and shards adapters. A single file has the repository's
+/// name; of several files each has the repository's name and its own.
 fn of_hub(
     families: &dyn Families,
     repository: &Path,
@@ -481,12 +481,12 @@ mod tests {
         std::fs::remove_file(folder.path().join("ink.safetensors")).unwrap();
         assert!(matches!(named("ink"), Err(Error::Invalid(_))));
         assert_eq!(own_ids(&models), ["oil"]);
-        // A folder that does not answer keeps nobody from what is known.
+        // A folder that does not answer must not block requests for adapters that are listed already.
         let _blocked = models.adapter_listing.block().unwrap();
         assert!(named("oil").is_ok());
     }
 
-    /// Requests, plans and lists take what the scan found, and read no file for it.
+    /// Requests, plans and lists use the results of the scan, and read no files.
     #[test]
     fn the_kind_of_an_adapter_is_that_of_the_scan() {
         let folder = folder_with(&[

@@ -1,16 +1,16 @@
-//! ComfyUI's own folders, each by its meaning: those in `FOLDER/models`, and those that `extra_model_paths.yaml` adds.
+//! ComfyUI's folders and their meanings: those in `FOLDER/models`, and those that `extra_model_paths.yaml` adds.
 
 use std::path::{Path, PathBuf};
 
 use yaml_rust2::{Yaml, YamlLoader};
 
-/// The file that names further folders.
+/// The file that configures further folders.
 const EXTRA: &str = "extra_model_paths.yaml";
 
-/// Most bytes that are read of it.
+/// Most bytes that are read of that file.
 const LONGEST_EXTRA: u64 = 1 << 20;
 
-/// What lies in a folder.
+/// The kind of files in a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Meaning {
     /// Transformers and whole checkpoints in one file.
@@ -22,7 +22,7 @@ pub(super) enum Meaning {
 }
 
 impl Meaning {
-    /// What ComfyUI keeps under this name; `None` for companions of models (VAE, text encoders) and for what does not run here.
+    /// The meaning of a folder by its name; `None` for parts of models (VAE, text encoders) and for kinds that do not run here.
     fn of(name: &str) -> Option<Meaning> {
         match name {
             "diffusion_models" | "unet" | "unet_gguf" | "checkpoints" | "diffusers" => Some(Meaning::Models),
@@ -33,13 +33,13 @@ impl Meaning {
     }
 }
 
-/// A folder and what lies in it.
+/// A folder and the kind of its files.
 pub(super) type Place = (Meaning, PathBuf);
 
-/// The folders of an installation, in the order in which ComfyUI looks through them. What is wrong with the file of further
-/// folders is the other half.
+/// The folders of an installation, in the order in which ComfyUI searches them, and the problem of its
+/// `extra_model_paths.yaml`, if there is one.
 pub(super) fn places(installation: &Path) -> (Vec<Place>, Option<String>) {
-    // ComfyUI looks into the older name of the folder of transformers first.
+    // ComfyUI searches `unet`, the older name of the folder of transformers, first.
     let own = [
         "checkpoints",
         "loras",
@@ -68,7 +68,7 @@ pub(super) fn places(installation: &Path) -> (Vec<Place>, Option<String>) {
     (places, problem)
 }
 
-/// The folders that the file names, and whether each goes before all others.
+/// The folders in the file, each with a flag: whether ComfyUI searches it before all others.
 fn further(installation: &Path) -> Result<Vec<(Place, bool)>, String> {
     let file = installation.join(EXTRA);
     if !file.is_file() {
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_yaml_is_told() {
+    fn a_file_that_is_no_yaml_is_reported() {
         let folder = folder_with(&[]);
         std::fs::write(folder.path().join(EXTRA), "a: [\n").unwrap();
         let (places, problem) = places(folder.path());

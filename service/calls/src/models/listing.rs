@@ -1,12 +1,12 @@
-//! What a scan of folders found, until it is too old.
+//! A cached scan of folders.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// Lifetime of a listing; what it lacks is looked for at once.
+/// Lifetime of a listing. A model that it lacks is searched for at once.
 const LIFETIME: Duration = Duration::from_secs(10);
 
-/// Timeout of waiting for a scan that another thread does.
+/// Timeout of waiting for another thread's scan.
 const LOOK_LIMIT: Duration = Duration::from_secs(1);
 
 /// The last scan of folders.
@@ -26,7 +26,7 @@ impl<T> Default for Listing<T> {
 }
 
 impl<T> Listing<T> {
-    /// What was found; scans when that is too old.
+    /// The listing; scans when it is too old.
     pub(super) fn current(&self, scan: impl FnOnce() -> Vec<T>) -> Arc<Vec<T>> {
         match self.last() {
             Some((when, found)) if when.elapsed() < LIFETIME => found,
@@ -34,12 +34,12 @@ impl<T> Listing<T> {
         }
     }
 
-    /// What was found last, however long ago. Scans only when there was no scan.
+    /// The last listing, however old. Scans only when there was no scan.
     pub(super) fn known(&self, scan: impl FnOnce() -> Vec<T>) -> Arc<Vec<T>> {
         self.last().map_or_else(|| self.rescan(scan), |(_, found)| found)
     }
 
-    /// Scans, however recent the last scan. While another scan is blocked by a folder, it is what was found last.
+    /// Scans, however recent the last scan. While another scan is blocked by a folder, it returns the last listing.
     pub(super) fn rescan(&self, scan: impl FnOnce() -> Vec<T>) -> Arc<Vec<T>> {
         let Some(_turn) = self.looking.begin() else {
             return self.last().map(|(_, found)| found).unwrap_or_default();

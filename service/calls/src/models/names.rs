@@ -1,21 +1,21 @@
-//! Names of models and adapters: what is listed can be named, and nothing that is there is left out for another of its name.
+//! Names of models and adapters. Each listed item can be named in a request, and no item is hidden by another of the same name.
 
 use std::path::Path;
 
-/// What can be named: a model or an adapter.
+/// A model or an adapter, which requests can name.
 pub(super) trait Named {
     /// Its name in lists.
     fn id(&self) -> &str;
     fn set_id(&mut self, id: String);
-    /// The commit of what has several in a hub cache; else empty.
+    /// The commit of an item in a hub cache; else empty.
     fn revision(&self) -> &str {
         ""
     }
     fn path(&self) -> &Path;
-    /// A file's name without the ending of its kind; `None` for a name without it.
+    /// A file's name without the extension of its kind; `None` for a name without that extension.
     fn stem<'a>(&self, name: &'a str) -> Option<&'a str>;
 
-    /// Its name with the ending of its file; `None` for a folder, and for what has a name of its own.
+    /// Its name with the extension of its file; `None` for a folder, and for an item with a configured name.
     fn id_with_ending(&self) -> Option<String> {
         let name = self.path().file_name()?.to_str()?;
         let before = self.id().strip_suffix(self.stem(name)?)?;
@@ -23,8 +23,8 @@ pub(super) trait Named {
     }
 }
 
-/// Those that were found, in their order. Of two files with one name (`twin.gguf`, `twin.safetensors`) each goes by its name
-/// with the ending; of two with one file name the first counts.
+/// The found items, in their order. Two files whose names differ only in the extension (`twin.gguf`,
+/// `twin.safetensors`) keep their extensions in their names; of two with one file name the first counts.
 pub(super) fn distinct<T: Named>(found: impl Iterator<Item = T>) -> Vec<T> {
     let mut listed: Vec<T> = Vec::new();
     for each in found {
@@ -56,19 +56,19 @@ pub(super) fn distinct<T: Named>(found: impl Iterator<Item = T>) -> Vec<T> {
     distinct
 }
 
-/// What a name may stand for, the likeliest first: itself, and with slashes for the backslashes of a path of Windows.
+/// Spellings of a name, the likeliest first: as it is, and with slashes for the backslashes of a Windows path.
 pub(super) fn spellings(asked: &str) -> impl Iterator<Item = String> {
     let is_windows = asked.contains('\\');
     let of_windows = is_windows.then(|| asked.replace('\\', "/"));
     std::iter::once(asked.to_owned()).chain(of_windows)
 }
 
-/// Whether this is the name of it, as it is listed or with the ending of its file.
+/// Whether an item has this name, as it is listed or with the extension of its file.
 pub(super) fn is_called<T: Named>(each: &T, name: &str) -> bool {
     each.id() == name || each.id_with_ending().is_some_and(|whole| whole == name)
 }
 
-/// The names of several that a name could mean: of files that differ in their endings, or of what lies in different folders.
+/// The names of all items that an ambiguous name could mean: files that differ in their extensions, or in their folders.
 pub(super) fn meanings<T: Named>(listed: &[T], asked: &str) -> Vec<String> {
     let last = |name: &str| name.rsplit('/').next().unwrap_or(name).to_owned();
     let could_mean = |each: &&T, name: &str| {
@@ -89,7 +89,7 @@ pub(super) fn meanings<T: Named>(listed: &[T], asked: &str) -> Vec<String> {
     meant
 }
 
-/// The refusal of a name that could mean several; `None` if it could not.
+/// The error for an ambiguous name; `None` if the name is not ambiguous.
 pub(super) fn ambiguous<T: Named>(listed: &[T], asked: &str) -> Option<String> {
     match &meanings(listed, asked)[..] {
         [] | [_] => None,

@@ -305,7 +305,7 @@ fn a_key_matches_by_the_first_digits_of_its_revision() {
 }
 
 #[test]
-fn what_is_listed_can_be_named() {
+fn listed_models_can_be_named() {
     let folder = folder_with(&[
         "a,b.safetensors",
         "v1:2.gguf",

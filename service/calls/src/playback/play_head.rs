@@ -16,9 +16,9 @@ pub struct Gap {
 pub(crate) struct PlayHead {
     samples_per_second: u32,
     by_client: bool,
-    /// What the client said last, or where the clock was set last.
+    /// The sample that the client reported last, or at which the clock was set last.
     place: u64,
-    /// Since when it moves; `None`: it stands still.
+    /// The time at which it was at `place`, while it moves by the clock; `None`: it stands still.
     moving_since: Option<Instant>,
     starved_since: Option<Instant>,
 }
@@ -42,7 +42,7 @@ impl PlayHead {
         }
     }
 
-    /// Where it is, given how much was sent: it cannot pass that.
+    /// The sample that sounds now. It cannot be later than `sent`, the number of samples that were sent.
     pub(crate) fn place(&self, now: Instant, sent: u64) -> u64 {
         let elapsed = self
             .moving_since
@@ -70,7 +70,7 @@ impl PlayHead {
             .saturating_sub(Duration::from_nanos(nanos))
     }
 
-    /// Sound was sent: it moves, or moves again; the gap that has ended, if there was one.
+    /// Sound was sent, so the play head moves. Returns the gap that has ended, if there was one.
     pub(crate) fn sent(&mut self, now: Instant) -> Option<Gap> {
         if !self.by_client && self.moving_since.is_none() {
             self.moving_since = Some(now);

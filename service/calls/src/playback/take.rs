@@ -1,14 +1,14 @@
-//! The samples of one segment, as its pieces come.
+//! The samples of one segment, as its pieces arrive.
 
 use model::{Covered, MediaFormat, Piece};
 
-/// A track of 16-bit samples, whose pieces come in any order.
+/// A track of 16-bit samples, whose pieces arrive in any order.
 #[derive(Debug)]
 pub(super) struct Take {
     channels: usize,
     /// Samples for each channel.
     length: u64,
-    /// Channels interleaved; zeros where nothing has come.
+    /// Channels interleaved; zeros where no piece has arrived.
     samples: Vec<i16>,
     come: Covered,
 }
@@ -32,7 +32,7 @@ impl Take {
         })
     }
 
-    /// Takes a piece; false if it is not of this track.
+    /// Adds a piece; false if it is not of this track.
     pub(super) fn add(&mut self, piece: &Piece) -> bool {
         let Some(units) = piece.units() else { return false };
         let Some(place) = usize::try_from(piece.first)
@@ -64,7 +64,7 @@ impl Take {
         self.come.is_whole(self.length)
     }
 
-    /// How many samples are there without a gap from a place on, up to the end.
+    /// Number of consecutive samples that have arrived from a place on.
     pub(super) fn there_from(&self, place: u64) -> u64 {
         self.come.end_from(place).saturating_sub(place)
     }

@@ -14,11 +14,11 @@ use super::take::Take;
 /// When a segment begins to sound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SegmentStart {
-    /// When those before it are over.
+    /// When the earlier segments are over.
     WhenOver,
-    /// As soon as it is there, at the place where the one that sounds is.
+    /// As soon as enough of it has arrived, at the position of the segment that sounds.
     AtOnce,
-    /// As soon as it is there, from its beginning.
+    /// As soon as enough of it has arrived, from its beginning.
     AtOnceFromStart,
 }
 
@@ -27,30 +27,30 @@ pub enum SegmentStart {
 pub(crate) struct PlaybackSettings {
     pub samples_per_second: u32,
     pub channels: u32,
-    /// How far ahead of the play head sound is made.
+    /// How far ahead of the play head sound is rendered.
     pub lead: u64,
     /// How long a segment fades into the next.
     pub crossfade: u64,
-    /// Whether a segment is repeated when it is over and no other is there.
+    /// Whether a segment is repeated when it is over and no other is ready.
     pub repeats: bool,
 }
 
 /// Sound of one segment, or of one that fades into it.
 #[derive(Debug, PartialEq)]
 pub struct Rendered {
-    /// Place of its first sample in the session.
+    /// Position of its first sample in the session.
     pub first: u64,
     pub segment: u32,
-    /// Place of its first sample in the segment.
+    /// Position of its first sample in the segment.
     pub first_of_segment: u64,
     /// 16 bits, little-endian, channels interleaved.
     pub samples: Vec<u8>,
 }
 
-/// What became of segments when another began to sound.
+/// The change of the other segments when one begins to sound.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Change {
-    /// Segments that will never sound: a later one did before.
+    /// Segments that will never sound, because a later one has begun.
     pub superseded: Vec<u32>,
 }
 
@@ -60,16 +60,16 @@ struct Cursor {
     segment: u32,
     /// Next sample.
     at: u64,
-    /// Whether it is not the first time that it sounds.
+    /// Whether the segment has sounded to its end before.
     is_repeated: bool,
 }
 
 /// How the segment that sounds fades in.
 #[derive(Clone, Copy, Debug)]
 struct FadeIn {
-    /// Samples that had been made when it began.
+    /// Number of rendered samples when the fade began.
     began_at: u64,
-    /// What it was weighed with then: more than nothing where it was fading out and goes on.
+    /// The segment's weight at that time: above 0 if it was fading out and continues.
     from: f64,
 }
 
@@ -77,17 +77,17 @@ struct FadeIn {
 #[derive(Debug)]
 struct Fade {
     from: Cursor,
-    /// Its samples, where it is given up.
+    /// Its samples, where its segment is dropped.
     given_up: Option<Take>,
-    /// What it was weighed with when it began to fade.
+    /// Its weight when it began to fade.
     weight: f64,
-    /// Samples until it is silent: never more than it has.
+    /// Samples until it is silent; at most as many as it has left.
     length: u64,
     done: u64,
 }
 
 impl Fade {
-    /// Whether it is of this segment, which has not failed.
+    /// Whether it fades this segment, and the segment has not failed.
     fn is_of(&self, segment: u32) -> bool {
         self.given_up.is_none() && self.from.segment == segment
     }
@@ -98,7 +98,7 @@ impl Fade {
     }
 }
 
-/// The last segment that sounded and had come whole, with the samples that had been made when it left.
+/// The last complete segment that sounded, with the number of rendered samples when another took its place.
 #[derive(Clone, Copy, Debug)]
 struct Before {
     cursor: Cursor,
@@ -111,20 +111,20 @@ struct Segment {
     take: Option<Take>,
 }
 
-/// What a session plays.
+/// The track that a session plays.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     settings: PlaybackSettings,
     /// Samples made so far.
     made: u64,
-    /// Segments that have not sounded, that sound, and the one before while it may be needed again.
+    /// Segments that have not sounded, the one that sounds, and the one before it while it may be needed again.
     segments: BTreeMap<u32, Segment>,
     sounding: Option<Cursor>,
-    /// One, or several where segments failed that were fading in.
+    /// One fade, or several if segments failed while they faded in.
     fades: Vec<Fade>,
-    /// What goes on if the one that sounds fails; as long as that has not come whole.
+    /// The segment that continues if the current one fails; kept until the current one is complete.
     before: Option<Before>,
-    /// `None` where nothing had to be faded in.
+    /// `None` where no fade was needed.
     fade_in: Option<FadeIn>,
 }
 
@@ -142,12 +142,12 @@ impl Timeline {
         }
     }
 
-    /// A segment is asked for; numbers ascend.
+    /// A segment was requested. Numbers ascend.
     pub(crate) fn expect(&mut self, segment: u32, start: SegmentStart) {
         self.segments.insert(segment, Segment { start, take: None });
     }
 
-    /// The place in the segment that sounds, in seconds, at which the next sample will be made; 0 where none does.
+    /// The position in the segment that sounds, in seconds, at which the next sample will be rendered; 0 where none sounds.
     pub(crate) fn place_seconds(&self) -> f32 {
         let place = self.sounding.map_or(0, |cursor| cursor.at);
         (place as f64 / f64::from(self.settings.samples_per_second.max(1))) as f32
@@ -169,7 +169,7 @@ impl Timeline {
             .is_some_and(|cursor| self.settings.repeats || cursor.at < self.length(cursor.segment))
     }
 
-    /// A piece of a segment.
+    /// Adds a piece of a segment.
     ///
     /// # Errors
     /// A problem in words, when it is no sound of this session.
@@ -202,17 +202,17 @@ impl Timeline {
         }
     }
 
-    /// The length of a segment once all of it has come.
+    /// The length of a segment, in samples, once it is complete.
     pub(crate) fn whole_length(&self, segment: u32) -> Option<u64> {
         let take = self.segments.get(&segment)?.take.as_ref()?;
         take.is_whole().then(|| take.length())
     }
 
-    /// A segment does not come. Where it sounds already, what was before it goes on where it would be.
+    /// A segment failed. Where it sounds already, the segment before it continues from the place where it would be.
     pub(crate) fn fail(&mut self, segment: u32) {
         let failed = self.segments.remove(&segment).and_then(|known| known.take);
         let Some(from) = self.sounding.filter(|cursor| cursor.segment == segment) else {
-            // It may fade out still.
+            // The failed segment may still be fading out.
             let fade = self.fades.iter_mut().find(|fade| fade.is_of(segment));
             if let Some(fade) = fade {
                 fade.given_up = failed;
@@ -246,7 +246,7 @@ impl Timeline {
         });
     }
 
-    /// Where a segment that sounded before would be by now.
+    /// The position that the earlier segment would have reached by now.
     fn resumed(&self, before: Before) -> Option<Cursor> {
         let length = self.length(before.cursor.segment);
         let at = before.cursor.at + (self.made - before.left_at);
@@ -257,7 +257,7 @@ impl Timeline {
         Some(Cursor { at, ..before.cursor })
     }
 
-    /// The next samples, at most so many; fewer where a segment begins or ends, `None` where nothing is there.
+    /// Renders the next samples, at most `most`; fewer where a segment begins or ends, `None` where no samples are there.
     pub(crate) fn render(&mut self, most: u64) -> (Option<Rendered>, Change) {
         let change = self.change_segment();
         let Some(cursor) = self.sounding.filter(|_| most > 0) else {
@@ -289,7 +289,7 @@ impl Timeline {
         take.map_or(0, Take::length)
     }
 
-    /// Whether enough of a segment has come, from a place on, for it to sound.
+    /// Whether enough of a segment has arrived, from a position on, for it to sound.
     fn can_sound(&self, segment: u32, from: u64) -> bool {
         let Some(take) = self.segments.get(&segment).and_then(|known| known.take.as_ref()) else {
             return false;
@@ -317,7 +317,7 @@ impl Timeline {
     /// The segment whose turn it is to sound next.
     fn next(&self) -> Option<(u32, SegmentStart)> {
         if !self.fades.is_empty() {
-            return None; // one fade at a time: what is dropped within one would be heard as a click
+            return None; // one fade at a time: to drop a segment during its fade would be heard as a click
         }
         let sounding = self.sounding.map_or(0, |cursor| cursor.segment);
         let after = || {
@@ -337,7 +337,7 @@ impl Timeline {
         self.is_ending() && self.next().is_some()
     }
 
-    /// Whether nothing sounds, or only what the next fades into.
+    /// Whether nothing sounds, or only the end of a segment into which the next one fades.
     fn is_ending(&self) -> bool {
         self.sounding.is_none_or(|cursor| {
             let length = self.length(cursor.segment);
@@ -393,7 +393,7 @@ impl Timeline {
             .filter(|earlier| !kept.contains(&Some(*earlier)))
         {
             self.segments.remove(&segment);
-            // What has sounded was told of before.
+            // A segment that has sounded was reported already.
             if last.is_none_or(|last| segment > last) {
                 superseded.push(segment);
             }
@@ -401,7 +401,7 @@ impl Timeline {
         Change { superseded }
     }
 
-    /// One sample of each channel; false where nothing is there.
+    /// Renders one sample of each channel; false where no segment has one.
     fn render_sample(&mut self, samples: &mut Vec<u8>) -> bool {
         let Some(mut cursor) = self.sounding else {
             return false;
@@ -484,7 +484,7 @@ impl Timeline {
         }
     }
 
-    /// What faded out is forgotten, unless it goes on should the one that sounds fail.
+    /// Drops segments that have faded out, except the one that continues if the current segment fails.
     fn end_fades(&mut self) {
         let before = self.before.map(|before| before.cursor.segment);
         let sounding = self.sounding.map(|cursor| cursor.segment);
@@ -498,7 +498,7 @@ impl Timeline {
         });
     }
 
-    /// What sounded before is not needed once the new one has come whole and the fade is over.
+    /// Drops the earlier segment once the new one is complete and the fade is over.
     fn forget_before(&mut self) {
         let Some(before) = self.before.filter(|_| self.fades.is_empty()) else {
             return;

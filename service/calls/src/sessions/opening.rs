@@ -1,4 +1,4 @@
-//! What a session is opened with, and what its segments leave to it.
+//! The settings with which a session is opened, and those that its segments must not set.
 
 use std::time::Duration;
 
@@ -21,28 +21,28 @@ const MOST_SLOTS: u32 = 8;
 const DEFAULT_IDLE_SECONDS: u32 = 60;
 const MOST_IDLE_SECONDS: u32 = 3_600;
 
-/// What a client opens a session with. Fields that it leaves open are zero, empty or `None`.
+/// A client's settings of a session. Fields that it does not set are zero, empty or `None`.
 #[derive(Clone, Debug, Default)]
 pub struct AskedSession {
     pub model: ModelRef,
     pub options: Option<AskedOptions>,
-    /// Id of a track that was brought before, from which segments start.
+    /// Id of an uploaded track, from which segments start.
     pub source_media_id: String,
-    /// How far ahead of the play head sound is made.
+    /// How far ahead of the play head sound is rendered.
     pub lead_ms: u32,
     /// How long a segment fades into the next.
     pub crossfade_ms: Option<u32>,
-    /// Segments that are made at a time.
+    /// Number of segments that are generated concurrently.
     pub slots: u32,
-    /// Silence of the client after which the session ends.
+    /// Time without a message of the client after which the session ends.
     pub idle_seconds: u32,
-    /// The client says how far it has played; else the clock does.
+    /// The client reports how far it has played; otherwise the clock decides.
     pub paced_by_client: bool,
-    /// A segment is not repeated when it is over and no other is there.
+    /// A segment is not repeated when it is over and no other is ready.
     pub once: bool,
 }
 
-/// A session that is open, with everything that it was opened with.
+/// An open session, with all its settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpenedSession {
     pub session_id: String,
@@ -58,7 +58,7 @@ pub struct OpenedSession {
 }
 
 impl OpenedSession {
-    /// From what the client asks, with its defaults filled in.
+    /// The client's settings, with defaults filled in.
     pub(super) fn of(
         open: &AskedSession,
         model: ResolvedModel,
@@ -91,13 +91,13 @@ impl OpenedSession {
         }
     }
 
-    /// Silence of the client after which it ends.
+    /// Time without a message of the client after which it ends.
     pub(super) fn idle(&self) -> Duration {
         Duration::from_secs(u64::from(self.idle_seconds))
     }
 }
 
-/// Checks what a session is opened with, and reports all wrong fields at once.
+/// Checks the settings of a session, and reports all wrong fields at once.
 ///
 /// # Errors
 /// [`Error::Invalid`].
@@ -131,10 +131,10 @@ pub(super) fn check_open(open: &AskedSession) -> Result<(), Error> {
     all_valid(problems)
 }
 
-/// Checks that a segment leaves to the session what is the session's.
+/// Checks that a segment sets no field that belongs to the session.
 ///
 /// # Errors
-/// [`Error::Invalid`] with the fields that it names.
+/// [`Error::Invalid`] with the fields that it sets.
 pub(super) fn check_segment(track: &Asked) -> Result<(), Error> {
     let model = &track.model;
     let named = [

@@ -1,4 +1,4 @@
-//! Makes the segments of a session, one job each, in the order in which they are asked for.
+//! Generates the segments of a session, one job each, in the order of their requests.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,38 +23,38 @@ use crate::generation::Generation;
 use crate::references::ModelRef;
 use crate::resolved::ResolvedModel;
 
-/// Events of jobs that wait for the session: it takes them as they come.
+/// Most events of jobs that wait for the session, which takes them on arrival.
 const MOST_REPORTS: usize = 64;
 /// How long a hold outlives a session whose process has died.
 const HOLD: Duration = Duration::from_secs(60);
 const SOURCE: &str = "source_media_id";
 
-/// What is to be made.
+/// A command to the task that generates segments.
 #[derive(Debug)]
 pub(crate) enum Work {
     Segment {
         number: u32,
         track: Box<Asked>,
-        /// Where what sounds is now: decoding begins there.
+        /// Position of the segment that sounds now, in seconds: decoding begins there.
         place_seconds: f32,
     },
-    /// The last segment, from another source.
+    /// Generate the last segment again, from another source.
     ReplaceSource { number: u32, media_id: String },
-    /// The last segment, with another model.
+    /// Generate the last segment again, with another model.
     ReplaceModel {
         number: u32,
         model: ModelRef,
         place_seconds: f32,
     },
-    /// A segment has come whole.
+    /// A segment is complete.
     Came { number: u32 },
-    /// A segment does not come.
+    /// A segment failed.
     Failed { number: u32 },
-    /// A segment will not sound: one that was asked for later did. That one proves what both were made with.
+    /// A segment will not sound, because a later one has begun. The later one proves the source and the model of both.
     Superseded { number: u32 },
 }
 
-/// What has become of it.
+/// A report of the task to the session.
 pub(crate) enum Report {
     Accepted {
         number: u32,
@@ -80,7 +80,7 @@ pub(crate) enum Report {
         number: u32,
         model: Box<ResolvedModel>,
     },
-    /// What was replaced has made no segment yet.
+    /// There is no segment yet that could be generated again with the replacement.
     NothingToMake {
         number: u32,
     },
@@ -88,7 +88,7 @@ pub(crate) enum Report {
 
 /// Handle to the task that makes segments. Dropping it cancels their jobs and releases the model.
 pub(crate) struct Maker {
-    /// With the bytes of the message that asks for it.
+    /// Commands, each with the bytes of the client's message.
     works: mpsc::UnboundedSender<(Work, Option<Taken>)>,
     reports: mpsc::Receiver<Report>,
     task: JoinHandle<()>,
@@ -127,13 +127,13 @@ impl Drop for Maker {
 /// A model that is held for a session: renewed for as long as this lives.
 struct Held {
     queue: Queue,
-    /// As it was renewed last.
+    /// Id of the hold at its last renewal.
     id: Arc<Mutex<String>>,
     renewal: JoinHandle<()>,
 }
 
 impl Held {
-    /// Holds are by name: two of one session must not be one.
+    /// Holds a model under this name, which must be unique: a second hold with the same name would be the same hold.
     async fn of(queue: &Queue, entry: &Arc<Entry>, name: String) -> Result<Held, Error> {
         let id = Arc::new(Mutex::new(queue.hold(entry.clone(), name.clone(), HOLD).await?));
         let (renewing, entry, renewed) = (queue.clone(), entry.clone(), id.clone());
@@ -170,24 +170,24 @@ struct Source {
     _taken: Taken,
 }
 
-/// What segments are made with.
+/// The model that segments are generated with.
 struct With {
     model: ModelRef,
     resolved: ResolvedModel,
     _held: Held,
-    /// Of the message that names it.
+    /// Bytes of the message that names it.
     _bytes: Option<Taken>,
 }
 
 /// A segment that was queued.
 struct LastSegment {
-    /// With its seed.
+    /// The request of the segment, with its seed filled in.
     track: Box<Asked>,
-    /// Of the message that asked for it.
+    /// Bytes of the message that requested it.
     _bytes: Option<Taken>,
 }
 
-/// The versions that a segment was made with, by the segments that brought them.
+/// The versions that a segment was made with, each by the number of the segment that introduced it.
 #[derive(Clone, Copy)]
 struct MadeWith {
     source: u32,
@@ -201,21 +201,21 @@ struct Making {
     format: (u32, u32),
     slots: u32,
     options: Option<AskedOptions>,
-    /// Of the message that opened the session, which has its first model and its options.
+    /// Bytes of the message that opened the session, which has its first model and its options.
     _bytes: Taken,
     with: Versions<With>,
     source: Versions<Option<Source>>,
-    /// Holds so far, for their names.
+    /// Number of holds so far, which makes their names unique.
     holds: u32,
     last: Option<LastSegment>,
-    /// Of segments that are under way.
+    /// Versions of the segments that are being generated.
     made_with: BTreeMap<u32, MadeWith>,
     jobs: JoinSet<()>,
     reports: mpsc::Sender<Report>,
 }
 
 impl Generation {
-    /// What makes the segments of a session, with its model held.
+    /// Starts the task that generates the segments of a session, and holds its model.
     ///
     /// # Errors
     /// When fields are wrong, the model cannot be opened or makes no sound, or the source is no track.
@@ -282,7 +282,7 @@ impl Generation {
         Ok((chosen.entry, (format.samples_per_second, format.channels), told))
     }
 
-    /// A track that was brought, as the source of a session; `None` for an empty id.
+    /// An uploaded track, as the source of a session; `None` for an empty id.
     fn source(&self, id: &str, client: Client) -> Result<Option<Source>, Error> {
         if id.is_empty() {
             return Ok(None);
@@ -325,7 +325,7 @@ impl Making {
         let _ = self.reports.send(report).await; // the session may have ended
     }
 
-    /// Has a segment made that the client describes.
+    /// Generates a segment that the client describes.
     async fn new_segment(
         &mut self,
         number: u32,
@@ -339,7 +339,7 @@ impl Making {
         }
     }
 
-    /// Has a segment made. Its seed, once it is queued.
+    /// Queues the job of a segment. Returns its seed.
     async fn segment(&mut self, number: u32, track: Asked, place_seconds: f32) -> Option<u64> {
         let (mut job, seed, model) = match self.queue_up(track, place_seconds).await {
             Ok(job) => job,
@@ -357,7 +357,7 @@ impl Making {
         let accepted_id = job.id.to_string();
         let (begin, begun) = tokio::sync::oneshot::channel::<()>();
         let handle = self.jobs.spawn(async move {
-            // What happens is told behind that it was accepted.
+            // Events of the job are reported only after `Accepted`.
             if begun.await.is_err() {
                 return;
             }
@@ -384,7 +384,7 @@ impl Making {
             job: handle,
         })
         .await;
-        let _ = begin.send(()); // an aborted task has nothing to tell
+        let _ = begin.send(()); // an aborted task has nothing to report
         Some(seed)
     }
 
@@ -449,7 +449,7 @@ impl Making {
         self.segment(number, track, place_seconds).await;
     }
 
-    /// Loads another model and has it proven; it is held then.
+    /// Loads another model, proves it and holds it.
     async fn load(&mut self, model: &ModelRef, bytes: Option<Taken>) -> Result<With, Error> {
         let options = self
             .caller
@@ -493,7 +493,7 @@ impl Making {
         })
     }
 
-    /// A segment came: what it was made with is proven.
+    /// A segment is complete: the source and the model that it was made with are proven.
     async fn came(&mut self, number: u32) {
         let Some(made) = self.made_with.remove(&number) else {
             return;
@@ -508,7 +508,7 @@ impl Making {
         }
     }
 
-    /// A segment does not come. If it was to prove a replacement, what was before is there again.
+    /// A segment failed. If it was to prove a replacement of the source or the model, the earlier one is restored.
     fn failed(&mut self, number: u32) {
         self.made_with.remove(&number);
         if self.source.fail(number) || self.with.fail(number) {

@@ -1,10 +1,10 @@
-//! Something that segments are made with, and what replaces it: proven once a segment that was made with it has come.
+//! Versions of something that segments are made with: a version is proven once a segment that was made with it is complete.
 
 /// The current version, and those before it until it is proven.
 #[derive(Debug)]
 pub(crate) struct Versions<T> {
     proven: T,
-    /// With the numbers of the segments that brought them, ascending.
+    /// Versions that are not proven, with the numbers of the segments that introduced them, ascending.
     pending: Vec<(u32, T)>,
 }
 
@@ -16,7 +16,7 @@ impl<T> Versions<T> {
         }
     }
 
-    /// What segments are made with now.
+    /// The version that segments are made with now.
     pub(crate) fn now(&self) -> &T {
         self.pending.last().map_or(&self.proven, |(_, version)| version)
     }
@@ -26,17 +26,18 @@ impl<T> Versions<T> {
         &self.proven
     }
 
-    /// The segment that brought it; 0 once it is proven.
+    /// The number of the segment that introduced the current version; 0 once it is proven.
     pub(crate) fn number(&self) -> u32 {
         self.pending.last().map_or(0, |(number, _)| *number)
     }
 
-    /// Replaces it, until that fails.
+    /// Introduces a version, which [`Versions::fail`] removes again.
     pub(crate) fn replace(&mut self, number: u32, version: T) {
         self.pending.push((number, version));
     }
 
-    /// A segment came that was made with the version of this number. Whether that proves it: those before it are given up.
+    /// A segment is complete that was made with the version of this number. Returns whether that proves the version; earlier ones
+    /// are dropped then.
     pub(crate) fn prove(&mut self, number: u32) -> bool {
         let Some(place) = self.pending.iter().position(|(known, _)| *known == number) else {
             return false;
@@ -47,7 +48,8 @@ impl<T> Versions<T> {
         true
     }
 
-    /// The segment that brought a version does not come: the one before it is there again, unless it was proven by another.
+    /// The segment that introduced a version failed: the version before it is current again, unless another segment proved the newer
+    /// one. Returns whether a version was removed.
     pub(crate) fn fail(&mut self, number: u32) -> bool {
         let known = self.pending.len();
         self.pending.retain(|(brought, _)| *brought != number);

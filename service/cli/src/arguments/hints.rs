@@ -1,9 +1,9 @@
-//! What was probably meant by words that are no command or option of this program.
+//! Suggestions for words that are no command or option of this program.
 
 use clap::Error;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-/// Commands and options of other programs, and what to write here.
+/// Commands and options of other programs, and their equivalents here.
 const MEANT: [(&str, &str); 17] = [
     ("image", "moored generate \"a cat\""),
     ("imagine", "moored generate \"a cat\""),
@@ -30,10 +30,10 @@ const MEANT: [(&str, &str); 17] = [
     ("--resolution", "-W 512 -H 512"),
 ];
 
-/// How alike a mistyped word is to the one that was meant.
+/// Least similarity of a mistyped word to a suggested one.
 const ALIKE: f64 = 0.75;
 
-/// A mistake of the command line, with what was probably meant where clap does not say so.
+/// A mistake of the command line, with a suggestion where clap has none.
 pub(super) fn with_hint(mut mistake: Error) -> Error {
     let (kind, known) = match mistake.kind() {
         ErrorKind::InvalidSubcommand => (ContextKind::InvalidSubcommand, ContextKind::SuggestedSubcommand),

@@ -23,7 +23,7 @@ const MAX_PLANS: usize = 4;
 /// Why an attempt ended early.
 #[derive(Debug)]
 pub(super) enum Halt {
-    /// With this outcome; the card is healthy.
+    /// The attempt ended with this outcome; the card is healthy.
     With(Box<Outcome>),
     /// The card is lost.
     Lost(String),
@@ -71,7 +71,7 @@ impl Card {
             }
         };
         self.publish(link);
-        // The order's own is the last: with it the card is free.
+        // The order's own outcome is the last, as the card is free after it.
         for (ticket, outcome) in order
             .tickets()
             .zip(outcomes)
@@ -157,7 +157,7 @@ impl Card {
     }
 
     /// The model of an order, of the versions that it names. If its files have been replaced since, the order goes on with
-    /// what was read before, as long as all of it is resident.
+    /// the earlier version, as long as all of its components are resident.
     fn model_of(&mut self, order: &Order, need: &Need) -> Result<Arc<dyn Model>, Halt> {
         let opened = self.open(order);
         let refused = match opened.and_then(|model| check(order, need, &*model).map(|()| model)) {
@@ -346,13 +346,13 @@ fn changed(order: &Order, problem: &str) -> Halt {
     })
 }
 
-/// Whether a component's files are the versions that its identity was given for. What is resident under the identity of
-/// other versions holds other weights.
+/// Whether a component's files are the versions that its identity was computed from. A resident component with the identity
+/// of other versions holds other weights.
 fn check_version(order: &Order, component: &Component, model: &dyn Model) -> Result<(), Halt> {
     let files = model.files_of(&component.name);
     let mut own = model.components().iter();
     let Some(own) = own.find(|own| own.name == component.name && !files.is_empty()) else {
-        return Ok(()); // without files there are no versions, and a name that is not there is told of by the caller
+        return Ok(()); // without files there are no versions, and the caller reports a name that is not there
     };
     let by_content = order.model.identities.iter();
     let by_content = by_content.filter(|(content, _)| *content == component.id);
@@ -366,8 +366,8 @@ fn check_version(order: &Order, component: &Component, model: &dyn Model) -> Res
     ))
 }
 
-/// Whether the order is about this model as it is now. Its identities are the supervisor's; names and bytes must be the
-/// model's, since the supervisor opened the same files, though not at the same time.
+/// Checks that the order matches this version of the model. The supervisor opened the same files, but maybe at another time:
+/// names and bytes of the order's components must equal the model's. Their identities are the supervisor's alone.
 fn check(order: &Order, need: &Need, model: &dyn Model) -> Result<(), Halt> {
     let changed = |message: String| changed(order, &message);
     for component in &need.components {

@@ -10,7 +10,7 @@ use super::moves::MoveError;
 use super::{Card, Flow, Link, millis};
 use crate::messages::{Answer, Event, KeptBecause};
 
-/// Timeout of an unload for the driver to show the freed bytes.
+/// How long an unload waits for the driver to show the freed bytes.
 const FREED_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeout of `make_room` for late bytes, equal to the patience after an eviction.
@@ -77,14 +77,14 @@ impl Card {
         Ok(())
     }
 
-    /// Gives slack back to the driver.
+    /// Returns slack to the driver.
     pub(super) fn trim(&mut self, id: u64, link: &mut dyn Link) -> Flow {
         let trimmed = self.trim_slack(link);
         self.answer(id, trimmed.map(Answer::Trimmed), link)
     }
 
     /// Makes room for another program, in addition to existing reservations. If less than `bytes` can be freed, frees
-    /// what it can, unless the card is too small for the request: then evicts nothing.
+    /// as much as possible, unless the card is too small for the request: then evicts nothing.
     pub(super) fn make_room(&mut self, id: u64, bytes: Bytes, link: &mut dyn Link) -> Flow {
         let mut left = UnloadOutcome::default();
         let short = self.clear(bytes, &mut left, link);
@@ -154,7 +154,7 @@ impl UnloadOutcome {
         self.freed.iter().map(|(_, u)| u.booked - u.freed).sum()
     }
 
-    /// Books as freed what the driver has shown since, given the bytes that are late now.
+    /// Books as freed the bytes that the driver has shown as free since. `late`: the bytes that are late now.
     fn confirm(&mut self, late: Bytes) {
         let mut shown = self.late - late;
         for (_, unloaded) in &mut self.freed {

@@ -67,7 +67,7 @@ impl Default for CardSettings {
     }
 }
 
-/// What the card's thread does after a command.
+/// The next action of the card's thread after a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Flow {

@@ -13,7 +13,7 @@ use crate::messages::ModelLocation;
 use crate::stamps::{PathStamps, Stamps};
 
 /// Capacity of the cache. Opening a model again costs milliseconds. Beyond it, the model that was used longest ago is forgotten and
-/// no other: orders of those may name what they were before their files were replaced.
+/// no other: orders for the others may name versions of files that have been replaced since.
 const CAPACITY: usize = 64;
 
 /// Open models by path, quantization, and adapters.
@@ -28,11 +28,11 @@ type OpenedKey = (PathBuf, Quantization, Vec<AdapterFile>);
 struct CachedModel {
     latest: Version,
     stamps: Stamps,
-    /// As it was before its files were replaced: what was read then may still be resident.
+    /// The version before its files were replaced: components of it may still be resident.
     earlier: Option<Version>,
 }
 
-/// A model as it was opened once.
+/// One version of a model, as it was opened.
 struct Version {
     model: Arc<dyn Model>,
     /// Identities of its components, as orders named them.
@@ -68,7 +68,7 @@ impl Models {
             .then(|| Arc::clone(&known.latest.model))
     }
 
-    /// An order named these components of a model by these identities, and they are those of its files.
+    /// Records that these identities of components, from an order, belong to the current files of a model.
     pub(super) fn checked(&mut self, location: &ModelLocation, components: &[Component]) {
         if let Some(known) = self.opened.get_mut(&model_key_of(location)) {
             let ids = components.iter().map(|component| component.id.clone());
@@ -76,7 +76,7 @@ impl Models {
         }
     }
 
-    /// A model as it was when these identities were those of its files, which may have been replaced since.
+    /// The version of a model to which these identities belong. Its files may have been replaced since.
     pub(super) fn opened_as(
         &self,
         location: &ModelLocation,

@@ -37,7 +37,7 @@ impl MoveError {
 /// Where a component is read from.
 pub(super) struct Source<'a> {
     pub(super) plan: &'a LoadPlan,
-    /// A copy that is read instead, as long as it can be.
+    /// A copy that is read instead, if it can be read.
     pub(super) copy: Option<&'a LoadPlan>,
     /// The versions of the files that the plan was made from.
     pub(super) files: &'a [ModelFile],
@@ -178,10 +178,10 @@ impl Card {
         Ok(seconds)
     }
 
-    /// Its files were replaced while they were read: what came in is not what the identity says.
+    /// Unloads a component whose files were replaced while they were read, as its weights do not match its identity.
     fn take_back(&mut self, component: &Component, link: &mut dyn Link) -> Result<MoveError, MoveError> {
         let unloaded = self.gpu.unload(&component.id);
-        // Whatever the card says: the ledger must not wait for a load that has ended.
+        // Also if the card reports an error: the ledger must not wait for a load that has ended.
         self.ledger.abort_load(&component.id)?;
         self.reconcile_after_change()?;
         self.publish(link);
@@ -233,7 +233,7 @@ impl Card {
         Ok(unloaded)
     }
 
-    /// Gives slack back to the driver and returns its bytes.
+    /// Returns slack to the driver. The result is the number of bytes.
     pub(super) fn trim_slack(&mut self, link: &mut dyn Link) -> Result<Bytes, MoveError> {
         // Memory that other processes allocated meanwhile must not count as trimmed.
         self.reconcile_after_change()?;

@@ -1,4 +1,4 @@
-//! Components that stages use from the machine's memory: read once, and kept for the stages behind, within a bound.
+//! Components that stages use from the machine's memory: read once, and kept for later stages, within a bound.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::moves::MoveError;
 use super::stage::StageAttempt;
 use super::{Card, Link};
 
-/// What is kept, the least lately used first.
+/// The kept components, the least recently used first.
 #[derive(Debug)]
 pub(super) struct OnHost {
     bound: Bytes,
@@ -34,7 +34,7 @@ impl OnHost {
         }
     }
 
-    /// A component, if it is kept; that is a use.
+    /// A component, if it is kept. It becomes the most recently used.
     fn get(&mut self, id: &ComponentId) -> Option<Arc<ComponentTensors>> {
         let place = self.kept.iter().position(|kept| kept.id == *id)?;
         let used = self.kept.remove(place);
@@ -43,7 +43,7 @@ impl OnHost {
         Some(tensors)
     }
 
-    /// Drops what was used longest ago, until these bytes are within the bound; all of it where they exceed it.
+    /// Drops the least recently used components until `wanted` bytes fit within the bound; all of them if `wanted` exceeds it.
     fn make_room(&mut self, wanted: Bytes) {
         let mut bytes: Bytes = self.kept.iter().map(|kept| kept.bytes).sum();
         while !self.kept.is_empty() && bytes + wanted > self.bound {
@@ -51,7 +51,7 @@ impl OnHost {
         }
     }
 
-    /// Keeps a component that there is room for.
+    /// Keeps a component, if there is room for it.
     fn keep(&mut self, component: &Component, tensors: &Arc<ComponentTensors>) {
         if component.bytes <= self.bound {
             self.kept.push(HostComponent {
@@ -69,8 +69,8 @@ impl OnHost {
 }
 
 impl Card {
-    /// The components that a rung leaves in the machine's memory, by name: read where they are not kept. What only the running
-    /// stage uses is beyond the bound.
+    /// The components that a rung leaves in the machine's memory, by name: read where they are not kept. Components that do not
+    /// fit within the bound are held for the running stage only.
     pub(super) fn components_on_host(
         &mut self,
         run: &StageAttempt<'_>,

@@ -20,14 +20,14 @@ const PIECE_BYTES: usize = 16 << 20;
 
 /// A stage to run, with its inputs, and those that share its passes.
 pub(super) struct StageAttempt<'a> {
-    /// The order's own is the first.
+    /// The order's own stage is the first.
     pub(super) stages: Vec<(Ticket, &'a StageWork)>,
     pub(super) need: &'a Need,
     pub(super) model: &'a dyn Model,
 }
 
 impl StageAttempt<'_> {
-    /// The way to run it of this number.
+    /// The rung of this index.
     fn rung(&self, rung: usize) -> Option<&Rung> {
         self.need.rungs().get(rung)
     }
@@ -47,7 +47,7 @@ impl StageAttempt<'_> {
     }
 }
 
-/// What each of the stages of an attempt gave.
+/// The values of each stage of an attempt, or its error.
 type Given = Vec<Result<Values, StageError>>;
 
 /// Failure of one run of a stage.
@@ -103,7 +103,7 @@ impl Card {
         }
     }
 
-    /// The outcomes of stages that have run: one report, of which the first has all.
+    /// The outcomes of stages that have run. They share one report, but only the first has the seconds of the loads.
     fn outcomes(&mut self, given: Given, mut report: Completed) -> Result<Vec<Outcome>, Halt> {
         let mut outcomes = Vec::with_capacity(given.len());
         for values in given {
@@ -125,7 +125,7 @@ impl Card {
         Ok(outcomes)
     }
 
-    /// One run on one rung. When it returns, there is no lease and no tensor of it is alive.
+    /// Runs the stages once, on one rung. When it returns, the lease has ended and no tensor of the run is alive.
     fn run_once(
         &mut self,
         run: &StageAttempt<'_>,
@@ -177,8 +177,8 @@ impl Card {
         Ok(result)
     }
 
-    /// Makes a stage's scratch available as one allocation. What the driver has free is in one piece; slack is what the
-    /// activation pool has kept, in pieces that fit earlier stages. Where the stage would depend on it, slack is given back
+    /// Makes a stage's scratch available as one allocation. The driver's free memory is in one piece; slack is memory that the
+    /// activation pool has kept, in pieces that fit earlier stages. Where the stage would depend on it, slack is returned
     /// first. A remaining shortage is logged, and the stage finds out whether it needs that much. Returns the largest
     /// block that the driver would give, at most `scratch`; `None` if slack and free memory each are enough.
     fn defragment(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<Option<Bytes>, MoveError> {
@@ -339,7 +339,7 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
 
 /// The observer of a running stage.
 struct Watch<'a> {
-    /// Of the stages that run, the order's own first.
+    /// Tickets of the stages that run, the order's own first.
     tickets: Vec<Ticket>,
     link: &'a mut dyn Link,
     clock: &'a dyn Clock,
@@ -352,7 +352,7 @@ struct Watch<'a> {
 }
 
 impl Watch<'_> {
-    /// Of the order's own stage.
+    /// Reports progress of the order's own stage.
     fn report(&mut self, progress: Progress) {
         self.report_of(0, progress);
     }

@@ -36,14 +36,14 @@ pub struct CardCommands {
     orders: Orders,
 }
 
-/// Orders that were sent and not finished, and whether they are wanted (not cancelled). Shared with the card's
-/// thread, which cannot receive commands while it runs an order.
+/// Orders in flight; the flag is true once an order is cancelled. Shared with the card's thread, which cannot
+/// receive commands while it runs an order.
 #[derive(Clone, Debug, Default)]
 struct Orders(Arc<Mutex<BTreeMap<Ticket, bool>>>);
 
 impl Orders {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Ticket, bool>> {
-        // A panic leaves a map of plain values behind.
+        // The map holds plain values, so it is valid even after a panic with the lock held.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

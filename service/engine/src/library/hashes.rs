@@ -12,7 +12,7 @@ use gpu::{FileStamp, open_private, open_regular};
 use hashlink::LruCache;
 use serde::{Deserialize, Serialize};
 
-/// Capacity of the cache, in files. Beyond it, the file that was asked for longest ago is forgotten.
+/// Capacity of the cache, in files. Beyond it, the least recently used file is dropped.
 const CAPACITY: usize = 4096;
 
 /// Most bytes of the cache file that are read: more than it can have.
@@ -151,7 +151,7 @@ impl HashCache {
     fn remember(&self) {
         let Some(cache) = &self.cache else { return };
         let _alone = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        // What was asked for last comes last, so that the file has the ages too.
+        // The most recently used comes last, so that the file preserves the order of use.
         let remembered = |(stamp, hash): (&FileStamp, &String)| Remembered {
             stamp: *stamp,
             hash: hash.clone(),
@@ -166,10 +166,10 @@ impl HashCache {
                 file.write_all(&json)
             })
             .and_then(|()| fs::rename(&beside, cache));
-        // Told once: a full disk would warn at each file.
+        // Logged once: a full disk would cause a warning for each file.
         let had_failed = self.has_failed.swap(written.is_err(), Ordering::Relaxed);
         if let Err(error) = written {
-            let _ = fs::remove_file(&beside); // what came of it takes space
+            let _ = fs::remove_file(&beside); // the unfinished file takes space
             if !had_failed {
                 tracing::warn!(file = %cache.display(), %error, "cannot remember hashes of files until this is mended");
             }
@@ -181,7 +181,7 @@ impl HashCache {
     }
 }
 
-/// The hashes in a cache file; those that were asked for last come last.
+/// The hashes in a cache file; the most recently used come last.
 fn read_cache(cache: &Path) -> Vec<Remembered> {
     let json = match gpu::read_bounded(cache, LONGEST_CACHE_BYTES) {
         Ok(json) => json,
@@ -256,7 +256,7 @@ mod tests {
         }
     }
 
-    /// While one thread writes the cache, which may take as long as a disk does not answer, hashes are looked up and added.
+    /// Hashes are looked up and added while another thread writes the cache, even if the disk does not answer.
     #[test]
     fn lookups_do_not_wait_for_the_identity_cache_to_be_written() {
         let folder = tempfile::tempdir().unwrap();

@@ -47,7 +47,7 @@ impl Opening {
             limit: LIMIT,
         })??;
         let done = tokio::task::spawn_blocking(move || {
-            let _until_done = turn; // even if whoever asked has left
+            let _until_done = turn; // even if the caller has left
             work()
         });
         let done = tokio::time::timeout(LIMIT, done).await;
@@ -58,9 +58,9 @@ impl Opening {
         done.unwrap_or_else(|panic| Err(ended(panic)))
     }
 
-    /// A thread of those that may read the model at a path.
+    /// A permit for a thread that reads the model at a path.
     async fn turn(&self, path: &Path) -> Result<(OwnedSemaphorePermit, OwnedSemaphorePermit), Error> {
-        // The model's own first: those who wait for it take nothing from the others.
+        // The model's own permit first: callers that wait for it take nothing from other models.
         let own = self.of(path).acquire_owned().await.map_err(ended)?;
         let one = self.all.clone().acquire_owned().await.map_err(ended)?;
         Ok((own, one))

@@ -1,4 +1,4 @@
-//! A card as the queue sees it: its worker's generation, its last ledger, the one order that is with it.
+//! A card as the queue sees it: its worker's generation, its last ledger, and the one order in flight.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::need::Need;
 /// Assumed seconds until a starting worker is ready, before any start was measured.
 const STARTING_SECONDS: f64 = 3.0;
 
-/// What a card is doing.
+/// The state of a card's worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Health {
     Starting,
@@ -31,10 +31,10 @@ pub(super) enum Health {
     Restarting { until: Instant },
 }
 
-/// The order that is with a worker.
+/// The order that a worker has.
 pub(super) struct InFlight {
     pub(super) ticket: Ticket,
-    /// None: pinned components that are brought back.
+    /// None: the order reloads pinned components.
     pub(super) job: Option<JobId>,
     /// Jobs whose stages share its passes and have not ended.
     pub(super) sharing: BTreeMap<Ticket, JobId>,
@@ -49,12 +49,12 @@ pub(super) struct InFlight {
     pub(super) expected_ms: f64,
     /// When the last of its jobs was cancelled.
     pub(super) cancelled: Option<Instant>,
-    /// How long its worker gave no sign, where it was taken for hung because of that.
+    /// How long its worker was silent, if it was considered hung for that reason.
     pub(super) silent: Option<Duration>,
 }
 
 impl InFlight {
-    /// An order that is sent now, for a job or to bring back pinned components of this entry.
+    /// An order that is sent now, for a job or to reload pinned components of this entry.
     pub(super) fn new(
         ticket: Ticket,
         job: Option<JobId>,
@@ -80,7 +80,7 @@ impl InFlight {
 }
 
 impl InFlight {
-    /// With these jobs sharing its passes.
+    /// The same order, with these jobs that share its passes.
     pub(super) fn shared_with(mut self, sharing: BTreeMap<Ticket, JobId>) -> InFlight {
         self.jobs = 1 + sharing.len() as u32;
         self.sharing = sharing;
@@ -92,7 +92,7 @@ impl InFlight {
         self.jobs > 1
     }
 
-    /// The job that a ticket is of.
+    /// The job of a ticket.
     pub(super) fn job_of(&self, ticket: Ticket) -> Option<&JobId> {
         match self.ticket == ticket {
             true => self.job.as_ref(),
@@ -109,12 +109,12 @@ impl InFlight {
         shared.map(|(ticket, _)| *ticket)
     }
 
-    /// All jobs that it has not ended for.
+    /// All jobs for which it has not ended.
     pub(super) fn all_jobs(&self) -> impl Iterator<Item = &JobId> {
         self.job.iter().chain(self.sharing.values())
     }
 
-    /// The share of a stage that has ended before the order, as an order of its own.
+    /// Removes the share of a stage that has ended before the order, and returns it as an order of its own.
     pub(super) fn share_of(&mut self, ticket: Ticket) -> Option<InFlight> {
         let job = self.sharing.remove(&ticket)?;
         Some(InFlight {
@@ -146,7 +146,7 @@ pub(super) enum PendingRequest {
         request: ReservationRequest,
         reply: Reply<Result<Reserved, Error>>,
     },
-    /// Room for a model that replaces another, or what became of either.
+    /// Unloads for a swap: to make room for the new model, or to remove either model at the end.
     Swap {
         job: JobId,
         components: Vec<ComponentId>,
@@ -159,24 +159,24 @@ pub(super) struct ReservationRequest {
     pub(super) by: Reserver,
     pub(super) bytes: Bytes,
     pub(super) ttl: Duration,
-    /// The reservation that it renews; empty: a new one.
+    /// Id of the reservation that it renews; empty: a new one.
     pub(super) renews: String,
 }
 
-/// What is to be sent to a worker, or done to it.
+/// A command for a worker, or its end.
 #[derive(Debug)]
 pub(super) enum ToWorker {
     Command(Command),
-    /// Its end, with the reason.
+    /// End the worker, for this reason.
     Recycle(String),
 }
 
-/// What the queue knows of a card.
+/// The queue's record of a card.
 pub(super) struct CardRecord {
     pub(super) description: CardDescription,
-    /// What computes attention on it; empty before a worker has said so.
+    /// Implementation of attention on it; empty until a worker has reported it.
     pub(super) attention: String,
-    /// What is to be sent when the turn is over.
+    /// Messages that are sent at the end of the core's turn.
     pub(super) outbox: Vec<ToWorker>,
     pub(super) health: Health,
     pub(super) generation: u64,
@@ -185,7 +185,7 @@ pub(super) struct CardRecord {
     pub(super) restarts: u32,
     /// Why no worker serves it; empty while one does.
     pub(super) problem: String,
-    /// As its worker published it last; while there is none, what the next takes by being started.
+    /// The ledger as its worker published it last. Without a worker: the memory that the start of the next one takes.
     pub(super) ledger: Arc<Ledger>,
     /// Context and workspaces of the last worker when it was ready.
     taken_at_start: (Bytes, Bytes),
@@ -197,14 +197,14 @@ pub(super) struct CardRecord {
     pub(super) pending_requests: BTreeMap<u64, PendingRequest>,
     pub(super) request_pending_since: Option<Instant>,
     recycled: bool,
-    /// Its worker is to be replaced as soon as it has nothing left to do.
+    /// Why its worker is to be replaced as soon as it has nothing left to do; `None`: it is not to be replaced.
     retiring: Option<String>,
     standing: Standing,
-    /// What others held before the reservations were made, for the worker that follows a lost one.
+    /// Bytes of other programs before the reservations were made, for the successor of a lost worker.
     foreign_before: Option<Bytes>,
-    /// What was on the card when its worker was lost.
+    /// Components that were on the card when its worker was lost.
     pub(super) lost_residents: BTreeSet<ComponentId>,
-    /// Pinned components to bring back.
+    /// Pinned components to reload.
     pub(super) restore: VecDeque<(Arc<Entry>, Vec<Component>)>,
 }
 
@@ -240,12 +240,12 @@ impl CardRecord {
         self.health == Health::Ready
     }
 
-    /// The job that it has an order of.
+    /// The job of its order.
     pub(super) fn job(&self) -> Option<&JobId> {
         self.in_flight.as_ref()?.job.as_ref()
     }
 
-    /// What a stage is short of as the card is now, without what would fit instead.
+    /// The shortage of a stage on the card now, without alternatives.
     pub(super) fn shortfall(&self, need: &Need, needed: Bytes) -> Shortfall {
         let not_there = not_resident_yet(&self.ledger, &need.components, Bytes::ZERO);
         Shortfall {
@@ -260,8 +260,8 @@ impl CardRecord {
         }
     }
 
-    /// Whether it would take an order at once. While room is made for another program, or for a
-    /// swap, nothing new may take it.
+    /// Whether its worker would start an order at once. While room is made for another program or for a
+    /// swap, no order is sent: it could take that room.
     pub(super) fn is_free(&self) -> bool {
         let mut pending_requests = self.pending_requests.values();
         let making_room = pending_requests
@@ -284,7 +284,7 @@ impl CardRecord {
         self.is_ready() && generation > self.generation
     }
 
-    /// A worker is ready, with what it has on its books.
+    /// A worker is ready; `ledger` is its own account of the card's memory.
     pub(super) fn ready(
         &mut self,
         generation: u64,
@@ -305,7 +305,7 @@ impl CardRecord {
         self.problem.clear();
     }
 
-    /// The worker is gone, and all that it had on the card with it.
+    /// The worker has ended, and with it everything that it had on the card.
     pub(super) fn lost(
         &mut self,
         generation: u64,
@@ -322,7 +322,7 @@ impl CardRecord {
         self.restarts += 1;
         self.lost_residents
             .extend(self.ledger.residents().map(|r| r.component.id.clone()));
-        // What was to be brought back and had not come yet is lost as well.
+        // Components that were to be reloaded and were not loaded yet are lost as well.
         let restoring = self.in_flight.iter().filter(|order| order.job.is_none());
         let coming = restoring.flat_map(|order| &order.need.components);
         let to_come = self.restore.iter().flat_map(|(_, components)| components);
@@ -339,8 +339,8 @@ impl CardRecord {
         self.restore.clear();
     }
 
-    /// A worker takes memory long before it can say so: what the last one had at that time stays booked until the next says
-    /// what it has.
+    /// A worker takes memory long before it can report it: the bytes that the last one had at that time stay booked until the
+    /// new one publishes its own ledger.
     fn ledger_of_a_start(&self, headroom: Bytes) -> Ledger {
         let total = self.description.total;
         let (context, workspaces) = self.taken_at_start;
@@ -372,7 +372,7 @@ impl CardRecord {
         }
     }
 
-    /// What time it is by the worker's clock, of which the latest use of a component is the latest that is known.
+    /// The time by the worker's clock. It is not earlier than the latest use of a component in the ledger.
     pub(super) fn ledger_now(&self, now: Instant) -> Millis {
         self.ledger_latest
             .after(now.duration_since(self.ledger_at).as_millis() as u64)
@@ -408,7 +408,7 @@ impl CardRecord {
         self.send(command);
     }
 
-    /// The worker has ended an order, or answered: what else it was asked for is next.
+    /// The worker has ended an order, or answered a request: the time limit of its next request begins now.
     pub(super) fn restart_request_clock(&mut self, now: Instant) {
         self.request_pending_since = Some(now);
     }
@@ -428,14 +428,14 @@ impl CardRecord {
         self.retiring.get_or_insert_with(reason);
     }
 
-    /// Replaces the worker that was marked for it.
+    /// Ends the worker that is marked to be replaced.
     pub(super) fn recycle_retiring(&mut self) {
         if let Some(reason) = self.retiring.clone() {
             self.recycle(&reason);
         }
     }
 
-    /// Whether the worker is to be replaced, and that was asked for.
+    /// Whether a client has asked to replace the worker.
     pub(super) fn is_retiring(&self) -> bool {
         self.retiring.is_some()
     }
@@ -449,7 +449,7 @@ impl CardRecord {
         self.recycled
     }
 
-    /// Tells the worker what must stay, if that is new to it.
+    /// Sends the worker its set of claims, if the set has changed.
     pub(super) fn send_claims(&mut self, mut standing: Standing, fresh_worker: bool) {
         if fresh_worker {
             standing.foreign_before = self.foreign_before.take();

@@ -1,5 +1,4 @@
-//! What must stay on cards, and what must stay free: pins, holds, reservations, each with its end; and the entries that are
-//! known.
+//! Pins, holds and reservations, each with its end, and the entries that are known.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -27,7 +26,7 @@ pub(super) struct Known {
     /// Components by compute dtype.
     components: BTreeMap<String, Vec<Component>>,
     pub(super) last_used: Instant,
-    /// When it was last to be unloaded as unused.
+    /// When it was last scheduled to be unloaded as unused.
     pub(super) asked: Option<Instant>,
 }
 
@@ -82,7 +81,7 @@ impl Known {
 }
 
 impl Claims {
-    /// An entry is named by a request.
+    /// Records an entry that a request names.
     pub(super) fn learn(&mut self, entry: &Arc<Entry>, models: &OpenModels, now: Instant) {
         let components = models
             .iter()
@@ -102,7 +101,7 @@ impl Claims {
         }
     }
 
-    /// Records that an unused entry was to be unloaded.
+    /// Records that an unused entry was scheduled to be unloaded.
     pub(super) fn asked(&mut self, key: &str, now: Instant) {
         if let Some(known) = self.entries.get_mut(key) {
             known.asked = Some(now);
@@ -158,14 +157,14 @@ impl Claims {
         holds.map(|(id, _)| id.as_str())
     }
 
-    /// Whether another pinned entry has a component too.
+    /// Whether another pinned entry has this component too.
     pub(super) fn is_pinned_by_another(&self, key: &str, id: &ComponentId) -> bool {
         let others = self.pins.iter().filter(|other| *other != key);
         let mut known = others.filter_map(|other| self.entries.get(other));
         known.any(|known| known.names(id))
     }
 
-    /// An entry takes another's place: its pins and holds are its from now on.
+    /// Transfers the pins and holds of the entry `from` to the entry `to`, which replaces it.
     pub(super) fn pass_on(&mut self, from: &str, to: &str) {
         if self.pins.remove(from) {
             self.pins.insert(to.to_owned());
@@ -219,7 +218,7 @@ impl Claims {
         Some((reservation.card, reservation.bytes))
     }
 
-    /// Gives a reservation another size and end. False: it has expired meanwhile.
+    /// Changes the size and the end of a reservation. False: it has expired meanwhile.
     pub(super) fn renew_reservation(&mut self, id: &str, bytes: Bytes, until: Instant) -> bool {
         let reservation = self.reservations.get_mut(id);
         if let Some(reservation) = reservation {
@@ -233,7 +232,7 @@ impl Claims {
         self.reservations.remove(id).is_some()
     }
 
-    /// Pinned components that a worker lost and that are to be brought back to its successor, by entry.
+    /// Pinned components that a worker lost and that its successor is to reload, by entry.
     pub(super) fn pinned_among(
         &self,
         lost: &BTreeSet<ComponentId>,
@@ -249,7 +248,7 @@ impl Claims {
         of_each.filter(|(_, components)| !components.is_empty()).collect()
     }
 
-    /// Ends what has run out; true if anything has.
+    /// Ends claims that have expired; true if there were any.
     pub(super) fn expire(&mut self, now: Instant) -> bool {
         let before = self.holds.len() + self.reservations.len();
         self.holds.retain(|_, hold| now < hold.until);
@@ -279,8 +278,8 @@ impl Claims {
             .collect()
     }
 
-    /// What the worker of a card must keep. Claims on entries that are `away` do not count there for now; what stands
-    /// `beside` a model that is to replace it is held.
+    /// The set of claims for the worker of a card. Claims on the entries `away` are left out, as a swap has displaced them; the
+    /// components `beside` a model that is to replace them are held.
     pub(super) fn standing(
         &self,
         card: usize,

@@ -1,5 +1,5 @@
-//! What is done with jobs that do not run: one pass over the fair order, a decision at a time. The core carries each out
-//! before the next is asked for, as a start leaves less for the jobs behind it.
+//! Decides about jobs that do not run: one pass over the fair order, one decision at a time. The core carries out each decision
+//! before it asks for the next, as a start leaves less memory for the jobs after it.
 
 use residency::{Bytes, Wait, WaitCause};
 
@@ -11,10 +11,10 @@ use crate::error::{Error, Shortfall};
 use crate::job::JobId;
 use crate::messages::Shortage;
 
-/// How far behind the first job a warm one is looked for.
+/// How many jobs after the first are searched for a warm one: one whose model is on the card already.
 const AFFINITY_DEPTH: usize = 64;
 
-/// What is done with a job.
+/// A decision about a job.
 pub(super) enum Decision {
     /// Its next step is sent to a card.
     Start {
@@ -24,15 +24,15 @@ pub(super) enum Decision {
         /// Jobs that could have used the card and were before it.
         overtaken: Vec<JobId>,
     },
-    /// It stays behind our own jobs.
+    /// It stays queued after other jobs of this service.
     Queue { job: JobId },
-    /// It waits for memory that is late or that others have.
+    /// It waits for memory that is late or that other programs hold.
     Wait { job: JobId, patience: Patience },
-    /// Its patience is over, or nothing is expected to be freed: it runs although memory is short, as it allows.
+    /// Its patience is over, or no memory is expected to be freed: it runs although memory is short, which its options allow.
     RunShort { job: JobId, patience: Patience },
-    /// It is about to be refused: what would fit instead is found out first.
+    /// It is about to be refused: alternatives that would fit are determined first.
     FindOffers { job: JobId, patience: Option<Patience> },
-    /// It ends.
+    /// It ends with this error.
     Refuse { job: JobId, error: Error },
 }
 
@@ -42,9 +42,9 @@ pub(super) struct Pass {
     next: usize,
     /// Seconds of work that each card has before it.
     ahead: Vec<f64>,
-    /// Jobs that wait although others behind them may start.
+    /// Jobs that wait although later ones may start.
     passed: Vec<JobId>,
-    /// What follows from the decision before.
+    /// A second decision that follows from the last one.
     then: Option<Decision>,
 }
 
@@ -64,7 +64,7 @@ impl Pass {
         &self.order
     }
 
-    /// The next decision, as things are now; none: the pass is over.
+    /// The next decision, by the current state; `None`: the pass is over.
     pub(super) fn next(&mut self, view: &View<'_>) -> Option<Decision> {
         if let Some(then) = self.then.take() {
             return Some(then);
@@ -86,7 +86,7 @@ impl Pass {
             State::Reopening => return None,
             State::Queued { .. } | State::Waiting { .. } | State::Running { .. } => {}
         }
-        // Once no card is free only those are asked who wait for memory, or were not asked before.
+        // Once no card is free, only jobs that wait for memory or that are new are decided.
         let is_told = matches!(
             job.state,
             State::Queued {
@@ -206,12 +206,12 @@ impl View<'_> {
         }
     }
 
-    /// Waits for memory of others, or ends that.
+    /// Lets a job wait for memory of other programs, or ends that wait.
     fn wait(&self, job: &JobRecord, shortage: Shortage) -> Decision {
         let patience = self.patience(job, shortage);
         let id = job.id.clone();
         let (over, low) = (patience.wait.is_over(self.time), job.options.allow_low_memory);
-        // Nobody has said that memory of other programs is about to be freed.
+        // Nothing indicates that memory of other programs is about to be freed.
         let expects_nothing = patience.shortage.cause == WaitCause::Foreign;
         if low && !job.attempt.low_memory && (over || expects_nothing) {
             return Decision::RunShort { job: id, patience };
@@ -227,7 +227,7 @@ impl View<'_> {
         Decision::Refuse { job: id, error }
     }
 
-    /// A job's patience, now that it is short of this.
+    /// A job's patience, updated by this shortage.
     fn patience(&self, job: &JobRecord, shortage: Shortage) -> Patience {
         let longest = self.settings.longest_patience;
         let own = job
@@ -250,7 +250,7 @@ impl View<'_> {
         }
     }
 
-    /// A job ran out of memory in a stage: it ends as soon as it is known what would fit instead.
+    /// A job ran out of memory in a stage: it ends as soon as the alternatives are known.
     fn out_of_memory(&self, job: &JobRecord, shortfall: &Shortfall) -> Decision {
         let id = job.id.clone();
         if !job.knows_reductions() {

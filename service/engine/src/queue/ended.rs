@@ -1,4 +1,4 @@
-//! What is remembered of jobs that have ended.
+//! Records of jobs that have ended.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::job::{JobEvent, JobId, JobWork};
 
 /// How long the events of a job with an idempotency key are kept after its end.
 const RETAINED_FOR: Duration = Duration::from_secs(60);
-/// How many of these jobs there are at the most.
+/// The most such jobs.
 const RETAINED_JOBS: usize = 1_000;
 
 /// Jobs that have ended.
@@ -26,7 +26,7 @@ pub(super) struct Ended {
     retained: VecDeque<Retained>,
 }
 
-/// What is kept for those who ask by the same idempotency key.
+/// The events of an ended job, for clients that submit it again with the same idempotency key.
 pub(super) struct Retained {
     pub(super) key: String,
     pub(super) id: JobId,
@@ -62,8 +62,8 @@ impl Ended {
         self.infos.truncate(at_most);
     }
 
-    /// Keeps the events of a job for those who ask by its idempotency key.
-    /// Beyond `bound`, which is that of their pieces and inputs together, the oldest go.
+    /// Keeps the events of a job for clients that submit it again with its idempotency key. Pieces and inputs together are bounded by
+    /// `bound`: beyond it, the oldest jobs are dropped.
     pub(super) fn retain_events(&mut self, job: JobRecord, bound: Bytes, now: Instant) {
         if let Replay::Kept { events, .. } = job.replay {
             self.retain(

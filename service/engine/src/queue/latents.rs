@@ -1,5 +1,5 @@
-//! Values that outlive the stage that made them: bounded, each with a time to live that use renews. Accounts share the bound, so
-//! that one that keeps many drops its own, and not those of others.
+//! Values that outlive the stage that made them: bounded, each with a time to live that use renews. Accounts share the bound:
+//! an account that stores many latents displaces its own, not those of others.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -14,10 +14,10 @@ use crate::error::{Error, Shortfall};
 use crate::job::{JobId, Latent, LatentInfo};
 use crate::queue::shared_bound::{Exceeded, SharedBound};
 
-/// Latents that are kept, however small they are.
+/// Most latents, whatever their size.
 const MOST_LATENTS: u64 = 4096;
 
-/// The store. What is leased (a job needs it) is never dropped.
+/// The store. A leased latent, which a job needs, is never dropped.
 pub(super) struct Latents {
     bytes: SharedBound,
     count: SharedBound,
@@ -25,7 +25,7 @@ pub(super) struct Latents {
     kept: BTreeMap<String, StoredLatent>,
 }
 
-/// Whose job has made a latent.
+/// The job that has made a latent, and its account.
 pub(super) struct Maker {
     pub(super) job: JobId,
     pub(super) account: String,
@@ -36,19 +36,19 @@ struct StoredLatent {
     decoder_id: String,
     /// See [`JobOptions::account`](crate::job::JobOptions::account).
     account: String,
-    /// None for what a client has brought.
+    /// None for a latent that a client has uploaded.
     made_by: Option<JobId>,
     last_used: Instant,
     leases: u32,
     /// Whether it stays when no job needs it any more.
     keep: bool,
-    /// Given up by a client: there for the jobs that lease it, for nobody else.
+    /// A client has released it: only the jobs that lease it can still use it.
     given_up: bool,
     /// See [`LatentInfo::approximation`].
     approximation: Option<&'static str>,
 }
 
-/// What some latents take of the bounds.
+/// Use of the bounds by some latents: number and bytes.
 #[derive(Clone, Copy, Default)]
 struct Taken {
     bytes: u64,
@@ -83,7 +83,7 @@ impl Latents {
         }
     }
 
-    /// Takes the latent of a job, under a lease. It may exceed the bounds, so that sampling need not be repeated.
+    /// Stores the latent of a job, under a lease. It may exceed the bounds, so that sampling need not be repeated.
     pub(super) fn put_leased(
         &mut self,
         values: Values,
@@ -107,7 +107,7 @@ impl Latents {
         })
     }
 
-    /// Takes what a client brings.
+    /// Stores a latent that a client uploads.
     pub(super) fn put(
         &mut self,
         values: Values,
@@ -142,14 +142,14 @@ impl Latents {
         self.info(&id, now)
     }
 
-    /// What it is decoded to is not all that its job's own result is.
+    /// Marks a latent whose decode lacks something of its job's own result.
     pub(super) fn mark_approximate(&mut self, id: &str, approximation: Option<&'static str>) {
         if let Some(kept) = self.kept.get_mut(id) {
             kept.approximation = approximation;
         }
     }
 
-    /// Adds to what a job has made and leases.
+    /// Adds values to a latent that a job has made and leases.
     pub(super) fn extend_leased(&mut self, id: &str, values: Values) {
         let bytes = bytes_of(&values).0;
         let Some(account) = self.kept.get(id).map(|kept| kept.account.clone()) else {
@@ -161,7 +161,7 @@ impl Latents {
         }
     }
 
-    /// Its tensors; that is a use.
+    /// A latent with its tensors. This renews its time to live.
     pub(super) fn get(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
         let kept = self.known_mut(id)?;
         kept.last_used = now;
@@ -172,7 +172,7 @@ impl Latents {
         })
     }
 
-    /// The values for a job that leases them: there, whatever clients have given up.
+    /// The values for a job that leases them. They are there even if their client has released the latent.
     pub(super) fn leased_values(&self, id: &str) -> Result<Values, Error> {
         let kept = self.kept.get(id).filter(|kept| kept.leases > 0);
         kept.map(|kept| kept.values.clone())
@@ -199,7 +199,7 @@ impl Latents {
         Ok(())
     }
 
-    /// Gives up a latent for a client: no client finds it any more, and it is dropped when its last lease ends. False:
+    /// Releases a latent for a client: clients can no longer use it, and it is dropped when its last lease ends. False:
     /// there was none.
     pub(super) fn give_up(&mut self, id: &str) -> bool {
         let Ok(kept) = self.known_mut(id) else {
@@ -213,7 +213,7 @@ impl Latents {
         true
     }
 
-    /// As [`Latents::give_up`], for all that a job has made.
+    /// As [`Latents::give_up`], for all latents of a job.
     pub(super) fn give_up_made_by(&mut self, job: &str) {
         let by_job = |kept: &StoredLatent| kept.made_by.as_deref() == Some(job);
         let made = self.kept.iter().filter(|(_, kept)| by_job(kept));
@@ -273,7 +273,7 @@ impl Latents {
         self.kept.values().map(|kept| bytes_of(&kept.values)).sum()
     }
 
-    /// Refuses what a client brings while jobs need so much of what is kept that dropping the rest would make no room for it.
+    /// Refuses an upload while jobs lease so many of the stored latents that dropping all others would not make room for it.
     fn check_leased(&self, account: &str, wanted: Bytes) -> Result<(), Error> {
         let leased = self.by_account(|kept| kept.leases > 0);
         let own = leased.get(account).map(|of| of.taken).unwrap_or_default();
@@ -304,7 +304,7 @@ impl Latents {
         Err(Error::ClientLimit(format!("{problem}: {remedy}")))
     }
 
-    /// Some of the latents, by their accounts.
+    /// Groups the latents that match by account.
     fn by_account(&self, are_meant: impl Fn(&StoredLatent) -> bool) -> BTreeMap<&str, OfAccount<'_>> {
         let mut accounts: BTreeMap<&str, OfAccount<'_>> = BTreeMap::new();
         for (id, kept) in self.kept.iter().filter(|(_, kept)| are_meant(kept)) {
@@ -317,8 +317,8 @@ impl Latents {
         accounts
     }
 
-    /// What accounts take together. What one has beyond its part, by what its jobs need or by a single latent, does not count, so that
-    /// the rest is left to others.
+    /// The use of all accounts together. An account may exceed its part, by leased latents or by a single large one; that excess does
+    /// not count here, so that it does not reduce the room of others.
     fn counted(&self, accounts: &BTreeMap<&str, OfAccount<'_>>) -> Taken {
         let mut counted = Taken::default();
         for of in accounts.values() {
@@ -336,15 +336,15 @@ impl Latents {
         id
     }
 
-    /// Drops latents that no job needs until there is room for more of an account, as far as that goes.
+    /// Drops latents that no job needs until the account can store `more`, as far as possible.
     fn make_room(&mut self, account: &str, more: Taken) {
         for id in self.in_the_way(account, more) {
             self.kept.remove(&id);
         }
     }
 
-    /// What is dropped for more of an account: first the oldest of its own, until it has no more than one account may (a single latent
-    /// may be larger than that), then the oldest of whoever has most.
+    /// The latents to drop so that `account` can store `more`: first its own oldest, until it is within the bound of one account (a
+    /// single latent may be larger than that), then the oldest of the account that has most.
     fn in_the_way(&self, account: &str, more: Taken) -> Vec<String> {
         let mut accounts = self.by_account(|_| true);
         accounts.entry(account).or_default().taken += more;
@@ -384,7 +384,7 @@ impl Latents {
 #[derive(Default)]
 struct OfAccount<'a> {
     taken: Taken,
-    /// Those that no job needs, the oldest on top.
+    /// Latents that no job leases, the oldest on top.
     idle: BinaryHeap<Reverse<(Instant, &'a String)>>,
 }
 

@@ -16,36 +16,36 @@ use crate::need::Need;
 const LOSSES_BEFORE_REFUSAL: usize = 2;
 /// Time for which they are refused.
 const REFUSAL_DURATION: Duration = Duration::from_secs(600);
-/// Entries of each table; beyond, it starts afresh.
+/// Most entries of each table. A full table is cleared.
 const REMEMBERED: usize = 4096;
 
 /// A stage of a model at a shape: (entry key, stage, shape).
 pub(super) type StageKey = (String, StageName, String);
 
-/// A stage of a model at a shape and a rung, on a card (by index): what a pace is learned of.
+/// Key of a measured pace: a stage of a model at a shape and a rung, on a card (by index).
 pub(super) type PaceKey = (StageKey, usize);
 
-/// What is known of the pace of an order.
+/// The measured pace of an order.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct KnownPace {
     /// The longest time between two steps of the stage.
     pub(super) between_steps: Option<Duration>,
     /// How long the stage takes as a whole, if this worker has run it already.
     pub(super) whole: Option<Duration>,
-    /// Of loads on the card.
+    /// Speed of loads on the card.
     pub(super) bytes_per_second: Option<f64>,
 }
 
-/// What was measured of a stage that ran to its end.
+/// The measurement of a stage that ran to its end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Took {
     /// The longest time between two of its steps.
     BetweenSteps(Duration),
-    /// All of it, where it has no steps.
+    /// The whole stage, as it has no steps.
     Whole(Duration),
 }
 
-/// What a worker was too slow at.
+/// The work at which a worker was too slow.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum TooSlow {
     /// A load of so many bytes.
@@ -132,7 +132,7 @@ impl Learned {
             .or_insert(ms);
     }
 
-    /// A stage ran out of memory: so little room is not enough after all.
+    /// A stage ran out of memory: records that its room was not enough.
     pub(super) fn out_of_memory(&mut self, family: &str, need: &Need, card: &CardDescription, room: Bytes) {
         let Some(plan) = &need.plan else { return };
         for rung in &plan.rungs {
@@ -151,7 +151,7 @@ impl Learned {
         }
     }
 
-    /// Milliseconds that a stage is expected to take on a card, if one like it ran before: there, else on the fastest of
+    /// Milliseconds that a stage is expected to take on a card, if one like it ran before: on this card, else on the fastest of
     /// the others.
     pub(super) fn stage_ms(&self, key: &StageKey, card: Option<usize>) -> Option<f64> {
         let by_card = self.stage_ms.get(key)?;
@@ -159,7 +159,7 @@ impl Learned {
         here.or_else(|| by_card.values().copied().min_by(f64::total_cmp))
     }
 
-    /// What is known of the pace of a stage (none: of loads alone) in the worker of a card, by index and generation.
+    /// The measured pace of a stage (`None`: of loads alone) in the worker of a card, by index and generation.
     pub(super) fn pace(&self, (card, generation): (usize, u64), key: Option<&PaceKey>) -> KnownPace {
         let whole = key.and_then(|key| self.stage_durations.get(key));
         KnownPace {
@@ -186,7 +186,7 @@ impl Learned {
         }
     }
 
-    /// Components came in on a card, with the seconds that each took. A slow load counts at once, fast ones bit by bit.
+    /// Records loads on a card, with the seconds of each. A slow load counts in full at once, faster ones gradually.
     fn load_speed(&mut self, card: usize, components: &[Component], loads: &[(ComponentId, f64)]) {
         let bytes_of = |id: &ComponentId| components.iter().find(|c| c.id == *id).map(|c| c.bytes);
         for (bytes, seconds) in loads.iter().filter_map(|(id, s)| Some((bytes_of(id)?, *s))) {
@@ -202,7 +202,7 @@ impl Learned {
         }
     }
 
-    /// A stage ran to its end with so much between two of its steps. What takes longer counts at once.
+    /// Records the longest time between two steps of a completed stage. A longer time than before counts in full at once.
     fn stepped(&mut self, key: PaceKey, longest: Duration) {
         if self.between_steps.len() >= REMEMBERED && !self.between_steps.contains_key(&key) {
             self.between_steps.clear();
@@ -220,7 +220,7 @@ impl Learned {
         *known = (slower_at_once(known.0, run), generation);
     }
 
-    /// A worker was ended by what was learned of this: the next may take so long, should that have been wrong.
+    /// A worker was ended by a learned limit. Raises the learned time, so that a too strict limit does not end the next worker too.
     pub(super) fn raise_stage_times(&mut self, card: usize, what: &TooSlow, usual: Duration) {
         match what {
             TooSlow::Load(bytes) => {
@@ -248,12 +248,12 @@ impl Learned {
         losses.last = now;
     }
 
-    /// Whether any request has killed workers lately.
+    /// Whether any request has killed workers recently.
     pub(super) fn has_losses(&self) -> bool {
         !self.losses.is_empty()
     }
 
-    /// How many jobs have died of it, if they are enough to refuse another.
+    /// The number of jobs that died in a stage of this shape, if it is enough to refuse another.
     pub(super) fn refuses(&self, model_key: &str, shape: &str) -> Option<u32> {
         let losses = self.losses.get(&(model_key.to_owned(), shape.to_owned()))?;
         (losses.jobs.len() >= LOSSES_BEFORE_REFUSAL).then_some(losses.jobs.len() as u32)
@@ -286,7 +286,7 @@ fn slower_at_once(known: Duration, now: Duration) -> Duration {
     }
 }
 
-/// What a peak depends on: steps too, since a stage may hold something for each of its steps.
+/// Key of a peak. It includes the number of steps, since a stage may hold data for each of its steps.
 fn shape_of_scratch(shape: &str, rung: &str, steps: u32) -> String {
     format!("{shape} {rung} s{steps}")
 }
@@ -294,7 +294,7 @@ fn shape_of_scratch(shape: &str, rung: &str, steps: u32) -> String {
 /// A peak depends on the architecture that a stage runs, and a family has many: peaks of its smallest model must not
 /// count for the largest. The name and the bytes of each component identify the architecture (their dtype is part of
 /// the key anyway). Identities would not do better: other weights of the same architecture need the same
-/// scratch, and a component that goes by its hash one day instead of its path would have to learn again. Stages that
+/// scratch, and a component whose identity changes from its path to its hash would have to learn again. Stages that
 /// agree in all of that and differ in architecture all the same are not known among checkpoints.
 fn architecture(family: &str, components: &[Component]) -> String {
     let mut words = family.to_owned();

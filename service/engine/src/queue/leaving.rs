@@ -11,7 +11,7 @@ use super::view::View;
 use crate::messages::KeptBecause;
 use crate::moved::Kept;
 
-/// What is to leave.
+/// The entries to unload.
 pub(super) enum Leaving<'a> {
     Everything,
     /// An entry, with the components that it has on cards of one dtype.
@@ -32,7 +32,7 @@ impl Leaving<'_> {
         }
     }
 
-    /// Whether these are the same model under another name, that is asked to leave by this one.
+    /// Whether both entries have exactly the same components: then they are one model with two names, and both leave.
     fn is(&self, others: &[Component]) -> bool {
         let Leaving::Entry { components, .. } = self else {
             return false;
@@ -45,7 +45,7 @@ impl Leaving<'_> {
 }
 
 impl<'a> View<'a> {
-    /// Whether a job came after an unload of its entry: it starts after it.
+    /// Whether a job came after an unload of its entry: the job starts once the unload is done.
     pub(super) fn is_behind_an_unload(&self, job: &JobRecord) -> bool {
         self.unloads.iter().any(|unload| unload.is_before(job))
     }
@@ -101,7 +101,7 @@ impl<'a> View<'a> {
         shared
     }
 
-    /// Whether a card has all of an entry, which nobody wants to leave: it would have to come back in part.
+    /// Whether a card has all components of an entry that is not to be unloaded. Without one of them, it would have to be loaded again.
     fn stays_whole(&self, key: &str, known: &Known, index: usize) -> bool {
         let card = &self.cards[index];
         let mut own = known.components(&card.description.compute_dtype).iter();
@@ -142,8 +142,8 @@ impl<'a> View<'a> {
             .min()
     }
 
-    /// When an entry that nobody uses leaves: its own keep-alive after `since`, or once there has been no job at all for
-    /// so long that everything leaves.
+    /// When an unused entry is to be unloaded: its own keep-alive after `since`, or when there has been no job at all for so long
+    /// that everything is unloaded.
     fn leaves_at(&self, known: &Known, since: Instant) -> Option<Instant> {
         let settings = &self.settings;
         let keep_alive = settings.keep_alive_of.get(&known.entry.id);
@@ -157,7 +157,7 @@ impl<'a> View<'a> {
         own.into_iter().chain(with_all).min()
     }
 
-    /// Entries that no job is of.
+    /// Entries without jobs.
     fn unused(&self) -> impl Iterator<Item = (&'a String, &'a Known)> {
         let (known, jobs) = (self.claims.known(), self.jobs);
         known.filter(move |(key, _)| !jobs.values().any(|job| job.concerns(key)))

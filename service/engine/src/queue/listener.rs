@@ -13,21 +13,21 @@ use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId};
 use crate::library::Entry;
 
-/// A job that was submitted. Dropping it cancels the job, unless it was detached or others listen.
+/// A submitted job. Dropping it cancels the job, unless the job is detached or has other listeners.
 #[derive(Debug)]
 pub struct Job {
     /// Id of the job.
     pub id: JobId,
     /// The entry that it uses.
     pub entry: Arc<Entry>,
-    /// Whether an idempotency key joined it to a job that was there already.
+    /// Whether an idempotency key joined it to an existing job.
     pub joined: bool,
     pub(super) mailbox: Arc<Mailbox>,
     pub(super) listener: u64,
     pub(super) inputs: mpsc::WeakUnboundedSender<Input>,
 }
 
-/// What the core gives a listener: the handle without its way back.
+/// A listener's registration: a [`Job`] without the channel back to the core.
 pub(super) struct Joined {
     pub(super) id: JobId,
     pub(super) entry: Arc<Entry>,
@@ -93,7 +93,7 @@ pub(super) struct Unread {
     bound: Bytes,
 }
 
-/// The bytes of a piece, which count as long as anybody has them.
+/// The bytes of a piece, which count for as long as any holder has them.
 struct Counted {
     data: bytes::Bytes,
     account: Arc<Unread>,
@@ -107,7 +107,7 @@ impl Unread {
         }
     }
 
-    /// The same bytes, which count from here on until the last holder has let go of them.
+    /// Returns the same bytes. They count from here on, until the last holder drops them.
     pub(super) fn count(self: &Arc<Unread>, data: bytes::Bytes) -> bytes::Bytes {
         self.bytes.fetch_add(data.len() as u64, Relaxed);
         bytes::Bytes::from_owner(Counted {
@@ -116,7 +116,7 @@ impl Unread {
         })
     }
 
-    /// Whether twice the bound is unread without a piece of so many bytes, which is counted already.
+    /// Whether the unread bytes without this piece exceed twice the bound. The piece is counted already.
     fn is_exceeded_twice(&self, piece: Bytes) -> bool {
         let others = self.bytes.load(Relaxed).saturating_sub(piece.0);
         others > self.bound.0.saturating_mul(2)
@@ -144,18 +144,18 @@ impl Drop for Counted {
 pub(super) struct Mailbox {
     contents: Mutex<Contents>,
     changed: Notify,
-    /// Of the listener's account.
+    /// Unread bytes of the listener's account.
     account: Arc<Unread>,
 }
 
 #[derive(Debug, Default)]
 struct Contents {
     events: VecDeque<JobEvent>,
-    /// Of the pieces among the events, without those that the listener missed.
+    /// Bytes of the pieces among the events, without those that the listener missed.
     unread: Bytes,
-    /// Of the pieces that it missed: they are before all others.
+    /// Bytes of the pieces that it missed. These are before all others.
     missed: Bytes,
-    /// On those bytes; a single piece may exceed it.
+    /// Bound on the unread bytes; a single piece may exceed it.
     bound: Bytes,
     closed: bool,
 }
@@ -183,17 +183,16 @@ impl Mailbox {
         self.changed.notify_one();
     }
 
-    /// Adds an event. One that may be coalesced takes the place of an unread one that it says more of: of the same
-    /// kind and subject, with no event between them that is never lost. So every component's load, and every item's
-    /// steps in each of its stages, is read to its end, however slowly; and for each event that is never lost, at the
-    /// most one of every kind and subject is unread.
+    /// Adds an event. An event that may be coalesced replaces an unread one of the same kind and subject, if no event that is never
+    /// lost is between them. So a slow reader too gets the last event of each component's load, and of each item's
+    /// steps in every stage; and for each event that is never lost, at most one event of every kind and subject is unread.
     ///
     /// False: the reader is too slow. Its unread events are dropped, and only an error is left for it.
     pub(super) fn push(&self, event: JobEvent) -> bool {
         let mut contents = self.lock();
         let bytes = piece_bytes(&event.kind);
         let own = contents.unread > Bytes::ZERO && contents.unread + bytes > contents.bound;
-        // The first piece of a listener may exceed the bound of its account, as long as others of it have not left as much again.
+        // The first piece of a listener may exceed the bound of its account, up to twice the bound in other unread bytes.
         let may_begin = contents.unread == Bytes::ZERO && !self.account.is_exceeded_twice(bytes);
         let of_all = self.account.is_exceeded() && !may_begin;
         if bytes > Bytes::ZERO && (own || of_all) {
@@ -227,13 +226,13 @@ impl Mailbox {
         true
     }
 
-    /// No event comes any more.
+    /// No further event follows.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_one();
     }
 
-    /// A listener that panicked in between left the contents whole: every change is one call.
+    /// The contents are valid even after a panic of a listener, as every change is one call.
     fn lock(&self) -> MutexGuard<'_, Contents> {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -247,7 +246,7 @@ pub(super) fn piece_bytes(kind: &JobEventKind) -> Bytes {
     }
 }
 
-/// Whether two events are of the same kind, and of the same component or item where they are of one.
+/// Whether two events have the same kind and, if they concern a component or an item, the same one.
 fn have_same_subject(earlier: &JobEventKind, later: &JobEventKind) -> bool {
     use JobEventKind::{Loading, Preview, Step};
     match (earlier, later) {
@@ -259,7 +258,7 @@ fn have_same_subject(earlier: &JobEventKind, later: &JobEventKind) -> bool {
     }
 }
 
-/// Whether the latest of its kind says all that the earlier ones said.
+/// Whether the latest event of this kind replaces the earlier ones.
 pub(super) fn is_coalescible(kind: &JobEventKind) -> bool {
     match kind {
         JobEventKind::Queued { .. }

@@ -1,5 +1,5 @@
-//! What stages gave that other jobs may take, so that the same prompt is not encoded twice: bounded bytes, the least
-//! lately used leaves first.
+//! Cache of stages' values for other jobs, so that the same prompt is not encoded twice. Its bytes are bounded; the least
+//! recently used values are dropped first.
 
 use std::collections::BTreeMap;
 

@@ -1,6 +1,6 @@
 //! The queue of the supervisor: jobs, waiting, fair shares, patience, latents, standing claims.
 //!
-//! The `core` takes inputs and gives effects, without IO and without a lock; one task, the `shell`, brings the inputs in and
+//! The `core` takes inputs and returns effects, without IO and without a lock; one task, the `shell`, passes the inputs in and
 //! carries the effects out. Each turn ends with a look at which job can start where, on the ledgers that workers publish; a
 //! worker plans again and may answer that memory is short after all.
 //!
@@ -9,8 +9,8 @@
 //! `passes`, `placing`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
 //!
 //! # Terms
-//! *Queued* is behind our own jobs: it is bounded by the deadline and spends no patience. *Waiting* is for memory
-//! that is late or that others have: it is bounded by patience. The *fair order* is that in which jobs would start
+//! *Queued* is after other jobs of this service: it is bounded by the deadline and spends no patience. *Waiting* is for memory
+//! that is late or that other programs hold: it is bounded by patience. The *fair order* is that in which jobs would start
 //! if all of them fitted; starting a job out of it *overtakes* those before it, each at most so often.
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
@@ -75,7 +75,7 @@ use crate::library::{Entry, Library};
 use crate::messages::{Command, Event};
 use crate::moved::Reserved;
 
-/// How the queue behaves.
+/// Settings of the queue.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Most jobs in the queue; more are refused.
@@ -84,7 +84,7 @@ pub struct Settings {
     pub max_jobs_per_client: usize,
     /// Most bytes of init images of all jobs together; a single job may exceed it.
     pub input_bytes: Bytes,
-    /// Most bytes of init images of a single job: what a worker can be sent in one command.
+    /// Most bytes of init images of a single job: one command to a worker holds no more.
     pub job_input_bytes: Bytes,
     /// How often a job may be overtaken.
     pub overtaking_bound: u32,
@@ -100,15 +100,15 @@ pub struct Settings {
     pub headroom: Bytes,
     /// Bound on values of stages that are cached for other jobs: encoded prompts.
     pub text_cache: Bytes,
-    /// Bound on the results that are kept for those who join a job by its idempotency key: of one that is under way, and of
-    /// all that have ended, together with their inputs.
+    /// Bound on the results that are kept for clients that join a job by its idempotency key: those of one running job, and those of
+    /// all ended jobs with their inputs.
     pub replay: Bytes,
     /// Bound on the unread results of one listener, in bytes; beyond it the listener is dropped.
     pub unread_pictures: Bytes,
-    /// The same for all jobs of one account together, each piece counted once however many listen: see
+    /// Bound on the unread results of all jobs of one account, in bytes. Each piece counts once for any number of listeners: see
     /// [`JobOptions::account`](crate::job::JobOptions::account).
     pub unread_of_account: Bytes,
-    /// Bound on latents, of which one account has seven eighths at the most.
+    /// Bound on latents in bytes; one account may use seven eighths of it.
     pub latents: Bytes,
     /// How long a latent is kept after its last use.
     pub latent_ttl: Duration,
@@ -123,7 +123,7 @@ pub struct Settings {
     pub cancel_limit: Duration,
     /// Time after which unused entries are unloaded; `None`: only if their memory is needed.
     pub keep_alive: Option<Duration>,
-    /// The same for models of these ids.
+    /// Keep-alive of the models with these ids, in place of `keep_alive`.
     pub keep_alive_of: BTreeMap<String, Option<Duration>>,
     /// Time without any job after which all components are unloaded that are neither pinned nor held.
     pub unload_when_idle: Option<Duration>,
@@ -158,15 +158,15 @@ impl Default for Settings {
     }
 }
 
-/// The way to a card's worker.
+/// The connection to a card's worker.
 pub trait CardPort: Send + 'static {
-    /// Sends it a command. One that cannot be delivered is lost: [`Signal::Lost`] tells of it.
+    /// Sends the worker a command. One that cannot be delivered is lost, and [`Signal::Lost`] follows.
     fn send(&mut self, command: Command);
     /// Kills the worker; [`Signal::Lost`] follows.
     fn recycle(&mut self, reason: &str);
 }
 
-/// What happens at a card.
+/// An event at a card.
 #[derive(Clone, Debug)]
 pub enum Signal {
     /// An event of its worker.
@@ -190,7 +190,7 @@ pub enum Signal {
 pub struct CardSignal {
     /// Index among the slots.
     pub card: usize,
-    /// Which worker process of that card, counted from 1. What an earlier one says after its loss is ignored.
+    /// Number of that card's worker process, from 1. Messages of an earlier one after its loss are ignored.
     pub generation: u64,
     /// The signal.
     pub signal: Signal,
@@ -246,8 +246,8 @@ impl Queue {
     /// Puts a job into the queue.
     ///
     /// # Errors
-    /// Whatever can be known before it runs: fields that are wrong, a model that cannot be opened, a latent that is
-    /// not there, a queue that is full.
+    /// All errors that are known before the job runs: invalid fields, a model that cannot be opened, an unknown latent,
+    /// a full queue.
     pub async fn submit(&self, spec: JobSpec) -> Result<Job, Error> {
         let submission = self.prepare(spec).await?;
         let inputs = self.inputs.downgrade();
@@ -278,14 +278,14 @@ impl Queue {
             .await?
     }
 
-    /// The jobs there are, oldest first, and on request those that have ended lately, the latest first.
+    /// The jobs in the queue, oldest first, and on request those that have ended recently, the latest first.
     pub async fn jobs(&self, include_ended: bool) -> Vec<JobInfo> {
         self.call(move |core, now| core.infos(include_ended, now))
             .await
             .unwrap_or_default()
     }
 
-    /// What a job would need and do, on a card or (`card` empty) on the one that would be picked.
+    /// The plan of a job, on a card or (`card` empty) on the card that would be chosen.
     ///
     /// # Errors
     /// As [`Queue::submit`], and [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
@@ -295,7 +295,7 @@ impl Queue {
         if !is_short && spec.entry.quantization == Quantization::NONE {
             return Ok(report);
         }
-        // Again, with what the model would be in fewer bytes where something is short, or in more where nothing is.
+        // Planned again: if memory is short, with the model's smaller formats, else with its larger ones.
         let mut submission = self.prepare(spec).await?;
         let (cards, library) = (self.card_descriptions(), self.library.clone());
         let path = submission.spec.entry.path.clone();
@@ -311,7 +311,7 @@ impl Queue {
         self.report_of(submission.await?, card).await
     }
 
-    /// As [`Queue::plan`], without what would fit instead: no other format of the model is opened, and no smaller request planned.
+    /// As [`Queue::plan`], without alternatives: no other format of the model is opened, and no smaller request planned.
     ///
     /// # Errors
     /// Those of [`Queue::plan`].
@@ -325,8 +325,8 @@ impl Queue {
             .await?
     }
 
-    /// Takes an entry (or everything) off all cards, after the jobs that use it, which are cancelled where a client
-    /// forces it. Jobs that are submitted meanwhile start after it.
+    /// Unloads an entry (or everything) from all cards, after the jobs that use it have ended; a client may force that, which
+    /// cancels those jobs. Jobs that are submitted meanwhile start after the unload.
     ///
     /// # Errors
     /// When the model is not in use and cannot be opened, or a worker fails at it.
@@ -343,19 +343,19 @@ impl Queue {
             .await?
     }
 
-    /// An entry with its components: as it is in use, without a look at its files, which may be gone or may not answer.
+    /// An entry with its components. An entry in use is taken as it is: its files are not read, as they may be gone or may not answer.
     async fn entry_to_unload(&self, entry: Arc<Entry>) -> Result<EntryToUnload, Error> {
         let key = entry.key.clone();
         if let Some(known) = self.call(move |core, _| core.known_to_unload(&key)).await? {
             return Ok(known);
         }
-        // Its components may be on a card as those of another entry, which only its files tell.
+        // Its components may be on a card as those of another entry. Only its files show that.
         let models = self.open(entry.clone()).await?;
         self.call(move |core, _| core.opened_to_unload(&entry, &models))
             .await
     }
 
-    /// Keeps an entry where it is, or will be loaded, until it is unpinned. Returns the keys of all that are pinned.
+    /// Pins an entry: once loaded, it stays on its card until it is unpinned. Returns the keys of all pinned entries.
     ///
     /// # Errors
     /// When the model cannot be opened.
@@ -364,7 +364,7 @@ impl Queue {
         self.call(move |core, now| core.pin(&entry, &models, now)).await
     }
 
-    /// Ends a pin, also of an entry whose files are gone. Returns the keys of all that are pinned still.
+    /// Ends a pin, also of an entry whose files are gone. Returns the keys of all entries that are still pinned.
     ///
     /// # Errors
     /// [`Error::ShuttingDown`].
@@ -397,7 +397,7 @@ impl Queue {
         released.await.unwrap_or(false)
     }
 
-    /// Hands slack of a card (empty: of every card) back to the driver.
+    /// Returns slack of a card (empty: of every card) to the driver. The result is the number of bytes.
     ///
     /// # Errors
     /// [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
@@ -410,7 +410,7 @@ impl Queue {
     /// Makes room for another program on a card (empty: the one with the most room) and keeps it free for a time.
     ///
     /// # Errors
-    /// As [`Queue::trim`], and [`Error::MemoryTaken`] when what is idle is not enough: it offers what could be had.
+    /// As [`Queue::trim`], and [`Error::MemoryTaken`] when idle memory is not enough: it offers the available bytes.
     pub async fn reserve(
         &self,
         card: &str,
@@ -429,7 +429,7 @@ impl Queue {
             .await?
     }
 
-    /// Gives a reservation a new time, and another size unless `bytes` is zero. What it has more than before is made free
+    /// Renews a reservation for a time, with another size unless `bytes` is zero. Additional bytes are made free
     /// first.
     ///
     /// # Errors
@@ -445,8 +445,8 @@ impl Queue {
             .await?
     }
 
-    /// Ends the workers of a card (empty: of all cards) for a client, and has others started; each finishes what it runs first, unless
-    /// `force` has that tried again on the new one. Returns when the new ones are ready, with the ids of their cards.
+    /// Ends the workers of a card (empty: of all cards) for a client, and starts new ones. A worker finishes its order first; with `force`
+    /// it does not, and the order is tried again on the new worker. Returns when the new ones are ready, with the ids of their cards.
     ///
     /// # Errors
     /// [`Error::CardNotReady`]; [`Error::Invalid`] when there is no such card.
@@ -463,7 +463,7 @@ impl Queue {
         released.await.unwrap_or(false)
     }
 
-    /// A latent with its numbers.
+    /// A latent with its tensors.
     ///
     /// # Errors
     /// [`Error::LatentNotFound`].
@@ -472,11 +472,11 @@ impl Queue {
         self.call(move |core, now| core.latent(&id, now)).await?
     }
 
-    /// Takes a client's latent into the store. One tensor alone may go without a name.
+    /// Puts a client's latent into the store. A single tensor needs no name.
     ///
     /// # Errors
-    /// [`Error::LatentWithoutDecoder`] when nothing is named that decodes it; [`Error::LatentMismatch`] when the bytes are not those of
-    /// tensors of these shapes, or exceed what one account may have; [`Error::MemoryTaken`] while jobs need what is in the store, and
+    /// [`Error::LatentWithoutDecoder`] when no decoder is named; [`Error::LatentMismatch`] when the bytes are not those of
+    /// tensors of these shapes, or exceed what one account may have; [`Error::MemoryTaken`] while jobs lease the latents in the store, and
     /// [`Error::ClientLimit`] while those of the account do.
     pub async fn put_latent(
         &self,
@@ -488,15 +488,15 @@ impl Queue {
             .await?
     }
 
-    /// Gives a latent up. A job that needs it keeps it until it has ended. False: there was none, or it had expired.
+    /// Releases a latent. A job that leases it keeps it until the job has ended. False: there was none, or it had expired.
     pub async fn release_latent(&self, id: &str) -> bool {
         let id = id.to_owned();
         let released = self.call(move |core, _| core.release_latent(&id));
         released.await.unwrap_or(false)
     }
 
-    /// Everything that the queue knows, published as it changes, ten times a second at the most. The channel closes when
-    /// the queue's task has ended.
+    /// The status, published when it changes, at most ten times a second. The channel closes when the queue's task has
+    /// ended.
     pub fn status(&self) -> watch::Receiver<Arc<StatusReport>> {
         self.status.clone()
     }
@@ -507,14 +507,14 @@ impl Queue {
         now.await.unwrap_or_else(|_| self.status.borrow().clone())
     }
 
-    /// Refuses new jobs, waits for those that are there until the deadline, then cancels the rest. Returns when no job
+    /// Refuses new jobs, waits for the present ones until the deadline, then cancels the rest. Returns when no job
     /// is left.
     pub async fn drain(&self, deadline: Instant) {
         let drained = self.ask(move |core, reply, _| core.drain(deadline, reply));
         let _ = drained.await; // a queue that has ended is drained
     }
 
-    /// How many of everything the queue keeps: at rest, nothing but what is meant to stay. For tests.
+    /// Numbers of all objects that the queue keeps, by kind. At rest, only those remain that are meant to. For tests.
     #[doc(hidden)]
     pub async fn census(&self) -> Vec<(&'static str, usize)> {
         self.call(|core, _| core.census()).await.unwrap_or_default()
@@ -544,7 +544,7 @@ impl Queue {
         answer.await.map_err(|_| Error::ShuttingDown)
     }
 
-    /// Opens an entry for every kind of card, away from the async threads: headers are read, small files hashed.
+    /// Opens an entry for every kind of card, on a blocking thread: headers are read, small files hashed.
     async fn open(&self, entry: Arc<Entry>) -> Result<OpenModels, Error> {
         let cards = self.card_descriptions();
         let library = self.library.clone();
@@ -567,7 +567,7 @@ impl Queue {
     }
 }
 
-/// Opens a specification's model for every kind of card and has the family validate the request, away from the async threads.
+/// Opens a specification's model for every kind of card and has the family validate the request, on a blocking thread.
 async fn prepare(
     library: &Arc<Library>,
     spec: JobSpec,

@@ -1,4 +1,4 @@
-//! Plans for clients that only ask, and offers for jobs that are refused: what is short, and what would fit instead.
+//! Plans without a job, and alternatives for jobs that are refused: the shortage, and changes with which the job would fit.
 
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
@@ -22,13 +22,13 @@ use crate::messages::Shortage;
 use crate::need::Need;
 
 impl View<'_> {
-    /// What a job that nobody has submitted would need and do on a card, or on the one that would be picked.
+    /// The plan of a job that was not submitted, on a card or on the card that would be chosen.
     pub(super) fn plan_report(&self, job: &JobRecord, card: &str) -> Result<PlanReport, Error> {
         let index = self
             .card_to_plan_on(job, card)
             .ok_or_else(|| self.not_ready(card))?;
         let dtype = self.cards[index].description.compute_dtype.clone();
-        // The same for all stages that are short, and said where the model's other formats are known.
+        // The alternatives are the same for all stages that are short, and reported only if the model's other formats are known.
         let offered = LazyCell::new(|| match job.knows_reductions() {
             true => self.fallbacks(job, &[index]),
             false => Vec::new(),
@@ -82,7 +82,7 @@ impl View<'_> {
         .or_else(|| (0..self.cards.len()).find(ready))
     }
 
-    /// A step of a plan, without what would fit instead.
+    /// A step of a plan, without alternatives.
     fn planned_stage(&self, job: &JobRecord, step: usize, card: usize, dtype: &str) -> Option<PlannedStage> {
         let need = self.need_on(job, step, card)?;
         let (ledger, description) = (&self.cards[card].ledger, &self.cards[card].description);
@@ -128,7 +128,7 @@ impl View<'_> {
         })
     }
 
-    /// What a job is refused with that exceeds every card.
+    /// The error of a job that exceeds every card.
     pub(super) fn exceeds_every_card(
         &self,
         job: &JobRecord,
@@ -153,7 +153,7 @@ impl View<'_> {
         }))
     }
 
-    /// What was short when patience was over.
+    /// The shortage at the end of a job's patience.
     pub(super) fn shortfall_after_waiting(&self, job: &JobRecord, shortage: &Shortage) -> Shortfall {
         let mut usable = (0..self.cards.len()).filter(|&card| self.may_use(job, card));
         let card = usable.next().unwrap_or(0);
@@ -169,7 +169,7 @@ impl View<'_> {
         }
     }
 
-    /// The formats in which the job's model needs the least on a card, and what it needs; `None` if nothing is smaller.
+    /// The formats in which the job's model needs the least on a card, and the bytes that it needs; `None` if nothing is smaller.
     fn smallest(&self, job: &JobRecord, card: usize) -> Option<(String, Bytes)> {
         let dtype = &self.cards[card].description.compute_dtype;
         let request = job.run().map(|run| run.request.without_media_data());
@@ -181,7 +181,7 @@ impl View<'_> {
         needs.min_by_key(|(_, needed)| *needed)
     }
 
-    /// What would fit on one of these cards instead, the closest first: the same request of the model in fewer bytes, then
+    /// Alternatives that would fit on one of these cards, the closest first: the same request of the model in fewer bytes, then
     /// in smaller sizes or, for a load, in parts.
     pub(super) fn fallbacks(&self, job: &JobRecord, cards: &[usize]) -> Vec<Fallback> {
         let reduced: Vec<Fallback> = cards.iter().flat_map(|&card| self.reduced(job, card)).collect();
@@ -195,7 +195,7 @@ impl View<'_> {
                     .cloned(),
             );
         }
-        // A card that has room for more offers the same and more.
+        // A card with more room offers the same alternatives and more.
         let less = cards.iter().rev().map(|&card| self.with_less_of_it(job, card));
         let most = less.max_by_key(|fallbacks| fallbacks.first().map(|closest| closest.peak));
         closest_first.extend(most.unwrap_or_default());
@@ -204,8 +204,8 @@ impl View<'_> {
         closest_first
     }
 
-    /// Pins of other models that keep a job from a card, and without which it would fit: the largest first, no more than
-    /// have to go.
+    /// Pins of other models without which a job would fit a card: the largest first, and no more than
+    /// necessary.
     fn unpinned(&self, job: &JobRecord, card: usize) -> Option<Fallback> {
         let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
         let stages: Vec<StageNeed> = steps.map(|need| need.least()).collect();
@@ -273,7 +273,7 @@ impl View<'_> {
         self.fitting(job, card, changes)
     }
 
-    /// Those of these changes, the closest to what was asked for first, with which a job would fit a card.
+    /// The changes with which a job would fit a card, the closest to the original request first.
     fn fitting(
         &self,
         job: &JobRecord,
@@ -297,8 +297,8 @@ impl View<'_> {
         )
     }
 
-    /// The job's stages with its model opened in another way, or for another request, which comes without media: memos of what
-    /// they hold are not wanted, and hashing them would hold up the queue.
+    /// The job's stages with its model opened in another way, or for another request, which has no media data: memos are
+    /// not needed here, and hashing the media would block the queue.
     fn stages_with(
         &self,
         job: &JobRecord,
@@ -344,7 +344,7 @@ impl View<'_> {
             JobWork::Load { .. } => return self.parts_of_load(job, card),
         };
         let dtype = &self.cards[card].description.compute_dtype;
-        // Values that are brought have the shape that they have.
+        // A run that starts from a client's values cannot be made smaller: the shapes of those values are fixed.
         let Some(open) = job.models.get(dtype).filter(|_| run.start.is_none()) else {
             return Vec::new();
         };
@@ -357,7 +357,7 @@ impl View<'_> {
         self.fitting(job, card, changes)
     }
 
-    /// Components of a load to name instead of all, as many at once as would fit, the largest first. None if there is
+    /// Loads of some components in place of all: as many as would fit together, the largest first. Empty if there is
     /// nothing to leave out.
     fn parts_of_load(&self, job: &JobRecord, card: usize) -> Vec<Fallback> {
         let Some(need) = self.need_on(job, job.cursor, card) else {

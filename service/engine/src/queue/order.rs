@@ -1,4 +1,4 @@
-//! The fair order: that in which jobs would start if all of them fitted.
+//! The fair order, in which jobs would start if all of them fitted.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
@@ -8,7 +8,7 @@ use super::record::{JobRecord, State};
 use super::view::View;
 use crate::job::JobId;
 
-/// What a stage is taken to last as long as none like it has run.
+/// Assumed duration of a stage until one like it has run, in milliseconds.
 const STAGE_MS: f64 = 1_000.0;
 
 impl View<'_> {
@@ -89,7 +89,7 @@ impl View<'_> {
         (learned.unwrap_or(STAGE_MS), learned.is_some())
     }
 
-    /// Predicted seconds until each card has done all of the job that it is at.
+    /// Predicted seconds until each card has finished its current job.
     pub(super) fn seconds_ahead(&self) -> Vec<f64> {
         let seconds = self.cards.iter().enumerate().map(|(here, card)| {
             let job = card.job().and_then(|id| self.jobs.get(id));

@@ -12,7 +12,7 @@ use crate::job::JobId;
 use crate::need::Need;
 
 impl View<'_> {
-    /// The jobs that share the passes of a job's next stage on a card, the earliest first, and what they need together; `None`
+    /// The jobs that share the passes of a job's next stage on a card, the earliest first, and their common need; `None`
     /// if it runs alone.
     pub(super) fn shared_with(&self, job: &JobRecord, card: usize) -> Option<(Vec<JobId>, Need)> {
         let shared = job.shared_pass(job.cursor).filter(|_| !job.attempt.alone)?;
@@ -78,8 +78,8 @@ impl View<'_> {
         Some(need)
     }
 
-    /// The same order, with jobs that could join a shared pass once they have done what is before it put in front of the job
-    /// whose pass it is; only of clients that have not had more of the cards than those who wait.
+    /// The order with joiners first: a job that could join a shared pass after its earlier steps is put before the job of that pass.
+    /// That holds only for clients whose share of the cards is not larger than the share of clients that wait.
     pub(super) fn with_joiners_first(&self, order: Vec<JobId>) -> Vec<JobId> {
         let jobs: Vec<&JobRecord> = order.iter().filter_map(|id| self.jobs.get(id)).collect();
         if !jobs.iter().any(|job| self.passes_next(job)) {
@@ -103,7 +103,7 @@ impl View<'_> {
                         && self.is_within_its_share(other)
                 };
                 let joining = jobs[place + 1..].iter().filter(joins);
-                // No more get ready than can share: what has begun goes before what others wait for.
+                // No more jobs are prepared than can share the pass, as jobs that have begun go before jobs of waiting clients.
                 let is_ready = |other: &&&JobRecord| has_pass(other) && self.passes_next(other);
                 let free = (pass.slots as usize).saturating_sub(jobs.iter().filter(is_ready).count());
                 let joining: Vec<&JobId> = joining.take(free).map(|job| &job.id).collect();
@@ -127,8 +127,8 @@ impl View<'_> {
         (job.cursor..job.steps.len()).find_map(|index| job.shared_pass(index))
     }
 
-    /// Whether a job may join others ahead of its turn: as long as its client has not had more of the cards than any other whose
-    /// job is queued. What has begun goes on, so a chain of joining jobs ends where others wait.
+    /// Whether a job may join others ahead of its turn: only if its client has not had more card time than any other client with a
+    /// queued job. Jobs that have begun go on, so this bound ends a chain of joining jobs if others wait.
     fn is_within_its_share(&self, job: &JobRecord) -> bool {
         let own = self.virtual_ms(&job.options.client);
         let mut others = self.idle_jobs().filter(|other| {

@@ -1,4 +1,4 @@
-//! Where a job could go: each card's answer for its next step, and the best of them.
+//! The placement of jobs: each card's answer for a job's next step, and the best of them.
 
 use residency::{Bytes, Ledger, Millis, Policy, StageNeed, WaitCause, predicted_move_seconds};
 
@@ -8,33 +8,33 @@ use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resid
 use crate::messages::Shortage;
 use crate::need::Need;
 
-/// Where a job goes.
+/// The placement of a job.
 #[derive(Clone, Debug)]
 pub(super) enum Placement {
     /// To this card, now.
     Start {
         card: usize,
-        /// Only because it may run although memory is short.
+        /// The job starts only because it accepts that memory may be short.
         low_memory: bool,
     },
-    /// Behind what a card is doing.
+    /// After the current work of a card.
     Behind { card: usize },
-    /// Behind what clients hold, or what is on its way: nothing of others, and nothing that runs.
+    /// After claims of clients, or after memory that is about to be freed: neither other programs nor running jobs are the cause.
     Held,
-    /// To wait for memory that is late or that others have.
+    /// The job waits for memory that is late or that other programs hold.
     Short { shortage: Shortage },
-    /// Nowhere: it exceeds every card.
+    /// The job exceeds every card.
     Never {
         card: usize,
         index: usize,
         needed: Bytes,
         capacity: Bytes,
     },
-    /// No card that it could use is there at all.
+    /// No card that it may use is there.
     Nowhere,
 }
 
-/// What one card says.
+/// The answer of one card.
 enum CardAnswer {
     Start {
         seconds: f64,
@@ -84,7 +84,7 @@ impl View<'_> {
                     needed,
                     capacity,
                 } => {
-                    // The card that gives the most says what is missing.
+                    // The shortage is that of the card with the largest capacity.
                     if most.is_none_or(|most| most < capacity) {
                         most = Some(capacity);
                         never = Some(Placement::Never {
@@ -131,7 +131,7 @@ impl View<'_> {
             });
         }
         if !card.is_free() {
-            // Whether it fits will be seen when the card is free; memory of others is waited for meanwhile.
+            // Whether the job fits is decided when the card is free. Meanwhile it waits for memory of other programs.
             let admission = choose_rung(ledger, need, policy, ledger_now);
             return Some(match admission {
                 Admission::Wait { rung, short, cause } if cause != WaitCause::Leases && !low => {

@@ -1,4 +1,4 @@
-//! One job as the queue keeps it: what it wants, how far it is, what it has made, who listens.
+//! One job as the queue keeps it: its work, its progress, its results and its listeners.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,26 +23,26 @@ use crate::library::Entry;
 use crate::messages::Shortage;
 use crate::need::{Need, named};
 
-/// Where a job is on its way.
+/// The state of a job.
 #[derive(Debug)]
 pub(super) enum State {
-    /// Behind our own jobs.
+    /// Queued after other jobs of this service.
     Queued {
-        /// What the client was told last.
+        /// The position that the client was sent last.
         position: Option<u32>,
         /// The card that it has just run on, and may go on with before any other job.
         keeps: Option<usize>,
     },
-    /// For memory that is late or that others have.
+    /// Waiting for memory that is late or that other programs hold.
     Waiting { since: Instant },
     /// Its model is opened anew, as its files were replaced before anything of the result was made.
     Reopening,
-    /// A worker has an order of it, or unloads for it.
+    /// A worker runs an order of it, or unloads components for it.
     Running {
-        /// What it ends with as soon as the worker lets go.
+        /// The error with which it ends as soon as the worker has stopped.
         ending: Option<Error>,
     },
-    /// A stage ran out of memory: it ends with this as soon as it is known what would fit instead.
+    /// A stage ran out of memory: it ends with this error as soon as the alternatives are known.
     OutOfMemory(Box<Shortfall>),
 }
 
@@ -54,7 +54,7 @@ impl State {
         }
     }
 
-    /// Just off a card, which it may go on with.
+    /// Queued directly after a step on this card, on which it may go on.
     pub(super) fn queued_on(card: usize) -> State {
         State::Queued {
             position: None,
@@ -62,7 +62,7 @@ impl State {
         }
     }
 
-    /// As lists show it.
+    /// The state as lists show it.
     pub(super) fn listed(&self) -> JobState {
         match self {
             State::Queued { .. } | State::Reopening | State::OutOfMemory(_) => JobState::Queued,
@@ -72,23 +72,23 @@ impl State {
     }
 }
 
-/// What was tried to start the step that comes next. Each step begins with none of it.
+/// The attempts to start the next step. Each step begins with an empty record.
 #[derive(Debug, Default)]
 pub(super) struct Attempt {
     pub(super) patience: Option<Patience>,
     /// By card.
     pub(super) refusals: BTreeMap<usize, Refusal>,
-    /// Cards whose workers said never.
+    /// Cards whose workers answered `Never`.
     pub(super) never_on: BTreeSet<usize>,
     /// Memory may be short: patience is over, or the stage exceeds the card.
     pub(super) low_memory: bool,
     /// How many workers died of the step.
     pub(super) deaths: u32,
-    /// It shares no passes: it failed where it did.
+    /// It shares no passes, since it failed in a shared one.
     pub(super) alone: bool,
 }
 
-/// Patience for the step that comes next.
+/// Patience for the next step.
 #[derive(Clone, Debug)]
 pub(super) struct Patience {
     pub(super) wait: Wait,
@@ -113,7 +113,7 @@ pub(super) struct JobRecord {
     pub(super) work: JobWork,
     pub(super) models: OpenModels,
     pub(super) reductions: Reductions,
-    /// For a plan that is only asked for: the model in formats that lose less.
+    /// For a plan without a job: the model in formats that lose less.
     pub(super) upgrades: Vec<Reduction>,
     /// Plans by compute dtype.
     pub(super) plans: BTreeMap<String, Vec<StagePlan>>,
@@ -121,21 +121,21 @@ pub(super) struct JobRecord {
 
     pub(super) steps: Steps,
     pub(super) cursor: usize,
-    /// What stages gave that run once for all items.
+    /// Values of stages that run once for all items.
     pub(super) values: Values,
-    /// What stages gave for an item and later ones take; what decoding takes is in the store instead.
+    /// Values of an item that later stages take. Those that decoding takes are in the store instead.
     pub(super) item_values: BTreeMap<u32, Values>,
-    /// What the job started from.
+    /// Values that the job started from.
     pub(super) brought: Values,
-    /// How much of each item's tracks the client has.
+    /// The delivered range of each track, by item and name.
     pub(super) delivered: BTreeMap<(u32, String), (MediaFormat, Covered)>,
     /// The run that proves a load's model.
     pub(super) proof: Option<Run>,
-    /// What a load replaces.
+    /// The swap of a load that replaces another model.
     pub(super) swap: Option<Box<Swap>>,
     /// Values in the store by item, each under a lease of this job.
     pub(super) latents: BTreeMap<u32, String>,
-    /// Items whose latents the client knows of.
+    /// Items whose latents were reported to the client.
     pub(super) told: BTreeSet<u32>,
     /// A latent of a client that the job works on, under a lease.
     pub(super) input_latent: Option<String>,
@@ -148,19 +148,19 @@ pub(super) struct JobRecord {
     /// Whether a stage of it has run: such a job is before all that have not begun.
     pub(super) begun: bool,
     pub(super) overtaken: u32,
-    /// For memory, since the last stage.
+    /// Time that it waited for memory since the last stage.
     pub(super) waited: Duration,
     /// Whether latents that it makes from now on are released.
     pub(super) releases_latents: bool,
 
     pub(super) report: JobReport,
-    /// Of the stage that runs or ran last: steps done, and steps in all.
+    /// Steps done and all steps of the stage that runs or ran last.
     pub(super) steps_done: (u32, u32),
     pub(super) listeners: BTreeMap<u64, Arc<Mailbox>>,
-    /// Counts what its listeners have not read.
+    /// Counts the bytes that its listeners have not read.
     pub(super) unread: Arc<Unread>,
     pub(super) detached: bool,
-    /// For those who join later.
+    /// Events for clients that join later.
     pub(super) replay: Replay,
 }
 
@@ -169,7 +169,7 @@ impl JobRecord {
         self.steps.get(self.cursor).copied()
     }
 
-    /// The call that it is of.
+    /// The call that submitted it.
     pub(super) fn call(&self) -> Call {
         match &self.work {
             JobWork::Run(run) => run.call,
@@ -184,7 +184,7 @@ impl JobRecord {
         }
     }
 
-    /// Whether the client asked for latents, rather than getting them because something failed.
+    /// Whether the client asked for latents. Without that, it gets them only if the job fails.
     pub(super) fn keeps_latents(&self) -> bool {
         match &self.work {
             JobWork::Run(run) => run.keep_latent || run.until < Role::Decode,
@@ -213,12 +213,12 @@ impl JobRecord {
         self.plans.values().next()?.get(stage)
     }
 
-    /// How the step that comes next shares passes with stages of other jobs.
+    /// How the step at `index` shares passes with stages of other jobs.
     pub(super) fn shared_pass(&self, index: usize) -> Option<&SharedPass> {
         self.stage(*self.steps.get(index)?)?.shared.as_ref()
     }
 
-    /// What a step is called.
+    /// The name of a step.
     pub(super) fn name_of(&self, step: Step) -> StageName {
         match step.kind {
             StepKind::Load(Model::Own) => "load".into(),
@@ -228,7 +228,7 @@ impl JobRecord {
         }
     }
 
-    /// What the step that comes next is called; empty: there is none.
+    /// The name of the next step; empty: there is none.
     pub(super) fn stage_name(&self) -> StageName {
         self.step().map_or_else(|| "".into(), |step| self.name_of(step))
     }
@@ -250,13 +250,13 @@ impl JobRecord {
         all.iter().filter(is_used).map(|c| c.bytes).sum::<Bytes>() + scratch.max().unwrap_or(Bytes::ZERO)
     }
 
-    /// The components of these names, under the identities that they go by.
+    /// The components of these names, with their current identities.
     pub(super) fn components(&self, names: &[String], dtype: &str) -> Vec<Component> {
         let all = self.models.get(dtype).map_or(&[][..], |open| &open.components);
         named(names, all)
     }
 
-    /// What the step at `index` needs on cards of this dtype, as the family says.
+    /// The need of the step at `index` on cards of this dtype, by the family's plan.
     pub(super) fn need(&self, index: usize, dtype: &str) -> Option<Need> {
         let step = *self.steps.get(index)?;
         let stage = match step.kind {
@@ -275,7 +275,7 @@ impl JobRecord {
         ))
     }
 
-    /// Components that the stages behind the step at `index` need.
+    /// Components that the stages after the step at `index` need.
     fn needed_behind(&self, index: usize, dtype: &str, all: &[Component]) -> Vec<ComponentId> {
         let names = self.steps.needed_behind(index, dtype);
         let components = names.filter_map(|name| all.iter().find(|component| component.name == *name));
@@ -305,12 +305,12 @@ impl JobRecord {
             name: self.name_of(step),
             components: self.swap.as_ref()?.begun.as_ref()?.before.clone(),
             plan: None,
-            headroom: Bytes::ZERO, // what was there before comes back whatever the new model was to leave free
+            headroom: Bytes::ZERO, // a restored component was there before, so the new model's headroom does not apply
             later: Vec::new(),
         })
     }
 
-    /// What a stage takes, of all that the job has; `kept` is what is in the store for its item.
+    /// The inputs of a stage, from all values of the job; `kept` are the values in the store for its item.
     pub(super) fn input(&self, step: Step, kept: &Values) -> Values {
         let own = self.item_values.get(&step.item);
         let takes = self.stage(step).into_iter().flat_map(|stage| &stage.takes);
@@ -325,14 +325,14 @@ impl JobRecord {
         found.collect()
     }
 
-    /// The steps behind the one that comes next, that are for an item.
+    /// The steps for an item that follow the next step.
     fn later_of(&self, item: u32) -> impl Iterator<Item = (Step, &StagePlan)> {
         let later = self.steps.iter().skip(self.cursor + 1).copied();
         let of_item = later.filter(move |step| step.item == item);
         of_item.filter_map(|step| Some((step, self.stage(step)?)))
     }
 
-    /// Whether a value that the step that comes next gives belongs in the store: what is decoded next, and what the job
+    /// Whether a value of this step belongs in the store: values to decode next, and values that the job
     /// ends with.
     pub(super) fn belongs_in_store(&self, step: Step, name: &str) -> bool {
         if self.is_of(step, Role::Decode) {
@@ -375,7 +375,7 @@ impl JobRecord {
         }
     }
 
-    /// Tells everybody who listens, and remembers it for those who join.
+    /// Sends an event to all listeners, and keeps it for clients that join later.
     pub(super) fn emit(&mut self, now: Instant, kind: JobEventKind) {
         let mut event = JobEvent {
             at_ms: now.duration_since(self.accepted).as_millis() as u64,
@@ -395,15 +395,15 @@ impl JobRecord {
         });
     }
 
-    /// Another submission of the same job: it is detached if any of them is, and has until the latest deadline.
+    /// Adds another submission of the same job: the job is detached if any submission is, and the latest deadline counts.
     pub(super) fn joined_by(&mut self, options: &JobOptions) {
         self.detached |= options.detach;
         let deadlines = self.options.deadline.zip(options.deadline);
         self.options.deadline = deadlines.map(|(earlier, other)| earlier.max(other));
     }
 
-    /// When it must be done. A caller's deadline is no end to a job that goes on without its callers, nor to a swap that
-    /// is past its turning point.
+    /// The deadline of the job. A caller's deadline ends neither a detached job nor a swap that is past its turning
+    /// point.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.options
             .deadline
@@ -414,7 +414,7 @@ impl JobRecord {
         matches!(self.state, State::Running { .. })
     }
 
-    /// Whether it is decided how it ends, and only its worker has to let go.
+    /// Whether its end is decided, and only its worker has to stop.
     pub(super) fn is_ending(&self) -> bool {
         matches!(self.state, State::Running { ending: Some(_) })
     }
@@ -448,22 +448,22 @@ impl JobRecord {
         self.steps_done = (0, 0);
     }
 
-    /// Goes behind other jobs; one that is there already stays where it is.
+    /// Queues the job after the others; one that is queued already keeps its place.
     pub(super) fn queue_up(&mut self, now: Instant) {
         if !matches!(self.state, State::Queued { .. } | State::OutOfMemory(_)) {
             self.enter(State::queued(), now);
         }
     }
 
-    /// Whether it may begin again with another version of its model: nothing of its result has been made, and it works on
-    /// nothing that belongs to the version that it has.
+    /// Whether it may begin again with another version of its model: nothing of its result has been made, and its input does not
+    /// depend on the present version.
     pub(super) fn may_begin_again(&self) -> bool {
         let made_nothing =
             self.item_values.is_empty() && self.latents.is_empty() && self.delivered.is_empty();
         !self.reopened && made_nothing && self.input_latent.is_none() && self.swap.is_none()
     }
 
-    /// Begins again with its model as it was opened for this record, which is of the same job.
+    /// Begins again with the model of `opened`, a new record of the same job.
     pub(super) fn begin_again(&mut self, opened: JobRecord, now: Instant) {
         self.models = opened.models;
         self.plans = opened.plans;
@@ -475,7 +475,7 @@ impl JobRecord {
         self.enter(State::queued(), now);
     }
 
-    /// The step that comes next is another one: what was tried for the last is forgotten.
+    /// Goes to another step, and forgets the attempts for the last one.
     pub(super) fn go_to(&mut self, cursor: usize) {
         self.cursor = cursor;
         self.attempt = Attempt::default();
@@ -492,7 +492,7 @@ impl JobRecord {
         identity_of_values(&**model, self.plan(dtype), stage, &identities)
     }
 
-    /// What its latents belong to: the first component that decodes.
+    /// Id of the decoder of its latents: the first component that decodes.
     pub(super) fn decoder_id(&self, dtype: &str) -> String {
         let decode = self.plan(dtype).iter().find(|stage| stage.role == Role::Decode);
         let components = decode.map_or(Vec::new(), |stage| self.components(&stage.components, dtype));
@@ -502,7 +502,7 @@ impl JobRecord {
             .unwrap_or_default()
     }
 
-    /// The number of the step that comes next, from 1, and how many there are that clients are told of.
+    /// The number of the next step, from 1, and the number of all steps, as clients see them: without unloads.
     pub(super) fn place_of_step(&self) -> (u32, u32) {
         let told = |steps: &[Step]| steps.iter().filter(|step| !step.is_unload()).count() as u32;
         (told(&self.steps[..self.cursor]) + 1, told(&self.steps))
@@ -534,7 +534,7 @@ impl JobRecord {
             .collect()
     }
 
-    /// Whether all of an item has been delivered, in the format that was asked for.
+    /// Checks that an item has been delivered completely, in the requested format.
     pub(super) fn check_delivered(&self, step: Step) -> Result<(), Error> {
         let of_item = self.delivered.iter().filter(|((item, _), _)| *item == step.item);
         let tracks: Vec<_> = of_item.map(|(_, delivered)| delivered).collect();
@@ -557,7 +557,7 @@ impl JobRecord {
     }
 }
 
-/// An identity without its dtype and format: a latent fits the same decoder on every card, however it is held there.
+/// An identity without its dtype and format: a latent fits the same decoder on every card, in any format.
 pub(super) fn content_of(id: &ComponentId) -> &str {
     let parts = if id.0.starts_with("path:") {
         id.0.rsplit_once('@')
@@ -567,7 +567,7 @@ pub(super) fn content_of(id: &ComponentId) -> &str {
     parts.map_or(&*id.0, |(content, _)| content)
 }
 
-/// What a piece of work brings along and keeps in memory.
+/// Bytes of a request's inputs (such as pictures), which stay in memory while the job exists.
 pub(super) fn input_bytes(work: &JobWork) -> Bytes {
     match work {
         JobWork::Run(run) => Bytes(run.request.input_bytes()),

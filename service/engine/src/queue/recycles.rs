@@ -9,7 +9,7 @@ use crate::error::Error;
 pub(super) struct PendingRecycle {
     /// Cards, by index, whose new workers are not ready yet.
     waiting: BTreeSet<usize>,
-    /// Ids of the cards whose new workers are.
+    /// Ids of the cards whose new workers are ready.
     done: Vec<String>,
     reply: Reply<Result<Vec<String>, Error>>,
 }
@@ -31,7 +31,7 @@ impl PendingRecycle {
         self.waiting.is_empty()
     }
 
-    /// Whether whoever asked still waits.
+    /// Whether the client that asked still waits.
     pub(super) fn is_asked_for(&self) -> bool {
         !self.reply.is_closed()
     }

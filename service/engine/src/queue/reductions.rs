@@ -1,5 +1,5 @@
-//! The same model in fewer bytes: what a refusal offers before smaller pictures. To know it models are opened anew, so
-//! that is done only when a refusal is near, away from the actor; the refusal waits for it.
+//! The same model in smaller formats: the alternatives that a refusal offers before smaller pictures. Models have to be opened for
+//! that, so it is done only when a refusal is near, and outside the core; the refusal waits for the result.
 
 use gpu::{CardDescription, WeightFormat};
 use model::{Preset, Quantization};
@@ -13,13 +13,13 @@ use crate::library::{Entry, Library, OpenModel};
 
 /// A quantization of a job's model in which it is smaller, or larger.
 pub(super) struct Reduction {
-    /// For people, who can ask for it by these words.
+    /// Label for people, in words that a request can use.
     pub(super) label: String,
     pub(super) entry: Entry,
     pub(super) models: OpenModels,
 }
 
-/// What a job knows of the reductions of its model.
+/// The state of the reductions of a job's model.
 #[derive(Default)]
 pub(super) enum Reductions {
     /// They have not been requested.
@@ -32,7 +32,7 @@ pub(super) enum Reductions {
 }
 
 impl Reduction {
-    /// How a request for it differs.
+    /// The change of a request that uses it.
     pub(super) fn change(&self) -> Change {
         Change {
             label: self.label.clone(),
@@ -49,18 +49,18 @@ impl JobRecord {
         }
     }
 
-    /// Whether its refusal may be told.
+    /// Whether the alternatives are known that a refusal names, so that it can be sent.
     pub(super) fn knows_reductions(&self) -> bool {
         matches!(self.reductions, Reductions::Known(_))
     }
 
-    /// Whether its refusal is decided, or was, as far as it is known.
+    /// Whether the job's refusal is near: its reductions were requested.
     pub(super) fn is_near_refusal(&self) -> bool {
         !matches!(self.reductions, Reductions::Unknown)
     }
 }
 
-/// Opens an entry in each format that makes it smaller. One that cannot be opened is none.
+/// Opens an entry in each format that makes it smaller. Formats that cannot be opened are left out.
 pub(super) fn open_reductions(
     library: &Library,
     entry: &Entry,
@@ -122,7 +122,7 @@ fn bytes_of(open: Option<&OpenModel>) -> Bytes {
     components.iter().map(|c| c.bytes).sum()
 }
 
-/// `quantization 8-bit (int8)`, or by component where no preset is just that.
+/// `quantization 8-bit (int8)`, or by component where no preset equals it.
 fn label_of(quantization: &Quantization) -> String {
     if *quantization == Quantization::NONE {
         return "quantization full".to_owned();

@@ -11,7 +11,7 @@ pub(super) enum Replay {
     /// The job has no key: no client can join it.
     #[default]
     NotJoinable,
-    /// All of them, with the bytes of their pieces and the most that there may be.
+    /// All events, with the bytes of their pieces and the bound on these.
     Kept {
         events: Vec<JobEvent>,
         bytes: Bytes,
@@ -47,7 +47,7 @@ impl Replay {
         }
     }
 
-    /// What a listener missed that joins now; `None` if it cannot be told.
+    /// The events that a listener missed that joins now; `None` if they were not kept.
     pub(super) fn events(&self) -> Option<&[JobEvent]> {
         match self {
             Replay::Kept { events, .. } => Some(events),

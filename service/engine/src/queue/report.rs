@@ -22,9 +22,9 @@ pub struct JobInfo {
     pub client: String,
     /// Priority of the job.
     pub priority: Priority,
-    /// Where it is on its way, or how it ended.
+    /// Its state, or how it ended.
     pub state: JobState,
-    /// The call that it is of.
+    /// The call that submitted it.
     pub call: Call,
     /// Key of its entry.
     pub model_key: String,
@@ -38,13 +38,13 @@ pub struct JobInfo {
     pub steps: u32,
     /// Jobs ahead, while it is queued.
     pub position: u32,
-    /// Since it was accepted; for a job that has ended, how long it took.
+    /// Time since it was accepted; for a job that has ended, its duration.
     pub age: Duration,
     /// Why it failed.
     pub error: Option<Error>,
 }
 
-/// What a request would need and do.
+/// The plan of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlanReport {
     /// The card that it was planned on.
@@ -53,8 +53,8 @@ pub struct PlanReport {
     pub stages: Vec<PlannedStage>,
     /// Whether each of them would run now.
     pub runs_now: bool,
-    /// Whether each would run now or once the card's other jobs have ended: what is pinned, reserved or of other programs
-    /// stays.
+    /// Whether each would run now or once the card's other jobs have ended: pins, reservations and memory of other programs
+    /// stay.
     pub fits: bool,
     /// Seconds of moves before the first step.
     pub predicted_move_seconds: f64,
@@ -67,7 +67,7 @@ pub struct PlanReport {
 pub enum StageVerdict {
     /// Now, after its moves.
     Run,
-    /// Once what is named lets go of memory.
+    /// Once memory becomes free for this cause.
     Wait(WaitCause),
     /// Never on this card.
     Never,
@@ -89,7 +89,7 @@ impl StageVerdict {
 pub struct PlannedStage {
     /// `encode_text`, ..., `load`.
     pub name: StageName,
-    /// What must be resident.
+    /// Components that must be resident.
     pub components: Vec<Component>,
     /// Names of those that are.
     pub resident_already: Vec<String>,
@@ -99,7 +99,7 @@ pub struct PlannedStage {
     pub scratch: Bytes,
     /// Whether that figure was measured by earlier jobs.
     pub scratch_learned: bool,
-    /// What would be moved.
+    /// The moves before it.
     pub moves: Vec<Move>,
     /// Whether it would run.
     pub verdict: StageVerdict,
@@ -107,13 +107,13 @@ pub struct PlannedStage {
     pub shortfall: Option<Shortfall>,
     /// Label of the rung.
     pub chunking: String,
-    /// Whether that differs from the whole by more than rounding.
+    /// Whether the result of that rung differs from the first rung's by more than rounding.
     pub approximate: bool,
     /// Whether nothing would run, as the result is cached.
     pub cached: bool,
 }
 
-/// What an unload did.
+/// The result of an unload.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct UnloadReport {
     /// Components that were unloaded.
@@ -124,7 +124,7 @@ pub struct UnloadReport {
     pub cancelled_jobs: Vec<JobId>,
 }
 
-/// Everything that the queue knows.
+/// Snapshot of the cards, jobs and caches of the queue.
 #[derive(Clone, Debug, Default)]
 pub struct StatusReport {
     /// In the order of configuration.
@@ -145,7 +145,7 @@ pub struct StatusReport {
     pub users: Arc<BTreeMap<ComponentId, Vec<String>>>,
 }
 
-/// What the worker of a card is doing.
+/// The state of a card's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CardState {
     Starting,
@@ -168,7 +168,7 @@ impl CardState {
         }
     }
 
-    /// Whether a worker is there that takes orders.
+    /// Whether there is a worker that takes orders.
     pub fn is_ready(self) -> bool {
         matches!(self, CardState::Ready | CardState::Busy)
     }
@@ -179,20 +179,20 @@ impl CardState {
 pub struct CardStatus {
     /// Description of the card.
     pub description: CardDescription,
-    /// What computes attention on it: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`; empty
+    /// Implementation of attention on it: `cudnn 9.19.0`, `own kernels: ` with the reason why cuDNN does not, `cpu loops`; empty
     /// while no worker is ready.
     pub attention: String,
-    /// What its worker is doing.
+    /// The state of its worker.
     pub state: CardState,
-    /// Which worker process it is on; 0 before the first is ready.
+    /// Number of its worker process; 0 before the first is ready.
     pub generation: u64,
     /// Workers that were lost.
     pub restarts: u32,
     /// Why no worker serves it; empty while one does.
     pub problem: String,
-    /// Its memory as last published; while no worker is there, a card with what a worker takes by being started.
+    /// Its ledger as last published. Without a worker: a ledger with the memory that the start of a worker takes.
     pub ledger: Arc<Ledger>,
-    /// What time it is by the ledger's clock.
+    /// The time by the ledger's clock.
     pub ledger_now: Millis,
     /// The job that runs.
     pub job: Option<JobId>,

@@ -1,24 +1,24 @@
-//! A bound that accounts share: one of them has so much at the most, and the last is for those that have nothing.
+//! A bound that accounts share. One account is bounded itself, and the last part is kept for accounts that use nothing.
 
-/// The part of a bound that is kept for accounts that have nothing of it: an eighth.
+/// An eighth of a bound is kept for accounts that use nothing of it.
 const KEPT_PART: u64 = 8;
 
 /// The bound of all accounts together, and that of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SharedBound {
     pub(super) all: u64,
-    /// The last of it, for accounts that have nothing.
+    /// The last part, for accounts that use nothing.
     pub(super) kept: u64,
 }
 
-/// What more would exceed.
+/// The bound that would be exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Exceeded {
     /// The bound of all accounts.
     All,
-    /// That of one account.
+    /// The bound of one account.
     Account,
-    /// What is left is kept for accounts that have nothing.
+    /// The rest is kept for accounts that use nothing.
     Kept,
 }
 
@@ -28,12 +28,12 @@ impl SharedBound {
         SharedBound { all, kept }
     }
 
-    /// The most of one account.
+    /// The bound of one account: all but the kept part.
     pub(super) fn of_account(self) -> u64 {
         self.all - self.kept
     }
 
-    /// Whether an account may have more, where it has `own` of what is taken.
+    /// Checks whether an account may take `more`. `own` is the part of `taken` that the account uses.
     pub(super) fn check(self, taken: u64, own: u64, more: u64) -> Result<(), Exceeded> {
         let (taken, own) = (taken.saturating_add(more), (own, own.saturating_add(more)));
         if taken > self.all {

@@ -19,7 +19,7 @@ impl Priority {
     }
 }
 
-/// Virtual times of clients that have jobs, or that had more than their share lately.
+/// Virtual times of clients that have jobs, or that recently had more than their share.
 #[derive(Default)]
 pub(super) struct Shares {
     clients: BTreeMap<String, Share>,
@@ -52,7 +52,7 @@ impl Shares {
         self.settle();
     }
 
-    /// A job had a card for so long.
+    /// Charges a client for card time of a job.
     pub(super) fn charge(&mut self, client: &str, priority: Priority, card_ms: f64) {
         if let Some(share) = self.clients.get_mut(client) {
             share.virtual_ms += card_ms / priority.weight();

@@ -1,5 +1,5 @@
-//! The one task around the core: it brings in what handles and workers say, wakes it when time alone changes something,
-//! carries out its effects, and publishes the status.
+//! The one task around the core: it passes the messages of handles and workers to the core, wakes it when time alone changes
+//! something, carries out its effects, and publishes the status.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use super::report::StatusReport;
 use super::{CardPort, CardSignal, prepare};
 use crate::library::Library;
 
-/// The status is published this often at the most.
+/// Least time between two publications of the status.
 const PUBLISH_EVERY: Duration = Duration::from_millis(100);
-/// What comes in between two turns.
+/// Most inputs that are taken in one turn.
 const BATCH: usize = 256;
 
 pub(super) struct Shell {
@@ -23,7 +23,7 @@ pub(super) struct Shell {
     pub(super) library: Arc<Library>,
     pub(super) ports: Vec<Box<dyn CardPort>>,
     pub(super) status: watch::Sender<Arc<StatusReport>>,
-    /// The way back for what is done beside this task.
+    /// Channel back to this task, for work that runs beside it.
     pub(super) inputs: mpsc::WeakUnboundedSender<Input>,
 }
 
@@ -49,7 +49,7 @@ impl Shell {
                 biased;
                 count = signals.recv_many(&mut signalled, BATCH), if workers_can_speak => {
                     workers_can_speak = count > 0;
-                    // Calls come in beside them, however much the workers say.
+                    // Calls are taken in too, however many messages the workers send.
                     asked.extend(std::iter::from_fn(|| inputs.try_recv().ok()).take(BATCH));
                 }
                 count = inputs.recv_many(&mut asked, BATCH) => if count == 0 { break },

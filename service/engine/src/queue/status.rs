@@ -1,4 +1,4 @@
-//! Everything that the queue knows, in one value.
+//! The status of the queue, in one value.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -44,14 +44,14 @@ impl View<'_> {
         }
     }
 
-    /// The jobs there are, oldest first.
+    /// The jobs in the queue, oldest first.
     pub(super) fn infos(&self) -> Vec<JobInfo> {
         let mut live: Vec<&JobRecord> = self.jobs.values().collect();
         live.sort_unstable_by_key(|job| job.arrival);
         live.into_iter().map(|job| self.info(job)).collect()
     }
 
-    /// What lists say of a job.
+    /// A job as lists show it.
     pub(super) fn info(&self, job: &JobRecord) -> JobInfo {
         let card = job.last_card.and_then(|index| self.cards.get(index));
         let position = match job.state {

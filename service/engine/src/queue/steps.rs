@@ -1,4 +1,4 @@
-//! Which stages of a plan a job runs, and in which order. Pure: over a plan and what is asked of it.
+//! Which stages of a plan a job runs, and in which order. Pure functions over a plan and a request.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
@@ -8,23 +8,23 @@ use residency::Policy;
 
 use crate::job::Run;
 
-/// What one order is sent for.
+/// The work of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StepKind {
     /// A stage, by its index in the plan.
     Stage(usize),
-    /// Components of a model come in.
+    /// Load components of a model.
     Load(Model),
-    /// What a swap does not want to stay leaves, without an order: it needs no memory.
+    /// Unload components of a model for a swap. That needs no order, since it needs no memory.
     Unload(Model),
 }
 
-/// Of the two models of a swap; any other job has its own alone.
+/// One of the two models of a swap; any other job has only its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Model {
     /// The job's own.
     Own,
-    /// The one that it replaces.
+    /// The model that it replaces.
     Replaced,
 }
 
@@ -63,7 +63,7 @@ impl Deref for Steps {
 }
 
 impl Steps {
-    /// These steps, whose stages are of these plans, by compute dtype.
+    /// Steps whose stages are those of these plans, by compute dtype.
     pub(super) fn new(steps: Vec<Step>, plans: &BTreeMap<String, Vec<StagePlan>>) -> Steps {
         let last_needs = plans.iter().map(|(dtype, plan)| {
             let stages = steps
@@ -85,7 +85,7 @@ impl Steps {
         }
     }
 
-    /// Names of the components that steps behind the one at `index` need on cards of a dtype, in the order of names.
+    /// Names of the components that steps after the one at `index` need on cards of a dtype, in the order of names.
     pub(super) fn needed_behind(&self, index: usize, dtype: &str) -> impl Iterator<Item = &String> {
         let last_needs = self.last_needs.get(dtype).into_iter().flatten();
         last_needs.filter_map(move |(name, last)| (*last > index).then_some(name))
@@ -101,8 +101,8 @@ impl Steps {
     }
 }
 
-/// The values that decoding takes, each once: what a client may keep, bring back, and have decoded later. Not those that one
-/// decode leaves for the next.
+/// The values that decoding takes, each once: a client may keep them, upload them again, and have them decoded later. Values
+/// that one decode leaves for the next are not among them.
 pub(super) fn decodable(plan: &[StagePlan]) -> Vec<&ValueShape> {
     let decodes = || plan.iter().filter(|stage| stage.role == Role::Decode);
     let is_left = |name: &String| decodes().any(|stage| stage.gives.contains(name));
@@ -115,8 +115,8 @@ pub(super) fn decodable(plan: &[StagePlan]) -> Vec<&ValueShape> {
     values
 }
 
-/// The stages that are needed for what a run asks for, by their indices in the plan. Values that it brings are there from
-/// the first stage of the role on that they are brought to; nothing is run to make them.
+/// The stages that a run needs, by their indices in the plan. A run may start with values of its own, from the first stage
+/// of the role `run.start` on; no stage is run to make those.
 pub(super) fn needed(plan: &[StagePlan], run: &Run) -> Vec<usize> {
     let kept = decodable(plan).into_iter().map(|value| value.name.as_str());
     let kept: BTreeSet<&str> = kept.collect();
@@ -144,14 +144,14 @@ pub(super) fn needed(plan: &[StagePlan], run: &Run) -> Vec<usize> {
     needed
 }
 
-/// Whether a result is made section by section: then each is decoded when it is sampled, and is there to be seen.
+/// Whether a result is made section by section: then each section is decoded and sent right after its sampling.
 fn is_in_sections(plan: &[StagePlan]) -> bool {
     plan.iter()
         .any(|stage| stage.section.is_some_and(|section| section.of > 1))
 }
 
-/// The steps of a run: what is run once, then item by item. Where one large component at a time is on the card, all
-/// sampling is done before the first decode, but for sections.
+/// The steps of a run: stages that run once, then the stages of each item. Where one large component at a time is on the card, all
+/// sampling is done before the first decode, except in results with sections.
 pub(super) fn steps_of(plan: &[StagePlan], run: &Run, policy: Policy) -> Vec<Step> {
     let needed = needed(plan, run);
     let step = |stage: &usize, item| Step {
@@ -171,7 +171,7 @@ pub(super) fn steps_of(plan: &[StagePlan], run: &Run, policy: Policy) -> Vec<Ste
     steps
 }
 
-/// The steps of a load, with those of the run that proves its model. What is replaced leaves last.
+/// The steps of a load, with those of the run that proves its model. The unload of the replaced model is the last.
 pub(super) fn steps_of_load(
     plan: &[StagePlan],
     proof: Option<&Run>,
@@ -184,7 +184,8 @@ pub(super) fn steps_of_load(
     steps
 }
 
-/// The steps that undo a swap: what came in for the new model leaves, and what left for it comes back.
+/// The steps that undo a swap: components that were loaded for the new model are unloaded, and those that were unloaded for
+/// it are loaded again.
 pub(super) fn undo_of_swap() -> Vec<Step> {
     vec![
         Step::of(StepKind::Unload(Model::Own)),
@@ -278,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn stages_before_the_given_values_are_not_run() {
+    fn stages_before_the_start_values_are_not_run() {
         let sampled = run(Some(Role::Sample), Role::Decode, 1);
         assert_eq!(
             names(&plan(true), &sampled),
@@ -288,7 +289,7 @@ mod tests {
         assert_eq!(names(&plan(true), &decoded), ["frames", "sound"]);
     }
 
-    /// Two sections, of which the second decode takes what the first leaves.
+    /// Two sections; the second decode takes a value that the first leaves.
     fn sections() -> Vec<StagePlan> {
         let section = |number: u32, stage: StagePlan| StagePlan {
             section: Some(model::Section { number, of: 2 }),
@@ -346,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_needed_behind_a_step_is_what_later_stages_name() {
+    fn components_needed_after_a_step_are_those_of_later_stages() {
         let mut plan = plan(false);
         for (stage, names) in plan.iter_mut().zip(["te", "va", "tr lo", "va", "va so"]) {
             stage.components = names.split(' ').map(str::to_owned).collect();

@@ -1,11 +1,11 @@
-//! Swaps: a model takes another's place, and the other is not forgotten before the new one has proven itself.
+//! Swaps: a model replaces another, which can be restored until the new one is proven.
 //!
-//! A swap is a load that names what it replaces. Its steps are the load, the stages of the model's smallest request, and
+//! A swap is a load that names the model to replace. Its steps are the load, the stages of the model's smallest request, and
 //! then the unload of the replaced model. Where both models do not fit, another unload of the replaced one is put before
 //! the load, its pins and holds notwithstanding; jobs that need it queue until the swap is over. The last step is the
-//! turning point: from there on the pins and holds of the replaced model are the new one's. A failure before it puts the
-//! undo list in place of the steps: what came in for the new model leaves, what left for it comes back, and then the job
-//! ends with the error.
+//! turning point: from there on the pins and holds of the replaced model are the new one's. A failure before it puts
+//! the undo list in place of the steps: components of the new model are unloaded, displaced ones are loaded again, and then
+//! the job ends with the error.
 //!
 //! All of this is part of the job's own record: when the job is gone, so is everything that it changed for others.
 
@@ -21,30 +21,30 @@ use crate::error::Error;
 use crate::job::{JobId, JobWork};
 use crate::library::Entry;
 
-/// What a load replaces, and how far that is.
+/// The replaced entry of a load, and the progress of the swap.
 pub(super) struct Swap {
     pub(super) old: Arc<Entry>,
     pub(super) old_models: OpenModels,
     /// None: no step of it has run.
     pub(super) begun: Option<Begun>,
-    /// What the job ends with when its undo list is done.
+    /// The error with which the job ends when its undo list is done.
     pub(super) failed: Option<Error>,
 }
 
-/// What a swap found on its card when it began, and what it did since.
+/// The components that a swap found on its card when it began, and its progress since.
 pub(super) struct Begun {
     pub(super) card: usize,
-    /// The worker that it began on.
+    /// Generation of the worker that it began on.
     pub(super) generation: u64,
-    /// What the card had of the replaced entry...
+    /// Components of the replaced entry that were on the card...
     pub(super) before: Vec<Component>,
-    /// ...and of that what the new one does not share.
+    /// ...and those of them that the new entry does not share.
     pub(super) alone: Vec<Component>,
-    /// What the card had of the new entry.
+    /// Components of the new entry that were on the card.
     pub(super) new_before: BTreeSet<ComponentId>,
-    /// Whether the replaced entry has to leave first.
+    /// Whether the replaced entry must be unloaded before the load.
     pub(super) away: bool,
-    /// The worker that was told so.
+    /// Generation of the worker that was sent the claims without those of the replaced entry.
     pub(super) told: Option<u64>,
     /// An unload that workers have not answered.
     pub(super) unloading: Option<Unloading>,
@@ -81,7 +81,7 @@ impl Swap {
 }
 
 impl JobRecord {
-    /// Whether what it generates is for the proof alone.
+    /// Whether the job is a load: the results of its stages are for the proof alone.
     pub(super) fn is_load(&self) -> bool {
         matches!(self.work, JobWork::Load { .. })
     }
@@ -113,12 +113,12 @@ impl JobRecord {
         self.swap.as_ref().is_some_and(|swap| swap.failed.is_some()) || self.is_proven()
     }
 
-    /// Whether the replaced entry is off a card, or may be at any moment, in spite of its pins and holds.
+    /// Whether the replaced entry is or may be unloaded from a card, despite its pins and holds.
     pub(super) fn displaces_from(&self, card: usize) -> bool {
         self.swap_on(card).is_some_and(|begun| begun.away) && !self.is_proven()
     }
 
-    /// What the replaced entry has on cards of a dtype, and the new one does not share.
+    /// Components of the replaced entry on cards of a dtype that the new one does not share.
     pub(super) fn replaced_alone(&self, dtype: &str) -> impl Iterator<Item = &Component> {
         let old = self
             .swap
@@ -129,8 +129,8 @@ impl JobRecord {
             .filter(|component| new.iter().all(|own| own.id != component.id))
     }
 
-    /// A worker says that memory is short: the replaced entry does not stay beside the new one any longer. False: there is
-    /// nothing that could leave.
+    /// A worker reports that memory is short, so the replaced entry must be unloaded before the load. False: there is
+    /// nothing to unload.
     pub(super) fn displace_replaced(&mut self) -> bool {
         if self.is_decided() {
             return false;
@@ -144,7 +144,7 @@ pub(super) fn ids(components: &[Component]) -> Vec<ComponentId> {
     components.iter().map(|c| c.id.clone()).collect()
 }
 
-/// What holds the replaced entry while it stands beside the new one.
+/// Id of the hold on the replaced entry while both entries are on the card.
 pub(super) fn hold_of(job: &JobId) -> String {
     format!("swap of {job}")
 }

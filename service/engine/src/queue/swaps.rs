@@ -1,4 +1,5 @@
-//! What swaps mean for cards and for other jobs: where a swap runs, who waits for it, what leaves for it and what comes back.
+//! Effects of swaps on cards and on other jobs: where a swap runs, which jobs wait for it, and which components it unloads and
+//! restores.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -31,7 +32,7 @@ impl View<'_> {
         (there(most) > Bytes::ZERO).then_some(most)
     }
 
-    /// Whether a job has to wait for a swap on a card: it needs what had to leave, or is a swap of the same models.
+    /// Whether a job has to wait for a swap on a card: it needs unloaded components, or is a swap of the same models.
     pub(super) fn is_behind_a_swap(&self, job: &JobRecord, index: usize) -> bool {
         let dtype = &self.cards[index].description.compute_dtype;
         let needs = |component: &Component| {
@@ -49,7 +50,7 @@ impl View<'_> {
         })
     }
 
-    /// A card's ledger as a job's plan may see it: what a swap replaces may leave, whoever keeps it.
+    /// A card's ledger as a job's plan may see it: components that a swap replaces may be evicted despite pins and holds.
     pub(super) fn ledger_for(&self, job: &JobRecord, index: usize) -> Cow<'_, Ledger> {
         let card = &self.cards[index];
         let ledger = Cow::Borrowed(&*card.ledger);
@@ -69,7 +70,7 @@ impl View<'_> {
         Cow::Owned(ledger)
     }
 
-    /// Entries whose pins and holds do not count on a card for now, and what is held there instead.
+    /// Entries whose pins and holds do not count on a card during a swap, and the holds of components that take their place.
     pub(super) fn swaps_on(&self, index: usize) -> (BTreeSet<String>, Vec<(String, Vec<ComponentId>)>) {
         let (mut away, mut beside) = (BTreeSet::new(), Vec::new());
         for job in self.jobs.values() {
@@ -85,7 +86,7 @@ impl View<'_> {
         (away, beside)
     }
 
-    /// What a swap finds on its card before its first step.
+    /// Records the components on a swap's card before its first step.
     pub(super) fn begin_swap(&self, job: &JobRecord, index: usize) -> Begun {
         let card = &self.cards[index];
         let dtype = &card.description.compute_dtype;
@@ -105,8 +106,8 @@ impl View<'_> {
         }
     }
 
-    /// Whether the whole of the new entry and the proof's largest stage fit beside what is left of the replaced one, which
-    /// is `alone`.
+    /// Whether the whole of the new entry and the proof's largest stage fit beside `alone`, the remaining components of the
+    /// replaced one.
     pub(super) fn fits_beside(&self, job: &JobRecord, alone: &[Component], index: usize) -> bool {
         let card = &self.cards[index];
         let Some(open) = job.models.get(&card.description.compute_dtype) else {
@@ -135,9 +136,9 @@ impl View<'_> {
         matches!(verdict, Verdict::Run { .. })
     }
 
-    /// Whether a job may take values that other jobs' stages gave. A proof may where the components of those stages stood on
-    /// the card before the swap began, and stand there still: what was made with their identities is their own work. What
-    /// came in for the swap has to prove itself.
+    /// Whether a job may take cached values of other jobs' stages. A proof may if the components of those stages were on the card
+    /// before the swap began and are still there, as the values were computed by exactly these. Components that were loaded for
+    /// the swap have to be proven by a computation.
     pub(super) fn may_take_cached_values(&self, job: &JobRecord) -> bool {
         if !job.is_load() {
             return true;
@@ -153,7 +154,7 @@ impl View<'_> {
             && components.all(|c| begun.new_before.contains(&c.id) && card.ledger.is_resident(&c.id))
     }
 
-    /// What a swap's card had of the replaced entry and has no more.
+    /// Components of the replaced entry that were on a swap's card and are no longer there.
     pub(super) fn displaced(&self, job: &JobRecord) -> Vec<Component> {
         let begun = job.swap.as_ref().and_then(|swap| swap.begun.as_ref());
         let gone = begun.into_iter().flat_map(|begun| {
@@ -163,7 +164,7 @@ impl View<'_> {
         gone.cloned().collect()
     }
 
-    /// What the unload that is a swap's next step takes off which cards, and what stays for a reason.
+    /// The unload that is a swap's next step: components to unload by card, and components that stay, with the reasons.
     pub(super) fn unload_of_swap(&self, job: &JobRecord) -> (Vec<(usize, Vec<Component>)>, Vec<Kept>) {
         let (Some(swap), Some(step)) = (&job.swap, job.step()) else {
             return Default::default();
@@ -190,7 +191,7 @@ impl View<'_> {
         (leaves.into_iter().collect(), Vec::new())
     }
 
-    /// What the new entry does not share of the one that it has replaced, on all cards.
+    /// Components of the replaced entry that the new one does not share, on all cards.
     fn replaced_to_unload(&self, job: &JobRecord) -> (Vec<(usize, Vec<Component>)>, Vec<Kept>) {
         let (mut leave, mut keep) = (Vec::new(), Vec::new());
         for (index, card) in self.cards.iter().enumerate() {

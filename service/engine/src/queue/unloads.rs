@@ -13,14 +13,14 @@ use crate::job::JobId;
 use crate::messages::Answer;
 use crate::moved::{Freed, Kept};
 
-/// An entry that is to leave.
+/// An entry to unload.
 pub(super) struct EntryToUnload {
     pub(super) key: String,
     /// By compute dtype.
     pub(super) components: BTreeMap<String, Vec<Component>>,
 }
 
-/// An unload that is waited for.
+/// An unload for which a client waits.
 pub(super) struct PendingUnload {
     pub(super) id: u64,
     /// None: everything.
@@ -63,7 +63,7 @@ impl PendingUnload {
         self.outstanding.is_none() && self.waits_for.is_empty()
     }
 
-    /// Of the residents of a card, those that are of what is to leave.
+    /// The residents of a card that belong to the entries to unload.
     pub(super) fn concerned<'a>(
         &self,
         residents: impl Iterator<Item = &'a Component>,
@@ -97,7 +97,7 @@ impl PendingUnload {
         let _ = self.reply.send(result); // the caller may have left
     }
 
-    /// Whether a job that it concerns came after it.
+    /// Whether a job that uses the entry came after this unload.
     pub(super) fn is_before(&self, job: &JobRecord) -> bool {
         self.concerns(job) && !self.waits_for.contains(&job.id)
     }
@@ -140,7 +140,7 @@ impl PendingTrim {
         }
     }
 
-    /// A worker's answer. False: others are still to come.
+    /// A worker's answer. False: other workers have not answered yet.
     pub(super) fn answered(&mut self, answer: Answer) -> bool {
         self.outstanding -= 1;
         match answer {

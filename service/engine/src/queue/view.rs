@@ -1,4 +1,4 @@
-//! Everything that a decision may look at, and nothing that it could change: orders, places, offers and reports are
+//! The state that a decision may read, without a way to change it: orders, places, offers and reports are
 //! functions of a [`View`].
 
 use std::collections::BTreeMap;
@@ -22,11 +22,11 @@ use crate::error::Error;
 use crate::job::JobId;
 use crate::need::Need;
 
-/// What there is, as of `now`.
+/// The state as of `now`.
 #[derive(Clone, Copy)]
 pub(super) struct View<'a> {
     pub(super) now: Instant,
-    /// The same for patience.
+    /// The same moment in the unit of patience.
     pub(super) time: Millis,
     pub(super) settings: &'a Settings,
     pub(super) cards: &'a [CardRecord],
@@ -40,8 +40,8 @@ pub(super) struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// The card that a job must run on: the one that a swap is tied to, or the one that the client prefers, as long as it
-    /// is there.
+    /// The only card that a job may run on: the card of its swap, or the one that the client prefers, as long as that
+    /// exists.
     pub(super) fn only_card(&self, job: &JobRecord) -> Option<usize> {
         if let Some(begun) = job.swap.as_ref().and_then(|swap| swap.card()) {
             return Some(begun);
@@ -85,8 +85,8 @@ impl<'a> View<'a> {
             .is_some_and(|key| self.memos.contains(&key) && self.may_take_cached_values(job))
     }
 
-    /// A step's need on a card, with all that was learned. None: the step needs no memory. Previews are sent where their
-    /// memory can be had at once.
+    /// A step's need on a card, with all that was learned. None: the step needs no memory. Previews are made only if their
+    /// memory is available at once.
     pub(super) fn need_on(&self, job: &JobRecord, index: usize, card: usize) -> Option<Need> {
         let description = &self.cards[card].description;
         let need = job.need(index, &description.compute_dtype)?;
@@ -112,7 +112,7 @@ impl<'a> View<'a> {
         Some(need)
     }
 
-    /// How room is made for a job on a card: as the service is set, or else with one large component at a time where the
+    /// The eviction policy for a job on a card: the configured one, or else one large component at a time if the
     /// job's model does not fit the card as a whole.
     pub(super) fn policy(&self, job: &JobRecord, card: usize) -> Policy {
         self.settings.policy.unwrap_or_else(|| {
@@ -185,7 +185,7 @@ impl<'a> View<'a> {
         Error::CardNotReady(states.collect::<Vec<_>>().join(", "))
     }
 
-    /// Whether a job that waits or is queued is to be told its position: one that is about to end is not.
+    /// Whether a queued job's position is sent to its listeners: not if the job is about to be refused.
     pub(super) fn is_in_line(job: &JobRecord) -> bool {
         matches!(job.state, State::Queued { .. }) && !job.is_near_refusal()
     }

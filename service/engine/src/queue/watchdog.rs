@@ -1,10 +1,10 @@
 //! When a worker counts as hung: it sends no report for much longer than its work has ever taken, or it does not end a
 //! cancelled stage.
 //!
-//! What is measured is the time between two reports of an order. Steps, and pieces of a result, teach it by their
-//! intervals, stages without either by how long they run, loads by their bytes a second on that card. What nothing is known of yet, and
-//! what may take long for once (the first step of a stage, with kernels to load; moves before it), has the whole
-//! `stall_limit`.
+//! It measures the time between two reports of an order. The limit is learned from the intervals of steps and of pieces of a
+//! result, from the durations of stages without either, and from the bytes a second of loads on that card. Work without
+//! measurements has the whole `stall_limit`, and so has work that may take long once: the first step of a stage, with
+//! kernels to load, and the moves before it.
 
 use std::time::Duration;
 
@@ -26,40 +26,40 @@ const CANCEL_FLOOR: Duration = Duration::from_secs(2);
 /// Factor by which a learned limit is raised once it has ended a worker, as it may have been too strict.
 const RELAX_FACTOR: u32 = 4;
 
-/// What an order does, as far as its worker has told.
+/// The activity of an order, by its worker's last report.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 enum Doing {
     /// Evictions, opening of files, another attempt: the duration is not known.
     #[default]
     Preparing,
-    /// A component of so many bytes comes in.
+    /// A component of so many bytes is being loaded.
     Loading(Bytes),
-    /// The stage runs and has no step behind it.
+    /// The stage runs and has not completed a step.
     Stage,
-    /// It has steps behind it.
+    /// The stage runs and has completed steps.
     Steps,
 }
 
 /// The pace of one order.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
-    /// Of a stage: what it is, its rung once it runs, and how many steps it has.
+    /// Of a stage: its key and its number of steps.
     stage: Option<(StageKey, u32)>,
     chunking: String,
     doing: Doing,
     last_step: Option<Instant>,
     /// The longest time between two steps so far.
     longest: Option<Duration>,
-    /// What is known of the stage's steps from earlier orders.
+    /// The time between steps, learned from earlier orders of the stage.
     learned: Option<Duration>,
     allowance: Option<Allowance>,
 }
 
-/// How long a worker may be silent, and why so long.
+/// How long a worker may be silent, and the reason.
 #[derive(Clone, Debug, PartialEq)]
 struct Allowance {
     limit: Duration,
-    /// What it follows from: words for the usual time, and that time.
+    /// The reason: words for the usual time, and that time.
     usual: Option<(&'static str, Duration)>,
 }
 
@@ -75,7 +75,7 @@ impl Pace {
         }
     }
 
-    /// What the worker says of its order.
+    /// Records a report of the worker on its order.
     pub(super) fn record(&mut self, progress: &Progress, now: Instant) {
         match progress {
             Progress::Evicting(_) => self.doing = Doing::Preparing,
@@ -97,15 +97,15 @@ impl Pace {
                 self.doing = Doing::Steps;
             }
             Progress::Preview { .. } => {}
-            // Another rung: what was measured so far is not its pace.
+            // Another rung: the earlier measurements are not its pace.
             Progress::Retrying { .. } => {
                 (self.doing, self.last_step, self.longest) = (Doing::Preparing, None, None);
             }
         }
     }
 
-    /// What a stage that ran to its end on a card teaches: the longest silence after its first step. Its last one counts, as
-    /// the card may be behind what was reported; it alone says nothing of a step.
+    /// The pace to learn from a stage that ran to its end on a card: the longest silence after its first step. The silence after
+    /// its last report counts too, as the card may lag what was reported; that silence alone says nothing about a step.
     pub(super) fn taught(&self, card: usize, completed: &Completed, now: Instant) -> Option<(PaceKey, Took)> {
         let key = self.key_in(&completed.chunking, card)?;
         let end = self.last_step.map(|last| now.duration_since(last));
@@ -118,7 +118,7 @@ impl Pace {
         Some((key, took))
     }
 
-    /// What its stage's pace is learned of on a card, at the rung that it runs on.
+    /// Key under which its stage's pace is learned on a card, at the current rung.
     pub(super) fn key(&self, card: usize) -> Option<PaceKey> {
         self.key_in(&self.chunking, card)
     }
@@ -136,7 +136,7 @@ impl Pace {
         self.learned.max(self.longest)
     }
 
-    /// The usual time of what it does now, with words for it; none: not known.
+    /// The usual time of the order's current activity, with words for it; `None`: not known.
     fn usual(&self, known: &KnownPace) -> Option<(&'static str, Duration)> {
         match self.doing {
             Doing::Preparing => None,
@@ -164,7 +164,7 @@ impl InFlight {
         self.pace.record(progress, now);
     }
 
-    /// Says anew how long the worker may be silent, by what is known of this pace.
+    /// Updates how long the worker may be silent, from the measured pace.
     pub(super) fn allow_silence(&mut self, known: &KnownPace, settings: &Settings) {
         let (floor, longest) = (settings.stall_floor, settings.stall_limit);
         let pace = &mut self.pace;
@@ -176,8 +176,8 @@ impl InFlight {
         pace.allowance = Some(Allowance { limit, usual });
     }
 
-    /// What the worker is too slow at, and how long it may take from now on: an order that ends its worker by a limit that was
-    /// learned does not have it held against the next attempt.
+    /// The work at which the worker is too slow, and the usual time to learn for it from now on: if a learned limit ended the worker,
+    /// the next attempt must get more time.
     pub(super) fn too_slow(
         &self,
         card: usize,
@@ -194,7 +194,7 @@ impl InFlight {
         Some((what, self.silence(settings) * RELAX_FACTOR / SILENCE_FACTOR))
     }
 
-    /// Notes why its worker is taken for hung: it gave no sign, unless a cancel is overdue.
+    /// Records why its worker is considered hung: it was silent, unless a cancel is overdue.
     pub(super) fn note_silence(&mut self, settings: &Settings, now: Instant) {
         self.silent = (!self.is_cancel_overdue(settings, now)).then(|| self.silence(settings));
     }
@@ -220,7 +220,7 @@ impl InFlight {
 }
 
 impl CardRecord {
-    /// When the worker is taken for hung.
+    /// When the worker is considered hung.
     pub(super) fn hung_at(&self, settings: &Settings) -> Option<Instant> {
         if self.is_recycled() || self.health != Health::Ready {
             return None;

@@ -224,7 +224,7 @@ fn a_pinned_component_is_never_evicted_for_a_stage() {
 }
 
 #[test]
-fn a_trim_reports_the_bytes_given_back() {
+fn a_trim_reports_the_returned_bytes() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("200MiB,slack=keep");

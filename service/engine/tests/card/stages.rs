@@ -229,7 +229,7 @@ fn slack_is_trimmed_before_a_stage_is_retried() {
 }
 
 #[test]
-fn a_stage_that_depends_on_slack_has_it_given_back_first() {
+fn a_stage_that_depends_on_slack_has_it_returned_first() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("180MiB,slack=keep");
@@ -264,7 +264,7 @@ fn a_stage_that_depends_on_slack_has_it_given_back_first() {
 }
 
 #[test]
-fn the_report_of_a_stage_tells_the_largest_block() {
+fn the_report_of_a_stage_has_the_largest_block() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");
     let mut bench = bench("1GiB,largest=40MiB");

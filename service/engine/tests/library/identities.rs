@@ -117,7 +117,7 @@ fn identity_depends_on_content_and_dtype() {
     );
 }
 
-/// A preset names no component: which ones it quantizes is the family's word.
+/// A preset names no component: the family decides which ones it quantizes.
 #[test]
 fn identity_depends_on_the_format_that_the_family_gives_a_component() {
     let folder = tempfile::tempdir().unwrap();
@@ -243,7 +243,7 @@ fn unused_models_are_closed_and_models_in_use_stay_open() {
     assert!((32..=64).contains(&open), "{open}");
     assert_eq!(closed.strong_count(), 0);
     assert!(Arc::strong_count(&in_use.model) > 1 && library.components(&first, "f32").is_some());
-    // A worker is told as before what a closed model's identities stand for.
+    // A worker still gets the earlier identities of a closed model's components.
     assert_eq!(library.location(&second, "f32").identities, before);
     assert_eq!(
         ids(&library.open(&second, &card("f32")).unwrap())[1],

@@ -1,4 +1,4 @@
-//! What is open is not opened again: for another name of its formats, nor below another adapter.
+//! An open model is not opened again: neither for another name of its formats, nor with another adapter.
 
 use std::fs;
 use std::path::Path;

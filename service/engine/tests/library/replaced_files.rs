@@ -1,4 +1,4 @@
-//! A checkpoint that is overwritten: what was read from it before is never taken for what it holds now.
+//! A checkpoint that is overwritten: components of its earlier version are never taken for those of the new one.
 
 use std::fs;
 use std::ops::ControlFlow;
@@ -154,12 +154,12 @@ impl Bench {
         self.library.open(&entry(&self.path), &self.description).unwrap()
     }
 
-    /// Has the worker bring in what a model names, as the library says where it is now.
+    /// Has the worker load the components of a model, at the library's current location.
     fn load(&mut self, open: &OpenModel) -> Ends {
         self.run(Work::Load(open.components.clone()))
     }
 
-    /// Has the worker run a stage that reads what a model names from the machine's memory.
+    /// Has the worker run a stage that reads a model's components from the machine's memory.
     fn run_from_host(&mut self, open: &OpenModel) -> Ends {
         let names: Vec<String> = open.components.iter().map(|c| c.name.clone()).collect();
         let rung = Rung {
@@ -217,7 +217,7 @@ fn a_resident_component_is_not_reused_for_a_replaced_file() {
             assert_eq!(resident_already(&ends), [""; 0], "{how:?} {size}");
             assert!(ends.resident.contains(&second.components[0].id));
 
-            // What the file held before takes memory, and may leave like anything else.
+            // Components of the file's earlier version take memory, and can be unloaded like any other.
             let components = vec![first.components[0].id.clone()];
             let ends = carry_out(&mut bench.card, Command::Unload { id: 1, components });
             assert_eq!(ends.resident, [second.components[0].id.clone()]);
@@ -246,7 +246,7 @@ fn a_component_identified_by_content_is_read_again_after_a_replacement() {
 }
 
 #[test]
-fn an_order_for_a_version_that_is_gone_is_refused() {
+fn an_order_for_a_replaced_version_is_refused() {
     for (size, how) in [
         (4, Replaced::ByRename),
         (4, Replaced::InPlace),
@@ -255,7 +255,7 @@ fn an_order_for_a_version_that_is_gone_is_refused() {
         let mut bench = Bench::new(size);
         let first = bench.open();
         replace(&bench.path, how, 2.0, size);
-        // Whether or not somebody else has opened it since.
+        // Also if another caller has opened it since.
         let ends = bench.load(&first);
         assert!(refusal(&ends).contains("were replaced"), "{size} {how:?}");
         let second = bench.open();

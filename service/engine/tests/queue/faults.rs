@@ -88,7 +88,7 @@ async fn the_start_cost_of_the_last_worker_is_booked_until_the_next_is_ready() {
     assert_eq!((found.context, found.components), (Bytes::gib(3), Bytes::ZERO));
     assert_eq!(found.free, CARD - Bytes::gib(3));
     assert_eq!(found.sum(), CARD);
-    // What the next worker leaves is not enough for 22 GiB: that is known before it is ready.
+    // Beside the next worker's context there is no room for 22 GiB: that is known before it is ready.
     let mut job = queue.submit(load("large", "me", &["transformer"])).await.unwrap();
     let refused = tokio::time::timeout(Duration::from_secs(1), end(&mut job)).await;
     assert!(matches!(refused, Ok(Err(Error::NeverFits(_)))), "{refused:?}");
@@ -353,7 +353,7 @@ async fn a_hung_worker_is_recycled() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_gives_no_sign_is_told_as_such_and_not_tried_again_on_a_cpu() {
+async fn a_silent_order_is_reported_as_such_and_not_tried_again_on_a_cpu() {
     let settings = Settings {
         stall_limit: Duration::from_secs(20),
         ..Settings::default()

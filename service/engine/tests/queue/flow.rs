@@ -285,7 +285,7 @@ async fn a_deleted_latent_stays_for_jobs_that_need_it() {
     at_rest(&queue).await;
     assert_eq!(queue.status_now().await.latents, 1, "the second picture's");
 
-    // A job that is queued behind another.
+    // A job that is queued after another.
     let brought = queue
         .put_latent(brought(), "path:/a#vae".into(), String::new())
         .await
@@ -340,7 +340,7 @@ async fn a_discarded_job_leaves_no_latents() {
     assert_eq!(end(&mut running).await, Err(cancelled_by("ann")));
     assert_eq!(queue.status_now().await.latents, 1);
 
-    // After it has ended, and not by a cancellation only.
+    // After it has ended, also without a cancellation.
     let mut ended = queue.submit(keeping("two")).await.unwrap();
     for _ in 0..5 {
         worker.work(1).await;
@@ -472,7 +472,7 @@ async fn a_job_that_exceeds_the_card_is_refused_with_fallbacks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_would_fit_instead_is_planned_without_the_data_of_media() {
+async fn alternatives_are_planned_without_the_data_of_media() {
     let (queue, _worker) = one_card().await;
     let mut spec = picture("a", "me", "a wall");
     *image_of(&mut spec) = Image {

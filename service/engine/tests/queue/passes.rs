@@ -1,4 +1,4 @@
-//! Stages of several jobs in one order: who shares a pass, and what becomes of each.
+//! Stages of several jobs in one order: which jobs share a pass, and how each ends.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ fn rounds(order: &Order) -> Vec<(String, usize)> {
         .collect()
 }
 
-/// Runs orders until a denoising comes, which is returned.
+/// Runs orders up to a denoising, which is returned.
 async fn denoise(worker: &mut Worker) -> Order {
     loop {
         let order = worker.order().await;
@@ -274,7 +274,7 @@ async fn a_cancelled_job_leaves_a_shared_pass_and_the_others_finish() {
         queue.cancel(&gone.id, "ann".to_owned()).await.unwrap();
         let told = worker.next().await;
         assert!(matches!(told, Wire::Command(Command::Cancel(cancelled)) if cancelled == ticket));
-        // The worker may be at the others for longer than a cancel usually takes.
+        // The worker may compute the others for longer than a cancel usually takes.
         tokio::time::sleep(Duration::from_secs(100)).await;
         assert!(worker.receives_no_command().await, "it is not taken for hung");
         let finished = |cancelled: bool| match cancelled {
@@ -291,7 +291,7 @@ async fn a_cancelled_job_leaves_a_shared_pass_and_the_others_finish() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_keeps_a_pass_whose_jobs_are_all_cancelled_is_taken_for_hung_as_after_a_cancel() {
+async fn a_worker_that_keeps_a_pass_whose_jobs_are_all_cancelled_counts_as_hung_as_after_a_cancel() {
     let (queue, mut worker, mut first, mut second, order) = two().await;
     for n in 1..=2 {
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -313,7 +313,7 @@ async fn a_worker_that_keeps_a_pass_whose_jobs_are_all_cancelled_is_taken_for_hu
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cancel_of_what_is_left_of_a_pass_is_answered_in_the_time_of_a_cancel() {
+async fn a_cancel_of_the_rest_of_a_pass_is_answered_in_the_time_of_a_cancel() {
     let (queue, mut worker, mut first, mut second, order) = two().await;
     for n in 1..=2 {
         tokio::time::sleep(Duration::from_millis(100)).await;

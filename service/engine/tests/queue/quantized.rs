@@ -113,7 +113,7 @@ async fn quantizations_that_do_not_fit_or_are_not_smaller_are_not_listed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_lists_what_fits_on_any_of_several_cards() {
+async fn a_refusal_lists_alternatives_that_fit_on_any_of_several_cards() {
     let (queue, mut workers) = start(Settings::default(), 2);
     for worker in &mut workers {
         worker.ready();
@@ -195,7 +195,7 @@ async fn a_plan_lists_the_same_quantizations_as_a_refusal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_would_fit_instead_is_the_same_for_all_short_stages_and_is_not_looked_for_where_nobody_asks() {
+async fn alternatives_are_the_same_for_all_short_stages_and_are_sought_only_on_request() {
     let (queue, _worker) = one_card().await;
     let mut spec = picture("a", "me", "a wall");
     *image_of(&mut spec) = Image::of(8192, 8192);

@@ -334,7 +334,7 @@ async fn shared_pinned_and_held_components_are_not_unloaded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_model_whose_files_are_gone_is_unpinned_and_unloaded_all_the_same() {
+async fn a_model_whose_files_were_removed_is_still_unpinned_and_unloaded() {
     let (queue, mut worker) = one_card().await;
     resident(&queue, &mut worker, "a").await;
     queue.pin(entry("a")).await.unwrap();
@@ -409,7 +409,7 @@ async fn expired_holds_are_released_on_workers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_behind_a_hold_is_queued_and_spends_no_patience() {
+async fn a_job_after_a_hold_is_queued_and_spends_no_patience() {
     let (queue, mut worker) = one_card().await;
     resident(&queue, &mut worker, "a").await;
     let hold = queue

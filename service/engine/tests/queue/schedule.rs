@@ -1,5 +1,5 @@
 //! Thousands of random steps: jobs of several clients, worker deaths, cancellations, foreign memory, answers of stale
-//! workers. Each job ends once, nothing that a stale worker says counts, and no state is left at rest.
+//! workers. Each job ends once, messages of stale workers have no effect, and no state is left at rest.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};

@@ -134,7 +134,7 @@ async fn pinned(queue: &Queue) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_swap_that_exceeds_the_card_is_offered_what_fits_when_the_old_model_has_left() {
+async fn a_swap_that_exceeds_the_card_is_offered_formats_that_fit_without_the_old_model() {
     let (queue, _worker, _hold) = kept_a().await;
     let mut spec = swap("b", "a", "me");
     spec.options.headroom = Bytes::gib(8); // 17 GiB beside it are more than the card

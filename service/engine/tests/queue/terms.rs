@@ -1,5 +1,5 @@
-//! What a job, a client or an operator asks of a card: memory that stays free, previews, reservations that go on, new
-//! workers; and how room is made where nothing is asked.
+//! Demands of jobs, clients and operators on a card: memory that stays free, previews, renewed reservations, new
+//! workers; and the default eviction policy.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use residency::{Bytes, Policy};
 use crate::fixture::{entry, load, picture, run_of, with_formats};
 use crate::worker::{Wire, Worker, at_rest, end, events, one_card, one_card_with, settle, stage_of};
 
-/// Takes orders until this stage comes, and completes those before it.
+/// Takes orders up to this stage, and completes those before it.
 async fn order_of(worker: &mut Worker, stage: &str) -> Order {
     loop {
         let order = worker.order().await;
@@ -161,7 +161,7 @@ async fn a_plan_offers_more_accurate_formats_that_fit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reservation_is_renewed_by_its_id_and_grows_by_what_is_missing() {
+async fn a_reservation_is_renewed_by_its_id_and_grows_by_the_missing_bytes() {
     let (queue, mut worker) = one_card().await;
     let room = async |worker: &mut Worker, expected: Bytes| {
         let Wire::Command(Command::MakeRoom { id, bytes }) = worker.next().await else {
@@ -247,7 +247,7 @@ async fn a_reservation_that_grows_while_its_worker_restarts_is_refused_and_the_n
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_is_replaced_on_request_once_it_has_finished_what_it_runs() {
+async fn a_worker_is_replaced_on_request_once_it_has_finished_its_order() {
     let (queue, mut worker) = one_card().await;
     let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
     let order = worker.order().await;
@@ -272,7 +272,7 @@ async fn a_worker_is_replaced_on_request_once_it_has_finished_what_it_runs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_replacement_is_forgotten_when_whoever_asked_has_left_and_no_worker_comes() {
+async fn a_replacement_is_forgotten_when_its_client_has_left_and_no_worker_starts() {
     let (queue, mut worker) = one_card().await;
     let asking = queue.clone();
     let recycled = tokio::spawn(async move { asking.recycle("", "ann".to_owned(), true).await });
@@ -283,7 +283,7 @@ async fn a_replacement_is_forgotten_when_whoever_asked_has_left_and_no_worker_co
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_status_tells_why_no_worker_serves_a_card() {
+async fn the_status_says_why_no_worker_serves_a_card() {
     let (queue, mut worker) = one_card().await;
     let problem = async || {
         settle().await;

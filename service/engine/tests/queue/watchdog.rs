@@ -139,7 +139,7 @@ async fn unknown_stages_and_first_steps_have_the_maximum_timeout() {
     );
     drop((job, order));
     settle().await;
-    while worker.try_next().is_some() {} // it is told to let go, in vain
+    while worker.try_next().is_some() {} // commands to end the order, which it ignores
     worker.die();
     worker.ready();
     run_picture_job(&queue, &mut worker, 50).await;
@@ -256,7 +256,7 @@ async fn load_timeouts_depend_on_the_cards_throughput() {
         done,
     };
     tokio::time::sleep(Duration::from_secs(60)).await;
-    worker.progress(order.ticket, begun(Bytes::ZERO)); // what comes before the first byte is not known
+    worker.progress(order.ticket, begun(Bytes::ZERO)); // the time before the first byte is not known
     tokio::time::sleep(Duration::from_secs(9)).await;
     worker.progress(order.ticket, begun(Bytes::mib(1)));
     let (seconds, reason) = silent_for(&mut worker).await;

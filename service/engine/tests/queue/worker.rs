@@ -156,7 +156,7 @@ impl Worker {
         self.say(self.announcement());
     }
 
-    /// What a worker says when it is ready.
+    /// The event of a worker that is ready.
     pub fn announcement(&self) -> Event {
         Event::Ready {
             card: self.description.clone(),
@@ -394,7 +394,7 @@ impl Worker {
         (order.job.clone(), stage_of(&order))
     }
 
-    /// Completes the order that is there, if one is.
+    /// Completes the current order, if there is one.
     pub async fn try_work(&mut self) -> bool {
         settle().await;
         match self.try_next() {

@@ -1,4 +1,4 @@
-//! A card whose loads and unloads a test watches, or does otherwise.
+//! A card whose loads and unloads a test observes or replaces.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use gpu::{
 };
 use residency::{Bytes, Component, ComponentId, DriverTruth};
 
-/// What a test makes of the calls of a card.
+/// A test's handling of the calls of a card.
 pub(crate) trait Watch<G: Gpu> {
     /// Loads a component, or does something else.
     fn load(
@@ -45,7 +45,7 @@ pub(crate) trait Watch<G: Gpu> {
     fn after_reading(&mut self, _card: &G) {}
 }
 
-/// A card and what watches it.
+/// A card and its observer.
 pub(crate) struct Watched<G, W> {
     pub(crate) card: G,
     pub(crate) watch: W,

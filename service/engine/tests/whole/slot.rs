@@ -48,7 +48,7 @@ impl CardPort for Port {
 pub(crate) enum State {
     /// There is none until this time.
     Down { until: u64 },
-    /// Started and silent; given up at this time.
+    /// Started and silent; it is killed at this time.
     Silent { until: u64 },
     /// Waiting for commands; next tick at this time.
     Idle { tick: u64 },
@@ -401,7 +401,7 @@ impl Slot {
             return;
         }
         self.inbox.clear();
-        // What it would have answered to its order.
+        // The answer that it would have sent to its order.
         if let Some(order) = self.order.take()
             && let Some(outcome) = self.invented(&order)
         {
@@ -420,7 +420,7 @@ impl Slot {
         self.back_off_ms = (self.back_off_ms * 2).min(10_000);
     }
 
-    /// Whether a ticket is of a stage that shares the passes of the order that is with the worker.
+    /// Whether a ticket belongs to a stage that shares the passes of the worker's order.
     fn shares(&self, ticket: Ticket) -> bool {
         let mut sharing = self.order.iter().flat_map(|order| &order.sharing);
         sharing.any(|sharing| sharing.ticket == ticket)

@@ -401,8 +401,8 @@ impl<'a> World<'a> {
         }
         self.pass_until_all_have_ended().await?;
         self.tell("everything is unloaded");
-        // A worker that hangs while idle is detected at the next command, and one that never becomes ready is given
-        // up after a timeout.
+        // A worker that hangs while idle is detected at the next command, and one that never becomes ready is killed
+        // after a timeout.
         for _ in 0..2 {
             if self
                 .slots

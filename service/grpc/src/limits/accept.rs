@@ -25,11 +25,11 @@ const HANDSHAKE_BYTES: usize = 24 + 9;
 
 pub(crate) type Connections = Pin<Box<dyn Stream<Item = io::Result<LimitedConnection>> + Send>>;
 
-/// What a connection must have done soon.
+/// The handshake that a new connection must complete in time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Handshake {
     pub(super) limit: Duration,
-    /// Whether that is a call that counts, too, and not the beginning of HTTP/2 alone.
+    /// Whether the handshake includes a call with the token, not only the beginning of HTTP/2.
     pub(super) needs_call: bool,
 }
 
@@ -87,18 +87,18 @@ impl LogInterval {
     }
 }
 
-/// A connection that has a place, and is closed when its handshake takes too long or its place is another's.
+/// A connection with a place. It is closed if its handshake takes too long or another connection gets its place.
 #[derive(Debug)]
 pub(crate) struct LimitedConnection<S = TcpStream> {
     stream: S,
     info: ConnectionInfo,
     handshake: Handshake,
-    /// Deadline of the handshake; `None` once it has come.
+    /// Deadline of the handshake; `None` once the handshake is complete.
     deadline: Option<Pin<Box<Sleep>>>,
     missing: usize,
 }
 
-/// What the calls of a connection know of it.
+/// Data of a connection for its calls.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnectionInfo {
     pub(super) tcp: TcpConnectInfo,
@@ -174,7 +174,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        // Also while the client keeps sending: frames without a call are no calls.
+        // Checked even while the client keeps sending, as frames alone are no calls.
         if let Poll::Ready(end) = self.poll_end(context) {
             return Poll::Ready(Err(end));
         }
@@ -185,7 +185,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
     }
 }
 
-/// A client that does not read ends too, which only writing shows.
+/// The end is checked on writes too: a client that does not read causes no reads.
 impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_without_a_call_with_the_token_is_closed_whatever_it_sends() {
+    async fn a_connection_without_a_call_with_the_token_is_closed_even_if_it_sends() {
         let entrance = entrance();
         let (mut client, mut server) = connection(&entrance, TOKEN);
         let public = server.info.place.public_call();

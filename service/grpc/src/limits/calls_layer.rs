@@ -1,4 +1,4 @@
-//! Calls: how many there are, what of a request is counted, and a span for each.
+//! Calls: bounds on their number, on the bytes of their requests, and a log span for each.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -36,7 +36,7 @@ impl<S> Limited<S> {
 /// A call that is counted, until this is dropped.
 pub(super) struct OpenCall {
     _taken: Taken,
-    /// Where it has a place of those that are endless, too.
+    /// Its place among the endless calls, if it is one.
     _endless: Option<Taken>,
     _public: Option<PublicCall>,
 }
@@ -52,7 +52,7 @@ impl OpenCall {
 }
 
 impl Limits {
-    /// Gives a call its place: one with the token among those of its client, one without it among the few for methods that need none.
+    /// Assigns a place to a call: with the token among its client's places, without it among the few for methods that need none.
     fn admit(&self, connection: Option<&ConnectionInfo>, call: Admitted) -> Result<OpenCall, Status> {
         let client = connection.and_then(|connection| connection.place.client());
         if call.is_known {
@@ -120,7 +120,7 @@ fn refusal_of_public(exceeded: Exceeded, what: &str) -> Status {
     })
 }
 
-/// The refusal of one more of what is open, for people.
+/// The error text for a call or connection beyond a bound, for people.
 fn refusal(exceeded: Exceeded, what: &str, remedy: &str, setting: &str) -> String {
     match exceeded {
         Exceeded::Client(bound) => format!(
@@ -153,7 +153,7 @@ where
         }
         let path = request.uri().path().trim_start_matches('/').to_owned();
         let limits = self.limits.clone();
-        // The layer before this one says so; without it nobody is known.
+        // The access layer sets this. Without that layer no caller counts as known.
         let admitted = request.extensions().get().copied().unwrap_or(Admitted {
             method: method_at(&path),
             is_known: false,
@@ -173,7 +173,7 @@ where
             None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
         };
         let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
-        // The few bytes of a spare call are not in the way of others, and others must not be in the way of it.
+        // The few bytes of a spare call are not counted: they hinder no other call, and other calls must not hinder it.
         let counted = (!is_public && !admitted.method.is_spare).then(|| uploaded.clone());
         let by_message = requests.longest_message_bytes();
         let request = request.map(|body| {

@@ -1,5 +1,5 @@
-//! Places of connections. One that has made no call yet (none with the token, where there is one) is a newcomer's, in a small
-//! pool of its own: however many newcomers there are, they take no place of a client that has shown its token.
+//! Places of connections. A connection without a call (or without a call with the token, if there is a token) is a newcomer, in a
+//! small pool of its own. So newcomers, however many, take no place of a client that has shown its token.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,8 +10,8 @@ use std::time::Duration;
 use calls::{Budget, Client, Exceeded, Taken};
 use tokio::time::Instant;
 
-/// The time that a newcomer has for its first call, however many others come. More than the pool has places for in it wait until
-/// they are accepted.
+/// The time that every newcomer has for its first call, whatever the number of newcomers. Connections beyond the places of the
+/// pool wait to be accepted.
 const FIRST_CALL: Duration = Duration::from_millis(500);
 
 /// An address floods the service when it has one in so many places of the pool. Its connections get no time for a first call, and a new
@@ -20,12 +20,12 @@ const FLOOD_PART: usize = 8;
 /// An address with fewer connections than this does not flood the service, however small the pool is.
 const LEAST_FLOOD: usize = 8;
 
-/// The newcomers, and the places of those that are known.
+/// The newcomers, and the places of known clients.
 #[derive(Debug)]
 pub(crate) struct Entrance {
     known: Arc<Budget>,
     most_newcomers: usize,
-    /// In the order in which they came.
+    /// In the order of arrival.
     newcomers: Mutex<Vec<Weak<Place>>>,
 }
 
@@ -52,11 +52,11 @@ impl Entrance {
         })
     }
 
-    /// A place for a connection. Where there are as many newcomers as there may be, one of them is closed, and its client is returned:
-    /// of addresses that no known connection has, the oldest of the client that has most.
+    /// A place for a connection. If the pool of newcomers is full, one of them is closed and its client is returned: among addresses
+    /// without known connections, the oldest newcomer of the client that has most.
     ///
     /// # Errors
-    /// When none has had the time for its first call yet: when one will have had it.
+    /// When every newcomer still has time for its first call: the time at which the first of them will not.
     pub(super) fn enter(
         self: &Arc<Entrance>,
         client: Client,
@@ -124,10 +124,10 @@ impl Place {
         self.client
     }
 
-    /// Makes a newcomer's place one of a known client, which it stays.
+    /// Turns a newcomer's place into a known client's, for as long as the connection lasts.
     ///
     /// # Errors
-    /// When these have as many connections as they may.
+    /// When known clients have as many connections as they may.
     pub(super) fn admit(self: &Arc<Place>) -> Result<(), Exceeded> {
         let mut known = lock(&self.known);
         if known.is_none() {
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(began.elapsed(), FIRST_CALL, "each had the time for a call");
         let closed = newcomers.each_ref().map(|each| is_closed(each));
         assert_eq!(closed, [false, true, false], "and of that the oldest");
-        // At the address of a known one several may come: others leave, each with an address of its own.
+        // Several newcomers may share the address of a known connection: newcomers at other addresses are closed instead.
         let (same, _) = enter(1).await;
         let mut many = Vec::new();
         for of in 10..60 {

@@ -1,5 +1,5 @@
-//! Bounds on what clients have open: connections, calls, bytes that arrive and bytes that are not read. They hold whatever a
-//! client sends, leaves unfinished or does not read.
+//! Bounds on the open resources of clients: connections, calls, bytes that arrive and bytes that are not read. They hold for any
+//! behaviour of a client, such as requests that it never finishes and answers that it never reads.
 
 mod accept;
 mod calls_layer;
@@ -23,34 +23,35 @@ use sent::Readers;
 pub(crate) struct Limits {
     entrance: Arc<Entrance>,
     handshake: Duration,
-    /// Whether a connection has to make a call with the token soon.
+    /// Whether a new connection must make a call with the token in time.
     needs_token: bool,
     calls: Arc<Budget>,
     /// Calls that need no token and have none.
     public_calls: Arc<Budget>,
-    /// Of them, those that last as long as their clients like.
+    /// Public calls whose answers have no end of their own.
     endless_public_calls: Arc<Budget>,
     /// Calls to look at jobs and cards, or to cancel, beyond `calls`.
     spare_calls: Arc<Budget>,
     uploads: Arc<Budget>,
     upload_idle: Duration,
     readers: Readers,
-    /// Of answers to calls without the token.
+    /// Readers of answers to calls without the token.
     public_readers: Readers,
 }
 
 /// Most of the spare calls at a time, of all clients and of one.
 const SPARE_CALLS: u64 = 64;
 const SPARE_CALLS_PER_CLIENT: u64 = SPARE_CALLS / 4;
-/// Most calls without the token at a time, of all clients and of one: probes of health, and tools that ask what there is.
+/// Most calls without the token at a time, of all clients and of one: health probes, and tools that list the services.
 const PUBLIC_CALLS: u64 = 32;
 const PUBLIC_CALLS_PER_CLIENT: u64 = 8;
-/// Of them, those that last as long as their clients like: half, so that the rest is free again soon, whoever has all of these.
+/// Most of these calls without an end of their own: half, so that the other half is free again soon even if one client
+/// has all of these.
 const ENDLESS_PUBLIC_CALLS: u64 = PUBLIC_CALLS / 2;
 const ENDLESS_PUBLIC_CALLS_PER_CLIENT: u64 = PUBLIC_CALLS_PER_CLIENT / 2;
 /// How long the request of a call without the token may take as a whole, and its answer may stay unread.
 const PUBLIC_CALL: Duration = Duration::from_secs(30);
-/// Connections that have made no call yet are so many of those that have: a quarter.
+/// Most newcomers, as a part of all connections: a quarter.
 const NEWCOMERS_PART: u64 = 4;
 
 impl Limits {

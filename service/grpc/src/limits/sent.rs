@@ -1,4 +1,4 @@
-//! The answers of calls: one that its client does not read for too long is dropped, with all that it holds.
+//! The answers of calls. An answer that its client does not read for too long is dropped, with all that it holds.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

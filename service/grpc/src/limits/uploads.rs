@@ -15,7 +15,7 @@ use tonic::body::Body;
 
 use crate::status::{client_limit, status_of};
 
-/// What a call has taken of the budget. Its bytes live as long as the call's handler, which has the other end.
+/// A call's charge on the budget, shared with the call's handler: the bytes count for as long as the handler keeps it.
 pub(super) type Counted = Arc<Mutex<Taken>>;
 
 /// A request's body.
@@ -23,9 +23,9 @@ pub(super) struct Upload {
     inner: Body,
     /// `None` if the reader of the body counts it.
     counted: Option<Counted>,
-    /// Where the request is a stream whose messages count one by one.
+    /// Set if the request is a stream whose messages count one by one.
     messages: Option<Messages>,
-    /// Bytes that may still come.
+    /// Bytes that may still arrive.
     left: u64,
     longest: u64,
     idle: Duration,
@@ -50,7 +50,7 @@ impl Upload {
         }
     }
 
-    /// The same, which must have come as a whole within some time: bytes that come one by one are no pauses.
+    /// The same, with a timeout of the whole request: a client that sends byte by byte makes no pauses.
     pub(super) fn within(self, whole: Duration) -> Upload {
         Upload {
             whole: Some((Box::pin(tokio::time::sleep(whole)), whole)),
@@ -58,7 +58,7 @@ impl Upload {
         }
     }
 
-    /// The same, as a stream of messages of this length at most: the one that is arriving counts, whole from its beginning.
+    /// The same, as a stream of messages of this length at most. The message that is arriving counts with its whole length.
     pub(super) fn by_message(self, longest: u64) -> Upload {
         Upload {
             messages: Some(Messages::new(longest)),
@@ -97,12 +97,12 @@ impl Upload {
 /// Bytes before each message of gRPC: whether it is compressed, and its length.
 const MESSAGE_HEAD_BYTES: usize = 5;
 
-/// The messages of a stream, as their bytes come in pieces of any length.
+/// The messages of a stream, whose bytes arrive in pieces of any length.
 struct Messages {
     longest: u64,
-    /// What has come of the head of the next message.
+    /// The received part of the next message's head.
     head: Vec<u8>,
-    /// Bytes of the message that are still to come.
+    /// Bytes of the message that are still to arrive.
     left: usize,
 }
 
@@ -115,7 +115,7 @@ impl Messages {
         }
     }
 
-    /// Tells `begins` the length of each message whose head ends in these bytes.
+    /// Calls `begins` with the length of each message whose head ends in these bytes.
     fn follow(
         &mut self,
         mut data: &[u8],

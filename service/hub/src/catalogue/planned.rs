@@ -1,5 +1,5 @@
-//! Holds the sizes of the catalogue to the planner: checkpoints of the published shapes, of which only the headers are
-//! written, are opened and planned as any other.
+//! Compares the sizes of the catalogue with the planner's. Checkpoints of the published shapes, of which only the headers are
+//! written, are opened and planned like any other.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -143,7 +143,7 @@ fn write_hunyuan(folder: &Path) {
     write_clip(folder, "text_encoder_2");
 }
 
-/// FramePack's transformer alone; beside it what it is pulled with.
+/// FramePack's transformer, and the parts of other repositories that are pulled with it.
 fn write_framepack(folder: &Path) {
     let config = json!({"_class_name": "HunyuanVideoTransformer3DModelPacked", "has_image_proj": true,
         "has_clean_x_embedder": true});

@@ -71,7 +71,7 @@ impl Planes {
 
     /// Fills them from a picture: RGB, 8 bits each, row-major.
     ///
-    /// Chroma stands where H.264 has it unless it is told otherwise: at the left of two columns and between two rows. So three
+    /// Chroma is sited at the default of H.264: at the left of two columns and between two rows. So three
     /// columns count, the middle one twice, and two rows.
     pub(super) fn fill(&mut self, rgb: &[u8]) {
         let weights = self.weights;

@@ -20,7 +20,7 @@ const KEY_SECONDS: f32 = 2.0;
 const SEQUENCE_PARAMETERS: u8 = 7;
 const PICTURE_PARAMETERS: u8 = 8;
 
-/// What a decoder needs before the first frame; the same for all frames of a film.
+/// Parameters that a decoder needs before the first frame; the same for all frames of a film.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct ParameterSets {
     /// NAL units of a sequence's parameters, without a start code.
@@ -42,7 +42,7 @@ pub(super) struct Encoder {
 impl Encoder {
     pub(super) fn new(format: &FilmFormat) -> Result<Encoder, FilmError> {
         let rate = format.frames_per_second;
-        // No limit: with one quantizer the rate is what it is. It chooses the level that the file tells.
+        // This does not limit the rate, as the quantizer is constant. It determines the level in the file.
         let bits_per_second = f64::from(format.width * format.height) * f64::from(rate) * 0.25;
         let config = EncoderConfig::new()
             // With bounds that are equal this is a constant quantizer; the mode named `Off` has another for key frames.
@@ -73,7 +73,7 @@ impl Encoder {
     /// Encodes a frame: RGB, 8 bits each, row-major. As a key frame, nothing before it is needed.
     pub(super) fn encode(&mut self, rgb: &[u8], as_key: bool) -> Result<Sample, FilmError> {
         self.planes.fill(rgb);
-        // Of the first frame the encoder makes a key frame by itself, and it has no state to be told before.
+        // The encoder makes a key frame of the first frame by itself. Before that frame it has no state that could be set.
         if as_key && self.count > 0 {
             self.inner.force_intra_frame();
         }

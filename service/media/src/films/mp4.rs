@@ -15,7 +15,7 @@ use crate::Recipe;
 
 /// The name of the only track.
 const TRACK: u32 = 1;
-/// Metadata as iTunes has it: what other tools show as the comment of a film, and as the program that wrote it.
+/// Metadata in the form of iTunes: the comment of a film, and the program that wrote it, as other tools show them.
 const COMMENT: &[u8; 4] = b"\xa9cmt";
 const TOOL: &[u8; 4] = b"\xa9too";
 /// Path of the boxes that contain them.
@@ -28,7 +28,7 @@ pub fn is_mp4(file: &[u8]) -> bool {
     file.get(4..8) == Some(b"ftyp")
 }
 
-/// Everything before the frames: what the file is, its index, and the header of the frames, which follow in their order.
+/// Everything before the frames: the type of the file, its index, and the header of the frames, which follow in order.
 pub(super) fn head(
     format: &FilmFormat,
     sets: &ParameterSets,
@@ -49,7 +49,7 @@ pub(super) fn head(
         box_size: BoxSize::with_payload_size(mdat, frames),
     };
     let mdat = mdat.encode_to_vec().map_err(failed)?;
-    // The place of the frames has the same number of bytes whatever it is.
+    // The field with the offset of the frames has the same length for every value.
     let is_large = frames > u64::from(u32::MAX / 2);
     let mut index = movie(format, sets, samples, recipe)?;
     let place = |place: u64| match u32::try_from(place) {
@@ -72,7 +72,7 @@ pub(super) fn head(
     Ok([kind, index, mdat].concat())
 }
 
-/// The index of the film; the place of its frames is still open.
+/// The index of the film; the offset of its frames is set later.
 fn movie(
     format: &FilmFormat,
     sets: &ParameterSets,
@@ -191,9 +191,9 @@ fn media(
     })
 }
 
-/// What the frames are: H.264 in this size, in the colours of BT.709.
+/// The description of the frames: H.264 in this size, in the colours of BT.709.
 fn description(format: &FilmFormat, sets: &ParameterSets) -> Result<SampleEntry, FilmError> {
-    // Profile, its constraints and the level stand behind the header of the sequence's parameters.
+    // The profile, its constraints and the level follow the header of the sequence parameter set.
     let [_, profile, constraints, level, ..] = sets.sequence[..] else {
         return Err(FilmError::Container("no parameters".to_owned()));
     };
@@ -237,7 +237,7 @@ fn rate(frames_per_second: f32) -> (NonZeroU32, u32) {
     (timescale.unwrap_or(NonZeroU32::MIN), duration)
 }
 
-/// A box of the library's that it does not know.
+/// A box of a type that the library does not know.
 fn opaque(kind: &[u8; 4], payload: Vec<u8>) -> UnknownBox {
     let box_type = BoxType::Normal(*kind);
     UnknownBox {
@@ -260,7 +260,7 @@ fn metadata(recipe: &Recipe) -> Result<UnknownBox, FilmError> {
         text(COMMENT, &json)?,
         text(TOOL, &format!("moored {}", recipe.version))?,
     ];
-    // Version and flags; then who reads it: iTunes' metadata.
+    // Version and flags; then the handler: iTunes' metadata.
     let handler = [&[0; 8][..], b"mdirappl", &[0; 9]].concat();
     let meta = [
         vec![0; 4],

@@ -46,7 +46,7 @@ fn recipe() -> Recipe {
     }
 }
 
-/// The file of a film whose pieces come as these ranges of frames.
+/// The file of a film that is added in these ranges of frames.
 fn film(format: FilmFormat, pieces: &[std::ops::Range<u32>], recipe: Option<&Recipe>) -> Vec<u8> {
     let mut file = FilmFile::new(format).unwrap();
     for piece in pieces {
@@ -86,7 +86,7 @@ fn table_of(index: &MoovBox) -> StblBox {
     index.trak_boxes[0].mdia_box.minf_box.stbl_box.clone()
 }
 
-/// The decoded frames, RGB each, by a decoder that is given what a file's index says.
+/// The decoded frames, RGB each, by a decoder that gets its samples by the file's index.
 fn decoded(file: &[u8]) -> Vec<Vec<u8>> {
     let table = table_of(&index_of(file));
     let [SampleEntry::Avc1(entry)] = &table.stsd_box.entries[..] else {
@@ -139,7 +139,7 @@ fn difference(a: &[u8], b: &[u8]) -> f64 {
 }
 
 #[test]
-fn every_frame_comes_back_in_its_place_size_and_colours() {
+fn every_frame_is_decoded_in_its_place_size_and_colours() {
     let file = film(FORMAT, &[0..29], None);
     let shown = decoded(&file);
     assert_eq!(shown.len(), 29, "29 frames are 29 frames");
@@ -301,7 +301,7 @@ fn bytes_that_are_no_frames_of_the_film_are_refused() {
     assert!(missing.contains("26 frames are missing"), "{missing}");
 }
 
-/// Whatever bytes a film has, its recipe is a text of it, or is not found.
+/// For any bytes of a film, its recipe is a text in it, or is not found.
 #[test]
 fn any_metadata_of_a_film_is_read_safely() {
     let one_frame = FilmFormat { frames: 1, ..FORMAT };

@@ -1,4 +1,4 @@
-//! Whatever bytes a picture has, its size and its recipe are found or refused.
+//! For any bytes of a picture, its size and its recipe are found or refused.
 
 use bolero::{TypeGenerator, check};
 
@@ -8,7 +8,7 @@ use super::*;
 use crate::edits::{Changes, Edit, edited};
 use crate::{Recipe, RecipeAdapter, recipe_of};
 
-/// Whether the recipe is in the way that PNG has for long texts.
+/// Whether the recipe is in the chunk that PNG has for long texts.
 #[derive(Clone, Debug, TypeGenerator)]
 enum Chunk {
     Plain,
@@ -25,7 +25,7 @@ fn recipe() -> Recipe {
     }
 }
 
-/// A picture of one pixel with this text in a chunk that is sound.
+/// A picture of one pixel with this text in a valid chunk.
 fn png_with(chunk: &Chunk, text: &str) -> Vec<u8> {
     let mut file = Vec::new();
     let mut encoder = png::Encoder::new(&mut file, 1, 1);
@@ -43,7 +43,7 @@ fn png_with(chunk: &Chunk, text: &str) -> Vec<u8> {
     file
 }
 
-/// Changes to the file, most of which its checksums find.
+/// Changes to the file. Its checksums detect most of them.
 #[test]
 fn any_picture_is_looked_at_safely() {
     let png = png(4, 2, &[7; 3 * 4 * 2], Some(&recipe())).unwrap();
@@ -67,7 +67,7 @@ fn any_picture_is_looked_at_safely() {
         });
 }
 
-/// Changes to the recipe in a sound file: one that is read is written as it was read.
+/// Changes to the recipe in a valid file: a recipe that is read is written unchanged.
 #[test]
 fn any_recipe_is_read_safely() {
     let json = serde_json::to_string(&recipe()).unwrap();

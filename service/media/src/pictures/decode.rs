@@ -59,8 +59,8 @@ pub fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels, Pictu
     Ok(Pixels { width, height, rgb })
 }
 
-/// Decodes a mask that a client sent: its grey, a byte for each pixel of this size. Colours are weighed as ITU-R 601 does. Of
-/// white paint on a transparent ground it is the paint.
+/// Decodes a mask that a client sent: its grey, a byte for each pixel of this size. Colours are weighed as ITU-R 601 does. For
+/// white paint on a transparent ground, the paint is the mask.
 pub fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, PictureError> {
     let picture = upright(data)?;
     let from = (picture.width(), picture.height());
@@ -79,8 +79,8 @@ pub fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, PictureErro
     Ok(model::resized(&picture.into_luma8(), 1, from, size))
 }
 
-/// How opaque each pixel is, where all of them are white and some of them transparent: a mask that somebody painted on an
-/// empty layer. By its colours alone it would be a mask of everything.
+/// The opacity of each pixel, if all pixels are white and some are transparent: such a mask was painted on an
+/// empty layer. By its colours alone it would be a mask of the whole picture.
 fn white_paint(picture: &DynamicImage) -> Option<Vec<u8>> {
     if !picture.color().has_alpha() {
         return None;
@@ -113,14 +113,14 @@ fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
     Ok(picture)
 }
 
-/// Whether a JPEG has no end (ITU-T T.81, annex B): its decoder makes what is missing grey.
+/// Whether a JPEG has no end (ITU-T T.81, annex B): a decoder would fill the missing part with grey.
 pub(super) fn is_cut_jpeg(data: &[u8]) -> bool {
     const START_OF_SCAN: u8 = 0xda;
     const END: [u8; 2] = [0xff, 0xd9];
     let Some(mut rest) = data.strip_prefix(&[0xff, 0xd8]) else {
         return false;
     };
-    // Segments are passed over: a thumbnail in one of them has an end of its own.
+    // Segments are skipped, as a thumbnail in one of them has an end marker of its own.
     while let &[0xff, kind, high, low, ..] = rest {
         if kind == START_OF_SCAN {
             // In coded data 0xff has a zero after it, unless it begins a marker.
@@ -143,7 +143,7 @@ fn unreadable(problem: image::ImageError) -> PictureError {
     }
 }
 
-/// A picture within limits, by its header, and how it is to be turned.
+/// Opens a picture within limits, by its header, and returns its orientation.
 fn opened(data: &[u8]) -> Result<(impl ImageDecoder + '_, Orientation), PictureError> {
     if data.is_empty() {
         return Err(PictureError::NoBytes);

@@ -14,7 +14,7 @@ const PREVIEW_SIDE_PIXELS: u32 = 512;
 const PREVIEW_JPEG_QUALITY: u8 = 80;
 /// Name of the PNG text chunk that holds [`Recipe`] as JSON.
 pub(super) const RECIPE_KEYWORD: &str = "moored";
-/// Name of the chunk that holds it as other tools write it.
+/// Name of the chunk that holds the recipe in the form of other tools.
 const PARAMETERS_KEYWORD: &str = "parameters";
 /// JPEG quality of pictures, of 100.
 const JPEG_QUALITY: u8 = 95;
@@ -41,7 +41,7 @@ pub fn encode_as(format: PictureFormat, file: &[u8]) -> Result<Vec<u8>, String> 
     let mut out = Vec::new();
     let written = match format {
         PictureFormat::Jpeg => {
-            // The encoder writes 16 bits of any length: the file would be damaged.
+            // The encoder would cut a longer length to 16 bits, and the file would be damaged.
             let length = exif.as_ref().map_or(0, Vec::len);
             if length > exif::JPEG_LIMIT_BYTES {
                 return Err("the prompt is too long for the metadata of a JPEG: write a .png".to_owned());
@@ -111,7 +111,7 @@ pub fn animated_png(
     Ok(file)
 }
 
-/// Encodes a PNG with fast compression, and with a recipe in it if one is given.
+/// Encodes a PNG with fast compression, and with the recipe in it, if there is one.
 pub fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) -> Result<Vec<u8>, String> {
     let mut file = Vec::with_capacity(rgb.len() / 2);
     let mut encoder = png::Encoder::new(&mut file, width, height);
@@ -124,7 +124,7 @@ pub fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) -> Resu
             .add_itxt_chunk(RECIPE_KEYWORD.to_owned(), json)
             .map_err(|e| e.to_string())?;
         let parameters = parameters(recipe);
-        // Some tools read the older chunk alone, which has Latin-1.
+        // Some tools read only the older chunk, which is in Latin-1.
         let is_latin_1 = parameters.chars().all(|c| u32::from(c) <= 0xff);
         let added = match is_latin_1 {
             true => encoder.add_text_chunk(PARAMETERS_KEYWORD.to_owned(), parameters),
@@ -138,9 +138,9 @@ pub fn png(width: u32, height: u32, rgb: &[u8], recipe: Option<&Recipe>) -> Resu
     Ok(file)
 }
 
-/// A preview as JPEG, scaled down to what a preview needs.
+/// A preview as JPEG, scaled down to the size of previews.
 pub fn preview_jpeg(width: u32, height: u32, rgb: Bytes) -> Result<Vec<u8>, String> {
-    let rgb = Vec::from(rgb); // not copied where nobody else has it
+    let rgb = Vec::from(rgb); // not copied if this is the only reference
     let buffer = image::RgbImage::from_raw(width, height, rgb).ok_or("the preview has too few pixels")?;
     let mut picture = DynamicImage::ImageRgb8(buffer);
     if width.max(height) > PREVIEW_SIDE_PIXELS {

@@ -1,8 +1,8 @@
-//! The few lines of Exif that hold a recipe in JPEG and WebP: as other tools read it in `UserComment`, and as ours in
+//! The few lines of Exif that hold a recipe in JPEG and WebP: in `UserComment` for other tools, and in our
 //! `MakerNote`. The Python client writes the same bytes (`client-py/src/moored/_saving.py`).
 
-/// Big endian, then 42, then where the first directory is (TIFF 6.0, section 2). Readers disagree whether UTF-16 in
-/// `UserComment` is big endian always, or as the file is: here both are right.
+/// Big endian, then 42, then the offset of the first directory (TIFF 6.0, section 2). Readers disagree whether UTF-16 in
+/// `UserComment` is always big endian, or has the byte order of the file. In a big endian file both are right.
 const HEADER: [u8; 8] = *b"MM\0*\0\0\0\x08";
 const EXIF_DIRECTORY: u16 = 0x8769;
 const MAKER_NOTE: u16 = 0x927c;
@@ -11,10 +11,10 @@ const LONG: u16 = 4;
 const UNDEFINED: u16 = 7;
 /// Prefix of our `MakerNote`.
 const OURS: &[u8] = b"moored\0";
-/// What a JPEG takes: a segment's length has 16 bits and counts itself, and `Exif\0\0` stands before ours.
+/// Most bytes of Exif in a JPEG: a segment's length has 16 bits and counts itself, and `Exif\0\0` stands before the data.
 pub(super) const JPEG_LIMIT_BYTES: usize = 0xffff - 2 - 6;
 
-/// Bytes of a directory with so many entries: their number, the entries, and where the next directory is.
+/// Bytes of a directory with so many entries: their number, the entries, and the offset of the next directory.
 const fn directory_bytes(entries: usize) -> usize {
     2 + 12 * entries + 4
 }
@@ -34,7 +34,7 @@ pub(super) fn write(json: &str, parameters: &str) -> Vec<u8> {
     directory(
         &mut out,
         &[
-            // Behind the comment, whose length is even: TIFF wants values at even places.
+            // After the comment, whose length is even: TIFF requires values at even offsets.
             (MAKER_NOTE, UNDEFINED, note.len(), data + comment.len()),
             (USER_COMMENT, UNDEFINED, comment.len(), data),
         ],
@@ -44,7 +44,7 @@ pub(super) fn write(json: &str, parameters: &str) -> Vec<u8> {
     out
 }
 
-/// Entries: tag, type, count, and the value or where it is.
+/// Entries: tag, type, count, and the value or its offset.
 fn directory(out: &mut Vec<u8>, entries: &[(u16, u16, usize, usize)]) {
     let long = |number: usize| u32::try_from(number).unwrap_or(u32::MAX).to_be_bytes();
     out.extend(u16::try_from(entries.len()).unwrap_or(u16::MAX).to_be_bytes());
@@ -138,7 +138,7 @@ mod tests {
         assert_eq!(read(&exif).unwrap(), JSON);
     }
 
-    /// Whatever bytes Exif has, the note is a part of it, or is not found.
+    /// For any bytes of Exif, the note is a part of them, or is not found.
     #[test]
     fn any_exif_is_read_safely() {
         let ours = write(JSON, "Steps: 4");

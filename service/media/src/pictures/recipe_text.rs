@@ -1,4 +1,4 @@
-//! The recipe in a picture, as the text that it has there.
+//! The text of the recipe in a picture.
 
 use std::io::Cursor;
 
@@ -34,7 +34,7 @@ pub(crate) fn recipe_text(file: &[u8]) -> Result<Option<String>, String> {
     let Some(mut chunk) = texts.find(|chunk| chunk.keyword == RECIPE_KEYWORD).cloned() else {
         return Ok(None);
     };
-    // A few megabytes of it could become gigabytes.
+    // A few compressed megabytes could become gigabytes.
     chunk
         .decompress_text_with_limit(LONGEST_RECIPE_BYTES)
         .map_err(|problem| {

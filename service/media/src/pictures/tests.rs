@@ -90,7 +90,7 @@ fn the_recipe_survives_in_every_format() {
     }
 }
 
-/// What the Python client's tests hold too: recipes, and what is made of them.
+/// The cases that the Python client's tests share: recipes, and their texts and files.
 #[derive(Deserialize)]
 struct Case {
     recipe: Recipe,
@@ -211,13 +211,13 @@ fn white_paint_on_a_transparent_ground_is_a_mask_of_the_paint() {
         decode_mask(&file.into_inner(), (4, 4)).unwrap()[..4].to_vec()
     };
     assert_eq!(drawn([255; 3], [255, 255, 255, 0]), [255, 255, 0, 0]);
-    // Any other mask goes by its colours, whatever is transparent.
+    // Any other mask is read by its colours, and its transparency is ignored.
     assert_eq!(drawn([255; 3], [0, 0, 0, 0]), [255, 255, 0, 0]);
     assert_eq!(drawn([0; 3], [255, 255, 255, 0]), [0, 0, 255, 255]);
     assert_eq!(drawn([255; 3], [255, 255, 255, 255]), [255; 4]);
 }
 
-/// A picture cut anywhere must not come with grey in place of what is missing.
+/// A cut picture must be refused, not decoded with grey in place of the missing part.
 #[test]
 fn every_format_refuses_a_file_that_is_cut_off() {
     let side = 48_usize;

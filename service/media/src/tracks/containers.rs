@@ -1,15 +1,15 @@
-//! What lies around tracks in files, and the formats that are not read, by their first bytes: so that an error can say what a
-//! file is.
+//! Data around tracks in files, and the formats that are not read, recognised by their first bytes: an error can name the type of
+//! a file.
 
 use super::TrackError;
 
 /// Bytes of the head and of the foot of an ID3v2 tag, and the flag that says that there is a foot (ID3v2.4.0, section 3.1).
 const ID3_HEAD_BYTES: usize = 10;
 const ID3_HAS_FOOT: u8 = 0x10;
-/// In so many first bytes an Ogg names what is in it.
+/// Within so many first bytes an Ogg file names its codec.
 const OGG_HEAD_BYTES: usize = 64;
 
-/// A file behind the ID3v2 tags that taggers put before it.
+/// A file without the ID3v2 tags at its start.
 pub(super) fn without_id3(mut file: &[u8]) -> &[u8] {
     while let Some(&[b'I', b'D', b'3', _, _, flags, ref length @ ..]) = file.first_chunk::<ID3_HEAD_BYTES>() {
         let length = length

@@ -17,14 +17,14 @@ use crate::EncodedFile;
 use crate::Recipe;
 use crate::panics::caught;
 
-/// What a file begins with.
+/// The first bytes of a file.
 pub(super) const MARKER: &[u8; 4] = b"fLaC";
-/// Bytes of the block that says what the stream is, and its type (section 8.2).
+/// Bytes of the block that describes the stream, and its type (section 8.2).
 const STREAMINFO_BYTES: usize = 34;
 const STREAMINFO: u8 = 0;
 /// Set in the type of the last block before the frames.
 const LAST_BLOCK: u8 = 0x80;
-/// Samples of these bits are read: 24 are what recorders and editors write at most.
+/// Supported bits per sample: recorders and editors write at most 24.
 const BITS: std::ops::RangeInclusive<u32> = 8..=24;
 /// Names of comments: the recipe as JSON, and the program that wrote it.
 const COMMENT: &str = "COMMENT";
@@ -65,7 +65,7 @@ pub(super) fn read<E: From<TrackError>>(
         let (least, most) = BITS.into_inner();
         return Err(unreadable(format!("{bits} bits a sample; {least} to {most} are read")).into());
     }
-    // Before anything is decoded, if the file says how much it is: it is refused where it has another number.
+    // Room for all samples before anything is decoded, if the file announces their number. A file with another number is refused.
     let mut data = match declared {
         Some(_) => {
             let bytes = format.samples * format.unit_bytes();
@@ -77,7 +77,7 @@ pub(super) fn read<E: From<TrackError>>(
     format.samples = 0;
     loop {
         caller.check().map_err(TrackError::from)?;
-        // Of a damaged frame the decoder may panic: there is nothing in it that could be left half changed for others.
+        // The decoder may panic on a damaged frame. That is safe: it has no state that is shared.
         let decoded = caught(|| reader.fill_buf().map(|_| ()));
         decoded
             .map_err(|_| unreadable("a frame is damaged"))?
@@ -91,7 +91,7 @@ pub(super) fn read<E: From<TrackError>>(
         }
         let more = frame.len() * SAMPLE_BYTES as usize;
         if data.capacity() - data.len() < more {
-            // Of a file that does not say how much it is: by an eighth, so that hardly more is held than was asked for.
+            // If the file does not announce its length, the memory grows by an eighth, so that it hardly exceeds the granted room.
             data.reserve_exact(more.max(data.len() / 8));
         }
         data.extend(
@@ -110,12 +110,12 @@ pub(super) fn read<E: From<TrackError>>(
         }
     }
     format.check()?;
-    data.shrink_to_fit(); // what is held is what was asked for
+    data.shrink_to_fit(); // so that the memory equals the granted room
     Ok(format.clip(data.into()))
 }
 
-/// Memory for so many bytes in one piece: a vector that grows takes up to twice as much meanwhile. The system gives pages as they are
-/// written, so that a file which says too much of itself takes no more than it has.
+/// Memory for so many bytes in one piece, since a growing vector takes up to twice as much meanwhile. The system assigns pages only
+/// when they are written, so a file that announces too many samples takes no more memory than it has.
 fn in_one_piece(bytes: u64) -> Result<Vec<u8>, TrackError> {
     let mut data = Vec::new();
     let reserved = usize::try_from(bytes).map(|bytes| data.try_reserve_exact(bytes));
@@ -125,11 +125,11 @@ fn in_one_piece(bytes: u64) -> Result<Vec<u8>, TrackError> {
     }
 }
 
-/// Bytes before the frames, as they are decoded.
+/// Bytes before the frames, as the decoder gets them.
 type Head = [u8; MARKER.len() + 4 + STREAMINFO_BYTES];
 
-/// A file as it is decoded: the marker and the description of the stream; and the frames. Other blocks, which are tags and
-/// pictures, are passed over: they hold no sound, and their lengths are not trusted.
+/// The parts of a file for the decoder: the marker with the description of the stream, and the frames. Other blocks, which are tags
+/// and pictures, are skipped: they have no sound, and their lengths are not trusted.
 fn stream_of(file: &[u8]) -> Result<(Cursor<Head>, &[u8]), TrackError> {
     let file = without_id3(file);
     let mut rest = file.strip_prefix(MARKER).ok_or_else(|| refusal(file))?;
@@ -157,20 +157,20 @@ pub(super) fn recipe_of(file: &[u8]) -> Option<String> {
     comments.ok().flatten()?.get(COMMENT).map(str::to_owned)
 }
 
-/// A track that is being encoded, from pieces in any order. It holds the encoded frames, and the samples of pieces that came
-/// before those in front of them.
+/// A track that is being encoded, from pieces in any order. It holds the encoded frames, and the samples of pieces that arrived
+/// before earlier ones.
 pub struct TrackFile {
     format: TrackFormat,
     writer: FlacSampleWriter<SharedWriter>,
     output: SharedWriter,
     /// The first sample that is not encoded yet.
     next: u64,
-    /// Pieces that begin behind it, by their first sample.
+    /// Pieces that begin later than the next sample to encode, by their first sample.
     waiting: BTreeMap<u64, Bytes>,
 }
 
 impl TrackFile {
-    /// Begins a track, with a recipe in its comments if one is given.
+    /// Begins a track, with the recipe, if there is one, in its comments.
     ///
     /// # Errors
     /// When FLAC has no such format: its limits are 8 channels and 1,048,575 samples a second.
@@ -201,8 +201,8 @@ impl TrackFile {
         })
     }
 
-    /// Encodes samples from number `first` on: 16 bits, little-endian, channels interleaved; once those before them are
-    /// there. Those that are there already are left out.
+    /// Encodes samples from number `first` on: 16 bits, little-endian, channels interleaved; once all earlier samples have been
+    /// added. Samples that were added before are skipped.
     ///
     /// # Errors
     /// When these are not whole samples of the track, or the encoder fails.
@@ -238,18 +238,18 @@ impl TrackFile {
         Ok(())
     }
 
-    /// Bytes that it holds.
+    /// Bytes of memory that it holds.
     pub fn bytes(&self) -> u64 {
         let waiting = self.waiting.values().map(|samples| samples.len() as u64);
         self.output.lock().get_ref().len() as u64 + waiting.sum::<u64>()
     }
 
-    /// Whether every sample is there.
+    /// Whether every sample has been added.
     pub fn is_complete(&self) -> bool {
         self.next == self.format.samples
     }
 
-    /// The whole file. What is known at the end alone is in its front: the checksum of the samples, the places to seek to.
+    /// The whole file. Its beginning has data that is known only at the end: the checksum of the samples, and the seek points.
     ///
     /// # Errors
     /// When samples are missing.
@@ -261,7 +261,7 @@ impl TrackFile {
     }
 }
 
-/// Where the encoder writes: it keeps its writer to itself, and the file is wanted of it.
+/// The writer of the encoder. It is shared because the encoder does not return its writer, and the file is read from here.
 #[derive(Clone, Default)]
 struct SharedWriter(Arc<Mutex<Cursor<Vec<u8>>>>);
 

@@ -50,7 +50,7 @@ fn recipe() -> Recipe {
     }
 }
 
-/// Reads a file with all the room that it asks for, which must be what it holds then.
+/// Reads a file and grants all the room that it asks for. The room must equal the size of the samples.
 fn read(file: &Bytes) -> Result<Clip, TrackError> {
     let mut asked = 0;
     let room = |bytes| {
@@ -90,7 +90,7 @@ fn a_flac_of_pieces_in_any_order_is_the_same_file_with_every_sample() {
     for pieces in [
         [piece(0, 1), piece(1, 5000), piece(5000, 10_000)],
         [piece(5000, 10_000), piece(1, 5000), piece(0, 1)],
-        // Some of them twice, as two streams bring them.
+        // Some of them twice, as two streams add them.
         [piece(0, 5000), piece(0, 5000), piece(3000, 10_000)],
     ] {
         let mut file = TrackFile::new(STEREO, Some(&recipe())).unwrap();
@@ -142,7 +142,7 @@ fn the_recipe_is_in_both_kinds_of_files_and_can_be_left_out() {
         assert_eq!(recipe_of(&file).as_ref(), Some(&json));
         assert_eq!(crate::recipe_of(&file).unwrap(), recipe());
         assert_eq!(read(&file).unwrap().data, bytes_of(&samples));
-        // Cut anywhere, it is not read as something else.
+        // A file that is cut at any byte is not read as another type.
         for cut in 0..600 {
             let found = recipe_of(&file[..cut]);
             assert!(found.is_none() || found.as_ref() == Some(&json));
@@ -206,12 +206,12 @@ fn samples_that_are_not_finite_are_reported_with_their_position() {
     }
 }
 
-/// A chunk of a WAV; `stated` is the length that it says.
+/// A chunk of a WAV; `stated` is the length in its head.
 fn chunk(name: &[u8; 4], stated: u32, content: &[u8]) -> Vec<u8> {
     [name, &stated.to_le_bytes()[..], content].concat()
 }
 
-/// What a WAV says of its samples: 8,000 mono ones a second.
+/// The format chunk of a WAV: mono, 8,000 samples a second.
 fn fmt(tag: u16, bits: u16, behind: &[u8]) -> Vec<u8> {
     let bytes = bits.div_ceil(8);
     let head = [
@@ -431,7 +431,7 @@ fn tracks_that_no_model_takes_are_refused() {
         (silent(header(7_500, 1, 8), 16), TrackError::Rate(7_500)),
         (silent(header(400_000, 1, 8), 16), TrackError::Rate(400_000)),
         (silent(header(48_000, 8, 2), 32), TrackError::Channels(8)),
-        // What the header says is not believed: nothing is there.
+        // The header is not trusted: the file has no samples.
         (silent(header(8_000, 1, too_long), 0), TrackError::TooLong),
         (silent(header(8_000, 1, 1_000_000), 16), missing(1_999_984)),
         (silent(header(8_000, 1, 9), 16), missing(2)),
@@ -485,7 +485,7 @@ fn a_truncated_or_contradictory_flac_is_refused() {
     let description = 4 + 4 + 34;
     tags.splice(description..description, [4, 0xff, 0xff, 0xff]);
     assert_eq!(read(&tags.into()), Err(TrackError::CutOff("FLAC")));
-    // Tags with nonsense in them are passed over.
+    // Tags with invalid contents are skipped.
     let mut tags = file;
     tags.splice(description..description, [4, 0, 0, 4, 0xff, 0xff, 0xff, 0xff]);
     assert!(read(&tags.into()).is_ok());

@@ -1,5 +1,5 @@
 //! WAV files, as programs write them: to a pipe, with tags before and after the samples, with 64-bit lengths. The crates that
-//! read WAV take a header at its word, and refuse these.
+//! read WAV trust the header, and refuse such files.
 
 use std::ops::Range;
 
@@ -10,14 +10,14 @@ use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
 use crate::Caller;
 use crate::Recipe;
 
-/// Chunks of a file with their identifiers and lengths.
+/// Bytes of a chunk's head: its identifier and its length.
 const CHUNK_HEAD_BYTES: usize = 8;
-/// What a list of texts about a file begins with, the comment in it, and the program that wrote the file.
+/// Identifiers of the list of texts about a file, of its comment, and of the program that wrote the file.
 const INFO: &[u8; 4] = b"INFO";
 const COMMENT: &[u8; 4] = b"ICMT";
 const SOFTWARE: &[u8; 4] = b"ISFT";
 
-/// The header of a track of 16-bit samples, with its recipe if one is given: RIFF, as Microsoft's "Multimedia Programming
+/// The header of a track of 16-bit samples, with its recipe if there is one: RIFF, as Microsoft's "Multimedia Programming
 /// Interface and Data Specifications 1.0" has it. The recipe is the comment, as JSON in UTF-8.
 ///
 /// # Errors
@@ -54,7 +54,7 @@ pub fn header(format: TrackFormat, recipe: Option<&Recipe>) -> Result<Vec<u8>, S
     Ok([b"RIFF", &riff.to_le_bytes()[..], b"WAVE", &chunks].concat())
 }
 
-/// A chunk; one of odd length has a byte behind it that is not counted.
+/// A chunk; one of odd length is followed by a byte that is not counted.
 fn chunk(name: &[u8; 4], content: &[u8]) -> Vec<u8> {
     let length = content.len() as u32;
     let padding = &b"\0"[..content.len() % 2];
@@ -68,7 +68,7 @@ fn unreadable(problem: impl ToString) -> TrackError {
     }
 }
 
-/// What a file says of its samples, and where they are.
+/// The description of a file's samples, and their place.
 struct Found {
     format: TrackFormat,
     kind: SampleKind,
@@ -117,7 +117,7 @@ pub(super) fn read<E: From<TrackError>>(
     Ok(found.format.clip(data.into()))
 }
 
-/// Samples that are decoded between two looks at whether the client is there.
+/// Samples that are decoded between two checks whether the caller still waits.
 const UNLOOKED: u64 = 1 << 16;
 
 struct NotANumber;
@@ -126,25 +126,25 @@ fn decoded(sample: &[u8], kind: SampleKind) -> Result<i16, NotANumber> {
     let float = match (kind, sample) {
         (SampleKind::Float, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]).into(),
         (SampleKind::Float, &[a, b, c, d, e, f, g, h]) => f64::from_le_bytes([a, b, c, d, e, f, g, h]),
-        (SampleKind::Integer, &[a]) => return Ok(to_16_bits(i32::from(a) - 128, 8)), // the only ones without a sign
+        (SampleKind::Integer, &[a]) => return Ok(to_16_bits(i32::from(a) - 128, 8)), // the only samples without a sign
         (SampleKind::Integer, &[a, b, c]) => {
             return Ok(to_16_bits(i32::from_le_bytes([0, a, b, c]) >> 8, 24));
         }
         (SampleKind::Integer, &[a, b, c, d]) => return Ok(to_16_bits(i32::from_le_bytes([a, b, c, d]), 32)),
-        _ => return Err(NotANumber), // of no length that `find_samples` lets through
+        _ => return Err(NotANumber), // `find_samples` refuses other lengths
     };
     match float.is_finite() {
-        // Saturates: what is louder than full scale is cut.
+        // Saturates: samples above full scale are clipped.
         true => Ok((float * 32_768.0).round() as i16),
         false => Err(NotANumber),
     }
 }
 
-/// Lengths from here on are what programs write that do not know it yet, as they write to a pipe: 0xFFFFFFFF, 0x7FFFFFFF and
-/// the like, less the bytes of a header. A track of such a length is longer than any that is read.
+/// Programs that write to a pipe do not know the length yet, and write 0xFFFFFFFF, 0x7FFFFFFF and the like, less the bytes of a
+/// header. So lengths from here on count as unknown; no track of such a length would be read.
 const LEAST_UNKNOWN_LENGTH: u64 = 0x7fff_0000;
 
-/// Goes through the chunks up to the samples. Lengths are believed as far as the file has the bytes.
+/// Reads the chunks up to the samples. Lengths are limited to the bytes of the file.
 fn find_samples(file: &[u8]) -> Result<Found, TrackError> {
     if !is_wav(file) {
         return Err(super::containers::refusal(file));
@@ -181,14 +181,14 @@ fn find_samples(file: &[u8]) -> Result<Found, TrackError> {
             _ => {}
         }
         at += length;
-        // A chunk of odd length has a zero behind it, which some programs leave out.
+        // A chunk of odd length is followed by a zero, which some programs leave out.
         if length % 2 == 1 && file.get(at) == Some(&0) {
             at += 1;
         }
     }
 }
 
-/// The samples from `begin` on, where there are so many bytes and the file says so many; `None`: it does not know.
+/// The samples from `begin` on. `there` is the number of bytes in the file, `stated` the announced number; `None`: not known.
 fn samples_of(fmt: &[u8], there: usize, stated: Option<u64>, begin: usize) -> Result<Found, TrackError> {
     let short = |place: usize| Some(u16::from_le_bytes(fmt.get(place..place + 2)?.try_into().ok()?));
     let (Some(mut tag), Some(channels), Some(rate), Some(unit_bytes), Some(bits)) =
@@ -200,7 +200,7 @@ fn samples_of(fmt: &[u8], there: usize, stated: Option<u64>, begin: usize) -> Re
         tag = short(24).unwrap_or(tag);
     }
     let (unit_bytes, of_each) = (usize::from(unit_bytes), usize::from(channels).max(1));
-    // Fewer bits than their bytes have are the upper ones.
+    // If samples have fewer bits than their bytes, the upper bits are used.
     let sample_bytes = match unit_bytes / of_each {
         0 => usize::from(bits).div_ceil(8),
         bytes => bytes,
@@ -237,7 +237,7 @@ fn samples_of(fmt: &[u8], there: usize, stated: Option<u64>, begin: usize) -> Re
     })
 }
 
-/// Codes of how samples are stored (Microsoft's "Multiple channel audio data and WAVE files"): the last says it further on.
+/// Codes of sample formats (Microsoft's "Multiple channel audio data and WAVE files"); the last has the format in a later field.
 const PCM: u16 = 1;
 const FLOAT: u16 = 3;
 const EXTENSIBLE: u16 = 0xfffe;
@@ -254,7 +254,7 @@ fn coding(tag: u16) -> String {
     }
 }
 
-/// The number of 32 bits at a place.
+/// The 32-bit number at an offset.
 fn number(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
@@ -268,7 +268,7 @@ pub(super) fn recipe_of(file: &[u8]) -> Option<String> {
     String::from_utf8(text.to_vec()).ok()
 }
 
-/// The content of the first of these chunks that is wanted.
+/// The content of the first of these chunks for which `is_wanted` is true.
 fn find(mut chunks: &[u8], is_wanted: impl Fn(&[u8], &[u8]) -> bool) -> Option<&[u8]> {
     loop {
         let (head, behind) = chunks.split_at_checked(CHUNK_HEAD_BYTES)?;

@@ -1,4 +1,4 @@
-//! Frames: a message in postcard, behind its length in bytes (32 bits, big-endian), over a pipe.
+//! Frames: the length of a message in bytes (32 bits, big-endian), then the message in postcard, over a pipe.
 
 use std::io;
 use std::marker::PhantomData;

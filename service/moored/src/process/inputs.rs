@@ -1,5 +1,6 @@
-//! Inputs of stages on their way to a worker. A stage's values are often those that the stage before had: the text of each item, the
-//! condition of each round, the sections of a film so far. What a worker was sent lately is therefore named, not sent again.
+//! Inputs of stages on their way to a worker. A stage often has the same values as the stage before it: the text of each item, the
+//! condition of each round, the sections of a film so far. So values that a worker received recently are named by a number and
+//! not sent again.
 //!
 //! Both ends keep the same list by the same rule, command by command, so that a position in it means the same bytes in both.
 
@@ -9,7 +10,7 @@ use bytes::Bytes;
 use engine::messages::Command;
 use serde::{Deserialize, Serialize};
 
-/// Fewer bytes are sent each time: finding them costs about as much.
+/// Shorter values are always sent, as the search for them costs about as much.
 const SHORTEST_BYTES: usize = 16 << 10;
 /// Bytes of values that a worker keeps for later commands.
 const KEPT_BYTES: usize = 64 << 20;
@@ -17,9 +18,9 @@ const KEPT_BYTES: usize = 64 << 20;
 /// A command as it goes over the pipe.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct SentCommand {
-    /// Numbers of inputs that will not be named any more: nothing else has their bytes.
+    /// Numbers of inputs that will not be named any more: the supervisor has dropped their bytes.
     released: Vec<u64>,
-    /// Of each input of the command, in order: its number where the worker has its bytes, which the command lacks then.
+    /// For each input of the command, in order: its number if the worker has its bytes, which the command then lacks.
     known: Vec<Option<u64>>,
     command: Box<Command>,
 }
@@ -29,13 +30,13 @@ pub(super) struct SentCommand {
 #[error("a command names input {0}, which was not sent before or is not kept any more")]
 pub(super) struct UnknownInput(u64);
 
-/// The inputs that were sent last, with their numbers; those used last are at the end.
+/// The inputs that were sent last, with their numbers; the most recently used are at the end.
 #[derive(Debug)]
 pub(super) struct RecentInputs {
     kept: VecDeque<(u64, Bytes)>,
-    /// Number of the next.
+    /// Number of the next input.
     next: u64,
-    /// Bytes that are kept at the most.
+    /// Most bytes that are kept.
     bound: usize,
 }
 
@@ -54,7 +55,7 @@ impl RecentInputs {
         }
     }
 
-    /// Leaves out of a command what its worker has.
+    /// Removes the bytes from a command that its worker has already.
     pub(super) fn send(&mut self, mut command: Box<Command>) -> SentCommand {
         let unshared = self.kept.iter().filter(|(_, data)| data.is_unique());
         let released: Vec<u64> = unshared.map(|(number, _)| *number).collect();
@@ -95,14 +96,14 @@ impl RecentInputs {
         Ok(command)
     }
 
-    /// The number of the same bytes: those in the same place, which nothing else takes while they are kept.
+    /// The number of an input with the same bytes. It is found by the address, which no other bytes can have while these are kept.
     fn number_of(&self, data: &Bytes) -> Option<u64> {
         let is_same = |kept: &Bytes| kept.as_ptr() == data.as_ptr() && kept.len() == data.len();
         let found = self.kept.iter().find(|(_, kept)| is_same(kept));
         found.map(|(number, _)| *number)
     }
 
-    /// Moves an input to the end; its bytes.
+    /// Moves an input to the end, and returns its bytes.
     fn use_again(&mut self, number: u64) -> Option<Bytes> {
         let place = self.kept.iter().position(|(kept, _)| *kept == number)?;
         let (number, data) = self.kept.remove(place)?;
@@ -110,7 +111,7 @@ impl RecentInputs {
         Some(data)
     }
 
-    /// Keeps an input for later commands, and drops those that were used least lately beyond the bound.
+    /// Keeps an input for later commands, and drops the least recently used ones beyond the bound.
     fn keep(&mut self, data: &Bytes) {
         if !(SHORTEST_BYTES..=self.bound).contains(&data.len()) {
             return;

@@ -25,7 +25,7 @@ pub(crate) struct WorkerSettings {
     pub(crate) headroom: Bytes,
     /// How the card's memory is managed.
     pub(crate) memory: MemoryProfile,
-    /// Of the worker's log, whose lines mix with the supervisor's.
+    /// Settings of the worker's log, whose lines mix with the supervisor's.
     pub(crate) log: LogSettings,
     /// Lock file of the worker; `None` for a card that cannot be shared by mistake.
     pub(crate) lock_file: Option<PathBuf>,

@@ -31,7 +31,7 @@ const BACK_OFF_RESET_UPTIME: Duration = Duration::from_secs(60);
 const START_LIMIT: Duration = Duration::from_secs(120);
 /// Grace period after `Shutdown` before a worker is killed.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
-/// What the pipes of a worker hold: the most that Linux lets every user have.
+/// Capacity of the pipes of a worker: the most that Linux allows every user.
 const PIPE_BYTES: usize = 1 << 20;
 
 /// Time to wait for the exit status of a lost worker before it is reported without one.

@@ -20,11 +20,11 @@ use crate::telemetry;
 const SUCCESS: i32 = 0;
 const FAILURE: i32 = 1;
 
-/// Runs until the supervisor shuts it down, or is gone. A worker ends without destructors and exit handlers: those of its
+/// Runs until the supervisor shuts it down, or has ended. A worker ends without destructors and exit handlers: those of its
 /// libraries would touch a card that may be lost, or run beside a thread that computes.
 pub(crate) fn run() -> ! {
-    // Weights and activations of a card in system memory come and go by hundreds of MiB: what was freed is to leave as well. Its
-    // threads compute, and allocate little besides.
+    // On a card in system memory, weights and activations of hundreds of MiB are allocated and freed: freed memory must be returned to
+    // the system. The threads compute, and allocate little besides.
     gpu::allocator::share_heaps(1);
     let code = serve().unwrap_or_else(|problem| {
         tracing::error!(%problem, "the worker ends");
@@ -33,7 +33,7 @@ pub(crate) fn run() -> ! {
     end(code)
 }
 
-/// Ends this process once its log is written: nobody else will.
+/// Writes the rest of the log, then ends this process: without destructors nothing else would write it.
 fn end(code: i32) -> ! {
     telemetry::flush();
     gpu::end_process(code)
@@ -75,8 +75,8 @@ fn serve() -> Result<i32, FrameError> {
     Ok(flush_then_fail(&events))
 }
 
-/// The pipe to the supervisor, moved away from standard output, which is the log from here on: what a library prints there would be read as
-/// a frame.
+/// The pipe to the supervisor, moved away from standard output, which is the log from here on: the supervisor would read
+/// a library's output there as a frame.
 fn take_output() -> std::io::Result<File> {
     let pipe = std::io::stdout().as_fd().try_clone_to_owned()?;
     rustix::stdio::dup2_stdout(std::io::stderr())?;

@@ -1,8 +1,8 @@
-//! The writer of the log: a thread of its own, so that a log that nobody reads stops nothing. What it cannot write in time waits in
-//! a bounded queue; beyond that lines are dropped, and a line says how many.
+//! The writer of the log: a thread of its own, so that a log that nobody reads blocks nothing else. Lines wait in
+//! a bounded queue; beyond its bound they are dropped, and a line reports their number.
 //!
-//! tracing-appender has the same, and where its output is stuck it prints to standard output at the end: that is the same pipe
-//! here, and would hold the process up.
+//! tracing-appender is similar, but if its output is stuck, it prints to standard output at the end. Here that is the same pipe,
+//! and would block the process.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -28,18 +28,18 @@ struct Shared {
 struct Waiting {
     lines: VecDeque<Vec<u8>>,
     bytes: usize,
-    /// Lines that were dropped and are not told of yet.
+    /// Lines that were dropped and are not reported yet.
     dropped: u64,
-    /// Whether lines that were taken are being written.
+    /// Whether lines that were taken from the queue are being written.
     is_writing: bool,
     writer: Option<ThreadId>,
 }
 
 impl Lines {
-    /// Starts the thread. `tell` is called in it with the number of lines that were dropped, once there is room again.
+    /// Starts the thread. `tell` is called in it with the number of dropped lines, once there is room again.
     ///
     /// # Errors
-    /// When the system gives no thread.
+    /// When the system cannot start a thread.
     pub(super) fn start(
         output: impl Write + Send + 'static,
         tell: impl Fn(u64) + Send + 'static,
@@ -58,7 +58,7 @@ impl Lines {
     pub(super) fn push(&self, line: &[u8]) {
         let mut waiting = self.lock();
         let is_full = !waiting.lines.is_empty() && waiting.bytes + line.len() > MOST_BYTES;
-        // The writer's own line is about those that were dropped.
+        // The writer's own line, which reports dropped lines, is always accepted.
         if is_full && waiting.writer != Some(std::thread::current().id()) {
             waiting.dropped += 1;
             return;
@@ -69,7 +69,7 @@ impl Lines {
         self.0.changed.notify_all();
     }
 
-    /// Waits until all lines are written, for so long at the most.
+    /// Waits until all lines are written, for at most `limit`.
     pub(super) fn flush(&self, limit: Duration) {
         let waiting = self.lock();
         let some_are_left =
@@ -96,7 +96,7 @@ impl Lines {
                 let _ = output.write_all(&line);
             }
             let _ = output.flush();
-            // They were dropped when those that are written now took all the room.
+            // The dropped lines belong here: they arrived while the lines that are written now took all the room.
             if dropped > 0 {
                 tell(dropped);
             }
@@ -118,7 +118,7 @@ impl<'a> MakeWriter<'a> for Lines {
 }
 
 impl Write for &Lines {
-    /// Takes a whole line, as the log's formatter writes each at once.
+    /// Takes a whole line, since the log's formatter writes each line at once.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.push(line);
         Ok(line.len())
@@ -145,7 +145,7 @@ mod tests {
 
     impl Write for Stuck {
         fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-            let _ = self.may_write.recv(); // once nobody holds it up any more, it fails at once
+            let _ = self.may_write.recv(); // fails at once when the sender is dropped
             let _ = self.written.send(line.to_vec());
             Ok(line.len())
         }
@@ -167,7 +167,7 @@ mod tests {
         let line = |number: usize| format!("{number:>1000}\n").into_bytes();
         let many = 4 * MOST_BYTES / 1000;
         for number in 0..many {
-            lines.push(&line(number)); // in the thread that would stand still
+            lines.push(&line(number)); // in the thread that would be blocked
         }
         drop(go_on);
         lines.flush(LONG);
@@ -206,7 +206,7 @@ mod tests {
         let lines = Lines::start(Stuck { may_write, written }, move |dropped| {
             if let Some(lines) = &*in_thread.lock().unwrap() {
                 while lines.lock().bytes <= MOST_BYTES - 1001 {
-                    lines.push(&[b'x'; 1000]); // others have filled it again
+                    lines.push(&[b'x'; 1000]); // other threads have filled it again
                 }
                 lines.push(format!("{dropped} were dropped\n{}", "-".repeat(2000)).as_bytes());
             }

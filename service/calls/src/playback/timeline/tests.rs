@@ -344,7 +344,7 @@ fn segments_that_fail_one_after_the_other_leave_no_step() {
 }
 
 proptest::proptest! {
-    /// Segments of one level each, that come at any time or not at all: what sounds never jumps.
+    /// Segments of one level each, which arrive at any time or not at all: the sound never jumps.
     #[test]
     fn no_order_of_events_makes_a_click(events in proptest::collection::vec((0_u8..6, 2_u32..8, 1_u64..90), 1..80)) {
         let mut timeline = Timeline::new(settings(80, true));
@@ -372,7 +372,7 @@ proptest::proptest! {
         }
     }
 
-    /// Whatever comes in whatever order, chunks follow each other, nothing sounds that has not come, and the segments that
+    /// For pieces in any order: chunks follow each other, only samples that have arrived sound, and the segments that
     /// sound ascend.
     #[test]
     fn rendered_sound_is_contiguous_for_any_order_of_events(
@@ -393,7 +393,7 @@ proptest::proptest! {
                 1 if segment <= expected => {
                     timeline.fail(segment);
                     failed.push(segment);
-                    last = 0; // an earlier one may go on
+                    last = 0; // an earlier segment may continue
                 }
                 2 | 3 if segment <= expected => {
                     timeline.add(segment, &part(7, 500, part_of * 100, 100)).unwrap();

@@ -1,4 +1,4 @@
-//! Pins, holds, reservations: what clients claim. Workers are told in full whenever it changes, and when they are new.
+//! Pins, holds and reservations of clients. A worker is sent the whole set of claims when it is new and whenever the set changes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::queue::cards::{PendingRequest, ReservationRequest};
 use crate::queue::request::{OpenModels, Reply};
 
 impl Core {
-    /// Returns the keys of all that are pinned.
+    /// Returns the keys of all pinned entries.
     pub(in crate::queue) fn pin(
         &mut self,
         entry: &Arc<Entry>,
@@ -30,7 +30,7 @@ impl Core {
         self.claims.pinned()
     }
 
-    /// Returns the keys of all that are pinned still.
+    /// Returns the keys of all entries that are still pinned.
     pub(in crate::queue) fn unpin(&mut self, key: &str, now: Instant) -> Vec<String> {
         self.claims.unpin(key);
         self.claims_changed(now);
@@ -75,7 +75,7 @@ impl Core {
         released
     }
 
-    /// Tells the workers whom it concerns.
+    /// Sends the changed claims to the workers.
     pub(super) fn claims_changed(&mut self, now: Instant) {
         for index in 0..self.cards.len() {
             self.send_claims(index, false, now);
@@ -84,7 +84,7 @@ impl Core {
         self.dirty = true;
     }
 
-    /// Tells one worker what must stay, and has a fresh one's pinned components brought back.
+    /// Sends one worker the set of claims on its card. A fresh worker reloads the pinned components that the last one lost.
     pub(super) fn send_claims(&mut self, index: usize, fresh_worker: bool, now: Instant) {
         let dtype = self.cards[index].description.compute_dtype.clone();
         let lost = match fresh_worker {
@@ -94,7 +94,7 @@ impl Core {
         let view = self.view(now);
         let (away, beside) = view.swaps_on(index);
         let standing = self.claims.standing(index, &dtype, &away, beside);
-        let back = self.claims.pinned_among(&lost, &dtype, &away); // a swap brings back its own
+        let back = self.claims.pinned_among(&lost, &dtype, &away); // a swap reloads its own
         let card = &mut self.cards[index];
         card.send_claims(standing, fresh_worker);
         card.restore.extend(back);
@@ -117,7 +117,7 @@ impl Core {
         self.make_room(index, request.bytes, request, reply, now);
     }
 
-    /// A reservation goes on: what it has more than before is made free.
+    /// Renews a reservation. Bytes that it has in addition are made free.
     pub(in crate::queue) fn renew_reservation(
         &mut self,
         mut request: ReservationRequest,
@@ -132,7 +132,7 @@ impl Core {
             request.bytes = had;
         }
         if request.bytes > had {
-            // What it has is kept free already.
+            // Its present bytes are kept free already.
             let more = request.bytes - had;
             return self.make_room(index, more, request, reply, now);
         }
@@ -150,7 +150,7 @@ impl Core {
         now: Instant,
     ) {
         if !self.cards[index].is_ready() {
-            // Its next worker would never see the command: what was sent to the last one is dropped.
+            // The card's next worker would never see the command, as commands to the last one are dropped.
             let card = self.cards[index].description.id.clone();
             let _ = reply.send(Err(self.view(now).not_ready(&card)));
             return;
@@ -179,7 +179,7 @@ impl Core {
         })
     }
 
-    /// The worker has made room, or as much as it could. Until now nothing was sent that could have taken it.
+    /// The worker has made room, or as much as it could. No order was sent meanwhile that could have taken the room.
     pub(super) fn room_made(
         &mut self,
         index: usize,
@@ -235,7 +235,7 @@ impl Core {
     }
 }
 
-/// A reservation of what could be had.
+/// The alternative: a reservation of the bytes that are available.
 fn less_of(bytes: Bytes) -> Vec<Fallback> {
     let whole = Bytes(bytes.0 >> 20 << 20);
     let fallback = Fallback {

@@ -19,7 +19,7 @@ use crate::queue::reductions::{Reduction, Reductions};
 use crate::queue::steps::{Model, Step, StepKind};
 
 impl Core {
-    /// Starts all that can start, and tells the others why they cannot.
+    /// Starts all jobs that can start, and reports to the others why they cannot.
     pub(super) fn dispatch(&mut self, now: Instant) {
         self.bring_back(now);
         self.go_on(now);
@@ -74,7 +74,7 @@ impl Core {
         }
     }
 
-    /// Pinned components come back to a fresh worker before anything runs on it.
+    /// Reloads pinned components on a fresh worker before anything else runs on it.
     fn bring_back(&mut self, now: Instant) {
         for index in 0..self.cards.len() {
             if !self.cards[index].is_free() {
@@ -108,7 +108,7 @@ impl Core {
     /// A job that runs keeps its card for its next stage, unless that has to wait.
     fn go_on(&mut self, now: Instant) {
         for index in 0..self.cards.len() {
-            // Several where they have shared a pass: the earliest first.
+            // There are several if they have shared a pass: the earliest is the first.
             let keepers = self
                 .jobs
                 .values_mut()
@@ -136,7 +136,7 @@ impl Core {
         }
     }
 
-    /// Waits for memory of others, and tells of it at each tick.
+    /// The job waits for memory of other programs; its listeners get an event about that at each tick.
     fn wait(&mut self, id: &JobId, mut patience: Patience, now: Instant) {
         let left = Duration::from_millis(patience.wait.left(self.view(now).time));
         let Some(job) = self.jobs.get_mut(id) else { return };
@@ -146,7 +146,7 @@ impl Core {
             return;
         }
         let over = now + left;
-        let at_the_end = (over > now).then_some(over); // a worker may say wait to one who risks it
+        let at_the_end = (over > now).then_some(over); // a worker may answer `Wait` even to a job that accepts low memory
         patience.next_tick = at_the_end.map_or(now + TICK, |over| over.min(now + TICK));
         let shortage = patience.shortage.clone();
         let event = JobEventKind::Waiting {
@@ -164,7 +164,7 @@ impl Core {
         job.emit(now, event);
     }
 
-    /// A job whose patience is over goes on waiting for what its refusal is to say.
+    /// A job whose patience is over waits on until the alternatives for its refusal are known.
     fn wait_for_offers(&mut self, id: &JobId, mut patience: Patience, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         patience.next_tick = now + TICK;
@@ -174,7 +174,7 @@ impl Core {
         }
     }
 
-    /// Has a job's model opened in fewer bytes, once; it is looked at again when that is done.
+    /// Has a job's model opened in smaller formats, once. The job is decided again when that is done.
     fn open_reductions(&mut self, id: &JobId) {
         let cards = self.cards.iter().map(|card| card.description.clone());
         let Some(job) = self.jobs.get_mut(id) else { return };
@@ -191,7 +191,7 @@ impl Core {
 
     pub(super) fn reductions_opened(&mut self, id: &JobId, mut reductions: Vec<Reduction>) {
         for reduction in &mut reductions {
-            // Under the identities that they go by now, as the job's own.
+            // With their current identities, like the job's own components.
             reduction.models = self.refreshed(&reduction.entry, &reduction.models);
         }
         if let Some(job) = self.jobs.get_mut(id) {
@@ -295,7 +295,7 @@ impl Core {
         }
     }
 
-    /// Whether the values of a job's next step were taken, so that it comes to the one behind.
+    /// Whether the values of a job's next step were taken from the cache, so that the job goes on to the step after it.
     fn take_cached_step(&mut self, id: &JobId, index: usize, now: Instant) -> bool {
         let card = &self.cards[index].description;
         let Some(job) = self.jobs.get(id) else {
@@ -377,7 +377,7 @@ impl Core {
     }
 }
 
-/// As the public API names it.
+/// Name of the cause in the public API.
 fn cause_name(cause: WaitCause) -> &'static str {
     match cause {
         WaitCause::LateEviction => "late_eviction",

@@ -1,4 +1,4 @@
-//! How jobs go on and end: exactly once, with everything that they had handed back.
+//! How jobs go on and end. A job ends exactly once, and all that it held is released then.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::queue::record::{JobRecord, State};
 use crate::queue::steps::{Model, StepKind};
 
 impl Core {
-    /// Ends a job from outside: at once where it only waits, else as soon as its worker lets go of it.
+    /// Ends a job from outside: at once if it only waits, else as soon as its worker has stopped.
     pub(super) fn stop(&mut self, id: &JobId, why: Error, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else {
             return;
@@ -32,7 +32,7 @@ impl Core {
         self.dirty = true;
     }
 
-    /// A worker whose order no job needs any more has to let go of it in the time that a cancel takes.
+    /// A worker whose order no job needs any more must end the order within the time limit of a cancel.
     pub(super) fn end_unneeded_order(&mut self, index: usize, now: Instant) {
         let is_ending = |id: &JobId| self.jobs.get(id).is_some_and(JobRecord::is_ending);
         let running = self.cards[index].in_flight.as_mut();
@@ -83,7 +83,7 @@ impl Core {
         }
     }
 
-    /// The last that a job does.
+    /// Ends a job: releases what it holds, and emits its last event.
     pub(super) fn end(&mut self, id: &JobId, result: Result<(), Error>, now: Instant) {
         self.replan = true;
         self.dirty = true;
@@ -164,7 +164,7 @@ impl Core {
     }
 }
 
-/// One line for each job that ends: where it ran, and where its time went.
+/// Logs a line for each job that ends: its card, and the times of its phases.
 fn log_end(job: &JobRecord, card: &str, result: &Result<(), Error>) {
     let stages = || job.report.stages.iter();
     let (waited, moved, ran): (Duration, Duration, Duration) = (

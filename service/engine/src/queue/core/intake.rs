@@ -71,8 +71,8 @@ impl Core {
         Ok(handle)
     }
 
-    /// The files of a job's model were replaced. It begins again with those that are there now, once, if nothing of its result
-    /// was made with the others; false: it cannot.
+    /// The files of a job's model were replaced. The job begins again with the new files, once, if nothing of its result
+    /// was made with the old ones. False: it cannot.
     pub(super) fn reopen(&mut self, id: &JobId, problem: &str, now: Instant) -> bool {
         let cards = self.cards.iter().map(|card| card.description.clone());
         let Some(job) = self.jobs.get_mut(id).filter(|job| job.may_begin_again()) else {
@@ -119,8 +119,8 @@ impl Core {
         self.replan = true;
     }
 
-    /// Places of the queue are shared before fair shares begin: a client and an address have so many at the most, and the last
-    /// places are for addresses that have none. A transport without addresses has clients alone.
+    /// Bounds the number of jobs in the queue: of all, of one client and of one address. The last places are kept for addresses that
+    /// have no job. On a transport without addresses, only clients are bounded.
     fn check_places(&self, options: &JobOptions) -> Result<(), Error> {
         let Settings {
             max_jobs,
@@ -157,8 +157,8 @@ impl Core {
         self.jobs.values().filter(|job| are_meant(&job.options)).count()
     }
 
-    /// A job is refused whose init images no worker can be sent, and while the init images of those before it leave no room for
-    /// its own.
+    /// Refuses a job whose init images exceed what one command to a worker can hold. Also refuses a job while the init images of
+    /// other jobs leave no room for its own.
     fn check_input_bytes(&self, work: &JobWork) -> Result<(), Error> {
         let (own, others) = (input_bytes(work), self.jobs.values());
         let most = self.settings.job_input_bytes;
@@ -177,7 +177,7 @@ impl Core {
         Ok(())
     }
 
-    /// What a submission would need and do on a card, or on the one that would be picked.
+    /// The plan of a submission on a card, or on the card that would be chosen.
     pub(in crate::queue) fn plan_report(
         &mut self,
         submission: Submission,
@@ -263,7 +263,7 @@ impl Core {
             unread,
             replay,
         };
-        // In the order of the card with the most memory: which one it will be is not known yet.
+        // In the order for the card with the most memory, as the job's card is not known yet.
         let largest = (0..self.cards.len()).max_by_key(|&card| self.cards[card].ledger.capacity());
         let policy = largest.map_or_else(Policy::default, |card| self.view(now).policy(&job, card));
         let plan = job.plans.values().next().map_or(&[][..], Vec::as_slice);
@@ -275,8 +275,8 @@ impl Core {
         Ok(job)
     }
 
-    /// An entry's components under the identities that they go by now. This is the moment to change over to hashes
-    /// that have been found, as far as nothing goes by the old identities.
+    /// An entry's components with their current identities. Hashes that have been found since replace the old
+    /// identities here, except those that a job, a claim or a card still uses.
     pub(super) fn refreshed(&mut self, entry: &Entry, models: &OpenModels) -> OpenModels {
         self.library.adopt(&|id| self.is_named(id));
         let refreshed = models.iter().map(|(dtype, open)| {
@@ -308,8 +308,8 @@ impl Core {
             })
     }
 
-    /// Values that a client names must be what this model decodes, and of the shapes that the request asks for; they stay
-    /// while the job does.
+    /// Checks that the latent of a client fits this model's decoder and the shapes of the request, and leases it until the job
+    /// ends.
     fn lease_input(&mut self, job: &mut JobRecord, now: Instant) -> Result<(), Error> {
         let JobWork::Run(run) = &job.work else {
             return Ok(());
@@ -402,7 +402,7 @@ impl Core {
         })
     }
 
-    /// For one more listener of an account.
+    /// A mailbox for one more listener of an account.
     fn mailbox(&mut self, account: &str) -> Arc<Mailbox> {
         let unread = self.unread_of(account);
         Arc::new(Mailbox::new(self.settings.unread_pictures, unread))
@@ -449,14 +449,14 @@ impl Core {
         Err(Error::JobNotFound(id.to_owned()))
     }
 
-    /// The jobs there are, oldest first, and on request those that have ended lately, the latest first.
+    /// The jobs in the queue, oldest first, and on request those that have ended recently, the latest first.
     pub(in crate::queue) fn infos(&self, include_ended: bool, now: Instant) -> Vec<JobInfo> {
         let ended = self.ended.infos().filter(|_| include_ended).cloned();
         self.view(now).infos().into_iter().chain(ended).collect()
     }
 }
 
-/// One more listener of a job.
+/// Adds a listener to a job.
 fn listen(job: &mut JobRecord, listener: u64, mailbox: Arc<Mailbox>, joined: bool) -> Joined {
     job.listeners.insert(listener, mailbox.clone());
     Joined {
@@ -482,7 +482,7 @@ fn replay(mailbox: &Mailbox, at_ms: u64, events: &[JobEvent]) {
     }
 }
 
-/// Values as decoding names them: one that came without a name is the only one that is decoded.
+/// Renames values to the names that decoding uses: a single value without a name becomes the only one that is decoded.
 fn named_as_decoded(mut values: Values, plans: &BTreeMap<String, Vec<model::StagePlan>>) -> Values {
     let plan = plans.values().next().map_or(&[][..], Vec::as_slice);
     if let [only] = decodable(plan)[..]

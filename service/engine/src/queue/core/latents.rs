@@ -1,4 +1,4 @@
-//! Latents that clients ask for, bring, and give up.
+//! Latents that clients ask for, upload and release.
 
 use model::Values;
 use tokio::time::Instant;
@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::job::{Latent, LatentInfo};
 
 impl Core {
-    /// A latent with its numbers; that is a use.
+    /// A latent with its tensors. This renews its time to live.
     pub(in crate::queue) fn latent(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
         self.latents.get(id, now)
     }

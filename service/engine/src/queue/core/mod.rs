@@ -1,4 +1,4 @@
-//! The queue without IO: it takes [`Input`]s and says in [`Effect`]s what is to be done outside. Only the core sees two owners
+//! The queue without IO: it takes [`Input`]s and returns [`Effect`]s, which the shell carries out. Only the core sees two owners
 //! of state: every other file owns its own, or decides over a [`View`] and changes nothing.
 //!
 //! Replies and mailboxes are memory. Delivering into them can neither block nor fail, so that is done here.
@@ -57,12 +57,12 @@ pub(super) enum Input {
     Signal(CardSignal),
     /// A listener has left its job.
     Left { job: JobId, listener: u64 },
-    /// What came of [`Effect::Reopen`].
+    /// The result of [`Effect::Reopen`].
     Reopened {
         job: JobId,
         submission: Result<Box<Submission>, Error>,
     },
-    /// What [`Effect::OpenReductions`] has found.
+    /// The result of [`Effect::OpenReductions`].
     ReductionsOpened { job: JobId, reductions: Vec<Reduction> },
 }
 
@@ -95,7 +95,7 @@ pub(super) enum Effect {
 /// The owners of the queue's state.
 pub(super) struct Core {
     settings: Settings,
-    /// Asked only for what it has in memory.
+    /// The core asks it only for data that it has in memory.
     library: Arc<Library>,
     cards: Vec<CardRecord>,
     jobs: BTreeMap<JobId, JobRecord>,
@@ -108,7 +108,7 @@ pub(super) struct Core {
     unloads: Vec<PendingUnload>,
     trims: BTreeMap<u64, PendingTrim>,
     recycles: Vec<PendingRecycle>,
-    /// Of the accounts that have listeners, by name.
+    /// Unread bytes of the accounts that have listeners, by name.
     unread: BTreeMap<String, Weak<Unread>>,
     drain: Option<Drain>,
     effects: Vec<Effect>,
@@ -121,7 +121,7 @@ pub(super) struct Core {
     epoch: Instant,
 }
 
-/// The end of all jobs is waited for.
+/// A call that waits for the end of all jobs.
 struct Drain {
     deadline: Instant,
     replies: Vec<Reply<()>>,
@@ -161,7 +161,7 @@ impl Core {
         }
     }
 
-    /// Takes what has come in, lets time pass, starts what can start, and returns what is to be done outside.
+    /// One turn: takes the inputs, lets time pass, starts all jobs that can start, and returns the effects for the shell.
     pub(super) fn on(&mut self, inputs: impl IntoIterator<Item = Input>, now: Instant) -> Vec<Effect> {
         for input in inputs {
             match input {
@@ -184,7 +184,7 @@ impl Core {
         self.take_effects()
     }
 
-    /// Ends all jobs with the queue.
+    /// Ends all jobs, as the queue ends.
     pub(super) fn end_all(&mut self, now: Instant) {
         let all: Vec<JobId> = self.jobs.keys().cloned().collect();
         for id in all {
@@ -192,7 +192,7 @@ impl Core {
         }
     }
 
-    /// All that a decision may look at.
+    /// The state that a decision may read.
     pub(super) fn view(&self, now: Instant) -> View<'_> {
         View {
             now,
@@ -214,7 +214,7 @@ impl Core {
         self.dirty
     }
 
-    /// The status, of which no change is left.
+    /// The current status. It is no longer dirty afterwards.
     pub(super) fn take_status(&mut self, now: Instant) -> StatusReport {
         self.dirty = false;
         self.view(now).status_report()
@@ -245,7 +245,7 @@ impl Core {
             .min()
     }
 
-    /// Refuses new jobs, and answers when no job is left; those that are there at the deadline are cancelled.
+    /// Refuses new jobs, and answers when no job is left; jobs that are left at the deadline are cancelled.
     pub(super) fn drain(&mut self, deadline: Instant, reply: Reply<()>) {
         let drain = self.drain.get_or_insert(Drain {
             deadline,
@@ -256,7 +256,7 @@ impl Core {
         drain.replies.push(reply);
     }
 
-    /// How many of everything there are. For tests.
+    /// Numbers of all kept objects, by kind. For tests.
     pub(super) fn census(&self) -> Vec<(&'static str, usize)> {
         let (cards, jobs) = (|| self.cards.iter(), || self.jobs.values());
         vec![
@@ -297,7 +297,7 @@ impl Core {
         effects
     }
 
-    /// Carries out what a point in time asks for.
+    /// Carries out everything that is due at this time.
     fn pass_time(&mut self, now: Instant) {
         self.dirty |= self.latents.expire(now);
         self.learned.expire(now);
@@ -324,7 +324,7 @@ impl Core {
         }
     }
 
-    /// A job whose last listener was dropped because it does not read ends as if that one had left.
+    /// Ends jobs whose last listener was dropped because it did not read, as if that listener had left.
     fn stop_unread_jobs(&mut self, now: Instant) {
         let live = self.jobs.values().filter(|job| !job.is_ending());
         let unread = live.filter(|job| !job.detached && job.listeners.is_empty());
@@ -373,7 +373,7 @@ impl Core {
     }
 }
 
-/// When a job that does not run wants to be looked at again, should nothing else happen.
+/// When a job that does not run must be decided again, even if nothing else happens.
 fn next_look(job: &JobRecord) -> Option<Instant> {
     if job.is_running() {
         return None;

@@ -33,7 +33,7 @@ impl Core {
         self.dirty = true;
     }
 
-    /// Workers that are to be replaced end once they have nothing left to do, whether or not whoever asked still waits.
+    /// Workers that are to be replaced end once they have nothing left to do, whether or not the client that asked still waits.
     pub(super) fn recycle_retired_workers(&mut self) {
         self.recycles.retain(PendingRecycle::is_asked_for);
         for card in &mut self.cards {

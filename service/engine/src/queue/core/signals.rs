@@ -233,7 +233,7 @@ impl Core {
         }
     }
 
-    /// Has a job of failed shared passes run again, alone: the fault may be of another job.
+    /// Has a job of a failed shared pass run again, alone: the fault may be another job's.
     fn run_alone(&mut self, id: &JobId, outcome: &Outcome) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.attempt.alone = !matches!(outcome, Outcome::Cancelled);
@@ -246,7 +246,7 @@ impl Core {
         }
     }
 
-    /// Ends an order: its job is queued again, and the error that it is to end with is returned.
+    /// Detaches a job from its ended order and queues it again. Returns the error that the job is to end with, if there is one.
     fn let_go(&mut self, id: &JobId, running: &InFlight, is_charged: bool, now: Instant) -> Option<Error> {
         let took = now.duration_since(running.sent);
         gpu::Timeline::log("round trip of an order", &running.need.name, took);
@@ -279,7 +279,7 @@ impl Core {
         job.attempt.refusals.insert(index, refusal);
     }
 
-    /// A step ran to its end: what it taught, what it made, what comes next.
+    /// A step ran to its end: records its measurements, takes its values, and goes on to the next step.
     fn completed(
         &mut self,
         id: &JobId,
@@ -342,13 +342,13 @@ impl Core {
         job.go_to(job.cursor + 1);
         job.begun = true;
         job.state = match job.shared_pass(job.cursor) {
-            Some(_) => State::queued(), // others may join the pass first
+            Some(_) => State::queued(), // other jobs may join the pass first
             None => State::queued_on(index),
         };
         Ok(())
     }
 
-    /// Keeps what a stage gave for other jobs, if it has a memo: only what is exact, since they may have the memory for that.
+    /// Caches the values of a stage with a memo for other jobs. Only exact values: the other jobs may have the memory for these.
     fn remember_values(&mut self, id: &JobId, step: Step, dtype: &str, values: &Values) {
         if let StepKind::Stage(index) = step.kind
             && let Some(key) = self.jobs.get(id).and_then(|job| job.memo_key(index, dtype))
@@ -357,8 +357,8 @@ impl Core {
         }
     }
 
-    /// What a stage gave goes where later steps find it: for all items, for its own, or into the store where a client may
-    /// ask for it.
+    /// Puts the values of a stage where later steps find them: for all items, for the stage's own item, or in the store, from which
+    /// clients can get them.
     fn take_values(
         &mut self,
         id: &JobId,
@@ -392,7 +392,7 @@ impl Core {
             .into_iter()
             .partition(|(name, _)| job.belongs_in_store(step, name));
         let of_item = job.item_values.entry(step.item).or_default();
-        of_item.retain(|name, _| !kept.contains_key(name)); // what is given again is another value
+        of_item.retain(|name, _| !kept.contains_key(name)); // a value of the same name replaces the old one
         of_item.extend(own);
         job.forget_untaken(step.item);
         if !kept.is_empty() {
@@ -464,7 +464,7 @@ impl Core {
         }
     }
 
-    /// A worker is gone. What ran on it is tried once more; what was asked of it is answered as well as can be.
+    /// A worker has ended. Jobs that ran on it are tried once more, and requests to it are answered as far as possible.
     fn lost(&mut self, index: usize, generation: u64, reason: &str, restarts_in: Duration, now: Instant) {
         let headroom = self.settings.headroom;
         let card = &mut self.cards[index];
@@ -476,7 +476,7 @@ impl Core {
         tracing::warn!(card = %card.description.id, generation, reason, "the worker is lost");
         for pending in pending_requests.into_values() {
             let answer = match &pending {
-                // A process that is gone has given all of its memory back.
+                // A process that has ended has returned all of its memory.
                 PendingRequest::Unload { components, .. } | PendingRequest::Swap { components, .. } => {
                     let gone = residents.iter().filter(|c| components.contains(&c.id));
                     let unloaded = |c: &residency::Component| gpu::Unloaded {
@@ -511,7 +511,7 @@ impl Core {
         self.replan = true;
     }
 
-    /// A worker died while it ran an order, which counts against the job unless somebody asked for it.
+    /// A worker died while it ran an order. That counts against the job, unless a client asked to end the worker.
     fn died_of(
         &mut self,
         index: usize,
@@ -532,7 +532,7 @@ impl Core {
         job.attempt.deaths += u32::from(!is_asked_for);
         let deaths = job.attempt.deaths;
         let stage = running.need.name.clone();
-        // A CPU does not hang: what was silent for the whole limit there was slow, and would be so again.
+        // A CPU does not hang: an order that was silent there for the whole limit was slow, and would be slow again.
         let is_slow = kind == CardKind::Cpu
             && running
                 .silent
@@ -564,7 +564,7 @@ impl Core {
     }
 }
 
-/// Whether a stage that shared passes is run again, alone: none of its own faults ended it.
+/// Whether a stage that shared passes is to be run again, alone: it did not end by a fault of its own.
 fn is_to_run_alone(outcome: &Outcome) -> bool {
     match outcome {
         Outcome::Wait(_)

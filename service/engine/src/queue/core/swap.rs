@@ -1,4 +1,4 @@
-//! The steps of a swap that are no order: it begins, makes way, unloads, and is undone.
+//! The steps of a swap that send no order: its begin, the unloads, and the undo.
 
 use tokio::time::Instant;
 
@@ -44,14 +44,14 @@ impl Core {
         self.send_claims(index, false, now);
     }
 
-    /// Has workers unload what the swap's next step takes off their cards. False: there is nothing to unload.
+    /// Sends workers the unloads of the swap's next step. False: there is nothing to unload.
     pub(super) fn begin_unload(&mut self, id: &JobId, now: Instant) -> bool {
         let Some(job) = self.jobs.get(id) else {
             return false;
         };
         let is_proven = job.is_proven();
         if let Some(swap) = job.swap.as_ref().filter(|_| is_proven) {
-            // The turning point: what the old model was kept for, the new one is kept for now.
+            // The turning point: the pins and holds of the old model are the new one's from here on.
             self.claims.pass_on(&swap.old.key, &job.entry.key);
         }
         let (leave, kept) = self.view(now).unload_of_swap(job);
@@ -99,7 +99,7 @@ impl Core {
         true
     }
 
-    /// A worker has unloaded what a swap had it unload.
+    /// A worker has answered an unload of a swap.
     pub(super) fn unloaded_for_swap(&mut self, id: &JobId, index: usize, answer: Answer, now: Instant) {
         let card = self.cards[index].description.id.clone();
         let Some(job) = self.jobs.get_mut(id) else {
@@ -141,7 +141,7 @@ impl Core {
         }
     }
 
-    /// A swap failed that had begun: its undo list takes the place of its steps.
+    /// A swap failed after it had begun: its undo list replaces its steps.
     pub(super) fn undo_swap(&mut self, id: &JobId, error: Error, now: Instant) {
         let Some(job) = self.jobs.get(id) else { return };
         let is_displaced = !self.view(now).displaced(job).is_empty();

@@ -1,4 +1,4 @@
-//! Taking entries off cards: on request, after the jobs that use them, or when they have been unused for long.
+//! Unloads entries from cards: on request, after the jobs that use them, or when they have been unused for long.
 
 use residency::Bytes;
 use tokio::time::Instant;
@@ -13,7 +13,7 @@ use crate::queue::request::{OpenModels, Reply};
 use crate::queue::unloads::{EntryToUnload, PendingTrim, PendingUnload};
 
 impl Core {
-    /// An entry that is known by its key, with its components as it was used last.
+    /// A known entry by its key, with its components at its last use.
     pub(in crate::queue) fn known_to_unload(&self, key: &str) -> Option<EntryToUnload> {
         let known = self.claims.get(key)?;
         Some(EntryToUnload {
@@ -129,8 +129,8 @@ impl Core {
         done.into_iter().for_each(PendingTrim::reply);
     }
 
-    /// Entries that have been unused for long leave the cards, those of the same time together: none keeps what it
-    /// shares for another of them.
+    /// Unloads entries that have been unused for long. Entries that become idle at the same time are unloaded together, so
+    /// that none of them keeps a shared component for another.
     pub(super) fn unload_idle_entries(&mut self, now: Instant) {
         if self.view(now).next_idle_unload().is_some_and(|at| at <= now) {
             let idle = self.view(now).idle_entries();

@@ -58,7 +58,7 @@ async fn a_full_store_drops_the_oldest_latent_and_never_a_leased_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_latent_given_up_is_gone_for_clients_at_once_and_stays_until_its_jobs_end() {
+async fn a_released_latent_is_gone_for_clients_at_once_and_stays_until_its_jobs_end() {
     let mut latents = Latents::new(Bytes(40), Duration::from_secs(10));
     let now = Instant::now();
     let idle = latents.put(tensor(), "vae".into(), ME.into(), now).unwrap();
@@ -191,7 +191,7 @@ fn latents_that_jobs_of_one_client_need_leave_the_last_eighth_to_others() {
 /// Whatever one client does, another that has no more than an eighth of the room loses nothing, and the store keeps to its
 /// bounds but for what jobs need.
 #[test]
-fn no_client_drops_what_another_keeps_in_an_eighth_of_the_room() {
+fn no_client_displaces_latents_of_another_within_an_eighth_of_the_room() {
     const COUNT: u64 = 24;
     const BYTES: u64 = 64 * 24;
     for seed in 0..200 {

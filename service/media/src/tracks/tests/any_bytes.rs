@@ -1,4 +1,4 @@
-//! Whatever bytes a WAV or FLAC file has, reading it ends in an error or in a track that may be.
+//! For any bytes of a WAV or FLAC file, reading ends in an error or in a valid track.
 
 use bolero::check;
 

@@ -409,7 +409,7 @@ fn frame_of(message: &impl Serialize) -> Vec<u8> {
     frame
 }
 
-/// Writes all messages one behind the other, and reads them as a worker does and as a supervisor does.
+/// Writes all messages one after the other, and reads them as a worker does and as a supervisor does.
 fn arrive_as_they_were<M: Serialize + DeserializeOwned + PartialEq + Debug>(messages: &[M]) {
     let pipe: Vec<u8> = messages.iter().flat_map(frame_of).collect();
     let (mut blocking, mut buffer) = (&pipe[..], BytesMut::from(&pipe[..]));
@@ -498,7 +498,7 @@ fn a_frame_that_is_too_large_is_neither_read_nor_written() {
     assert!(pipe.is_empty());
 }
 
-/// A frame with these bytes behind its length.
+/// A frame with these bytes after its length.
 fn framed(bytes: &[u8]) -> Vec<u8> {
     [&(bytes.len() as u32).to_be_bytes()[..], bytes].concat()
 }
@@ -529,7 +529,7 @@ fn garbage_is_an_error() {
     ));
 }
 
-/// Whatever bytes a frame has: a message that is read of them is written as it was read.
+/// For any bytes of a frame: a message that is read from them is written unchanged.
 #[test]
 fn any_frame_is_read_safely() {
     fn check_frame<M: Serialize + DeserializeOwned>(frame: &[u8]) {
@@ -542,7 +542,7 @@ fn any_frame_is_read_safely() {
             assert_eq!(frame_of(&again), written);
         }
     }
-    // Without their length, which is that of what is left of them.
+    // Without the length, which is computed from the remaining bytes.
     let frames = |messages: Vec<Vec<u8>>| -> Vec<Vec<u8>> {
         messages
             .into_iter()

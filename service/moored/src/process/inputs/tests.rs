@@ -127,7 +127,7 @@ fn a_worker_refuses_a_number_that_it_was_not_sent() {
 }
 
 proptest::proptest! {
-    /// Whatever is sent again, dropped, or pushed out of the bound, the worker gets each command as it was given.
+    /// The worker gets each command unchanged, even if inputs are sent again, dropped, or evicted from the bounded cache.
     #[test]
     fn a_worker_gets_every_command_whole(
         turns in proptest::collection::vec((0_usize..8, 0_usize..8, 0_usize..8, proptest::bool::ANY), 1..60),
