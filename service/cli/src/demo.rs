@@ -51,8 +51,10 @@ pub(super) async fn run(
     let headroom = config.cards.headroom;
     let outcome = match LocalService::start(program, config).await {
         Ok((service, client)) => {
-            let generated = generate_all(&client, headroom, &options, as_json).await;
-            generated.and(service.end().await)
+            match generate_all(&client, headroom, &options, as_json).await {
+                Ok(()) => service.end().await,
+                Err(problem) => Err(service.end_after(problem).await),
+            }
         }
         Err(problem) => Err(problem),
     };

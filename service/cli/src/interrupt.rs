@@ -1,6 +1,7 @@
 //! Ctrl-C, SIGTERM and SIGQUIT end a command that waits: its job is cancelled, and its exit code names the signal.
 
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -8,6 +9,9 @@ use tokio::sync::watch;
 use crate::CliError;
 use crate::Program;
 use crate::exit::Exit;
+
+/// How long after the end of the service inside of this program the signal that ended it is waited for.
+const SIGNAL_LIMIT: Duration = Duration::from_millis(200);
 
 /// The exit code for the first signal that has arrived.
 static ARRIVED: LazyLock<watch::Sender<Option<Exit>>> = LazyLock::new(|| watch::channel(None).0);
@@ -50,10 +54,19 @@ pub(super) fn exit() -> Exit {
     ARRIVED.borrow().unwrap_or(Exit::Cancelled)
 }
 
+/// The error to report after the service inside of this program has ended: the signal where one has arrived, else this problem.
+pub(super) async fn instead_of(problem: CliError) -> CliError {
+    let mut arrived = ARRIVED.subscribe();
+    // The task that receives signals may run after the service's own.
+    match tokio::time::timeout(SIGNAL_LIMIT, arrived.wait_for(Option::is_some)).await {
+        Ok(Ok(_)) => interrupted(),
+        Ok(Err(_)) | Err(_) => problem,
+    }
+}
+
 /// The outcome of some work, or an error once a signal arrives: the work is dropped then, which cancels its calls.
 pub(super) async fn or<T>(work: impl Future<Output = Result<T, CliError>>) -> Result<T, CliError> {
     let mut arrived = ARRIVED.subscribe();
-    let interrupted = || CliError::Interrupted("cancelled".to_owned());
     if arrived.borrow_and_update().is_some() {
         return Err(interrupted());
     }
@@ -62,4 +75,8 @@ pub(super) async fn or<T>(work: impl Future<Output = Result<T, CliError>>) -> Re
         ended = work => ended,
         _ = arrived.wait_for(Option::is_some) => Err(interrupted()),
     }
+}
+
+fn interrupted() -> CliError {
+    CliError::Interrupted("cancelled".to_owned())
 }

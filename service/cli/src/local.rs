@@ -11,8 +11,8 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-use crate::{CliError, interrupt};
-use crate::{Program, ServiceProblem};
+use crate::exit::Exit;
+use crate::{CliError, Program, ServiceProblem, interrupt};
 
 /// Timeout of a worker's start.
 const START_LIMIT: Duration = Duration::from_secs(120);
@@ -56,14 +56,7 @@ impl LocalService {
                     "the service ended before it listened".to_owned(),
                 ))
             }
-            Err(problem @ CliError::Interrupted(_)) => {
-                let _ = service.end().await; // the interrupt is the error to report, not the failure to stop
-                Err(problem)
-            }
-            Err(problem) => {
-                service.end().await?;
-                Err(problem)
-            }
+            Err(problem) => Err(service.end_after(problem).await),
         }
     }
 
@@ -72,6 +65,18 @@ impl LocalService {
         drop(self.stop);
         let served = self.served.await;
         Ok(served.map_err(|panic| CliError::Failed(panic.to_string()))??)
+    }
+
+    /// Ends the service after a call to it failed, and returns the error to report. Where the service did not answer, that is the service's
+    /// own error, or the signal that ended the service: a signal reaches the service and this command at the same time, and the service may
+    /// close the connection first.
+    pub(super) async fn end_after(self, problem: CliError) -> CliError {
+        let has_gone = matches!(Exit::of(&problem), Exit::NoService | Exit::TryAgain);
+        match self.end().await {
+            Err(of_service) if has_gone => of_service,
+            Ok(()) if has_gone => interrupt::instead_of(problem).await,
+            _ => problem,
+        }
     }
 }
 

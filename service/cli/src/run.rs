@@ -76,7 +76,10 @@ pub(super) async fn run(
             config.service.listen = listen;
             config.service.drain = DRAIN;
             let (service, client) = LocalService::start(program, config).await?;
-            (Connection::open(&client).await?, Some(service))
+            match Connection::open(&client).await {
+                Ok(connection) => (connection, Some(service)),
+                Err(problem) => return Err(service.end_after(problem).await),
+            }
         }
         Err(other) => return Err(other),
     };
@@ -90,9 +93,10 @@ pub(super) async fn run(
     }
     .await;
     drop(connection);
-    match own {
-        Some(service) => outcome.and(service.end().await),
-        None => outcome,
+    match (own, outcome) {
+        (Some(service), Ok(())) => service.end().await,
+        (Some(service), Err(problem)) => Err(service.end_after(problem).await),
+        (None, outcome) => outcome,
     }
 }
 
