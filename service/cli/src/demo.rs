@@ -50,10 +50,10 @@ pub(super) async fn run(
     config.service.state = state.clone();
     let headroom = config.cards.headroom;
     let outcome = match LocalService::start(program, config).await {
-        Ok((service, client)) => match generate_all(&client, headroom, &options, as_json).await {
-            Ok(()) => service.end().await,
-            Err(problem) => Err(service.end_after(problem).await),
-        },
+        Ok((service, client)) => {
+            let generated = generate_all(&client, headroom, &options, as_json).await;
+            service.end_with(generated).await
+        }
         Err(problem) => Err(problem),
     };
     let _ = std::fs::remove_dir_all(state);

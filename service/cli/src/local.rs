@@ -36,47 +36,49 @@ impl LocalService {
         let served = tokio::spawn(program.serve(config, Some(ready), Some(stopped)));
         let service = LocalService { stop, served };
         let started = async {
-            let Ok(address) = address.await else {
-                return Ok(None);
-            };
+            let ended = |_| CliError::Failed("the service ended before it listened".to_owned());
+            let address = address.await.map_err(ended)?;
             let client = ClientSettings {
                 endpoint: format!("http://{address}"),
                 token_file,
                 ..client
             };
             ready_at(&client).await?;
-            Ok(Some(client))
+            Ok(client)
         };
         match interrupt::or(started).await {
-            Ok(Some(client)) => Ok((service, client)),
-            Ok(None) => {
-                // It ended before it listened: its own error says why.
-                service.end().await?;
-                Err(CliError::Failed(
-                    "the service ended before it listened".to_owned(),
-                ))
-            }
+            Ok(client) => Ok((service, client)),
             Err(problem) => Err(service.end_after(problem).await),
         }
     }
 
-    /// Ends the service once its jobs have ended.
-    pub(super) async fn end(self) -> Result<(), CliError> {
+    /// Ends the service once its jobs have ended, and returns the outcome of the calls to it.
+    pub(super) async fn end_with(self, outcome: Result<(), CliError>) -> Result<(), CliError> {
+        match outcome {
+            Ok(()) => self.end().await,
+            Err(problem) => Err(self.end_after(problem).await),
+        }
+    }
+
+    /// Ends the service after a call to it failed, and returns the error to report. Where the service may have ended by itself, that is its
+    /// own error, or the signal that ended it: a signal reaches the service and this command at the same time, and the service may close the
+    /// connection first.
+    pub(super) async fn end_after(self, problem: CliError) -> CliError {
+        let may_have_ended = matches!(
+            Exit::of(&problem),
+            Exit::NoService | Exit::TryAgain | Exit::Failed
+        );
+        match self.end().await {
+            Err(of_service) if may_have_ended => of_service,
+            Ok(()) if may_have_ended => interrupt::instead_of(problem).await,
+            _ => problem,
+        }
+    }
+
+    async fn end(self) -> Result<(), CliError> {
         drop(self.stop);
         let served = self.served.await;
         Ok(served.map_err(|panic| CliError::Failed(panic.to_string()))??)
-    }
-
-    /// Ends the service after a call to it failed, and returns the error to report. Where the service did not answer, that is the service's
-    /// own error, or the signal that ended the service: a signal reaches the service and this command at the same time, and the service may
-    /// close the connection first.
-    pub(super) async fn end_after(self, problem: CliError) -> CliError {
-        let has_gone = matches!(Exit::of(&problem), Exit::NoService | Exit::TryAgain);
-        match self.end().await {
-            Err(of_service) if has_gone => of_service,
-            Ok(()) if has_gone => interrupt::instead_of(problem).await,
-            _ => problem,
-        }
     }
 }
 

@@ -93,10 +93,9 @@ pub(super) async fn run(
     }
     .await;
     drop(connection);
-    match (own, outcome) {
-        (Some(service), Ok(())) => service.end().await,
-        (Some(service), Err(problem)) => Err(service.end_after(problem).await),
-        (None, outcome) => outcome,
+    match own {
+        Some(service) => service.end_with(outcome).await,
+        None => outcome,
     }
 }
 
