@@ -26,7 +26,7 @@ def fields(options: type) -> dict[str, moored.OptionField]:
         (moored.AudioOptions, generation_pb2.GenerateAudioRequest),
     ],
 )
-def test_every_plain_field_of_a_request_is_one_of_a_form(options: type, request_: Any) -> None:
+def test_every_plain_field_of_a_request_is_a_form_field(options: type, request_: Any) -> None:
     kinds = {name: type(getattr(request_(), name)) for name in request_.DESCRIPTOR.fields_by_name}
     expected = {
         name: KINDS[kind]
@@ -75,5 +75,5 @@ def test_forms_ask_in_one_way_for_how_a_result_is_sampled() -> None:
         ),
     ],
 )
-def test_what_is_left_open_is_not_asked(values: dict[str, Any], asked: dict[str, Any]) -> None:
+def test_empty_form_fields_are_not_sent(values: dict[str, Any], asked: dict[str, Any]) -> None:
     assert moored.asked_options(moored.ImageOptions, values) == asked

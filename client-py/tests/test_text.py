@@ -137,7 +137,7 @@ def test_an_address_with_characters_that_no_address_has(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "~\0", "~nobody-of-this-name/token"])
-def test_a_token_file_or_an_authority_that_cannot_be_there(name: str) -> None:
+def test_an_impossible_token_file_or_authority_is_refused(name: str) -> None:
     with pytest.raises(moored.Unauthenticated, match=r"token file .* cannot be read: [Nn]o "):
         moored.Client("x", token_file=name)
     with pytest.raises(moored.InvalidRequest, match=r"CA file .* cannot be read: [Nn]o "):

@@ -133,7 +133,7 @@ def test_text_to_image_gives_the_same_picture_as_the_client(
     )
 
 
-def test_an_empty_negative_prompt_is_led_away_from_where_true_guidance_is_set(
+def test_true_guidance_alone_uses_an_empty_negative_prompt(
     comfyui: ComfyUI, demo_service: Service, client: moored.Client
 ) -> None:
     graph = Graph(demo_service.address)

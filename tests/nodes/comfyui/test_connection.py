@@ -182,7 +182,7 @@ def test_sockets_are_named_by_the_environment_alone(
     assert connection.target().endpoint == "unix:/run/moored.sock"
 
 
-def test_a_machine_may_be_called_as_a_socket_begins(connection: Any, settings: Settings) -> None:
+def test_a_host_name_may_begin_like_a_socket_address(connection: Any, settings: Settings) -> None:
     settings()
     assert connection.target(connection.Server("unixbox:50051")).endpoint == "unixbox:50051"
     with pytest.raises(moored.InvalidRequest, match="no address of a service"):

@@ -163,7 +163,7 @@ def track(node: Any) -> bytes:
     return bytes(File(artifact.value).read_bytes())
 
 
-def test_an_empty_negative_prompt_is_led_away_from_where_true_guidance_is_set(
+def test_true_guidance_alone_uses_an_empty_negative_prompt(
     connected: Headless, demo_service: Service
 ) -> None:
     values: dict[str, Any] = {"seed": 7, "steps": 2, "width": 64, "height": 64}
