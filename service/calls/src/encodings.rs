@@ -86,16 +86,11 @@ impl Encodings {
     fn find_or_begin(&self, index: u32, seed: u64, piece: Piece, output: &Output) -> Arc<Encoded> {
         // A panic while the lock was held leaves the list valid.
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut found = None;
-        recent.retain(|each| {
-            let each = each.upgrade();
-            if let Some(encoded) = &each
-                && encoded.is_of(index, seed, &piece, output)
-            {
-                found = Some(encoded.clone());
-            }
-            each.is_some()
-        });
+        recent.retain(|each| each.strong_count() > 0);
+        let found = recent
+            .iter()
+            .filter_map(Weak::upgrade)
+            .find(|each| each.is_of(index, seed, &piece, output));
         found.unwrap_or_else(|| {
             let encoded = Arc::new(Encoded {
                 index,

@@ -395,7 +395,7 @@ fn check_size((width, height): (u32, u32), model: &dyn Model) -> Result<(), Erro
         return Ok(());
     }
     let problem = format!(
-        "{width}x{height} is no size that this model makes, and {}x{} is; name width and height to scale it",
+        "is {width}x{height}, a size that this model does not support: set width and height (for example {}x{}) to scale it",
         near.0, near.1
     );
     Err(invalid("image", problem))

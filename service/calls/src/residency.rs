@@ -293,7 +293,7 @@ impl Residency {
         let open = self.entries.open(&entry).await?;
         if request.components.len() > open.components.len() {
             let problem = format!(
-                "names {} components of {}",
+                "names {} components, and the model has {}: name each once",
                 request.components.len(),
                 open.components.len()
             );

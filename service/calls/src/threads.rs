@@ -10,6 +10,8 @@ use engine::Error;
 use media::{Caller, Gone};
 use tokio::sync::Semaphore;
 
+use crate::errors::internal;
+
 /// Most pictures and tracks that are decoded at a time.
 const DECODED_AT_ONCE: usize = 4;
 /// Most threads that wait for files of the machine at a time: a folder that does not answer holds these and no others.
@@ -116,10 +118,6 @@ impl Turns {
         let count = self.all.available_permits() as u32;
         self.all.clone().try_acquire_many_owned(count).unwrap()
     }
-}
-
-fn internal(problem: impl ToString) -> Error {
-    Error::Internal(problem.to_string())
 }
 
 /// A panic while it is locked leaves the map valid.

@@ -19,6 +19,7 @@ use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
+use tonic_health::pb::health_client::HealthClient;
 use tonic_types::pb;
 
 use crate::wire::{Answers, WireError};
@@ -132,6 +133,11 @@ impl Connection {
 
     pub(super) fn jobs(&self) -> JobsClient<Wire> {
         JobsClient::new(self.wire.clone())
+    }
+
+    /// The health service of gRPC itself.
+    pub(super) fn health(&self) -> HealthClient<Wire> {
+        HealthClient::new(self.wire.clone())
     }
 
     pub(super) fn server(&self) -> ServerClient<Wire> {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use api::v1;
-use config::{ClientSettings, Config};
+use config::Config;
 use hub::catalogue::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
 use image::{Rgb, RgbImage, imageops};
 use residency::Bytes;
@@ -50,8 +50,8 @@ pub(super) async fn run(
     config.service.state = state.clone();
     let headroom = config.cards.headroom;
     let outcome = match LocalService::start(program, config).await {
-        Ok((service, client)) => {
-            let generated = generate_all(&client, headroom, &options, as_json).await;
+        Ok((service, connection)) => {
+            let generated = generate_all(connection, headroom, &options, as_json).await;
             service.end_with(generated).await
         }
         Err(problem) => Err(problem),
@@ -93,12 +93,11 @@ fn check_free(options: &Demo) -> Result<(), CliError> {
 }
 
 async fn generate_all(
-    client: &ClientSettings,
+    connection: Connection,
     headroom: Bytes,
     options: &Demo,
     as_json: bool,
 ) -> Result<(), CliError> {
-    let connection = Connection::open(client).await?;
     let mut sheet = Vec::new();
     let mut start = Vec::new();
     let started = Instant::now();

@@ -6,11 +6,10 @@ use std::time::Duration;
 use config::{ClientSettings, Config};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-use tonic::transport::Endpoint;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
-use tonic_health::pb::health_client::HealthClient;
 
+use crate::connection::Connection;
 use crate::exit::Exit;
 use crate::{CliError, Program, ServiceProblem, interrupt};
 
@@ -24,11 +23,11 @@ pub(super) struct LocalService {
 }
 
 impl LocalService {
-    /// Starts a service, waits until a card is ready, and returns the settings of a client of it.
+    /// Starts a service, waits until a card is ready, and returns a connection to it.
     pub(super) async fn start(
         program: &dyn Program,
         config: Config,
-    ) -> Result<(LocalService, ClientSettings), CliError> {
+    ) -> Result<(LocalService, Connection), CliError> {
         let client = config.client.clone();
         let token_file = config.service.token_file.clone();
         let (ready, address) = oneshot::channel();
@@ -36,18 +35,21 @@ impl LocalService {
         let served = tokio::spawn(program.serve(config, Some(ready), Some(stopped)));
         let service = LocalService { stop, served };
         let started = async {
-            let ended = |_| CliError::Failed("the service ended before it listened".to_owned());
+            let ended = |_| {
+                CliError::Failed("the service ended before it listened: its messages above say why, and `moored doctor` checks the configuration".to_owned())
+            };
             let address = address.await.map_err(ended)?;
             let client = ClientSettings {
                 endpoint: format!("http://{address}"),
                 token_file,
                 ..client
             };
-            ready_at(&client).await?;
-            Ok(client)
+            let connection = Connection::open(&client).await?;
+            is_ready(&connection, &client.endpoint).await?;
+            Ok(connection)
         };
         match interrupt::or(started).await {
-            Ok(client) => Ok((service, client)),
+            Ok(connection) => Ok((service, connection)),
             Err(problem) => Err(service.end_after(problem).await),
         }
     }
@@ -63,7 +65,7 @@ impl LocalService {
     /// Ends the service after a call to it failed, and returns the error to report. Where the service may have ended by itself, that is its
     /// own error, or the signal that ended it: a signal reaches the service and this command at the same time, and the service may close the
     /// connection first.
-    pub(super) async fn end_after(self, problem: CliError) -> CliError {
+    async fn end_after(self, problem: CliError) -> CliError {
         let may_have_ended = matches!(
             Exit::of(&problem),
             Exit::NoService | Exit::TryAgain | Exit::Failed
@@ -96,13 +98,8 @@ pub(super) fn address_of(endpoint: &str) -> Option<SocketAddr> {
 }
 
 /// Waits for `SERVING` by grpc.health.v1: the service answers before its worker is ready.
-async fn ready_at(client: &ClientSettings) -> Result<(), CliError> {
-    let unreachable = |problem: String| CliError::Unreachable {
-        endpoint: client.endpoint.clone(),
-        problem,
-    };
-    let channel = Endpoint::from_shared(client.endpoint.clone()).map_err(|e| unreachable(e.to_string()))?;
-    let mut health = HealthClient::new(channel.connect().await.map_err(|e| unreachable(e.to_string()))?);
+async fn is_ready(connection: &Connection, endpoint: &str) -> Result<(), CliError> {
+    let mut health = connection.health();
     let watch = async {
         let mut states = health.watch(HealthCheckRequest::default()).await?.into_inner();
         while let Some(state) = states.message().await? {
@@ -114,7 +111,10 @@ async fn ready_at(client: &ClientSettings) -> Result<(), CliError> {
     };
     match tokio::time::timeout(START_LIMIT, watch).await {
         Ok(result) => Ok(result?),
-        Err(_) => Err(unreachable("its worker did not become ready".to_owned())),
+        Err(_) => Err(CliError::Unreachable {
+            endpoint: endpoint.to_owned(),
+            problem: "its worker did not become ready".to_owned(),
+        }),
     }
 }
 

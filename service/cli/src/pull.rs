@@ -18,7 +18,7 @@ use crate::arguments::Verbosity;
 use crate::connection::{Connection, Refusal};
 use crate::names::short_revision;
 use crate::pull_messages::{progress_of, pulled_of};
-use crate::{CliError, screen};
+use crate::{CliError, interrupt, screen};
 
 /// Least time between two lines in a pipe, and between two JSON lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
@@ -184,15 +184,26 @@ impl WhenMissing {
     }
 }
 
-/// Has the service pull a model. Ctrl-C leaves the pull, which ends it if nobody else waits for it.
+/// Has the service pull a model. A signal leaves the pull, which ends it if nobody else waits for it.
 pub(super) async fn by_service(
     connection: &Connection,
     model: &Reference,
     json: bool,
 ) -> Result<(), CliError> {
-    let mut interrupted = signal(SignalKind::interrupt())?;
-    let mut events = connection.hub().pull_model(request(model)).await?.into_inner();
     let mut show = ShowPull::new(json);
+    let pulled = interrupt::or(follow(connection, model, &mut show, json)).await;
+    show.end();
+    pulled
+}
+
+/// Shows the events of a pull by the service until it ends.
+async fn follow(
+    connection: &Connection,
+    model: &Reference,
+    show: &mut ShowPull,
+    json: bool,
+) -> Result<(), CliError> {
+    let mut events = connection.hub().pull_model(request(model)).await?.into_inner();
     let mut ticks = tokio::time::interval(JSON_INTERVAL);
     loop {
         let event = tokio::select! {
@@ -201,13 +212,9 @@ pub(super) async fn by_service(
                 show.tick()?;
                 continue;
             }
-            _ = interrupted.recv() => {
-                show.end();
-                return Err(CliError::Interrupted("cancelled".to_owned()));
-            }
         };
-        let Some(event) = event else { break };
-        match event.inspect_err(|_| show.end())?.event {
+        let Some(event) = event else { return Ok(()) };
+        match event?.event {
             Some(Event::Progress(progress)) => show.progress(progress)?,
             Some(Event::Pulled(pulled)) => {
                 show.end();
@@ -216,8 +223,6 @@ pub(super) async fn by_service(
             None => {}
         }
     }
-    show.end();
-    Ok(())
 }
 
 fn request(model: &Reference) -> v1::PullModelRequest {

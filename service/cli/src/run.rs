@@ -75,11 +75,8 @@ pub(super) async fn run(
             let mut config = config.clone();
             config.service.listen = listen;
             config.service.drain = DRAIN;
-            let (service, client) = LocalService::start(program, config).await?;
-            match Connection::open(&client).await {
-                Ok(connection) => (connection, Some(service)),
-                Err(problem) => return Err(service.end_after(problem).await),
-            }
+            let (service, connection) = LocalService::start(program, config).await?;
+            (connection, Some(service))
         }
         Err(other) => return Err(other),
     };

@@ -154,7 +154,8 @@ fn names_in(prefix: &str, section: &Dict) -> Vec<String> {
     names.collect()
 }
 
-fn below(prefix: &str, key: &str) -> String {
+/// The name of a setting in a section.
+pub(super) fn below(prefix: &str, key: &str) -> String {
     match prefix.is_empty() {
         true => key.to_owned(),
         false => format!("{prefix}.{key}"),

@@ -12,6 +12,7 @@ use figment::{Figment, Provider as _, Source};
 use residency::Bytes;
 use serde::de::DeserializeOwned;
 
+use super::layers::below;
 use super::{SHORT_NAMES, Setting, UnloadWhenIdle, home_folder};
 
 /// All mistakes in the configuration.
@@ -161,7 +162,7 @@ impl Reader {
         match text.parse::<bytesize::ByteSize>() {
             Ok(size) if size.as_u64() <= most.0 => Bytes(size.as_u64()),
             Ok(_) => {
-                let problem = format!("{text:?} is too much to be meant: {most} is the most that is taken");
+                let problem = format!("{text:?} is too large: {most} is the most; write a smaller size");
                 self.mistake(name, problem);
                 Bytes::ZERO
             }
@@ -182,10 +183,18 @@ impl Reader {
         size
     }
 
+    /// Whether a setting is this word, which stands for no value of the setting's type.
+    fn is_word(&mut self, name: &'static str, word: &str) -> bool {
+        let is_it = self.peek(name).is_some_and(|text| text == word);
+        if is_it {
+            self.asked_for.push(name);
+        }
+        is_it
+    }
+
     /// A size, or "".
     pub(super) fn optional_size(&mut self, name: &'static str) -> Option<Bytes> {
-        if self.peek(name).is_some_and(|text| text.is_empty()) {
-            self.asked_for.push(name);
+        if self.is_word(name, "") {
             return None;
         }
         Some(self.size(name))
@@ -219,8 +228,7 @@ impl Reader {
 
     /// A time, or "".
     pub(super) fn optional_duration(&mut self, name: &'static str) -> Option<Duration> {
-        if self.peek(name).is_some_and(|text| text.is_empty()) {
-            self.asked_for.push(name);
+        if self.is_word(name, "") {
             return None;
         }
         Some(self.duration(name))
@@ -228,8 +236,7 @@ impl Reader {
 
     /// A duration, "" for never, or "auto".
     pub(super) fn unload_when_idle(&mut self, name: &'static str) -> UnloadWhenIdle {
-        if self.peek(name).is_some_and(|text| text == "auto") {
-            self.asked_for.push(name);
+        if self.is_word(name, "auto") {
             return UnloadWhenIdle::OnDesktops;
         }
         self.optional_duration(name)
@@ -370,11 +377,7 @@ impl Reader {
 
     fn find_unknown(&mut self, prefix: &str, dict: &Dict) {
         for (key, value) in dict {
-            let name = if prefix.is_empty() {
-                key.clone()
-            } else {
-                format!("{prefix}.{key}")
-            };
+            let name = below(prefix, key);
             if self.asked_for.contains(&name.as_str()) || self.open_tables.contains(&name.as_str()) {
                 continue;
             }

@@ -119,7 +119,7 @@ fn meaningless_settings_are_refused_with_a_remedy() {
 }
 
 #[test]
-fn a_flag_that_stands_in_the_place_of_a_section_is_the_one_error() {
+fn a_value_in_place_of_a_section_is_one_error() {
     for (name, says) in [
         (
             "queue",

@@ -2,19 +2,18 @@
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use calls::Client;
 use futures::future::Either;
-use tokio::time::Instant;
 use tonic::body::Body;
 use tonic::codegen::Service;
 use tonic::codegen::http::header::AUTHORIZATION;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 
-use crate::limits::client_of;
+use crate::limits::{LogInterval, client_of, lock};
 use crate::methods::{Admitted, Needs, method_at};
 use crate::status::unauthenticated;
 
@@ -23,7 +22,7 @@ use crate::status::unauthenticated;
 pub struct Token {
     expected: Option<Arc<str>>,
     /// Time of the last refusal in the log.
-    last_refusal_log: Arc<Mutex<Option<Instant>>>,
+    last_refusal_log: Arc<Mutex<LogInterval>>,
 }
 
 /// A shorter token could be guessed.
@@ -54,9 +53,7 @@ impl Token {
             last_refusal_log: Arc::default(),
         }
     }
-}
 
-impl Token {
     /// Looks for the token in the headers of a call.
     ///
     /// # Errors
@@ -75,15 +72,9 @@ impl Token {
 
     /// Logs a refusal; one a second at the most, so that an attack cannot fill the disk.
     pub(crate) fn log_refusal(&self, client: Client, why: &str) {
-        let mut last_refusal_log = self
-            .last_refusal_log
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if last_refusal_log.is_some_and(|last_refusal_log| last_refusal_log.elapsed() < REFUSAL_LOG_INTERVAL)
-        {
+        if !lock(&self.last_refusal_log).allow(REFUSAL_LOG_INTERVAL) {
             return;
         }
-        *last_refusal_log = Some(Instant::now());
         let client = client.map_or_else(|| "unknown".to_owned(), |client| client.to_string());
         tracing::warn!(client, why, "a call was refused");
     }

@@ -7,7 +7,7 @@ use cli::Finding;
 use config::{CardSettings, Config};
 use engine::Error;
 use engine::library::Library;
-use gpu::{CardKind, DeviceChoice, DeviceSpec};
+use gpu::{CardDescription, CardKind, DeviceChoice, DeviceSpec};
 use residency::Bytes;
 
 use crate::program::models_of;
@@ -32,18 +32,23 @@ async fn cards(config: &Config) -> Vec<Finding> {
         for choice in &cards.devices {
             match DeviceChoice::resolve(std::slice::from_ref(choice)) {
                 Ok(discovered) => {
-                    let devices = discovered.devices;
                     findings.extend(discovered.fallback.map(|why| Finding {
                         well: true,
                         what: "cards",
                         found: format!("auto selects cpu: {why}"),
                     }));
-                    for device in devices {
-                        let finding = card(&cards, &device);
-                        if let Ok(description) = device.describe() {
-                            ids.push(description.id);
-                        }
-                        findings.push(finding);
+                    for device in discovered.devices {
+                        findings.push(match device.describe() {
+                            Ok(description) => {
+                                ids.push(description.id.clone());
+                                card(&cards, &device, &description)
+                            }
+                            Err(error) => Finding {
+                                well: false,
+                                what: "card",
+                                found: error.to_string(),
+                            },
+                        });
                     }
                 }
                 Err(error) => findings.push(Finding {
@@ -80,18 +85,8 @@ fn libraries() -> Finding {
 }
 
 /// Describes a card, and the management of its memory.
-fn card(cards: &CardSettings, device: &DeviceSpec) -> Finding {
-    let description = match device.describe() {
-        Ok(description) => description,
-        Err(error) => {
-            return Finding {
-                well: false,
-                what: "card",
-                found: error.to_string(),
-            };
-        }
-    };
-    if let Err(problem) = cards.check_headroom(&description) {
+fn card(cards: &CardSettings, device: &DeviceSpec, description: &CardDescription) -> Finding {
+    if let Err(problem) = cards.check_headroom(description) {
         return Finding {
             well: false,
             what: "card",
@@ -99,14 +94,14 @@ fn card(cards: &CardSettings, device: &DeviceSpec) -> Finding {
         };
     }
     let suits = if cards.profile.is_some() { "set" } else { "auto" };
-    let policy = policy_name(cards.policy_on([&description]));
+    let policy = policy_name(cards.policy_on([description]));
     let mut found = vec![
         format!("{} ({})", description.id, description.name),
         description.total.to_string(),
     ];
     found.extend(driver_facts(device));
     found.push(format!("computes in {}", description.compute_dtype));
-    let memory = cards.memory_of(&description);
+    let memory = cards.memory_of(description);
     let memory = match description.kind {
         CardKind::Cuda => memory.to_string(),
         // The rest of a profile is about a driver's pools and pinned memory.
@@ -114,7 +109,7 @@ fn card(cards: &CardSettings, device: &DeviceSpec) -> Finding {
     };
     found.push(format!(
         "profile {} ({suits}): {policy}, {memory}",
-        cards.profile_of(&description)
+        cards.profile_of(description)
     ));
     Finding {
         well: true,

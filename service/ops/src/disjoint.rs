@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_end_beyond_all_numbers_is_none() {
+    fn an_end_that_overflows_is_none() {
         const MOST: usize = usize::MAX;
         assert_eq!(end_of(2, [(3, 10), (4, 5)], 5), Some(2 + 20 + 15 + 5));
         assert_eq!(end_of(2, [(0, 10)], 0), Some(2));

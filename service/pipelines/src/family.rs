@@ -139,7 +139,7 @@ impl Catalogue {
         match relative {
             None => Ok(()),
             Some(relative) => {
-                let run: Vec<&str> = self.families.iter().filter_map(|family| family.title()).collect();
+                let run: Vec<&str> = self.titles().collect();
                 let problem = format!(
                     "it is {relative}; the models that run here are {}",
                     run.join(", ")

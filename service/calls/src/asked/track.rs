@@ -70,7 +70,7 @@ impl AskedTask {
 
     /// The refusal of a task that is not known.
     fn unknown(number: i32) -> String {
-        format!("{number} is none that this version knows")
+        format!("{number} is not a task of this version: use one that the API lists, or update the service")
     }
 }
 
@@ -118,7 +118,10 @@ impl AskedTrack {
         if let (Some(start), Some(end)) = (self.window_start_seconds, self.window_end_seconds)
             && end <= start
         {
-            problem(WINDOW_END, format!("{end} is not after the start, {start}"));
+            problem(
+                WINDOW_END,
+                format!("{end} is not after the start, {start}: set a later end"),
+            );
         }
         if let Some(beats) = self.beats_per_minute
             && !(1..=MOST_BEATS_PER_MINUTE).contains(&beats)

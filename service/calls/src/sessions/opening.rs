@@ -5,7 +5,7 @@ use std::time::Duration;
 use engine::Error;
 use model::RequestError;
 
-use crate::asked::Asked;
+use crate::asked::{Asked, named};
 use crate::caller::{AskedOptions, SESSION};
 use crate::errors::{all_valid, invalid};
 use crate::playback::PlaybackSettings;
@@ -64,16 +64,15 @@ impl OpenedSession {
         model: ResolvedModel,
         (samples_per_second, channels): (u32, u32),
     ) -> OpenedSession {
-        let set = |value: u32, default: u32| if value == 0 { default } else { value };
         OpenedSession {
             session_id: format!("{SESSION}{}", uuid::Uuid::new_v4().simple()),
             model,
             samples_per_second,
             channels,
-            lead_ms: set(open.lead_ms, DEFAULT_LEAD_MS),
+            lead_ms: named(open.lead_ms, DEFAULT_LEAD_MS),
             crossfade_ms: open.crossfade_ms.unwrap_or(DEFAULT_CROSSFADE_MS),
-            slots: set(open.slots, 1),
-            idle_seconds: set(open.idle_seconds, DEFAULT_IDLE_SECONDS),
+            slots: named(open.slots, 1),
+            idle_seconds: named(open.idle_seconds, DEFAULT_IDLE_SECONDS),
             paced_by_client: open.paced_by_client,
             repeats: !open.once,
         }

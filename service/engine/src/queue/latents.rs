@@ -122,7 +122,9 @@ impl Latents {
         let wanted = bytes_of(&values);
         let most = Bytes(self.bytes.all);
         if wanted > most {
-            let problem = format!("a latent of {wanted} exceeds the store of {most}");
+            let problem = format!(
+                "the latent has {wanted}, more than the store can hold ({most}): raise queue.latents"
+            );
             return Err(Error::LatentMismatch(problem));
         }
         self.check_leased(&account, wanted)?;

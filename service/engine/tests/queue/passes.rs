@@ -291,7 +291,7 @@ async fn a_cancelled_job_leaves_a_shared_pass_and_the_others_finish() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_keeps_a_pass_whose_jobs_are_all_cancelled_counts_as_hung_as_after_a_cancel() {
+async fn a_worker_that_continues_a_pass_of_cancelled_jobs_counts_as_hung() {
     let (queue, mut worker, mut first, mut second, order) = two().await;
     for n in 1..=2 {
         tokio::time::sleep(Duration::from_millis(100)).await;

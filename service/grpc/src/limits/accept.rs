@@ -42,7 +42,7 @@ pub(crate) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, handshake
                 Ok(accepted) => accepted,
                 Err(problem) if is_of_one_connection(&problem) => continue,
                 Err(problem) => {
-                    if out.allow() {
+                    if out.allow(LOG_INTERVAL) {
                         tracing::error!(%problem, "no connection can be accepted; clients wait until that is over (`ulimit -n` bounds open files)");
                     }
                     tokio::time::sleep(PAUSE).await;
@@ -55,7 +55,7 @@ pub(crate) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, handshake
                     Err(ready) => tokio::time::sleep_until(ready).await,
                 }
             };
-            if let Some(Some(client)) = left && full.allow() {
+            if let Some(Some(client)) = left && full.allow(LOG_INTERVAL) {
                 tracing::warn!(%client, "a connection without a call was closed to make room for a new one: a quarter of limits.connections is for those");
             }
             yield Ok(LimitedConnection::new(stream, address, handshake, place));
@@ -74,12 +74,12 @@ fn is_of_one_connection(problem: &io::Error) -> bool {
 
 /// Limits how often something is logged: the time of its last line.
 #[derive(Default)]
-struct LogInterval(Option<Instant>);
+pub(crate) struct LogInterval(Option<Instant>);
 
 impl LogInterval {
-    /// Whether a line may be logged now, which starts the next interval.
-    fn allow(&mut self) -> bool {
-        let is_due = self.0.is_none_or(|last| last.elapsed() >= LOG_INTERVAL);
+    /// Whether a line may be logged now, so long after the last one. Then the next interval begins.
+    pub(crate) fn allow(&mut self, interval: Duration) -> bool {
+        let is_due = self.0.is_none_or(|last| last.elapsed() >= interval);
         if is_due {
             self.0 = Some(Instant::now());
         }

@@ -64,7 +64,7 @@ impl Limits {
             return self.call(client, call.method).map(OpenCall::counted);
         }
         if call.method.needs == Needs::Token {
-            let problem = "nobody has looked at the token of this call";
+            let problem = "the token of this call was not checked: this is a fault of the service, report it";
             return Err(unauthenticated(problem)); // the layer of access is missing
         }
         let taken = self.public_calls.take(client, 1);

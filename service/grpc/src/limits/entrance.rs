@@ -3,12 +3,14 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::task::Waker;
 use std::time::Duration;
 
 use calls::{Budget, Client, Exceeded, Taken};
 use tokio::time::Instant;
+
+use super::lock;
 
 /// The time that every newcomer has for its first call, whatever the number of newcomers. Connections beyond the places of the
 /// pool wait to be accepted.
@@ -178,11 +180,6 @@ impl Drop for PublicCall {
     fn drop(&mut self) {
         self.0.public_calls.fetch_sub(1, Ordering::Relaxed);
     }
-}
-
-/// A panic while it is locked leaves the value valid.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -7,13 +7,14 @@ mod entrance;
 mod sent;
 mod uploads;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use calls::Budget;
 use config::LimitSettings;
 use tokio::net::TcpListener;
 
+pub(crate) use accept::LogInterval;
 use accept::{Handshake, accepted};
 pub(crate) use calls_layer::{Limited, client_of};
 use entrance::Entrance;
@@ -84,4 +85,9 @@ impl Limits {
         };
         accepted(listener, self.entrance.clone(), handshake)
     }
+}
+
+/// A panic while it is locked leaves the value valid.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

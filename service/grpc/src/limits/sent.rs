@@ -1,7 +1,7 @@
 //! The answers of calls. An answer that its client does not read for too long is dropped, with all that it holds.
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::calls_layer::OpenCall;
+use super::lock;
 use crate::status::client_limit;
 
 /// The answers that are being sent.
@@ -84,11 +85,6 @@ impl Readers {
             false
         });
     }
-}
-
-/// A panic while it is locked leaves the value valid.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The body of an answer. HTTP/2 polls it only when the client's window has space.

@@ -1,7 +1,7 @@
 //! The bytes of a request as they arrive: counted against its client, with a timeout of pauses.
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -13,6 +13,7 @@ use tokio::time::{Instant, Sleep};
 use tonic::Status;
 use tonic::body::Body;
 
+use super::lock;
 use crate::status::{client_limit, status_of};
 
 /// A call's charge on the budget, shared with the call's handler: the bytes count for as long as the handler keeps it.
@@ -77,7 +78,7 @@ impl Upload {
         let Some(counted) = &self.counted else {
             return Ok(());
         };
-        let mut counted = counted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counted = lock(counted);
         match &mut self.messages {
             None => counted.grow(bytes).map_err(refused),
             Some(messages) => messages.follow(data, |length| counted.set(length).map_err(refused)),
@@ -270,7 +271,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_request_that_must_come_within_some_time_ends_then_although_it_has_no_pause() {
+    async fn a_request_past_its_time_limit_is_ended_although_data_keeps_arriving() {
         /// A byte for each half of a pause that is too long.
         struct Drip(Pin<Box<Sleep>>);
 

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn an_output_that_is_stuck_holds_nobody_up_and_the_lines_it_has_lost_are_counted() {
+    fn a_stuck_output_blocks_no_writer_and_lost_lines_are_counted() {
         let (go_on, may_write) = channel();
         let (written, read) = channel();
         let (tell, told) = channel();

@@ -93,7 +93,7 @@ impl Sampling {
     /// [`StageError::BadInput`] for values that do not fit; errors of the device.
     pub(super) fn begin(stage: &Stage<'_, AceStepModel>) -> Result<Sampling, StageError> {
         let (model, request) = (stage.model, stage.run.request);
-        let (dtype, device) = (model.precision.dtype, stage.run.device);
+        let (dtype, device) = stage.on();
         let audio = stage.audio()?;
         let channels = model.vae.decoder_input_channels;
         let mut generator = Generator::new(request.seed);
@@ -301,7 +301,7 @@ impl Stage<'_, AceStepModel> {
     /// Runs a round that is alone in its passes. For most requests this is a round of all steps.
     pub(super) fn denoise(&mut self) -> Result<Values, StageError> {
         let (model, request) = (self.model, self.run.request);
-        let on = (model.precision.dtype, self.run.device);
+        let on = self.on();
         let mut sampling = Sampling::begin(self)?;
         let adapters =
             model

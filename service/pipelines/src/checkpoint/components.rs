@@ -312,18 +312,6 @@ pub(crate) fn exact_component(
     ))
 }
 
-/// A component in a single file, whose tensors are renamed by `rename`.
-pub(crate) fn component_of_file(
-    file: &Path,
-    rename: impl Fn(&str) -> Option<String>,
-    shapes: Shapes,
-    wanted: Requested,
-) -> Result<ComponentFiles, ModelError> {
-    let checkpoint = Checkpoint::of_file(&open(file)?, rename)?;
-    let sources = sources(&checkpoint, &whole(shapes), wanted)?;
-    Ok(component_files(file.to_owned(), sources, checkpoint.files, None))
-}
-
 fn component_files(
     place: PathBuf,
     sources: Vec<TensorSource>,

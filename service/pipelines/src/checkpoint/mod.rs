@@ -16,8 +16,8 @@ mod stored;
 mod transformer;
 
 pub(crate) use components::{
-    Requested, Shapes, Wanted, component_of_checkpoint, component_of_file, component_of_folder,
-    component_of_specs, exact_component, open, open_single_file, whole,
+    Requested, Shapes, Wanted, component_of_checkpoint, component_of_folder, component_of_specs,
+    exact_component, open, open_single_file, whole,
 };
 pub(crate) use model::{ComponentFiles, ComponentSet};
 pub(crate) use names::{LayerNames, prefixes, unwrapped};

@@ -79,7 +79,7 @@ impl TransformerPlace {
                 checkpoint,
                 naming,
             } => {
-                let of_base = base.join("transformer").join("config.json");
+                let of_base = base.join(model::BASE_CONFIGURATION);
                 let of_base = match of_base.is_file() {
                     true => read_json(&of_base)?,
                     false => C::default(),

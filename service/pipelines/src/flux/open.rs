@@ -16,7 +16,7 @@ use crate::checkpoint::{
     ComponentSet, Recognised, TransformerPlace, Wanted, component_of_folder, open_single_file,
 };
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, count_all_as_read, pipeline_class, recorded, unsupported};
+use crate::files::{check_pairs, checked, count_all_as_read, pipeline_class, recorded};
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -76,11 +76,7 @@ impl FluxModel {
             (clip, t5)
         });
         let clip_tokenizer = clip_tokenizer?;
-        if clip_tokenizer.length() > clip.max_position_embeddings {
-            let (tokens, places) = (clip_tokenizer.length(), clip.max_position_embeddings);
-            let problem = format!("its CLIP has {places} positions for {tokens} tokens");
-            return Err(unsupported(base, problem));
-        }
+        clip.check_length(base, clip_tokenizer.length())?;
         let files = [
             transformer_files,
             vae.files(wanted.of("vae"))?,

@@ -13,7 +13,7 @@ use crate::adapters::AdapterSet;
 use crate::autoencoders::hunyuan::{HunyuanVaeConfig, diffusers_name_of_original};
 use crate::checkpoint::{ComponentSet, Wanted, open_single_file};
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, unsupported};
+use crate::files::check_pairs;
 use crate::flow_match::SchedulerConfig;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
@@ -113,11 +113,7 @@ impl HunyuanModel {
             }
         };
         let clip_tokenizer = ClipTokenizer::shared(&base.join("tokenizer_2"))?;
-        if clip_tokenizer.length() > clip.max_position_embeddings {
-            let (tokens, places) = (clip_tokenizer.length(), clip.max_position_embeddings);
-            let problem = format!("its CLIP has {places} positions for {tokens} tokens");
-            return Err(unsupported(base, problem));
-        }
+        clip.check_length(base, clip_tokenizer.length())?;
         let order = framepack.as_ref().map(|framepack| framepack.order);
         // A default request has no picture to start from: the client supplies it.
         let check = |request: &Request| {

@@ -184,9 +184,8 @@ impl Stage<'_, HunyuanModel> {
 
     fn denoise(&mut self) -> Result<Values, StageError> {
         let config = &self.model.transformer;
-        let dtype = self.model.precision.dtype;
-        let (device, request) = (self.run.device, self.run.request);
-        let video = self.run.request.video()?.clone();
+        let ((dtype, device), request) = (self.on(), self.run.request);
+        let video = request.video()?.clone();
         let section = self.section()?;
         let (h, w) = self.model.sides(&video);
         let sides = (h / 2, w / 2);

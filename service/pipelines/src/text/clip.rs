@@ -1,5 +1,7 @@
 //! CLIP's text encoder: transformers' `CLIPTextModel`. FLUX uses the pooled output.
 
+use std::path::Path;
+
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, MissingTensor};
 use model::StageError;
@@ -11,9 +13,10 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::encoding::{check_finite, check_ids};
+use crate::ModelError;
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::QuantizeRole;
-use crate::files::check_sizes;
+use crate::files::{check_sizes, unsupported};
 use crate::layer_norm::LayerNorm;
 use crate::linear::{Linear, largest_scratch};
 
@@ -63,6 +66,16 @@ impl Default for ClipConfig {
 }
 
 impl ClipConfig {
+    /// Refuses a tokenizer whose prompts are longer than the encoder's positions.
+    pub(crate) fn check_length(&self, base: &Path, tokens: usize) -> Result<(), ModelError> {
+        let places = self.max_position_embeddings;
+        if tokens > places {
+            let problem = format!("its CLIP has {places} positions for {tokens} tokens");
+            return Err(unsupported(base, problem));
+        }
+        Ok(())
+    }
+
     /// The configuration of CLIP-L, whose single files have none.
     pub fn clip_l() -> ClipConfig {
         ClipConfig {

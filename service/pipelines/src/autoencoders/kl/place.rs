@@ -8,7 +8,9 @@ use super::config::VaeConfig;
 use super::names::name_in_single_file;
 use crate::ModelError;
 use crate::autoencoders::COMPONENT;
-use crate::checkpoint::{ComponentFiles, Requested, companion, component_of_file, component_of_folder};
+use crate::checkpoint::{
+    Checkpoint, ComponentFiles, Requested, companion, component_of_checkpoint, component_of_folder, open,
+};
 use crate::files::{check_pairs, checked};
 
 /// The autoencoder of a pipeline: in its folder, or a file of Black Forest Labs (`ae.safetensors`) in place of the folder.
@@ -53,7 +55,10 @@ impl Place {
     pub(crate) fn files(&self, wanted: Requested) -> Result<ComponentFiles, ModelError> {
         let shapes = self.config.tensor_shapes();
         match &self.file {
-            Some(file) => component_of_file(file, name_in_single_file, shapes, wanted),
+            Some(file) => {
+                let checkpoint = Checkpoint::of_file(&open(file)?, name_in_single_file)?;
+                component_of_checkpoint(file, checkpoint, wanted, |_| shapes)
+            }
             None => component_of_folder(&self.folder, wanted, |_| shapes),
         }
     }
