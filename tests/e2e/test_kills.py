@@ -738,9 +738,11 @@ def test_workers_that_end_while_they_start(services: Services, waits: bool) -> N
         pin(scene.client)
         before = scene.client.status()
         known = set(children_of(scene.service.process.pid))
+        # The next worker may be ready before a job is queued here, so that it is looked for first.
+        killed = threads.submit(kill_next_worker, scene, known)
         scene.kill()
         behind = in_background(threads, scene) if waits else None
-        kill_next_worker(scene, known)
+        killed.result(WITHIN_S)
         assert behind is None or behind.result(WITHIN_S).pictures
         assert_recovered(scene, before, deaths=2)
         assert_as_before(scene)
