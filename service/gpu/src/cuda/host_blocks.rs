@@ -84,8 +84,9 @@ impl HostBlocks {
         tensors: &[usize],
         sources: &[TensorSource],
     ) -> Result<Vec<usize>, LoadError> {
-        let (mapped, mut copied): (Vec<usize>, Vec<usize>) =
-            tensors.iter().partition(|tensor| is_as_stored(&sources[**tensor]));
+        let (mapped, mut copied): (Vec<usize>, Vec<usize>) = tensors
+            .iter()
+            .partition(|tensor| is_as_stored(&sources[**tensor]));
         let mut wanted: HashMap<Arc<Path>, BTreeSet<u64>> = HashMap::new();
         for tensor in &mapped {
             for piece in &sources[*tensor].pieces {
@@ -100,14 +101,18 @@ impl HostBlocks {
         copied.retain(|tensor| !self.copies.contains_key(tensor));
         let new_cells = wanted.iter().map(|(file, cells)| {
             let here = self.files.get(file).map(|mapped| &mapped.cells);
-            cells.iter().filter(|cell| here.is_none_or(|here| !here.contains(cell))).count() as u64
+            cells
+                .iter()
+                .filter(|cell| here.is_none_or(|here| !here.contains(cell)))
+                .count() as u64
         });
         let to_copy = copied.iter().map(|tensor| sources[*tensor].bytes_on_card());
         check_available(Bytes(new_cells.sum::<u64>() * CELL) + to_copy.sum::<Bytes>())?;
         let mut is_registered = true;
         for (file, cells) in wanted {
             if !self.files.contains_key(&file) {
-                self.files.insert(Arc::clone(&file), MappedFile::open(context, &file)?);
+                self.files
+                    .insert(Arc::clone(&file), MappedFile::open(context, &file)?);
             }
             if let Some(mapped) = self.files.get_mut(&file) {
                 is_registered &= mapped.register(&cells);
@@ -165,7 +170,11 @@ fn is_as_stored(source: &TensorSource) -> bool {
                 | (Stored::I64, DType::I64)
         ),
     };
-    is_same && source.pieces.iter().all(|piece| matches!(piece, SourcePiece::File { .. }))
+    is_same
+        && source
+            .pieces
+            .iter()
+            .all(|piece| matches!(piece, SourcePiece::File { .. }))
 }
 
 /// A file whose pages the card can read.
@@ -217,7 +226,10 @@ impl MappedFile {
         let begin = number * CELL;
         let length = CELL.min(self.length.saturating_sub(begin));
         // SAFETY: the offset is within the mapping, or one past its end.
-        (unsafe { self.at.byte_add(begin.min(self.length) as usize) }, length as usize)
+        (
+            unsafe { self.at.byte_add(begin.min(self.length) as usize) },
+            length as usize,
+        )
     }
 
     fn registered(&self) -> u64 {
@@ -232,7 +244,14 @@ impl MappedFile {
             let part = new.len().div_ceil(THREADS).max(1);
             let threads: Vec<_> = new
                 .chunks(part)
-                .map(|cells| scope.spawn(move || cells.iter().map(|cell| (*cell, this.pin(*cell))).collect::<Vec<_>>()))
+                .map(|cells| {
+                    scope.spawn(move || {
+                        cells
+                            .iter()
+                            .map(|cell| (*cell, this.pin(*cell)))
+                            .collect::<Vec<_>>()
+                    })
+                })
                 .collect();
             let joined = threads.into_iter().filter_map(|thread| thread.join().ok());
             joined.flatten().collect()
