@@ -614,9 +614,9 @@ class StreamedComponent(google.protobuf.message.Message):
     resident_bytes: builtins.int
     """Bytes on the card: blocks that stay, and slots for those that pass."""
     streamed_bytes: builtins.int
-    """Bytes that cross the link in each step."""
+    """Bytes that cross the link in each pass: in each step, or for each prompt."""
     streamed_once_bytes: builtins.int
-    """Bytes that cross it once in a stage, of blocks that all steps share."""
+    """Bytes that cross it once in a stage, of blocks whose results all steps share."""
     def __init__(
         self,
         *,
