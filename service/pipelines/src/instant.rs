@@ -171,6 +171,9 @@ struct DescribedComponent {
     identity: String,
     #[serde(default, deserialize_with = "stored_format")]
     stored: Option<WeightFormat>,
+    /// Number of blocks of equal size of which it consists, so that it can be on a card in part; 0: it has none.
+    #[serde(default)]
+    blocks: u32,
 }
 
 /// Content of an adapter's file: `{ "bytes": 1024, "identity": "red" }`.

@@ -330,7 +330,7 @@ impl Bench {
             ledger.residents().all(|r| r.state == ResidentState::Resident),
             "nothing moves at rest"
         );
-        let booked: Bytes = ledger.residents().map(|r| r.component.bytes).sum();
+        let booked: Bytes = ledger.residents().map(residency::Resident::bytes).sum();
         assert_eq!(
             booked,
             self.seen.borrow().accounts.components,

@@ -23,7 +23,8 @@ pub(crate) struct Models {
     reference_model: Arc<dyn Model>,
 }
 
-/// Writes a model of 170 MiB. `plain` and `other` share their text encoders.
+/// Writes a model of 170 MiB. `plain` and `other` share their text encoders. The transformers of `other` and `greedy`, and the
+/// larger text encoder, can be on a card in part.
 fn write(folder: &Path, name: &str, more: &str) {
     let own = |kind: &str| format!("{name}-{kind}");
     let shared = |kind: &str| match name {
@@ -32,8 +33,13 @@ fn write(folder: &Path, name: &str, more: &str) {
     };
     let component = |kind: &str, mib: u64, identity: String| {
         format!(
-            r#"{{"name":"{kind}","bytes":{},"identity":"{identity}"}}"#,
-            mib * MIB
+            r#"{{"name":"{kind}","bytes":{},"identity":"{identity}","blocks":{}}}"#,
+            mib * MIB,
+            match kind {
+                "transformer" if name == "other" || name == "greedy" => 10,
+                "text_encoder_2" => 8,
+                _ => 0,
+            }
         )
     };
     let components = [

@@ -261,7 +261,7 @@ impl Slot {
             Command::Unload { id, components } if self.defect == Defect::AnswersWithoutUnloading => {
                 let here = |id| self.ledger.as_ref().and_then(|ledger| ledger.resident(id));
                 let freed = components.iter().filter_map(here).map(|resident| {
-                    let (booked, freed) = (resident.component.bytes, resident.component.bytes);
+                    let (booked, freed) = (resident.bytes(), resident.bytes());
                     (resident.component.clone(), Unloaded { booked, freed })
                 });
                 let answer = Answer::Unloaded {
@@ -605,7 +605,7 @@ impl Slot {
             return Err((Invariant::NoOrphanLease, what));
         }
         let held = process.shared.accounts.lock().unwrap();
-        let booked: Bytes = ledger.residents().map(|r| r.component.bytes).sum();
+        let booked: Bytes = ledger.residents().map(residency::Resident::bytes).sum();
         let accounts = ledger.accounts();
         if booked != held.components || accounts.components != booked || held.scratch > Bytes::ZERO {
             let what = format!("{booked} are booked, {accounts:#?}, and the card holds {held:#?}");

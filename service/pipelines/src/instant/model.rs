@@ -13,7 +13,7 @@ use model::{Field, Reads};
 use model::{MediaFormat, Piece, SampleFormat};
 use model::{Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides};
 use model::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
-use residency::{Bytes, Component, ComponentId};
+use residency::{Bytes, Component, ComponentId, PartSize, Parts};
 
 use super::colour::{
     Colour, colour_of, encode, encoded_shapes, latent_of, loudness_of, mean_of_start, read_latent,
@@ -89,13 +89,24 @@ fn nothing_of(medium: &Medium) -> Medium {
     }
 }
 
-fn push(parts: &mut ModelParts, id: String, name: String, bytes: Bytes) {
+/// The parts of a component of so many blocks of equal size, with two slots for those that are streamed.
+fn parts_of(bytes: Bytes, blocks: u32) -> Parts {
+    let block = bytes.0 / u64::from(blocks.max(1));
+    let size = |streamed: u32| PartSize {
+        bytes: bytes - Bytes(block * u64::from(streamed)) + Bytes(2 * block),
+        streamed: Bytes(block * u64::from(streamed)),
+        streamed_once: Bytes::ZERO,
+    };
+    Parts::new(bytes, (1..=blocks).map(size), |_| {})
+}
+
+fn push(parts: &mut ModelParts, id: String, name: String, (bytes, blocks): (Bytes, u32)) {
     let component = Component {
         id: ComponentId::new(id),
         name,
         bytes,
         reload_seconds: bytes.0 as f64 / LOAD_SPEED,
-        parts: residency::Parts::default(),
+        parts: parts_of(bytes, blocks),
     };
     parts.push(component, LoadPlan::Synthetic(bytes), Vec::new());
 }
@@ -112,7 +123,7 @@ impl InstantModel {
                 Some(format) => format!("instant:{}:{format}", c.identity),
                 None => format!("instant:{}", c.identity),
             };
-            push(&mut parts, id, c.name.clone(), bytes_in(c, format));
+            push(&mut parts, id, c.name.clone(), (bytes_in(c, format), c.blocks));
             formats.push(format);
         }
         InstantModel {
@@ -134,7 +145,7 @@ impl InstantModel {
             format!("instant:{}", described.identity),
             component_of(&file.name),
         );
-        push(&mut self.parts, id, name, described.bytes);
+        push(&mut self.parts, id, name, (described.bytes, 0));
         self.formats.push(None);
         self.adapters.push(file.name.clone());
         Ok(())
