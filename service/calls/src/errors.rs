@@ -4,7 +4,6 @@ use engine::Error;
 use hub::Reference;
 use hub::catalogue::did_you_mean;
 use model::RequestError;
-use wording::is_obeyed;
 
 use crate::paths;
 
@@ -80,28 +79,15 @@ pub(crate) fn to_keep(error: Error) -> Error {
     }
 }
 
-/// Most characters of a client's name, a key or a label, as these are kept, repeated and sent to workers.
-const LONGEST_NAME_CHARACTERS: usize = 256;
-
 /// Refuses a name that is too long, or has control characters.
 ///
 /// # Errors
 /// [`Error::Invalid`] with the field.
 pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
-    if name.chars().any(is_obeyed) {
-        return Err(invalid(
-            field,
-            "has control characters, or such that turn the direction of text: leave them out",
-        ));
+    match wording::name_problem(name) {
+        Some(problem) => Err(invalid(field, problem)),
+        None => Ok(()),
     }
-    if name.len() <= LONGEST_NAME_CHARACTERS {
-        return Ok(());
-    }
-    let problem = format!(
-        "has {} characters; {LONGEST_NAME_CHARACTERS} are the most",
-        name.chars().count()
-    );
-    Err(invalid(field, problem))
 }
 
 /// The message of an error to a client. For a missing model it suggests a pull. Paths are relative to the folders of

@@ -27,6 +27,8 @@ use serde::{Deserialize, Serialize};
 pub use address::Address;
 use bounded::SETTING_BYTES;
 pub use hub_settings::{HubSettings, HubToken};
+pub use layers::name_and_value;
+pub use sections::RESERVED_NAMES;
 use layers::Layers;
 pub use log_filter::directives;
 pub use reader::Mistakes;

@@ -33,7 +33,7 @@ fn allowed(name: &str) -> &'static [&'static str] {
         "pipelines" => &["model", "ops", "gpu", "residency"],
         "engine" => &["model", "ops", "gpu", "residency"],
         "media" => &["model"],
-        "config" => &["ops", "gpu", "residency", "wording"],
+        "config" => &["model", "ops", "gpu", "residency", "wording"],
         "hub" => &["config", "model", "gpu", "residency", "wording"],
         "calls" => &[
             "engine",

@@ -36,6 +36,7 @@ mod replay;
 mod report;
 mod request;
 mod shared_bound;
+mod shared_store;
 mod shares;
 mod shell;
 mod status;

@@ -59,7 +59,7 @@ impl Core {
         if let Some(swap) = &job.swap {
             self.claims.learn(&swap.old, &swap.old_models, now);
         }
-        self.shares.arrive(&job.options.client);
+        self.shares.arrive(&job.options);
         let mailbox = self.mailbox(&job.options.account);
         let handle = listen(&mut job, self.number(), mailbox, false);
         job.emit(now, JobEventKind::Accepted { joined: false });
@@ -119,7 +119,7 @@ impl Core {
         self.replan = true;
     }
 
-    /// Bounds the number of jobs in the queue: of all, of one client and of one address. The last places are kept for addresses that
+    /// Bounds the number of jobs in the queue: of all, of one address and of one client there. The last places are kept for addresses that
     /// have no job. On a transport without addresses, only clients are bounded.
     fn check_places(&self, options: &JobOptions) -> Result<(), Error> {
         let Settings {
@@ -128,7 +128,7 @@ impl Core {
             ..
         } = self.settings;
         let (client, address) = (&options.client, &options.account);
-        let of_client = self.count(|others| others.client == *client);
+        let of_client = self.count(|others| others.account == *address && others.client == *client);
         let of_address = match address.is_empty() {
             true => of_client,
             false => self.count(|others| others.account == *address),
