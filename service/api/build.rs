@@ -44,7 +44,9 @@ fn looks_at_enums(files: &FileDescriptorSet) -> String {
             Type::Message => with_enums.contains(field.type_name()),
             _ => false,
         };
-        let found = all.iter().filter(|(_, message)| message.field.iter().any(has_enums));
+        let found = all
+            .iter()
+            .filter(|(_, message)| message.field.iter().any(has_enums));
         let found: BTreeSet<&str> = found.map(|(name, _)| name.as_str()).collect();
         if found == with_enums {
             break;
@@ -52,13 +54,16 @@ fn looks_at_enums(files: &FileDescriptorSet) -> String {
         with_enums = found;
     }
     let implementations = all.values().map(|message| {
-        let looks = message.field.iter().filter_map(|field| look_at(message, field, &with_enums));
+        let looks = message
+            .field
+            .iter()
+            .filter_map(|field| look_at(message, field, &with_enums));
         let looks = looks.collect::<String>();
         let body = match looks.is_empty() {
             true => String::new(),
-            false => format!(
-                "fn unknown_numbers(&self, at: &str, found: &mut Vec<UnknownNumber>) {{\n{looks}}}\n"
-            ),
+            false => {
+                format!("fn unknown_numbers(&self, at: &str, found: &mut Vec<UnknownNumber>) {{\n{looks}}}\n")
+            }
         };
         format!("impl Enums for crate::v1::{} {{\n{body}}}\n", message.name())
     });

@@ -28,19 +28,21 @@ pub(crate) fn internal(why: impl ToString) -> Error {
     Error::Internal(why.to_string())
 }
 
-/// Most characters of a name, of a whole message, and most wrong fields in an error that is kept for a client.
-const LONGEST_KEPT_CHARACTERS: usize = 300;
-const LONGEST_KEPT_MESSAGE_CHARACTERS: usize = 1_000;
-const MOST_KEPT_FIELDS: usize = 12;
+/// Most characters of one foreign text (a name, a problem) in what a client or the log is told.
+pub const LONGEST_TEXT_CHARACTERS: usize = 300;
+/// Most characters of a whole message: errors are sent in headers, of which clients accept 8 KiB.
+pub const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
+/// Most holders, alternatives and wrong fields of one error.
+pub const MOST_LISTED: usize = 12;
 
 /// An error that is kept until its client reads it. Text that repeats the client's is cut.
 pub(crate) fn to_keep(error: Error) -> Error {
     let cut_to = |text: &str, longest: usize| wording::cut(text, longest).into_owned();
-    let cut = |text: String| cut_to(&text, LONGEST_KEPT_CHARACTERS);
-    let cut_message = |text: String| cut_to(&text, LONGEST_KEPT_MESSAGE_CHARACTERS);
+    let cut = |text: String| cut_to(&text, LONGEST_TEXT_CHARACTERS);
+    let cut_message = |text: String| cut_to(&text, LONGEST_MESSAGE_CHARACTERS);
     match error {
         Error::Invalid(fields) => {
-            let fields = fields.into_iter().take(MOST_KEPT_FIELDS);
+            let fields = fields.into_iter().take(MOST_LISTED);
             let cut = |field: RequestError| RequestError::new(cut(field.field), cut(field.problem));
             Error::Invalid(fields.map(cut).collect())
         }
@@ -91,7 +93,7 @@ pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
 }
 
 /// The message of an error to a client. For a missing model it suggests a pull. Paths are relative to the folders of
-/// models.
+/// models. Foreign text in it is escaped.
 pub fn words_of(error: &Error) -> String {
     let words = match error {
         Error::ModelNotFound { id } => match Reference::of_entry(id) {
@@ -104,7 +106,7 @@ pub fn words_of(error: &Error) -> String {
     if relative != words {
         tracing::info!(error = words, "an error for a client names files");
     }
-    relative
+    wording::lines(&relative).into_owned()
 }
 
 #[cfg(test)]
@@ -132,6 +134,15 @@ mod tests {
             let bytes = to_keep(error).to_string().len();
             assert!(bytes < 32 << 10, "{bytes} B");
         }
+    }
+
+    #[test]
+    fn text_of_others_is_escaped_in_messages() {
+        let said = words_of(&invalid("model.id", "\x1b]0;owned\x07 is none"));
+        assert_eq!(
+            said,
+            words_of(&invalid("model.id", "\\u{1b}]0;owned\\u{7} is none"))
+        );
     }
 
     #[test]

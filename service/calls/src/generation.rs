@@ -32,6 +32,9 @@ use crate::results::{ResultEncoder, Started, started};
 use crate::runs::{controls_of, whole_run};
 use crate::threads::Turns;
 
+/// The kind of work that reads uploaded latents, with its own share of the turns of a client.
+const LATENTS: &str = "latents";
+
 /// Answers requests to generate. Cheap to clone.
 #[derive(Clone)]
 pub struct Generation {
@@ -111,7 +114,9 @@ impl Generation {
     /// # Errors
     /// When it is not what its description says, or there is no room for it.
     pub async fn put_latent(&self, upload: LatentUpload, caller: &Caller) -> Result<LatentInfo, Error> {
-        let (values, decoder_id) = upload.finish()?;
+        let owner = (LATENTS, caller.client());
+        let read = self.decoding.run_of(owner, move |_| upload.finish()).await;
+        let (values, decoder_id) = read??;
         self.queue.put_latent(values, decoder_id, caller.account()).await
     }
 

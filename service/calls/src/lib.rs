@@ -53,7 +53,7 @@ pub use chunks::{CHUNK_BYTES, Chunk, ChunkHead, Encoding};
 pub use durations::millis;
 use entries::Entries;
 pub use entries::first_card_of;
-pub use errors::{invalid, words_of};
+pub use errors::{LONGEST_MESSAGE_CHARACTERS, LONGEST_TEXT_CHARACTERS, MOST_LISTED, invalid, words_of};
 pub use generation::{AskedDecode, AskedEncode, Generation};
 pub use host::{Host, HostMemory, WorkerPids, watch as watch_host};
 pub use jobs::Jobs;

@@ -14,6 +14,7 @@ use model::{Preset, Quantization, Request};
 use residency::{Bytes, Component, Policy};
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tracing::Instrument as _;
 
 use crate::asked::Asked;
 use crate::bounds::Bounds;
@@ -21,7 +22,7 @@ use crate::caller::{AskedOptions, Caller, card_named};
 use crate::choose::Chosen;
 use crate::chunks::{Encoding, Output};
 use crate::entries::Entries;
-use crate::errors::{invalid, short, words_of};
+use crate::errors::{internal, invalid, short, words_of};
 use crate::generation::Generation;
 use crate::host::{Host, HostMemory, WorkerPids};
 use crate::models::{Found, FoundAdapter, OtherFile};
@@ -376,11 +377,15 @@ impl Residency {
         let client = caller.name(client_id)?;
         let ttl = time_to_live(ttl, DEFAULT_HOLD, LONGEST_HOLD)?;
         let entry = self.entries.entry(model).await?;
-        let key = format!("{client}\n{}", entry.key);
-        let claim = self.bounds.holds.begin(caller.client(), key, ttl)?;
-        let hold_id = self.queue.hold(entry, client, ttl).await?;
-        claim.granted(&hold_id);
-        Ok((hold_id, ttl))
+        let (residency, owner) = (self.clone(), caller.client());
+        to_its_end(async move {
+            let key = format!("{client}\n{}", entry.key);
+            let claim = residency.bounds.holds.begin(owner, key, ttl)?;
+            let hold_id = residency.queue.hold(entry, client, ttl).await?;
+            claim.granted(&hold_id);
+            Ok((hold_id, ttl))
+        })
+        .await
     }
 
     /// Ends a hold; false when there was none.
@@ -476,27 +481,33 @@ impl Residency {
         }
         let process = (request.process_id > 0).then(|| process_for(caller, request.process_id));
         let process = process.transpose()?;
-        let key = match &renewed {
-            None => uuid::Uuid::new_v4().to_string(), // each call makes a new one
-            Some(id) => self.bounds.reservations.key_of(id),
-        };
-        let claim = self.bounds.reservations.begin(caller.client(), key, ttl)?;
-        let reserved = match &renewed {
-            None => {
-                let by = Reserver {
-                    label: request.label,
-                    process: process.as_ref().map(OtherProcess::id),
-                };
-                let card = self.card_id(&request.card)?;
-                self.queue.reserve(&card, request.bytes, ttl, by).await?
+        let (residency, owner) = (self.clone(), caller.client());
+        to_its_end(async move {
+            let reservations = &residency.bounds.reservations;
+            let key = match &renewed {
+                None => uuid::Uuid::new_v4().to_string(), // each call makes a new one
+                Some(id) => reservations.key_of(id),
+            };
+            let claim = reservations.begin(owner, key, ttl)?;
+            let queue = &residency.queue;
+            let reserved = match &renewed {
+                None => {
+                    let by = Reserver {
+                        label: request.label,
+                        process: process.as_ref().map(OtherProcess::id),
+                    };
+                    let card = residency.card_id(&request.card)?;
+                    queue.reserve(&card, request.bytes, ttl, by).await?
+                }
+                Some(id) => queue.renew_reservation(id, request.bytes, ttl).await?,
+            };
+            claim.granted(&reserved.id);
+            if let Some(process) = process {
+                residency.release_with(process, reserved.id.clone());
             }
-            Some(id) => self.queue.renew_reservation(id, request.bytes, ttl).await?,
-        };
-        claim.granted(&reserved.id);
-        if let Some(process) = process {
-            self.release_with(process, reserved.id.clone());
-        }
-        Ok(reserved)
+            Ok(reserved)
+        })
+        .await
     }
 
     /// Ends a reservation; false when there was none.
@@ -542,6 +553,14 @@ impl Residency {
             reservations.end(&id);
         });
     }
+}
+
+/// Does what is done even where its caller leaves meanwhile: what the queue has granted is counted then too.
+async fn to_its_end<T: Send + 'static>(
+    granted: impl Future<Output = Result<T, Error>> + Send + 'static,
+) -> Result<T, Error> {
+    let granted = tokio::spawn(granted.in_current_span()).await;
+    granted.unwrap_or_else(|panic| Err(internal(panic)))
 }
 
 /// Name of an eviction policy.

@@ -88,12 +88,24 @@ fn meaningless_settings_are_refused_with_a_remedy() {
             "longer than a hundred years",
         ),
         ("models.settings.'a/b'.steps = 0", "steps of \"a/b\" is 0"),
-        ("models.settings.'a/b'.steps = 100000", "steps of \"a/b\" is 100000"),
-        ("models.settings.'a/b'.guidance = nan", "guidance of \"a/b\" is NaN"),
+        (
+            "models.settings.'a/b'.steps = 100000",
+            "steps of \"a/b\" is 100000",
+        ),
+        (
+            "models.settings.'a/b'.guidance = nan",
+            "guidance of \"a/b\" is NaN",
+        ),
         ("models.settings.'a/b'.guidance = -1", "0 to 1000 is expected"),
-        ("models.settings.'a/b'.width = 100", "width of \"a/b\" is 100; a multiple of 16"),
+        (
+            "models.settings.'a/b'.width = 100",
+            "width of \"a/b\" is 100; a multiple of 16",
+        ),
         ("models.settings.'a/b'.height = 100000", "16 to 4096"),
-        ("models.settings.'a/b'.max_sequence_length = 0", "max_sequence_length of"),
+        (
+            "models.settings.'a/b'.max_sequence_length = 0",
+            "max_sequence_length of",
+        ),
         ("client.name = 'session-7'", "as the holders of sessions do"),
         ("log.filter = '[[['", "no filter such as"),
         ("log.filter = 'engine=loud'", "no filter such as"),

@@ -9,6 +9,7 @@ use calls::{PullEvent, Pulling};
 use futures::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
+use crate::requests::asked;
 use crate::status::status_of_pull;
 
 /// The calls of `moored.v1.Hub`.
@@ -20,7 +21,7 @@ impl Hub for HubDoor {
         &self,
         request: Request<v1::PullModelRequest>,
     ) -> Result<Response<v1::PullPlan>, Status> {
-        let v1::PullModelRequest { id, revision } = request.into_inner();
+        let v1::PullModelRequest { id, revision } = asked(request)?;
         let planned = self.0.plan(&id, &revision).await;
         let (id, plan) = planned.map_err(|problem| status_of_pull(&problem))?;
         Ok(Response::new(v1::PullPlan {
@@ -38,7 +39,7 @@ impl Hub for HubDoor {
         &self,
         request: Request<v1::PullModelRequest>,
     ) -> Result<Response<Self::PullModelStream>, Status> {
-        let v1::PullModelRequest { id, revision } = request.into_inner();
+        let v1::PullModelRequest { id, revision } = asked(request)?;
         let events = self.0.pull(&id, &revision);
         let events = events.map_err(|problem| status_of_pull(&problem))?;
         let events = events.map(|event| match event {

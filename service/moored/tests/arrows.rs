@@ -371,6 +371,26 @@ fn only_the_configuration_reads_the_environment() {
     }
 }
 
+/// It refuses numbers that are none of an enum's, for all of them alike.
+#[test]
+fn every_message_of_a_client_comes_through_one_function() {
+    for (path, text) in sources("grpc") {
+        let (is_owner, is_session) = (path.ends_with("requests.rs"), path.ends_with("sessions.rs"));
+        let taken = text.matches("request.into_inner()").count();
+        // Of a session, each message is checked as it comes: a wrong segment fails alone.
+        let most = match path.ends_with("generation.rs") {
+            true => usize::from(text.contains("open_session(&self.0, request.into_inner(), caller)")),
+            false => 0,
+        };
+        assert!(
+            is_owner || taken == most,
+            "{} takes messages itself",
+            path.display()
+        );
+        assert!(!is_session || text.contains("known(&first)") && text.contains("known(&segment)"));
+    }
+}
+
 #[test]
 fn families_do_not_know_clients_or_residency_moves() {
     for (path, text) in sources("pipelines") {

@@ -38,7 +38,9 @@ pub const LONGEST_NAME_CHARACTERS: usize = 256;
 /// Why a text is no name: it has characters that terminals obey, or too many.
 pub fn name_problem(name: &str) -> Option<String> {
     if name.chars().any(is_obeyed) {
-        return Some("has control characters, or such that turn the direction of text: leave them out".to_owned());
+        return Some(
+            "has control characters, or such that turn the direction of text: leave them out".to_owned(),
+        );
     }
     let characters = name.chars().count();
     (characters > LONGEST_NAME_CHARACTERS)

@@ -237,7 +237,9 @@ impl Latents {
             kept.last_used = now;
             (kept.account.clone(), kept.leases == 0 && !kept.keep)
         });
-        let Some((account, is_unknown)) = released else { return };
+        let Some((account, is_unknown)) = released else {
+            return;
+        };
         if is_unknown {
             self.kept.remove(id);
         }

@@ -67,6 +67,7 @@ pub use report::{
     UnloadReport,
 };
 use request::{OpenModels, Reply, Submission};
+pub use shared_bound::{Exceeded, SharedBound};
 use shell::Shell;
 use unloads::EntryToUnload;
 

@@ -58,7 +58,9 @@ impl View<'_> {
             (self.account_ms(account), merged(clients.collect()))
         });
         let fresh = merged(accounts.collect());
-        let order = begun.into_iter().chain(fresh.into_iter().map(|waiting| waiting.job));
+        let order = begun
+            .into_iter()
+            .chain(fresh.into_iter().map(|waiting| waiting.job));
         self.with_joiners_first(order.map(|job| job.id.clone()).collect())
     }
 

@@ -76,7 +76,13 @@ fn an_order_is_begun_before_anything_is_done_for_it() {
     bench.run_stage(&sample("flux-full"), "encode_text");
     let first = bench.link.events.first();
     assert!(
-        matches!(first, Some(Event::Progress { progress: Progress::Begun, .. })),
+        matches!(
+            first,
+            Some(Event::Progress {
+                progress: Progress::Begun,
+                ..
+            })
+        ),
         "{first:?}"
     );
 }

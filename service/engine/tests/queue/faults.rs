@@ -276,7 +276,10 @@ async fn deaths_of_workers_that_had_not_begun_a_job_do_not_count_against_it() {
         worker.ready();
     }
     let ended = end(&mut never).await;
-    assert!(matches!(ended, Err(Error::WorkerDied { deaths: 9, .. })), "it may be its order: {ended:?}");
+    assert!(
+        matches!(ended, Err(Error::WorkerDied { deaths: 9, .. })),
+        "it may be its order: {ended:?}"
+    );
     at_rest(&queue).await;
 }
 

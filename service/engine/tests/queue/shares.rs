@@ -95,7 +95,11 @@ async fn the_names_of_an_account_share_what_it_has() {
     let few = submit_all(&queue, 5, of("few")).await;
     let other = submit_all(&queue, 10, |_| load("a", "other", &["vae"])).await;
     let served = serve(&mut worker, 16, 100).await;
-    let got = (count(&served, &many), count(&served, &few), count(&served, &other));
+    let got = (
+        count(&served, &many),
+        count(&served, &few),
+        count(&served, &other),
+    );
     assert!(
         (3..=5).contains(&got.0) && (3..=5).contains(&got.1) && (7..=9).contains(&got.2),
         "{got:?}"

@@ -476,6 +476,10 @@ fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect(
     assert_eq!(denoise.takes.len(), before.takes.len() + 2);
     assert!(denoise.rungs[0].scratch > before.rungs[0].scratch);
     assert!(opened.model.plan(&guided(Some("x"), f32::NAN)).is_err());
+    // A text that no encoder knows is refused where it would be encoded.
+    let unknown = "<extra_id_7>";
+    assert!(opened.model.plan(&guided(Some(unknown), 4.0)).is_err());
+    assert!(opened.model.plan(&guided(Some(unknown), 1.0)).is_ok());
 }
 
 /// Names of the fields that planning rejects.

@@ -163,6 +163,11 @@ fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect(
     assert!(longer.rungs[0].scratch > denoise_of_two.rungs[0].scratch);
     assert_ne!(longer.shape, denoise_of_two.shape);
 
+    // A text that no encoder knows is refused where it would be encoded.
+    let unknown = "<|vision_start|>";
+    assert!(opened.model.plan(&guided(Some(unknown), 4.0)).is_err());
+    assert!(opened.model.plan(&guided(Some(unknown), 1.0)).is_ok());
+
     let long = Request {
         negative_prompt: Some("a square ".repeat(60)),
         true_guidance: 4.0,
