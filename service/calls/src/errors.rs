@@ -106,7 +106,7 @@ pub fn words_of(error: &Error) -> String {
     if relative != words {
         tracing::info!(error = words, "an error for a client names files");
     }
-    wording::lines(&relative).into_owned()
+    wording::one_line(&relative).into_owned()
 }
 
 #[cfg(test)]
@@ -138,10 +138,10 @@ mod tests {
 
     #[test]
     fn text_of_others_is_escaped_in_messages() {
-        let said = words_of(&invalid("model.id", "\x1b]0;owned\x07 is none"));
+        let said = words_of(&invalid("model.id", "\x1b]0;owned\x07\nis none"));
         assert_eq!(
             said,
-            words_of(&invalid("model.id", "\\u{1b}]0;owned\\u{7} is none"))
+            words_of(&invalid("model.id", "\\u{1b}]0;owned\\u{7}\\nis none"))
         );
     }
 

@@ -32,6 +32,9 @@ use crate::resolved::{ResolvedModel, formats_of};
 use crate::results::Started;
 use crate::threads::FILES;
 
+/// The kind of work that looks through folders for a client, with its own share of the turns of one.
+const LISTINGS: &str = "listings";
+
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
 const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
@@ -192,13 +195,13 @@ impl Residency {
     ///
     /// # Errors
     /// [`Error::Internal`].
-    pub async fn list_models(&self, rescan: bool) -> Result<Listing, Error> {
+    pub async fn list_models(&self, rescan: bool, caller: &Caller) -> Result<Listing, Error> {
         let models = self.entries.models.clone();
-        let listing = move || match rescan {
+        let listing = move |_: &media::Caller| match rescan {
             true => (models.rescan(), models.rescan_adapters()),
             false => (models.list(), models.adapters()),
         };
-        let (found, adapters) = FILES.run(listing).await?;
+        let (found, adapters) = FILES.run_of((LISTINGS, caller.client()), listing).await?;
         let default = self.entries.models.default_id(&found).unwrap_or_default();
         let report = self.queue.status_now().await;
         let mut models = Vec::with_capacity(found.len());
@@ -645,6 +648,22 @@ mod tests {
         assert!(refused("127.0.0.1:1", gone).unwrap_err().contains("no process"));
         assert!(refused("10.0.0.1:1", there).unwrap_err().contains("process_id"));
         assert_eq!(refused("10.0.0.1:1", there), refused("10.0.0.1:1", gone));
+    }
+
+    #[tokio::test]
+    async fn what_is_granted_to_a_caller_that_leaves_is_counted() {
+        let (grant, granted) = tokio::sync::oneshot::channel::<()>();
+        let (count, counted) = tokio::sync::oneshot::channel();
+        let call = tokio::spawn(to_its_end(async move {
+            let _ = granted.await;
+            let _ = count.send(());
+            Ok(())
+        }));
+        tokio::task::yield_now().await;
+        call.abort();
+        assert!(call.await.is_err(), "the caller has left");
+        grant.send(()).unwrap();
+        counted.await.unwrap();
     }
 
     #[tokio::test(start_paused = true)]

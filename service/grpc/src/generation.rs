@@ -88,8 +88,10 @@ impl generation_server::Generation for GenerationDoor {
         &self,
         request: Request<v1::GetLatentRequest>,
     ) -> Result<Response<Self::GetLatentStream>, Status> {
+        let caller = caller_of(&request);
         let id = asked(request)?.latent_id;
-        let latent = self.0.latent(&id).await.map_err(|e| status_of(&e))?;
+        let latent = self.0.latent(&id, &caller).await;
+        let (latent, taken) = latent.map_err(|e| status_of(&e))?;
         let mut info = Some(latent_out(&latent.info));
         // Tensor after tensor, in the order of `info.tensors`, none of them copied.
         let slices = latent.values.into_values().flat_map(|tensor| {
@@ -101,9 +103,10 @@ impl generation_server::Generation for GenerationDoor {
             let info = info.take();
             Ok(v1::LatentChunk { info, chunk })
         });
-        Ok(Response::new(Box::pin(futures::stream::iter(
-            chunks.collect::<Vec<_>>(),
-        ))))
+        let chunks = futures::stream::iter(chunks.collect::<Vec<_>>());
+        Ok(Response::new(Box::pin(chunks.inspect(move |_| {
+            let _until_read = &taken;
+        }))))
     }
 
     async fn put_latent(

@@ -23,7 +23,8 @@ impl residency_server::Residency for ResidencyDoor {
         &self,
         request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        let listing = self.0.list_models(asked(request)?.rescan).await;
+        let caller = caller_of(&request);
+        let listing = self.0.list_models(asked(request)?.rescan, &caller).await;
         let listing = listing.map_err(|e| status_of(&e))?;
         let adapters = listing.adapters.iter().map(|adapter| v1::AdapterInfo {
             bytes: adapter.bytes,

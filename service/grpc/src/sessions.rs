@@ -280,3 +280,23 @@ fn closed_out(end: &SessionEnd) -> v1::AudioSessionClosed {
         gap_ms: millis(end.gap),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_with_a_number_that_is_not_known_fails_alone() {
+        let segment = v1::AudioSegment {
+            start: 99,
+            ..v1::AudioSegment::default()
+        };
+        let request = request_in(v1::StreamAudioRequest {
+            message: Some(Asked::Segment(segment)),
+        });
+        let Ok(SessionRequest::WrongSegment(Error::Invalid(fields))) = request else {
+            panic!("{request:?}");
+        };
+        assert_eq!(fields[0].field, "start");
+    }
+}

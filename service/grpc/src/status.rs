@@ -11,7 +11,7 @@ use prost::Message as _;
 use prost_types::Any;
 use tonic::{Code, Status};
 use tonic_types::pb;
-use wording::{cut, lines};
+use wording::{cut, one_line};
 
 use crate::convert::shortfall_out;
 
@@ -167,11 +167,11 @@ fn code_of(error: &Error) -> (Code, Reason) {
 
 /// Foreign text in an error: escaped, and cut.
 fn shown(text: &str) -> String {
-    cut(&lines(text), LONGEST_TEXT_CHARACTERS).into_owned()
+    cut(&one_line(text), LONGEST_TEXT_CHARACTERS).into_owned()
 }
 
 fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
-    let message = cut(&lines(message), LONGEST_MESSAGE_CHARACTERS).into_owned();
+    let message = cut(&one_line(message), LONGEST_MESSAGE_CHARACTERS).into_owned();
     let status = pb::Status {
         code: code as i32,
         message: message.clone(),
@@ -311,7 +311,7 @@ mod tests {
 
     #[test]
     fn text_of_the_caller_is_escaped_in_every_part_of_an_error() {
-        let red = "\x1b[31mred\u{202e}";
+        let red = "\x1b[31mred\u{202e}\na line";
         for error in [
             invalid(red, red),
             Error::ModelNotFound { id: red.to_owned() },
@@ -326,10 +326,8 @@ mod tests {
         ] {
             let status = status_of(&error);
             let told = String::from_utf8_lossy(status.details()).into_owned() + status.message();
-            assert!(
-                !told.contains("\x1b[31m") && !told.contains('\u{202e}'),
-                "{told:?}"
-            );
+            let shown = ["\x1b[31m", "\u{202e}", "\na line"].map(|part| told.contains(part));
+            assert_eq!(shown, [false; 3], "{told:?}");
         }
     }
 

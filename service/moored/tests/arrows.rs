@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 15] = [
+const CRATES: [&str; 16] = [
     "residency",
     "gpu",
     "ops",
@@ -15,6 +15,7 @@ const CRATES: [&str; 15] = [
     "media",
     "hub",
     "wording",
+    "turns",
     "api",
     "config",
     "calls",
@@ -26,16 +27,17 @@ const CRATES: [&str; 15] = [
 /// The crates that each crate may import.
 fn allowed(name: &str) -> &'static [&'static str] {
     match name {
-        "residency" | "api" | "wording" => &[],
+        "residency" | "api" | "wording" | "turns" => &[],
         "gpu" => &["residency"],
         "ops" => &["gpu"],
         "model" => &["ops", "gpu", "residency"],
         "pipelines" => &["model", "ops", "gpu", "residency"],
-        "engine" => &["model", "ops", "gpu", "residency"],
+        "engine" => &["model", "ops", "gpu", "residency", "turns"],
         "media" => &["model"],
         "config" => &["model", "ops", "gpu", "residency", "wording"],
-        "hub" => &["config", "model", "gpu", "residency", "wording"],
+        "hub" => &["config", "model", "gpu", "residency", "wording", "turns"],
         "calls" => &[
+            "turns",
             "engine",
             "media",
             "hub",

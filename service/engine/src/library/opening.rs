@@ -1,12 +1,11 @@
 //! Bounds on the threads that open models at once. A file system that does not answer blocks its threads without end:
 //! the number for each model is bounded, so that other models can still be opened.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+use turns::Turns;
 
 use super::NotOpened;
 use crate::error::Error;
@@ -18,19 +17,15 @@ const MAX_THREADS: usize = 64;
 /// Longest time that opening one model takes, and longest time that it waits for a thread. The caller gets an error then; the
 /// thread goes on, and may still end.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Models whose semaphores are kept before those of unused models are dropped.
-const REMEMBERED: usize = 256;
 
 pub(super) struct Opening {
-    all: Arc<Semaphore>,
-    models: Mutex<HashMap<PathBuf, Arc<Semaphore>>>,
+    turns: Turns<PathBuf>,
 }
 
 impl Opening {
     pub(super) fn new() -> Opening {
         Opening {
-            all: Arc::new(Semaphore::new(MAX_THREADS)),
-            models: Mutex::default(),
+            turns: Turns::new(MAX_THREADS, MAX_THREADS_PER_MODEL),
         }
     }
 
@@ -41,40 +36,17 @@ impl Opening {
         work: impl FnOnce() -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         let path_shown = || path.display().to_string();
-        let turn = tokio::time::timeout(LIMIT, self.turn(path)).await;
+        let turn = timeout(LIMIT, self.turns.next_of(path.to_owned())).await;
         let turn = turn.map_err(|_| NotOpened::Busy {
             path: path_shown(),
             limit: LIMIT,
-        })??;
-        let done = tokio::task::spawn_blocking(move || {
-            let _until_done = turn; // even if the caller has left
-            work()
-        });
-        let done = tokio::time::timeout(LIMIT, done).await;
+        })?;
+        let done = timeout(LIMIT, turn.run(work)).await;
         let done = done.map_err(|_| NotOpened::Silent {
             path: path_shown(),
             limit: LIMIT,
         })?;
         done.unwrap_or_else(|panic| Err(ended(panic)))
-    }
-
-    /// A permit for a thread that reads the model at a path.
-    async fn turn(&self, path: &Path) -> Result<(OwnedSemaphorePermit, OwnedSemaphorePermit), Error> {
-        // The model's own permit first: callers that wait for it take nothing from other models.
-        let own = self.of(path).acquire_owned().await.map_err(ended)?;
-        let one = self.all.clone().acquire_owned().await.map_err(ended)?;
-        Ok((own, one))
-    }
-
-    fn of(&self, path: &Path) -> Arc<Semaphore> {
-        let mut models = self.models.lock().unwrap_or_else(PoisonError::into_inner);
-        if models.len() >= REMEMBERED {
-            models.retain(|_, model| Arc::strong_count(model) > 1);
-        }
-        let own = models
-            .entry(path.to_owned())
-            .or_insert_with(|| Arc::new(Semaphore::new(MAX_THREADS_PER_MODEL)));
-        own.clone()
     }
 }
 
@@ -86,7 +58,7 @@ fn ended(problem: impl ToString) -> Error {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::sync::mpsc;
+    use std::sync::{Arc, mpsc};
 
     use super::*;
 
@@ -128,10 +100,7 @@ mod tests {
             seen += hanging();
             tokio::task::yield_now().await;
         }
-        assert_eq!(
-            opening.all.available_permits(),
-            MAX_THREADS - MAX_THREADS_PER_MODEL
-        );
+        assert_eq!(opening.turns.free(), MAX_THREADS - MAX_THREADS_PER_MODEL);
         drop(hung);
     }
 

@@ -22,7 +22,7 @@ const RETAINED_JOBS: u64 = 1_000;
 pub(super) struct Ended {
     /// The latest first.
     infos: VecDeque<JobInfo>,
-    /// By idempotency key.
+    /// By account and idempotency key: nobody takes another's keys.
     retained: SharedStore<Retained>,
 }
 
@@ -53,8 +53,8 @@ impl Ended {
         self.infos.iter().any(|info| &*info.id == id)
     }
 
-    pub(super) fn by_key(&self, key: &str) -> Option<&Retained> {
-        self.retained.get(key)
+    pub(super) fn by_key(&self, account: &str, key: &str) -> Option<&Retained> {
+        self.retained.get(&known_as(account, key))
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
@@ -89,9 +89,14 @@ impl Ended {
     fn retain(&mut self, key: String, retained: Retained) {
         let more = Taken::one(retained.bytes());
         if self.retained.make_room(&retained.account, more) {
-            self.retained.insert(key, retained);
+            self.retained.insert(known_as(&retained.account, &key), retained);
         }
     }
+}
+
+/// A key of an account. Neither has a line break.
+fn known_as(account: &str, key: &str) -> String {
+    format!("{account}\n{key}")
 }
 
 impl Stored for Retained {
@@ -154,7 +159,7 @@ mod tests {
         for key in 0..count {
             ended.retain(key.to_string(), retained("me", rgb.clone(), key));
         }
-        let is_there = |key: &u64| ended.by_key(&key.to_string()).is_some();
+        let is_there = |key: &u64| ended.by_key("me", &key.to_string()).is_some();
         (ended.retained.len(), (0..count).find(is_there).unwrap_or(count))
     }
 
@@ -174,8 +179,11 @@ mod tests {
             for key in 1..=2_000 {
                 ended.retain(key.to_string(), retained("other", rgb.clone(), key));
             }
-            assert!(ended.by_key("mine").is_some());
-            assert!(ended.by_key("2000").is_some(), "its latest is remembered too");
+            assert!(ended.by_key("me", "mine").is_some());
+            assert!(
+                ended.by_key("other", "2000").is_some(),
+                "its latest is remembered too"
+            );
         }
     }
 }

@@ -218,6 +218,17 @@ async fn an_idempotency_key_joins_a_current_or_recent_job() {
     assert_eq!(second_seen[0], JobEventKind::Accepted { joined: true });
     assert_eq!(kept(&first_seen), kept(&second_seen));
 
+    let mut of_another = spec.clone();
+    of_another.options.account = "10.0.0.9".into();
+    let of_another = queue.submit(of_another).await.unwrap();
+    assert!(!of_another.joined, "keys of one address are not those of another");
+    let order = worker.order().await;
+    drop(of_another);
+    let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
+        panic!("it is cancelled");
+    };
+    worker.finish(order.ticket, engine::messages::Outcome::Cancelled);
+    assert_eq!(ticket, order.ticket);
     let mut third = queue.submit(spec.clone()).await.unwrap();
     assert!(third.joined);
     assert_eq!(kept(&events(&mut third).await), kept(&first_seen));

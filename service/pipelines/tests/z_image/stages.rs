@@ -163,11 +163,6 @@ fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect(
     assert!(longer.rungs[0].scratch > denoise_of_two.rungs[0].scratch);
     assert_ne!(longer.shape, denoise_of_two.shape);
 
-    // A text that no encoder knows is refused where it would be encoded.
-    let unknown = "<|vision_start|>";
-    assert!(opened.model.plan(&guided(Some(unknown), 4.0)).is_err());
-    assert!(opened.model.plan(&guided(Some(unknown), 1.0)).is_ok());
-
     let long = Request {
         negative_prompt: Some("a square ".repeat(60)),
         true_guidance: 4.0,
@@ -181,6 +176,26 @@ fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect(
         .map(|text| text.field)
         .collect();
     assert_eq!(left_out, ["negative_prompt"]);
+}
+
+#[test]
+fn a_negative_prompt_that_no_encoder_knows_is_refused_where_it_has_an_effect() {
+    let folder = folder();
+    let file = folder.path().join("tokenizer/tokenizer_config.json");
+    let mut tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let tokens = &mut tokenizer["added_tokens_decoder"];
+    tokens["5000"] = tokens["317"].clone();
+    tokens["5000"]["content"] = "<unknown>".into();
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    let opened = open(folder.path(), &F32);
+    let guided = |true_guidance: f32| Request {
+        negative_prompt: Some("an <unknown> thing".to_owned()),
+        true_guidance,
+        ..request()
+    };
+    let refused = opened.model.plan(&guided(4.0)).unwrap_err();
+    assert_eq!(refused[0].field, "negative_prompt");
+    assert!(opened.model.plan(&guided(1.0)).is_ok());
 }
 
 #[test]

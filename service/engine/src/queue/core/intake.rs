@@ -30,17 +30,18 @@ impl Core {
         if self.drain.is_some() {
             return Err(Error::ShuttingDown);
         }
-        let key = &submission.spec.options.idempotency_key;
+        let JobOptions {
+            idempotency_key: key,
+            account,
+            ..
+        } = &submission.spec.options;
         if !key.is_empty() {
-            let live = self
-                .jobs
-                .values()
-                .find(|job| job.options.idempotency_key == *key)
-                .map(|job| job.id.clone());
-            if let Some(id) = live {
+            let is_it = |options: &JobOptions| options.idempotency_key == *key && options.account == *account;
+            let live = self.jobs.values().find(|job| is_it(&job.options));
+            if let Some(id) = live.map(|job| job.id.clone()) {
                 return self.join_live(&id, &submission.spec, now);
             }
-            if self.ended.by_key(key).is_some() {
+            if self.ended.by_key(account, key).is_some() {
                 return self.join_ended(&submission.spec);
             }
         }
@@ -386,7 +387,7 @@ impl Core {
         };
         let retained = self
             .ended
-            .by_key(key)
+            .by_key(&spec.options.account, key)
             .filter(same)
             .ok_or_else(|| Error::KeyReused(key.clone()))?;
         let at_ms = retained.events.last().map_or(0, |event| event.at_ms);
