@@ -1,10 +1,14 @@
 //! Errors of calls, and their messages to clients.
 
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
 use engine::Error;
 use hub::Reference;
 use hub::catalogue::did_you_mean;
 use model::RequestError;
 
+use crate::log_interval::LogInterval;
 use crate::paths;
 
 /// The error of one wrong field.
@@ -103,10 +107,22 @@ pub fn words_of(error: &Error) -> String {
         error => error.to_string(),
     };
     let relative = paths::relative(&words);
-    if relative != words {
+    if relative != words && is_told() {
         tracing::info!(error = words, "an error for a client names files");
     }
     wording::one_line(&relative).into_owned()
+}
+
+/// Least time between two errors in the log: requests that fail are cheap, and must not fill the disk.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Whether an error is logged now.
+fn is_told() -> bool {
+    static LAST: Mutex<LogInterval> = Mutex::new(LogInterval::new());
+    // A panic while it is locked leaves it valid.
+    LAST.lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .allow(LOG_INTERVAL)
 }
 
 #[cfg(test)]

@@ -20,6 +20,7 @@ mod given_pictures;
 mod host;
 mod jobs;
 mod latent_upload;
+mod log_interval;
 mod media_store;
 #[allow(clippy::disallowed_methods)] // it looks through folders: its callers run it on threads that may block
 pub mod models;
@@ -58,6 +59,7 @@ pub use generation::{AskedDecode, AskedEncode, Generation};
 pub use host::{Host, HostMemory, WorkerPids, watch as watch_host};
 pub use jobs::Jobs;
 pub use latent_upload::{LatentDescription, LatentUpload};
+pub use log_interval::LogInterval;
 use media_store::MediaStore;
 pub use media_store::{KeptMedia, MediaDescription, MediaUpload};
 pub use models::Models;

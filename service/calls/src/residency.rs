@@ -15,9 +15,11 @@ use residency::{Bytes, Component, Policy};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::Instrument as _;
+use turns::Turns;
 
 use crate::asked::Asked;
 use crate::bounds::Bounds;
+use crate::budget::Client;
 use crate::caller::{AskedOptions, Caller, card_named};
 use crate::choose::Chosen;
 use crate::chunks::{Encoding, Output};
@@ -32,9 +34,8 @@ use crate::resolved::{ResolvedModel, formats_of};
 use crate::results::Started;
 use crate::threads::FILES;
 
-/// The kind of work that looks through folders for a client, with its own share of the turns of one.
-const LISTINGS: &str = "listings";
-
+/// Number of listings that are made at a time, each for another client.
+const LISTINGS_AT_ONCE: usize = 8;
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
 const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
@@ -57,6 +58,7 @@ pub struct Residency {
     entries: Entries,
     generation: Generation,
     bounds: Bounds,
+    listings: Turns<Client>,
     /// Eviction policy; `None`: by the model.
     policy: Option<Policy>,
     host: Arc<Host>,
@@ -164,6 +166,7 @@ impl Residency {
             entries: generation.entries.clone(),
             generation,
             bounds,
+            listings: Turns::new(LISTINGS_AT_ONCE, 1),
             policy,
             host,
             workers,
@@ -197,11 +200,13 @@ impl Residency {
     /// [`Error::Internal`].
     pub async fn list_models(&self, rescan: bool, caller: &Caller) -> Result<Listing, Error> {
         let models = self.entries.models.clone();
-        let listing = move |_: &media::Caller| match rescan {
+        let listing = move || match rescan {
             true => (models.rescan(), models.rescan_adapters()),
             false => (models.list(), models.adapters()),
         };
-        let (found, adapters) = FILES.run_of((LISTINGS, caller.client()), listing).await?;
+        // Each opens every model: a client's listings are made one after another.
+        let _turn = self.listings.next_of(caller.client()).await;
+        let (found, adapters) = FILES.run(listing).await?;
         let default = self.entries.models.default_id(&found).unwrap_or_default();
         let report = self.queue.status_now().await;
         let mut models = Vec::with_capacity(found.len());

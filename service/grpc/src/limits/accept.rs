@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use calls::client_at;
+use calls::{LogInterval, client_at};
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -65,21 +65,6 @@ fn is_of_one_connection(problem: &io::Error) -> bool {
         problem.kind(),
         ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted | TimedOut
     )
-}
-
-/// Limits how often something is logged: the time of its last line.
-#[derive(Default)]
-pub(crate) struct LogInterval(Option<Instant>);
-
-impl LogInterval {
-    /// Whether a line may be logged now, so long after the last one. Then the next interval begins.
-    pub(crate) fn allow(&mut self, interval: Duration) -> bool {
-        let is_due = self.0.is_none_or(|last| last.elapsed() >= interval);
-        if is_due {
-            self.0 = Some(Instant::now());
-        }
-        is_due
-    }
 }
 
 /// A connection with a place. It is closed if its handshake takes too long or another connection gets its place.
