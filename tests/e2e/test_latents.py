@@ -251,9 +251,9 @@ def test_a_latent_that_is_not_what_it_says_is_refused(
     demo_client: moored.Client, sent: list[generation_pb2.LatentChunk], field: str
 ) -> None:
     vae_id = kept(demo_client).latents[0].vae_id
-    for message in sent:
-        if message.info.vae_id:
-            message.info.vae_id = vae_id
+    for chunk in sent:
+        if chunk.info.vae_id:
+            chunk.info.vae_id = vae_id
     with pytest.raises((moored.InvalidRequest, moored.LatentMismatch)) as refused:
         put_raw(demo_client, *sent)
     if field:

@@ -139,8 +139,8 @@ mod tests {
         drop(own);
         drop(third.await);
         let broken = turns.next_of("a").await;
-        let broken = broken.run(|| std::panic::resume_unwind(Box::new("broken"))).await;
-        assert!(matches!(broken, Err::<(), _>(_)));
+        let broken: Result<(), _> = broken.run(|| std::panic::resume_unwind(Box::new("broken"))).await;
+        assert!(broken.is_err());
         assert_eq!(turns.free(), 3);
     }
 }
