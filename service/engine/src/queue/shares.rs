@@ -9,6 +9,9 @@ use crate::job::{JobOptions, Priority};
 /// A warm job may start before a cold one whose account or client has had this much less card time at the most.
 pub(super) const AFFINITY_WINDOW_MS: f64 = 10_000.0;
 
+/// Most accounts, and clients of an account, that are remembered without a job.
+const MOST_REMEMBERED: usize = 1_000;
+
 impl Priority {
     /// The divisor of the card time that is charged to the client.
     pub(super) fn weight(self) -> f64 {
@@ -114,6 +117,21 @@ impl Level {
             .map_or(self.floor, |share| share.virtual_ms)
     }
 
+    /// Bounds the members without jobs: a client may send any number of names. Those that are least ahead are forgotten.
+    fn forget_some(&mut self) {
+        let idle = self.members.iter().filter(|(_, share)| share.jobs == 0);
+        let mut idle: Vec<(f64, String)> = idle
+            .map(|(name, share)| (share.virtual_ms, name.clone()))
+            .collect();
+        let Some(too_many) = idle.len().checked_sub(MOST_REMEMBERED).filter(|more| *more > 0) else {
+            return;
+        };
+        idle.sort_by(|a, b| a.0.total_cmp(&b.0));
+        for (_, name) in idle.into_iter().take(too_many) {
+            self.members.remove(&name);
+        }
+    }
+
     fn settle(&mut self) {
         let active = self.members.values().filter(|share| share.jobs > 0);
         match active.map(|share| share.virtual_ms).min_by(f64::total_cmp) {
@@ -122,6 +140,7 @@ impl Level {
                 let floor = self.floor;
                 self.members
                     .retain(|_, share| share.jobs > 0 || share.virtual_ms > floor);
+                self.forget_some();
             }
             None => *self = Level::default(), // nobody has a job: all virtual times start again
         }
@@ -185,6 +204,23 @@ mod tests {
         shares.charge(&high, 400.0);
         shares.charge(&low, 400.0);
         assert_eq!((ms(&shares, "a"), ms(&shares, "b")), (100.0, 1600.0));
+    }
+
+    #[test]
+    fn names_without_jobs_are_remembered_in_bounded_number() {
+        let mut shares = Shares::default();
+        shares.arrive(&named("waits"));
+        for number in 0..3 * MOST_REMEMBERED {
+            let client = named(&format!("name {number}"));
+            shares.arrive(&client);
+            shares.charge(&client, 1.0 + number as f64);
+            shares.leave(&client);
+        }
+        assert_eq!(shares.clients[""].members.len(), MOST_REMEMBERED + 1);
+        assert!(
+            ms(&shares, "name 2999") > ms(&shares, "name 1"),
+            "who is most ahead is remembered"
+        );
     }
 
     #[test]
