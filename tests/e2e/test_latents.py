@@ -11,10 +11,11 @@ from typing import Any
 import moored
 import numpy as np
 import pytest
+from http2 import DATA, Http2, message
 from moored._generated import generation_pb2, model_pb2
 from numpy.typing import NDArray
 from PIL import Image
-from waiting import until
+from waiting import until, wait_until
 
 from service import INSTANT_MODELS, Service
 
@@ -250,9 +251,9 @@ def test_a_latent_that_is_not_what_it_says_is_refused(
     demo_client: moored.Client, sent: list[generation_pb2.LatentChunk], field: str
 ) -> None:
     vae_id = kept(demo_client).latents[0].vae_id
-    for message in sent:
-        if message.info.vae_id:
-            message.info.vae_id = vae_id
+    for chunk in sent:
+        if chunk.info.vae_id:
+            chunk.info.vae_id = vae_id
     with pytest.raises((moored.InvalidRequest, moored.LatentMismatch)) as refused:
         put_raw(demo_client, *sent)
     if field:
@@ -388,3 +389,25 @@ def test_a_decode_that_runs_out_of_memory_leaves_its_latent(
         (card,) = client.status().cards
         assert card.memory.scratch == 0
         assert card.worker_restarts == 0
+
+
+def test_latents_that_are_sent_and_not_read_are_bounded(simulate: Simulate) -> None:
+    service = simulate(arguments=("--set", "queue.latents=8MiB"))
+    with service.client() as client:
+        data = np.zeros((1, 16, 300, 300), np.float32)  # more than half of it
+        name = client.put_latent(data, vae_id="a vae").id.encode()
+        reader = Http2(service.address, window=1000)
+        stream = reader.call("Generation/GetLatent")
+        reader.write(stream, message(b"\x0a" + bytes([len(name)]) + name), end=True)
+        reader.wait_for(lambda: (DATA, stream) in reader.frames)
+        with pytest.raises(moored.ClientLimit, match="being read"):
+            client.get_latent(name.decode())
+        reader.close()
+
+        def is_read() -> bool:
+            try:
+                return client.get_latent(name.decode()).info.bytes == data.nbytes
+            except moored.ClientLimit:
+                return False
+
+        wait_until(is_read, "the latent can be read")

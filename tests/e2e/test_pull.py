@@ -18,6 +18,7 @@ from typing import Any
 import moored
 import numpy as np
 import pytest
+from http2 import Http2, message
 from hub import Hub, Repository, files_of, git_blob, is_large, sha256
 from test_stored_formats import GgufKind, in_bfl_names, read_safetensors, write_gguf
 from waiting import wait_until
@@ -610,8 +611,8 @@ def test_a_pull_ends_with_its_last_listener(
         assert 0 < done.bytes_fetched < len(shipped[TRANSFORMER]) - 5_000_000
 
 
-def test_a_service_pulls_a_few_models_at_a_time(hub: Hub, serve: Serve) -> None:
-    models = [f"me/number-{number}" for number in range(6)]
+def test_a_client_that_pulls_many_models_leaves_places_to_others(hub: Hub, serve: Serve) -> None:
+    models = [f"me/number-{number}" for number in range(7)]
     for model in models:
         hub.repositories[model] = hub.repositories[MODEL]
     hub.stall(TRANSFORMER, 2_000_000)
@@ -619,18 +620,28 @@ def test_a_service_pulls_a_few_models_at_a_time(hub: Hub, serve: Serve) -> None:
     def listed() -> int:
         return sum("/api/models/me/number-" in one.path for one in hub.requests)
 
-    with serve().client() as client:
-        streams = [client.stream_pull(model) for model in models]
+    def wait_for(count: int) -> None:
+        until = time.monotonic() + WAIT_S
+        while listed() < count and time.monotonic() < until:
+            time.sleep(0.01)
+
+    service = serve()
+    with service.client() as client:
+        streams = [client.stream_pull(model) for model in models[:6]]
         for stream in streams:
             next(stream)
         assert hub.stalled.wait(WAIT_S)
-        until = time.monotonic() + WAIT_S
-        while listed() < 4 and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(2)
         client.plan_pull(MODEL)  # whoever was to ask the hub has done so by now
-        assert listed() == 4
+        assert listed() == 2, "half of the places"
+        other = Http2(service.address, source="127.0.0.9")
+        name = models[6].encode()
+        pull = other.call("Hub/PullModel")
+        other.write(pull, message(b"\x0a" + bytes([len(name)]) + name), end=True)
+        wait_for(3)
+        assert listed() == 3, "of another address"
         hub.released.set()
-        assert {stream.result().id for stream in streams} == set(models)
+        assert {stream.result().id for stream in streams} == set(models[:6])
 
 
 def test_errors_of_a_pull_reach_the_client_typed(hub: Hub, serve: Serve) -> None:

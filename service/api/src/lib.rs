@@ -1,7 +1,10 @@
 //! SAYS. The public protocol as Rust types, generated from `proto/`.
 #![allow(missing_docs, unreachable_pub, clippy::all, clippy::unwrap_used)]
 
+mod enums;
 mod json;
+
+pub use enums::{Enums, UnknownNumber};
 
 /// The public API, `proto/moored/v1`.
 pub mod v1 {

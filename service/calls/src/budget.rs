@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use engine::queue::{Exceeded as OfAccounts, SharedBound};
 use residency::Bytes;
 
 /// A client, by its address: a name can be changed at will. `None`: a transport without addresses.
@@ -11,8 +12,6 @@ pub type Client = Option<IpAddr>;
 
 /// The part of an IPv6 address that identifies a client: a network usually assigns a whole /64 to one host.
 const NETWORK_OF_IPV6: u128 = !(u64::MAX as u128);
-/// An eighth of a bound is kept for clients that use nothing of it.
-const KEPT_PART: u64 = 8;
 
 /// The client at an address.
 pub fn client_at(address: SocketAddr) -> Client {
@@ -27,10 +26,7 @@ pub fn client_at(address: SocketAddr) -> Client {
 /// Two bounds, and the amounts in use.
 #[derive(Debug)]
 pub struct Budget {
-    bound: u64,
-    bound_per_client: u64,
-    /// The end of the bound, which only clients that use nothing may take.
-    kept: u64,
+    bound: SharedBound,
     taken: Mutex<AllTaken>,
 }
 
@@ -72,19 +68,17 @@ impl Exceeded {
 
 impl Budget {
     pub fn new(bound: u64, bound_per_client: u64) -> Arc<Budget> {
-        Budget::keeping(bound, bound_per_client, 0)
+        Budget::of(SharedBound::keeping_nothing(bound, bound_per_client))
     }
 
     /// As [`Budget::new`], with the last eighth kept for clients that use nothing.
     pub fn with_places_kept(bound: u64, bound_per_client: u64) -> Arc<Budget> {
-        Budget::keeping(bound, bound_per_client, bound / KEPT_PART)
+        Budget::of(SharedBound::of(bound, bound_per_client))
     }
 
-    fn keeping(bound: u64, bound_per_client: u64, kept: u64) -> Arc<Budget> {
+    fn of(bound: SharedBound) -> Arc<Budget> {
         Arc::new(Budget {
             bound,
-            bound_per_client,
-            kept,
             taken: Mutex::default(),
         })
     }
@@ -134,12 +128,14 @@ impl Taken {
     pub fn grow(&mut self, more: u64) -> Result<(), Exceeded> {
         let mut all = self.budget.lock();
         let own = all.clients.get(&self.client).copied().unwrap_or(0);
-        if own.saturating_add(more) > self.budget.bound_per_client {
-            return Err(Exceeded::Client(self.budget.bound_per_client));
-        }
-        let kept = if own > 0 { self.budget.kept } else { 0 };
-        if all.sum.saturating_add(more).saturating_add(kept) > self.budget.bound {
-            return Err(Exceeded::All(self.budget.bound));
+        let bound = self.budget.bound;
+        if let Err(exceeded) = bound.check(all.sum, own, more) {
+            let is_beyond_its_own = own.saturating_add(more) > bound.of_account();
+            return Err(match exceeded {
+                OfAccounts::All if is_beyond_its_own => Exceeded::Client(bound.of_account()),
+                OfAccounts::Account => Exceeded::Client(bound.of_account()),
+                OfAccounts::All | OfAccounts::Kept => Exceeded::All(bound.all),
+            });
         }
         if more > 0 {
             all.sum += more;

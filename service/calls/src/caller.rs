@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use config::RESERVED_NAMES;
 use engine::Error;
 use engine::job::{JobOptions, Priority};
 use gpu::{CardDescription, CardKind};
@@ -11,9 +12,6 @@ use tokio::time::Instant;
 
 use crate::budget::{Client, client_at};
 use crate::errors::{invalid, short};
-
-/// Prefix of the names by which sessions hold their models. No client's name begins with it.
-pub(crate) const SESSION: &str = "session-";
 
 /// The shortest beginning of a UUID that stands for it: `GPU-` and four digits.
 const SHORTEST_UUID: usize = 8;
@@ -87,10 +85,10 @@ impl Caller {
     /// When the name is too long, or has control characters.
     pub fn name(&self, client_id: String) -> Result<String, Error> {
         short("client_id", &client_id)?;
-        if client_id.starts_with(SESSION) {
+        if client_id.starts_with(RESERVED_NAMES) {
             return Err(invalid(
                 "client_id",
-                format!("begins with {SESSION:?}, as the holders of sessions do: give another name"),
+                format!("begins with {RESERVED_NAMES:?}, as the holders of sessions do: give another name"),
             ));
         }
         if !client_id.is_empty() {

@@ -1,11 +1,14 @@
 //! Errors of calls, and their messages to clients.
 
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
 use engine::Error;
 use hub::Reference;
 use hub::catalogue::did_you_mean;
 use model::RequestError;
-use wording::is_obeyed;
 
+use crate::log_interval::LogInterval;
 use crate::paths;
 
 /// The error of one wrong field.
@@ -29,19 +32,21 @@ pub(crate) fn internal(why: impl ToString) -> Error {
     Error::Internal(why.to_string())
 }
 
-/// Most characters of a name, of a whole message, and most wrong fields in an error that is kept for a client.
-const LONGEST_KEPT_CHARACTERS: usize = 300;
-const LONGEST_KEPT_MESSAGE_CHARACTERS: usize = 1_000;
-const MOST_KEPT_FIELDS: usize = 12;
+/// Most characters of one foreign text (a name, a problem) in what a client or the log is told.
+pub const LONGEST_TEXT_CHARACTERS: usize = 300;
+/// Most characters of a whole message: errors are sent in headers, of which clients accept 8 KiB.
+pub const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
+/// Most holders, alternatives and wrong fields of one error.
+pub const MOST_LISTED: usize = 12;
 
 /// An error that is kept until its client reads it. Text that repeats the client's is cut.
 pub(crate) fn to_keep(error: Error) -> Error {
     let cut_to = |text: &str, longest: usize| wording::cut(text, longest).into_owned();
-    let cut = |text: String| cut_to(&text, LONGEST_KEPT_CHARACTERS);
-    let cut_message = |text: String| cut_to(&text, LONGEST_KEPT_MESSAGE_CHARACTERS);
+    let cut = |text: String| cut_to(&text, LONGEST_TEXT_CHARACTERS);
+    let cut_message = |text: String| cut_to(&text, LONGEST_MESSAGE_CHARACTERS);
     match error {
         Error::Invalid(fields) => {
-            let fields = fields.into_iter().take(MOST_KEPT_FIELDS);
+            let fields = fields.into_iter().take(MOST_LISTED);
             let cut = |field: RequestError| RequestError::new(cut(field.field), cut(field.problem));
             Error::Invalid(fields.map(cut).collect())
         }
@@ -80,32 +85,19 @@ pub(crate) fn to_keep(error: Error) -> Error {
     }
 }
 
-/// Most characters of a client's name, a key or a label, as these are kept, repeated and sent to workers.
-const LONGEST_NAME_CHARACTERS: usize = 256;
-
 /// Refuses a name that is too long, or has control characters.
 ///
 /// # Errors
 /// [`Error::Invalid`] with the field.
 pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
-    if name.chars().any(is_obeyed) {
-        return Err(invalid(
-            field,
-            "has control characters, or such that turn the direction of text: leave them out",
-        ));
+    match wording::name_problem(name) {
+        Some(problem) => Err(invalid(field, problem)),
+        None => Ok(()),
     }
-    if name.len() <= LONGEST_NAME_CHARACTERS {
-        return Ok(());
-    }
-    let problem = format!(
-        "has {} characters; {LONGEST_NAME_CHARACTERS} are the most",
-        name.chars().count()
-    );
-    Err(invalid(field, problem))
 }
 
 /// The message of an error to a client. For a missing model it suggests a pull. Paths are relative to the folders of
-/// models.
+/// models. Foreign text in it is escaped.
 pub fn words_of(error: &Error) -> String {
     let words = match error {
         Error::ModelNotFound { id } => match Reference::of_entry(id) {
@@ -115,10 +107,22 @@ pub fn words_of(error: &Error) -> String {
         error => error.to_string(),
     };
     let relative = paths::relative(&words);
-    if relative != words {
+    if relative != words && is_told() {
         tracing::info!(error = words, "an error for a client names files");
     }
-    relative
+    wording::one_line(&relative).into_owned()
+}
+
+/// Least time between two errors in the log: requests that fail are cheap, and must not fill the disk.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Whether an error is logged now.
+fn is_told() -> bool {
+    static LAST: Mutex<LogInterval> = Mutex::new(LogInterval::new());
+    // A panic while it is locked leaves it valid.
+    LAST.lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .allow(LOG_INTERVAL)
 }
 
 #[cfg(test)]
@@ -146,6 +150,15 @@ mod tests {
             let bytes = to_keep(error).to_string().len();
             assert!(bytes < 32 << 10, "{bytes} B");
         }
+    }
+
+    #[test]
+    fn text_of_others_is_escaped_in_messages() {
+        let said = words_of(&invalid("model.id", "\x1b]0;owned\x07\nis none"));
+        assert_eq!(
+            said,
+            words_of(&invalid("model.id", "\\u{1b}]0;owned\\u{7}\\nis none"))
+        );
     }
 
     #[test]

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 
 use crate::asked::{Asked, StartFrom, check_output};
 use crate::bounds::Bounds;
-use crate::budget::Taken;
+use crate::budget::{Budget, Taken};
 use crate::caller::{AskedOptions, Caller};
 use crate::choose::Chosen;
 use crate::chunks::{Encoding, Output};
@@ -32,6 +32,9 @@ use crate::results::{ResultEncoder, Started, started};
 use crate::runs::{controls_of, whole_run};
 use crate::threads::Turns;
 
+/// The kind of work that reads uploaded latents, with its own share of the turns of a client.
+const LATENTS: &str = "latents";
+
 /// Answers requests to generate. Cheap to clone.
 #[derive(Clone)]
 pub struct Generation {
@@ -44,6 +47,8 @@ pub struct Generation {
     pub(crate) decoding: Turns,
     /// Bound on the bytes of all latents.
     latents: Bytes,
+    /// Bytes of latents that clients read. They stay in memory until they are read, even if they are released meanwhile.
+    read_latents: Arc<Budget>,
     /// True once the service is shutting down: sessions end then.
     pub(crate) stopping: watch::Receiver<bool>,
 }
@@ -89,16 +94,26 @@ impl Generation {
             media,
             decoding: Turns::of_decoding(),
             latents,
+            read_latents: Budget::with_places_kept(latents.0, latents.0),
             stopping,
         }
     }
 
-    /// A stored latent.
+    /// A stored latent, and its bytes, which count until they are dropped.
     ///
     /// # Errors
-    /// [`Error::LatentNotFound`].
-    pub async fn latent(&self, id: &str) -> Result<Latent, Error> {
-        self.queue.latent(id).await
+    /// [`Error::LatentNotFound`], and when this client or all of them read too many at a time.
+    pub async fn latent(&self, id: &str, caller: &Caller) -> Result<(Latent, Taken), Error> {
+        let latent = self.queue.latent(id).await?;
+        let taken = self.read_latents.take(caller.client(), latent.info.bytes.0);
+        let taken = taken.map_err(|_| {
+            let most = self.latents;
+            Error::ClientLimit(format!(
+                "the latents that are being read take more than {most} in all, or than is left of it: read one after another, or \
+                 raise queue.latents"
+            ))
+        })?;
+        Ok((latent, taken))
     }
 
     /// Begins the upload of a latent.
@@ -111,7 +126,9 @@ impl Generation {
     /// # Errors
     /// When it is not what its description says, or there is no room for it.
     pub async fn put_latent(&self, upload: LatentUpload, caller: &Caller) -> Result<LatentInfo, Error> {
-        let (values, decoder_id) = upload.finish()?;
+        let owner = (LATENTS, caller.client());
+        let read = self.decoding.run_of(owner, move |_| upload.finish()).await;
+        let (values, decoder_id) = read??;
         self.queue.put_latent(values, decoder_id, caller.account()).await
     }
 

@@ -62,7 +62,7 @@ impl LatentUpload {
     /// The tensors and the identity of their decoder, after the last chunk.
     ///
     /// # Errors
-    /// When there is no description, or it is of another dtype.
+    /// When there is no description, it is of another dtype or contradicts itself, or numbers are not finite.
     pub(crate) fn finish(self) -> Result<(Values, String), Error> {
         let description = self
             .description
@@ -70,6 +70,21 @@ impl LatentUpload {
         if description.dtype != "f32" {
             let problem = format!("{:?} is not f32", description.dtype);
             return Err(invalid("info.dtype", problem));
+        }
+        if let Some((_, first)) = description.tensors.first()
+            && !description.shape.is_empty()
+            && description.shape != *first
+        {
+            let problem = format!(
+                "is {:?}, and the first of its tensors is {first:?}: leave it out, or send the same",
+                description.shape
+            );
+            return Err(invalid("info.shape", problem));
+        }
+        if !are_finite(&self.data) {
+            let problem =
+                "has numbers that are not finite (NaN, infinity): no decoder makes anything of them";
+            return Err(invalid("chunk", problem));
         }
         let mut data = bytes::Bytes::from(self.data);
         let mut values = Values::new();
@@ -99,6 +114,14 @@ impl LatentUpload {
         }
         Ok((values, description.decoder_id))
     }
+}
+
+/// Whether all numbers of f32 are finite.
+fn are_finite(data: &[u8]) -> bool {
+    data.as_chunks()
+        .0
+        .iter()
+        .all(|bytes| f32::from_le_bytes(*bytes).is_finite())
 }
 
 /// Bounds the description of a latent, which is kept beside its values.
@@ -136,6 +159,37 @@ mod tests {
         upload.add(Some(description), &[0; 8]).unwrap();
         let refused = upload.finish().unwrap_err().to_string();
         assert!(refused.contains("two tensors"), "{refused}");
+    }
+
+    fn refused(shape: Vec<u32>, tensors: Vec<(String, Vec<u32>)>, numbers: &[f32]) -> Option<String> {
+        let description = LatentDescription {
+            dtype: "f32".to_owned(),
+            shape,
+            tensors,
+            ..LatentDescription::default()
+        };
+        let mut upload = LatentUpload::new(Bytes(100));
+        let data: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        upload.add(Some(description), &data).unwrap();
+        upload.finish().err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn numbers_that_are_not_finite_are_refused() {
+        for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let told = refused(vec![2], Vec::new(), &[1.0, wrong]).unwrap();
+            assert!(told.contains("chunk") && told.contains("not finite"), "{told}");
+        }
+        assert_eq!(refused(vec![2], Vec::new(), &[f32::MAX, f32::MIN_POSITIVE]), None);
+    }
+
+    #[test]
+    fn a_shape_that_contradicts_the_tensors_is_refused() {
+        let tensors = || vec![("a".to_owned(), vec![1]), ("b".to_owned(), vec![2])];
+        let told = refused(vec![3], tensors(), &[0.0; 3]).unwrap();
+        assert!(told.contains("info.shape"), "{told}");
+        assert_eq!(refused(vec![1], tensors(), &[0.0; 3]), None);
+        assert_eq!(refused(Vec::new(), tensors(), &[0.0; 3]), None);
     }
 
     #[test]

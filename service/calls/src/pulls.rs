@@ -7,6 +7,7 @@ use futures::Stream;
 use hub::{Progress, PullError, PullPlan, PullUpdate, Pulled, Pulls, Reference};
 use tokio::sync::watch;
 
+use crate::caller::Caller;
 use crate::models::Models;
 use crate::threads::FILES;
 
@@ -48,10 +49,15 @@ impl Pulling {
     ///
     /// # Errors
     /// When clients may not pull, or the hub does not have the model.
-    pub async fn plan(&self, id: &str, revision: &str) -> Result<(String, PullPlan), PullError> {
+    pub async fn plan(
+        &self,
+        id: &str,
+        revision: &str,
+        caller: &Caller,
+    ) -> Result<(String, PullPlan), PullError> {
         let model = self.pullable(id, revision)?;
-        let prepared = self.pulls.hub().prepare(&model).await?;
-        Ok((model.listed_id(), prepared.plan()))
+        let plan = self.pulls.plan(&model, caller.client()).await?;
+        Ok((model.listed_id(), plan))
     }
 
     /// Pulls a model, or joins its pull. Its first event is sent at once, before the sizes are known.
@@ -62,8 +68,9 @@ impl Pulling {
         &self,
         id: &str,
         revision: &str,
+        caller: &Caller,
     ) -> Result<impl Stream<Item = Result<PullEvent, PullError>> + Send + 'static, PullError> {
-        let mut pull = self.pulls.join(self.pullable(id, revision)?);
+        let mut pull = self.pulls.join(self.pullable(id, revision)?, caller.client());
         let (models, mut stopping) = (self.models.clone(), self.stopping.clone());
         Ok(async_stream::try_stream! {
             yield PullEvent::Progress(Progress::default());

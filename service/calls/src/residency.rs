@@ -14,14 +14,17 @@ use model::{Preset, Quantization, Request};
 use residency::{Bytes, Component, Policy};
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tracing::Instrument as _;
+use turns::Turns;
 
 use crate::asked::Asked;
 use crate::bounds::Bounds;
+use crate::budget::Client;
 use crate::caller::{AskedOptions, Caller, card_named};
 use crate::choose::Chosen;
 use crate::chunks::{Encoding, Output};
 use crate::entries::Entries;
-use crate::errors::{invalid, short, words_of};
+use crate::errors::{internal, invalid, short, words_of};
 use crate::generation::Generation;
 use crate::host::{Host, HostMemory, WorkerPids};
 use crate::models::{Found, FoundAdapter, OtherFile};
@@ -31,6 +34,8 @@ use crate::resolved::{ResolvedModel, formats_of};
 use crate::results::Started;
 use crate::threads::FILES;
 
+/// Number of listings that are made at a time, each for another client.
+const LISTINGS_AT_ONCE: usize = 8;
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
 const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
@@ -53,6 +58,7 @@ pub struct Residency {
     entries: Entries,
     generation: Generation,
     bounds: Bounds,
+    listings: Turns<Client>,
     /// Eviction policy; `None`: by the model.
     policy: Option<Policy>,
     host: Arc<Host>,
@@ -160,6 +166,7 @@ impl Residency {
             entries: generation.entries.clone(),
             generation,
             bounds,
+            listings: Turns::new(LISTINGS_AT_ONCE, 1),
             policy,
             host,
             workers,
@@ -191,12 +198,14 @@ impl Residency {
     ///
     /// # Errors
     /// [`Error::Internal`].
-    pub async fn list_models(&self, rescan: bool) -> Result<Listing, Error> {
+    pub async fn list_models(&self, rescan: bool, caller: &Caller) -> Result<Listing, Error> {
         let models = self.entries.models.clone();
         let listing = move || match rescan {
             true => (models.rescan(), models.rescan_adapters()),
             false => (models.list(), models.adapters()),
         };
+        // Each opens every model: a client's listings are made one after another.
+        let _turn = self.listings.next_of(caller.client()).await;
         let (found, adapters) = FILES.run(listing).await?;
         let default = self.entries.models.default_id(&found).unwrap_or_default();
         let report = self.queue.status_now().await;
@@ -376,11 +385,15 @@ impl Residency {
         let client = caller.name(client_id)?;
         let ttl = time_to_live(ttl, DEFAULT_HOLD, LONGEST_HOLD)?;
         let entry = self.entries.entry(model).await?;
-        let key = format!("{client}\n{}", entry.key);
-        let claim = self.bounds.holds.begin(caller.client(), key, ttl)?;
-        let hold_id = self.queue.hold(entry, client, ttl).await?;
-        claim.granted(&hold_id);
-        Ok((hold_id, ttl))
+        let (residency, owner) = (self.clone(), caller.client());
+        to_its_end(async move {
+            let key = format!("{client}\n{}", entry.key);
+            let claim = residency.bounds.holds.begin(owner, key, ttl)?;
+            let hold_id = residency.queue.hold(entry, client, ttl).await?;
+            claim.granted(&hold_id);
+            Ok((hold_id, ttl))
+        })
+        .await
     }
 
     /// Ends a hold; false when there was none.
@@ -476,27 +489,33 @@ impl Residency {
         }
         let process = (request.process_id > 0).then(|| process_for(caller, request.process_id));
         let process = process.transpose()?;
-        let key = match &renewed {
-            None => uuid::Uuid::new_v4().to_string(), // each call makes a new one
-            Some(id) => self.bounds.reservations.key_of(id),
-        };
-        let claim = self.bounds.reservations.begin(caller.client(), key, ttl)?;
-        let reserved = match &renewed {
-            None => {
-                let by = Reserver {
-                    label: request.label,
-                    process: process.as_ref().map(OtherProcess::id),
-                };
-                let card = self.card_id(&request.card)?;
-                self.queue.reserve(&card, request.bytes, ttl, by).await?
+        let (residency, owner) = (self.clone(), caller.client());
+        to_its_end(async move {
+            let reservations = &residency.bounds.reservations;
+            let key = match &renewed {
+                None => uuid::Uuid::new_v4().to_string(), // each call makes a new one
+                Some(id) => reservations.key_of(id),
+            };
+            let claim = reservations.begin(owner, key, ttl)?;
+            let queue = &residency.queue;
+            let reserved = match &renewed {
+                None => {
+                    let by = Reserver {
+                        label: request.label,
+                        process: process.as_ref().map(OtherProcess::id),
+                    };
+                    let card = residency.card_id(&request.card)?;
+                    queue.reserve(&card, request.bytes, ttl, by).await?
+                }
+                Some(id) => queue.renew_reservation(id, request.bytes, ttl).await?,
+            };
+            claim.granted(&reserved.id);
+            if let Some(process) = process {
+                residency.release_with(process, reserved.id.clone());
             }
-            Some(id) => self.queue.renew_reservation(id, request.bytes, ttl).await?,
-        };
-        claim.granted(&reserved.id);
-        if let Some(process) = process {
-            self.release_with(process, reserved.id.clone());
-        }
-        Ok(reserved)
+            Ok(reserved)
+        })
+        .await
     }
 
     /// Ends a reservation; false when there was none.
@@ -542,6 +561,14 @@ impl Residency {
             reservations.end(&id);
         });
     }
+}
+
+/// Does what is done even where its caller leaves meanwhile: what the queue has granted is counted then too.
+async fn to_its_end<T: Send + 'static>(
+    granted: impl Future<Output = Result<T, Error>> + Send + 'static,
+) -> Result<T, Error> {
+    let granted = tokio::spawn(granted.in_current_span()).await;
+    granted.unwrap_or_else(|panic| Err(internal(panic)))
 }
 
 /// Name of an eviction policy.
@@ -626,6 +653,22 @@ mod tests {
         assert!(refused("127.0.0.1:1", gone).unwrap_err().contains("no process"));
         assert!(refused("10.0.0.1:1", there).unwrap_err().contains("process_id"));
         assert_eq!(refused("10.0.0.1:1", there), refused("10.0.0.1:1", gone));
+    }
+
+    #[tokio::test]
+    async fn what_is_granted_to_a_caller_that_leaves_is_counted() {
+        let (grant, granted) = tokio::sync::oneshot::channel::<()>();
+        let (count, counted) = tokio::sync::oneshot::channel();
+        let call = tokio::spawn(to_its_end(async move {
+            let _ = granted.await;
+            let _ = count.send(());
+            Ok(())
+        }));
+        tokio::task::yield_now().await;
+        call.abort();
+        assert!(call.await.is_err(), "the caller has left");
+        grant.send(()).unwrap();
+        counted.await.unwrap();
     }
 
     #[tokio::test(start_paused = true)]

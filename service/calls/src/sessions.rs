@@ -23,7 +23,7 @@ use self::segments::{Maker, Report, Work};
 use crate::asked::Asked;
 use crate::budget::{Budget, Client, Exceeded, Taken};
 use crate::caller::Caller;
-use crate::errors::{invalid, to_keep, words_of};
+use crate::errors::{LONGEST_TEXT_CHARACTERS, invalid, to_keep, words_of};
 use crate::generation::Generation;
 use crate::playback::{Gap, PlayHead, Rendered, SegmentStart, Timeline};
 use crate::references::ModelRef;
@@ -39,6 +39,8 @@ pub enum SessionRequest {
         track: Box<Asked>,
         start: SegmentStart,
     },
+    /// A segment that is refused as it is.
+    WrongSegment(Error),
     /// The last segment is made again, from another source.
     ReplaceSource {
         media_id: String,
@@ -138,8 +140,6 @@ const MOST_KEPT: usize = 512;
 pub const SESSION_MESSAGE_BYTES: u64 = 256 << 10;
 /// Least bytes that a stored message counts, as its parsed form takes memory too.
 const LEAST_MESSAGE_BYTES: u64 = 1 << 10;
-/// Most characters of an error in the log.
-const LONGEST_LOGGED_CHARACTERS: usize = 300;
 /// The shortest silence of the transport that is reported as a gap: shorter ones are within the precision of the clock.
 const SHORTEST_GAP: Duration = Duration::from_millis(20);
 /// Shortest chunk of rendered sound while the session is ahead, as a part of a second.
@@ -214,7 +214,7 @@ fn words_of_end(ended: &Result<Ended, Error>) -> String {
         Ok(Ended::Refused(why)) => why.clone(),
         Err(error) => words_of(error),
     };
-    wording::cut(&words, LONGEST_LOGGED_CHARACTERS).into_owned()
+    wording::cut(&words, LONGEST_TEXT_CHARACTERS).into_owned()
 }
 
 struct Session {
@@ -345,14 +345,19 @@ impl Session {
         }
     }
 
+    /// Tells the client that a segment cannot be made.
+    fn refuse_segment(&mut self, error: Error) -> Result<(), Error> {
+        self.segments += 1;
+        self.keep(failed(self.segments, error))
+    }
+
     /// A request of the client, in a message of so many bytes.
     fn receive(&mut self, request: SessionRequest, bytes: u64) -> Result<Option<Ending>, Error> {
         let bytes = counted_bytes(bytes)?;
         match request {
             SessionRequest::Segment { track, start } => {
                 if let Err(error) = opening::check_segment(&track) {
-                    self.segments += 1;
-                    self.keep(failed(self.segments, error))?;
+                    self.refuse_segment(error)?;
                     return Ok(None);
                 }
                 self.ask(bytes, start, |number, place_seconds| Work::Segment {
@@ -361,6 +366,7 @@ impl Session {
                     place_seconds,
                 })?;
             }
+            SessionRequest::WrongSegment(error) => self.refuse_segment(error)?,
             SessionRequest::ReplaceSource { media_id } => {
                 let start = SegmentStart::AtOnceFromStart;
                 self.ask(bytes, start, |number, _| Work::ReplaceSource { number, media_id })?;

@@ -1,14 +1,12 @@
 //! Work on threads that may block. All work of a call takes a turn of a bounded pool, in which one client has only its share. Work
 //! does not begin when its caller has gone, and long work checks at intervals whether the caller still waits.
 
-use std::collections::HashMap;
-use std::hash::Hash;
 use std::net::IpAddr;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::LazyLock;
 
 use engine::Error;
 use media::{Caller, Gone};
-use tokio::sync::Semaphore;
+use turns::Turn;
 
 use crate::errors::internal;
 
@@ -16,8 +14,6 @@ use crate::errors::internal;
 const DECODED_AT_ONCE: usize = 4;
 /// Most threads that wait for files of the machine at a time: a folder that does not answer holds these and no others.
 const READING: usize = 64;
-/// Owners whose shares are kept before those without work are dropped.
-const REMEMBERED: usize = 256;
 
 /// Results that are encoded for clients.
 pub(crate) static ENCODING: LazyLock<Turns> = LazyLock::new(|| Turns::new(processors()));
@@ -34,23 +30,14 @@ pub(crate) fn processors() -> usize {
 /// Whose share of the turns some work takes: a kind of work of a client by its address.
 pub(crate) type Owner = (&'static str, Option<IpAddr>);
 
-/// Turns of work on threads. Cheap to clone.
+/// Turns of work on threads, with owners. Cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Turns {
-    all: Arc<Semaphore>,
-    /// Turns of one owner at a time.
-    share: usize,
-    owners: Arc<Mutex<HashMap<Owner, Arc<Semaphore>>>>,
-}
+pub(crate) struct Turns(turns::Turns<Owner>);
 
 impl Turns {
     /// `count` turns at a time, of which one owner has at most half.
     pub(crate) fn new(count: usize) -> Turns {
-        Turns {
-            all: Arc::new(Semaphore::new(count)),
-            share: (count / 2).max(1),
-            owners: Arc::default(),
-        }
+        Turns(turns::Turns::new(count, (count / 2).max(1)))
     }
 
     /// The turns of decoding: one per processor, but at most `DECODED_AT_ONCE`, since each may take half a GiB meanwhile.
@@ -66,7 +53,7 @@ impl Turns {
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, Error> {
-        self.run_in_turn(None, |_| work()).await
+        run_in_turn(self.0.next().await, |_| work()).await
     }
 
     /// Runs work when it is its turn. An owner's turns are one after another, so that it does not keep others from theirs.
@@ -79,50 +66,26 @@ impl Turns {
         owner: Owner,
         work: impl FnOnce(&Caller) -> T + Send + 'static,
     ) -> Result<T, Error> {
-        // The owner's own share first, so that work that waits for it takes no turn from others.
-        let own = self.share_of(owner).acquire_owned().await.map_err(internal)?;
-        self.run_in_turn(Some(own), work).await
-    }
-
-    async fn run_in_turn<T: Send + 'static>(
-        &self,
-        own: Option<tokio::sync::OwnedSemaphorePermit>,
-        work: impl FnOnce(&Caller) -> T + Send + 'static,
-    ) -> Result<T, Error> {
-        let turn = self.all.clone().acquire_owned().await.map_err(internal)?;
-        let (caller, waits) = Caller::new();
-        let done = tokio::task::spawn_blocking(move || {
-            let _until_done = (own, turn); // also where the caller has gone
-            caller.check().map(|()| work(&caller))
-        });
-        // Kept while this waits.
-        let done = done.await.map_err(internal)?;
-        drop(waits);
-        done.map_err(|Gone| Error::Internal("work whose caller had gone".to_owned()))
-    }
-
-    fn share_of(&self, owner: Owner) -> Arc<Semaphore> {
-        let mut owners = lock(&self.owners);
-        if owners.len() >= REMEMBERED {
-            owners.retain(|_, share| Arc::strong_count(share) > 1);
-        }
-        let share = owners
-            .entry(owner)
-            .or_insert_with(|| Arc::new(Semaphore::new(self.share)));
-        share.clone()
+        run_in_turn(self.0.next_of(owner).await, work).await
     }
 
     /// All turns, until the result is dropped: nothing is begun meanwhile.
     #[cfg(test)]
-    pub(crate) fn all_turns(&self) -> tokio::sync::OwnedSemaphorePermit {
-        let count = self.all.available_permits() as u32;
-        self.all.clone().try_acquire_many_owned(count).unwrap()
+    pub(crate) fn all_turns(&self) -> Vec<Turn> {
+        self.0.all_free()
     }
 }
 
-/// A panic while it is locked leaves the map valid.
-fn lock<K: Eq + Hash, V>(mutex: &Mutex<HashMap<K, V>>) -> MutexGuard<'_, HashMap<K, V>> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+async fn run_in_turn<T: Send + 'static>(
+    turn: Turn,
+    work: impl FnOnce(&Caller) -> T + Send + 'static,
+) -> Result<T, Error> {
+    let (caller, waits) = Caller::new();
+    let done = turn.run(move || caller.check().map(|()| work(&caller)));
+    // Kept while this waits.
+    let done = done.await.map_err(internal)?;
+    drop(waits);
+    done.map_err(|Gone| Error::Internal("work whose caller had gone".to_owned()))
 }
 
 #[cfg(test)]
@@ -176,15 +139,5 @@ mod tests {
         let broken = turns.run(|| std::panic::resume_unwind(Box::new("broken"))).await;
         assert!(matches!(broken, Err::<(), _>(Error::Internal(_))));
         assert_eq!(turns.run(|| 1).await, Ok(1));
-    }
-
-    #[tokio::test]
-    async fn owners_without_work_are_forgotten() {
-        let turns = Turns::new(2);
-        for number in 0..2 * REMEMBERED as u32 {
-            let address = IpAddr::from(number.to_be_bytes());
-            turns.run_of(("tracks", Some(address)), |_| ()).await.unwrap();
-        }
-        assert!(lock(&turns.owners).len() <= REMEMBERED);
     }
 }

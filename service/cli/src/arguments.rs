@@ -22,7 +22,7 @@ use crate::Program;
 use crate::adapter::{self, TypedAdapter};
 use crate::connection::Connection;
 use crate::{CliError, cards};
-use config::{ClientSettings, Config, Flags};
+use config::{ClientSettings, Config, Flags, name_and_value};
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
 #[derive(Debug, Parser)]
@@ -792,8 +792,9 @@ impl Arguments {
             return Ok(());
         };
         for set in &common.set {
-            let name = set.split_once('=').map_or(set.as_str(), |(name, _)| name);
+            let (name, _) = name_and_value(set);
             let section = name.split('.').next().unwrap_or_default();
+            let section = section.trim_matches(['"', '\'']);
             if SECTIONS.contains(&section) && section != "log" && !sections.contains(&section) {
                 return Err(format!(
                     "{name} is a setting of the service and has no effect on this command: give it to `moored serve`"
@@ -859,12 +860,9 @@ impl Arguments {
         }
         for setting in &self.common.set {
             // A setting without a value is reported with all other mistakes.
-            let (name, value) = setting
-                .split_once('=')
-                .map_or((setting.as_str(), None), |(name, value)| {
-                    // Parsed like an environment variable: a number, a list or a table where it looks like one, else text.
-                    (name, Some(value.parse().unwrap_or_else(|never| match never {})))
-                });
+            let (name, value) = name_and_value(setting);
+            // Parsed like an environment variable: a number, a list or a table where it looks like one, else text.
+            let value = value.map(|value| value.parse().unwrap_or_else(|never| match never {}));
             flags.push((name.to_owned(), value));
         }
         (self.common.config.clone(), flags)

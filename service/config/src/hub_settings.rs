@@ -3,8 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Most bytes of a token.
-const TOKEN_BYTES: u64 = 4 << 10;
+use crate::bounded;
 
 /// The hub that models are pulled from, and the cache that they are pulled into.
 #[derive(Clone, Debug)]
@@ -61,10 +60,7 @@ impl HubToken {
     /// The token, if there is one. A file must have it in one line. A token from the environment is used as it is; the hub's client refuses
     /// one with several lines.
     pub fn read(&self) -> Option<String> {
-        let from_file = || {
-            let text = gpu::text_bounded(self.file.as_ref()?, TOKEN_BYTES).ok()?;
-            Some(text).filter(|text| !text.trim().contains(char::is_control))
-        };
+        let from_file = || bounded::token(self.file.as_ref()?).ok();
         let token = self.given.clone().or_else(from_file)?.trim().to_owned();
         Some(token).filter(|token| !token.is_empty())
     }

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use figment::providers::{Format as _, Serialized, Toml};
+use figment::providers::{Format as _, Toml};
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider, Source};
 
@@ -74,16 +74,22 @@ impl Layers {
     /// Lays flags over the rest, the last over all.
     pub(super) fn add_flags(&mut self, flags: Flags) {
         for (name, value) in flags {
-            let problem = match value {
+            let problem = match (keys_of(&name), value) {
                 _ if name.is_empty() => "names no setting; write --set NAME=VALUE".to_owned(),
-                _ if name.split('.').any(str::is_empty) => {
+                (None, _) => {
                     let settings = names_in("", &self.known);
                     not_there("setting", meant(&name, settings.iter().map(String::as_str)))
                 }
-                None => format!("has no value; write --set {name}=VALUE"),
-                Some(value) => {
+                (_, None) => format!("has no value; write --set {name}=VALUE"),
+                (Some(keys), Some(value)) => {
+                    let metadata = Metadata::named("flag");
+                    let values = Map::from([(Profile::Default, nested(keys, value))]);
                     let told = |_: &str| "flag".to_owned();
-                    match self.add(Metadata::named("flag"), &Serialized::default(&name, value), told) {
+                    let layer = Layer {
+                        metadata: metadata.clone(),
+                        values,
+                    };
+                    match self.add(metadata, &layer, told) {
                         Ok(()) => continue,
                         Err(problem) => problem,
                     }
@@ -112,6 +118,56 @@ impl Layers {
         self.figment = std::mem::take(&mut self.figment).merge(layer);
         Ok(())
     }
+}
+
+/// The place of the `=` between a flag's name and its value: the first that is not in quotes.
+pub fn name_and_value(set: &str) -> (&str, Option<&str>) {
+    let mut quote = None;
+    for (at, character) in set.char_indices() {
+        match (quote, character) {
+            (None, '=') => return (&set[..at], Some(&set[at + 1..])),
+            (None, '"' | '\'') => quote = Some(character),
+            (Some(open), close) if open == close => quote = None,
+            _ => {}
+        }
+    }
+    // A quote that is never closed is part of the value.
+    match set.split_once('=') {
+        Some((name, value)) if quote.is_some() => (name, Some(value)),
+        _ => (set, None),
+    }
+}
+
+/// The keys of a setting's name, as in TOML: `a.b`, or `a."b.c"` where a key has dots. `None` if one is empty, or quotes are not closed.
+fn keys_of(name: &str) -> Option<Vec<String>> {
+    let (mut keys, mut rest) = (Vec::new(), name);
+    loop {
+        let quote = rest.chars().next().filter(|first| matches!(first, '"' | '\''));
+        let (key, after) = match quote {
+            Some(quote) => {
+                let (key, after) = rest[1..].split_once(quote)?;
+                (key, after)
+            }
+            None => rest.split_at(rest.find('.').unwrap_or(rest.len())),
+        };
+        if key.is_empty() {
+            return None;
+        }
+        keys.push(key.to_owned());
+        match after.strip_prefix('.') {
+            Some(more) => rest = more,
+            None if after.is_empty() => return Some(keys),
+            None => return None,
+        }
+    }
+}
+
+/// A value below these keys.
+fn nested(keys: Vec<String>, value: Value) -> Dict {
+    let mut keys = keys.into_iter().rev();
+    let last = keys.next().unwrap_or_default();
+    let innermost = Dict::from([(last, value)]);
+    keys.fold(innermost, |inner, key| Dict::from([(key, Value::from(inner))]))
 }
 
 /// Removes values of a layer that stand in place of a section, and sections that stand in place of a setting. Adds each to `found`,

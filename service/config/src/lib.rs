@@ -28,9 +28,11 @@ pub use address::Address;
 use bounded::SETTING_BYTES;
 pub use hub_settings::{HubSettings, HubToken};
 use layers::Layers;
+pub use layers::name_and_value;
 pub use log_filter::directives;
 pub use reader::Mistakes;
 use reader::Reader;
+pub use sections::RESERVED_NAMES;
 
 /// The commented defaults, as `moored config --defaults` prints them.
 pub const DEFAULTS: &str = include_str!("default.toml");

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use gpu::ProfileName;
+use model::{Image, Medium, PIXELS_PER_TOKEN, Request, RequestError};
 use ops::Fp8Products;
 use residency::{Bytes, Policy};
 
@@ -166,32 +167,38 @@ impl LogSettings {
 fn settings_of_models(r: &mut Reader) -> BTreeMap<String, SettingsOfModel> {
     let settings: BTreeMap<String, SettingsOfModel> = r.table("models.settings");
     for (id, own) in &settings {
-        let counts = [
-            ("steps", own.steps),
-            ("max_sequence_length", own.max_sequence_length),
-            ("width", own.width),
-            ("height", own.height),
-        ];
-        for (name, _) in counts.iter().filter(|(_, count)| *count == Some(0)) {
-            r.mistake(
-                "models.settings",
-                format!("{name} of {id:?} is 0, which is less than 1"),
-            );
-        }
-        if own.guidance.is_some_and(|guidance| !guidance.is_finite()) {
-            r.mistake(
-                "models.settings",
-                format!("guidance of {id:?} is no finite number"),
-            );
+        for RequestError { field, problem } in own.problems() {
+            r.mistake("models.settings", format!("{field} of {id:?} {problem}"));
         }
     }
     settings
 }
 
-/// Checks the name of a client, which the service shows to others.
+impl SettingsOfModel {
+    /// The settings that no request may have, whatever its model.
+    fn problems(&self) -> Vec<RequestError> {
+        let picture = Image::of(
+            self.width.unwrap_or(PIXELS_PER_TOKEN),
+            self.height.unwrap_or(PIXELS_PER_TOKEN),
+        );
+        let (steps, guidance) = (self.steps.unwrap_or(1), self.guidance.unwrap_or(0.0));
+        let tokens = self.max_sequence_length.unwrap_or(1);
+        model::bounds::problems(&Request::of(Medium::Image(picture), steps, guidance, tokens))
+    }
+}
+
+/// Prefix of the names by which sessions hold their models. No client's name begins with it.
+pub const RESERVED_NAMES: &str = "session-";
+
+/// Checks the name of a client, which the service shows to others. The service refuses the same ones.
 fn name_of_client(name: &str) -> Result<(), String> {
-    match name.chars().any(wording::is_obeyed) {
-        true => Err(format!("{name:?} has control characters in it: leave them out")),
+    if let Some(problem) = wording::name_problem(name) {
+        return Err(format!("{name:?} {problem}"));
+    }
+    match name.starts_with(RESERVED_NAMES) {
+        true => Err(format!(
+            "{name:?} begins with {RESERVED_NAMES:?}, as the holders of sessions do: write another name"
+        )),
         false => Ok(()),
     }
 }

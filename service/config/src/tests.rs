@@ -88,7 +88,25 @@ fn meaningless_settings_are_refused_with_a_remedy() {
             "longer than a hundred years",
         ),
         ("models.settings.'a/b'.steps = 0", "steps of \"a/b\" is 0"),
-        ("models.settings.'a/b'.guidance = nan", "no finite number"),
+        (
+            "models.settings.'a/b'.steps = 100000",
+            "steps of \"a/b\" is 100000",
+        ),
+        (
+            "models.settings.'a/b'.guidance = nan",
+            "guidance of \"a/b\" is NaN",
+        ),
+        ("models.settings.'a/b'.guidance = -1", "0 to 1000 is expected"),
+        (
+            "models.settings.'a/b'.width = 100",
+            "width of \"a/b\" is 100; a multiple of 16",
+        ),
+        ("models.settings.'a/b'.height = 100000", "16 to 4096"),
+        (
+            "models.settings.'a/b'.max_sequence_length = 0",
+            "max_sequence_length of",
+        ),
+        ("client.name = 'session-7'", "as the holders of sessions do"),
         ("log.filter = '[[['", "no filter such as"),
         ("log.filter = 'engine=loud'", "no filter such as"),
         ("client.endpoint = 'ftp://x'", "write http://HOST:PORT"),
@@ -281,6 +299,35 @@ fn a_flag_wins_and_is_named_as_the_source() {
         .find(|s| s.name == "service.listen")
         .unwrap();
     assert_eq!(setting.source, "flag");
+}
+
+#[test]
+fn the_name_of_a_flag_may_have_keys_in_quotes() {
+    let load = |set: &str| {
+        let (name, value) = name_and_value(set);
+        let value = value.map(|value| value.parse().unwrap());
+        Config::load(None, vec![(name.to_owned(), value)])
+    };
+    for set in [
+        "models.settings.\"me/z-1.5\".steps=7",
+        "models.settings.'me/z-1.5'.steps=7",
+        "'models'.\"settings\".\"me/z-1.5\".'steps'=7",
+    ] {
+        let config = load(set).unwrap();
+        assert_eq!(config.models.settings["me/z-1.5"].steps, Some(7), "{set}");
+    }
+    let config = load("models.settings.\"a=b\".steps=7").unwrap();
+    assert_eq!(config.models.settings["a=b"].steps, Some(7));
+    assert_eq!(load("client.name=it's").unwrap().client.name, "it's");
+    for wrong in [
+        "models.settings.\"a.steps=7",
+        "models.settings.\"a\"b.steps=7",
+        "models.settings.\"\".steps=7",
+        "\"queue\".\"nope\"=7",
+    ] {
+        let told = load(wrong).unwrap_err().to_string();
+        assert!(told.contains("no such setting"), "{wrong}: {told}");
+    }
 }
 
 #[test]

@@ -242,7 +242,21 @@ impl Library {
         path: &Path,
         work: impl FnOnce() -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
-        self.opening.run(path, work).await
+        self.aside_for("", path, work).await
+    }
+
+    /// As [`Library::aside`], for an account: see [`JobOptions::account`](crate::job::JobOptions::account). Much work of one keeps no
+    /// other from the model.
+    ///
+    /// # Errors
+    /// Those of [`Library::aside`].
+    pub async fn aside_for<T: Send + 'static>(
+        &self,
+        account: &str,
+        path: &Path,
+        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        self.opening.run(path, account, work).await
     }
 
     /// The canonical entry of all equal requests: formats by component become a preset if they are exactly that preset. Opens the

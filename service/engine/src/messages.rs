@@ -225,6 +225,8 @@ pub enum Event {
 /// Progress of an attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Progress {
+    /// The worker has begun the order, and has done nothing for it yet.
+    Begun,
     /// A component is being evicted.
     Evicting(Component),
     /// A component is being loaded.

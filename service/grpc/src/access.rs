@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use calls::Client;
+use calls::{Client, LogInterval};
 use futures::future::Either;
 use tonic::body::Body;
 use tonic::codegen::Service;
 use tonic::codegen::http::header::AUTHORIZATION;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 
-use crate::limits::{LogInterval, client_of, lock};
+use crate::limits::{client_of, lock};
 use crate::methods::{Admitted, Needs, method_at};
 use crate::status::unauthenticated;
 

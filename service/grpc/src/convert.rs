@@ -3,7 +3,8 @@
 use api::v1;
 use api::v1::event::Event as Kind;
 use calls::{
-    Chunk, EventKind, KeptMedia, ListedModel, Plan, ResolvedModel, ServiceStatus, millis, policy_name,
+    Chunk, EventKind, KeptMedia, LONGEST_TEXT_CHARACTERS, ListedModel, MOST_LISTED, Plan, ResolvedModel,
+    ServiceStatus, millis, policy_name,
 };
 use engine::job::{JobEventKind, JobReport, LatentInfo, Priority, StageReport};
 use engine::queue::{CardStatus, JobInfo, PlannedStage, StatusReport};
@@ -148,8 +149,6 @@ pub(crate) fn resolved_out(model: &ResolvedModel) -> v1::ResolvedModel {
     }
 }
 
-/// Most characters of a foreign name from a file; errors cut theirs too.
-const LONGEST_NAME_CHARACTERS: usize = 300;
 /// Most names of ignored tensors in an answer.
 const MOST_IGNORED: usize = 100;
 
@@ -157,7 +156,7 @@ fn adapter_out(report: &AdapterReport) -> v1::AttachedAdapter {
     let ignored_count = report.ignored.len() as u32;
     let ignored = report.ignored.iter().take(MOST_IGNORED);
     let ignored = ignored
-        .map(|name| cut(name, LONGEST_NAME_CHARACTERS).into_owned())
+        .map(|name| cut(name, LONGEST_TEXT_CHARACTERS).into_owned())
         .collect();
     v1::AttachedAdapter {
         ignored,
@@ -640,9 +639,6 @@ fn move_out(planned: &Move) -> String {
         Move::Trim => "trim".to_owned(),
     }
 }
-
-/// Most holders, alternatives and wrong fields of one error.
-pub(crate) const MOST_LISTED: usize = 12;
 
 /// The shortfall in errors and plans.
 pub(crate) fn shortfall_out(shortfall: &Shortfall) -> v1::MemoryShortfall {

@@ -10,7 +10,9 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::convert::{latent_out, media_out};
 use crate::events::{EventStream, events_of};
-use crate::requests::{caller_of, decode_in, encode_in, film_in, image_in, latent_in, media_in, track_in};
+use crate::requests::{
+    asked, caller_of, decode_in, encode_in, film_in, image_in, latent_in, media_in, messages_of, track_in,
+};
 use crate::sessions::{SessionStream, open_session};
 use crate::status::status_of;
 
@@ -26,7 +28,7 @@ impl generation_server::Generation for GenerationDoor {
         request: Request<v1::GenerateImageRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let caller = caller_of(&request);
-        events_of(self.0.generate(image_in(request.into_inner()), &caller).await)
+        events_of(self.0.generate(image_in(asked(request)?), &caller).await)
     }
 
     type GenerateVideoStream = EventStream;
@@ -36,7 +38,7 @@ impl generation_server::Generation for GenerationDoor {
         request: Request<v1::GenerateVideoRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let caller = caller_of(&request);
-        events_of(self.0.generate(film_in(request.into_inner()), &caller).await)
+        events_of(self.0.generate(film_in(asked(request)?), &caller).await)
     }
 
     type GenerateAudioStream = EventStream;
@@ -46,7 +48,7 @@ impl generation_server::Generation for GenerationDoor {
         request: Request<v1::GenerateAudioRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let caller = caller_of(&request);
-        events_of(self.0.generate(track_in(request.into_inner()), &caller).await)
+        events_of(self.0.generate(track_in(asked(request)?), &caller).await)
     }
 
     type StreamAudioStream = SessionStream;
@@ -67,7 +69,7 @@ impl generation_server::Generation for GenerationDoor {
         request: Request<v1::EncodeImageRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let caller = caller_of(&request);
-        events_of(self.0.encode(encode_in(request.into_inner()), &caller).await)
+        events_of(self.0.encode(encode_in(asked(request)?), &caller).await)
     }
 
     type DecodeLatentStream = EventStream;
@@ -77,7 +79,7 @@ impl generation_server::Generation for GenerationDoor {
         request: Request<v1::DecodeLatentRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let caller = caller_of(&request);
-        events_of(self.0.decode(decode_in(request.into_inner()), &caller).await)
+        events_of(self.0.decode(decode_in(asked(request)?), &caller).await)
     }
 
     type GetLatentStream = Pin<Box<dyn Stream<Item = Result<v1::LatentChunk, Status>> + Send>>;
@@ -86,8 +88,10 @@ impl generation_server::Generation for GenerationDoor {
         &self,
         request: Request<v1::GetLatentRequest>,
     ) -> Result<Response<Self::GetLatentStream>, Status> {
-        let id = request.into_inner().latent_id;
-        let latent = self.0.latent(&id).await.map_err(|e| status_of(&e))?;
+        let caller = caller_of(&request);
+        let id = asked(request)?.latent_id;
+        let latent = self.0.latent(&id, &caller).await;
+        let (latent, taken) = latent.map_err(|e| status_of(&e))?;
         let mut info = Some(latent_out(&latent.info));
         // Tensor after tensor, in the order of `info.tensors`, none of them copied.
         let slices = latent.values.into_values().flat_map(|tensor| {
@@ -99,9 +103,10 @@ impl generation_server::Generation for GenerationDoor {
             let info = info.take();
             Ok(v1::LatentChunk { info, chunk })
         });
-        Ok(Response::new(Box::pin(futures::stream::iter(
-            chunks.collect::<Vec<_>>(),
-        ))))
+        let chunks = futures::stream::iter(chunks.collect::<Vec<_>>());
+        Ok(Response::new(Box::pin(chunks.inspect(move |_| {
+            let _until_read = &taken;
+        }))))
     }
 
     async fn put_latent(
@@ -110,7 +115,7 @@ impl generation_server::Generation for GenerationDoor {
     ) -> Result<Response<v1::LatentInfo>, Status> {
         let caller = caller_of(&request);
         let mut upload = self.0.latent_upload();
-        let mut chunks = request.into_inner();
+        let mut chunks = messages_of(request);
         while let Some(chunk) = chunks.next().await {
             let v1::LatentChunk { info, chunk } = chunk?;
             let added = upload.add(info.map(latent_in), &chunk);
@@ -125,7 +130,7 @@ impl generation_server::Generation for GenerationDoor {
         &self,
         request: Request<v1::ReleaseLatentRequest>,
     ) -> Result<Response<v1::ReleaseLatentResponse>, Status> {
-        let released = self.0.release_latent(&request.into_inner().latent_id).await;
+        let released = self.0.release_latent(&asked(request)?.latent_id).await;
         Ok(Response::new(v1::ReleaseLatentResponse { released }))
     }
 
@@ -134,7 +139,7 @@ impl generation_server::Generation for GenerationDoor {
         request: Request<Streaming<v1::MediaChunk>>,
     ) -> Result<Response<v1::MediaInfo>, Status> {
         let mut upload = self.0.media_upload(&caller_of(&request));
-        let mut chunks = request.into_inner();
+        let mut chunks = messages_of(request);
         while let Some(chunk) = chunks.next().await {
             let v1::MediaChunk { info, chunk } = chunk?;
             let added = upload.add(info.map(media_in), &chunk);
@@ -148,7 +153,7 @@ impl generation_server::Generation for GenerationDoor {
         &self,
         request: Request<v1::ReleaseMediaRequest>,
     ) -> Result<Response<v1::ReleaseMediaResponse>, Status> {
-        let released = self.0.release_media(&request.into_inner().media_id);
+        let released = self.0.release_media(&asked(request)?.media_id);
         Ok(Response::new(v1::ReleaseMediaResponse { released }))
     }
 }

@@ -9,6 +9,7 @@ use calls::{PullEvent, Pulling};
 use futures::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
+use crate::requests::{asked, caller_of};
 use crate::status::status_of_pull;
 
 /// The calls of `moored.v1.Hub`.
@@ -20,8 +21,9 @@ impl Hub for HubDoor {
         &self,
         request: Request<v1::PullModelRequest>,
     ) -> Result<Response<v1::PullPlan>, Status> {
-        let v1::PullModelRequest { id, revision } = request.into_inner();
-        let planned = self.0.plan(&id, &revision).await;
+        let caller = caller_of(&request);
+        let v1::PullModelRequest { id, revision } = asked(request)?;
+        let planned = self.0.plan(&id, &revision, &caller).await;
         let (id, plan) = planned.map_err(|problem| status_of_pull(&problem))?;
         Ok(Response::new(v1::PullPlan {
             id,
@@ -38,8 +40,9 @@ impl Hub for HubDoor {
         &self,
         request: Request<v1::PullModelRequest>,
     ) -> Result<Response<Self::PullModelStream>, Status> {
-        let v1::PullModelRequest { id, revision } = request.into_inner();
-        let events = self.0.pull(&id, &revision);
+        let caller = caller_of(&request);
+        let v1::PullModelRequest { id, revision } = asked(request)?;
+        let events = self.0.pull(&id, &revision, &caller);
         let events = events.map_err(|problem| status_of_pull(&problem))?;
         let events = events.map(|event| match event {
             Ok(event) => Ok(v1::PullEvent {

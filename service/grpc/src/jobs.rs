@@ -6,7 +6,7 @@ use calls::Jobs;
 use tonic::{Request, Response, Status};
 
 use crate::convert::job_out;
-use crate::requests::caller_of;
+use crate::requests::{asked, caller_of};
 use crate::status::status_of;
 
 /// The calls of `moored.v1.Jobs`.
@@ -18,7 +18,7 @@ impl jobs_server::Jobs for JobsDoor {
         &self,
         request: Request<v1::ListJobsRequest>,
     ) -> Result<Response<v1::ListJobsResponse>, Status> {
-        let jobs = self.0.list(request.into_inner().include_ended).await;
+        let jobs = self.0.list(asked(request)?.include_ended).await;
         Ok(Response::new(v1::ListJobsResponse {
             jobs: jobs.iter().map(job_out).collect(),
         }))
@@ -34,7 +34,7 @@ impl jobs_server::Jobs for JobsDoor {
             client_id,
             release_latents,
             ..
-        } = request.into_inner();
+        } = asked(request)?;
         let cancelled = self.0.cancel(&job_id, client_id, release_latents, &caller).await;
         let cancelled = cancelled.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::CancelJobResponse { cancelled }))

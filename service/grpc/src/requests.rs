@@ -1,9 +1,9 @@
-//! Converts requests of the protocol to calls of the service.
+//! Converts requests of the protocol to calls of the service. Numbers of enums that are not known were refused before ([`asked`]).
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use api::v1;
+use api::{Enums, UnknownNumber, v1};
 use calls::{
     Asked, AskedAdapter, AskedControl, AskedDecode, AskedEncode, AskedFormats, AskedLoad, AskedOptions,
     AskedReservation, AskedTask, AskedTrack, Caller, Encoding, LatentDescription, MediaDescription, ModelRef,
@@ -11,9 +11,53 @@ use calls::{
 };
 use engine::Error;
 use engine::job::{Call, Priority};
-use model::{MediaFormat, Sampling, StrengthPoint};
+use futures::{Stream, StreamExt as _};
+use model::{MediaFormat, RequestError, Sampling, StrengthPoint};
 use residency::Bytes;
-use tonic::Request;
+use tonic::{Request, Status, Streaming};
+
+use crate::status::status_of;
+
+/// The message of a request.
+///
+/// # Errors
+/// When it has a number that is none of its enum's, with the path of its field.
+pub(crate) fn asked<T: Enums>(request: Request<T>) -> Result<T, Status> {
+    let asked = request.into_inner();
+    known(&asked).map_err(|error| status_of(&error))?;
+    Ok(asked)
+}
+
+/// The messages of a request that is a stream. Each is checked as those of [`asked`].
+pub(crate) fn messages_of<T: Enums>(
+    request: Request<Streaming<T>>,
+) -> impl Stream<Item = Result<T, Status>> + Unpin {
+    request.into_inner().map(|message| {
+        let message = message?;
+        known(&message).map_err(|error| status_of(&error))?;
+        Ok(message)
+    })
+}
+
+/// Refuses a message with numbers that are none of their enums': this version cannot do what they stand for.
+///
+/// # Errors
+/// [`Error::Invalid`] with all such fields.
+pub(crate) fn known(message: &impl Enums) -> Result<(), Error> {
+    let mut found = Vec::new();
+    message.unknown_numbers("", &mut found);
+    let refusals = found.into_iter().map(|UnknownNumber { field, number }| {
+        let problem = format!(
+            "{number} is no value that this version knows: use one that the API lists, or update the service"
+        );
+        RequestError::new(field, problem)
+    });
+    let refusals: Vec<RequestError> = refusals.collect();
+    match refusals.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Invalid(refusals)),
+    }
+}
 
 /// The caller of a request: its address, and how long it waits.
 pub(crate) fn caller_of<T>(request: &Request<T>) -> Caller {
@@ -102,10 +146,10 @@ pub(crate) fn options_in(options: v1::JobOptions) -> AskedOptions {
 }
 
 fn priority_in(priority: i32) -> Priority {
-    match v1::Priority::try_from(priority) {
-        Ok(v1::Priority::Low) => Priority::Low,
-        Ok(v1::Priority::High) => Priority::High,
-        Ok(v1::Priority::Normal | v1::Priority::Unspecified) | Err(_) => Priority::Normal,
+    match v1::Priority::try_from(priority).unwrap_or_default() {
+        v1::Priority::Low => Priority::Low,
+        v1::Priority::High => Priority::High,
+        v1::Priority::Normal | v1::Priority::Unspecified => Priority::Normal,
     }
 }
 
@@ -136,9 +180,9 @@ fn named(id: String) -> Option<String> {
 
 /// A request for pictures.
 pub(crate) fn image_in(request: v1::GenerateImageRequest) -> Asked {
-    let encoding = match v1::OutputFormat::try_from(request.output) {
-        Ok(v1::OutputFormat::RawRgb) => Encoding::Raw,
-        Ok(v1::OutputFormat::Png | v1::OutputFormat::Unspecified) | Err(_) => Encoding::Png,
+    let encoding = match v1::OutputFormat::try_from(request.output).unwrap_or_default() {
+        v1::OutputFormat::RawRgb => Encoding::Raw,
+        v1::OutputFormat::Png | v1::OutputFormat::Unspecified => Encoding::Png,
     };
     asked! {
         request,
@@ -177,12 +221,12 @@ pub(crate) fn film_in(request: v1::GenerateVideoRequest) -> Asked {
 /// A request for tracks.
 pub(crate) fn track_in(mut request: v1::GenerateAudioRequest) -> Asked {
     let of_medium = OfMedium::Audio(take_track(&mut request));
-    let encoding = match v1::AudioFormat::try_from(request.output) {
-        Ok(v1::AudioFormat::Unspecified) => None,
-        Ok(v1::AudioFormat::RawS16le) => Some(Encoding::Raw),
-        Ok(v1::AudioFormat::Flac) => Some(Encoding::Flac),
-        Ok(v1::AudioFormat::WavAndFlac) => Some(Encoding::WavAndFlac),
-        Ok(v1::AudioFormat::Wav) | Err(_) => Some(Encoding::Wav),
+    let encoding = match v1::AudioFormat::try_from(request.output).unwrap_or_default() {
+        v1::AudioFormat::Unspecified => None,
+        v1::AudioFormat::RawS16le => Some(Encoding::Raw),
+        v1::AudioFormat::Flac => Some(Encoding::Flac),
+        v1::AudioFormat::WavAndFlac => Some(Encoding::WavAndFlac),
+        v1::AudioFormat::Wav => Some(Encoding::Wav),
     };
     asked! {
         request,
@@ -194,10 +238,10 @@ pub(crate) fn track_in(mut request: v1::GenerateAudioRequest) -> Asked {
 
 /// The encoding of a film.
 pub(crate) fn film_encoding_in(asked: i32) -> Encoding {
-    match v1::FilmFormat::try_from(asked) {
-        Ok(v1::FilmFormat::Mp4) => Encoding::Mp4,
-        Ok(v1::FilmFormat::RawFramesAndMp4) => Encoding::FramesAndMp4,
-        Ok(v1::FilmFormat::Unspecified | v1::FilmFormat::RawFrames) | Err(_) => Encoding::Raw,
+    match v1::FilmFormat::try_from(asked).unwrap_or_default() {
+        v1::FilmFormat::Mp4 => Encoding::Mp4,
+        v1::FilmFormat::RawFramesAndMp4 => Encoding::FramesAndMp4,
+        v1::FilmFormat::Unspecified | v1::FilmFormat::RawFrames => Encoding::Raw,
     }
 }
 
@@ -237,14 +281,13 @@ fn strength_in(point: v1::StrengthAt) -> StrengthPoint {
 }
 
 fn task_in(task: i32) -> AskedTask {
-    match v1::AudioTask::try_from(task) {
-        Ok(v1::AudioTask::Unspecified) => AskedTask::TextToMusic,
-        Ok(v1::AudioTask::Repaint) => AskedTask::Repaint,
-        Ok(v1::AudioTask::Cover) => AskedTask::Cover,
-        Ok(v1::AudioTask::Extract) => AskedTask::Extract,
-        Ok(v1::AudioTask::Lego) => AskedTask::Lego,
-        Ok(v1::AudioTask::Complete) => AskedTask::Complete,
-        Err(_) => AskedTask::Unknown(task),
+    match v1::AudioTask::try_from(task).unwrap_or_default() {
+        v1::AudioTask::Unspecified => AskedTask::TextToMusic,
+        v1::AudioTask::Repaint => AskedTask::Repaint,
+        v1::AudioTask::Cover => AskedTask::Cover,
+        v1::AudioTask::Extract => AskedTask::Extract,
+        v1::AudioTask::Lego => AskedTask::Lego,
+        v1::AudioTask::Complete => AskedTask::Complete,
     }
 }
 
@@ -369,6 +412,50 @@ pub(crate) fn ttl_in(asked: Option<prost_types::Duration>) -> Result<Option<Dura
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_of_enums_that_are_not_known_are_refused_by_their_fields() {
+        let options = |priority| {
+            Some(v1::JobOptions {
+                priority,
+                ..v1::JobOptions::default()
+            })
+        };
+        let image = |output, priority| v1::GenerateImageRequest {
+            output,
+            options: options(priority),
+            ..v1::GenerateImageRequest::default()
+        };
+        let fields = |refused: Result<(), Error>| match refused {
+            Ok(()) => Vec::new(),
+            Err(Error::Invalid(fields)) => fields.into_iter().map(|wrong| wrong.field).collect(),
+            Err(other) => panic!("{other}"),
+        };
+        assert!(fields(known(&image(2, 3))).is_empty());
+        assert_eq!(fields(known(&image(-1, 99))), ["output", "options.priority"]);
+        let decode = v1::DecodeLatentRequest {
+            film_output: 77,
+            ..v1::DecodeLatentRequest::default()
+        };
+        assert_eq!(fields(known(&decode)), ["film_output"]);
+        let track = v1::GenerateAudioRequest {
+            task: 99,
+            ..v1::GenerateAudioRequest::default()
+        };
+        let plan = v1::PlanRequest {
+            request: Some(v1::plan_request::Request::Audio(track.clone())),
+            ..v1::PlanRequest::default()
+        };
+        assert_eq!(fields(known(&plan)), ["audio.task"]);
+        let segment = v1::AudioSegment {
+            start: 9,
+            track: Some(track),
+        };
+        let message = v1::StreamAudioRequest {
+            message: Some(v1::stream_audio_request::Message::Segment(segment)),
+        };
+        assert_eq!(fields(known(&message)), ["segment.track.task", "segment.start"]);
+    }
 
     #[test]
     fn timeouts_are_read_in_every_unit() {

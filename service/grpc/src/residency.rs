@@ -11,7 +11,7 @@ use tonic::{Request, Response, Status};
 
 use crate::convert::{freed_out, kept_out, listed_out, plan_out, status_out};
 use crate::events::{EventStream, events_of};
-use crate::requests::{caller_of, load_in, model_in, planned_in, reservation_in, ttl_in};
+use crate::requests::{asked, caller_of, load_in, model_in, planned_in, reservation_in, ttl_in};
 use crate::status::status_of;
 
 /// The calls of `moored.v1.Residency`.
@@ -23,7 +23,8 @@ impl residency_server::Residency for ResidencyDoor {
         &self,
         request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        let listing = self.0.list_models(request.into_inner().rescan).await;
+        let caller = caller_of(&request);
+        let listing = self.0.list_models(asked(request)?.rescan, &caller).await;
         let listing = listing.map_err(|e| status_of(&e))?;
         let adapters = listing.adapters.iter().map(|adapter| v1::AdapterInfo {
             bytes: adapter.bytes,
@@ -45,7 +46,7 @@ impl residency_server::Residency for ResidencyDoor {
 
     async fn load(&self, request: Request<v1::LoadRequest>) -> Result<Response<EventStream>, Status> {
         let caller = caller_of(&request);
-        let started = self.0.load(load_in(request.into_inner()), &caller).await;
+        let started = self.0.load(load_in(asked(request)?), &caller).await;
         events_of(started)
     }
 
@@ -54,7 +55,7 @@ impl residency_server::Residency for ResidencyDoor {
         request: Request<v1::UnloadRequest>,
     ) -> Result<Response<v1::UnloadResponse>, Status> {
         let caller = caller_of(&request);
-        let request = request.into_inner();
+        let request = asked(request)?;
         let named = request.model.as_ref();
         if named.is_some_and(|model| model.id.is_empty() && model.quantization.is_some()) {
             return Err(status_of(&invalid(
@@ -73,7 +74,7 @@ impl residency_server::Residency for ResidencyDoor {
     }
 
     async fn pin(&self, request: Request<v1::PinRequest>) -> Result<Response<v1::PinResponse>, Status> {
-        let request = request.into_inner();
+        let request = asked(request)?;
         let pinned = self.0.pin(model_in(request.model), request.unpin).await;
         let pinned = pinned.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::PinResponse { pinned }))
@@ -81,7 +82,7 @@ impl residency_server::Residency for ResidencyDoor {
 
     async fn hold(&self, request: Request<v1::HoldRequest>) -> Result<Response<v1::HoldResponse>, Status> {
         let caller = caller_of(&request);
-        let request = request.into_inner();
+        let request = asked(request)?;
         let held = async {
             let ttl = ttl_in(request.ttl)?;
             let model = model_in(request.model);
@@ -98,13 +99,13 @@ impl residency_server::Residency for ResidencyDoor {
         &self,
         request: Request<v1::ReleaseHoldRequest>,
     ) -> Result<Response<v1::ReleaseHoldResponse>, Status> {
-        let released = self.0.release_hold(&request.into_inner().hold_id).await;
+        let released = self.0.release_hold(&asked(request)?.hold_id).await;
         Ok(Response::new(v1::ReleaseHoldResponse { released }))
     }
 
     async fn plan(&self, request: Request<v1::PlanRequest>) -> Result<Response<v1::PlanResponse>, Status> {
         let caller = caller_of(&request);
-        let request = request.into_inner();
+        let request = asked(request)?;
         let planned = planned_in(request.request);
         let plan = self.0.plan(planned, &request.card, &caller).await;
         let plan = plan.map_err(|e| status_of(&e))?;
@@ -124,7 +125,7 @@ impl residency_server::Residency for ResidencyDoor {
         &self,
         request: Request<v1::WatchStatusRequest>,
     ) -> Result<Response<Self::WatchStatusStream>, Status> {
-        let interval = Duration::from_millis(request.into_inner().interval_ms.into());
+        let interval = Duration::from_millis(asked(request)?.interval_ms.into());
         let statuses = self.0.watch_status(interval).map_err(|e| status_of(&e))?;
         Ok(Response::new(Box::pin(
             statuses.map(|status| Ok(status_out(&status))),
@@ -132,7 +133,7 @@ impl residency_server::Residency for ResidencyDoor {
     }
 
     async fn trim(&self, request: Request<v1::TrimRequest>) -> Result<Response<v1::TrimResponse>, Status> {
-        let freed = self.0.trim(&request.into_inner().card).await;
+        let freed = self.0.trim(&asked(request)?.card).await;
         let freed = freed.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::TrimResponse { freed_bytes: freed.0 }))
     }
@@ -142,8 +143,8 @@ impl residency_server::Residency for ResidencyDoor {
         request: Request<v1::ReserveRequest>,
     ) -> Result<Response<v1::ReserveResponse>, Status> {
         let caller = caller_of(&request);
-        let asked = reservation_in(request.into_inner()).map_err(|e| status_of(&e))?;
-        let reserved = self.0.reserve(asked, &caller).await;
+        let wanted = reservation_in(asked(request)?).map_err(|e| status_of(&e))?;
+        let reserved = self.0.reserve(wanted, &caller).await;
         let reserved = reserved.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::ReserveResponse {
             reservation_id: reserved.id,
@@ -157,7 +158,7 @@ impl residency_server::Residency for ResidencyDoor {
         &self,
         request: Request<v1::ReleaseReservationRequest>,
     ) -> Result<Response<v1::ReleaseReservationResponse>, Status> {
-        let id = request.into_inner().reservation_id;
+        let id = asked(request)?.reservation_id;
         let released = self.0.release_reservation(&id).await;
         Ok(Response::new(v1::ReleaseReservationResponse { released }))
     }
@@ -172,7 +173,7 @@ impl residency_server::Residency for ResidencyDoor {
             client_id,
             force,
             ..
-        } = request.into_inner();
+        } = asked(request)?;
         let cards = self.0.recycle(&card, client_id, force, &caller).await;
         let cards = cards.map_err(|e| status_of(&e))?;
         Ok(Response::new(v1::RecycleResponse { cards }))

@@ -13,10 +13,10 @@ use calls::{
 use engine::Error;
 use futures::{Stream, StreamExt as _};
 use prost::Message as _;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Status};
 
 use crate::convert::{OfJob, done_out, event, job_kind_out, resolved_out};
-use crate::requests::{model_in, options_in, track_in};
+use crate::requests::{known, model_in, options_in, track_in};
 use crate::status::{listed, reason_of, status_of};
 
 /// The messages of a session, until its end or its error.
@@ -32,7 +32,7 @@ const OPENING: Duration = Duration::from_secs(20);
 /// When the first message does not arrive in time, does not open a session, or is refused.
 pub(crate) async fn open_session(
     generation: &Generation,
-    mut messages: Streaming<v1::StreamAudioRequest>,
+    mut messages: impl Stream<Item = Result<v1::StreamAudioRequest, Status>> + Send + Unpin + 'static,
     caller: Caller,
 ) -> Result<SessionStream, Status> {
     let first = tokio::time::timeout(OPENING, messages.next()).await;
@@ -40,6 +40,7 @@ pub(crate) async fn open_session(
         first.map_err(|_| status_of(&invalid("open", "did not come: send it as the first message")))?;
     let first = first.transpose()?.unwrap_or_default();
     let bytes = first.encoded_len() as u64;
+    known(&first).map_err(|error| status_of(&error))?;
     let Some(Asked::Open(open)) = first.message else {
         let problem = "is missing: send it as the first message";
         return Err(status_of(&invalid("open", problem)));
@@ -129,9 +130,13 @@ fn open_in(open: v1::OpenAudioSession) -> AskedSession {
 /// When it opens another.
 fn request_in(message: v1::StreamAudioRequest) -> Result<SessionRequest, Error> {
     Ok(match message.message {
-        Some(Asked::Segment(segment)) => SessionRequest::Segment {
-            start: start_in(segment.start),
-            track: Box::new(track_in(segment.track.unwrap_or_default())),
+        // It fails alone, and the session goes on.
+        Some(Asked::Segment(segment)) => match known(&segment) {
+            Err(problem) => SessionRequest::WrongSegment(problem),
+            Ok(()) => SessionRequest::Segment {
+                start: start_in(segment.start),
+                track: Box::new(track_in(segment.track.unwrap_or_default())),
+            },
         },
         Some(Asked::ReplaceSource(source)) => SessionRequest::ReplaceSource {
             media_id: source.media_id,
@@ -150,10 +155,10 @@ fn request_in(message: v1::StreamAudioRequest) -> Result<SessionRequest, Error> 
 }
 
 fn start_in(start: i32) -> SegmentStart {
-    match v1::SegmentStart::try_from(start) {
-        Ok(v1::SegmentStart::AtOnce) => SegmentStart::AtOnce,
-        Ok(v1::SegmentStart::AtOnceFromStart) => SegmentStart::AtOnceFromStart,
-        Ok(v1::SegmentStart::WhenOver | v1::SegmentStart::Unspecified) | Err(_) => SegmentStart::WhenOver,
+    match v1::SegmentStart::try_from(start).unwrap_or_default() {
+        v1::SegmentStart::AtOnce => SegmentStart::AtOnce,
+        v1::SegmentStart::AtOnceFromStart => SegmentStart::AtOnceFromStart,
+        v1::SegmentStart::WhenOver | v1::SegmentStart::Unspecified => SegmentStart::WhenOver,
     }
 }
 
@@ -273,5 +278,25 @@ fn closed_out(end: &SessionEnd) -> v1::AudioSessionClosed {
         segments: end.segments,
         gaps: end.gaps,
         gap_ms: millis(end.gap),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_with_a_number_that_is_not_known_fails_alone() {
+        let segment = v1::AudioSegment {
+            start: 99,
+            ..v1::AudioSegment::default()
+        };
+        let request = request_in(v1::StreamAudioRequest {
+            message: Some(Asked::Segment(segment)),
+        });
+        let Ok(SessionRequest::WrongSegment(Error::Invalid(fields))) = request else {
+            panic!("{request:?}");
+        };
+        assert_eq!(fields[0].field, "start");
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use api::v1::Reason;
-use calls::{invalid, words_of};
+use calls::{LONGEST_MESSAGE_CHARACTERS, LONGEST_TEXT_CHARACTERS, MOST_LISTED, invalid, words_of};
 use engine::library::NotOpened;
 use engine::{CancelledBy, Error, Shortfall};
 use hub::{PullError, PullFailure};
@@ -11,9 +11,9 @@ use prost::Message as _;
 use prost_types::Any;
 use tonic::{Code, Status};
 use tonic_types::pb;
-use wording::cut;
+use wording::{cut, one_line};
 
-use crate::convert::{MOST_LISTED, shortfall_out};
+use crate::convert::shortfall_out;
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
@@ -35,10 +35,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
     let (code, reason) = code_of(error);
     let mut details = vec![match error {
         // The id is metadata too, so that no client parses the message.
-        Error::ModelNotFound { id } => info_with(
-            reason,
-            [("model", cut(id, LONGEST_PROBLEM_CHARACTERS).into_owned())],
-        ),
+        Error::ModelNotFound { id } => info_with(reason, [("model", id.clone())]),
         Error::Cancelled(by) => {
             let (how, client) = cancellation(by);
             match client {
@@ -168,12 +165,13 @@ fn code_of(error: &Error) -> (Code, Reason) {
     }
 }
 
-/// An error is sent in headers, of which clients accept 8 KiB, so text that repeats the client's is cut.
-const LONGEST_MESSAGE_CHARACTERS: usize = 1_000;
-const LONGEST_PROBLEM_CHARACTERS: usize = 300;
+/// Foreign text in an error: escaped, and cut.
+fn shown(text: &str) -> String {
+    cut(&one_line(text), LONGEST_TEXT_CHARACTERS).into_owned()
+}
 
 fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
-    let message = cut(message, LONGEST_MESSAGE_CHARACTERS).into_owned();
+    let message = cut(&one_line(message), LONGEST_MESSAGE_CHARACTERS).into_owned();
     let status = pb::Status {
         code: code as i32,
         message: message.clone(),
@@ -202,7 +200,9 @@ fn disk_info(how: &str) -> Any {
 }
 
 fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> Any {
-    let metadata = metadata.into_iter().map(|(name, value)| (name.to_owned(), value));
+    let metadata = metadata
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), shown(&value)));
     let info = pb::ErrorInfo {
         reason: reason.as_str_name().to_owned(),
         domain: DOMAIN.to_owned(),
@@ -211,11 +211,10 @@ fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> A
     any("google.rpc.ErrorInfo", &info)
 }
 
-/// The wrong fields that are named to a client, each with its problem. Both may repeat text of the client, so they are cut.
+/// The wrong fields that are named to a client, each with its problem. Both may repeat text of the client.
 pub(crate) fn listed(fields: &[model::RequestError]) -> impl Iterator<Item = (String, String)> {
-    let cut = |text: &str| cut(text, LONGEST_PROBLEM_CHARACTERS).into_owned();
     let listed = fields.iter().take(MOST_LISTED);
-    listed.map(move |wrong| (cut(&wrong.field), cut(&wrong.problem)))
+    listed.map(|wrong| (shown(&wrong.field), shown(&wrong.problem)))
 }
 
 fn bad_request(fields: &[model::RequestError]) -> Any {
@@ -307,6 +306,28 @@ mod tests {
                 (info.reason.as_str(), info.metadata["how"].as_str()),
                 ("DISK_NOT_READY", how)
             );
+        }
+    }
+
+    #[test]
+    fn text_of_the_caller_is_escaped_in_every_part_of_an_error() {
+        let red = "\x1b[31mred\u{202e}\na line";
+        for error in [
+            invalid(red, red),
+            Error::ModelNotFound { id: red.to_owned() },
+            Error::LatentNotFound(red.to_owned()),
+            Error::Adapter {
+                name: red.to_owned(),
+                problem: red.to_owned(),
+            },
+            Error::Cancelled(CancelledBy::Call {
+                client: red.to_owned(),
+            }),
+        ] {
+            let status = status_of(&error);
+            let told = String::from_utf8_lossy(status.details()).into_owned() + status.message();
+            let shown = ["\x1b[31m", "\u{202e}", "\na line"].map(|part| told.contains(part));
+            assert_eq!(shown, [false; 3], "{told:?}");
         }
     }
 

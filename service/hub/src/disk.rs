@@ -2,12 +2,11 @@
 //! none of those that serve other calls; callers that wait for it get an error.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
+use turns::{Turn, Turns};
 
 use crate::PullError;
 
@@ -23,8 +22,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub(crate) struct Disk {
     /// The folder on it, for messages.
     folder: String,
-    short: Arc<Semaphore>,
-    long: Arc<Semaphore>,
+    short: Turns<()>,
+    long: Turns<()>,
 }
 
 impl Disk {
@@ -32,8 +31,8 @@ impl Disk {
     pub(crate) fn of(folder: &Path) -> Disk {
         Disk {
             folder: folder.display().to_string(),
-            short: Arc::new(Semaphore::new(SHORT_AT_ONCE)),
-            long: Arc::new(Semaphore::new(LONG_AT_ONCE)),
+            short: Turns::new(SHORT_AT_ONCE, SHORT_AT_ONCE),
+            long: Turns::new(LONG_AT_ONCE, LONG_AT_ONCE),
         }
     }
 
@@ -67,27 +66,20 @@ impl Disk {
         self.run(turn, work).await
     }
 
-    async fn turn(&self, turns: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, PullError> {
-        match timeout(LIMIT, turns.clone().acquire_owned()).await {
-            Ok(Ok(turn)) => Ok(turn),
-            // They are never closed.
-            Ok(Err(_)) | Err(_) => Err(PullError::DiskBusy {
-                folder: self.folder.clone(),
-                limit: LIMIT,
-            }),
-        }
+    async fn turn(&self, turns: &Turns<()>) -> Result<Turn, PullError> {
+        let turn = timeout(LIMIT, turns.next()).await;
+        turn.map_err(|_| PullError::DiskBusy {
+            folder: self.folder.clone(),
+            limit: LIMIT,
+        })
     }
 
     async fn run<T: Send + 'static>(
         &self,
-        turn: OwnedSemaphorePermit,
+        turn: Turn,
         work: impl FnOnce() -> Result<T, PullError> + Send + 'static,
     ) -> Result<T, PullError> {
-        let done = tokio::task::spawn_blocking(move || {
-            let _until_done = turn; // even if the caller has left
-            work()
-        });
-        done.await.unwrap_or_else(|panic| {
+        turn.run(work).await.unwrap_or_else(|panic| {
             Err(PullError::Disk {
                 path: self.folder.clone(),
                 problem: panic.to_string(),
@@ -97,11 +89,8 @@ impl Disk {
 
     /// All threads, until the result is dropped: no work begins meanwhile.
     #[cfg(test)]
-    pub(crate) fn all_turns(&self) -> [OwnedSemaphorePermit; 2] {
-        let all = |turns: &Arc<Semaphore>, count: usize| {
-            turns.clone().try_acquire_many_owned(count as u32).unwrap()
-        };
-        [all(&self.short, SHORT_AT_ONCE), all(&self.long, LONG_AT_ONCE)]
+    pub(crate) fn all_turns(&self) -> [Vec<Turn>; 2] {
+        [self.short.all_free(), self.long.all_free()]
     }
 }
 
@@ -115,7 +104,7 @@ pub(crate) fn close<T: Send + 'static>(files: T) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::sync::{Arc, mpsc};
 
     use super::*;
 

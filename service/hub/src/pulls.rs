@@ -1,21 +1,29 @@
 //! Pulls in a service: a request for a model that is being pulled joins that pull, and a pull without listeners is aborted.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio::task::AbortHandle;
+use turns::Turns;
 
-use crate::{Hub, Progress, PullError, Pulled, Reference};
+use crate::{Hub, Progress, PullError, PullPlan, Pulled, Reference};
 
-/// Models that are pulled at the same time; others wait.
+/// Models that are pulled at the same time; others wait. One owner has at most half of the places.
 const AT_ONCE: usize = 4;
+/// The same for plans of pulls, each of which asks the hub for the list of a model's files.
+const PLANS_AT_ONCE: usize = 8;
+
+/// Whose share of the places a pull takes: a client by its address.
+type Owner = Option<IpAddr>;
 
 /// The running pulls.
 #[derive(Clone)]
 pub struct Pulls {
     hub: Hub,
-    turns: Arc<Semaphore>,
+    turns: Turns<Owner>,
+    plans: Turns<Owner>,
     running: Arc<Mutex<HashMap<Reference, Weak<Running>>>>,
 }
 
@@ -50,7 +58,8 @@ impl Pulls {
     pub fn new(hub: Hub) -> Pulls {
         Pulls {
             hub,
-            turns: Arc::new(Semaphore::new(AT_ONCE)),
+            turns: Turns::new(AT_ONCE, AT_ONCE / 2),
+            plans: Turns::new(PLANS_AT_ONCE, PLANS_AT_ONCE / 2),
             running: Arc::default(),
         }
     }
@@ -59,15 +68,24 @@ impl Pulls {
         &self.hub
     }
 
-    /// Joins the pull of this model, or starts it.
-    pub fn join(&self, model: Reference) -> Pull {
+    /// The plan of a pull.
+    ///
+    /// # Errors
+    /// When the hub does not have the model, or cannot be asked.
+    pub async fn plan(&self, model: &Reference, owner: Owner) -> Result<PullPlan, PullError> {
+        let _turn = self.plans.next_of(owner).await;
+        Ok(self.hub.prepare(model).await?.plan())
+    }
+
+    /// Joins the pull of this model, or starts it in the share of this owner.
+    pub fn join(&self, model: Reference, owner: Owner) -> Pull {
         let mut all = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|_, running| running.strong_count() > 0);
         let under_way = all.get(&model).and_then(Weak::upgrade);
         let running = match under_way.filter(|running| running.result.borrow().is_none()) {
             Some(running) => running,
             None => {
-                let running = self.start(model.clone());
+                let running = self.start(model.clone(), owner);
                 all.insert(model, Arc::downgrade(&running));
                 running
             }
@@ -79,13 +97,12 @@ impl Pulls {
         }
     }
 
-    fn start(&self, model: Reference) -> Arc<Running> {
+    fn start(&self, model: Reference, owner: Owner) -> Arc<Running> {
         let (progress, progress_seen) = watch::channel(Progress::default());
         let (result, result_seen) = watch::channel(None);
-        let (hub, turns) = (self.hub.clone(), Arc::clone(&self.turns));
+        let (hub, turns) = (self.hub.clone(), self.turns.clone());
         let task = tokio::spawn(async move {
-            // The semaphore is never closed, so this cannot fail.
-            let _turn = turns.acquire_owned().await;
+            let _turn = turns.next_of(owner).await;
             tracing::info!(%model, "a pull begins");
             let ended = hub.pull(&model, progress).await;
             match &ended {

@@ -277,6 +277,11 @@ fn tell_models(config: &Config, models: &Models) {
         ),
         None => tracing::info!(count = ids.len(), models = ids.join(", "), "models"),
     }
+    for id in config.models.settings.keys() {
+        if !ids.contains(&id.as_str()) {
+            tracing::warn!(id, "models.settings has settings of a model that is not there");
+        }
+    }
     if ids.is_empty() {
         tracing::warn!("there are no models: get one with `moored pull`, or set models.folders");
     }

@@ -32,6 +32,21 @@ pub fn cut(text: &str, characters: usize) -> Cow<'_, str> {
     }
 }
 
+/// Most characters of a client's name, a key or a label, as these are kept, repeated and sent to workers.
+pub const LONGEST_NAME_CHARACTERS: usize = 256;
+
+/// Why a text is no name: it has characters that terminals obey, or too many.
+pub fn name_problem(name: &str) -> Option<String> {
+    if name.chars().any(is_obeyed) {
+        return Some(
+            "has control characters, or such that turn the direction of text: leave them out".to_owned(),
+        );
+    }
+    let characters = name.chars().count();
+    (characters > LONGEST_NAME_CHARACTERS)
+        .then(|| format!("has {characters} characters; {LONGEST_NAME_CHARACTERS} are the most"))
+}
+
 /// A value as JSON in one line. JSON itself does not escape all characters that terminals obey, so these are escaped here.
 pub fn json(value: &serde_json::Value) -> String {
     let text = value.to_string();
@@ -123,6 +138,14 @@ mod tests {
         );
         assert_eq!(one_line("Grün, 日本 🟥"), "Grün, 日本 🟥");
         assert_eq!(lines("\x1b[31mred"), "\\u{1b}[31mred");
+    }
+
+    #[test]
+    fn a_name_is_bounded_in_characters() {
+        assert_eq!(name_problem(&"ü".repeat(LONGEST_NAME_CHARACTERS)), None);
+        let problem = name_problem(&"ü".repeat(LONGEST_NAME_CHARACTERS + 1));
+        assert_eq!(problem.as_deref(), Some("has 257 characters; 256 are the most"));
+        assert!(name_problem("a\nb").is_some());
     }
 
     #[test]

@@ -228,7 +228,7 @@ class JobOptions(google.protobuf.message.Message):
     card: builtins.str
     """Prefer this card. A hint: another is taken when this one is lost."""
     idempotency_key: builtins.str
-    """A second request with the same key joins the first's job instead of starting another."""
+    """A second request with the same key, from the same address, joins the first's job instead of starting another."""
     detach: builtins.bool
     """Go on when the stream is dropped, and past its deadline; join again by the idempotency key."""
     headroom_bytes: builtins.int

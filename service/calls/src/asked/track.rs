@@ -17,7 +17,6 @@ const MOST_BEATS_PER_MINUTE: u32 = 999;
 const WINDOW_SLACK_SECONDS: f32 = 0.01;
 
 const INIT_MEDIA: &str = "init_media_id";
-const TASK: &str = "task";
 const TRACKS: &str = "tracks";
 const WINDOW_START: &str = "window_start_seconds";
 const WINDOW_END: &str = "window_end_seconds";
@@ -51,26 +50,19 @@ pub enum AskedTask {
     Extract,
     Lego,
     Complete,
-    /// A task of a client that is newer than the service: its number in the protocol.
-    Unknown(i32),
 }
 
 impl AskedTask {
     /// Its name, as clients write it.
     fn word(self) -> &'static str {
         match self {
-            AskedTask::TextToMusic | AskedTask::Unknown(_) => "text to music",
+            AskedTask::TextToMusic => "text to music",
             AskedTask::Repaint => "repaint",
             AskedTask::Cover => "cover",
             AskedTask::Extract => "extract",
             AskedTask::Lego => "lego",
             AskedTask::Complete => "complete",
         }
-    }
-
-    /// The refusal of a task that is not known.
-    fn unknown(number: i32) -> String {
-        format!("{number} is not a task of this version: use one that the API lists, or update the service")
     }
 }
 
@@ -87,7 +79,6 @@ impl AskedTrack {
         }
         let task = self.task;
         match task {
-            AskedTask::Unknown(number) => problem(TASK, AskedTask::unknown(number)),
             AskedTask::TextToMusic => {}
             task if !has_source => problem(
                 INIT_MEDIA,
@@ -95,24 +86,18 @@ impl AskedTrack {
             ),
             _ => {}
         }
-        if !matches!(task, AskedTask::Unknown(_)) {
-            if let Some(told) = self.wrong_tracks(task) {
-                problem(TRACKS, told);
-            }
-            let has_window = matches!(task, AskedTask::Repaint | AskedTask::Lego);
-            for (field, second) in self.window() {
-                match second {
-                    Some(_) if !has_window => {
-                        problem(field, "is of the tasks repaint and lego alone".to_owned());
-                    }
-                    Some(second) if !(0.0..=longest).contains(&second) => {
-                        problem(
-                            field,
-                            format!("{second} is not from 0 to {LONGEST_TRACK_SECONDS}"),
-                        );
-                    }
-                    Some(_) | None => {}
-                }
+        if let Some(told) = self.wrong_tracks(task) {
+            problem(TRACKS, told);
+        }
+        let has_window = matches!(task, AskedTask::Repaint | AskedTask::Lego);
+        for (field, second) in self.window() {
+            match second {
+                Some(_) if !has_window => problem(field, "is of the tasks repaint and lego alone".to_owned()),
+                Some(second) if !(0.0..=longest).contains(&second) => problem(
+                    field,
+                    format!("{second} is not from 0 to {LONGEST_TRACK_SECONDS}"),
+                ),
+                Some(_) | None => {}
             }
         }
         if let (Some(start), Some(end)) = (self.window_start_seconds, self.window_end_seconds)
@@ -208,7 +193,6 @@ impl AskedTrack {
     fn task(&self, source: Option<&Clip>) -> Result<AudioTask, Error> {
         let track = || self.tracks.first().cloned().unwrap_or_default();
         Ok(match self.task {
-            AskedTask::Unknown(number) => return Err(invalid(TASK, AskedTask::unknown(number))),
             AskedTask::TextToMusic => AudioTask::TextToMusic,
             AskedTask::Repaint => {
                 let (start_seconds, end_seconds) = self.window_in(source)?;
@@ -331,11 +315,6 @@ mod tests {
             let told = format!("{request:?}");
             assert_eq!(fields(request, has_source), wrong, "{told}");
         }
-        let unknown = AskedTrack {
-            task: AskedTask::Unknown(99),
-            ..Default::default()
-        };
-        assert_eq!(fields(unknown, true), ["task"]);
     }
 
     #[test]

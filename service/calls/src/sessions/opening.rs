@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use config::RESERVED_NAMES;
 use engine::Error;
 use model::RequestError;
 
 use crate::asked::{Asked, named};
-use crate::caller::{AskedOptions, SESSION};
+use crate::caller::AskedOptions;
 use crate::errors::{all_valid, invalid};
 use crate::playback::PlaybackSettings;
 use crate::references::ModelRef;
@@ -65,7 +66,7 @@ impl OpenedSession {
         (samples_per_second, channels): (u32, u32),
     ) -> OpenedSession {
         OpenedSession {
-            session_id: format!("{SESSION}{}", uuid::Uuid::new_v4().simple()),
+            session_id: format!("{RESERVED_NAMES}{}", uuid::Uuid::new_v4().simple()),
             model,
             samples_per_second,
             channels,

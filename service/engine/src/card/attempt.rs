@@ -62,6 +62,10 @@ impl Card {
         let need = Need::of_order(order);
         let span = tracing::info_span!("order", job = order.job, stage = &*need.name);
         let _entered = span.enter();
+        link.emit(Event::Progress {
+            ticket: order.ticket,
+            progress: Progress::Begun,
+        });
         let outcomes = match self.attempt(order, &need, link) {
             Ok(outcomes) => outcomes,
             Err(Halt::With(outcome)) => vec![*outcome; 1 + order.sharing.len()],

@@ -1,12 +1,11 @@
 //! Bounds on the threads that open models at once. A file system that does not answer blocks its threads without end:
 //! the number for each model is bounded, so that other models can still be opened.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+use turns::{Turn, Turns};
 
 use super::NotOpened;
 use crate::error::Error;
@@ -18,39 +17,47 @@ const MAX_THREADS: usize = 64;
 /// Longest time that opening one model takes, and longest time that it waits for a thread. The caller gets an error then; the
 /// thread goes on, and may still end.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Models whose semaphores are kept before those of unused models are dropped.
-const REMEMBERED: usize = 256;
+
+/// More than ever wait.
+const ALL_THAT_WAIT: usize = 1 << 20;
+/// Threads of one account for one model, so that the other serves accounts that ask for less.
+const MAX_THREADS_PER_ACCOUNT: usize = 1;
 
 pub(super) struct Opening {
-    all: Arc<Semaphore>,
-    models: Mutex<HashMap<PathBuf, Arc<Semaphore>>>,
+    turns: Turns<PathBuf>,
+    /// Each account waits with one piece of work for each model: its others wait here, and keep nobody from that model.
+    of_accounts: Turns<(String, PathBuf)>,
 }
 
 impl Opening {
     pub(super) fn new() -> Opening {
         Opening {
-            all: Arc::new(Semaphore::new(MAX_THREADS)),
-            models: Mutex::default(),
+            turns: Turns::new(MAX_THREADS, MAX_THREADS_PER_MODEL),
+            of_accounts: Turns::new(ALL_THAT_WAIT, MAX_THREADS_PER_ACCOUNT),
         }
     }
 
-    /// Runs work that reads the model at a path, on a thread where it may block.
+    /// Runs work that reads the model at a path for an account (empty: for the service itself), on a thread where it may block.
     pub(super) async fn run<T: Send + 'static>(
         &self,
         path: &Path,
+        account: &str,
         work: impl FnOnce() -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         let path_shown = || path.display().to_string();
-        let turn = tokio::time::timeout(LIMIT, self.turn(path)).await;
-        let turn = turn.map_err(|_| NotOpened::Busy {
+        let turns = timeout(LIMIT, self.turns_of(path, account)).await;
+        let (own, turn) = turns.map_err(|_| NotOpened::Busy {
             path: path_shown(),
             limit: LIMIT,
-        })??;
-        let done = tokio::task::spawn_blocking(move || {
-            let _until_done = turn; // even if the caller has left
-            work()
-        });
-        let done = tokio::time::timeout(LIMIT, done).await;
+        })?;
+        let done = timeout(
+            LIMIT,
+            turn.run(move || {
+                let _until_done = own;
+                work()
+            }),
+        )
+        .await;
         let done = done.map_err(|_| NotOpened::Silent {
             path: path_shown(),
             limit: LIMIT,
@@ -58,23 +65,15 @@ impl Opening {
         done.unwrap_or_else(|panic| Err(ended(panic)))
     }
 
-    /// A permit for a thread that reads the model at a path.
-    async fn turn(&self, path: &Path) -> Result<(OwnedSemaphorePermit, OwnedSemaphorePermit), Error> {
-        // The model's own permit first: callers that wait for it take nothing from other models.
-        let own = self.of(path).acquire_owned().await.map_err(ended)?;
-        let one = self.all.clone().acquire_owned().await.map_err(ended)?;
-        Ok((own, one))
-    }
-
-    fn of(&self, path: &Path) -> Arc<Semaphore> {
-        let mut models = self.models.lock().unwrap_or_else(PoisonError::into_inner);
-        if models.len() >= REMEMBERED {
-            models.retain(|_, model| Arc::strong_count(model) > 1);
-        }
-        let own = models
-            .entry(path.to_owned())
-            .or_insert_with(|| Arc::new(Semaphore::new(MAX_THREADS_PER_MODEL)));
-        own.clone()
+    async fn turns_of(&self, path: &Path, account: &str) -> (Option<Turn>, Turn) {
+        let own = match account.is_empty() {
+            true => None,
+            false => {
+                let owner = (account.to_owned(), path.to_owned());
+                Some(self.of_accounts.next_of(owner).await)
+            }
+        };
+        (own, self.turns.next_of(path.to_owned()).await)
     }
 }
 
@@ -86,7 +85,7 @@ fn ended(problem: impl ToString) -> Error {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::sync::mpsc;
+    use std::sync::{Arc, mpsc};
 
     use super::*;
 
@@ -104,7 +103,7 @@ mod tests {
                 let _ = answered.recv();
                 Ok(())
             };
-            opening.run(Path::new(path), work).await
+            opening.run(Path::new(path), "", work).await
         });
         (answer, was_asked, call)
     }
@@ -115,7 +114,7 @@ mod tests {
         let hung: Vec<_> = (0..600).map(|_| hang(&opening, "/dead")).collect();
         // Other models are opened as ever, and of this one so many threads hang and no more.
         for _ in 0..100 {
-            let other = opening.run(Path::new("/other"), || Ok(7)).await;
+            let other = opening.run(Path::new("/other"), "", || Ok(7)).await;
             assert_eq!(other, Ok(7));
         }
         let hanging = || {
@@ -128,11 +127,35 @@ mod tests {
             seen += hanging();
             tokio::task::yield_now().await;
         }
-        assert_eq!(
-            opening.all.available_permits(),
-            MAX_THREADS - MAX_THREADS_PER_MODEL
-        );
+        assert_eq!(opening.turns.free(), MAX_THREADS - MAX_THREADS_PER_MODEL);
         drop(hung);
+    }
+
+    #[tokio::test]
+    async fn much_work_of_one_account_leaves_a_thread_of_the_model_to_others() {
+        let opening = Arc::new(Opening::new());
+        let (answer, answered) = mpsc::channel::<()>();
+        let answered = Arc::new(std::sync::Mutex::new(answered));
+        let (asked, was_asked) = mpsc::channel();
+        for _ in 0..100 {
+            let (opening, answered, asked) = (opening.clone(), answered.clone(), asked.clone());
+            tokio::spawn(async move {
+                let work = move || {
+                    let _ = asked.send(());
+                    let _ = answered.lock().unwrap().recv();
+                    Ok(())
+                };
+                opening.run(Path::new("/model"), "10.0.0.1", work).await
+            });
+        }
+        while was_asked.try_recv().is_err() {
+            tokio::task::yield_now().await;
+        }
+        for _ in 0..10 {
+            let other = opening.run(Path::new("/model"), "10.0.0.2", || Ok(7)).await;
+            assert_eq!(other, Ok(7));
+        }
+        drop(answer);
     }
 
     #[tokio::test(start_paused = true)]
@@ -146,7 +169,7 @@ mod tests {
         }
         let third = {
             let opening = opening.clone();
-            tokio::spawn(async move { opening.run(Path::new("/dead"), || Ok(())).await })
+            tokio::spawn(async move { opening.run(Path::new("/dead"), "", || Ok(())).await })
         };
         tokio::task::yield_now().await;
         tokio::time::advance(LIMIT).await;
@@ -160,6 +183,6 @@ mod tests {
             drop(answer);
         }
         // The third caller no longer waits for a permit: the next one runs once the disk answers.
-        assert_eq!(opening.run(Path::new("/dead"), || Ok(1)).await, Ok(1));
+        assert_eq!(opening.run(Path::new("/dead"), "", || Ok(1)).await, Ok(1));
     }
 }

@@ -42,6 +42,8 @@ pub(super) struct InFlight {
     pub(super) jobs: u32,
     pub(super) need: Need,
     pub(super) sent: Instant,
+    /// Whether the worker has reported on it.
+    pub(super) has_begun: bool,
     /// When the worker last reported on it.
     pub(super) last_report: Instant,
     /// Pace of the order, by the reports of the worker.
@@ -71,6 +73,7 @@ impl InFlight {
             pace: Pace::of(entry_key, &need),
             need,
             sent: now,
+            has_begun: false,
             last_report: now,
             expected_ms,
             cancelled: None,
@@ -124,6 +127,7 @@ impl InFlight {
             jobs: self.jobs,
             need: self.need.clone(),
             sent: self.sent,
+            has_begun: self.has_begun,
             last_report: self.last_report,
             pace: Pace::default(),
             expected_ms: self.expected_ms,

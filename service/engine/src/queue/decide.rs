@@ -180,10 +180,9 @@ impl View<'_> {
         if missing == Bytes::ZERO || first.begun || is_overtaken_enough(first) {
             return Some(first.id.clone());
         }
-        let latest = self.virtual_ms(&first.options.client) + AFFINITY_WINDOW_MS;
         let is_warm = |job: &&JobRecord| {
             matches!(job.state, State::Queued { .. })
-                && self.virtual_ms(&job.options.client) <= latest
+                && self.lead_ms(job, first) <= AFFINITY_WINDOW_MS
                 && self.missing_bytes(job, card).0.saturating_mul(2) < missing.0
                 && !self.is_behind_an_unload(job)
                 && self.starts_on(job, card) == Some(false)

@@ -10,33 +10,41 @@ use super::listener::piece_bytes;
 use super::record::{JobRecord, input_bytes};
 use super::replay::Replay;
 use super::report::JobInfo;
+use super::shared_store::{SharedStore, Stored, Taken};
 use crate::job::{JobEvent, JobId, JobWork};
 
 /// How long the events of a job with an idempotency key are kept after its end.
 const RETAINED_FOR: Duration = Duration::from_secs(60);
 /// The most such jobs.
-const RETAINED_JOBS: usize = 1_000;
+const RETAINED_JOBS: u64 = 1_000;
 
 /// Jobs that have ended.
-#[derive(Default)]
 pub(super) struct Ended {
     /// The latest first.
     infos: VecDeque<JobInfo>,
-    /// The oldest first.
-    retained: VecDeque<Retained>,
+    /// By account and idempotency key: nobody takes another's keys.
+    retained: SharedStore<Retained>,
 }
 
 /// The events of an ended job, for clients that submit it again with the same idempotency key.
 pub(super) struct Retained {
-    pub(super) key: String,
+    account: String,
     pub(super) id: JobId,
     pub(super) model_key: String,
     pub(super) work: JobWork,
     pub(super) events: Vec<JobEvent>,
-    until: Instant,
+    ended: Instant,
 }
 
 impl Ended {
+    /// `bound`: of the kept events' pieces and the jobs' inputs together.
+    pub(super) fn new(bound: Bytes) -> Ended {
+        Ended {
+            infos: VecDeque::new(),
+            retained: SharedStore::new(bound.0, RETAINED_JOBS),
+        }
+    }
+
     pub(super) fn infos(&self) -> impl Iterator<Item = &JobInfo> {
         self.infos.iter()
     }
@@ -45,16 +53,16 @@ impl Ended {
         self.infos.iter().any(|info| &*info.id == id)
     }
 
-    pub(super) fn by_key(&self, key: &str) -> Option<&Retained> {
-        self.retained.iter().find(|retained| retained.key == key)
+    pub(super) fn by_key(&self, account: &str, key: &str) -> Option<&Retained> {
+        self.retained.get(&known_as(account, key))
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
-        self.retained.retain(|retained| now < retained.until);
+        self.retained.expire(RETAINED_FOR, now);
     }
 
     pub(super) fn next_expiry(&self) -> Option<Instant> {
-        self.retained.front().map(|retained| retained.until)
+        self.retained.next_expiry(RETAINED_FOR)
     }
 
     pub(super) fn list(&mut self, info: JobInfo, at_most: usize) {
@@ -62,40 +70,51 @@ impl Ended {
         self.infos.truncate(at_most);
     }
 
-    /// Keeps the events of a job for clients that submit it again with its idempotency key. Pieces and inputs together are bounded by
-    /// `bound`: beyond it, the oldest jobs are dropped.
-    pub(super) fn retain_events(&mut self, job: JobRecord, bound: Bytes, now: Instant) {
+    /// Keeps the events of a job for clients that submit it again with its idempotency key.
+    pub(super) fn retain_events(&mut self, job: JobRecord, now: Instant) {
         if let Replay::Kept { events, .. } = job.replay {
-            self.retain(
-                Retained {
-                    key: job.options.idempotency_key,
-                    id: job.id,
-                    model_key: job.entry.key.clone(),
-                    work: job.work,
-                    events,
-                    until: now + RETAINED_FOR,
-                },
-                bound,
-            );
+            let retained = Retained {
+                account: job.options.account,
+                id: job.id,
+                model_key: job.entry.key.clone(),
+                work: job.work,
+                events,
+                ended: now,
+            };
+            self.retain(job.options.idempotency_key, retained);
         }
     }
 
-    fn retain(&mut self, retained: Retained, bound: Bytes) {
-        self.retained.push_back(retained);
-        let mut bytes = self.retained.iter().map(Retained::bytes).sum::<Bytes>();
-        while bytes > bound || self.retained.len() > RETAINED_JOBS {
-            let Some(oldest) = self.retained.pop_front() else {
-                return;
-            };
-            bytes -= oldest.bytes();
+    /// Accounts share the bounds: the oldest of one that keeps many leave (see [`SharedStore`]).
+    fn retain(&mut self, key: String, retained: Retained) {
+        let more = Taken::one(retained.bytes());
+        if self.retained.make_room(&retained.account, more) {
+            self.retained.insert(known_as(&retained.account, &key), retained);
         }
     }
 }
 
-impl Retained {
-    fn bytes(&self) -> Bytes {
+/// A key of an account. Neither has a line break.
+fn known_as(account: &str, key: &str) -> String {
+    format!("{account}\n{key}")
+}
+
+impl Stored for Retained {
+    fn account(&self) -> &str {
+        &self.account
+    }
+
+    fn bytes(&self) -> u64 {
         let pieces = self.events.iter().map(|event| piece_bytes(&event.kind));
-        pieces.sum::<Bytes>() + input_bytes(&self.work)
+        (pieces.sum::<Bytes>() + input_bytes(&self.work)).0
+    }
+
+    fn last_used(&self) -> Instant {
+        self.ended
+    }
+
+    fn is_needed(&self) -> bool {
+        false
     }
 }
 
@@ -106,7 +125,7 @@ mod tests {
     use super::*;
     use crate::job::Run;
 
-    fn retained(key: usize, rgb: Option<bytes::Bytes>) -> Retained {
+    fn retained(account: &str, rgb: Option<bytes::Bytes>, age: u64) -> Retained {
         let image = Image {
             init_image: rgb.map(|rgb| InitImage {
                 width: 16,
@@ -125,32 +144,46 @@ mod tests {
             preview_interval_ms: 0,
         };
         Retained {
-            key: key.to_string(),
+            account: account.to_owned(),
             id: "job".into(),
             model_key: "a".into(),
             work: JobWork::Run(run),
             events: Vec::new(),
-            until: Instant::now() + RETAINED_FOR,
+            ended: Instant::now() + Duration::from_millis(age),
         }
     }
 
-    fn oldest_of(count: usize, rgb: Option<bytes::Bytes>) -> (usize, String) {
-        let mut ended = Ended::default();
+    /// How many of so many jobs of one account are remembered, and the oldest of them.
+    fn oldest_of(count: u64, rgb: Option<bytes::Bytes>) -> (usize, u64) {
+        let mut ended = Ended::new(Bytes::mib(256));
         for key in 0..count {
-            ended.retain(retained(key, rgb.clone()), Bytes::mib(256));
+            ended.retain(key.to_string(), retained("me", rgb.clone(), key));
         }
-        let oldest = ended.retained.front().map(|retained| retained.key.clone());
-        (ended.retained.len(), oldest.unwrap_or_default())
+        let is_there = |key: &u64| ended.by_key("me", &key.to_string()).is_some();
+        (ended.retained.len(), (0..count).find(is_there).unwrap_or(count))
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn retained_jobs_are_bounded_in_number_and_bytes_and_the_oldest_are_dropped_first() {
-        assert_eq!(oldest_of(1_002, None), (1_000, "2".to_owned()));
+        assert_eq!(oldest_of(1_002, None), (875, 127));
         let image: bytes::Bytes = vec![0; 48 << 20].into();
-        assert_eq!(
-            oldest_of(7, Some(image)),
-            (5, "2".to_owned()),
-            "an init image counts"
-        );
+        assert_eq!(oldest_of(7, Some(image)), (4, 3), "an init image counts");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn keys_of_one_account_are_not_forgotten_for_the_jobs_of_another() {
+        let image: bytes::Bytes = vec![0; 48 << 20].into();
+        for rgb in [None, Some(image)] {
+            let mut ended = Ended::new(Bytes::mib(256));
+            ended.retain("mine".to_owned(), retained("me", rgb.clone(), 0));
+            for key in 1..=2_000 {
+                ended.retain(key.to_string(), retained("other", rgb.clone(), key));
+            }
+            assert!(ended.by_key("me", "mine").is_some());
+            assert!(
+                ended.by_key("other", "2000").is_some(),
+                "its latest is remembered too"
+            );
+        }
     }
 }

@@ -1,9 +1,6 @@
-//! Values that outlive the stage that made them: bounded, each with a time to live that use renews. Accounts share the bound:
-//! an account that stores many latents displaces its own, not those of others.
+//! Values that outlive the stage that made them: bounded, each with a time to live that use renews. Accounts share the bound (see
+//! [`SharedStore`]).
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
-use std::ops::{AddAssign, SubAssign};
 use std::time::Duration;
 
 use model::{HostTensor, HostType, ValueShape, Values};
@@ -12,17 +9,16 @@ use tokio::time::Instant;
 
 use crate::error::{Error, Shortfall};
 use crate::job::{JobId, Latent, LatentInfo};
-use crate::queue::shared_bound::{Exceeded, SharedBound};
+use crate::queue::shared_bound::Exceeded;
+use crate::queue::shared_store::{SharedStore, Stored, Taken};
 
 /// Most latents, whatever their size.
 const MOST_LATENTS: u64 = 4096;
 
 /// The store. A leased latent, which a job needs, is never dropped.
 pub(super) struct Latents {
-    bytes: SharedBound,
-    count: SharedBound,
     ttl: Duration,
-    kept: BTreeMap<String, StoredLatent>,
+    kept: SharedStore<StoredLatent>,
 }
 
 /// The job that has made a latent, and its account.
@@ -48,24 +44,21 @@ struct StoredLatent {
     approximation: Option<&'static str>,
 }
 
-/// Use of the bounds by some latents: number and bytes.
-#[derive(Clone, Copy, Default)]
-struct Taken {
-    bytes: u64,
-    count: u64,
-}
-
-impl AddAssign for Taken {
-    fn add_assign(&mut self, more: Taken) {
-        self.bytes += more.bytes;
-        self.count += more.count;
+impl Stored for StoredLatent {
+    fn account(&self) -> &str {
+        &self.account
     }
-}
 
-impl SubAssign for Taken {
-    fn sub_assign(&mut self, less: Taken) {
-        self.bytes -= less.bytes;
-        self.count -= less.count;
+    fn bytes(&self) -> u64 {
+        bytes_of(&self.values).0
+    }
+
+    fn last_used(&self) -> Instant {
+        self.last_used
+    }
+
+    fn is_needed(&self) -> bool {
+        self.leases > 0
     }
 }
 
@@ -76,10 +69,8 @@ impl Latents {
 
     fn bounded(bytes: Bytes, count: u64, ttl: Duration) -> Latents {
         Latents {
-            bytes: SharedBound::new(bytes.0),
-            count: SharedBound::new(count),
             ttl,
-            kept: BTreeMap::new(),
+            kept: SharedStore::new(bytes.0, count),
         }
     }
 
@@ -92,8 +83,8 @@ impl Latents {
         keep: bool,
         now: Instant,
     ) -> String {
-        let bytes = bytes_of(&values).0;
-        self.make_room(&maker.account, Taken { bytes, count: 1 });
+        let more = Taken::one(bytes_of(&values).0);
+        self.kept.make_room_if_possible(&maker.account, more);
         self.insert(StoredLatent {
             values,
             decoder_id,
@@ -120,7 +111,7 @@ impl Latents {
         }
         check_numbers(&values)?;
         let wanted = bytes_of(&values);
-        let most = Bytes(self.bytes.all);
+        let most = Bytes(self.kept.bytes.all);
         if wanted > most {
             let problem = format!(
                 "the latent has {wanted}, more than the store can hold ({most}): raise queue.latents"
@@ -128,8 +119,12 @@ impl Latents {
             return Err(Error::LatentMismatch(problem));
         }
         self.check_leased(&account, wanted)?;
-        let (bytes, count) = (wanted.0, 1);
-        self.make_room(&account, Taken { bytes, count });
+        if !self.kept.make_room(&account, Taken::one(wanted.0)) {
+            return Err(Error::ClientLimit(format!(
+                "a latent of {wanted} is more than the share of one client while others keep theirs: release some, try a smaller one, or \
+                 raise queue.latents"
+            )));
+        }
         let id = self.insert(StoredLatent {
             values,
             decoder_id,
@@ -146,9 +141,7 @@ impl Latents {
 
     /// Marks a latent whose decode lacks something of its job's own result.
     pub(super) fn mark_approximate(&mut self, id: &str, approximation: Option<&'static str>) {
-        if let Some(kept) = self.kept.get_mut(id) {
-            kept.approximation = approximation;
-        }
+        self.kept.edit(id, |kept| kept.approximation = approximation);
     }
 
     /// Adds values to a latent that a job has made and leases.
@@ -157,17 +150,17 @@ impl Latents {
         let Some(account) = self.kept.get(id).map(|kept| kept.account.clone()) else {
             return;
         };
-        self.make_room(&account, Taken { bytes, count: 0 });
-        if let Some(kept) = self.kept.get_mut(id) {
-            kept.values.extend(values);
-        }
+        self.kept
+            .make_room_if_possible(&account, Taken { bytes, count: 0 });
+        self.kept.edit(id, |kept| kept.values.extend(values));
     }
 
     /// A latent with its tensors. This renews its time to live.
     pub(super) fn get(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
-        let kept = self.known_mut(id)?;
-        kept.last_used = now;
-        let values = kept.values.clone();
+        let values = self.edit_known(id, |kept| {
+            kept.last_used = now;
+            kept.values.clone()
+        })?;
         Ok(Latent {
             info: self.info(id, now)?,
             values,
@@ -195,24 +188,24 @@ impl Latents {
     }
 
     pub(super) fn lease(&mut self, id: &str, now: Instant) -> Result<(), Error> {
-        let kept = self.known_mut(id)?;
-        kept.leases += 1;
-        kept.last_used = now;
-        Ok(())
+        self.edit_known(id, |kept| {
+            kept.leases += 1;
+            kept.last_used = now;
+        })
     }
 
     /// Releases a latent for a client: clients can no longer use it, and it is dropped when its last lease ends. False:
     /// there was none.
     pub(super) fn give_up(&mut self, id: &str) -> bool {
-        let Ok(kept) = self.known_mut(id) else {
-            return false;
-        };
-        kept.given_up = true;
-        kept.keep = false;
-        if kept.leases == 0 {
+        let given_up = self.edit_known(id, |kept| {
+            kept.given_up = true;
+            kept.keep = false;
+            kept.leases
+        });
+        if given_up == Ok(0) {
             self.kept.remove(id);
         }
-        true
+        given_up.is_ok()
     }
 
     /// As [`Latents::give_up`], for all latents of a job.
@@ -225,46 +218,45 @@ impl Latents {
         }
     }
 
-    fn known_mut(&mut self, id: &str) -> Result<&mut StoredLatent, Error> {
-        let kept = self.kept.get_mut(id).filter(|kept| !kept.given_up);
-        kept.ok_or_else(|| Error::LatentNotFound(id.to_owned()))
+    fn edit_known<R>(&mut self, id: &str, edit: impl FnOnce(&mut StoredLatent) -> R) -> Result<R, Error> {
+        let is_known = self.kept.get(id).is_some_and(|kept| !kept.given_up);
+        let edited = is_known.then(|| self.kept.edit(id, edit)).flatten();
+        edited.ok_or_else(|| Error::LatentNotFound(id.to_owned()))
     }
 
     /// Keeps a latent after its job: clients have received its id and may ask for it.
     pub(super) fn keep(&mut self, id: &str) {
-        if let Some(kept) = self.kept.get_mut(id) {
-            kept.keep = true;
-        }
+        self.kept.edit(id, |kept| kept.keep = true);
     }
 
     /// Ends a lease. A latent whose id no client has is dropped with its last lease; others are dropped while the store
     /// exceeds its bound.
     pub(super) fn release(&mut self, id: &str, now: Instant) {
-        let Some(kept) = self.kept.get_mut(id) else { return };
-        kept.leases = kept.leases.saturating_sub(1);
-        kept.last_used = now;
-        let account = kept.account.clone();
-        if kept.leases == 0 && !kept.keep {
+        let released = self.kept.edit(id, |kept| {
+            kept.leases = kept.leases.saturating_sub(1);
+            kept.last_used = now;
+            (kept.account.clone(), kept.leases == 0 && !kept.keep)
+        });
+        let Some((account, is_unknown)) = released else {
+            return;
+        };
+        if is_unknown {
             self.kept.remove(id);
         }
-        self.make_room(&account, Taken::default());
+        self.kept.make_room_if_possible(&account, Taken::default());
     }
 
     /// Drops latents whose time to live has passed; true if there was any.
     pub(super) fn expire(&mut self, now: Instant) -> bool {
-        let (ttl, before) = (self.ttl, self.kept.len());
-        self.kept
-            .retain(|_, kept| kept.leases > 0 || now < kept.last_used + ttl);
-        before != self.kept.len()
+        self.kept.expire(self.ttl, now)
     }
 
     pub(super) fn next_expiry(&self) -> Option<Instant> {
-        let idle = self.kept.values().filter(|kept| kept.leases == 0);
-        idle.map(|kept| kept.last_used + self.ttl).min()
+        self.kept.next_expiry(self.ttl)
     }
 
     pub(super) fn leases(&self) -> usize {
-        self.kept.values().map(|kept| kept.leases as usize).sum()
+        self.kept.iter().map(|(_, kept)| kept.leases as usize).sum()
     }
 
     pub(super) fn len(&self) -> usize {
@@ -272,25 +264,22 @@ impl Latents {
     }
 
     pub(super) fn bytes(&self) -> Bytes {
-        self.kept.values().map(|kept| bytes_of(&kept.values)).sum()
+        self.kept.iter().map(|(_, kept)| bytes_of(&kept.values)).sum()
     }
 
     /// Refuses an upload while jobs lease so many of the stored latents that dropping all others would not make room for it.
     fn check_leased(&self, account: &str, wanted: Bytes) -> Result<(), Error> {
-        let leased = self.by_account(|kept| kept.leases > 0);
-        let own = leased.get(account).map(|of| of.taken).unwrap_or_default();
-        let leased = self.counted(&leased);
-        let bytes = self
-            .bytes
-            .check(leased.bytes, own.bytes, wanted.0.min(self.bytes.of_account()));
-        let problem = match bytes.and_then(|()| self.count.check(leased.count, own.count, 1)) {
+        let (leased, own) = self.kept.needed(account);
+        let (bytes, count) = (self.kept.bytes, self.kept.count);
+        let has_bytes = bytes.check(leased.bytes, own.bytes, wanted.0.min(bytes.of_account()));
+        let problem = match has_bytes.and_then(|()| count.check(leased.count, own.count, 1)) {
             Ok(()) => return Ok(()),
             Err(Exceeded::All) => {
                 return Err(Error::MemoryTaken(Box::new(Shortfall {
                     stage: "the store of latents".into(),
                     needed: wanted,
-                    free: Bytes(self.bytes.all.saturating_sub(leased.bytes)),
-                    capacity: Bytes(self.bytes.all),
+                    free: Bytes(bytes.all.saturating_sub(leased.bytes)),
+                    capacity: Bytes(bytes.all),
                     holders: Vec::new(),
                     fallbacks: Vec::new(),
                     smallest: None,
@@ -306,96 +295,10 @@ impl Latents {
         Err(Error::ClientLimit(format!("{problem}: {remedy}")))
     }
 
-    /// Groups the latents that match by account.
-    fn by_account(&self, are_meant: impl Fn(&StoredLatent) -> bool) -> BTreeMap<&str, OfAccount<'_>> {
-        let mut accounts: BTreeMap<&str, OfAccount<'_>> = BTreeMap::new();
-        for (id, kept) in self.kept.iter().filter(|(_, kept)| are_meant(kept)) {
-            let of = accounts.entry(&kept.account).or_default();
-            of.taken += kept.taken();
-            if kept.leases == 0 {
-                of.idle.push(Reverse((kept.last_used, id)));
-            }
-        }
-        accounts
-    }
-
-    /// The use of all accounts together. An account may exceed its part, by leased latents or by a single large one; that excess does
-    /// not count here, so that it does not reduce the room of others.
-    fn counted(&self, accounts: &BTreeMap<&str, OfAccount<'_>>) -> Taken {
-        let mut counted = Taken::default();
-        for of in accounts.values() {
-            counted += Taken {
-                bytes: of.taken.bytes.min(self.bytes.of_account()),
-                count: of.taken.count.min(self.count.of_account()),
-            };
-        }
-        counted
-    }
-
     fn insert(&mut self, kept: StoredLatent) -> String {
         let id = format!("latent-{}", uuid::Uuid::new_v4().simple());
         self.kept.insert(id.clone(), kept);
         id
-    }
-
-    /// Drops latents that no job needs until the account can store `more`, as far as possible.
-    fn make_room(&mut self, account: &str, more: Taken) {
-        for id in self.in_the_way(account, more) {
-            self.kept.remove(&id);
-        }
-    }
-
-    /// The latents to drop so that `account` can store `more`: first its own oldest, until it is within the bound of one account (a
-    /// single latent may be larger than that), then the oldest of the account that has most.
-    fn in_the_way(&self, account: &str, more: Taken) -> Vec<String> {
-        let mut accounts = self.by_account(|_| true);
-        accounts.entry(account).or_default().taken += more;
-        let (most_bytes, most_count) = (self.bytes.of_account(), self.count.of_account());
-        let mut dropped = Vec::new();
-        loop {
-            let own = accounts.get(account).map_or(more, |of| of.taken);
-            let all = self.counted(&accounts);
-            let is_own = own.count > 1 && (own.bytes > most_bytes || own.count > most_count);
-            let is_of_bytes = all.bytes > self.bytes.all;
-            if !is_own && !is_of_bytes && all.count <= self.count.all {
-                return dropped;
-            }
-            let amount = |of: Taken| match is_of_bytes {
-                true => of.bytes,
-                false => of.count,
-            };
-            let leaving = accounts
-                .iter_mut()
-                .filter(|(name, of)| !of.idle.is_empty() && (!is_own || **name == account))
-                .max_by_key(|(_, of)| (amount(of.taken), of.idle.peek().copied()));
-            let Some((_, of)) = leaving else {
-                return dropped;
-            };
-            let Some(Reverse((_, id))) = of.idle.pop() else {
-                return dropped;
-            };
-            if let Some(kept) = self.kept.get(id) {
-                of.taken -= kept.taken();
-            }
-            dropped.push(id.clone());
-        }
-    }
-}
-
-/// The latents of an account.
-#[derive(Default)]
-struct OfAccount<'a> {
-    taken: Taken,
-    /// Latents that no job leases, the oldest on top.
-    idle: BinaryHeap<Reverse<(Instant, &'a String)>>,
-}
-
-impl StoredLatent {
-    fn taken(&self) -> Taken {
-        Taken {
-            bytes: bytes_of(&self.values).0,
-            count: 1,
-        }
     }
 }
 

@@ -36,6 +36,7 @@ mod replay;
 mod report;
 mod request;
 mod shared_bound;
+mod shared_store;
 mod shares;
 mod shell;
 mod status;
@@ -66,6 +67,7 @@ pub use report::{
     UnloadReport,
 };
 use request::{OpenModels, Reply, Submission};
+pub use shared_bound::{Exceeded, SharedBound};
 use shell::Shell;
 use unloads::EntryToUnload;
 
@@ -299,7 +301,8 @@ impl Queue {
         let mut submission = self.prepare(spec).await?;
         let (cards, library) = (self.card_descriptions(), self.library.clone());
         let path = submission.spec.entry.path.clone();
-        let submission = self.library.aside(&path, move || {
+        let account = submission.spec.options.account.clone();
+        let submission = self.library.aside_for(&account, &path, move || {
             let (entry, models) = (&submission.spec.entry, &submission.models);
             let (reductions, upgrades) = match is_short {
                 true => (open_reductions(&library, entry, models, &cards), Vec::new()),
@@ -574,6 +577,7 @@ async fn prepare(
     cards: Vec<CardDescription>,
 ) -> Result<Submission, Error> {
     let (reader, path) = (library.clone(), spec.entry.path.clone());
+    let account = spec.options.account.clone();
     let prepare = move || {
         let models = open_for(&reader, &spec.entry, &cards)?;
         let Some(any) = models.values().next() else {
@@ -638,7 +642,7 @@ async fn prepare(
             upgrades: Vec::new(),
         })
     };
-    library.aside(&path, prepare).await
+    library.aside_for(&account, &path, prepare).await
 }
 
 fn open_for(library: &Library, entry: &Entry, cards: &[CardDescription]) -> Result<OpenModels, Error> {

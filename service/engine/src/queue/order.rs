@@ -6,52 +6,91 @@ use std::time::Duration;
 
 use super::record::{JobRecord, State};
 use super::view::View;
-use crate::job::JobId;
+use crate::job::{JobId, JobOptions};
 
 /// Assumed duration of a stage until one like it has run, in milliseconds.
 const STAGE_MS: f64 = 1_000.0;
 
+/// A job in line, and the virtual time that it will be charged.
+struct Waiting<'a> {
+    job: &'a JobRecord,
+    virtual_ms: f64,
+}
+
+/// One line of several, each with the virtual time of its owner: the next is the first of the owner with the least, then the
+/// earliest.
+fn merged(mut lines: Vec<(f64, VecDeque<Waiting<'_>>)>) -> VecDeque<Waiting<'_>> {
+    let mut all = VecDeque::new();
+    while let Some((virtual_ms, line)) = lines
+        .iter_mut()
+        .filter_map(|(virtual_ms, line)| Some((*virtual_ms, line.front()?.job.arrival, (virtual_ms, line))))
+        .min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)))
+        .map(|(_, _, line)| line)
+    {
+        if let Some(waiting) = line.pop_front() {
+            *virtual_ms += waiting.virtual_ms;
+            all.push_back(waiting);
+        }
+    }
+    all
+}
+
 impl View<'_> {
-    /// Jobs that do not run: first those that have begun, then the next job of the client with the least card time,
-    /// each job counted as if it had run already. Within a client priority decides, then arrival.
+    /// Jobs that do not run: first those that have begun, then the next job of the account with the least card time, and within it of
+    /// the client with the least, each job counted as if it had run already. Within a client priority decides, then arrival.
     pub(super) fn fair_order(&self) -> Vec<JobId> {
         let (mut begun, mut fresh): (Vec<&JobRecord>, Vec<&JobRecord>) =
             self.idle_jobs().partition(|job| job.begun);
         begun.sort_unstable_by_key(|job| job.arrival);
         fresh.sort_unstable_by_key(|job| (Reverse(job.options.priority), job.arrival));
-        let mut clients: BTreeMap<&str, (f64, VecDeque<&JobRecord>)> = BTreeMap::new();
+        let mut accounts: BTreeMap<&str, BTreeMap<&str, VecDeque<Waiting<'_>>>> = BTreeMap::new();
         for job in fresh {
-            let client = job.options.client.as_str();
-            let queue = clients
-                .entry(client)
-                .or_insert_with(|| (self.virtual_ms(client), VecDeque::new()));
-            queue.1.push_back(job);
+            let JobOptions { account, client, .. } = &job.options;
+            let clients = accounts.entry(account).or_default();
+            clients.entry(client).or_default().push_back(Waiting {
+                job,
+                virtual_ms: self.expected_ms(job).0 / job.options.priority.weight(),
+            });
         }
-        let mut order: Vec<JobId> = begun.into_iter().map(|job| job.id.clone()).collect();
-        while let Some(next) = clients
-            .iter()
-            .filter_map(|(client, (time, queue))| Some((*time, queue.front()?.arrival, *client)))
-            .min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)))
-        {
-            let Some((time, queue)) = clients.get_mut(next.2) else {
-                break;
-            };
-            if let Some(job) = queue.pop_front() {
-                *time += self.expected_ms(job).0 / job.options.priority.weight();
-                order.push(job.id.clone());
-            }
-        }
-        self.with_joiners_first(order)
+        let accounts = accounts.into_iter().map(|(account, clients)| {
+            let clients = clients.into_iter();
+            let clients = clients.map(|(client, jobs)| (self.client_ms(account, client), jobs));
+            (self.account_ms(account), merged(clients.collect()))
+        });
+        let fresh = merged(accounts.collect());
+        let order = begun
+            .into_iter()
+            .chain(fresh.into_iter().map(|waiting| waiting.job));
+        self.with_joiners_first(order.map(|job| job.id.clone()).collect())
     }
 
-    /// Card time of a client by its weights, with what runs counted in full.
-    pub(super) fn virtual_ms(&self, client: &str) -> f64 {
+    /// By how much more card time a job's owners had than another's: its account, or within one account its client.
+    pub(super) fn lead_ms(&self, job: &JobRecord, over: &JobRecord) -> f64 {
+        let (own, other) = (&job.options, &over.options);
+        match own.account == other.account {
+            true => self.client_ms(&own.account, &own.client) - self.client_ms(&other.account, &other.client),
+            false => self.account_ms(&own.account) - self.account_ms(&other.account),
+        }
+    }
+
+    /// Card time of an account by the weights of its jobs, with what runs counted in full.
+    fn account_ms(&self, account: &str) -> f64 {
+        self.shares.of_account(account) + self.running_ms(|options| options.account == account)
+    }
+
+    /// The same of a client among those of its account.
+    fn client_ms(&self, account: &str, client: &str) -> f64 {
+        let are_meant = |options: &JobOptions| options.account == account && options.client == client;
+        self.shares.of_client(account, client) + self.running_ms(are_meant)
+    }
+
+    fn running_ms(&self, are_meant: impl Fn(&JobOptions) -> bool) -> f64 {
         let running = self.cards.iter().filter_map(|card| card.in_flight.as_ref());
         let credit = running.filter_map(|running| {
             let job = self.jobs.get(running.job.as_ref()?)?;
-            (job.options.client == client).then(|| running.expected_ms / job.options.priority.weight())
+            are_meant(&job.options).then(|| running.expected_ms / job.options.priority.weight())
         });
-        self.shares.virtual_ms(client) + credit.sum::<f64>()
+        credit.sum()
     }
 
     /// Milliseconds that a job still takes, and whether that is known rather than guessed.

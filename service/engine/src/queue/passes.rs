@@ -127,13 +127,11 @@ impl View<'_> {
         (job.cursor..job.steps.len()).find_map(|index| job.shared_pass(index))
     }
 
-    /// Whether a job may join others ahead of its turn: only if its client has not had more card time than any other client with a
-    /// queued job. Jobs that have begun go on, so this bound ends a chain of joining jobs if others wait.
+    /// Whether a job may join others ahead of its turn: only if neither its account nor its client has had more card time than
+    /// another with a queued job. Jobs that have begun go on, so this bound ends a chain of joining jobs if others wait.
     fn is_within_its_share(&self, job: &JobRecord) -> bool {
-        let own = self.virtual_ms(&job.options.client);
-        let mut others = self.idle_jobs().filter(|other| {
-            other.options.client != job.options.client && matches!(other.state, State::Queued { .. })
-        });
-        others.all(|other| own <= self.virtual_ms(&other.options.client))
+        let queued = |other: &&JobRecord| matches!(other.state, State::Queued { .. });
+        let mut others = self.idle_jobs().filter(queued);
+        others.all(|other| self.lead_ms(job, other) <= 0.0)
     }
 }

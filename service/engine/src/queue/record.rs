@@ -84,6 +84,8 @@ pub(super) struct Attempt {
     pub(super) low_memory: bool,
     /// How many workers died of the step.
     pub(super) deaths: u32,
+    /// How many workers died that had the step's order and had not begun it.
+    pub(super) deaths_before: u32,
     /// It shares no passes, since it failed in a shared one.
     pub(super) alone: bool,
 }

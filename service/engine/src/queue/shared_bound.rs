@@ -5,15 +5,16 @@ const KEPT_PART: u64 = 8;
 
 /// The bound of all accounts together, and that of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct SharedBound {
-    pub(super) all: u64,
+pub struct SharedBound {
+    pub all: u64,
     /// The last part, for accounts that use nothing.
-    pub(super) kept: u64,
+    pub kept: u64,
+    of_account: u64,
 }
 
 /// The bound that would be exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Exceeded {
+pub enum Exceeded {
     /// The bound of all accounts.
     All,
     /// The bound of one account.
@@ -23,18 +24,45 @@ pub(super) enum Exceeded {
 }
 
 impl SharedBound {
-    pub(super) fn new(all: u64) -> SharedBound {
-        let kept = all / KEPT_PART;
-        SharedBound { all, kept }
+    /// A bound of which one account may have all but the kept part.
+    pub fn new(all: u64) -> SharedBound {
+        SharedBound::of(all, all - all / KEPT_PART)
     }
 
-    /// The bound of one account: all but the kept part.
-    pub(super) fn of_account(self) -> u64 {
+    /// A bound of which one account may have so much.
+    pub fn of(all: u64, of_account: u64) -> SharedBound {
+        let kept = all / KEPT_PART;
+        SharedBound {
+            all,
+            kept,
+            of_account,
+        }
+    }
+
+    /// The same without a kept part.
+    pub fn keeping_nothing(all: u64, of_account: u64) -> SharedBound {
+        SharedBound {
+            all,
+            kept: 0,
+            of_account,
+        }
+    }
+
+    /// The bound of one account.
+    pub fn of_account(self) -> u64 {
+        self.of_account
+    }
+
+    /// What accounts that use something may have together.
+    fn of_users(self) -> u64 {
         self.all - self.kept
     }
 
     /// Checks whether an account may take `more`. `own` is the part of `taken` that the account uses.
-    pub(super) fn check(self, taken: u64, own: u64, more: u64) -> Result<(), Exceeded> {
+    ///
+    /// # Errors
+    /// The bound that would be exceeded.
+    pub fn check(self, taken: u64, own: u64, more: u64) -> Result<(), Exceeded> {
         let (taken, own) = (taken.saturating_add(more), (own, own.saturating_add(more)));
         if taken > self.all {
             return Err(Exceeded::All);
@@ -42,7 +70,7 @@ impl SharedBound {
         if own.1 > self.of_account() {
             return Err(Exceeded::Account);
         }
-        match own.0 > 0 && taken > self.of_account() {
+        match own.0 > 0 && taken > self.of_users() {
             true => Err(Exceeded::Kept),
             false => Ok(()),
         }

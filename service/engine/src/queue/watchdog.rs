@@ -96,7 +96,7 @@ impl Pace {
                 }
                 self.doing = Doing::Steps;
             }
-            Progress::Preview { .. } => {}
+            Progress::Begun | Progress::Preview { .. } => {}
             // Another rung: the earlier measurements are not its pace.
             Progress::Retrying { .. } => {
                 (self.doing, self.last_step, self.longest) = (Doing::Preparing, None, None);

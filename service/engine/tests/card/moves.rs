@@ -68,6 +68,25 @@ fn evictions_precede_loads_and_each_move_is_announced_first() {
     assert_eq!(said, expected);
 }
 
+/// A worker that dies then has died of the order.
+#[test]
+fn an_order_is_begun_before_anything_is_done_for_it() {
+    let mut bench = bench("32GiB");
+    bench.link.events.clear();
+    bench.run_stage(&sample("flux-full"), "encode_text");
+    let first = bench.link.events.first();
+    assert!(
+        matches!(
+            first,
+            Some(Event::Progress {
+                progress: Progress::Begun,
+                ..
+            })
+        ),
+        "{first:?}"
+    );
+}
+
 #[test]
 fn snapshots_show_each_move_under_way_and_the_lease() {
     let mut bench = bench("32GiB");

@@ -359,9 +359,13 @@ impl Bench {
         self.seen.borrow().calls.clone()
     }
 
-    /// All progress events so far.
+    /// All that was done so far, as it was reported.
     pub(crate) fn progress(&self) -> Vec<Progress> {
         let progress = self.link.events.iter().filter_map(|event| match event {
+            Event::Progress {
+                progress: Progress::Begun,
+                ..
+            } => None,
             Event::Progress { progress, .. } => Some(progress.clone()),
             _ => None,
         });

@@ -310,7 +310,7 @@ async fn places_of_the_queue_are_bounded_by_client_and_address_and_the_last_are_
         client: "greedy".into(),
         limit: 8,
     };
-    assert_eq!(submit("greedy", "10.0.0.9").await, Err(Some(of_client)));
+    assert_eq!(submit("greedy", "10.0.0.1").await, Err(Some(of_client)));
     for name in 0..6 {
         assert_eq!(submit(&format!("name {name}"), "10.0.0.1").await, Ok(()));
     }
@@ -319,7 +319,11 @@ async fn places_of_the_queue_are_bounded_by_client_and_address_and_the_last_are_
         limit: 14,
     };
     assert_eq!(submit("another name", "10.0.0.1").await, Err(Some(of_address)));
-    assert_eq!(submit("b", "10.0.0.2").await, Ok(()), "a place was kept");
+    assert_eq!(
+        submit("greedy", "10.0.0.2").await,
+        Ok(()),
+        "a place was kept, and the name is another client there"
+    );
     let kept = JobBound::Kept { places: 2 };
     assert_eq!(submit("b", "10.0.0.2").await, Err(Some(kept)));
     assert_eq!(submit("c", "10.0.0.3").await, Ok(()));

@@ -255,6 +255,35 @@ async fn die_twice(worker: &mut crate::worker::Worker, stage: &str) {
 }
 
 #[tokio::test(start_paused = true)]
+async fn deaths_of_workers_that_had_not_begun_a_job_do_not_count_against_it() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    for _ in 0..3 {
+        worker.order_not_begun().await;
+        worker.die();
+        settle().await;
+        worker.ready();
+    }
+    for _ in 0..3 {
+        worker.work(1).await;
+    }
+    end(&mut job).await.unwrap();
+    let mut never = queue.submit(load("b", "me", &["vae"])).await.unwrap();
+    for _ in 0..9 {
+        worker.order_not_begun().await;
+        worker.die();
+        settle().await;
+        worker.ready();
+    }
+    let ended = end(&mut never).await;
+    assert!(
+        matches!(ended, Err(Error::WorkerDied { deaths: 9, .. })),
+        "it may be its order: {ended:?}"
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_second_worker_death_fails_the_job_and_two_such_jobs_block_similar_ones() {
     let (queue, mut worker) = one_card().await;
     for prompt in ["one", "two"] {

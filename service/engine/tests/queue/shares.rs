@@ -64,6 +64,52 @@ async fn clients_get_fair_shares_for_any_order_and_number_of_jobs() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_new_name_for_each_job_gets_no_more_than_the_share_of_the_account() {
+    let (queue, mut worker) = one_card().await;
+    let at = |address: &str, name: String| {
+        let mut spec = load("a", &name, &["vae"]);
+        spec.options.account = address.to_owned();
+        spec
+    };
+    let many = submit_all(&queue, 20, |n| at("10.0.0.1", format!("name {n}"))).await;
+    let one = submit_all(&queue, 8, |_| at("10.0.0.2", "me".to_owned())).await;
+    let served = serve(&mut worker, 16, 100).await;
+    let got = (count(&served, &many), count(&served, &one));
+    assert!((7..=9).contains(&got.0) && (7..=8).contains(&got.1), "{got:?}");
+    serve(&mut worker, 12, 100).await;
+    drop((many, one));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_names_of_an_account_share_what_it_has() {
+    let (queue, mut worker) = one_card().await;
+    let of = |name: &'static str| {
+        move |_| {
+            let mut spec = load("a", name, &["vae"]);
+            spec.options.account = "10.0.0.1".to_owned();
+            spec
+        }
+    };
+    let many = submit_all(&queue, 20, of("many")).await;
+    let few = submit_all(&queue, 5, of("few")).await;
+    let other = submit_all(&queue, 10, |_| load("a", "other", &["vae"])).await;
+    let served = serve(&mut worker, 16, 100).await;
+    let got = (
+        count(&served, &many),
+        count(&served, &few),
+        count(&served, &other),
+    );
+    assert!(
+        (3..=5).contains(&got.0) && (3..=5).contains(&got.1) && (7..=9).contains(&got.2),
+        "{got:?}"
+    );
+    serve(&mut worker, 19, 100).await;
+    drop((many, few, other));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_new_client_gets_its_share_without_arrears() {
     let (queue, mut worker) = one_card().await;
     let vae = |client| move |_| load("a", client, &["vae"]);
@@ -172,6 +218,17 @@ async fn an_idempotency_key_joins_a_current_or_recent_job() {
     assert_eq!(second_seen[0], JobEventKind::Accepted { joined: true });
     assert_eq!(kept(&first_seen), kept(&second_seen));
 
+    let mut of_another = spec.clone();
+    of_another.options.account = "10.0.0.9".into();
+    let of_another = queue.submit(of_another).await.unwrap();
+    assert!(!of_another.joined, "keys of one address are not those of another");
+    let order = worker.order().await;
+    drop(of_another);
+    let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
+        panic!("it is cancelled");
+    };
+    worker.finish(order.ticket, engine::messages::Outcome::Cancelled);
+    assert_eq!(ticket, order.ticket);
     let mut third = queue.submit(spec.clone()).await.unwrap();
     assert!(third.joined);
     assert_eq!(kept(&events(&mut third).await), kept(&first_seen));

@@ -51,6 +51,8 @@ pub struct Worker {
     /// Bytes of each worker's context.
     pub context: Bytes,
     pub standing: Standing,
+    /// Whether it begins the orders that it receives.
+    begins: bool,
     started: tokio::time::Instant,
 }
 
@@ -81,6 +83,7 @@ fn start_on(settings: Settings, cards: Vec<CardDescription>) -> (Queue, Vec<Work
             ledger: Ledger::new(CARD, Bytes::ZERO),
             foreign: Bytes::ZERO,
             context: Bytes::ZERO,
+            begins: true,
             standing: Standing::default(),
             started: tokio::time::Instant::now(),
         });
@@ -217,7 +220,7 @@ impl Worker {
                 .expect("the supervisor is there")
             {
                 Wire::Command(Command::Standing(standing)) => self.stand(standing),
-                other => return other,
+                other => return self.begun(other),
             }
         }
     }
@@ -227,9 +230,19 @@ impl Worker {
         loop {
             match self.commands.try_recv().ok()? {
                 Wire::Command(Command::Standing(standing)) => self.stand(standing),
-                other => return Some(other),
+                other => return Some(self.begun(other)),
             }
         }
+    }
+
+    /// Reports that it has begun an order, as a worker does first.
+    fn begun(&self, wire: Wire) -> Wire {
+        if let Wire::Command(Command::Run(order)) = &wire
+            && self.begins
+        {
+            self.progress(order.ticket, Progress::Begun);
+        }
+        wire
     }
 
     fn stand(&mut self, standing: Standing) {
@@ -266,6 +279,14 @@ impl Worker {
             Wire::Recycle(reason) => reason,
             Wire::Command(other) => panic!("the end was expected, not {other:?}"),
         }
+    }
+
+    /// The next order, which the worker does not begin.
+    pub async fn order_not_begun(&mut self) -> Order {
+        self.begins = false;
+        let order = self.order().await;
+        self.begins = true;
+        order
     }
 
     pub async fn order(&mut self) -> Order {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use calls::client_at;
+use calls::{LogInterval, client_at};
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -49,12 +49,7 @@ pub(crate) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, handshake
                     continue;
                 }
             };
-            let (place, left) = loop {
-                match entrance.enter(client_at(address)) {
-                    Ok(entered) => break entered,
-                    Err(ready) => tokio::time::sleep_until(ready).await,
-                }
-            };
+            let (place, left) = entrance.enter(client_at(address));
             if let Some(Some(client)) = left && full.allow(LOG_INTERVAL) {
                 tracing::warn!(%client, "a connection without a call was closed to make room for a new one: a quarter of limits.connections is for those");
             }
@@ -70,21 +65,6 @@ fn is_of_one_connection(problem: &io::Error) -> bool {
         problem.kind(),
         ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted | TimedOut
     )
-}
-
-/// Limits how often something is logged: the time of its last line.
-#[derive(Default)]
-pub(crate) struct LogInterval(Option<Instant>);
-
-impl LogInterval {
-    /// Whether a line may be logged now, so long after the last one. Then the next interval begins.
-    pub(crate) fn allow(&mut self, interval: Duration) -> bool {
-        let is_due = self.0.is_none_or(|last| last.elapsed() >= interval);
-        if is_due {
-            self.0 = Some(Instant::now());
-        }
-        is_due
-    }
 }
 
 /// A connection with a place. It is closed if its handshake takes too long or another connection gets its place.
@@ -256,7 +236,7 @@ mod tests {
             local_addr: None,
             remote_addr: None,
         };
-        let (place, _) = entrance.enter(None).unwrap();
+        let (place, _) = entrance.enter(None);
         let info = ConnectionInfo { tcp, place };
         (client, LimitedConnection::over(server, info, handshake))
     }
@@ -312,6 +292,27 @@ mod tests {
         assert!(began.elapsed() <= LIMIT * 4, "{:?}", began.elapsed());
         drop(server);
         sends.await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connections_of_many_addresses_keep_no_other_waiting() {
+        use futures::StreamExt as _;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut connections = accepted(listener, Entrance::new(Budget::new(9, 9), 4), OPEN);
+        let from = async |last: u8| {
+            let socket = tokio::net::TcpSocket::new_v4().unwrap();
+            socket.bind(SocketAddr::from(([127, 0, 0, last], 0))).unwrap();
+            socket.connect(address).await.unwrap()
+        };
+        let began = Instant::now();
+        let mut open = Vec::new();
+        for last in 2..42 {
+            open.push((from(last).await, connections.next().await.unwrap().unwrap()));
+        }
+        assert_eq!(began.elapsed(), Duration::ZERO);
+        let (_, newest) = open.last_mut().unwrap();
+        newest.info.place.admit().unwrap();
     }
 
     #[tokio::test]

@@ -5,22 +5,13 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::task::Waker;
-use std::time::Duration;
 
 use calls::{Budget, Client, Exceeded, Taken};
-use tokio::time::Instant;
 
 use super::lock;
 
-/// The time that every newcomer has for its first call, whatever the number of newcomers. Connections beyond the places of the
-/// pool wait to be accepted.
-const FIRST_CALL: Duration = Duration::from_millis(500);
-
-/// An address floods the service when it has one in so many places of the pool. Its connections get no time for a first call, and a new
-/// one closes its own oldest.
-const FLOOD_PART: usize = 8;
-/// An address with fewer connections than this does not flood the service, however small the pool is.
-const LEAST_FLOOD: usize = 8;
+/// So many newcomers of an address that has known connections do not count when a place is needed.
+const ALLOWED_OF_KNOWN: usize = 8;
 
 /// The newcomers, and the places of known clients.
 #[derive(Debug)]
@@ -36,7 +27,6 @@ pub(crate) struct Entrance {
 pub(crate) struct Place {
     entrance: Arc<Entrance>,
     client: Client,
-    came: Instant,
     /// Taken by its first call that counts.
     known: Mutex<Option<Taken>>,
     /// Calls without a token that are open.
@@ -54,33 +44,16 @@ impl Entrance {
         })
     }
 
-    /// A place for a connection. If the pool of newcomers is full, one of them is closed and its client is returned: among addresses
-    /// without known connections, the oldest newcomer of the client that has most.
-    ///
-    /// # Errors
-    /// When every newcomer still has time for its first call: the time at which the first of them will not.
-    pub(super) fn enter(
-        self: &Arc<Entrance>,
-        client: Client,
-    ) -> Result<(Arc<Place>, Option<Client>), Instant> {
+    /// A place for a connection. If the pool of newcomers is full, one of them is closed and its client is returned: the oldest of the
+    /// client that has most. A connection never waits for one of another address, so nobody is kept out by the number of others.
+    pub(super) fn enter(self: &Arc<Entrance>, client: Client) -> (Arc<Place>, Option<Client>) {
         let mut newcomers = lock(&self.newcomers);
         let there: Vec<Arc<Place>> = newcomers.iter().filter_map(Weak::upgrade).collect();
-        let full = there.len() >= self.most_newcomers;
-        let count_of = |client| there.iter().filter(|place| place.client == client).count();
-        let floods = |client| count_of(client) >= (self.most_newcomers / FLOOD_PART).max(LEAST_FLOOD);
-        let leaves = match full && floods(client) {
-            true => there.iter().find(|place| place.client == client),
-            false => full.then(|| self.to_leave(&there)).flatten(),
-        };
-        let begun_at = leaves.filter(|leaves| !floods(leaves.client));
-        let begun_at = begun_at.map(|leaves| leaves.came + FIRST_CALL);
-        if let Some(ready) = begun_at.filter(|ready| *ready > Instant::now()) {
-            return Err(ready);
-        }
+        let is_full = there.len() >= self.most_newcomers;
+        let leaves = is_full.then(|| self.to_leave(&there, client)).flatten();
         let place = Arc::new(Place {
             entrance: self.clone(),
             client,
-            came: Instant::now(),
             known: Mutex::default(),
             public_calls: AtomicU64::new(0),
             is_closed: AtomicBool::new(false),
@@ -92,22 +65,23 @@ impl Entrance {
         if let Some(leaves) = leaves {
             leaves.close();
         }
-        Ok((place, leaves.map(|leaves| leaves.client)))
+        (place, leaves.map(|leaves| leaves.client))
     }
 
-    /// Which newcomer makes room for another.
-    fn to_leave<'a>(&self, there: &'a [Arc<Place>]) -> Option<&'a Arc<Place>> {
-        let is_stranger = |place: &&Arc<Place>| !self.known.has(place.client);
-        let mut counts: HashMap<Client, usize> = HashMap::new();
-        for place in there.iter().filter(is_stranger) {
+    /// Which newcomer makes room for one of this client.
+    fn to_leave<'a>(&self, there: &'a [Arc<Place>], coming: Client) -> Option<&'a Arc<Place>> {
+        let mut counts = HashMap::from([(coming, 1_usize)]);
+        for place in there {
             *counts.entry(place.client).or_default() += 1;
         }
-        let most = counts.values().copied().max();
-        let of_the_most = |place: &&Arc<Place>| counts.get(&place.client).copied() == most;
-        match most {
-            Some(_) => there.iter().find(of_the_most),
-            None => there.first(),
+        for (client, count) in &mut counts {
+            if self.known.has(*client) {
+                *count = count.saturating_sub(ALLOWED_OF_KNOWN);
+            }
         }
+        let count = |place: &&Arc<Place>| counts.get(&place.client).copied();
+        let most = there.iter().filter_map(|place| count(&place)).max();
+        there.iter().find(|place| count(place) == most)
     }
 
     #[cfg(test)]
@@ -196,53 +170,52 @@ mod tests {
         place.poll_closed(Waker::noop())
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn an_address_that_floods_makes_room_for_others_at_once_and_keeps_nobody_waiting() {
+    #[test]
+    fn an_address_that_floods_makes_room_for_others() {
         let entrance = Entrance::new(Budget::new(2, 1), 64);
-        let flood: Vec<_> = (0..500)
-            .map(|_| {
-                entrance
-                    .enter(client(9))
-                    .expect("its own oldest leaves at once")
-                    .0
-            })
-            .collect();
+        let flood: Vec<_> = (0..500).map(|_| entrance.enter(client(9)).0).collect();
         assert!(is_closed(&flood[0]) && !is_closed(&flood[499]));
         let mut others = Vec::new();
         for of in 10..20 {
-            let (place, left) = entrance.enter(client(of)).expect("nobody waits for it");
+            let (place, left) = entrance.enter(client(of));
             assert_eq!(left, Some(client(9)));
             others.push(place);
         }
+        assert!(others.iter().all(|other| !is_closed(other)));
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn newcomers_make_room_for_each_other_and_take_nothing_from_known_connections() {
-        let entrance = Entrance::new(Budget::new(2, 1), 3);
-        let enter = async |of: u8| loop {
-            match entrance.enter(client(of)) {
-                Ok((place, left)) => break (place, left.flatten()),
-                Err(ready) => tokio::time::sleep_until(ready).await,
-            }
-        };
-        let (known, _) = enter(1).await;
+    #[test]
+    fn an_address_with_a_known_connection_floods_nobody_either() {
+        let entrance = Entrance::new(Budget::new(2, 1), 64);
+        let (known, _) = entrance.enter(client(1));
         known.admit().unwrap();
-        let newcomers = [enter(2).await.0, enter(3).await.0, enter(3).await.0];
-        let began = Instant::now();
-        assert_eq!(entrance.enter(client(4)).err(), Some(began + FIRST_CALL));
-        let (other, left) = enter(4).await;
+        let (other, _) = entrance.enter(client(2));
+        let flood: Vec<_> = (0..500).map(|_| entrance.enter(client(1)).0).collect();
+        assert!(!is_closed(&other) && !is_closed(&known) && is_closed(&flood[0]));
+    }
+
+    #[test]
+    fn newcomers_make_room_for_each_other_and_take_nothing_from_known_connections() {
+        let entrance = Entrance::new(Budget::new(2, 1), 3);
+        let enter = |of: u8| {
+            let (place, left) = entrance.enter(client(of));
+            (place, left.flatten())
+        };
+        let (known, _) = enter(1);
+        known.admit().unwrap();
+        let newcomers = [enter(2).0, enter(3).0, enter(3).0];
+        let (other, left) = enter(4);
         assert_eq!(left, client(3), "the client with most of them");
-        assert_eq!(began.elapsed(), FIRST_CALL, "each had the time for a call");
         let closed = newcomers.each_ref().map(|each| is_closed(each));
         assert_eq!(closed, [false, true, false], "and of that the oldest");
         // Several newcomers may share the address of a known connection: newcomers at other addresses are closed instead.
-        let (same, _) = enter(1).await;
+        let (same, _) = enter(1);
         let mut many = Vec::new();
         for of in 10..60 {
-            many.push(enter(of).await);
+            many.push(enter(of));
         }
         assert!(is_closed(&other) && !is_closed(&known) && !is_closed(&same));
-        let (last, _) = enter(5).await;
+        let (last, _) = enter(5);
         assert_eq!(last.admit(), Ok(()));
         assert_eq!(last.admit(), Ok(()), "it is one already");
         assert_eq!(same.admit(), Err(Exceeded::Client(1)));

@@ -14,7 +14,6 @@ use calls::Budget;
 use config::LimitSettings;
 use tokio::net::TcpListener;
 
-pub(crate) use accept::LogInterval;
 use accept::{Handshake, accepted};
 pub(crate) use calls_layer::{Limited, client_of};
 use entrance::Entrance;

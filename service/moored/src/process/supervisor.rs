@@ -264,6 +264,15 @@ impl CardTask {
         let mut timeline = Timeline::begin("worker, as its supervisor sees it");
         let end = loop {
             tokio::select! {
+                // What a worker has reported before it died is passed on before its loss.
+                biased;
+                request = self.requests.recv() => match request {
+                    None => break End::ServiceStopping,
+                    Some(Request::Send(command)) => {
+                        let _ = commands.send(command); // the end of the writer is handled below
+                    }
+                    Some(Request::Recycle(reason)) => break End::Died(format!("recycled: {reason}")),
+                },
                 event = from_worker.next() => match event {
                     None => break End::Died(String::new()),
                     Some(Err(problem)) => break End::Died(problem.to_string()),
@@ -275,13 +284,6 @@ impl CardTask {
                         }
                         self.pass_on(event, child);
                     }
-                },
-                request = self.requests.recv() => match request {
-                    None => break End::ServiceStopping,
-                    Some(Request::Send(command)) => {
-                        let _ = commands.send(command); // the end of the writer is handled below
-                    }
-                    Some(Request::Recycle(reason)) => break End::Died(format!("recycled: {reason}")),
                 },
                 written = &mut writing => {
                     let problem = written.map_or_else(|panic| panic.to_string(), |end| match end {

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::mpsc;
 
 use engine::card::{Card, CardCommands, CardError, CardSettings, CardThread, SystemClock, ThreadEnd};
+use engine::messages::{Event, Progress};
 use gpu::{DeviceSpec, GpuError, OpenError, Timeline};
 
 use super::frames::{self, FrameError};
@@ -124,7 +125,7 @@ enum Frame {
     Flush(mpsc::Sender<()>),
 }
 
-/// Frames leave through a thread of their own, so that the card thread never waits for the pipe.
+/// Frames leave through a thread of their own, so that the card thread waits for the pipe at the beginning of an order alone.
 fn start_writer(pipe: File) -> mpsc::Sender<Frame> {
     let (sender, receiver) = mpsc::channel::<Frame>();
     std::thread::spawn(move || {
@@ -148,11 +149,16 @@ fn start_writer(pipe: File) -> mpsc::Sender<Frame> {
     sender
 }
 
-/// Waits until all frames are written; the exit code of a failure.
-fn flush_then_fail(events: &mpsc::Sender<Frame>) -> i32 {
+/// Waits until all frames are written.
+fn flush(events: &mpsc::Sender<Frame>) {
     let (done, written) = mpsc::channel();
     let _ = events.send(Frame::Flush(done));
     let _ = written.recv(); // an error means that the writer has ended
+}
+
+/// Waits until all frames are written; the exit code of a failure.
+fn flush_then_fail(events: &mpsc::Sender<Frame>) -> i32 {
+    flush(events);
     FAILURE
 }
 
@@ -185,7 +191,17 @@ fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Resu
         )
     };
     let emit = move |event| {
+        let begins = matches!(
+            event,
+            Event::Progress {
+                progress: Progress::Begun,
+                ..
+            }
+        );
         let _ = events.send(Frame::Of(Box::new(FromWorker::Event(event)))); // the writer ends the process when the pipe is gone
+        if begins {
+            flush(&events); // so that the supervisor knows of it, whatever the order does to this process
+        }
     };
     Ok(engine::card::spawn(open, emit)?)
 }

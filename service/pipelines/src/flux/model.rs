@@ -152,9 +152,8 @@ impl FluxModel {
         let scratch = (self.clip.scratch(pooled, dtype) + encoder("text_encoder", pooled))
             .max(self.t5.scratch(tokens, dtype) + encoder("text_encoder_2", tokens));
         let most = request.max_sequence_length as usize;
-        self.check_prompt("prompt", &request.prompt, most)?;
-        if let Some(negative) = &request.negative_prompt {
-            self.check_prompt("negative_prompt", negative, most)?;
+        for (field, text) in Prompts::texts(request).iter() {
+            self.check_prompt(field, text, most)?;
         }
         let (bases, uses) = (["text_encoder", "text_encoder_2"], &request.adapters);
         let components = self.adapters.beside(&bases, uses, UsedAs::Text);

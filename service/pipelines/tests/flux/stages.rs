@@ -478,6 +478,27 @@ fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect(
     assert!(opened.model.plan(&guided(Some("x"), f32::NAN)).is_err());
 }
 
+#[test]
+fn a_negative_prompt_that_no_encoder_knows_is_refused_where_it_has_an_effect() {
+    let folder = folder("schnell");
+    let file = folder.path().join("tokenizer_2/tokenizer.json");
+    let mut tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let tokens = tokenizer["added_tokens"].as_array_mut().unwrap();
+    let mut added = tokens[0].clone();
+    (added["id"], added["content"]) = (5000.into(), "<unknown>".into());
+    tokens.push(added);
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    let opened = open(folder.path());
+    let guided = |true_guidance: f32| Request {
+        negative_prompt: Some("an <unknown> thing".to_owned()),
+        true_guidance,
+        max_sequence_length: 16,
+        ..request()
+    };
+    assert_eq!(wrong_fields(&opened, &guided(4.0)), ["negative_prompt"]);
+    assert!(opened.model.plan(&guided(1.0)).is_ok());
+}
+
 /// Names of the fields that planning rejects.
 fn wrong_fields(opened: &OpenModel<FluxModel>, request: &Request) -> Vec<String> {
     let problems = opened.model.plan(request).expect_err("something is wrong");

@@ -179,6 +179,26 @@ fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect(
 }
 
 #[test]
+fn a_negative_prompt_that_no_encoder_knows_is_refused_where_it_has_an_effect() {
+    let folder = folder();
+    let file = folder.path().join("tokenizer/tokenizer_config.json");
+    let mut tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let tokens = &mut tokenizer["added_tokens_decoder"];
+    tokens["5000"] = tokens["317"].clone();
+    tokens["5000"]["content"] = "<unknown>".into();
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    let opened = open(folder.path(), &F32);
+    let guided = |true_guidance: f32| Request {
+        negative_prompt: Some("an <unknown> thing".to_owned()),
+        true_guidance,
+        ..request()
+    };
+    let refused = opened.model.plan(&guided(4.0)).unwrap_err();
+    assert_eq!(refused[0].field, "negative_prompt");
+    assert!(opened.model.plan(&guided(1.0)).is_ok());
+}
+
+#[test]
 fn bad_input_is_refused() {
     let folder = folder();
     let opened = open(folder.path(), &F32);

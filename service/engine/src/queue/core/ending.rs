@@ -125,7 +125,7 @@ impl Core {
         if job.releases_latents {
             self.latents.give_up_made_by(&job.id);
         }
-        self.shares.leave(&job.options.client);
+        self.shares.leave(&job.options);
         self.claims.used(&job.entry.key, now);
         if let Some(swap) = &job.swap {
             self.claims.used(&swap.old.key, now);
@@ -135,7 +135,7 @@ impl Core {
             unload.job_ended(&job.id);
         }
         self.ended.list(info, self.settings.ended_kept);
-        self.ended.retain_events(job, self.settings.replay, now);
+        self.ended.retain_events(job, now);
     }
 
     /// A job that fails before a decode emits its latents, so that the sampling need not be repeated.

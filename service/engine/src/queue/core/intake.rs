@@ -30,17 +30,18 @@ impl Core {
         if self.drain.is_some() {
             return Err(Error::ShuttingDown);
         }
-        let key = &submission.spec.options.idempotency_key;
+        let JobOptions {
+            idempotency_key: key,
+            account,
+            ..
+        } = &submission.spec.options;
         if !key.is_empty() {
-            let live = self
-                .jobs
-                .values()
-                .find(|job| job.options.idempotency_key == *key)
-                .map(|job| job.id.clone());
-            if let Some(id) = live {
+            let is_it = |options: &JobOptions| options.idempotency_key == *key && options.account == *account;
+            let live = self.jobs.values().find(|job| is_it(&job.options));
+            if let Some(id) = live.map(|job| job.id.clone()) {
                 return self.join_live(&id, &submission.spec, now);
             }
-            if self.ended.by_key(key).is_some() {
+            if self.ended.by_key(account, key).is_some() {
                 return self.join_ended(&submission.spec);
             }
         }
@@ -59,7 +60,7 @@ impl Core {
         if let Some(swap) = &job.swap {
             self.claims.learn(&swap.old, &swap.old_models, now);
         }
-        self.shares.arrive(&job.options.client);
+        self.shares.arrive(&job.options);
         let mailbox = self.mailbox(&job.options.account);
         let handle = listen(&mut job, self.number(), mailbox, false);
         job.emit(now, JobEventKind::Accepted { joined: false });
@@ -119,7 +120,7 @@ impl Core {
         self.replan = true;
     }
 
-    /// Bounds the number of jobs in the queue: of all, of one client and of one address. The last places are kept for addresses that
+    /// Bounds the number of jobs in the queue: of all, of one address and of one client there. The last places are kept for addresses that
     /// have no job. On a transport without addresses, only clients are bounded.
     fn check_places(&self, options: &JobOptions) -> Result<(), Error> {
         let Settings {
@@ -128,7 +129,7 @@ impl Core {
             ..
         } = self.settings;
         let (client, address) = (&options.client, &options.account);
-        let of_client = self.count(|others| others.client == *client);
+        let of_client = self.count(|others| others.account == *address && others.client == *client);
         let of_address = match address.is_empty() {
             true => of_client,
             false => self.count(|others| others.account == *address),
@@ -386,7 +387,7 @@ impl Core {
         };
         let retained = self
             .ended
-            .by_key(key)
+            .by_key(&spec.options.account, key)
             .filter(same)
             .ok_or_else(|| Error::KeyReused(key.clone()))?;
         let at_ms = retained.events.last().map_or(0, |event| event.at_ms);

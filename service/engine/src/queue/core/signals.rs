@@ -17,6 +17,9 @@ use crate::queue::record::{Refusal, State};
 use crate::queue::steps::{Step, StepKind};
 use crate::queue::{CardSignal, Signal};
 
+/// Most deaths of workers that had not begun the order of a step: it may be the order itself that such a worker cannot read.
+const MOST_DEATHS_BEFORE: u32 = 8;
+
 impl Core {
     pub(super) fn on_signal(&mut self, signal: CardSignal, now: Instant) {
         let CardSignal {
@@ -100,6 +103,7 @@ impl Core {
         }) else {
             return;
         };
+        running.has_begun = true;
         running.record_progress(&progress, now);
         let worker = (index, card.generation);
         let known = self.learned.pace(worker, running.pace.key(index).as_ref());
@@ -110,6 +114,7 @@ impl Core {
         let Some(step) = job.step() else { return };
         let item = step.item;
         let event = match progress {
+            Progress::Begun => return,
             Progress::Evicting(component) => JobEventKind::Evicting {
                 component,
                 card: card_id,
@@ -253,8 +258,7 @@ impl Core {
         let job = self.jobs.get_mut(id)?;
         if is_charged {
             let card_ms = took.as_secs_f64() * 1000.0 / f64::from(running.jobs);
-            let options = &job.options;
-            self.shares.charge(&options.client, options.priority, card_ms);
+            self.shares.charge(&job.options, card_ms);
         }
         match std::mem::replace(&mut job.state, State::queued()) {
             State::Running { ending } => ending,
@@ -511,7 +515,8 @@ impl Core {
         self.replan = true;
     }
 
-    /// A worker died while it ran an order. That counts against the job, unless a client asked to end the worker.
+    /// A worker died while it had an order. That counts against the job if the worker had begun it, unless a client asked to end the
+    /// worker. A worker that has died takes no order, and neither does one whose death is not known yet.
     fn died_of(
         &mut self,
         index: usize,
@@ -524,20 +529,25 @@ impl Core {
         if !self.jobs.contains_key(id) {
             return;
         }
-        if let Some(ending) = self.let_go(id, running, true, now) {
+        let has_begun = running.has_begun || running.silent.is_some();
+        if let Some(ending) = self.let_go(id, running, has_begun, now) {
             return self.fail(id, ending, now);
         }
         let Some(job) = self.jobs.get_mut(id) else { return };
-        job.attempt.alone |= running.was_shared();
-        job.attempt.deaths += u32::from(!is_asked_for);
-        let deaths = job.attempt.deaths;
+        let attempt = &mut job.attempt;
+        attempt.alone |= has_begun && running.was_shared();
+        match has_begun {
+            true => attempt.deaths += u32::from(!is_asked_for),
+            false => attempt.deaths_before += u32::from(!is_asked_for),
+        }
+        let deaths = attempt.deaths + attempt.deaths_before;
         let stage = running.need.name.clone();
         // A CPU does not hang: an order that was silent there for the whole limit was slow, and would be slow again.
         let is_slow = kind == CardKind::Cpu
             && running
                 .silent
                 .is_some_and(|limit| limit >= self.settings.stall_limit);
-        if deaths > 1 || is_slow {
+        if attempt.deaths > 1 || attempt.deaths_before > MOST_DEATHS_BEFORE || is_slow {
             self.learned.died(&job.entry.key, &running.need.shape(), id, now);
             let stage = stage.to_string();
             let error = match running.silent {

@@ -28,8 +28,8 @@ fn of_me() -> Maker {
 
 fn taken(latents: &Latents, are_meant: impl Fn(&StoredLatent) -> bool) -> Taken {
     let mut all = Taken::default();
-    for of in latents.by_account(are_meant).values() {
-        all += of.taken;
+    for (_, kept) in latents.kept.iter().filter(|(_, kept)| are_meant(kept)) {
+        all += Taken::one(kept.bytes());
     }
     all
 }
