@@ -588,7 +588,14 @@ impl Slot {
         let Some(before) = &self.ledger else { return Ok(()) };
         let gone = before.residents().find(|r| {
             let id = &r.component.id;
-            r.state == ResidentState::Resident && self.pins.contains(id) && !ledger.is_resident(id)
+            // It may grow, and does not shrink.
+            let stays = |now: &&residency::Resident| {
+                matches!(now.state, ResidentState::Resident | ResidentState::Resizing)
+                    && now.bytes() >= r.bytes()
+            };
+            r.state == ResidentState::Resident
+                && self.pins.contains(id)
+                && ledger.resident(id).filter(stays).is_none()
         });
         match gone {
             Some(gone) => Err((Invariant::PinnedComponentsStay, gone.component.id.to_string())),
