@@ -6,10 +6,11 @@ use std::time::Duration;
 use engine::Error;
 use engine::job::{Call, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
-use engine::queue::{PlanReport, StageVerdict};
+use engine::queue::{PlanReport, PlannedStage, StageVerdict};
 use model::{
     AdapterFile, AdapterKind, AdapterUse, Medium, Model, Preset, Quantization, Request, StrengthCurve,
 };
+use residency::Bytes;
 
 use crate::entries::Entries;
 use crate::errors::invalid;
@@ -53,7 +54,9 @@ pub(crate) fn left_open(model: &ModelRef) -> Result<Option<ModelRef>, Error> {
 
 impl Entries {
     /// The best formats of a model that fit a card beside pins, reservations and other programs. Formats in which the model is in
-    /// use already go first, so that it is not loaded twice. The measure is the model's default request, with these ControlNets.
+    /// use already go first, so that it is not loaded twice. Of the others the best in which no step waits for weights that are
+    /// streamed; where there is none, those of which the fewest bytes are. The measure is the model's default request, with these
+    /// ControlNets.
     /// Where nothing fits, it is the smallest format that may fit once memory becomes free, else the model as stored: its refusal
     /// names the alternatives that would fit.
     ///
@@ -89,12 +92,22 @@ impl Entries {
         let mut refused: Option<String> = None;
         // Why the last candidate, which has the fewest bytes, was refused.
         let mut smallest = String::new();
-        let mut possible = None;
+        let (mut possible, mut streamed) = (None, None);
         for formats in in_use.into_iter().chain(others) {
             let entry = Arc::new(stored.quantized(formats));
             let plan = self
                 .plan_default(entry.clone(), controls, options.clone())
                 .await?;
+            let again: Bytes = plan.stages.iter().map(PlannedStage::streamed_again).sum();
+            if plan.fits && again > Bytes::ZERO && !is_in_use(&entry.quantization) {
+                smallest = format!(
+                    "{} would have {again} streamed to {} in each step",
+                    entry.quantization, plan.card
+                );
+                refused.get_or_insert_with(|| smallest.clone());
+                streamed = Some(entry);
+                continue;
+            }
             if plan.fits {
                 let reason = match (is_in_use(&entry.quantization), refused) {
                     (true, _) => "it is in use in these formats".to_owned(),
@@ -112,6 +125,10 @@ impl Entries {
             {
                 possible = Some(entry);
             }
+        }
+        if let Some(entry) = streamed {
+            let reason = format!("{smallest}, and other formats more");
+            return Ok(Chosen::new(entry, &reason));
         }
         match possible {
             Some(entry) => Ok(Chosen::new(entry, &refused.unwrap_or_default())),

@@ -105,7 +105,7 @@ impl Need {
     }
 
     /// How often it goes over the blocks of its components. What is loaded for later stages is worth what it costs.
-    fn passes(&self) -> u32 {
+    pub(crate) fn passes(&self) -> u32 {
         self.plan.as_ref().map_or(u32::MAX, |plan| plan.steps.max(1))
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use model::Request;
 use residency::{
-    Alternative, Bytes, Component, ComponentId, Fits, Move, Part, StageNeed, WaitCause, fallbacks,
+    Alternative, Bytes, Component, ComponentId, Fits, Move, Part, Parts, StageNeed, WaitCause, fallbacks,
     part_after, peak_of,
 };
 
@@ -58,7 +58,8 @@ impl View<'_> {
                     false
                 }
             }),
-            upgrades: self.in_formats(job, index, &job.upgrades),
+            // Only where nothing more of it would be streamed.
+            upgrades: self.in_formats(job, index, &job.upgrades, resident),
             stages,
             predicted_move_seconds: if seconds.is_finite() { seconds } else { 0.0 },
         })
@@ -124,6 +125,7 @@ impl View<'_> {
             scratch,
             scratch_learned: self.learned.knows_scratch(&need, &label, family, description),
             streamed,
+            passes: need.passes(),
             moves,
             verdict,
             shortfall: capacity.map(|capacity| Shortfall {
@@ -260,7 +262,7 @@ impl View<'_> {
         let steps = (0..job.steps.len()).filter_map(|step| self.need_on(job, step, card));
         let asked: Vec<StageNeed> = steps.map(|need| need.least()).collect();
         let whole = peak_of(&asked);
-        let mut smaller = self.in_formats(job, card, job.reductions());
+        let mut smaller = self.in_formats(job, card, job.reductions(), |stages| stages);
         smaller.retain(|fallback| fallback.peak < whole);
         for fallback in &mut smaller {
             fallback.saved = whole - fallback.peak;
@@ -268,16 +270,20 @@ impl View<'_> {
         smaller
     }
 
-    /// The job's model in those of these formats that would fit a card, in their order.
-    fn in_formats(&self, job: &JobRecord, card: usize, formats: &[Reduction]) -> Vec<Fallback> {
+    /// The job's model in those of these formats that would fit a card, in their order. `change` changes what its stages need.
+    fn in_formats(
+        &self,
+        job: &JobRecord,
+        card: usize,
+        formats: &[Reduction],
+        change: fn(Vec<StageNeed>) -> Vec<StageNeed>,
+    ) -> Vec<Fallback> {
         let dtype = &self.cards[card].description.compute_dtype;
         let request = job.run().map(|run| run.request.without_media_data());
         let changes = formats.iter().filter_map(|format| {
             let open = format.models.get(dtype)?;
-            Some((
-                format.change(),
-                self.stages_with(job, open, request.as_ref(), card)?,
-            ))
+            let stages = self.stages_with(job, open, request.as_ref(), card)?;
+            Some((format.change(), change(stages)))
         });
         self.fitting(job, card, changes)
     }
@@ -415,4 +421,14 @@ impl View<'_> {
             }
         }
     }
+}
+
+/// The stages with all of their components on the card.
+fn resident(mut stages: Vec<StageNeed>) -> Vec<StageNeed> {
+    for stage in &mut stages {
+        for component in &mut stage.components {
+            component.parts = Parts::default();
+        }
+    }
+    stages
 }

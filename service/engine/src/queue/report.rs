@@ -103,6 +103,8 @@ pub struct PlannedStage {
     pub moves: Vec<Move>,
     /// Its components of which a part would be on the card, with the part.
     pub streamed: Vec<(Component, Part)>,
+    /// How often it goes over the blocks of its components.
+    pub passes: u32,
     /// Whether it would run.
     pub verdict: StageVerdict,
     /// Set unless it would run.
@@ -113,6 +115,17 @@ pub struct PlannedStage {
     pub approximate: bool,
     /// Whether nothing would run, as the result is cached.
     pub cached: bool,
+}
+
+impl PlannedStage {
+    /// Bytes that would cross the link in each of several passes, and so be waited for again and again.
+    pub fn streamed_again(&self) -> Bytes {
+        let each_pass = self.streamed.iter().map(|(c, part)| c.size_of(*part).streamed);
+        match self.passes > 1 {
+            true => each_pass.sum(),
+            false => Bytes::ZERO,
+        }
+    }
 }
 
 /// The result of an unload.
