@@ -86,8 +86,7 @@ impl Entries {
     /// A model of this medium that fits the largest card, where this one may not.
     pub(crate) fn fitting_instead(&self, makes: Makes, id: &str) -> Option<String> {
         let room = room_of(&self.queue.status().borrow())?;
-        let (model, preset) = catalogue::first_that_fits(makes, &room)?;
-        (model.id != id).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
+        catalogue::fitting_instead(makes, &room, id)
     }
 
     /// The command that downloads a model of this medium: the first that fits the largest card.

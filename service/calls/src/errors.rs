@@ -1,5 +1,7 @@
 //! Errors of calls, and their messages to clients.
 
+use std::fmt::Display;
+
 use engine::Error;
 use hub::Reference;
 use hub::catalogue::did_you_mean;
@@ -22,6 +24,16 @@ pub(crate) fn all_valid(problems: Vec<RequestError>) -> Result<(), Error> {
         true => Ok(()),
         false => Err(Error::Invalid(problems)),
     }
+}
+
+/// The problem of a value out of its range.
+pub(crate) fn outside(value: impl Display, least: impl Display, most: impl Display) -> String {
+    format!("{value} is not from {least} to {most}")
+}
+
+/// The problem of a field with too many items, or too long a text.
+pub(crate) fn too_many(count: impl Display, items: &str, most: impl Display) -> String {
+    format!("has {count} {items}; {most} are the most")
 }
 
 /// An internal error of the service.
@@ -97,10 +109,7 @@ pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
     if name.len() <= LONGEST_NAME_CHARACTERS {
         return Ok(());
     }
-    let problem = format!(
-        "has {} characters; {LONGEST_NAME_CHARACTERS} are the most",
-        name.chars().count()
-    );
+    let problem = too_many(name.chars().count(), "characters", LONGEST_NAME_CHARACTERS);
     Err(invalid(field, problem))
 }
 

@@ -152,12 +152,12 @@ impl Generation {
         output: Output,
         caller: &Caller,
     ) -> Result<Started, Error> {
-        let instead = match &spec.work {
-            JobWork::Run(run) => self
-                .entries
-                .fitting_instead(Makes::of(&run.request.medium), &spec.entry.id),
+        let makes = match &spec.work {
+            JobWork::Run(run) => Some(Makes::of(&run.request.medium)),
             JobWork::Load { .. } => None,
         };
+        let (entries, id) = (self.entries.clone(), spec.entry.id.clone());
+        let instead = move || entries.fitting_instead(makes?, &id);
         let job = self.queue.submit(spec).await?;
         for left_out in &output.left_out {
             tracing::warn!(job = %job.id, "{left_out}");
@@ -279,7 +279,7 @@ impl Generation {
         if let (Some(seconds), Medium::Video(video)) = (asked.film_seconds(), &mut request.medium) {
             video.frames = model.frames_of(seconds, video.frames_per_second);
         }
-        asked.check_output(&request)?;
+        check_output("output", asked.encoding(), &request)?;
         if let Medium::Image(image) = &mut request.medium {
             let size = (image.width, image.height);
             image.mask = mask_of(&given, size);

@@ -12,7 +12,7 @@ use crate::asked::{Asked, StartFrom, named};
 use crate::budget::{Client, Taken};
 use crate::errors::invalid;
 use crate::generation::Generation;
-use crate::media_store::{Media, PICTURES, words_of_excess};
+use crate::media_store::{Media, PICTURES, refused};
 use crate::references::PictureInput;
 use crate::threads::PLANNING;
 
@@ -93,7 +93,10 @@ impl Generation {
             "" => picture.data.clone().unwrap_or_default(),
             id => match self.media.get(field, id)? {
                 Media::Picture(picture) => picture,
-                Media::Clip(_) => return Err(invalid(field, "is no picture")),
+                Media::Clip(_) => {
+                    let problem = "is media of another kind: name the id of an uploaded picture";
+                    return Err(invalid(field, problem));
+                }
             },
         };
         self.given_picture(field, data).await
@@ -166,7 +169,7 @@ impl Generation {
         planned.map_err(Error::Invalid)?;
         let bytes = request.medium.pictures().iter().map(Picture::whole_bytes).sum();
         let taken = self.bounds.media.take(client, bytes);
-        let taken = taken.map_err(|exceeded| Error::ClientLimit(words_of_excess(exceeded)))?;
+        let taken = taken.map_err(refused)?;
         for picture in request.medium.pictures_mut() {
             if let Some(given) = given.take(picture.slot) {
                 let size = (*picture.width, *picture.height);

@@ -627,8 +627,8 @@ fn scan(families: &dyn Families, folder: &Path, holds: &dyn Fn(&Path) -> bool) -
             .file_name()
             .map(|n| n.to_string_lossy().into_owned())
             .unwrap_or_default();
-        if let Some(id) = name.strip_prefix("models--") {
-            for snapshot in hub_model(families, &child, &id.replacen("--", "/", 1)) {
+        if let Some(id) = hub::id_of_folder(&name) {
+            for snapshot in hub_model(families, &child, &id) {
                 // A pipeline's own transformer is in a subfolder. A transformer file beside the index is another model.
                 let is_pipeline = is_pipeline(families, &snapshot.path);
                 let files = files_in(families, &snapshot, holds).into_iter();

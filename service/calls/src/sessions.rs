@@ -23,7 +23,7 @@ use self::segments::{Maker, Report, Work};
 use crate::asked::Asked;
 use crate::budget::{Budget, Client, Exceeded, Taken};
 use crate::caller::Caller;
-use crate::errors::{invalid, to_keep, words_of};
+use crate::errors::{invalid, to_keep, too_many, words_of};
 use crate::generation::Generation;
 use crate::playback::{Gap, PlayHead, Rendered, SegmentStart, Timeline};
 use crate::references::ModelRef;
@@ -75,7 +75,7 @@ pub enum SessionEvent {
     Opened(OpenedSession),
     Accepted {
         segment: u32,
-        job: String,
+        job: JobId,
         seed: u64,
     },
     /// An event of a segment's job, other than its end and its sound.
@@ -161,7 +161,7 @@ impl Generation {
     ) -> Result<SessionEvents, Error> {
         let caller = caller.without_deadline(); // of the call, not of each job
         let bytes = self.bounds.uploads.take(caller.client(), counted_bytes(bytes)?);
-        let bytes = bytes.map_err(too_many)?;
+        let bytes = bytes.map_err(too_many_bytes)?;
         let (maker, opened) = self.open_maker(open, bytes, caller).await?;
         let (send, mut said) = mpsc::channel(1);
         tokio::spawn(Session::new(self, maker, opened).run(from_client, send));
@@ -397,7 +397,7 @@ impl Session {
         }
         let bytes = match self.message_bytes.take(self.client, bytes) {
             Ok(bytes) => bytes,
-            Err(exceeded) => return self.keep(failed(number, too_many(exceeded))),
+            Err(exceeded) => return self.keep(failed(number, too_many_bytes(exceeded))),
         };
         self.timeline.expect(number, start);
         let under_way = UnderWay {
@@ -641,13 +641,15 @@ fn failed(segment: u32, error: Error) -> SessionEvent {
 /// When it is too long.
 fn counted_bytes(bytes: u64) -> Result<u64, Error> {
     if bytes > SESSION_MESSAGE_BYTES {
-        let problem = format!("has {bytes} bytes; {SESSION_MESSAGE_BYTES} are the most");
-        return Err(invalid("message", problem));
+        return Err(invalid(
+            "message",
+            too_many(bytes, "bytes", SESSION_MESSAGE_BYTES),
+        ));
     }
     Ok(bytes.max(LEAST_MESSAGE_BYTES))
 }
 
-fn too_many(exceeded: Exceeded) -> Error {
+fn too_many_bytes(exceeded: Exceeded) -> Error {
     Error::ClientLimit(exceeded.words(
         "requests under way and of sessions",
         "wait for some, or close a session",

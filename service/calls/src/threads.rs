@@ -1,5 +1,5 @@
 //! Work on threads that may block. All work of a call takes a turn of a bounded pool, in which one client has only its share. Work
-//! does not begin when its caller has gone, and long work checks at intervals whether the caller still waits.
+//! does not begin when its caller has gone, and long work checks at intervals whether it is cancelled.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use engine::Error;
-use media::{Caller, Gone};
+use media::{CancelToken, Cancelled};
 use tokio::sync::Semaphore;
 
 use crate::errors::internal;
@@ -77,7 +77,7 @@ impl Turns {
     pub(crate) async fn run_of<T: Send + 'static>(
         &self,
         owner: Owner,
-        work: impl FnOnce(&Caller) -> T + Send + 'static,
+        work: impl FnOnce(&CancelToken) -> T + Send + 'static,
     ) -> Result<T, Error> {
         // The owner's own share first, so that work that waits for it takes no turn from others.
         let own = self.share_of(owner).acquire_owned().await.map_err(internal)?;
@@ -87,18 +87,18 @@ impl Turns {
     async fn run_in_turn<T: Send + 'static>(
         &self,
         own: Option<tokio::sync::OwnedSemaphorePermit>,
-        work: impl FnOnce(&Caller) -> T + Send + 'static,
+        work: impl FnOnce(&CancelToken) -> T + Send + 'static,
     ) -> Result<T, Error> {
         let turn = self.all.clone().acquire_owned().await.map_err(internal)?;
-        let (caller, waits) = Caller::new();
+        let (cancel, cancel_on_drop) = CancelToken::new();
         let done = tokio::task::spawn_blocking(move || {
             let _until_done = (own, turn); // also where the caller has gone
-            caller.check().map(|()| work(&caller))
+            cancel.check().map(|()| work(&cancel))
         });
         // Kept while this waits.
         let done = done.await.map_err(internal)?;
-        drop(waits);
-        done.map_err(|Gone| Error::Internal("work whose caller had gone".to_owned()))
+        drop(cancel_on_drop);
+        done.map_err(|Cancelled| Error::Internal("work that is cancelled".to_owned()))
     }
 
     fn share_of(&self, owner: Owner) -> Arc<Semaphore> {
@@ -142,9 +142,9 @@ mod tests {
         let long = |number: usize| {
             let (turns, began, ended) = (turns.clone(), began.clone(), ended.clone());
             tokio::spawn(async move {
-                let work = move |caller: &Caller| {
+                let work = move |cancel: &CancelToken| {
                     let _ = began.send(number);
-                    while caller.check().is_ok() {
+                    while cancel.check().is_ok() {
                         std::thread::yield_now();
                     }
                     let _ = ended.send(number);

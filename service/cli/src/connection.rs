@@ -1,6 +1,7 @@
 //! The connection to a running service, and its errors with remedies.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -73,6 +74,11 @@ pub(super) fn lost(status: &Status) -> Option<CliError> {
     // A status that the service sent has no source on this side.
     let is_lost = of_connection && status.details().is_empty() && std::error::Error::source(status).is_some();
     is_lost.then(|| WireError::of(status, &endpoint()).map_or_else(cut, CliError::Wire))
+}
+
+/// Where a service must listen to answer this client; `None` for a service elsewhere.
+pub(super) fn listen_address(client: &ClientSettings) -> Option<SocketAddr> {
+    Address::of(&client.endpoint).ok()?.listen
 }
 
 impl Connection {
@@ -205,6 +211,11 @@ impl Refusal {
             }
         }
         refusal
+    }
+
+    /// Whether a model that the request names is missing.
+    pub(super) fn is_of_missing_model(&self) -> bool {
+        self.reason == v1::Reason::ModelNotFound.as_str_name()
     }
 
     /// A remedy for people.

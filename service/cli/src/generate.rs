@@ -6,6 +6,7 @@ use api::v1;
 use api::v1::event::Event as Kind;
 use config::ClientSettings;
 use futures::StreamExt as _;
+use hub::catalogue;
 use residency::Bytes;
 use serde_json::json;
 
@@ -254,9 +255,10 @@ pub(super) async fn plan(
     } else {
         let instead = match plan.runs_now {
             true => None,
-            false => Card::of_service(&connection, headroom)
-                .await?
-                .and_then(|card| card.fitting_instead(medium.into(), &plan)),
+            false => Card::of_service(&connection, headroom).await?.and_then(|card| {
+                let planned = plan.model.as_ref().map_or("", |planned| planned.id.as_str());
+                catalogue::fitting_instead(medium.into(), &card.room, planned)
+            }),
         };
         show_plan(&plan, instead.as_deref())?;
     }

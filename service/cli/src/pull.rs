@@ -10,7 +10,6 @@ use futures::StreamExt as _;
 use hub::{Base, Hub, Progress, PullPlan, Reference};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::Program;
@@ -53,27 +52,28 @@ pub(super) async fn here(
     if dry_run {
         return Ok(());
     }
-    let mut interrupted = signal(SignalKind::interrupt())?;
     let (sender, mut progress) = watch::channel(Progress::default());
-    let pull = prepared.pull(sender);
-    tokio::pin!(pull);
     let mut show = ShowPull::new(json);
-    let mut ticks = tokio::time::interval(JSON_INTERVAL);
-    let pulled = loop {
-        tokio::select! {
-            ended = &mut pull => break ended,
-            Ok(()) = progress.changed() => show.progress(progress_of(progress.borrow_and_update().clone()))?,
-            _ = ticks.tick() => show.tick()?,
-            _ = interrupted.recv() => {
-                show.end();
-                return Err(CliError::Interrupted(format!(
-                    "interrupted; what was downloaded stays, and `moored pull {model}` resumes there"
-                )));
+    let pull = async {
+        let pull = prepared.pull(sender);
+        tokio::pin!(pull);
+        let mut ticks = tokio::time::interval(JSON_INTERVAL);
+        loop {
+            tokio::select! {
+                ended = &mut pull => return Ok(ended?),
+                Ok(()) = progress.changed() => show.progress(progress_of(progress.borrow_and_update().clone()))?,
+                _ = ticks.tick() => show.tick()?,
             }
         }
     };
+    let pulled = interrupt::or(pull).await;
     show.end();
-    let pulled = pulled?;
+    let pulled = pulled.map_err(|problem| match problem {
+        CliError::Interrupted(_) => CliError::Interrupted(format!(
+            "interrupted; what was downloaded stays, and `moored pull {model}` resumes there"
+        )),
+        other => other,
+    })?;
     let path = pulled.path.clone();
     tell(&pulled_of(pulled), Some(&path), json)
 }
@@ -141,9 +141,7 @@ impl WhenMissing {
         mut attempt: impl AsyncFnMut() -> Result<T, CliError>,
     ) -> Result<T, CliError> {
         let refused = match attempt().await {
-            Err(CliError::Refused(refused)) if refused.reason == v1::Reason::ModelNotFound.as_str_name() => {
-                refused
-            }
+            Err(CliError::Refused(refused)) if refused.is_of_missing_model() => refused,
             other => return other,
         };
         // A call may name several models: only `model` is pulled, or the service's default where that has no name.

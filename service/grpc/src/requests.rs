@@ -220,7 +220,7 @@ fn take_track(request: &mut v1::GenerateAudioRequest) -> AskedTrack {
         tracks: std::mem::take(tracks),
         window_start_seconds: request.window_start_seconds,
         window_end_seconds: request.window_end_seconds,
-        reference_media: Some(std::mem::take(reference_media_id)).filter(|id| !id.is_empty()),
+        reference_media: named(std::mem::take(reference_media_id)),
         beats_per_minute: request.beats_per_minute,
         key: std::mem::take(key),
         time_signature: std::mem::take(time_signature),
@@ -358,12 +358,18 @@ pub(crate) fn reservation_in(request: v1::ReserveRequest) -> Result<AskedReserva
 pub(crate) fn ttl_in(asked: Option<prost_types::Duration>) -> Result<Option<Duration>, Error> {
     let Some(asked) = asked else { return Ok(None) };
     // The conversion negates negative numbers, and the least number has no positive counterpart.
-    match asked.seconds < 0 || asked.nanos < 0 {
-        true => Err(invalid("ttl", "is negative")),
-        false => Duration::try_from(asked)
-            .map(Some)
-            .map_err(|_| invalid("ttl", "is no duration")),
-    }
+    let is_negative = asked.seconds < 0 || asked.nanos < 0;
+    let duration = (!is_negative).then(|| Duration::try_from(asked).ok()).flatten();
+    let wrong = || {
+        let (seconds, nanos) = (asked.seconds, asked.nanos);
+        invalid(
+            "ttl",
+            format!(
+                "{seconds} s and {nanos} ns is no time to live: set a positive duration, or leave it out for the default"
+            ),
+        )
+    };
+    duration.map(Some).ok_or_else(wrong)
 }
 
 #[cfg(test)]

@@ -19,12 +19,10 @@ pub struct WeightNames {
 impl WeightNames {
     /// All names of weight files that are read, in the order of lookup. Variants are read where there are no others.
     pub fn all() -> impl Iterator<Item = WeightNames> {
-        let named = |variant| STEMS.map(|stem| WeightNames { stem, variant });
-        let variants = STEMS
-            .into_iter()
-            .flat_map(|stem| VARIANTS.map(|variant| (stem, Some(variant))));
-        let variants = variants.map(|(stem, variant)| WeightNames { stem, variant });
-        named(None).into_iter().chain(variants)
+        let of_stem = |stem| VARIANTS.map(|variant| (stem, Some(variant)));
+        let plain = STEMS.map(|stem| (stem, None)).into_iter();
+        let all = plain.chain(STEMS.into_iter().flat_map(of_stem));
+        all.map(|(stem, variant)| WeightNames { stem, variant })
     }
 
     /// The file that has all weights: `model.safetensors`, `model.fp16.safetensors`.

@@ -7,6 +7,7 @@ use cli::{Ended, Finding, LocalModel, Program, Ready, ServiceProblem};
 use config::{Config, LogSettings};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use gpu::{CardDescription, DeviceChoice};
 use model::Families;
 use tokio::sync::oneshot;
 
@@ -19,6 +20,13 @@ pub(crate) struct Moored;
 pub(crate) fn models_of(config: &Config) -> Models {
     let families = Arc::new(pipelines::catalogue());
     Models::new(config.models.clone(), config.hub.cache.clone(), families)
+}
+
+/// The cards of a configuration, without those that do not answer.
+pub(crate) fn cards_of(config: &Config) -> Vec<CardDescription> {
+    let found = DeviceChoice::resolve(&config.cards.devices);
+    let devices = found.map(|found| found.devices).unwrap_or_default().into_iter();
+    devices.filter_map(|device| device.describe().ok()).collect()
 }
 
 impl Program for Moored {
@@ -82,6 +90,10 @@ impl Program for Moored {
     fn adapters(&self, config: &Config) -> Vec<String> {
         let adapters = models_of(config).adapters();
         adapters.iter().map(|adapter| adapter.id.clone()).collect()
+    }
+
+    fn cards(&self, config: &Config) -> Vec<CardDescription> {
+        cards_of(config)
     }
 
     fn examine(&self, config: Config) -> BoxFuture<'static, Vec<Finding>> {

@@ -62,7 +62,7 @@ pub(crate) enum ServeError {
     #[error("{0}")]
     Card(#[from] gpu::OpenError),
     /// A card is configured twice.
-    #[error("cards.devices names the card {0} twice")]
+    #[error("cards.devices names the card {0} twice: leave one of them out")]
     Twice(String),
     /// A card has no more memory than is to stay free of it.
     #[error("{0}")]

@@ -634,8 +634,8 @@ def test_a_refusal_names_inputs_of_the_nodes_and_the_node_that_fits(pack: Module
         error = moored.InvalidRequest(f"{field}: {description}", violations=[violation])
         return str(pack.failures.sentence(error))
 
-    assert said("references", "are not taken by this model; FLUX.1 Kontext takes one") == (
-        "The reference images are not taken by this model; FLUX.1 Kontext takes one."
+    assert said("references", "are not taken by this model: name a model that takes them") == (
+        "The reference images are not taken by this model: name a model that takes them."
     )
     assert said("init_image", "is missing: FramePack makes a film from a picture") == (
         "The image is missing: FramePack makes a film from a picture: use Image to Video."

@@ -159,7 +159,7 @@ def test_a_control_net_may_have_a_picture_of_its_own(
         ({"controls": [{"id": "single", "weight": 1}]}, "A ControlNet has no weight"),
         ({"controls": [{"name": "single"}]}, "is no ControlNet"),
         ({"controls": "[1"}, "controls is no JSON list"),
-        ({"reference": True}, "FLUX.1 Kontext takes one"),
+        ({"reference": True}, "name a model that takes them"),
     ],
 )
 def test_what_cannot_be_used_is_told_in_a_sentence(

@@ -58,7 +58,7 @@ pub(crate) enum Work {
 pub(crate) enum Report {
     Accepted {
         number: u32,
-        job_id: String,
+        job_id: JobId,
         seed: u64,
         model: Box<ResolvedModel>,
         /// Aborting it cancels the job.
@@ -354,7 +354,7 @@ impl Making {
         };
         self.made_with.insert(number, made_with);
         let (reports, job_id) = (self.reports.clone(), job.id.clone());
-        let accepted_id = job.id.to_string();
+        let accepted_id = job.id.clone();
         let (begin, begun) = tokio::sync::oneshot::channel::<()>();
         let handle = self.jobs.spawn(async move {
             // Events of the job are reported only after `Accepted`.
@@ -460,7 +460,8 @@ impl Making {
             return Err(invalid(
                 "model",
                 format!(
-                    "makes {channels} channels of {rate} samples a second, and the session plays {own_channels} of {own_rate}"
+                    "makes {channels} channels of {rate} samples a second, and the session plays {own_channels} of {own_rate}: name a \
+                     model of the session's format, or open another session"
                 ),
             ));
         }

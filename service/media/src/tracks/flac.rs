@@ -12,7 +12,7 @@ use model::Clip;
 
 use super::containers::{refusal, without_id3};
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
-use crate::Caller;
+use crate::CancelToken;
 use crate::EncodedFile;
 use crate::Recipe;
 use crate::panics::caught;
@@ -48,7 +48,7 @@ fn unreadable(problem: impl ToString) -> TrackError {
 
 pub(super) fn read<E: From<TrackError>>(
     file: &[u8],
-    caller: &Caller,
+    cancel: &CancelToken,
     mut room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
     let (head, frames) = stream_of(file)?;
@@ -76,7 +76,7 @@ pub(super) fn read<E: From<TrackError>>(
     };
     format.samples = 0;
     loop {
-        caller.check().map_err(TrackError::from)?;
+        cancel.check().map_err(TrackError::from)?;
         // The decoder may panic on a damaged frame. That is safe: it has no state that is shared.
         let decoded = caught(|| reader.fill_buf().map(|_| ()));
         decoded

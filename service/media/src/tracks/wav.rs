@@ -7,7 +7,7 @@ use bytes::Bytes;
 use model::Clip;
 
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
-use crate::Caller;
+use crate::CancelToken;
 use crate::Recipe;
 
 /// Bytes of a chunk's head: its identifier and its length.
@@ -91,7 +91,7 @@ pub(super) fn is_wav(file: &[u8]) -> bool {
 
 pub(super) fn read<E: From<TrackError>>(
     file: &Bytes,
-    caller: &Caller,
+    cancel: &CancelToken,
     mut room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
     let found = find_samples(file)?;
@@ -103,7 +103,7 @@ pub(super) fn read<E: From<TrackError>>(
     let mut data = Vec::with_capacity(samples * SAMPLE_BYTES as usize);
     for (number, sample) in (0_u64..).zip(file[found.data.clone()].chunks_exact(found.sample_bytes)) {
         if number % UNLOOKED == 0 {
-            caller.check().map_err(TrackError::from)?;
+            cancel.check().map_err(TrackError::from)?;
         }
         let sample = decoded(sample, found.kind).map_err(|NotANumber| {
             let channels = u64::from(found.format.channels);
@@ -117,7 +117,7 @@ pub(super) fn read<E: From<TrackError>>(
     Ok(found.format.clip(data.into()))
 }
 
-/// Samples that are decoded between two checks whether the caller still waits.
+/// Samples that are decoded between two checks whether it is cancelled.
 const UNLOOKED: u64 = 1 << 16;
 
 struct NotANumber;

@@ -132,7 +132,7 @@ pub(super) fn problems(request: &Request, able: Abilities) -> Vec<RequestError> 
     }
     if able.is_turbo && request.guidance > 1.0 {
         let problem = format!(
-            "is {}; a turbo model is distilled and takes 0 or 1, which is none",
+            "is {}; a turbo model is distilled, without guidance: set it to 0",
             request.guidance
         );
         refuse("guidance", problem);

@@ -48,7 +48,7 @@ pub(crate) fn base_folder(
 }
 
 /// The path of the sidecar of a single file: for `X.gguf`, `X.moored.json`.
-fn sidecar_of(file: &Path) -> PathBuf {
+pub(crate) fn sidecar_of(file: &Path) -> PathBuf {
     file.with_extension("moored.json")
 }
 

@@ -92,7 +92,6 @@ impl FluxModel {
             ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, wanted.formats);
         let defaults = folder_defaults(base, defaults(&transformer, variant), variant.reads(), problems)?;
         Ok(Some(FluxModel {
-            precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
             scheduler: SchedulerConfig::of_pipeline(base)?,

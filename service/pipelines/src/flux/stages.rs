@@ -17,7 +17,7 @@ use super::model::FluxModel;
 use super::transformer::{Conditioning, Prompted, Reference, Transformer, pack, unpack};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
-use crate::autoencoders::kl::stages::{Run, deliver, send_preview};
+use crate::autoencoders::kl::stages::{Run, send_preview};
 use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
 use crate::start::{Start, start};
@@ -64,7 +64,7 @@ impl Stage<'_, FluxModel> {
             ENCODE_MASKED => self.encode_masked().map(|value| named(MASKED, value)),
             ENCODE_REFERENCE => self.encode_reference().map(|value| named(REFERENCE, value)),
             DENOISE => self.denoise().map(|latent| named(LATENT, latent)),
-            DECODE => self.decode().map(|()| Values::new()),
+            DECODE => self.model.autoencoder().decode(self).map(|()| Values::new()),
             other => {
                 let number = other.strip_prefix(ENCODE_CONTROL);
                 match number.and_then(|number| number.parse().ok()) {
@@ -254,12 +254,9 @@ impl Stage<'_, FluxModel> {
                     &mut go_on,
                 )
             })?;
-            let advanced = latent.advance(step, &velocity, "transformer");
-            advanced.map_err(|error| adapters.named_as_cause(error))?;
-            self.observer.step(step as u32 + 1, steps as u32);
-            if request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = unpack(&latent.end_of(step, &velocity)?, rows, columns)?;
-                let preview = self.vae(|vae| vae.preview(&clean))?;
+            let shown = self.advance(step, &mut latent, &velocity, ("transformer", &adapters))?;
+            if let Some(shown) = shown {
+                let preview = self.vae(|vae| vae.preview(&unpack(&shown, rows, columns)?))?;
                 send_preview(preview, self.observer);
             }
         }
@@ -310,13 +307,5 @@ impl Stage<'_, FluxModel> {
         let behind = input.narrow(2, width, config.in_channels - width)?;
         ops::copy_rows(&conditioning.contiguous()?.to_device(device)?, &behind)?;
         Ok(Some(input))
-    }
-
-    fn decode(&mut self) -> Result<(), StageError> {
-        let image = self.run.request.image()?;
-        let latent = self.run.value(LATENT)?;
-        let picture = self.vae(|vae| vae.decode(latent, self.run.rung))?;
-        deliver(picture, image, self.observer);
-        Ok(())
     }
 }

@@ -131,7 +131,6 @@ impl HunyuanModel {
         };
         let components = ComponentSet::new(files, precision.dtype, wanted.formats);
         Ok(Some(HunyuanModel {
-            precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
             scheduler: SchedulerConfig::of_pipeline(base)?,
