@@ -119,7 +119,7 @@ impl Asked {
             |width, height| of_image.unwrap_or((named(self.width, width), named(self.height, height)));
         let wrong_start = |wanted: &str| {
             let problem = format!(
-                "is not {wanted}, from which alone {} can start",
+                "is not {wanted}, from which alone {} can start: name other media",
                 self.makes().in_words()
             );
             Err(invalid("init_media_id", problem))

@@ -66,7 +66,7 @@ impl LatentUpload {
     pub(crate) fn finish(self) -> Result<(Values, String), Error> {
         let description = self
             .description
-            .ok_or_else(|| invalid("info", "is missing on the first chunk"))?;
+            .ok_or_else(|| invalid("info", "is missing: send it with the first chunk"))?;
         if description.dtype != "f32" {
             let problem = format!("{:?} is not supported: send the latent as f32", description.dtype);
             return Err(invalid("info.dtype", problem));

@@ -195,7 +195,7 @@ impl MediaUpload {
         let data = Bytes::from(self.data);
         let description = self
             .description
-            .ok_or_else(|| invalid("info", "is missing on the first chunk"))?;
+            .ok_or_else(|| invalid("info", "is missing: send it with the first chunk"))?;
         let (media, taken) =
             read_on_thread(description, data, self.taken, self.client, &self.decoding).await?;
         self.store.put(media, taken)
@@ -296,7 +296,7 @@ fn read(
         ("video/x-raw-rgb" | "audio/x-raw-s16le", _) => Err(invalid(
             "info.format",
             format!(
-                "is needed for {}: `video` or `audio`, as in an artifact",
+                "is needed for {}: set `video` or `audio`, as in an artifact",
                 info.media_type
             ),
         )
@@ -328,7 +328,10 @@ fn clip(format: MediaFormat, data: Bytes) -> Result<Media, Error> {
         let needed = needed.map_or("none".to_owned(), |bytes| bytes.to_string());
         return Err(invalid(
             "chunk",
-            format!("has {} bytes in all where the format has {needed}", data.len()),
+            format!(
+                "has {} bytes in all where the format has {needed}: send all bytes of the format that info describes",
+                data.len()
+            ),
         ));
     }
     Ok(Media::Clip(Clip { format, data }))

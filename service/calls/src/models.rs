@@ -221,7 +221,7 @@ impl Models {
         for (_, folder) in places.filter(|(meaning, _)| *meaning == comfyui::Meaning::Models) {
             let families = &*self.families;
             for found in models_below(families, &folder, "", DEPTH_OF_COMFYUI) {
-                match self.what_else(&found.path) {
+                match self.kind_of_other_file(&found.path) {
                     None => models.push(found),
                     Some(what) => others.push(OtherFile {
                         name: found.id_with_ending().unwrap_or(found.id),
@@ -235,7 +235,7 @@ impl Models {
     }
 
     /// The kind of a file that is no model that runs here. Each file is read once per version.
-    fn what_else(&self, path: &Path) -> Option<String> {
+    fn kind_of_other_file(&self, path: &Path) -> Option<String> {
         let metadata = path.metadata().ok().filter(std::fs::Metadata::is_file)?;
         let stamp = FileStamp::from(metadata);
         let known = || self.read.lock().unwrap_or_else(PoisonError::into_inner);
@@ -244,7 +244,7 @@ impl Models {
         {
             return what.clone();
         }
-        let what = self.families.what_else(path);
+        let what = self.families.kind_of_other_file(path);
         known().insert(path.to_owned(), (stamp, what.clone()));
         what
     }
@@ -465,8 +465,8 @@ impl Meant {
 /// Whether `asked` is this key. The first digits of the revision suffice, as tables show it: `owner/name@b28b7af6+full`.
 fn is_key(key: &str, asked: &str) -> bool {
     let parts = |key: &'_ str| -> Option<(String, String, String)> {
-        let (name, behind) = key.split_once('@')?;
-        let (revision, formats) = behind.split_once('+')?;
+        let (name, rest) = key.split_once('@')?;
+        let (revision, formats) = rest.split_once('+')?;
         Some((name.to_owned(), revision.to_owned(), formats.to_owned()))
     };
     let is_short = || {
@@ -537,7 +537,7 @@ fn names_in_key(key: &str) -> impl Iterator<Item = &str> {
 /// `owner/name@main` as `owner/name`, and `owner/name@main:file` as `owner/name:file`.
 fn without_revision(name: &str) -> String {
     match name.split_once('@') {
-        Some((id, behind)) => format!("{id}{}", behind.find(':').map_or("", |at| &behind[at..])),
+        Some((id, rest)) => format!("{id}{}", rest.find(':').map_or("", |at| &rest[at..])),
         None => name.to_owned(),
     }
 }

@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 pub use self::opening::{AskedSession, OpenedSession};
-use self::segments::{Maker, Report, Work};
+use self::segments::{Report, SegmentTaskHandle, Work};
 use crate::asked::Asked;
 use crate::budget::{Budget, Client, Exceeded, Taken};
 use crate::caller::Caller;
@@ -162,7 +162,7 @@ impl Generation {
         let caller = caller.without_deadline(); // of the call, not of each job
         let bytes = self.bounds.uploads.take(caller.client(), counted_bytes(bytes)?);
         let bytes = bytes.map_err(too_many_bytes)?;
-        let (maker, opened) = self.open_maker(open, bytes, caller).await?;
+        let (maker, opened) = self.open_segment_task(open, bytes, caller).await?;
         let (send, mut said) = mpsc::channel(1);
         tokio::spawn(Session::new(self, maker, opened).run(from_client, send));
         Ok(Box::pin(async_stream::stream! {
@@ -218,7 +218,7 @@ fn words_of_end(ended: &Result<Ended, Error>) -> String {
 }
 
 struct Session {
-    maker: Maker,
+    maker: SegmentTaskHandle,
     opened: OpenedSession,
     timeline: Timeline,
     head: PlayHead,
@@ -238,7 +238,7 @@ struct Session {
 }
 
 impl Session {
-    fn new(generation: &Generation, maker: Maker, opened: OpenedSession) -> Session {
+    fn new(generation: &Generation, maker: SegmentTaskHandle, opened: OpenedSession) -> Session {
         let settings = opened.settings();
         Session {
             timeline: Timeline::new(settings),
@@ -321,8 +321,8 @@ impl Session {
                         permit.send(Ok(event));
                     }
                 }
-                came = from_client.next() => {
-                    let (request, bytes) = match came {
+                input = from_client.next() => {
+                    let (request, bytes) = match input {
                         Some(FromClient::Request { request, bytes }) => (request, bytes),
                         Some(FromClient::Wrong(error)) => return Err(error),
                         Some(FromClient::Gone) => return Ok(Ended::ClientGone),
@@ -510,7 +510,7 @@ impl Session {
         };
         let model = under_way.model.clone();
         self.under_way.remove(&number);
-        self.maker.make(Work::Came { number });
+        self.maker.make(Work::Completed { number });
         self.keep(SessionEvent::Ready {
             segment: number,
             samples,
@@ -542,7 +542,7 @@ impl Session {
         let made = self.timeline.made();
         let stood = self.head.stop_at(Instant::now(), made);
         if stood >= SHORTEST_GAP {
-            self.tell_gap(Gap {
+            self.report_gap(Gap {
                 at_sample: made,
                 length: stood,
             });
@@ -565,14 +565,14 @@ impl Session {
             };
             self.taken.retain(|&number, _| self.timeline.has(number));
             if let Some(gap) = self.head.sent(now) {
-                self.tell_gap(gap);
+                self.report_gap(gap);
             }
             self.unsent.push_back(SessionEvent::Sound(rendered));
         }
     }
 
     /// Reports a gap. A gap that lasts while the client does not read is reported as one.
-    fn tell_gap(&mut self, gap: Gap) {
+    fn report_gap(&mut self, gap: Gap) {
         self.gap += gap.length;
         match self.unsent.back_mut() {
             Some(SessionEvent::Gap(last)) if last.at_sample == gap.at_sample => last.length += gap.length,

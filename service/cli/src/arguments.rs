@@ -72,26 +72,26 @@ const OF_CONNECTIONS: [&str; 3] = ["endpoint", "token_file", "insecure_token"];
 
 impl GlobalOptions {
     /// Both, in their order; the error is the name of an option that stands in both and may be used only once.
-    fn and(self, behind: GlobalOptions) -> Result<GlobalOptions, &'static str> {
+    fn and(self, after: GlobalOptions) -> Result<GlobalOptions, &'static str> {
         fn one<T>(
             name: &'static str,
             before: Option<T>,
-            behind: Option<T>,
+            after: Option<T>,
         ) -> Result<Option<T>, &'static str> {
-            match (before, behind) {
+            match (before, after) {
                 (Some(_), Some(_)) => Err(name),
-                (before, behind) => Ok(before.or(behind)),
+                (before, after) => Ok(before.or(after)),
             }
         }
         Ok(GlobalOptions {
-            config: one("--config", self.config, behind.config)?,
-            set: [self.set, behind.set].concat(),
-            endpoint: one("--endpoint", self.endpoint, behind.endpoint)?,
-            token_file: one("--token-file", self.token_file, behind.token_file)?,
-            insecure_token: self.insecure_token || behind.insecure_token,
-            json: self.json || behind.json,
-            quiet: self.quiet || behind.quiet,
-            verbose: self.verbose.saturating_add(behind.verbose),
+            config: one("--config", self.config, after.config)?,
+            set: [self.set, after.set].concat(),
+            endpoint: one("--endpoint", self.endpoint, after.endpoint)?,
+            token_file: one("--token-file", self.token_file, after.token_file)?,
+            insecure_token: self.insecure_token || after.insecure_token,
+            json: self.json || after.json,
+            quiet: self.quiet || after.quiet,
+            verbose: self.verbose.saturating_add(after.verbose),
         })
     }
 }
@@ -752,12 +752,12 @@ impl Arguments {
 
     fn of(matches: &ArgMatches) -> Result<Arguments, clap::Error> {
         let mut arguments = Arguments::from_arg_matches(matches)?;
-        if let Some((_, behind)) = matches.subcommand() {
-            let behind = GlobalOptions::from_arg_matches(behind)?;
-            let both = std::mem::take(&mut arguments.common).and(behind);
+        if let Some((_, after)) = matches.subcommand() {
+            let after = GlobalOptions::from_arg_matches(after)?;
+            let both = std::mem::take(&mut arguments.common).and(after);
             arguments.common = both.map_err(|name| {
                 let problem =
-                    format!("{name} is given twice, before the command and behind it: leave one out");
+                    format!("{name} is given twice, before the command and after it: leave one out");
                 whole_command().error(ErrorKind::ArgumentConflict, problem)
             })?;
         }

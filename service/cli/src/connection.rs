@@ -154,9 +154,12 @@ impl Connection {
 /// The `authorization` header with the token of a file.
 fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
     let token = bounded::token(file).map_err(|problem| CliError::file(file, problem))?;
-    format!("Bearer {token}")
-        .parse()
-        .map_err(|_| CliError::file(file, "holds no token"))
+    format!("Bearer {token}").parse().map_err(|_| {
+        CliError::file(
+            file,
+            "the token has characters that are not ASCII: write the token of the service",
+        )
+    })
 }
 
 /// TLS with the CA certificates of a file, or the system's.

@@ -12,13 +12,13 @@ use serde_json::json;
 
 use crate::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
 use crate::available::Card;
-use crate::brought::{Brought, Uploads};
 use crate::connection::{Connection, when_of};
 use crate::files::{Target, Writing};
 use crate::pull::WhenMissing;
 use crate::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of};
 use crate::results::{Bounds, Results};
 use crate::show::Show;
+use crate::track_uploads::{RequestTracks, Uploads};
 use crate::{CliError, connection, interrupt, screen};
 
 /// Generates a film, and writes it.
@@ -53,7 +53,7 @@ pub(super) async fn run(client: &ClientSettings, mut options: Generate, json: bo
 #[derive(Clone)]
 pub(super) struct Order {
     requests: Vec<Asked>,
-    brought: Brought,
+    tracks: RequestTracks,
     target: Target,
     count: u32,
 }
@@ -92,9 +92,9 @@ impl Order {
             .map(|prompt| request.clone().with_prompt(prompt));
         let order = Order {
             count: settings.sampling.count,
-            brought: match medium {
-                MediumChoice::Audio => Brought::of(settings)?,
-                MediumChoice::Image | MediumChoice::Video => Brought::default(),
+            tracks: match medium {
+                MediumChoice::Audio => RequestTracks::of(settings)?,
+                MediumChoice::Image | MediumChoice::Video => RequestTracks::default(),
             },
             requests: requests.collect(),
             target,
@@ -174,7 +174,7 @@ impl Order {
             }
             let attempt = async || {
                 let mut request = request.clone();
-                interrupt::or(self.brought.name_in(&mut request, uploads, connection)).await?;
+                interrupt::or(self.tracks.name_in(&mut request, uploads, connection)).await?;
                 generate(connection, request, &mut show).await
             };
             let generated = when_missing.retry(connection, request.model(), attempt).await?;

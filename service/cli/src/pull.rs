@@ -47,7 +47,7 @@ pub(super) async fn here(
     let prepared = Hub::new(settings, program.families()).prepare(model).await?;
     // JSON has the plan only with `--dry-run`: the event at the end of a pull has the same fields.
     if dry_run || !json {
-        tell_plan(model, &prepared.plan(), &cache, dry_run, json)?;
+        print_plan(model, &prepared.plan(), &cache, dry_run, json)?;
     }
     if dry_run {
         return Ok(());
@@ -75,11 +75,11 @@ pub(super) async fn here(
         other => other,
     })?;
     let path = pulled.path.clone();
-    tell(&pulled_of(pulled), Some(&path), json)
+    print_pulled(&pulled_of(pulled), Some(&path), json)
 }
 
 /// Prints the files that a pull would download.
-fn tell_plan(
+fn print_plan(
     model: &Reference,
     plan: &PullPlan,
     cache: &Path,
@@ -216,7 +216,7 @@ async fn follow(
             Some(Event::Progress(progress)) => show.progress(progress)?,
             Some(Event::Pulled(pulled)) => {
                 show.end();
-                tell(&pulled, None, json)?;
+                print_pulled(&pulled, None, json)?;
             }
             None => {}
         }
@@ -231,7 +231,7 @@ fn request(model: &Reference) -> v1::PullModelRequest {
 }
 
 /// Prints what has been pulled, and its path if that is on this machine.
-fn tell(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(), CliError> {
+fn print_pulled(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(), CliError> {
     let path = path.map(|path| path.display().to_string());
     if json {
         let mut said = json!({"event": "pulled", "id": pulled.id, "revision": pulled.revision,
@@ -263,7 +263,7 @@ struct ShowPull {
     json: bool,
     bar: Option<ProgressBar>,
     latest: Option<v1::PullProgress>,
-    told: Option<Instant>,
+    printed_at: Option<Instant>,
 }
 
 impl ShowPull {
@@ -280,7 +280,7 @@ impl ShowPull {
                 bar
             }),
             latest: None,
-            told: None,
+            printed_at: None,
         }
     }
 
@@ -312,13 +312,16 @@ impl ShowPull {
             bar.tick(); // progress that arrived faster than the bar is drawn
         }
         let interval = if self.json { JSON_INTERVAL } else { LINE_INTERVAL };
-        if self.told.is_some_and(|told| told.elapsed() < interval) {
+        if self
+            .printed_at
+            .is_some_and(|printed_at| printed_at.elapsed() < interval)
+        {
             return Ok(());
         }
         let Some(progress) = self.latest.take() else {
             return Ok(());
         };
-        self.told = Some(Instant::now());
+        self.printed_at = Some(Instant::now());
         let (done, total) = (progress.bytes_done, progress.bytes_total);
         if self.json {
             return screen::json(

@@ -11,7 +11,7 @@ mod hub_settings;
 mod layers;
 mod log_filter;
 mod reader;
-mod sections;
+mod tables;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -499,7 +499,7 @@ const SHORT_NAMES: [(&str, &str); 5] = [
     ("client", "client.name"),
 ];
 
-/// `MOORED_SECTION_SETTING` is `section.setting`. The client's have short names.
+/// `MOORED_TABLE_SETTING` is `table.setting`. The client's have short names.
 fn environment() -> Env {
     Env::prefixed("MOORED_").filter(|key| key != "config").map(|key| {
         let key = key.as_str().to_lowercase();

@@ -389,4 +389,18 @@ mod tests {
         );
         assert_eq!(timeout_of("9999999999999999999S"), None);
     }
+
+    #[test]
+    fn a_time_to_live_that_is_no_duration_is_refused_with_a_remedy() {
+        let duration = |seconds, nanos| prost_types::Duration { seconds, nanos };
+        assert_eq!(ttl_in(Some(duration(2, 0))), Ok(Some(Duration::from_secs(2))));
+        assert_eq!(ttl_in(None), Ok(None));
+        for wrong in [duration(-1, 0), duration(0, -1), duration(i64::MIN, 0)] {
+            let refused = ttl_in(Some(wrong)).unwrap_err().to_string();
+            assert!(
+                refused.starts_with("ttl: ") && refused.contains("leave it out"),
+                "{refused}"
+            );
+        }
+    }
 }

@@ -29,7 +29,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
     if matches!(error, Error::LatentWithoutDecoder) {
         return status_of(&invalid(
             "info.vae_id",
-            "is empty; it says whose VAE the latent is of",
+            "is empty: set the identity of the VAE that decodes the latent",
         ));
     }
     let (code, reason) = code_of(error);

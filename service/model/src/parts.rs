@@ -32,7 +32,7 @@ pub struct ModelParts {
     pub adapters: Vec<AdapterReport>,
     /// The text files that were read when these adapters were attached.
     pub read_of_adapters: ReadFiles,
-    /// The text files that were read when the model was opened. [`Catalogue::open`](crate::ModelOpener::open) sets them.
+    /// The text files that were read when the model was opened. [`FamilyList::open`](crate::ModelOpener::open) sets them.
     read: Arc<OnceLock<ReadFiles>>,
 }
 

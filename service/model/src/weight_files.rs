@@ -44,13 +44,13 @@ impl WeightNames {
     /// Number and count of a shard of these weights: `model-00001-of-00002.safetensors`, of a variant
     /// `model.fp16-00001-of-00002.safetensors`, or `model-00001-of-00002.fp16.safetensors` as older programs write it.
     pub fn shard(&self, name: &str) -> Option<(usize, usize)> {
-        let behind = name.strip_prefix(self.stem)?.strip_suffix(".safetensors")?;
+        let rest = name.strip_prefix(self.stem)?.strip_suffix(".safetensors")?;
         match self.variant {
-            None => numbers(behind),
+            None => numbers(rest),
             Some(variant) => {
                 let dotted = format!(".{variant}");
-                let new = behind.strip_prefix(&dotted).and_then(numbers);
-                new.or_else(|| behind.strip_suffix(&dotted).and_then(numbers))
+                let new = rest.strip_prefix(&dotted).and_then(numbers);
+                new.or_else(|| rest.strip_suffix(&dotted).and_then(numbers))
             }
         }
     }

@@ -172,7 +172,7 @@ fn cache_folder(config: &Config) -> Finding {
 
 async fn models(config: &Config) -> Vec<Finding> {
     let models = models_of(config);
-    let library = Arc::new(Library::new(pipelines::catalogue(), None));
+    let library = Arc::new(Library::new(pipelines::families(), None));
     let config = config.clone();
     let look = move || {
         let Some(card) = cards_of(&config).into_iter().next() else {

@@ -18,7 +18,7 @@ pub(crate) struct Moored;
 
 /// The models of the folders of a configuration.
 pub(crate) fn models_of(config: &Config) -> Models {
-    let families = Arc::new(pipelines::catalogue());
+    let families = Arc::new(pipelines::families());
     Models::new(config.models.clone(), config.hub.cache.clone(), families)
 }
 
@@ -43,7 +43,7 @@ impl Program for Moored {
     }
 
     fn families(&self) -> Arc<dyn Families> {
-        Arc::new(pipelines::catalogue())
+        Arc::new(pipelines::families())
     }
 
     fn start_log(&self, log: &LogSettings) {
@@ -56,7 +56,7 @@ impl Program for Moored {
 
     fn serve(&self, config: Config, ready: Option<Ready>, stop: Option<oneshot::Receiver<()>>) -> Ended {
         if ready.is_none() {
-            telemetry::tell_age("start the service"); // others ask and download before they start one
+            telemetry::log_start_time("start the service"); // others ask and download before they start one
         }
         let served = serve::run(config, ready, stop);
         served
@@ -84,7 +84,7 @@ impl Program for Moored {
     }
 
     fn is_among(&self, ids: &[String], name: &str) -> bool {
-        calls::models::is_among(&pipelines::catalogue(), ids, name)
+        calls::models::is_among(&pipelines::families(), ids, name)
     }
 
     fn adapters(&self, config: &Config) -> Vec<String> {

@@ -119,7 +119,7 @@ pub(crate) async fn run(
         card_tasks.signals,
     );
     timeline.part("library, queue");
-    let families: Arc<dyn Families> = Arc::new(pipelines::catalogue());
+    let families: Arc<dyn Families> = Arc::new(pipelines::families());
     let models = Models::new(config.models.clone(), config.hub.cache.clone(), families.clone());
     let models = Arc::new(models);
     let host = Arc::new(Host::new());
@@ -154,9 +154,9 @@ pub(crate) async fn run(
     let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
     let names: Vec<String> = cards.iter().map(|(device, _)| device.to_string()).collect();
     tracing::info!(%address, cards = names.join(" "), "moored is listening");
-    tell_access(&config, address);
+    log_access(&config, address);
     // Not awaited: a folder that does not answer must not delay the start.
-    drop(tokio::task::spawn_blocking(move || tell_models(&config, &models)));
+    drop(tokio::task::spawn_blocking(move || log_models(&config, &models)));
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
@@ -221,7 +221,7 @@ async fn close(
 }
 
 /// Logs who may use the service, and a command to try.
-fn tell_access(config: &Config, address: SocketAddr) {
+fn log_access(config: &Config, address: SocketAddr) {
     let token = config.service.token_file.is_some();
     if address.ip().is_loopback() {
         let who = if token {
@@ -246,7 +246,7 @@ fn tell_access(config: &Config, address: SocketAddr) {
 }
 
 /// Logs the models, and the settings that name missing ones.
-fn tell_models(config: &Config, models: &Models) {
+fn log_models(config: &Config, models: &Models) {
     for folder in missing_folders(config) {
         tracing::warn!(folder = %folder.display(), "models.folders names a folder that is not there");
     }
@@ -307,7 +307,7 @@ async fn end_of<T>(mut reports: watch::Receiver<T>) {
 /// Opens the library, with kept copies if these are configured.
 fn open_library(config: &Config) -> Result<Library, ServeError> {
     let hashes = config.service.state.join("identities.json");
-    let library = Library::new(pipelines::catalogue(), Some(hashes));
+    let library = Library::new(pipelines::families(), Some(hashes));
     let Some(folder) = &config.quantization.keep_folder else {
         return Ok(library);
     };
@@ -450,7 +450,7 @@ fn shut_down(
         let deadline = Instant::now() + drain;
         tokio::select! {
             () = queue.drain(deadline) => {}
-            never = tell_time_left(deadline) => match never {},
+            never = log_time_left(deadline) => match never {},
             () = signals.end() => queue.drain(Instant::now()).await,
         }
         stopped.send_replace(true);
@@ -504,7 +504,7 @@ impl Signals {
 }
 
 /// Logs how much time the running jobs still have.
-async fn tell_time_left(deadline: Instant) -> std::convert::Infallible {
+async fn log_time_left(deadline: Instant) -> std::convert::Infallible {
     const INTERVAL: Duration = Duration::from_secs(30);
     loop {
         tokio::time::sleep(INTERVAL).await;

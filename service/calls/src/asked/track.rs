@@ -88,7 +88,10 @@ impl AskedTrack {
             AskedTask::TextToMusic => {}
             task if !has_source => problem(
                 INIT_MEDIA,
-                format!("is missing: {} is made of a track", task.word()),
+                format!(
+                    "is missing: {} is made of a track, so upload one and name its id",
+                    task.word()
+                ),
             ),
             _ => {}
         }
@@ -100,7 +103,10 @@ impl AskedTrack {
             for (field, second) in self.window() {
                 match second {
                     Some(_) if !has_window => {
-                        problem(field, "is of the tasks repaint and lego alone".to_owned());
+                        problem(
+                            field,
+                            "is read by the tasks repaint and lego alone: leave it out".to_owned(),
+                        );
                     }
                     Some(second) if !(0.0..=longest).contains(&second) => {
                         problem(field, outside(second, 0, LONGEST_TRACK_SECONDS));
@@ -154,7 +160,7 @@ impl AskedTrack {
             return Some(wrong);
         }
         if self.tracks.iter().any(String::is_empty) {
-            return Some("has an empty name".to_owned());
+            return Some("has an empty name: leave it out, or write the name of a track".to_owned());
         }
         match task {
             AskedTask::Extract | AskedTask::Lego if count != 1 => {
@@ -164,7 +170,7 @@ impl AskedTrack {
                 "has {count} names: complete needs one, and takes {MOST_TRACKS} at most"
             )),
             AskedTask::TextToMusic | AskedTask::Repaint | AskedTask::Cover if count > 0 => {
-                Some("is of the tasks extract, lego and complete alone".to_owned())
+                Some("is read by the tasks extract, lego and complete alone: leave it out".to_owned())
             }
             _ => None,
         }
@@ -259,7 +265,7 @@ fn wrong_word(word: &str) -> Option<String> {
     }
     word.chars()
         .any(char::is_control)
-        .then(|| "has control characters, such as a line break".to_owned())
+        .then(|| "has control characters, such as a line break: leave them out".to_owned())
 }
 
 #[cfg(test)]

@@ -424,7 +424,7 @@ mod tests {
         Models::new(
             settings,
             folder.join("no-hub-cache"),
-            Arc::new(pipelines::catalogue()),
+            Arc::new(pipelines::families()),
         )
     }
 

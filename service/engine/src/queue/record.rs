@@ -126,7 +126,7 @@ pub(super) struct JobRecord {
     /// Values of an item that later stages take. Those that decoding takes are in the store instead.
     pub(super) item_values: BTreeMap<u32, Values>,
     /// Values that the job started from.
-    pub(super) brought: Values,
+    pub(super) start_values: Values,
     /// The delivered range of each track, by item and name.
     pub(super) delivered: BTreeMap<(u32, String), (MediaFormat, Covered)>,
     /// The run that proves a load's model.
@@ -270,14 +270,14 @@ impl JobRecord {
         Some(Need::of_stage(
             plan,
             all,
-            self.needed_behind(index, dtype, all),
+            self.needed_later(index, dtype, all),
             self.options.headroom,
         ))
     }
 
     /// Components that the stages after the step at `index` need.
-    fn needed_behind(&self, index: usize, dtype: &str, all: &[Component]) -> Vec<ComponentId> {
-        let names = self.steps.needed_behind(index, dtype);
+    fn needed_later(&self, index: usize, dtype: &str, all: &[Component]) -> Vec<ComponentId> {
+        let names = self.steps.needed_later(index, dtype);
         let components = names.filter_map(|name| all.iter().find(|component| component.name == *name));
         components.map(|component| component.id.clone()).collect()
     }
@@ -319,7 +319,7 @@ impl JobRecord {
             let item = own.and_then(|own| own.get(name)).or_else(|| kept.get(name));
             let found = item
                 .or_else(|| self.values.get(name))
-                .or_else(|| self.brought.get(name));
+                .or_else(|| self.start_values.get(name));
             Some((name.clone(), found?.clone()))
         });
         found.collect()

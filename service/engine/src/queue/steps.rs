@@ -86,7 +86,7 @@ impl Steps {
     }
 
     /// Names of the components that steps after the one at `index` need on cards of a dtype, in the order of names.
-    pub(super) fn needed_behind(&self, index: usize, dtype: &str) -> impl Iterator<Item = &String> {
+    pub(super) fn needed_later(&self, index: usize, dtype: &str) -> impl Iterator<Item = &String> {
         let last_needs = self.last_needs.get(dtype).into_iter().flatten();
         last_needs.filter_map(move |(name, last)| (*last > index).then_some(name))
     }
@@ -94,8 +94,8 @@ impl Steps {
     /// Puts an unload before the step at `index`.
     pub(super) fn unload_before(&mut self, index: usize, model: Model) {
         self.steps.insert(index, Step::of(StepKind::Unload(model)));
-        let behind = self.last_needs.values_mut().flat_map(BTreeMap::values_mut);
-        for last in behind.filter(|last| **last >= index) {
+        let later = self.last_needs.values_mut().flat_map(BTreeMap::values_mut);
+        for last in later.filter(|last| **last >= index) {
             *last += 1;
         }
     }
@@ -335,12 +335,12 @@ mod tests {
     }
 
     /// As it was before the last needs were kept: all that any later stage names.
-    fn needed_behind_by_looking(steps: &[Step], plan: &[StagePlan], index: usize) -> Vec<String> {
-        let behind = steps.iter().skip(index + 1).filter_map(|step| match step.kind {
+    fn needed_later_by_search(steps: &[Step], plan: &[StagePlan], index: usize) -> Vec<String> {
+        let later = steps.iter().skip(index + 1).filter_map(|step| match step.kind {
             StepKind::Stage(stage) => plan.get(stage),
             StepKind::Load(_) | StepKind::Unload(_) => None,
         });
-        let mut names: Vec<String> = behind.flat_map(|stage| stage.components.clone()).collect();
+        let mut names: Vec<String> = later.flat_map(|stage| stage.components.clone()).collect();
         names.sort_unstable();
         names.dedup();
         names
@@ -362,15 +362,15 @@ mod tests {
                     assert!(steps[index].is_unload());
                 }
                 for index in 0..steps.len() {
-                    let needed: Vec<&String> = steps.needed_behind(index, "f32").collect();
+                    let needed: Vec<&String> = steps.needed_later(index, "f32").collect();
                     assert_eq!(
                         needed,
-                        Vec::from_iter(&needed_behind_by_looking(&steps, &plan, index))
+                        Vec::from_iter(&needed_later_by_search(&steps, &plan, index))
                     );
                 }
             }
             assert_eq!(
-                steps.needed_behind(0, "bf16").count(),
+                steps.needed_later(0, "bf16").count(),
                 0,
                 "it was not opened for that"
             );

@@ -33,7 +33,7 @@ impl View<'_> {
     }
 
     /// Whether a job has to wait for a swap on a card: it needs unloaded components, or is a swap of the same models.
-    pub(super) fn is_behind_a_swap(&self, job: &JobRecord, index: usize) -> bool {
+    pub(super) fn waits_for_swap(&self, job: &JobRecord, index: usize) -> bool {
         let dtype = &self.cards[index].description.compute_dtype;
         let needs = |component: &Component| {
             let own = job.models.get(dtype).map_or(&[][..], |open| &open.components);

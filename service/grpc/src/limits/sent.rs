@@ -108,7 +108,7 @@ impl http_body::Body for Sent {
             let told = answer.unread_for.take().map(|unread| {
                 let unread = humantime::format_duration(unread);
                 let problem = format!(
-                    "nothing of this answer was read for {unread} (limits.unread), so it was given up"
+                    "nothing of this answer was read for {unread}, so it was dropped: read it as it arrives, or raise limits.unread"
                 );
                 let (parts, ()) = client_limit(problem).into_http::<()>().into_parts();
                 Ok(Frame::trailers(parts.headers))

@@ -71,7 +71,7 @@ impl Upload {
         let bytes = data.len() as u64;
         self.left = self.left.checked_sub(bytes).ok_or_else(|| {
             client_limit(format!(
-                "a request of this method may have {} at the most, and more came",
+                "this request is larger than {}, which is the most that this method takes: send less in one request",
                 residency::Bytes(self.longest)
             ))
         })?;

@@ -136,15 +136,15 @@ fn stream_of(file: &[u8]) -> Result<(Cursor<Head>, &[u8]), TrackError> {
     let mut head = None;
     loop {
         let cut_off = || TrackError::CutOff("FLAC");
-        let (&[kind, length @ ..], behind) = rest.split_first_chunk::<4>().ok_or_else(cut_off)?;
+        let (&[kind, length @ ..], after) = rest.split_first_chunk::<4>().ok_or_else(cut_off)?;
         let length = length.iter().fold(0, |sum, &byte| sum << 8 | usize::from(byte));
-        let (block, behind) = behind.split_at_checked(length).ok_or_else(cut_off)?;
+        let (block, after) = after.split_at_checked(length).ok_or_else(cut_off)?;
         if kind & !LAST_BLOCK == STREAMINFO && block.len() == STREAMINFO_BYTES {
             let length = [0, 0, STREAMINFO_BYTES as u8];
             let whole = [&MARKER[..], &[STREAMINFO | LAST_BLOCK], &length, block].concat();
             head = head.or(Head::try_from(whole).ok());
         }
-        rest = behind;
+        rest = after;
         if kind & LAST_BLOCK != 0 {
             let head = head.ok_or_else(|| unreadable("it does not say what it is"))?;
             return Ok((Cursor::new(head), rest));

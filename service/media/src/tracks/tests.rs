@@ -212,7 +212,7 @@ fn chunk(name: &[u8; 4], stated: u32, content: &[u8]) -> Vec<u8> {
 }
 
 /// The format chunk of a WAV: mono, 8,000 samples a second.
-fn fmt(tag: u16, bits: u16, behind: &[u8]) -> Vec<u8> {
+fn fmt(tag: u16, bits: u16, after: &[u8]) -> Vec<u8> {
     let bytes = bits.div_ceil(8);
     let head = [
         &tag.to_le_bytes()[..],
@@ -221,7 +221,7 @@ fn fmt(tag: u16, bits: u16, behind: &[u8]) -> Vec<u8> {
         &(8_000 * u32::from(bytes)).to_le_bytes(),
         &bytes.to_le_bytes(),
         &bits.to_le_bytes(),
-        behind,
+        after,
     ];
     let content = head.concat();
     chunk(b"fmt ", content.len() as u32, &content)
@@ -321,14 +321,11 @@ fn wav_files_are_read_as_programs_write_them() {
         assert_eq!(media_type(&file), Ok("audio/wav"), "{what}");
         assert_eq!(read(&file).map(|clip| clip.data), Ok(bytes.clone()), "{what}");
     }
-    let of = |floats: &[u8], tag: u16, bits: u16, behind: &[u8]| {
+    let of = |floats: &[u8], tag: u16, bits: u16, after: &[u8]| {
         let file = riff(
             b"RIFF",
             0,
-            &[
-                fmt(tag, bits, behind),
-                chunk(b"data", floats.len() as u32, floats),
-            ],
+            &[fmt(tag, bits, after), chunk(b"data", floats.len() as u32, floats)],
         );
         read(&file).map(|clip| clip.data)
     };

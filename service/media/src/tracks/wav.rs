@@ -49,8 +49,8 @@ pub fn header(format: TrackFormat, recipe: Option<&Recipe>) -> Result<Vec<u8>, S
     }
     chunks.extend(b"data");
     chunks.extend(data.to_le_bytes());
-    let behind = b"WAVE".len() as u32 + chunks.len() as u32;
-    let riff = data.checked_add(behind).ok_or_else(too_long)?;
+    let after = b"WAVE".len() as u32 + chunks.len() as u32;
+    let riff = data.checked_add(after).ok_or_else(too_long)?;
     Ok([b"RIFF", &riff.to_le_bytes()[..], b"WAVE", &chunks].concat())
 }
 
@@ -271,13 +271,13 @@ pub(super) fn recipe_of(file: &[u8]) -> Option<String> {
 /// The content of the first of these chunks for which `is_wanted` is true.
 fn find(mut chunks: &[u8], is_wanted: impl Fn(&[u8], &[u8]) -> bool) -> Option<&[u8]> {
     loop {
-        let (head, behind) = chunks.split_at_checked(CHUNK_HEAD_BYTES)?;
+        let (head, after) = chunks.split_at_checked(CHUNK_HEAD_BYTES)?;
         let (name, length) = head.split_at(4);
         let length = u32::from_le_bytes(length.try_into().ok()?) as usize;
-        let content = behind.get(..length)?;
+        let content = after.get(..length)?;
         if is_wanted(name, content) {
             return Some(content);
         }
-        chunks = behind.get(length + length % 2..)?;
+        chunks = after.get(length + length % 2..)?;
     }
 }

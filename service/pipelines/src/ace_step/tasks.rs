@@ -199,7 +199,7 @@ fn strengths_problem(request: &Request, audio: &Audio) -> Option<RequestError> {
         .find(|(before, after)| after.seconds < before.seconds)
     {
         format!(
-            "have a point at {} s behind one at {} s; order them by time",
+            "have a point at {} s after one at {} s; order them by time",
             after.seconds, before.seconds
         )
     } else if points.iter().all(|point| point.strength == 0.0) {

@@ -152,8 +152,9 @@ impl Stage<'_, FluxModel> {
         let columns = (image.width / PIXELS_PER_TOKEN) as usize;
         let sigmas = self.model.scheduler.sigmas(request.steps, rows * columns);
         let shape = self.model.autoencoder().latent(image).shape;
-        let brought = self.run.value_if_taken(LATENT)?;
-        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, brought, image.controls.len())?;
+        let start_latent = self.run.value_if_taken(LATENT)?;
+        let Start { sigmas, latent, kept } =
+            start(sigmas, request, &shape, start_latent, image.controls.len())?;
         // Fill blends nothing: the mask is an input of the transformer.
         let kept = kept.filter(|_| self.model.variant != Variant::Fill);
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
@@ -304,8 +305,8 @@ impl Stage<'_, FluxModel> {
         let (_, tokens, _) = conditioning.dims3()?;
         let input = Tensor::zeros((1, tokens, config.in_channels), dtype, device)?;
         let width = config.out_width();
-        let behind = input.narrow(2, width, config.in_channels - width)?;
-        ops::copy_rows(&conditioning.contiguous()?.to_device(device)?, &behind)?;
+        let rest = input.narrow(2, width, config.in_channels - width)?;
+        ops::copy_rows(&conditioning.contiguous()?.to_device(device)?, &rest)?;
         Ok(Some(input))
     }
 }

@@ -79,11 +79,11 @@ impl Stage<'_, ZImageModel> {
         let lengths = model.lengths(image, tokens.max().unwrap_or_default());
         let size = (lengths.rows, lengths.columns);
         let shape = model.autoencoder().latent(image).shape;
-        let brought = self.run.value_if_taken(LATENT)?;
+        let start_latent = self.run.value_if_taken(LATENT)?;
         let sigmas = model
             .scheduler
             .sigmas_from_both_ends(request.steps, lengths.picture());
-        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, brought, 0)?;
+        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, start_latent, 0)?;
         let kept = kept.map(|kept| kept.arranged(patches_of)).transpose()?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;

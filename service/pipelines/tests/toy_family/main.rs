@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use pipelines::{
-    Catalogue, Image, InitImage, Medium, ModelError, Observer, Piece, Preset, Quantization, Request, Role,
+    FamilyList, Image, InitImage, Medium, ModelError, Observer, Piece, Preset, Quantization, Request, Role,
     StageError, ValueShape, Values, identity_of_values,
 };
 use tempfile::TempDir;
@@ -36,8 +36,8 @@ fn write_model(folder: &Path) -> PathBuf {
     path
 }
 
-fn families() -> Catalogue {
-    Catalogue::new(vec![Box::new(Toy)])
+fn families() -> FamilyList {
+    FamilyList::new(vec![Box::new(Toy)])
 }
 
 /// An open model with its components loaded, and the folder of its file.

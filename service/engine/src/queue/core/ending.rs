@@ -51,7 +51,7 @@ impl Core {
             return self.end(id, Err(error), now);
         };
         if let Some(first) = &swap.failed {
-            tracing::warn!(job = %id, old = swap.old.key, problem = %error, "the old model could not be brought back");
+            tracing::warn!(job = %id, old = swap.old.key, problem = %error, "the old model could not be restored");
             let first = first.clone();
             return self.end(id, Err(first), now);
         }

@@ -202,7 +202,7 @@ impl Core {
         let JobSpec { options, entry, work } = spec;
         let models = self.refreshed(&entry, &models);
         let mut report = JobReport::default();
-        let brought = match &work {
+        let start_values = match &work {
             JobWork::Run(run) => match &run.start {
                 Some(start) => {
                     let Latent { info, values } = self.latents.get(&start.latent, now)?;
@@ -242,7 +242,7 @@ impl Core {
             cursor: 0,
             values: Values::new(),
             item_values: BTreeMap::new(),
-            brought,
+            start_values,
             delivered: BTreeMap::new(),
             proof,
             swap,
@@ -336,7 +336,7 @@ impl Core {
                 info.decoder_id
             )));
         }
-        let found = shapes_of(&job.brought);
+        let found = shapes_of(&job.start_values);
         let expected = decodable(plan);
         if !expected.iter().all(|value| found.contains(value)) {
             let shapes = |values: Vec<&model::ValueShape>| -> Vec<String> {

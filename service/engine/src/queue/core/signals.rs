@@ -190,7 +190,7 @@ impl Core {
         }
         let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
             if !matches!(outcome, Outcome::Completed(_)) {
-                tracing::warn!(?outcome, "a pinned model could not be brought back");
+                tracing::warn!(?outcome, "a pinned model could not be loaded again");
             }
             return;
         };

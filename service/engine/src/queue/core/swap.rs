@@ -160,7 +160,7 @@ impl Core {
             now,
         );
         if is_displaced {
-            let message = format!("{new} failed its proof ({error}); {old} is brought back");
+            let message = format!("{new} failed its proof ({error}); {old} is restored");
             tracing::warn!(job = %id, message, "a swap is undone");
             job.emit(
                 now,
