@@ -101,7 +101,7 @@ pub struct Service {
     pub residency: Residency,
     pub jobs: Jobs,
     pub pulling: Pulling,
-    /// Bytes of requests under way: the doors count those that arrive.
+    /// Bytes of requests under way: the protocol servers count those that arrive.
     pub uploads: Arc<Budget>,
     /// True once the service is shutting down.
     pub stopping: watch::Receiver<bool>,

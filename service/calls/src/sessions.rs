@@ -65,7 +65,7 @@ pub enum FromClient {
     Wrong(Error),
     /// The client or its connection has gone.
     Gone,
-    /// The door ends the session with an error of its own, which is this one in words.
+    /// The protocol server ends the session with an error of its own, which is this one in words.
     Refused(String),
 }
 
@@ -202,7 +202,7 @@ struct UnderWay {
 enum Ended {
     Well(Ending),
     ClientGone,
-    /// By the door, which says why itself.
+    /// By the protocol server, which reports the reason itself.
     Refused(String),
 }
 

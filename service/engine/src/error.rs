@@ -1,4 +1,4 @@
-//! Errors of jobs, in one enum: doors convert each for their clients.
+//! Errors of jobs, in one enum: a protocol server converts each for its clients.
 
 use std::fmt;
 use std::time::Duration;

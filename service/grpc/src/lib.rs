@@ -19,4 +19,4 @@ mod sessions;
 mod status;
 
 pub use access::Token;
-pub use server::{DoorSettings, TransportError, serve};
+pub use server::{GrpcSettings, TransportError, serve};

@@ -15,10 +15,10 @@ use crate::requests::{caller_of, load_in, model_in, planned_in, reservation_in, 
 use crate::status::status_of;
 
 /// The calls of `moored.v1.Residency`.
-pub(crate) struct ResidencyDoor(pub(crate) Residency);
+pub(crate) struct ResidencyService(pub(crate) Residency);
 
 #[tonic::async_trait]
-impl residency_server::Residency for ResidencyDoor {
+impl residency_server::Residency for ResidencyService {
     async fn list_models(
         &self,
         request: Request<v1::ListModelsRequest>,

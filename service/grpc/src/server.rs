@@ -18,13 +18,13 @@ use tonic::{Request, Response, Status};
 
 use crate::access::{Access, Token};
 use crate::convert::card_kind_out;
-use crate::generation::GenerationDoor;
+use crate::generation::GenerationService;
 use crate::health;
-use crate::hub::HubDoor;
-use crate::jobs::JobsDoor;
+use crate::hub::HubService;
+use crate::jobs::JobsService;
 use crate::limits::{Limited, Limits};
 use crate::methods::capabilities;
-use crate::residency::ResidencyDoor;
+use crate::residency::ResidencyService;
 use crate::status::status_of;
 
 /// Capability that `hub.pull` may switch off.
@@ -39,7 +39,7 @@ const STREAMS_PER_CONNECTION: u32 = 512;
 const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(20);
 
 /// Settings of the server.
-pub struct DoorSettings {
+pub struct GrpcSettings {
     pub limits: LimitSettings,
     /// The token that calls must carry.
     pub token: Token,
@@ -60,7 +60,7 @@ pub struct TransportError(#[from] tonic::transport::Error);
 /// When the transport fails.
 pub async fn serve(
     service: Service,
-    settings: DoorSettings,
+    settings: GrpcSettings,
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), TransportError> {
@@ -76,8 +76,8 @@ pub async fn serve(
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
     macro_rules! limited {
-        ($server:ident, $door:expr) => {
-            $server::new($door)
+        ($server:ident, $service:expr) => {
+            $server::new($service)
                 .max_decoding_message_size(limit)
                 .max_encoding_message_size(limit)
         };
@@ -93,15 +93,15 @@ pub async fn serve(
     routes
         .add_service(limited!(
             GenerationServer,
-            GenerationDoor(service.generation.clone())
+            GenerationService(service.generation.clone())
         ))
         .add_service(limited!(
             ResidencyServer,
-            ResidencyDoor(service.residency.clone())
+            ResidencyService(service.residency.clone())
         ))
-        .add_service(limited!(JobsServer, JobsDoor(service.jobs.clone())))
-        .add_service(limited!(HubServer, HubDoor(service.pulling.clone())))
-        .add_service(limited!(ServerServer, ServerDoor { service, settings }));
+        .add_service(limited!(JobsServer, JobsService(service.jobs.clone())))
+        .add_service(limited!(HubServer, HubService(service.pulling.clone())))
+        .add_service(limited!(ServerServer, ServerService { service, settings }));
     let serving = Transport::builder()
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
@@ -122,13 +122,13 @@ pub async fn serve(
 }
 
 /// The calls of `moored.v1.Server`.
-struct ServerDoor {
+struct ServerService {
     service: Service,
-    settings: DoorSettings,
+    settings: GrpcSettings,
 }
 
 #[tonic::async_trait]
-impl Server for ServerDoor {
+impl Server for ServerService {
     async fn get_server_info(
         &self,
         _request: Request<v1::GetServerInfoRequest>,

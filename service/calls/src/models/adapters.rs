@@ -8,9 +8,10 @@ use engine::Error;
 use engine::library::Entry;
 use model::{AdapterFile, AdapterKind, AdapterUse, Families, StrengthCurve, adapter_stem};
 
+use super::Models;
 use super::comfyui::Meaning;
 use super::names::{self, Named};
-use super::{Models, children, hub_model, is_pipeline, shipped_folder};
+use super::scan::{children, hub_model, is_pipeline, shipped_folder};
 use crate::errors::{invalid, too_many};
 use crate::references::AskedAdapter;
 

@@ -1,3 +1,4 @@
+use super::find::is_key;
 use super::*;
 
 /// A folder with these files, each an empty object of JSON.
