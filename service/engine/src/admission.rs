@@ -3,7 +3,8 @@
 
 use model::Rung;
 use residency::{
-    Bytes, Component, Ledger, Millis, Move, Policy, StageNeed, Verdict, WaitCause, plan, plan_low_memory,
+    Bytes, Component, Ledger, Millis, Move, Policy, StageNeed, Verdict, WaitCause, freed_by, plan,
+    plan_low_memory,
 };
 
 use crate::need::Need;
@@ -60,7 +61,7 @@ pub fn choose_rung(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) ->
                 .iter()
                 .enumerate()
                 .find_map(|(rung, (of, verdict))| match verdict {
-                    Verdict::Run { moves } if *of == kind && (evicting_too || !evicts(moves)) => {
+                    Verdict::Run { moves } if *of == kind && (evicting_too || !evicts(ledger, moves)) => {
                         Some(Admission::Run {
                             rung,
                             moves: moves.clone(),
@@ -100,7 +101,7 @@ pub fn choose_rung_low_memory(
 /// Bytes of a stage's peak that are not booked yet.
 pub fn not_resident_yet(ledger: &Ledger, components: &[Component], scratch: Bytes) -> Bytes {
     let missing = components.iter().filter(|c| ledger.resident(&c.id).is_none());
-    missing.map(|c| c.bytes).sum::<Bytes>() + scratch
+    missing.map(|c| c.bytes_of(c.least())).sum::<Bytes>() + scratch
 }
 
 /// Kind of a way to run a stage, in the order in which they are tried.
@@ -134,8 +135,8 @@ fn ways(need: &Need) -> impl Iterator<Item = (Kind, StageNeed)> {
     plain_load.into_iter().chain(on_rungs)
 }
 
-fn evicts(moves: &[Move]) -> bool {
-    moves.iter().any(|m| matches!(m, Move::Evict(_)))
+fn evicts(ledger: &Ledger, moves: &[Move]) -> bool {
+    moves.iter().any(|m| freed_by(ledger, m) > Bytes::ZERO)
 }
 
 fn least_short(verdicts: &[(Kind, Verdict)]) -> Admission {
@@ -163,7 +164,7 @@ fn least_short(verdicts: &[(Kind, Verdict)]) -> Admission {
 mod tests {
     use super::*;
     use model::{Role, StagePlan};
-    use residency::{ComponentId, DriverTruth};
+    use residency::{ComponentId, DriverTruth, Part};
 
     const CARD: Bytes = Bytes::gib(10);
 
@@ -173,6 +174,7 @@ mod tests {
             name: name.into(),
             bytes: Bytes::gib(gib),
             reload_seconds: 1.0,
+            parts: residency::Parts::default(),
         }
     }
 
@@ -188,7 +190,7 @@ mod tests {
     fn ledger_with(residents: &[Component]) -> Ledger {
         let mut ledger = Ledger::new(CARD, Bytes::ZERO);
         for c in residents {
-            ledger.begin_load(c, Millis(0)).unwrap();
+            ledger.begin_load(c, Part::WHOLE, Millis(0)).unwrap();
             ledger.complete_load(&c.id, Millis(0)).unwrap();
         }
         ledger
@@ -323,14 +325,20 @@ mod tests {
         let (rung, loads) = moves(&ledger_with(&[]));
         assert_eq!(
             (rung, loads),
-            (0, vec![Move::Load(base.clone()), Move::Load(adapter)])
+            (
+                0,
+                vec![
+                    Move::Load(base.clone(), Part::WHOLE),
+                    Move::Load(adapter, Part::WHOLE)
+                ]
+            )
         );
         // An idle component is evicted for it.
         let (rung, _) = moves(&ledger_with(&[component("idle", 4)]));
         assert_eq!(rung, 0);
         // Another program leaves too little.
         let (rung, loads) = moves(&foreign(1));
-        assert_eq!((rung, loads), (1, vec![Move::Load(base)]));
+        assert_eq!((rung, loads), (1, vec![Move::Load(base, Part::WHOLE)]));
         let least = need.least();
         assert_eq!((least.peak(), least.components.len()), (Bytes::gib(8), 1));
         assert!(matches!(choose(&foreign(3)), Admission::Wait { .. }));

@@ -100,7 +100,13 @@ impl Need {
             scratch,
             headroom: self.headroom,
             later: self.later.clone(),
+            passes: self.passes(),
         }
+    }
+
+    /// How often it goes over the blocks of its components. What is loaded for later stages is worth what it costs.
+    fn passes(&self) -> u32 {
+        self.plan.as_ref().map_or(u32::MAX, |plan| plan.steps.max(1))
     }
 
     /// The components that must be resident for one way to run it.

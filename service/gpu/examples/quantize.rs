@@ -18,7 +18,7 @@ use gpu::{
     quantize,
 };
 use half::bf16;
-use residency::{Component, ComponentId};
+use residency::{Component, ComponentId, Part};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -64,6 +64,7 @@ fn load_seconds(file: &Path, range: ByteRange, target: Target) -> Result<f64, Fa
         stored: Stored::Bf16,
         shape: LARGE.to_vec(),
         target,
+        block: None,
     };
     let plan = LoadPlan::Files((0..WEIGHTS).map(source).collect());
     let component = Component {
@@ -71,10 +72,11 @@ fn load_seconds(file: &Path, range: ByteRange, target: Target) -> Result<f64, Fa
         name: "weights".to_owned(),
         bytes: plan.bytes(),
         reload_seconds: 1.0,
+        parts: residency::Parts::default(),
     };
     let mut card = CpuCard::new(CpuSettings::default())?;
     best(|| {
-        card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))?;
+        card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))?;
         card.unload(&component.id)?;
         Ok(())
     })

@@ -17,7 +17,7 @@ use gpu::{
     CheckpointFile, DeviceSpec, LoadPlan, MemoryProfile, ProfileName, SourcePiece, Target, TensorSource,
     WeightFormat,
 };
-use residency::{Bytes, Component, ComponentId};
+use residency::{Bytes, Component, ComponentId, Part};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -52,6 +52,7 @@ fn main() -> Result<(), Failure> {
         name: "swept".to_owned(),
         bytes: plan.bytes(),
         reload_seconds: 0.0,
+        parts: residency::Parts::default(),
     };
     println!(
         "{read} into {} in {} threads",
@@ -70,7 +71,7 @@ fn main() -> Result<(), Failure> {
         let (mut seconds, mut unloads) = (Vec::new(), Vec::new());
         for _ in 0..REPEATS {
             let began = Instant::now();
-            card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))?;
+            card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))?;
             seconds.push(began.elapsed().as_secs_f64());
             let began = Instant::now();
             card.unload(&component.id)?;

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use residency::{Bytes, Component, ComponentId, DriverTruth};
+use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::read_on_host;
@@ -92,8 +92,9 @@ pub trait Gpu {
     /// [`GpuError::Truth`] or [`GpuError::Lost`].
     fn memory(&mut self) -> Result<DriverTruth, GpuError>;
 
-    /// Loads one component into separate memory. Calls `progress` at least every 64 MiB; `Break` cancels. A
-    /// cancelled or failed load leaves no byte allocated.
+    /// Loads one component, or a part of it, into separate memory. Calls `progress` at least every 64 MiB; `Break` cancels. A
+    /// cancelled or failed load leaves no byte allocated. The blocks that the part lacks are streamed while a stage runs
+    /// ([`ComponentTensors::stream`]).
     ///
     /// # Errors
     /// [`LoadError`]; the component is not on the card then.
@@ -101,6 +102,20 @@ pub trait Gpu {
         &mut self,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError>;
+
+    /// Keeps another part of a loaded component on the card. What is in both parts is not loaded again; what is in the new one
+    /// alone is read as it was by [`Gpu::load`], and memory that it does not need is freed. After an error the component is on the
+    /// card as before.
+    ///
+    /// # Errors
+    /// [`LoadError`]; [`LoadError::StillInUse`] if tensor handles are alive.
+    fn resize(
+        &mut self,
+        component: &Component,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError>;
 

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{CpuStorage, DType, Device, Tensor};
 use half::slice::HalfFloatSliceExt;
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
@@ -94,6 +94,23 @@ impl Numbers {
             DType::U8 => Numbers::U8(vec![0; count]),
             DType::I64 => Numbers::I64(vec![0; count]),
             _ => return None,
+        })
+    }
+
+    /// No numbers, as the storage of a tensor of this dtype. `None` for a dtype that is not read into system memory.
+    pub(crate) fn none_of(target: DType) -> Option<CpuStorage> {
+        Numbers::zeroed(target, 0).and_then(Numbers::into_storage)
+    }
+
+    /// The numbers as the storage of a tensor.
+    pub(crate) fn into_storage(self) -> Option<CpuStorage> {
+        Some(match self {
+            Numbers::F32(n) => CpuStorage::F32(n),
+            Numbers::F64(n) => CpuStorage::F64(n),
+            Numbers::F16(n) => CpuStorage::F16(n),
+            Numbers::Bf16(n) => CpuStorage::BF16(n),
+            Numbers::U8(n) => CpuStorage::U8(n),
+            Numbers::I64(n) => CpuStorage::I64(n),
         })
     }
 

@@ -5,13 +5,14 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use residency::{Bytes, Component, ComponentId, DriverTruth, Holder};
+use residency::{Bytes, Component, ComponentId, DriverTruth, Holder, Part};
 use serde::{Deserialize, Serialize};
 
 use crate::allocator::{self, return_free};
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::host_stream::{read_part, resize_on_host};
 use crate::load::{LoadError, LoadPlan, LoadProgress};
-use crate::reader::read_tensors;
+use crate::reader::{LoadedFrom, read_tensors};
 use crate::system::SystemReader;
 use crate::tensors::ComponentTensors;
 
@@ -44,6 +45,8 @@ struct Stage {
 
 struct CpuComponent {
     tensors: Arc<ComponentTensors>,
+    from: LoadedFrom,
+    part: Part,
     booked: Bytes,
 }
 
@@ -104,6 +107,11 @@ pub(crate) fn read_on_host(
     }
 }
 
+/// The error for a part of a component that is not loaded.
+pub(crate) fn not_there(component: &Component) -> LoadError {
+    LoadError::Unsupported(format!("component {} is not there", component.id))
+}
+
 fn capacity(settings: &CpuSettings, system_total: Bytes) -> Bytes {
     settings
         .capacity
@@ -159,6 +167,7 @@ impl Gpu for CpuCard {
         &mut self,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
         let sources = plan.files()?;
@@ -168,9 +177,9 @@ impl Gpu for CpuCard {
                 component.id
             )));
         }
-        let needed = plan.bytes();
-        if needed != component.bytes {
-            tracing::warn!(component = %component.id, planned = %needed, announced = %component.bytes,
+        let needed = plan.placement(part).bytes_on_card(sources);
+        if needed != component.bytes_of(part) {
+            tracing::warn!(component = %component.id, planned = %needed, announced = %component.bytes_of(part),
                 "the plan of a component has other bytes than were announced; the plan's are booked");
         }
         self.system.expire();
@@ -178,15 +187,17 @@ impl Gpu for CpuCard {
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
         }
-        let outcome = read_tensors(sources, progress);
+        let outcome = read_part(plan, part, progress);
         self.system.expire();
         match outcome {
-            Ok(tensors) => {
-                let tensors = Arc::new(ComponentTensors::of_weights(tensors));
+            Ok((tensors, from)) => {
+                let tensors = Arc::new(tensors);
                 self.held.insert(
                     component.id.clone(),
                     CpuComponent {
                         tensors,
+                        from,
+                        part,
                         booked: needed,
                     },
                 );
@@ -197,6 +208,28 @@ impl Gpu for CpuCard {
                 Err(error)
             }
         }
+    }
+
+    fn resize(
+        &mut self,
+        component: &Component,
+        part: Part,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        let free = self.memory().map_err(|e| LoadError::Lost(e.to_string()))?.free;
+        let held = self.held.get_mut(&component.id);
+        let held = held.ok_or_else(|| not_there(component))?;
+        let plan = &held.from.plan;
+        let booked = plan.placement(part).bytes_on_card(plan.files()?);
+        if booked - held.booked > free {
+            let needed = booked - held.booked;
+            return Err(LoadError::OutOfMemory { needed, free });
+        }
+        resize_on_host(&mut held.tensors, &held.from, (held.part, part), progress)?;
+        (held.part, held.booked) = (part, booked);
+        return_free();
+        self.system.expire();
+        Ok(())
     }
 
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {

@@ -322,6 +322,7 @@ pub fn kept_plan(path: &Path, plan: &LoadPlan) -> Result<LoadPlan, LoadError> {
             }
         };
         Ok(TensorSource {
+            block: source.block,
             name: name.clone(),
             pieces: vec![SourcePiece::File {
                 file: Arc::clone(copy.path()),

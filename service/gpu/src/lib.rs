@@ -4,6 +4,7 @@
 
 #[allow(unsafe_code)] // A global allocator is an unsafe trait.
 pub mod allocator;
+mod blocks;
 mod card;
 mod checkpoint;
 #[allow(unsafe_code)] // Numbers are read as bytes.
@@ -18,6 +19,7 @@ mod faults;
 mod files;
 mod format;
 mod holders;
+mod host_stream;
 mod kept;
 mod load;
 #[cfg(feature = "cuda")]
@@ -34,6 +36,7 @@ mod tensors;
 mod timeline;
 
 pub use allocator::CountingAllocator;
+pub use blocks::{BlockPlace, Uses};
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 pub use checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry, git_lfs_pointer};
 pub use cpu::{CpuCard, CpuSettings};
@@ -60,5 +63,5 @@ pub use simulated::{
 };
 pub use size::{SizeError, exact_bytes, parse_bytes};
 pub use system::{SystemMemory, SystemReader, end_process};
-pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight, to_device};
+pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight, WeightStream, to_device};
 pub use timeline::Timeline;

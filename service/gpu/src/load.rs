@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::DType;
-use residency::Bytes;
+use residency::{Bytes, Part, Parts};
 
+use crate::blocks::{BlockPlace, Placement, parts_of};
 use crate::format::{GgufType, WeightFormat, rows_and_columns};
 
 /// How numbers are stored in a checkpoint.
@@ -116,6 +117,8 @@ pub struct TensorSource {
     pub shape: Vec<usize>,
     /// Representation on the card.
     pub target: Target,
+    /// The block that it belongs to; `None` if it always stays on the card.
+    pub block: Option<BlockPlace>,
 }
 
 impl TensorSource {
@@ -138,6 +141,7 @@ impl TensorSource {
             stored,
             shape,
             target: Target::Full(dtype),
+            block: None,
         }
     }
 
@@ -182,7 +186,32 @@ impl LoadPlan {
         }
     }
 
-    /// Exact bytes on the card.
+    /// The parts in which the component can be on a card.
+    pub fn parts(&self) -> Parts {
+        match self {
+            LoadPlan::Files(sources) => parts_of(sources),
+            LoadPlan::Synthetic(_) => Parts::default(),
+        }
+    }
+
+    /// Where the tensors are in a part.
+    pub(crate) fn placement(&self, part: Part) -> Placement {
+        match self {
+            LoadPlan::Files(sources) => Placement::of(sources, part),
+            LoadPlan::Synthetic(_) => Placement::default(),
+        }
+    }
+
+    /// Says to which blocks the tensors belong, by their names.
+    pub fn in_blocks(&mut self, block_of: impl Fn(&str) -> Option<BlockPlace>) {
+        if let LoadPlan::Files(sources) = self {
+            for source in sources {
+                source.block = block_of(&source.name);
+            }
+        }
+    }
+
+    /// Exact bytes on the card of all of it.
     pub fn bytes(&self) -> Bytes {
         match self {
             LoadPlan::Files(sources) => sources.iter().map(TensorSource::bytes_on_card).sum(),
@@ -198,12 +227,15 @@ pub struct LoadProgress {
     pub total: Bytes,
 }
 
-/// Why a component could not be loaded. Nothing of it is left on the card.
+/// Why a component could not be loaded. Nothing more of it is on the card than before.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// Cancelled by the progress callback.
     #[error("the load was cancelled")]
     Cancelled,
+    /// Tensor handles of the component are still alive, so that no other part of it can be loaded.
+    #[error("the component is still in use by {0} holder(s) of its tensors")]
+    StillInUse(usize),
     /// The card has not enough memory.
     #[error("out of memory while loading: {needed} needed, {free} free")]
     OutOfMemory {

@@ -15,7 +15,7 @@ use residency::Bytes;
 use crate::convert::{Numbers, Part, converts};
 use crate::files::{FileStamp, open_regular};
 use crate::format::{WeightFormat, rows_and_columns};
-use crate::load::{LoadError, LoadProgress, SourcePiece, Target, TensorSource};
+use crate::load::{LoadError, LoadPlan, LoadProgress, SourcePiece, Target, TensorSource};
 use crate::quantize::{self, Nested, Parts, Scales};
 use crate::tensors::{QuantizedWeight, Weight};
 
@@ -216,6 +216,7 @@ pub(crate) fn chunks<'a>(
 }
 
 /// A checkpoint file that is being read.
+#[derive(Debug)]
 pub(crate) struct OpenFile {
     path: Arc<Path>,
     file: File,
@@ -333,6 +334,45 @@ fn file_of<'a>(
     files
         .get(file)
         .ok_or_else(|| LoadError::Unsupported(format!("tensor {} has no file", source.name)))
+}
+
+/// The plan of a loaded component, with the versions of its files.
+pub(crate) struct LoadedFrom {
+    pub(crate) plan: LoadPlan,
+    stamps: HashMap<Arc<Path>, FileStamp>,
+}
+
+impl LoadedFrom {
+    /// A plan, with the versions of its open files.
+    pub(crate) fn new(plan: &LoadPlan, files: &OpenFiles) -> LoadedFrom {
+        let stamps = files.iter().map(|(path, open)| (Arc::clone(path), open.stamp));
+        LoadedFrom {
+            plan: plan.clone(),
+            stamps: stamps.collect(),
+        }
+    }
+
+    /// A plan without files, or one whose component is loaded whole: nothing more is read of it.
+    pub(crate) fn whole(plan: &LoadPlan) -> LoadedFrom {
+        LoadedFrom {
+            plan: plan.clone(),
+            stamps: HashMap::new(),
+        }
+    }
+
+    /// Checks that open files are the versions that the component was loaded from.
+    ///
+    /// # Errors
+    /// [`LoadError::Damaged`] for the first that is another.
+    pub(crate) fn check_versions(&self, files: &OpenFiles) -> Result<(), LoadError> {
+        for (path, open) in files {
+            if self.stamps.get(path).is_some_and(|stamp| *stamp != open.stamp) {
+                let problem = "it was replaced since the component was loaded".to_owned();
+                return Err(damaged(path, problem));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Checks that the files are unchanged since they were opened; otherwise the bytes read are worthless.
@@ -739,6 +779,7 @@ mod tests {
                     stored,
                     shape: vec![rows, columns],
                     target: Target::Quantized(*format),
+                    block: None,
                 }).collect();
                 let files = open(&sources).unwrap();
                 let pace = Pace { threads, at_once };

@@ -13,13 +13,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use residency::{Bytes, Component, ComponentId, DriverTruth};
+use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
 
 use crate::allocator::{self, return_free};
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::cpu::not_there;
 use crate::faults::{FaultAction, FaultSchedule};
+use crate::host_stream::{read_part, resize_on_host};
 use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
-use crate::reader::{Progress, read_tensors};
+use crate::reader::{LoadedFrom, Progress, report_progress};
 use crate::tensors::ComponentTensors;
 
 use book::SharedBook;
@@ -47,6 +49,8 @@ pub struct SimulatedCard {
 
 struct SimulatedComponent {
     tensors: Arc<ComponentTensors>,
+    from: LoadedFrom,
+    part: Part,
     booked: Bytes,
     /// Whether it has tensors, and not only bytes.
     real: bool,
@@ -120,28 +124,68 @@ impl SimulatedCard {
     }
 
     /// Transfers the bytes of a plan, which are booked already.
-    fn transfer(&self, plan: &LoadPlan, progress: Progress<'_>) -> Result<ComponentTensors, LoadError> {
+    fn transfer(
+        &self,
+        plan: &LoadPlan,
+        (part, booked): (Part, Bytes),
+        progress: Progress<'_>,
+    ) -> Result<(ComponentTensors, LoadedFrom), LoadError> {
         let began_ms = self.clock.now_ms();
         match plan {
-            LoadPlan::Synthetic(total) => {
-                let mut done = Bytes::ZERO;
+            LoadPlan::Synthetic(_) => {
+                let (mut done, total) = (Bytes::ZERO, booked);
                 loop {
                     self.wait_for_transfer(began_ms, done);
-                    if progress(LoadProgress { done, total: *total }).is_break() {
+                    if progress(LoadProgress { done, total }).is_break() {
                         return Err(LoadError::Cancelled);
                     }
-                    if done == *total {
-                        return Ok(ComponentTensors::default());
+                    if done == total {
+                        return Ok((ComponentTensors::default(), LoadedFrom::whole(plan)));
                     }
-                    done = (done + Bytes(SYNTHETIC_CHUNK)).min(*total);
+                    done = (done + Bytes(SYNTHETIC_CHUNK)).min(total);
                 }
             }
-            LoadPlan::Files(sources) => {
-                let tensors = read_tensors(sources, &mut |reported| {
-                    self.wait_for_transfer(began_ms, reported.done);
-                    progress(reported)
-                })?;
-                Ok(ComponentTensors::of_weights(tensors))
+            LoadPlan::Files(_) => read_part(plan, part, &mut |reported| {
+                self.wait_for_transfer(began_ms, reported.done);
+                progress(reported)
+            }),
+        }
+    }
+
+    /// Keeps another part of a component.
+    fn change(
+        &self,
+        held: &mut SimulatedComponent,
+        (part, booked): (Part, Bytes),
+        progress: Progress<'_>,
+    ) -> Result<(), LoadError> {
+        let grown = booked - held.booked;
+        let taken = self.book.lock().take_component(grown);
+        taken.map_err(|e| LoadError::OutOfMemory {
+            needed: e.needed,
+            free: e.free,
+        })?;
+        let began_ms = self.clock.now_ms();
+        let mut paced = |reported: LoadProgress| {
+            self.wait_for_transfer(began_ms, reported.done);
+            progress(reported)
+        };
+        let outcome = match held.from.plan {
+            LoadPlan::Files(_) => {
+                resize_on_host(&mut held.tensors, &held.from, (held.part, part), &mut paced)
+            }
+            LoadPlan::Synthetic(_) => report_progress(&mut paced, grown, grown),
+        };
+        match outcome {
+            Ok(()) => {
+                self.release();
+                self.book.lock().return_component(held.booked - booked, false);
+                (held.part, held.booked) = (part, booked);
+                Ok(())
+            }
+            Err(error) => {
+                self.book.lock().return_component(grown, true);
+                Err(error)
             }
         }
     }
@@ -166,6 +210,15 @@ impl SimulatedCard {
         if left_ms > 0 {
             self.clock.sleep_ms(left_ms);
         }
+    }
+}
+
+/// Bytes on the card of a part.
+fn bytes_in_part(component: &Component, plan: &LoadPlan, part: Part) -> Bytes {
+    match plan {
+        LoadPlan::Files(sources) => plan.placement(part).bytes_on_card(sources),
+        LoadPlan::Synthetic(whole) if part == Part::WHOLE => *whole,
+        LoadPlan::Synthetic(_) => component.bytes_of(part),
     }
 }
 
@@ -213,6 +266,7 @@ impl Gpu for SimulatedCard {
         &mut self,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
         self.check_alive().map_err(LoadError::Lost)?;
@@ -222,7 +276,7 @@ impl Gpu for SimulatedCard {
                 component.id
             )));
         }
-        let booked = plan.bytes();
+        let booked = bytes_in_part(component, plan, part);
         let failing = self.failing();
         match failing {
             Some(LoadFailure::Io) => {
@@ -248,7 +302,7 @@ impl Gpu for SimulatedCard {
         self.book.lock().take_component(booked).map_err(out_of_memory)?;
 
         let mut failed_at = None;
-        let outcome = self.transfer(plan, &mut |reported| {
+        let outcome = self.transfer(plan, (part, booked), &mut |reported| {
             if failing.is_some() && reported.done.0 >= booked.0 / 2 {
                 failed_at = Some(reported.done);
                 return ControlFlow::Break(());
@@ -256,12 +310,14 @@ impl Gpu for SimulatedCard {
             progress(reported)
         });
         match (outcome, failed_at) {
-            (Ok(tensors), _) => {
+            (Ok((tensors, from)), _) => {
                 let real = matches!(plan, LoadPlan::Files(_));
                 self.held.insert(
                     component.id.clone(),
                     SimulatedComponent {
                         tensors: Arc::new(tensors),
+                        from,
+                        part,
                         booked,
                         real,
                     },
@@ -279,6 +335,22 @@ impl Gpu for SimulatedCard {
                 }
             }
         }
+    }
+
+    fn resize(
+        &mut self,
+        component: &Component,
+        part: Part,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        self.check_alive().map_err(LoadError::Lost)?;
+        // Taken out while it changes: the transfer reads the settings of the card.
+        let held = self.held.remove(&component.id);
+        let mut held = held.ok_or_else(|| not_there(component))?;
+        let booked = bytes_in_part(component, &held.from.plan, part);
+        let outcome = self.change(&mut held, (part, booked), progress);
+        self.held.insert(component.id.clone(), held);
+        outcome
     }
 
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {

@@ -2,11 +2,15 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
+use residency::Bytes;
 
+use crate::blocks::BlockPlace;
 use crate::format::WeightFormat;
+use crate::load::LoadError;
 
 /// A quantized weight: bytes in the layout of its format.
 #[derive(Clone, Debug)]
@@ -36,6 +40,46 @@ impl Weight {
     }
 }
 
+/// Brings the blocks of a component that are not on the card.
+pub(crate) trait Streams: fmt::Debug + Send + Sync {
+    /// As [`WeightStream::enter`].
+    fn enter(&self, place: BlockPlace) -> Result<(), LoadError>;
+
+    /// Bytes of the machine's memory that it keeps for blocks.
+    fn bytes_on_host(&self) -> Bytes;
+}
+
+/// The streamed blocks of a component: those that are on the card only while a stage uses them. Clones are one stream.
+#[derive(Clone, Debug, Default)]
+pub struct WeightStream(Option<Arc<dyn Streams>>);
+
+impl WeightStream {
+    pub(crate) fn new(stream: Arc<dyn Streams>) -> WeightStream {
+        WeightStream(Some(stream))
+    }
+
+    /// Makes the tensors of a block usable for the work that is queued next, and those of the block before it unusable. A stage
+    /// calls it before each block of a pass; it does nothing where all of the component is on the card.
+    ///
+    /// # Errors
+    /// [`LoadError`] if its bytes cannot be read.
+    pub fn enter(&self, place: BlockPlace) -> Result<(), LoadError> {
+        self.0.as_ref().map_or(Ok(()), |stream| stream.enter(place))
+    }
+
+    /// Whether all of the component is on the card.
+    pub fn is_whole(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Bytes of the machine's memory that are kept for its blocks.
+    pub fn bytes_on_host(&self) -> Bytes {
+        self.0
+            .as_ref()
+            .map_or(Bytes::ZERO, |stream| stream.bytes_on_host())
+    }
+}
+
 /// Locks memory of the process for a card, until it is dropped.
 pub(crate) trait Pinning: fmt::Debug + Send + Sync {}
 
@@ -45,6 +89,8 @@ pub struct ComponentTensors {
     /// Pins the tensors' memory, if it is host memory. Dropped before the tensors.
     pinning: Option<Box<dyn Pinning>>,
     weights: HashMap<String, Weight>,
+    /// Brings the tensors that are not on the card.
+    stream: WeightStream,
 }
 
 /// Views of one tensor with the numbers of all, in full precision and of dtype `T`; with address and bytes of its numbers.
@@ -118,7 +164,19 @@ impl ComponentTensors {
         ComponentTensors {
             pinning: None,
             weights,
+            stream: WeightStream::default(),
         }
+    }
+
+    /// The component with blocks that this stream brings.
+    pub(crate) fn streaming(self, stream: WeightStream) -> ComponentTensors {
+        ComponentTensors { stream, ..self }
+    }
+
+    /// The stream of its blocks.
+    #[must_use]
+    pub fn stream(&self) -> WeightStream {
+        self.stream.clone()
     }
 
     /// The component with its tensors in one piece of host memory, if all are in full precision and of one dtype. The piece is

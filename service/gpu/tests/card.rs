@@ -15,7 +15,7 @@ use gpu::{
     ByteRange, CpuCard, CpuSettings, DeviceSpec, Gpu, GpuError, LoadError, LoadPlan, MemoryProfile,
     ProfileName, Stored, TensorSource,
 };
-use residency::{Bytes, Component, ComponentId};
+use residency::{Bytes, Component, ComponentId, Part};
 
 /// Tolerance for another process, or a driver that maps in pieces, between two readings.
 const NOISE: Bytes = Bytes::mib(4);
@@ -37,6 +37,7 @@ fn component(name: &str, plan: &LoadPlan) -> Component {
         name: name.to_owned(),
         bytes: plan.bytes(),
         reload_seconds: 1.0,
+        parts: residency::Parts::default(),
     }
 }
 
@@ -79,7 +80,7 @@ fn a_load_copies_every_number_and_an_unload_frees_every_byte() {
         let component = component("c", &plan);
         let before = card.memory().unwrap();
         for _ in 0..3 {
-            card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+            card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))
                 .unwrap();
             let there = card.memory().unwrap();
             assert_eq!(there.components, component.bytes);
@@ -107,7 +108,7 @@ fn a_load_copies_every_number_and_an_unload_frees_every_byte() {
 fn assert_like_the_system(card: &dyn Gpu, component: &Component, plan: &LoadPlan) {
     let mut system = CpuCard::new(CpuSettings::default()).unwrap();
     system
-        .load(component, plan, &mut |_| ControlFlow::Continue(()))
+        .load(component, plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))
         .unwrap();
     let here = card.tensors(&component.id).unwrap();
     let right = system.tensors(&component.id).unwrap();
@@ -149,7 +150,7 @@ fn small_tensors_of_any_dtype_share_a_slot_of_the_ring() {
     let plan = LoadPlan::Files(sources.collect());
     let component = component("small", &plan);
     for _ in 0..2 {
-        card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+        card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))
             .unwrap();
         assert_eq!(card.memory().unwrap().components, component.bytes);
         assert_like_the_system(card.as_ref(), &component, &plan);
@@ -174,7 +175,7 @@ fn cancelled_leaves_nothing(card: &mut dyn Gpu, plan: &LoadPlan, calls: &[i32]) 
     let before = card.memory().unwrap().free;
     for calls in calls {
         let mut left = *calls;
-        let outcome = card.load(&component, plan, &mut |_| {
+        let outcome = card.load(&component, plan, Part::WHOLE, &mut |_| {
             left -= 1;
             if left < 0 {
                 ControlFlow::Break(())
@@ -222,7 +223,7 @@ fn leaked_tensors_are_named() {
     let file = file_of_numbers(NUMBERS);
     let plan = plan(file.path(), DType::BF16);
     let component = component("c", &plan);
-    card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+    card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))
         .unwrap();
     let tensors = card.tensors(&component.id).unwrap();
     assert!(matches!(

@@ -10,7 +10,7 @@ use engine::queue::{CardStatus, JobInfo, PlannedStage, StatusReport};
 use engine::{Change, ChangedTo, Fallback, Freed, Kept, Shortfall};
 use gpu::{CardKind, WeightFormat};
 use model::{AdapterReport, FULL, LeftOut, MediaFormat, Medium, Request, ValueShape};
-use residency::{Component, Fits, Holder, MemorySummary, Move, Resident, ResidentState};
+use residency::{Component, Fits, Holder, MemorySummary, Move, Part, Resident, ResidentState};
 use wording::cut;
 
 pub(crate) fn component_out(component: &Component) -> v1::Component {
@@ -547,7 +547,7 @@ fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
 
 fn resident_out(resident: &Resident, card: &CardStatus, report: &StatusReport) -> v1::ResidentComponent {
     let state = match resident.state {
-        ResidentState::Loading => "loading",
+        ResidentState::Loading | ResidentState::Resizing => "loading",
         ResidentState::Resident => "resident",
         ResidentState::Evicting => "evicting",
     };
@@ -604,7 +604,21 @@ fn planned_out(stage: &PlannedStage) -> v1::PlannedStage {
 fn move_out(planned: &Move) -> String {
     match planned {
         Move::Evict(component) => format!("evict {} ({})", component.name, component.bytes),
-        Move::Load(component) => format!("load {} ({})", component.name, component.bytes),
+        Move::Load(component, part) if *part == Part::WHOLE => {
+            format!("load {} ({})", component.name, component.bytes)
+        }
+        Move::Load(component, part) => format!(
+            "load {} of {} ({}), and stream the rest",
+            component.bytes_of(*part),
+            component.name,
+            component.bytes
+        ),
+        Move::Resize(component, part) => format!(
+            "keep {} of {} ({})",
+            component.bytes_of(*part),
+            component.name,
+            component.bytes
+        ),
         Move::Trim => "trim".to_owned(),
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use candle_core::DType;
-use gpu::{LoadPlan, Target, TensorSource, WeightFormat};
+use gpu::{BlockPlace, LoadPlan, Target, TensorSource, WeightFormat};
 use residency::{Bytes, Component};
 
 use crate::{Formats, ModelFile, digest_of_names, provisional_identity};
@@ -74,8 +74,19 @@ impl ComponentSet {
             name: name.to_owned(),
             bytes,
             reload_seconds: bytes.0 as f64 / RELOAD_BYTES_PER_SECOND,
+            parts: files.plan.parts(),
         };
         self.push_open(component, files.plan, files.files);
+    }
+
+    /// Says to which blocks the tensors of a component belong, by their names: they may be streamed. Does nothing without such a
+    /// component.
+    pub fn in_blocks(&mut self, name: &str, block_of: impl Fn(&str) -> Option<BlockPlace>) {
+        if let Some(index) = self.index(name) {
+            let plan = &mut self.loads[index].0;
+            plan.in_blocks(block_of);
+            self.components[index].parts = plan.parts();
+        }
     }
 
     /// Adds a component that has an identity.

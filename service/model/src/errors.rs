@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use gpu::WeightFormat;
+use gpu::{LoadError, WeightFormat};
 
 use crate::adapter::AdapterError;
 use crate::out_of_memory::is_out_of_memory;
@@ -100,6 +100,9 @@ pub enum StageError {
         /// The tensor and the problem.
         missing: gpu::MissingTensor,
     },
+    /// The bytes of a streamed block cannot be read.
+    #[error("weights that are streamed: {0}")]
+    Weights(#[from] LoadError),
     /// An operation of the tensor library failed.
     #[error("tensor operation failed: {0}")]
     Tensor(#[from] candle_core::Error),

@@ -62,7 +62,9 @@ fn loaded(folder: &Path) -> Result<(FluxModel, Components), Box<dyn Error>> {
     let mut tensors = HashMap::new();
     for component in model.components() {
         let plan = model.load_plan(&component.name).ok_or("no plan")?;
-        card.load(component, plan, &mut |_| ControlFlow::Continue(()))?;
+        card.load(component, plan, residency::Part::WHOLE, &mut |_| {
+            ControlFlow::Continue(())
+        })?;
         tensors.insert(component.name.clone(), card.tensors(&component.id)?);
     }
     Ok((model, tensors))

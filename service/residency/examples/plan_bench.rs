@@ -7,7 +7,8 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use residency::{
-    Bytes, Component, ComponentId, DriverTruth, Ledger, LedgerError, Millis, Policy, StageNeed, Verdict, plan,
+    Bytes, Component, ComponentId, DriverTruth, Ledger, LedgerError, Millis, Part, Parts, Policy, StageNeed,
+    Verdict, plan,
 };
 
 const COMPONENTS: u64 = 1_000;
@@ -26,6 +27,7 @@ fn component(n: u64) -> Component {
         name: "transformer".into(),
         bytes,
         reload_seconds: bytes.0 as f64 / 40e9,
+        parts: Parts::default(),
     }
 }
 
@@ -36,7 +38,7 @@ fn full_card() -> Result<Ledger, LedgerError> {
     let total = sum + Bytes::gib(1);
     let mut ledger = Ledger::new(total, Bytes::mib(256));
     for c in &components {
-        ledger.begin_load(c, Millis(0))?;
+        ledger.begin_load(c, Part::WHOLE, Millis(0))?;
         ledger.complete_load(&c.id, Millis(0))?;
     }
     for (n, c) in components.iter().enumerate() {
@@ -46,6 +48,7 @@ fn full_card() -> Result<Ledger, LedgerError> {
             scratch: Bytes::ZERO,
             headroom: Bytes::ZERO,
             later: Vec::new(),
+            passes: 2,
         };
         for _ in 0..n % 5 {
             let lease = ledger.lease(&need, Millis(n as u64 * 37 % 600_000))?;
@@ -79,6 +82,7 @@ fn main() -> Result<(), LedgerError> {
             scratch: Bytes::mib(n * 13 % 40_000),
             headroom: Bytes::ZERO,
             later: Vec::new(),
+            passes: 2,
         };
         let policy = if n % 2 == 0 {
             Policy::Shared

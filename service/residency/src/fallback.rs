@@ -63,13 +63,13 @@ pub fn fallbacks<C: Clone>(
     fitting.collect()
 }
 
-/// The largest peak among stages, each component of a stage counted once.
+/// The largest peak among stages, each component of a stage counted once, and in its smallest part: what the card must have.
 pub fn peak_of(stages: &[StageNeed]) -> Bytes {
     let peaks = stages.iter().map(|stage| {
         let mut components: Vec<_> = stage.components.iter().collect();
         components.sort_by_key(|c| &c.id);
         components.dedup_by_key(|c| &c.id);
-        components.iter().map(|c| c.bytes).sum::<Bytes>() + stage.scratch
+        components.iter().map(|c| c.bytes_of(c.least())).sum::<Bytes>() + stage.scratch
     });
     peaks.max().unwrap_or(Bytes::ZERO)
 }
@@ -78,7 +78,10 @@ fn fits(ledger: &Ledger, stages: &[StageNeed], policy: Policy, now: Millis) -> O
     let mut fits = Fits::Now;
     for stage in stages {
         match plan(ledger, stage, policy, now) {
-            Verdict::Run { moves } if !moves.iter().any(|m| matches!(m, Move::Evict(_))) => {}
+            Verdict::Run { moves }
+                if !moves
+                    .iter()
+                    .any(|m| matches!(m, Move::Evict(_) | Move::Resize(..))) => {}
             Verdict::Run { .. } => fits = Fits::AfterEvictions,
             Verdict::Wait {
                 cause: WaitCause::Foreign | WaitCause::Reservation,

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::nouns::{Bytes, ComponentId, DriverTruth, Holder, Millis};
+use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
 
 pub use claims::{HoldId, ReservationId};
@@ -245,11 +246,16 @@ impl Ledger {
         self.residents.get(id)
     }
 
-    /// Whether a component is loaded in full.
+    /// Whether a component is loaded, whole or in a part.
     pub fn is_resident(&self, id: &ComponentId) -> bool {
         self.residents
             .get(id)
             .is_some_and(|r| r.state == ResidentState::Resident)
+    }
+
+    /// Whether a component is loaded, and all of it is on the card.
+    pub fn is_whole(&self, id: &ComponentId) -> bool {
+        self.is_resident(id) && self.residents.get(id).is_some_and(|r| r.part == Part::WHOLE)
     }
 
     /// Holders of memory that is not evictable, with the reason: other processes, reservations, and our own
@@ -286,7 +292,7 @@ impl Ledger {
         }
         for resident in self.residents.values() {
             let why = match resident.state {
-                ResidentState::Loading => "loading",
+                ResidentState::Loading | ResidentState::Resizing => "loading",
                 ResidentState::Evicting => "being evicted",
                 ResidentState::Resident if resident.leases > 0 => "in use",
                 ResidentState::Resident if resident.pinned => "pinned",
@@ -295,7 +301,7 @@ impl Ledger {
             };
             holders.push(ours(
                 format!("{} ({why})", resident.component.name),
-                resident.component.bytes,
+                resident.bytes(),
             ));
         }
         let scratch = self.booked_scratch();
@@ -307,7 +313,7 @@ impl Ledger {
 
     /// Bytes of all booked components, visible to the driver or not.
     pub(crate) fn booked(&self) -> Bytes {
-        self.residents.values().map(|r| r.component.bytes).sum()
+        self.residents.values().map(Resident::bytes).sum()
     }
 
     /// Scratch of all leases, visible to the driver or not.

@@ -10,7 +10,8 @@
 //!   would fit. [`predicted_move_seconds`]: the cost by which a stage is placed on one of several cards.
 //!
 //! # Terms
-//! A *component* is loaded, leased, pinned and evicted as one. A *stage* needs components and *scratch* (activation
+//! A *component* is loaded, leased, pinned and evicted as one, whole or in a *part*: then the rest of its *blocks* is streamed
+//! while a stage runs ([`Parts`]). A *stage* needs components and *scratch* (activation
 //! memory). A *lease* belongs to a running stage; a *hold* to a client; a *pin* lasts until unpinned; a *reservation*
 //! belongs to another program. *Slack* is reserved by our pools and unused. *Usable* is free and slack, less *headroom*
 //! and unused reservations. *Late* bytes were freed by us and are not shown as free by the driver yet. *Foreign* bytes
@@ -27,19 +28,24 @@
 //!     name: "vae".into(),
 //!     bytes: Bytes::mib(160),
 //!     reload_seconds: 0.02,
+//!     parts: Parts::default(),
 //! };
-//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO, later: vec![] };
+//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO, later: vec![], passes: 1 };
 //!
 //! let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, now) else { panic!("it fits") };
 //! for each in moves {
 //!     match each {
-//!         Move::Load(c) => {
-//!             ledger.begin_load(&c, now)?; // then bytes are copied, then:
+//!         Move::Load(c, part) => {
+//!             ledger.begin_load(&c, part, now)?; // then bytes are copied, then:
 //!             ledger.complete_load(&c.id, now)?;
 //!         }
 //!         Move::Evict(c) => {
 //!             ledger.begin_evict(&c.id)?;
 //!             ledger.complete_evict(&c.id, now)?;
+//!         }
+//!         Move::Resize(c, part) => {
+//!             ledger.begin_resize(&c, part)?; // then blocks are freed or copied, then:
+//!             ledger.complete_resize(&c.id, now)?;
 //!         }
 //!         Move::Trim => {} // the card does it, and reconciling shows it
 //!     }
@@ -58,6 +64,7 @@
 mod fallback;
 mod ledger;
 mod nouns;
+mod parts;
 mod patience;
 mod plan;
 mod resident;
@@ -68,9 +75,10 @@ pub use ledger::{
     Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, ReservationId,
 };
 pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
+pub use parts::{Part, PartSize, Parts};
 pub use patience::{Patience, Wait};
 pub use plan::{
-    LowMemory, Move, Policy, Verdict, WaitCause, large_from, make_room, plan, plan_low_memory,
+    LowMemory, Move, Policy, Verdict, WaitCause, freed_by, large_from, make_room, plan, plan_low_memory,
     predicted_move_seconds, should_trim,
 };
 pub use resident::{HEAT_HALF_LIFE_MS, Resident, ResidentState};

@@ -7,6 +7,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::parts::Parts;
+
 /// A number of bytes. Arithmetic saturates: no account can be negative.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -114,7 +116,7 @@ impl fmt::Display for ComponentId {
     }
 }
 
-/// The unit of residence: it is loaded, leased, pinned and evicted as a whole.
+/// The unit of residence: it is loaded, leased, pinned and evicted under one account, whole or in a part ([`Parts`]).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Component {
     pub id: ComponentId,
@@ -124,6 +126,8 @@ pub struct Component {
     pub bytes: Bytes,
     /// Measured or predicted seconds to reload it: the cheapest to reload is evicted first.
     pub reload_seconds: f64,
+    /// The parts of it that can be on the card while the rest is streamed; none if it has to be there whole.
+    pub parts: Parts,
 }
 
 /// The needs of one stage of a job on the card while it runs.
@@ -139,12 +143,20 @@ pub struct StageNeed {
     pub headroom: Bytes,
     /// Components that later stages of the job need: they are evicted last, since they would be reloaded at once.
     pub later: Vec<ComponentId>,
+    /// How often the stage goes over the blocks of its components. What is streamed crosses the link in each pass.
+    pub passes: u32,
 }
 
 impl StageNeed {
-    /// Bytes of components and scratch: the stage's peak on the card.
+    /// Bytes of whole components and scratch: the stage's peak on the card where nothing is streamed.
     pub fn peak(&self) -> Bytes {
         self.components.iter().map(|c| c.bytes).sum::<Bytes>() + self.scratch
+    }
+
+    /// The stage's peak on the card where as much as possible is streamed.
+    pub fn least_peak(&self) -> Bytes {
+        let least = self.components.iter().map(|c| c.bytes_of(c.least()));
+        least.sum::<Bytes>() + self.scratch
     }
 }
 

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ledger::Ledger;
 use crate::nouns::{Bytes, Component, ComponentId, Millis, StageNeed};
+use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
 
 /// Measured: 40 ms until the driver shows 21.5 GB as free on an H100; a few milliseconds at least.
@@ -19,7 +20,10 @@ const TRIM_SECONDS: f64 = 0.005;
 #[serde(rename_all = "snake_case")]
 pub enum Move {
     Evict(Component),
-    Load(Component),
+    /// Load a component: all of it, or a part.
+    Load(Component, Part),
+    /// Keep another part of a component on the card: more of its blocks, or fewer.
+    Resize(Component, Part),
     /// Return slack to the driver, so that component pools can allocate it.
     Trim,
 }
@@ -56,7 +60,7 @@ pub enum WaitCause {
 pub enum Verdict {
     /// The stage can run after these moves; at once if there are none.
     Run {
-        /// Evictions, then a trim if one is needed, then loads.
+        /// Evictions and shrinking parts, then a trim if one is needed, then loads and growing parts.
         moves: Vec<Move>,
     },
     /// The stage does not fit now, and would if claimed memory were released.
@@ -91,15 +95,19 @@ pub fn large_from(total: Bytes) -> Bytes {
 }
 
 /// Decides whether a stage can run on this card, and which moves have to come first.
+///
+/// Its components are wanted whole. Where they cannot be, or where a stage with a single pass over its blocks would evict others
+/// for it, those that have parts get what the card has for them, and the rest of their blocks is streamed: in a single pass a block
+/// crosses the link once either way.
 pub fn plan(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> Verdict {
-    let ask = Ask::of_stage(ledger, need);
-    let survey = Survey::of(ledger, &ask);
-    survey.verdict(&ask, policy, now)
+    decide(ledger, need, policy, now).0
 }
 
-/// A plan that never refuses: it frees as much as is evictable and reports the shortage.
+/// A plan that never refuses: it frees as much as is evictable and reports the shortage. Components that have parts are streamed
+/// where [`plan`] would have them streamed.
 pub fn plan_low_memory(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> LowMemory {
-    let ask = Ask::of_stage(ledger, need);
+    let (_, chosen) = decide(ledger, need, policy, now);
+    let ask = Ask::of_stage(ledger, need, &chosen);
     let survey = Survey::of(ledger, &ask);
     let short = survey.missing(&ask) - survey.evictable();
     LowMemory {
@@ -108,15 +116,135 @@ pub fn plan_low_memory(ledger: &Ledger, need: &StageNeed, policy: Policy, now: M
     }
 }
 
+/// The parts of a stage's components, in their order.
+type Chosen = Vec<Part>;
+
+/// The verdict, with the parts of the components that it is about.
+fn decide(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> (Verdict, Chosen) {
+    let whole: Chosen = need.components.iter().map(|c| whole_of(ledger, c)).collect();
+    let verdict = verdict_on(ledger, need, &whole, policy, now);
+    let streams_instead = match &verdict {
+        Verdict::Run { moves } => need.passes <= 1 && moves.iter().any(|m| freed_by(ledger, m) > Bytes::ZERO),
+        Verdict::Wait { short, .. } => *short > Bytes::ZERO,
+        Verdict::Never { .. } => true,
+    };
+    if !streams_instead || need.components.iter().all(|c| c.parts.sizes().is_empty()) {
+        return (verdict, whole);
+    }
+    let in_parts = decide_in_parts(ledger, need, policy, now);
+    let is_late = matches!(
+        verdict,
+        Verdict::Wait {
+            cause: WaitCause::LateEviction,
+            ..
+        }
+    );
+    match (&in_parts.0, &verdict) {
+        (Verdict::Wait { .. } | Verdict::Never { .. }, Verdict::Run { .. }) => (verdict, whole),
+        // Late bytes are there in a moment: what is loaded for that long would be too small for long.
+        (Verdict::Run { moves }, _) if is_late && moves.iter().any(|m| matches!(m, Move::Load(..))) => {
+            (verdict, whole)
+        }
+        _ => in_parts,
+    }
+}
+
+fn verdict_on(ledger: &Ledger, need: &StageNeed, chosen: &Chosen, policy: Policy, now: Millis) -> Verdict {
+    let ask = Ask::of_stage(ledger, need, chosen);
+    Survey::of(ledger, &ask).verdict(&ask, policy, now)
+}
+
+/// The plan in which components that have parts get what the card has for them.
+fn decide_in_parts(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> (Verdict, Chosen) {
+    let least: Chosen = need.components.iter().map(|c| least_of(ledger, c)).collect();
+    let ask = Ask::of_stage(ledger, need, &least);
+    let survey = Survey::of(ledger, &ask);
+    let verdict = survey.verdict(&ask, policy, now);
+    let Verdict::Run { moves } = &verdict else {
+        return (verdict, least);
+    };
+    // In a single pass, more of a component on the card saves nothing: it takes what is free, and nothing of others.
+    let evictable = if need.passes > 1 {
+        survey.evictable()
+    } else {
+        let of_others = moves.iter().map(|m| freed_by(ledger, m)).sum::<Bytes>();
+        of_others - ask.given_back
+    };
+    let mut spare = ledger.within_reach() + ask.given_back + evictable
+        - (ledger.spoken_for() + ask.headroom + ask.at_driver + ask.scratch);
+    spare = spare.min(ledger.capacity() - survey.pinned - ask.headroom - ask.peak);
+    let mut chosen = least.clone();
+    for (index, component) in need.components.iter().enumerate() {
+        let is_first = |other: &Component| other.id == component.id;
+        if let Some(first) = need.components[..index].iter().position(is_first) {
+            chosen[index] = chosen[first];
+            continue;
+        }
+        let most = component.bytes_of(least[index]) + spare;
+        chosen[index] = best_part(ledger, component, least[index], most);
+        spare -= component.bytes_of(chosen[index]) - component.bytes_of(least[index]);
+    }
+    match verdict_on(ledger, need, &chosen, policy, now) {
+        run @ Verdict::Run { .. } => (run, chosen),
+        Verdict::Wait { .. } | Verdict::Never { .. } => (verdict, least),
+    }
+}
+
+/// A part grows only by at least this fraction of its component.
+const WORTH_MOVING: u64 = 32;
+
+/// The largest part of at most `most` bytes; or the part that is on the card, if that has hardly fewer: a few bytes more or less
+/// from stage to stage must not move blocks.
+fn best_part(ledger: &Ledger, component: &Component, least: Part, most: Bytes) -> Part {
+    let best = component
+        .largest_within(most)
+        .map_or(least, |part| part.min(least));
+    let Some(here) = ledger.resident(&component.id) else {
+        return best;
+    };
+    let (has, would) = (here.bytes(), component.bytes_of(best));
+    let is_settled = has <= most && would - has < Bytes(component.bytes.0 / WORTH_MOVING);
+    if here.leases > 0 || is_settled {
+        here.part
+    } else {
+        best
+    }
+}
+
+/// All of a component, or the part that a running stage uses.
+fn whole_of(ledger: &Ledger, component: &Component) -> Part {
+    let leased = ledger.resident(&component.id).filter(|r| r.leases > 0);
+    leased.map_or(Part::WHOLE, |r| r.part)
+}
+
+/// The smallest part of a component that a stage may be given: no smaller than what is in use, pinned or held.
+fn least_of(ledger: &Ledger, component: &Component) -> Part {
+    let least = component.least();
+    match ledger.resident(&component.id) {
+        Some(r) if r.leases > 0 || r.pinned || r.held > 0 => r.part.min(least),
+        Some(_) | None => least,
+    }
+}
+
+/// Bytes that a move gives back to the card.
+pub fn freed_by(ledger: &Ledger, a_move: &Move) -> Bytes {
+    let booked = |c: &Component| ledger.resident(&c.id).map_or(c.bytes, Resident::bytes);
+    match a_move {
+        Move::Evict(component) => booked(component),
+        Move::Resize(component, part) => booked(component) - component.bytes_of(*part),
+        Move::Load(..) | Move::Trim => Bytes::ZERO,
+    }
+}
+
 /// Predicted seconds of moves before a stage can run here. Infinite for [`Verdict::Never`]; for [`Verdict::Wait`],
 /// the moves that follow the wait (the wait itself is not included).
 pub fn predicted_move_seconds(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> f64 {
     match plan(ledger, need, policy, now) {
-        Verdict::Run { moves } => moves.iter().map(seconds_of).sum(),
+        Verdict::Run { moves } => moves.iter().map(|m| seconds_of(ledger, m)).sum(),
         Verdict::Wait { .. } => plan_low_memory(ledger, need, policy, now)
             .moves
             .iter()
-            .map(seconds_of)
+            .map(|m| seconds_of(ledger, m))
             .sum(),
         Verdict::Never { .. } => f64::INFINITY,
     }
@@ -127,7 +255,9 @@ pub fn make_room(ledger: &Ledger, bytes: Bytes, now: Millis) -> Verdict {
     let ask = Ask {
         ids: Vec::new(),
         loads: Vec::new(),
+        shrinks: Vec::new(),
         at_driver: bytes,
+        given_back: Bytes::ZERO,
         scratch: Bytes::ZERO,
         peak: bytes,
         headroom: Bytes::ZERO,
@@ -142,10 +272,24 @@ pub fn should_trim(ledger: &Ledger, slack_limit: Bytes) -> bool {
     ledger.leases() == 0 && !is_moving && ledger.accounts().slack > slack_limit
 }
 
-fn seconds_of(a_move: &Move) -> f64 {
+/// Seconds to read some bytes of a component, by what all of it takes.
+fn seconds_to_read(component: &Component, bytes: Bytes) -> f64 {
+    component.reload_seconds.max(0.0) * bytes.0 as f64 / component.bytes.0.max(1) as f64
+}
+
+fn seconds_of(ledger: &Ledger, a_move: &Move) -> f64 {
     match a_move {
-        Move::Load(component) => component.reload_seconds.max(0.0),
+        Move::Load(component, part) => seconds_to_read(component, component.bytes_of(*part)),
         Move::Evict(component) => EVICT_SECONDS + component.bytes.0 as f64 * EVICT_SECONDS_PER_BYTE,
+        Move::Resize(component, part) => {
+            let here = ledger
+                .resident(&component.id)
+                .map_or(Bytes::ZERO, Resident::bytes);
+            let then = component.bytes_of(*part);
+            seconds_to_read(component, then - here)
+                + EVICT_SECONDS
+                + (here - then).0 as f64 * EVICT_SECONDS_PER_BYTE
+        }
         Move::Trim => TRIM_SECONDS,
     }
 }
@@ -154,10 +298,14 @@ fn seconds_of(a_move: &Move) -> f64 {
 struct Ask<'a> {
     /// All components of the stage, sorted by identity.
     ids: Vec<&'a ComponentId>,
-    /// Components that are not booked yet, in the stage's order.
-    loads: Vec<&'a Component>,
+    /// Loads, and parts that grow, in the stage's order.
+    loads: Vec<Move>,
+    /// Parts of its components that shrink.
+    shrinks: Vec<Move>,
     /// Bytes that have to be free at the driver, not just in our pools: loads, or another program's memory.
     at_driver: Bytes,
+    /// Bytes that its own components give back.
+    given_back: Bytes,
     scratch: Bytes,
     peak: Bytes,
     /// Bytes to keep free beyond the card's own headroom.
@@ -167,25 +315,44 @@ struct Ask<'a> {
 }
 
 impl<'a> Ask<'a> {
-    fn of_stage(ledger: &Ledger, need: &'a StageNeed) -> Ask<'a> {
+    /// `chosen` has the part of each component of the stage.
+    fn of_stage(ledger: &Ledger, need: &'a StageNeed, chosen: &Chosen) -> Ask<'a> {
         let mut by_id: Vec<(usize, &Component)> = need.components.iter().enumerate().collect();
         by_id.sort_by_key(|(position, component)| (&component.id, *position));
         by_id.dedup_by_key(|(_, component)| &component.id);
         let ids = by_id.iter().map(|(_, c)| &c.id).collect();
-        let peak = by_id.iter().map(|(_, c)| c.bytes).sum::<Bytes>() + need.scratch;
-        by_id.retain(|(_, c)| ledger.resident(&c.id).is_none());
         by_id.sort_unstable_by_key(|(position, _)| *position);
-        let loads: Vec<&Component> = by_id.into_iter().map(|(_, c)| c).collect();
-        let at_driver = loads.iter().map(|c| c.bytes).sum();
-        Ask {
+        let mut ask = Ask {
             ids,
-            loads,
-            at_driver,
+            loads: Vec::new(),
+            shrinks: Vec::new(),
+            at_driver: Bytes::ZERO,
+            given_back: Bytes::ZERO,
             scratch: need.scratch,
-            peak,
+            peak: need.scratch,
             headroom: need.headroom - ledger.headroom(),
             later: &need.later,
+        };
+        for (position, component) in by_id {
+            let part = chosen.get(position).copied().unwrap_or_default();
+            let bytes = component.bytes_of(part);
+            ask.peak += bytes;
+            match ledger.resident(&component.id) {
+                None => {
+                    ask.at_driver += bytes;
+                    ask.loads.push(Move::Load(component.clone(), part));
+                }
+                Some(here) if here.part == part => {}
+                Some(here) => {
+                    ask.at_driver += bytes - here.bytes();
+                    ask.given_back += here.bytes() - bytes;
+                    let grows = bytes > here.bytes();
+                    let moves = if grows { &mut ask.loads } else { &mut ask.shrinks };
+                    moves.push(Move::Resize(component.clone(), part));
+                }
+            }
         }
+        ask
     }
 
     fn names(&self, resident: &Resident) -> bool {
@@ -215,9 +382,9 @@ impl<'a> Survey<'a> {
             } else if resident.is_idle() {
                 idle.push(resident);
             } else if resident.pinned {
-                pinned += resident.component.bytes;
+                pinned += resident.bytes();
             } else {
-                busy += resident.component.bytes;
+                busy += resident.bytes();
             }
         }
         Survey {
@@ -261,11 +428,11 @@ impl<'a> Survey<'a> {
         if wanted == Bytes::ZERO {
             return Bytes::ZERO;
         }
-        self.ledger.spoken_for() + ask.headroom + wanted - self.ledger.within_reach()
+        self.ledger.spoken_for() + ask.headroom + wanted - self.ledger.within_reach() - ask.given_back
     }
 
     fn evictable(&self) -> Bytes {
-        self.idle.iter().map(|r| r.component.bytes).sum()
+        self.idle.iter().map(|r| r.bytes()).sum()
     }
 
     /// The first claim whose release, together with those before it, would be enough.
@@ -282,34 +449,37 @@ impl<'a> Survey<'a> {
     }
 
     fn moves(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<Move> {
-        let victims = self.victims(ask, policy, now);
-        let freed: Bytes = victims.iter().map(|r| r.component.bytes).sum();
+        let mut moves = self.victims(ask, policy, now);
+        moves.extend(ask.shrinks.iter().cloned());
+        let freed: Bytes = moves.iter().map(|m| freed_by(self.ledger, m)).sum();
         let accounts = self.ledger.accounts();
         let trim = match policy {
-            Policy::Exclusive => !victims.is_empty() || !ask.loads.is_empty(),
+            Policy::Exclusive => !moves.is_empty() || !ask.loads.is_empty(),
             Policy::Shared => {
                 let at_driver = ask.at_driver + ask.headroom + self.ledger.spoken_for();
                 ask.at_driver > Bytes::ZERO && accounts.free + freed < at_driver
             }
         };
-        let mut moves = Vec::with_capacity(victims.len() + 1 + ask.loads.len());
-        moves.extend(victims.into_iter().map(|r| Move::Evict(r.component.clone())));
         if trim && accounts.slack > Bytes::ZERO {
             moves.push(Move::Trim);
         }
-        moves.extend(ask.loads.iter().map(|&c| Move::Load(c.clone())));
+        moves.extend(ask.loads.iter().cloned());
         moves
     }
 
-    /// Components to evict: first those that the policy requires, then the cheapest to reload until enough is free. Components
-    /// that the job itself needs later come last. Evictions that later choices made unnecessary are left out.
-    fn victims(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<&'a Resident> {
+    /// Evictions: first those that the policy requires, then of the cheapest to reload until enough is free. Components
+    /// that the job itself needs later come last. Evictions that later choices made unnecessary are left out, and a component
+    /// that has parts gives up only what is missing.
+    fn victims(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<Move> {
         let missing = self.missing(ask);
         let large = large_from(self.ledger.total());
-        let must_go = |r: &Resident| policy == Policy::Exclusive && r.component.bytes >= large;
-        let (mut victims, others): (Vec<&Resident>, Vec<&Resident>) =
-            self.idle.iter().partition(|r| must_go(r));
-        let freed: Bytes = victims.iter().map(|r| r.component.bytes).sum();
+        let must_go = |r: &Resident| policy == Policy::Exclusive && r.bytes() >= large;
+        let (victims, others): (Vec<&Resident>, Vec<&Resident>) = self.idle.iter().partition(|r| must_go(r));
+        let freed: Bytes = victims.iter().map(|r| r.bytes()).sum();
+        let mut victims: Vec<Move> = victims
+            .into_iter()
+            .map(|r| Move::Evict(r.component.clone()))
+            .collect();
         let missing = missing - freed;
         if missing == Bytes::ZERO {
             return victims;
@@ -323,18 +493,21 @@ impl<'a> Survey<'a> {
         });
         let mut sum = Bytes::ZERO;
         let enough = by_cost.iter().position(|(_, r)| {
-            sum += r.component.bytes;
+            sum += r.bytes();
             sum >= missing
         });
         by_cost.truncate(enough.map_or(by_cost.len(), |last| last + 1));
         let mut spare = sum - missing;
-        let mut chosen: Vec<&Resident> = Vec::with_capacity(by_cost.len());
+        let mut chosen: Vec<Move> = Vec::with_capacity(by_cost.len());
         for (_, resident) in by_cost.into_iter().rev() {
-            let bytes = resident.component.bytes;
+            let (component, bytes) = (&resident.component, resident.bytes());
             if bytes <= spare {
                 spare -= bytes;
+            } else if let Some(part) = component.largest_within(spare) {
+                spare -= component.bytes_of(part);
+                chosen.push(Move::Resize(component.clone(), part));
             } else {
-                chosen.push(resident);
+                chosen.push(Move::Evict(component.clone()));
             }
         }
         victims.extend(chosen.into_iter().rev());

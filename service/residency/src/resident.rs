@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::nouns::{Component, Millis};
+use crate::nouns::{Bytes, Component, Millis};
+use crate::parts::Part;
 
 /// Half-life, in milliseconds, of the weight of earlier uses in [`Resident::heat`].
 pub const HEAT_HALF_LIFE_MS: u64 = 600_000;
@@ -13,16 +14,29 @@ pub const HEAT_HALF_LIFE_MS: u64 = 600_000;
 pub enum ResidentState {
     /// Booked; its bytes are being copied.
     Loading,
-    /// Loaded in full.
+    /// Loaded: all of the component, or of its part.
     Resident,
+    /// More or fewer of its blocks are being kept on the card; the bytes of the larger part are booked.
+    Resizing,
     /// Being freed; its bytes are not usable yet.
     Evicting,
+}
+
+/// A change of the part of a component on the card.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Resize {
+    pub(crate) from: Part,
+    pub(crate) to: Part,
 }
 
 /// A component that has bytes booked on the card.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Resident {
     pub component: Component,
+    /// How much of it is on the card; while that changes, the part with more bytes.
+    pub part: Part,
+    /// The change that is under way, in [`ResidentState::Resizing`].
+    pub(crate) resizing: Option<Resize>,
     pub state: ResidentState,
     /// Number of stages that run on it: a refcount.
     pub leases: u32,
@@ -36,9 +50,11 @@ pub struct Resident {
 }
 
 impl Resident {
-    pub(crate) fn loading(component: Component, now: Millis) -> Resident {
+    pub(crate) fn loading(component: Component, part: Part, now: Millis) -> Resident {
         Resident {
             component,
+            part,
+            resizing: None,
             state: ResidentState::Loading,
             leases: 0,
             pinned: false,
@@ -48,7 +64,12 @@ impl Resident {
         }
     }
 
-    /// Whether a plan may evict it: resident in full, and neither leased, pinned nor held.
+    /// Bytes on the card, as booked.
+    pub fn bytes(&self) -> Bytes {
+        self.component.bytes_of(self.part)
+    }
+
+    /// Whether a plan may evict it: loaded, and neither leased, pinned nor held.
     pub fn is_idle(&self) -> bool {
         self.state == ResidentState::Resident && self.leases == 0 && !self.pinned && self.held == 0
     }

@@ -167,7 +167,8 @@ impl Card {
             }
             Err(refused) => refused,
         };
-        let is_resident = need.components.iter().all(|c| self.ledger.is_resident(&c.id));
+        // Of a part, blocks are still to be read.
+        let is_resident = need.components.iter().all(|c| self.ledger.is_whole(&c.id));
         let held = self.models.opened_as(&order.model, &need.components);
         let held = held.filter(|_| is_resident).ok_or(refused)?;
         let (job, model) = (&order.job, &order.model.key);
@@ -304,7 +305,10 @@ impl Card {
                 Move::Trim => {
                     self.trim_slack(link)?;
                 }
-                Move::Load(component) => {
+                Move::Resize(component, part) => {
+                    self.resize(component, *part, Some(ticket), link)?;
+                }
+                Move::Load(component, part) => {
                     let plan = model.load_plan(&component.name).ok_or_else(|| {
                         MoveError::Model(format!("the model has no component {}", component.name))
                     })?;
@@ -317,8 +321,10 @@ impl Card {
                         copy: copy.as_ref(),
                         files: &model.files_of(&component.name),
                     };
-                    let seconds = self.load(component, &source, ticket, link)?;
-                    load_seconds.push((component.id.clone(), seconds));
+                    let seconds = self.load(component, *part, &source, ticket, link)?;
+                    // What all of it would take, by what this part took.
+                    let share = component.bytes_of(*part).0 as f64 / component.bytes.0.max(1) as f64;
+                    load_seconds.push((component.id.clone(), seconds / share.max(f64::MIN_POSITIVE)));
                 }
             }
         }

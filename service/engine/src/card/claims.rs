@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use gpu::Unloaded;
-use residency::{Bytes, Component, ComponentId, Ledger, Move, Resident, Verdict};
+use residency::{Bytes, Component, ComponentId, Ledger, Move, Part, Resident, Verdict, freed_by};
 
 use super::moves::MoveError;
 use super::{Card, Flow, Link, millis};
@@ -67,6 +67,23 @@ impl Card {
         Ok(())
     }
 
+    fn shrink_one(
+        &mut self,
+        component: Component,
+        part: Part,
+        left: &mut UnloadOutcome,
+        link: &mut dyn Link,
+    ) -> Result<(), MoveError> {
+        let booked = freed_by(&self.ledger, &Move::Resize(component.clone(), part));
+        let before = self.ledger.late();
+        self.resize(&component, part, None, link)?;
+        let late = self.ledger.late() - before;
+        left.late += late;
+        let freed = booked - late;
+        left.freed.push((component, Unloaded { booked, freed }));
+        Ok(())
+    }
+
     /// Waits for a limited time until the driver shows the freed bytes.
     fn await_freed(&mut self, left: &mut UnloadOutcome, link: &mut dyn Link) -> Result<(), MoveError> {
         if left.unconfirmed().min(left.late) > Bytes::ZERO {
@@ -106,16 +123,20 @@ impl Card {
         self.reconcile()?;
         // Late bytes first: nothing is evicted for memory that is about to become free.
         self.await_late(until, done, link)?;
-        let victims: Vec<Component> = match residency::make_room(&self.ledger, bytes, self.clock.now()) {
-            Verdict::Run { moves } => moves.into_iter().filter_map(evicted).collect(),
+        let moves: Vec<Move> = match residency::make_room(&self.ledger, bytes, self.clock.now()) {
+            Verdict::Run { moves } => moves,
             Verdict::Wait { .. } => {
                 let idle = self.ledger.residents().filter(|r| r.is_idle());
-                idle.map(|r| r.component.clone()).collect()
+                idle.map(|r| Move::Evict(r.component.clone())).collect()
             }
             Verdict::Never { .. } => Vec::new(),
         };
-        for component in victims {
-            self.unload_one(component, left, link)?;
+        for each in moves {
+            match each {
+                Move::Evict(component) => self.unload_one(component, left, link)?,
+                Move::Resize(component, part) => self.shrink_one(component, part, left, link)?,
+                Move::Load(..) | Move::Trim => {}
+            }
         }
         // Other programs can use the driver's free memory only, not our slack.
         self.trim_slack(link)?;
@@ -170,13 +191,6 @@ impl UnloadOutcome {
             kept: self.kept,
             short,
         }
-    }
-}
-
-fn evicted(each: Move) -> Option<Component> {
-    match each {
-        Move::Evict(component) => Some(component),
-        Move::Load(_) | Move::Trim => None,
     }
 }
 

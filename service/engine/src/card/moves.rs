@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use gpu::{FaultAction, GpuError, LoadError, LoadPlan, LoadProgress, Timeline, Unloaded};
 use model::ModelFile;
-use residency::{Bytes, Component, Ledger, LedgerError, Millis, should_trim};
+use residency::{Bytes, Component, Ledger, LedgerError, Millis, Part, Resident, should_trim};
 
 use super::{Card, Link, millis};
 use crate::messages::{Event, Progress, Ticket};
@@ -76,6 +76,7 @@ impl From<LoadError> for MoveError {
         match error {
             LoadError::Cancelled => MoveError::Cancelled,
             LoadError::OutOfMemory { .. } => MoveError::NoRoom,
+            LoadError::StillInUse(_) => MoveError::Refused(error.to_string()),
             LoadError::Io { .. }
             | LoadError::Damaged { .. }
             | LoadError::Incomplete { .. }
@@ -107,18 +108,20 @@ impl Card {
         }
     }
 
-    /// Loads a component and returns the seconds it took. A kept copy is read if there is one; if that fails, the
+    /// Loads a component, or a part of it, and returns the seconds it took. A kept copy is read if there is one; if that fails, the
     /// component is loaded by its plan.
     pub(super) fn load(
         &mut self,
         component: &Component,
+        part: Part,
         source: &Source<'_>,
         ticket: Ticket,
         link: &mut dyn Link,
     ) -> Result<f64, MoveError> {
         let started = self.clock.micros();
         let mut timeline = Timeline::begin("bring a component in");
-        self.ledger.begin_load(component, self.clock.now())?;
+        self.ledger.begin_load(component, part, self.clock.now())?;
+        let shown = moved(component, component.bytes_of(part));
         self.publish(link);
         self.inject_fault("load")?;
         let mut from = if source.copy.is_some() {
@@ -130,7 +133,7 @@ impl Card {
             let interval = millis(self.settings.progress_interval);
             let mut reports = LoadReports {
                 ticket,
-                component,
+                component: &shown,
                 link: &mut *link,
                 interval,
                 last: None,
@@ -138,8 +141,9 @@ impl Card {
             reports.report(Bytes::ZERO, self.clock.now());
             let clock = &*self.clock;
             let mut load = |plan: &LoadPlan| {
-                self.gpu
-                    .load(component, plan, &mut |progress| reports.on(progress, clock.now()))
+                self.gpu.load(component, plan, part, &mut |progress| {
+                    reports.on(progress, clock.now())
+                })
             };
             match source.copy.map(&mut load) {
                 None => load(source.plan),
@@ -168,14 +172,77 @@ impl Card {
         self.reconcile_after_change()?;
         timeline.part("ask the driver");
         let seconds = self.clock.micros().saturating_sub(started) as f64 / 1e6;
-        tracing::info!(component = component.name, id = %component.id, bytes = %component.bytes, seconds, from, "loaded");
+        tracing::info!(component = component.name, id = %component.id, bytes = %shown.bytes, of = %component.bytes, seconds, from, "loaded");
         let progress = Progress::Loading {
-            component: component.clone(),
-            done: component.bytes,
+            done: shown.bytes,
+            component: shown,
         };
         link.emit(Event::Progress { ticket, progress });
         self.publish(link);
         Ok(seconds)
+    }
+
+    /// Keeps another part of a component on the card. If more of it cannot be read, it leaves the card, and the next plan loads it
+    /// as if it had not been there.
+    pub(super) fn resize(
+        &mut self,
+        component: &Component,
+        part: Part,
+        ticket: Option<Ticket>,
+        link: &mut dyn Link,
+    ) -> Result<(), MoveError> {
+        let started = self.clock.micros();
+        let before = self
+            .ledger
+            .resident(&component.id)
+            .map_or(Bytes::ZERO, Resident::bytes);
+        let after = component.bytes_of(part);
+        self.ledger.begin_resize(component, part)?;
+        self.publish(link);
+        self.inject_fault("load")?;
+        let shown = moved(component, after - before);
+        let resized = {
+            let mut reports = ticket.map(|ticket| LoadReports {
+                ticket,
+                component: &shown,
+                link: &mut *link,
+                interval: millis(self.settings.progress_interval),
+                last: None,
+            });
+            let clock = &*self.clock;
+            self.gpu
+                .resize(component, part, &mut |progress| match &mut reports {
+                    Some(reports) => reports.on(progress, clock.now()),
+                    None => ControlFlow::Continue(()),
+                })
+        };
+        match resized {
+            Ok(()) => self.ledger.complete_resize(&component.id, self.clock.now())?,
+            Err(_) => self.ledger.abort_resize(&component.id)?,
+        }
+        self.reconcile_after_change()?;
+        self.publish(link);
+        match resized {
+            Ok(()) => {
+                let seconds = self.clock.micros().saturating_sub(started) as f64 / 1e6;
+                tracing::info!(
+                    component = component.name, id = %component.id, %before, %after, of = %component.bytes, seconds,
+                    "another part is kept"
+                );
+                Ok(())
+            }
+            Err(
+                error @ (LoadError::Cancelled
+                | LoadError::OutOfMemory { .. }
+                | LoadError::StillInUse(_)
+                | LoadError::Lost(_)),
+            ) => Err(error.into()),
+            Err(error) => {
+                tracing::warn!(component = component.name, %error, "more of a component cannot be read: it is loaded anew");
+                self.evict(component, ticket, link)?;
+                Err(MoveError::NoRoom)
+            }
+        }
     }
 
     /// Unloads a component whose files were replaced while they were read, as its weights do not match its identity.
@@ -290,6 +357,14 @@ impl Card {
             tracing::info!(%trimmed, %left, "the janitor trimmed an idle card");
         }
         Ok(())
+    }
+}
+
+/// A component with the bytes that a move brings, for reports.
+fn moved(component: &Component, bytes: Bytes) -> Component {
+    Component {
+        bytes,
+        ..component.clone()
     }
 }
 

@@ -132,6 +132,7 @@ mod tests {
             name: name.to_owned(),
             bytes: Bytes(bytes),
             reload_seconds: 0.0,
+            parts: residency::Parts::default(),
         }
     }
 

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use gpu::{ComponentTensors, Timeline};
+use gpu::{ComponentTensors, LoadError, Timeline};
 use model::{Model, Observer, Piece, Role, Rung, StageError, Values};
 use ops::AttentionPaths;
 use residency::{Bytes, MemorySummary, Millis};
@@ -266,9 +266,12 @@ impl Card {
                 Halt::failed(Failure::NotFinite { component, step })
             }
             StageFailure::Error(StageError::BadInput(message)) => Halt::failed(Failure::BadInput(message)),
-            StageFailure::Error(error @ StageError::Missing { .. }) => Halt::failed(Failure::Model {
-                message: error.to_string(),
-            }),
+            StageFailure::Error(StageError::Weights(LoadError::Lost(reason))) => Halt::Lost(reason),
+            StageFailure::Error(error @ (StageError::Missing { .. } | StageError::Weights(_))) => {
+                Halt::failed(Failure::Model {
+                    message: error.to_string(),
+                })
+            }
             StageFailure::Error(error @ (StageError::Tensor(_) | StageError::OutOfMemory { .. })) => {
                 self.internal_unless_lost(error.to_string())
             }
@@ -326,6 +329,7 @@ fn ran_out_of_memory(error: &StageError) -> bool {
         StageError::Cancelled
         | StageError::NotFinite { .. }
         | StageError::BadInput(_)
+        | StageError::Weights(_)
         | StageError::Missing { .. } => false,
     }
 }

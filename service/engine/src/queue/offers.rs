@@ -214,7 +214,7 @@ impl View<'_> {
         let mut ledger = self.ledger_for(job, card).into_owned();
         let bytes_here = |known: &[ComponentId]| -> Bytes {
             let here = known.iter().filter_map(|id| ledger.resident(id));
-            here.map(|resident| resident.component.bytes).sum()
+            here.map(|resident| resident.bytes()).sum()
         };
         let dtype = &self.cards[card].description.compute_dtype;
         let pinned = self.claims.pinned().into_iter().map(|key| {
@@ -330,6 +330,7 @@ impl View<'_> {
                     scratch: Bytes::ZERO,
                     headroom: job.options.headroom,
                     later: Vec::new(),
+                    passes: u32::MAX,
                 })
             }
             JobWork::Run(_) => None,
@@ -372,6 +373,7 @@ impl View<'_> {
                 scratch: Bytes::ZERO,
                 headroom: job.options.headroom,
                 later: Vec::new(),
+                passes: u32::MAX,
             };
             let change = Change {
                 label: format!("components {}", names.join(", ")),

@@ -250,6 +250,12 @@ impl JobRecord {
         all.iter().filter(is_used).map(|c| c.bytes).sum::<Bytes>() + scratch.max().unwrap_or(Bytes::ZERO)
     }
 
+    /// Whether a component of its model can be on the card in a part.
+    pub(super) fn is_streamable(&self, dtype: &str) -> bool {
+        let all = self.models.get(dtype).map_or(&[][..], |open| &open.components);
+        all.iter().any(|component| !component.parts.sizes().is_empty())
+    }
+
     /// The components of these names, with their current identities.
     pub(super) fn components(&self, names: &[String], dtype: &str) -> Vec<Component> {
         let all = self.models.get(dtype).map_or(&[][..], |open| &open.components);

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
-use residency::{Bytes, Component, ComponentId, HoldId, Ledger, StageNeed, Verdict, plan};
+use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Parts, StageNeed, Verdict, plan};
 
 use super::leaving::Leaving;
 use super::record::JobRecord;
@@ -122,10 +122,19 @@ impl View<'_> {
         ledger.hold(HoldId::new(hold_of(&job.id)), ids(alone));
         let whole = StageNeed {
             name: "load".to_owned(),
-            components: open.components.clone(),
+            // Beside the old one the new one is whole, or it comes after it.
+            components: open
+                .components
+                .iter()
+                .map(|component| Component {
+                    parts: Parts::default(),
+                    ..component.clone()
+                })
+                .collect(),
             scratch,
             headroom: job.options.headroom,
             later: Vec::new(),
+            passes: 1,
         };
         let verdict = plan(
             &ledger,

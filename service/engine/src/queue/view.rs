@@ -113,11 +113,12 @@ impl<'a> View<'a> {
     }
 
     /// The eviction policy for a job on a card: the configured one, or else one large component at a time if the
-    /// job's model does not fit the card as a whole.
+    /// job's model does not fit the card as a whole, and has no blocks that could be streamed instead.
     pub(super) fn policy(&self, job: &JobRecord, card: usize) -> Policy {
         self.settings.policy.unwrap_or_else(|| {
             let card = &self.cards[card];
-            match job.whole_bytes(&card.description.compute_dtype) > card.ledger.capacity() {
+            let dtype = &card.description.compute_dtype;
+            match job.whole_bytes(dtype) > card.ledger.capacity() && !job.is_streamable(dtype) {
                 true => Policy::Exclusive,
                 false => Policy::Shared,
             }

@@ -78,7 +78,9 @@ fn snapshots_show_each_move_under_way_and_the_lease() {
     for event in &bench.link.events {
         let Event::Snapshot(ledger) = event else { continue };
         let state = |r: &Resident| match (r.state, r.leases) {
-            (ResidentState::Loading, _) => Some(format!("loading {}", r.component.name)),
+            (ResidentState::Loading | ResidentState::Resizing, _) => {
+                Some(format!("loading {}", r.component.name))
+            }
             (ResidentState::Evicting, _) => Some(format!("evicting {}", r.component.name)),
             (ResidentState::Resident, 0) => None,
             (ResidentState::Resident, _) => Some(format!("in use {}", r.component.name)),

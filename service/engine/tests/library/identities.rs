@@ -36,6 +36,7 @@ impl Family for Folders {
             name: name.into(),
             bytes: Bytes(1),
             reload_seconds: 0.0,
+            parts: residency::Parts::default(),
         };
         let model = ["transformer", "vae"]
             .into_iter()

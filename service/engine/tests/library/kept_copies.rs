@@ -12,7 +12,7 @@ use engine::library::{Entry, Library};
 use engine::messages::Outcome;
 use gpu::{CpuCard, Gpu, KeptFolder, LoadError, LoadPlan, LoadProgress};
 use model::{Preset, Quantization};
-use residency::{Bytes, Component};
+use residency::{Bytes, Component, Part};
 
 use crate::loads::{card, cpu, load};
 use crate::one_tensor::families;
@@ -172,6 +172,7 @@ impl Watch<CpuCard> for Files {
         card: &mut CpuCard,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
         let LoadPlan::Files(sources) = plan else { panic!() };
@@ -183,7 +184,7 @@ impl Watch<CpuCard> for Files {
                 source: std::io::Error::other("the disk is broken"),
             });
         }
-        card.load(component, plan, progress)
+        card.load(component, plan, part, progress)
     }
 }
 

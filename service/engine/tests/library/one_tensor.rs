@@ -46,6 +46,7 @@ impl Family for OneTensor {
             name: "transformer".into(),
             bytes: plan.bytes(),
             reload_seconds: 0.0,
+            parts: residency::Parts::default(),
         };
         Ok(Some(Arc::new(
             IdleModel::new(precision).with(component, plan, file),

@@ -12,7 +12,7 @@ use gpu::{
     CardDescription, ComponentTensors, CpuCard, Gpu, GpuError, LoadError, LoadPlan, LoadProgress, Unloaded,
 };
 use model::{Quantization, Role, Rung, StagePlan, Values};
-use residency::{Bytes, Component, ComponentId};
+use residency::{Bytes, Component, ComponentId, Part};
 
 use crate::loads::{self, Ends, card, carry_out, cpu};
 use crate::one_tensor::families;
@@ -81,9 +81,10 @@ impl Watch<CpuCard> for Meanwhile {
         card: &mut CpuCard,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        card.load(component, plan, progress)?;
+        card.load(component, plan, part, progress)?;
         if let Some(replace) = &mut self.replace {
             replace();
         }

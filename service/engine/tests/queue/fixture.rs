@@ -46,6 +46,7 @@ fn component(id: &str, name: &str, gib: u64) -> Component {
         name: name.into(),
         bytes: Bytes::gib(gib),
         reload_seconds,
+        parts: residency::Parts::default(),
     }
 }
 

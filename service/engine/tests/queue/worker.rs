@@ -183,7 +183,11 @@ impl Worker {
     }
 
     fn read_figures(&mut self) {
-        let components = self.ledger.residents().map(|r| r.component.bytes).sum::<Bytes>();
+        let components = self
+            .ledger
+            .residents()
+            .map(residency::Resident::bytes)
+            .sum::<Bytes>();
         let free = CARD - components - self.foreign - self.context;
         let truth = DriverTruth {
             total: CARD,
@@ -315,8 +319,12 @@ impl Worker {
                     self.ledger.begin_evict(&component.id).unwrap();
                     self.ledger.complete_evict(&component.id, now).unwrap();
                 }
-                Move::Load(component) => {
-                    if self.ledger.begin_load(&component, now).is_err() {
+                Move::Resize(component, part) => {
+                    self.ledger.begin_resize(&component, part).unwrap();
+                    self.ledger.complete_resize(&component.id, now).unwrap();
+                }
+                Move::Load(component, part) => {
+                    if self.ledger.begin_load(&component, part, now).is_err() {
                         let (stage, needed, usable) = ("load".into(), component.bytes, self.ledger.usable());
                         let failure = Failure::OutOfMemory {
                             stage,

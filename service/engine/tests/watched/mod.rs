@@ -8,7 +8,7 @@ use gpu::{
     CardDescription, ComponentTensors, FaultAction, Gpu, GpuError, LoadError, LoadPlan, LoadProgress,
     Unloaded,
 };
-use residency::{Bytes, Component, ComponentId, DriverTruth};
+use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
 
 /// A test's handling of the calls of a card.
 pub(crate) trait Watch<G: Gpu> {
@@ -18,9 +18,10 @@ pub(crate) trait Watch<G: Gpu> {
         card: &mut G,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        card.load(component, plan, progress)
+        card.load(component, plan, part, progress)
     }
 
     /// Reads a component into the machine's memory, or does something else.
@@ -70,10 +71,21 @@ impl<G: Gpu, W: Watch<G>> Gpu for Watched<G, W> {
         &mut self,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        let result = self.watch.load(&mut self.card, component, plan, progress);
+        let result = self.watch.load(&mut self.card, component, plan, part, progress);
         self.watch.after(&self.card, format!("load {}", component.id));
+        result
+    }
+    fn resize(
+        &mut self,
+        component: &Component,
+        part: Part,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        let result = self.card.resize(component, part, progress);
+        self.watch.after(&self.card, format!("resize {}", component.id));
         result
     }
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {

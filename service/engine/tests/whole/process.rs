@@ -20,7 +20,7 @@ use gpu::{
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use residency::{Bytes, Component, ComponentId, Millis};
+use residency::{Bytes, Component, ComponentId, Millis, Part};
 
 use crate::defect::Defect;
 use crate::models::families;
@@ -281,11 +281,12 @@ impl Watch<SimulatedCard> for Look {
         card: &mut SimulatedCard,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        let result = card.load(component, plan, progress);
+        let result = card.load(component, plan, part, progress);
         if self.defect == Defect::KeepsAFailedLoad && matches!(result, Err(LoadError::Cancelled)) {
-            let _ = card.load(component, plan, &mut |_| ControlFlow::Continue(()));
+            let _ = card.load(component, plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()));
         }
         result
     }

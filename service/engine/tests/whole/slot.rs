@@ -560,6 +560,7 @@ impl Slot {
                     scratch: Bytes::ZERO,
                     headroom: Bytes::ZERO,
                     later: Vec::new(),
+                    passes: u32::MAX,
                 };
                 leased.lease(&need, Millis(0)).ok()?;
                 Some(leased)

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use candle_core::DType;
 use gpu::{CheckpointFile, CpuCard, CpuSettings, Gpu, LoadPlan, allocator};
-use residency::{Bytes, Component, ComponentId};
+use residency::{Bytes, Component, ComponentId, Part};
 
 /// Bookkeeping of the test harness and of the card, in addition to the measured bytes.
 const NOISE: Bytes = Bytes::mib(1);
@@ -56,11 +56,12 @@ fn allocated_bytes_are_counted_through_load_stage_and_unload() {
         name: "c".to_owned(),
         bytes: plan.bytes(),
         reload_seconds: 0.0,
+        parts: residency::Parts::default(),
     };
     let mut times = Vec::new();
     for _ in 0..3 {
         let began = Instant::now();
-        card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+        card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))
             .unwrap();
         let loaded = began.elapsed();
         let truth = card.memory().unwrap();
@@ -81,7 +82,7 @@ fn allocated_bytes_are_counted_through_load_stage_and_unload() {
     );
 
     // A tensor that is still referenced is not freed, and the unload reports it.
-    card.load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+    card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))
         .unwrap();
     let kept = card.tensors(&id).unwrap().get("t7").unwrap();
     let unloaded = card.unload(&id).unwrap();

@@ -11,7 +11,7 @@ use gpu::{
     Stored, Target, TensorSource, Weight, WeightFormat,
 };
 use half::{bf16, f16};
-use residency::Bytes;
+use residency::{Bytes, Part};
 
 use super::{NOISE, cancelled_leaves_nothing, card, component};
 
@@ -126,6 +126,7 @@ fn plan(file: &Path, shapes: &[&[usize]], stored: Stored, format: WeightFormat) 
             stored,
             shape: shape.to_vec(),
             target: Target::Quantized(format),
+            block: None,
         });
         offset += length;
     }
@@ -160,10 +161,10 @@ fn the_card_and_the_cpu_quantize_to_the_same_bytes() {
         for format in WeightFormat::MADE_AT_LOAD {
             let plan = plan(file.path(), &SHAPES, stored, format);
             let component = component("c", &plan);
-            card.load(&component, &plan, &mut go_on).unwrap();
+            card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
             assert_eq!(card.memory().unwrap().components, component.bytes);
             let mut system = CpuCard::new(CpuSettings::default()).unwrap();
-            system.load(&component, &plan, &mut go_on).unwrap();
+            system.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
             let (here, right) = (
                 card.tensors(&component.id).unwrap(),
                 system.tensors(&component.id).unwrap(),
@@ -213,7 +214,7 @@ fn a_tensor_that_is_not_finite_is_named_and_nothing_stays_allocated() {
                 let plan = plan(file.path(), &shapes, stored, format);
                 let component = component("c", &plan);
                 let before = card.memory().unwrap().free;
-                match card.load(&component, &plan, &mut go_on) {
+                match card.load(&component, &plan, Part::WHOLE, &mut go_on) {
                     Err(LoadError::NotFinite { tensor }) => assert_eq!(tensor, "tensor.1"),
                     other => panic!("{wrong} from {stored:?} in {format}: {other:?}"),
                 }
@@ -225,7 +226,7 @@ fn a_tensor_that_is_not_finite_is_named_and_nothing_stays_allocated() {
             std::fs::write(file.path(), &bytes).unwrap();
             let plan = plan(file.path(), &shapes, stored, WeightFormat::Nf4);
             let component = component("c", &plan);
-            card.load(&component, &plan, &mut go_on).unwrap();
+            card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
             card.unload(&component.id).unwrap();
         }
     }
@@ -240,7 +241,7 @@ fn rows_longer_than_a_piece_are_refused_before_any_allocation() {
     for format in WeightFormat::MADE_AT_LOAD {
         let plan = plan(file.path(), &shapes, Stored::F32, format);
         let component = component("c", &plan);
-        let outcome = card.load(&component, &plan, &mut go_on);
+        let outcome = card.load(&component, &plan, Part::WHOLE, &mut go_on);
         if matches!(format, WeightFormat::Nf4 | WeightFormat::Nf4Double) {
             outcome.unwrap();
             card.unload(&component.id).unwrap();
@@ -272,7 +273,7 @@ fn a_load_quantizes_with_little_workspace() {
         let plan = plan(file.path(), &shapes, Stored::Bf16, format);
         let component = component("c", &plan);
         let numbers = |card: &mut dyn Gpu| -> Vec<Vec<u8>> {
-            card.load(&component, &plan, &mut go_on).unwrap();
+            card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
             let tensors = card.tensors(&component.id).unwrap();
             let numbers = ["tensor.0", "tensor.1", "tensor.2"].map(|name| bytes_of(&tensors, name));
             drop(tensors);
@@ -305,7 +306,7 @@ fn two_hundred_loads_in_all_formats_leak_no_byte() {
     let mut cycle = |format: WeightFormat| {
         let plan = plan(file.path(), &shapes, Stored::Bf16, format);
         let component = component("c", &plan);
-        card.load(&component, &plan, &mut go_on).unwrap();
+        card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
         card.unload(&component.id).unwrap();
         card.trim().unwrap();
         let memory = card.memory().unwrap();

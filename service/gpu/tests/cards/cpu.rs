@@ -10,7 +10,7 @@ use gpu::{
     SourcePiece, Stored, TensorSource,
 };
 use half::{bf16, f16};
-use residency::{Bytes, Component, ComponentId};
+use residency::{Bytes, Component, ComponentId, Part};
 
 fn card() -> CpuCard {
     CpuCard::new(CpuSettings::default()).unwrap()
@@ -22,6 +22,7 @@ fn component(name: &str, plan: &LoadPlan) -> Component {
         name: name.to_owned(),
         bytes: plan.bytes(),
         reload_seconds: 1.0,
+        parts: residency::Parts::default(),
     }
 }
 
@@ -54,7 +55,7 @@ fn load_one(card: &mut CpuCard, source: TensorSource) -> Result<Tensor, LoadErro
     let name = source.name.clone();
     let plan = LoadPlan::Files(vec![source]);
     let component = component("c", &plan);
-    card.load(&component, &plan, &mut go_on)?;
+    card.load(&component, &plan, Part::WHOLE, &mut go_on)?;
     let tensor = card.tensors(&component.id).unwrap().get(&name).unwrap();
     card.unload(&component.id).unwrap();
     Ok(tensor)
@@ -208,7 +209,7 @@ fn progress_is_reported_at_least_every_64_mib_and_at_both_ends() {
     let component = component("c", &plan);
     let mut reported = Vec::new();
     let mut card = card();
-    card.load(&component, &plan, &mut |p| {
+    card.load(&component, &plan, Part::WHOLE, &mut |p| {
         assert_eq!(p.total, plan.bytes());
         reported.push(p.done);
         ControlFlow::Continue(())
@@ -234,7 +235,7 @@ fn a_cancelled_load_leaves_nothing() {
     let component = component("c", &plan);
     let mut card = card();
     for stop_at in [Bytes::ZERO, Bytes(1), plan.bytes()] {
-        let outcome = card.load(&component, &plan, &mut |p| match p.done >= stop_at {
+        let outcome = card.load(&component, &plan, Part::WHOLE, &mut |p| match p.done >= stop_at {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         });
@@ -242,7 +243,7 @@ fn a_cancelled_load_leaves_nothing() {
         assert!(matches!(card.tensors(&component.id), Err(GpuError::NotLoaded(_))));
         assert_eq!(card.memory().unwrap().components, Bytes::ZERO);
     }
-    card.load(&component, &plan, &mut go_on).unwrap();
+    card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
 }
 
 #[test]
@@ -256,7 +257,7 @@ fn files_that_changed_are_reported_as_damaged() {
     // Cut short after the checks, while it is read.
     let whole = source(file.path(), "w", Stored::F32, &[16], DType::F32);
     let plan = LoadPlan::Files(vec![whole.clone()]);
-    let outcome = card().load(&component("c", &plan), &plan, &mut |_| {
+    let outcome = card().load(&component("c", &plan), &plan, Part::WHOLE, &mut |_| {
         file.as_file().set_len(8).unwrap();
         ControlFlow::Continue(())
     });
@@ -264,7 +265,7 @@ fn files_that_changed_are_reported_as_damaged() {
 
     // Written over with as many bytes.
     file.as_file().set_len(64).unwrap();
-    let outcome = card().load(&component("c", &plan), &plan, &mut |_| {
+    let outcome = card().load(&component("c", &plan), &plan, Part::WHOLE, &mut |_| {
         let later = std::time::SystemTime::now() + std::time::Duration::from_secs(5);
         file.as_file().set_modified(later).unwrap();
         ControlFlow::Continue(())
@@ -303,9 +304,9 @@ fn a_component_in_use_is_not_unloaded_and_an_unknown_one_is_named() {
     let component = component("c", &plan);
     let mut card = card();
     assert!(matches!(card.unload(&component.id), Err(GpuError::NotLoaded(_))));
-    card.load(&component, &plan, &mut go_on).unwrap();
+    card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
     assert!(matches!(
-        card.load(&component, &plan, &mut go_on),
+        card.load(&component, &plan, Part::WHOLE, &mut go_on),
         Err(LoadError::Unsupported(_))
     ));
     let handles = [
@@ -332,9 +333,14 @@ fn the_configured_capacity_limits_loads() {
     assert_eq!(card.memory().unwrap().total, Bytes::mib(1));
     let file = file_of(&vec![0; 2 << 20]);
     let plan = LoadPlan::Files(vec![source(file.path(), "w", Stored::U8, &[2 << 20], DType::U8)]);
-    let outcome = card.load(&component("c", &plan), &plan, &mut go_on);
+    let outcome = card.load(&component("c", &plan), &plan, Part::WHOLE, &mut go_on);
     assert!(matches!(outcome, Err(LoadError::OutOfMemory { needed, .. }) if needed == Bytes::mib(2)));
-    let outcome = card.load(&component("c", &plan), &LoadPlan::Synthetic(Bytes(1)), &mut go_on);
+    let outcome = card.load(
+        &component("c", &plan),
+        &LoadPlan::Synthetic(Bytes(1)),
+        Part::WHOLE,
+        &mut go_on,
+    );
     assert!(matches!(outcome, Err(LoadError::Unsupported(_))));
 }
 

@@ -16,7 +16,7 @@ use gpu::{
     SourcePiece, Stored, Target, TensorSource, Weight, WeightFormat, keep, kept_bytes, kept_plan,
 };
 use half::bf16;
-use residency::{Bytes, Component, ComponentId};
+use residency::{Bytes, Component, ComponentId, Part};
 use tempfile::TempDir;
 
 const NF4: Target = Target::Quantized(WeightFormat::Nf4);
@@ -50,6 +50,7 @@ impl Checkpoint {
             stored: Stored::Bf16,
             shape: shape.to_vec(),
             target,
+            block: None,
         }
     }
 
@@ -110,8 +111,9 @@ fn made(plan: &LoadPlan) -> BTreeMap<String, (String, Vec<u8>)> {
         name: "c".to_owned(),
         bytes: plan.bytes(),
         reload_seconds: 1.0,
+        parts: residency::Parts::default(),
     };
-    card.load(&component, plan, &mut |_| ControlFlow::Continue(()))
+    card.load(&component, plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))
         .unwrap();
     let tensors = card.tensors(&component.id).unwrap();
     let weight = |name: &str| match tensors.weight(name).unwrap() {

@@ -467,6 +467,7 @@ fn at_load(numbers: &[f32], shape: &[usize], format: WeightFormat) -> (tempfile:
         stored: Stored::Bf16,
         shape: shape.to_vec(),
         target: Target::Quantized(format),
+        block: None,
     };
     (file, LoadPlan::Files(vec![source]))
 }
@@ -481,6 +482,7 @@ fn load(
         name: "c".to_owned(),
         bytes: plan.bytes(),
         reload_seconds: 1.0,
+        parts: residency::Parts::default(),
     };
     card.load(&component, plan, go_on)?;
     let Weight::Quantized(weight) = card

@@ -14,7 +14,7 @@ use gpu::{
     simulated_scratch,
 };
 use proptest::prelude::*;
-use residency::{Bytes, Component, ComponentId, Holder};
+use residency::{Bytes, Component, ComponentId, Holder, Part};
 
 struct Bench {
     card: SimulatedCard,
@@ -44,10 +44,12 @@ impl Bench {
             name: name.to_owned(),
             bytes,
             reload_seconds: 0.0,
+            parts: residency::Parts::default(),
         };
-        self.card.load(&component, &LoadPlan::Synthetic(bytes), &mut |_| {
-            ControlFlow::Continue(())
-        })
+        self.card
+            .load(&component, &LoadPlan::Synthetic(bytes), Part::WHOLE, &mut |_| {
+                ControlFlow::Continue(())
+            })
     }
 
     fn free(&mut self) -> Bytes {
@@ -80,17 +82,21 @@ fn a_load_takes_its_transfer_time_and_can_be_cancelled() {
         name: "b".to_owned(),
         bytes: Bytes::gib(1),
         reload_seconds: 0.0,
+        parts: residency::Parts::default(),
     };
-    let outcome = b
-        .card
-        .load(&component, &LoadPlan::Synthetic(Bytes::gib(1)), &mut |p| {
+    let outcome = b.card.load(
+        &component,
+        &LoadPlan::Synthetic(Bytes::gib(1)),
+        Part::WHOLE,
+        &mut |p| {
             reported.push(p.done);
             if p.done >= Bytes::mib(512) {
                 ControlFlow::Break(())
             } else {
                 ControlFlow::Continue(())
             }
-        });
+        },
+    );
     assert!(matches!(outcome, Err(LoadError::Cancelled)));
     assert_eq!(b.clock.now_ms(), 2500);
     assert!(reported.windows(2).all(|w| w[1] - w[0] <= Bytes::mib(64)));
@@ -285,9 +291,10 @@ fn real_tensors_live_on_a_simulated_card() {
         name: "vae".to_owned(),
         bytes: plan.bytes(),
         reload_seconds: 0.0,
+        parts: residency::Parts::default(),
     };
     b.card
-        .load(&component, &plan, &mut |_| ControlFlow::Continue(()))
+        .load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Continue(()))
         .unwrap();
     assert_eq!(b.card.memory().unwrap().components, Bytes(4));
     let tensor = b.card.tensors(&component.id).unwrap().shaped("w", &[1]).unwrap();
@@ -441,7 +448,7 @@ proptest! {
                         id: id(&name.to_string()), name: String::new(), bytes: Bytes(bytes), reload_seconds: 0.0,
                     };
                     let plan = LoadPlan::Synthetic(Bytes(bytes));
-                    prop_assert!(b.card.load(&component, &plan, &mut |_| ControlFlow::Break(())).is_err());
+                    prop_assert!(b.card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Break(())).is_err());
                 }
                 Op::Unload(name) => {
                     let known = shadow.components.remove(&name);

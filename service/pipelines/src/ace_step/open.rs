@@ -18,6 +18,7 @@ use super::plan::is_supported;
 use super::prompts::MAX_TEXT_TOKENS;
 use super::quantize_rule::role_of;
 use super::tasks::{self, Abilities};
+use super::transformer::block_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::oobleck::OobleckConfig;
 use crate::checkpoint::{
@@ -143,7 +144,8 @@ impl AceStepModel {
             files.extend([(TOKENIZER, tokenizer), (DETOKENIZER, detokenizer)]);
             configs
         });
-        let components = ComponentSet::new(files, precision.dtype, wanted.formats);
+        let mut components = ComponentSet::new(files, precision.dtype, wanted.formats);
+        components.in_blocks(TRANSFORMER, block_of);
         let defaults = folder_defaults(&base, defaults(able.is_turbo), tasks::READS, |request| {
             tasks::problems(request, able)
         })?;

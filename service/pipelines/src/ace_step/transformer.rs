@@ -5,7 +5,7 @@
 //! they are computed once per request.
 
 use candle_core::{DType, Device, Tensor};
-use gpu::{ComponentTensors, MissingTensor};
+use gpu::{BlockPlace, ComponentTensors, MissingTensor, WeightStream};
 use half::bf16;
 use ops::{Epilogue, Nonlinearity};
 
@@ -14,9 +14,20 @@ use super::buffers::{StepBuffers, TokenBuffers};
 use super::config::{SINUSOIDS, TransformerConfig};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::checkpoint::numbered;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::{Rounded, rotations};
 use crate::sinusoids::sinusoids;
+
+/// The block of a tensor: keys and values of the condition are computed once, all else of a layer runs in each step.
+pub(super) fn block_of(name: &str) -> Option<BlockPlace> {
+    let (number, rest) = numbered(name, "layers.")?;
+    match rest {
+        "scale_shift_table" => None,
+        "cross_attn.to_k.weight" | "cross_attn.to_v.weight" => Some(BlockPlace::once(number)),
+        _ => Some(BlockPlace::each_pass(number)),
+    }
+}
 
 /// Factor by which times from 0 to 1 are multiplied.
 const TIME_SCALE: f32 = 1000.0;
@@ -66,6 +77,8 @@ pub struct Transformer {
     /// `[1, 2 hidden_size]`: shift and scale.
     last_table: Tensor,
     patch_out: Linear,
+    /// Brings the blocks that are not on the card.
+    stream: WeightStream,
 }
 
 /// The modulation of every block in every step.
@@ -117,6 +130,7 @@ impl Transformer {
             last_table: flat(tensors, "scale_shift_table", 2, width)?,
             patch_out: patch_out(config, tensors)?,
             config: config.clone(),
+            stream: tensors.stream(),
         })
     }
 
@@ -162,8 +176,9 @@ impl Transformer {
     ) -> Result<Conditioning, StageError> {
         let embedded = self.condition_in.forward(&condition.unsqueeze(0)?)?;
         let mut all = Vec::with_capacity(self.blocks.len());
-        for block in &self.blocks {
+        for (i, block) in self.blocks.iter().enumerate() {
             go_on()?;
+            self.stream.enter(BlockPlace::once(i))?;
             all.push(block.keys_and_values(&embedded, &self.config.layer)?);
         }
         Ok(Conditioning(all))
@@ -295,6 +310,7 @@ impl Transformer {
         ops::norm_modulate(&tokens.sum, next.norm(), Some(next.modulation()), &tokens.normed)?;
         for (i, (block, modulation)) in self.blocks.iter().zip(&of_step).enumerate() {
             go_on()?;
+            self.stream.enter(BlockPlace::each_pass(i))?;
             let window = config.layer.window(i, count);
             let of_block = items.iter().filter_map(|item| item.conditioning.0.get(i));
             let conditions: Vec<&(Tensor, Tensor)> = of_block.collect();

@@ -99,6 +99,7 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
         error @ (LoadError::Cancelled
         | LoadError::OutOfMemory { .. }
         | LoadError::NotFinite { .. }
+        | LoadError::StillInUse(_)
         | LoadError::Lost(_)) => damaged(path, error.to_string()),
     }
 }
@@ -228,6 +229,7 @@ fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Requested) -> Result
         stored: as_stored,
         shape: shape.clone(),
         target,
+        block: None,
     })
 }
 

@@ -4,6 +4,7 @@
 
 mod components;
 mod names;
+mod numbered;
 mod numbers;
 mod recognise;
 mod relatives;
@@ -21,6 +22,7 @@ pub(crate) use components::{
 };
 pub(crate) use model::{ComponentFiles, ComponentSet};
 pub(crate) use names::{LayerNames, prefixes, unwrapped};
+pub(crate) use numbered::numbered;
 pub(crate) use numbers::number_of;
 pub(crate) use recognise::{Marks, Recognised, authors_names, has_marks};
 pub(crate) use relatives::{class_not_run, file_not_run, is_lora, known_by_names, part_in_file};

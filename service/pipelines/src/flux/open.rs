@@ -18,8 +18,9 @@ use crate::checkpoint::{
 use crate::defaults::folder_defaults;
 use crate::files::{check_pairs, checked, count_all_as_read, pipeline_class, recorded};
 use crate::flow_match::SchedulerConfig;
+use crate::mmdit;
 use crate::text::clip::ClipConfig;
-use crate::text::t5::T5Config;
+use crate::text::t5::{self, T5Config};
 use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
 
@@ -88,8 +89,11 @@ impl FluxModel {
             })?,
         ];
         let variant = Variant::of(&class, &file_name, &transformer);
-        let components =
+        let mut components =
             ComponentSet::new(COMPONENTS.into_iter().zip(files), precision.dtype, wanted.formats);
+        let blocks = transformer.blocks();
+        components.in_blocks("transformer", |name| mmdit::block_of(&blocks, name));
+        components.in_blocks("text_encoder_2", t5::block_of);
         let defaults = folder_defaults(base, defaults(&transformer, variant), variant.reads(), problems)?;
         Ok(Some(FluxModel {
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),

@@ -89,8 +89,8 @@ impl Transformer {
     /// Computes the shared state. `times` are the timesteps, from 0 to 1 (the sigmas), one per step.
     ///
     /// # Errors
-    /// When shapes do not match.
-    pub fn condition(&self, prompted: &Prompted<'_>, times: &[f32]) -> candle_core::Result<Conditioning> {
+    /// When shapes do not match; when a streamed block cannot be read.
+    pub fn condition(&self, prompted: &Prompted<'_>, times: &[f32]) -> Result<Conditioning, StageError> {
         let vector = self.trunk.embedded(prompted, times)?;
         Ok(Conditioning {
             trunk: self.trunk.condition(prompted, &vector, None)?,

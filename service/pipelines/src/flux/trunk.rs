@@ -64,13 +64,13 @@ impl Trunk {
     /// Computes the shared state from `vector`, the result of [`Trunk::embedded`]. `mode` is a token before the text.
     ///
     /// # Errors
-    /// When shapes do not match.
+    /// When shapes do not match; when a streamed block cannot be read.
     pub(super) fn condition(
         &self,
         prompted: &Prompted<'_>,
         vector: &Tensor,
         mode: Option<Tensor>,
-    ) -> candle_core::Result<TrunkConditioning> {
+    ) -> Result<TrunkConditioning, StageError> {
         let device = prompted.sequence.device();
         let text = prompted.sequence.dim(1)? + usize::from(mode.is_some());
         let mut places = positions(text, prompted.rows, prompted.columns);

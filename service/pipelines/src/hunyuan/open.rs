@@ -15,8 +15,9 @@ use crate::checkpoint::{ComponentSet, Wanted, open_single_file};
 use crate::defaults::folder_defaults;
 use crate::files::check_pairs;
 use crate::flow_match::SchedulerConfig;
+use crate::mmdit;
 use crate::text::clip::ClipConfig;
-use crate::text::llama::LlamaConfig;
+use crate::text::llama::{self, LlamaConfig};
 use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
 use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
@@ -129,7 +130,10 @@ impl HunyuanModel {
             )?,
             false => defaults(framepack.is_some()),
         };
-        let components = ComponentSet::new(files, precision.dtype, wanted.formats);
+        let mut components = ComponentSet::new(files, precision.dtype, wanted.formats);
+        let blocks = transformer.blocks();
+        components.in_blocks(TRANSFORMER, |name| mmdit::block_of(&blocks, name));
+        components.in_blocks(LLAMA, llama::block_of);
         Ok(Some(HunyuanModel {
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),

@@ -143,12 +143,12 @@ impl Transformer {
     /// Computes the shared state. `sigmas` are those of the steps.
     ///
     /// # Errors
-    /// When shapes do not match.
+    /// When shapes do not match; when a streamed block cannot be read.
     pub(super) fn condition(
         &self,
         prompted: &Prompted<'_>,
         sigmas: &[f32],
-    ) -> candle_core::Result<Conditioning> {
+    ) -> Result<Conditioning, StageError> {
         let vector = self
             .embedder
             .forward(sigmas, prompted.guidance, prompted.pooled)?;

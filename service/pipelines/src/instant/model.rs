@@ -95,6 +95,7 @@ fn push(parts: &mut ModelParts, id: String, name: String, bytes: Bytes) {
         name,
         bytes,
         reload_seconds: bytes.0 as f64 / LOAD_SPEED,
+        parts: residency::Parts::default(),
     };
     parts.push(component, LoadPlan::Synthetic(bytes), Vec::new());
 }

@@ -1,10 +1,11 @@
 //! The sizes of a stack of blocks, and the memory that follows from them.
 
 use candle_core::DType;
+use gpu::BlockPlace;
 use ops::Planned;
 
 use super::buffers::Buffers;
-use crate::checkpoint::QuantizeRole;
+use crate::checkpoint::{QuantizeRole, numbered};
 
 /// Sizes of a stack of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +70,17 @@ pub(crate) fn role(name: &str) -> QuantizeRole {
         true => QuantizeRole::Quantized,
         false => QuantizeRole::AsStored,
     }
+}
+
+/// The block of a tensor: its place among all blocks, in the pass over modulators or in that of a step.
+pub(crate) fn block_of(shape: &BlocksShape, name: &str) -> Option<BlockPlace> {
+    let double = numbered(name, "transformer_blocks.").map(|(number, _)| number);
+    let single = || numbered(name, "single_transformer_blocks.").map(|(number, _)| shape.double + number);
+    let number = double.or_else(single)?;
+    Some(match is_modulator(name) {
+        true => BlockPlace::once(number),
+        false => BlockPlace::each_pass(number),
+    })
 }
 
 /// Whether a tensor is the weight of a modulator, which steps do not use.

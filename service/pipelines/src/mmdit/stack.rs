@@ -1,7 +1,7 @@
 //! All blocks of a transformer, and one pass through them.
 
 use candle_core::{DType, Result, Tensor};
-use gpu::MissingTensor;
+use gpu::{MissingTensor, WeightStream};
 
 use super::blocks::{DoubleBlock, SingleBlock};
 use super::buffers::{Added, Buffers, Layers, Next, Part};
@@ -16,6 +16,8 @@ pub(crate) struct Blocks {
     pub(crate) shape: BlocksShape,
     double: Vec<DoubleBlock>,
     single: Vec<SingleBlock>,
+    /// Brings the blocks that are not on the card.
+    stream: WeightStream,
 }
 
 /// The modulation of every block for every step (from a quarter of the weights, which are only used here).
@@ -84,26 +86,29 @@ impl Blocks {
             shape,
             double: double.collect::<std::result::Result<_, _>>()?,
             single: single.collect::<std::result::Result<_, _>>()?,
+            stream: tensors.stream(),
         })
     }
 
     /// The modulations of `vector`, SiLU of the conditioning of each step, `[steps, width]`.
     ///
     /// # Errors
-    /// When shapes do not match.
-    pub(crate) fn modulate(&self, vector: &Tensor) -> Result<Modulations> {
-        Ok(Modulations {
-            double: self
-                .double
-                .iter()
-                .map(|block| block.modulate(vector))
-                .collect::<Result<_>>()?,
-            single: self
-                .single
-                .iter()
-                .map(|block| block.modulate(vector))
-                .collect::<Result<_>>()?,
-        })
+    /// When shapes do not match; when a streamed block cannot be read.
+    pub(crate) fn modulate(&self, vector: &Tensor) -> std::result::Result<Modulations, StageError> {
+        let enter = |number: usize| self.stream.enter(gpu::BlockPlace::once(number));
+        let mut modulations = Modulations {
+            double: Vec::with_capacity(self.double.len()),
+            single: Vec::with_capacity(self.single.len()),
+        };
+        for (number, block) in self.double.iter().enumerate() {
+            enter(number)?;
+            modulations.double.push(block.modulate(vector)?);
+        }
+        for (number, block) in self.single.iter().enumerate() {
+            enter(self.double.len() + number)?;
+            modulations.single.push(block.modulate(vector)?);
+        }
+        Ok(modulations)
     }
 
     /// Buffers of steps for a batch of items, with these token counts of text and of each item. `further` layers compute in
@@ -156,6 +161,7 @@ impl Blocks {
         };
         for (i, (block, modulation)) in self.double.iter().zip(&modulations.double).enumerate() {
             go_on()?;
+            self.stream.enter(gpu::BlockPlace::each_pass(i))?;
             if i == 0 {
                 let (of_generated, of_text) = block.first(modulation, step)?;
                 generated.enter(&of_generated)?;
@@ -181,6 +187,8 @@ impl Blocks {
         }
         for (i, (block, modulation)) in self.single.iter().zip(&modulations.single).enumerate() {
             go_on()?;
+            self.stream
+                .enter(gpu::BlockPlace::each_pass(self.double.len() + i))?;
             if i == 0 && self.double.is_empty() {
                 whole.enter(&block.first(modulation, step)?)?;
             }

@@ -6,7 +6,7 @@
 mod layer;
 
 use candle_core::{DType, Tensor};
-use gpu::{ComponentTensors, MissingTensor, Weight};
+use gpu::{BlockPlace, ComponentTensors, MissingTensor, Weight};
 use model::StageError;
 use ops::{AttentionShape, MaskShape, Norm, Planned, Scratch, allocated, norm_modulate};
 use residency::Bytes;
@@ -15,7 +15,7 @@ use serde::Deserialize;
 use self::layer::{Buffers, Layer};
 use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
-use crate::checkpoint::QuantizeRole;
+use crate::checkpoint::{QuantizeRole, numbered};
 use crate::files::check_sizes;
 use crate::linear::largest_scratch;
 
@@ -239,6 +239,12 @@ impl Decoder {
     }
 }
 
+/// The block of a tensor: each layer is one.
+pub(crate) fn block_of(name: &str) -> Option<BlockPlace> {
+    let (number, _) = numbered(&name[name.find("layers.")?..], "layers.")?;
+    Some(BlockPlace::each_pass(number))
+}
+
 /// The first layers of a decoder, over resident tensors.
 #[derive(Debug)]
 pub(super) struct ResidentDecoder<'a> {
@@ -350,10 +356,12 @@ impl ResidentDecoder<'_> {
             norm_modulate(&buffers.sum, norm, None, &buffers.normed)?;
         }
         let next = layers.iter().skip(1).map(|layer| Some(&layer.norm1));
-        for (layer, next) in layers.iter().zip(next.chain([None])) {
+        let stream = self.tensors.stream();
+        for (number, (layer, next)) in layers.iter().zip(next.chain([None])).enumerate() {
             if cancelled() {
                 return Err(StageError::Cancelled);
             }
+            stream.enter(BlockPlace::each_pass(number))?;
             layer.forward(&buffers, next)?;
         }
         let encoded = Tensor::zeros((ids.len(), decoder.hidden_size), dtype, device)?;

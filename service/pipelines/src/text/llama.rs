@@ -14,7 +14,7 @@ use serde::Deserialize;
 use super::decoder::{Decoder, ResidentDecoder, Rope};
 use super::tokenizers::TemplatedIds;
 
-pub(crate) use super::decoder::role;
+pub(crate) use super::decoder::{block_of, role};
 
 /// Layers after the states that are used.
 const UNUSED_LAYERS: usize = 2;

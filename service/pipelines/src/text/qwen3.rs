@@ -15,7 +15,7 @@ use super::candle;
 use super::decoder::{Decoder, ResidentDecoder, Rope, prefix_of};
 use super::encoding::{check_finite, check_ids};
 
-pub(crate) use super::decoder::role;
+pub(crate) use super::decoder::{block_of, role};
 
 /// The encoder's `config.json`. Missing fields have the defaults of transformers' `Qwen3Config`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]

@@ -2,7 +2,7 @@
 //! part in attention.
 
 use candle_core::{DType, Device, Tensor};
-use gpu::{ComponentTensors, MissingTensor};
+use gpu::{BlockPlace, ComponentTensors, MissingTensor, WeightStream};
 use model::StageError;
 use ops::{
     AttentionShape, Epilogue, Mask, MaskShape, Nonlinearity, Norm, Planned, Scratch, allocated, attention,
@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
-use crate::checkpoint::QuantizeRole;
+use crate::checkpoint::{QuantizeRole, numbered};
 use crate::files::check_sizes;
 use crate::linear::{Linear, largest_scratch};
 
@@ -187,6 +187,13 @@ impl T5Config {
     }
 }
 
+/// The block of a tensor: each layer is one.
+pub(crate) fn block_of(name: &str) -> Option<BlockPlace> {
+    // Its biases of positions serve all layers.
+    let (number, _) = numbered(name, "encoder.block.").filter(|_| name != BIASES)?;
+    Some(BlockPlace::each_pass(number))
+}
+
 /// Attention and feed-forward may be quantized.
 pub(crate) fn role(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
@@ -349,6 +356,8 @@ pub struct T5Encoder {
     biases: Tensor,
     layers: Vec<T5Layer>,
     norm: Tensor,
+    /// Brings the layers that are not on the card.
+    stream: WeightStream,
     component: String,
     config: T5Config,
 }
@@ -384,6 +393,7 @@ impl T5Encoder {
                 biases: tensors.shaped(BIASES, &[config.relative_attention_num_buckets, config.num_heads])?,
                 layers: layers.collect::<Result<_, _>>()?,
                 norm: tensors.shaped(LAST_NORM, &[config.d_model])?,
+                stream: tensors.stream(),
                 component: component.to_owned(),
                 config: config.clone(),
             })
@@ -411,10 +421,11 @@ impl T5Encoder {
         };
         norm_modulate(&buffers.sum, first, None, &buffers.normed)?;
         let next = self.layers.iter().skip(1).map(|layer| &layer.norm1);
-        for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
+        for (number, (layer, next)) in self.layers.iter().zip(next.chain([&self.norm])).enumerate() {
             if cancelled() {
                 return Err(StageError::Cancelled);
             }
+            self.stream.enter(BlockPlace::each_pass(number))?;
             layer.forward(&buffers, next)?;
         }
         let encoded = buffers.normed.unsqueeze(0)?;

@@ -9,6 +9,7 @@ use super::checkpoint::MARKS;
 use super::config::TransformerConfig;
 use super::model::{FAMILY, READS, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
 use super::quantize_rule::role_of;
+use super::transformer::block_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl;
 use crate::checkpoint::{
@@ -18,7 +19,7 @@ use crate::checkpoint::{
 use crate::defaults::folder_defaults;
 use crate::files::{check_pairs, checked, unsupported};
 use crate::flow_match::SchedulerConfig;
-use crate::text::qwen3::Qwen3Config;
+use crate::text::qwen3::{self, Qwen3Config};
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
 
@@ -82,7 +83,12 @@ impl ZImageModel {
             (VAE, vae.files(wanted.of(VAE))?),
             (TEXT_ENCODER, text_files),
         ];
-        let components = ComponentSet::new(files, precision.dtype, wanted.formats);
+        let mut components = ComponentSet::new(files, precision.dtype, wanted.formats);
+        components.in_blocks(TRANSFORMER, |name| block_of(&transformer, name));
+        // Layers of candle-transformers run all of them at once, so that none can be waited for.
+        if components.is_quantized(TEXT_ENCODER) {
+            components.in_blocks(TEXT_ENCODER, qwen3::block_of);
+        }
         let defaults = folder_defaults(base, defaults(), READS, problems)?;
         Ok(Some(ZImageModel {
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),

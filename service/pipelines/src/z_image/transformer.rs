@@ -4,16 +4,17 @@
 //! every step, so it is computed once per request.
 
 use candle_core::{DType, Device, Tensor};
-use gpu::{ComponentTensors, MissingTensor};
+use gpu::{BlockPlace, ComponentTensors, MissingTensor, WeightStream};
 use ops::{Epilogue, Nonlinearity, Norm};
 
 use super::blocks::{Block, Modulations};
 use super::buffers::{Layers, Next, ZImageBuffers};
 use super::config::{PATCH, TransformerConfig};
-use super::layout::{LAST, PATCH_IN};
+use super::layout::{Blocks, LAST, PATCH_IN};
 use super::positions::{Lengths, positions, rotations};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::checkpoint::numbered;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::Rotations;
 use crate::sampling::Conditions;
@@ -38,6 +39,8 @@ pub struct Transformer {
     blocks: Vec<Block>,
     last_modulator: Linear,
     last: Linear,
+    /// Brings the blocks that are not on the card.
+    stream: WeightStream,
 }
 
 /// State shared by all steps of a request: the refined text, rotations, and the modulation of every block for every
@@ -106,6 +109,7 @@ impl Transformer {
             last_modulator: linear(&format!("{LAST}.adaLN_modulation.1"), timestep, width)?,
             last: linear(&format!("{LAST}.linear"), width, config.patch_width())?,
             config: config.clone(),
+            stream: tensors.stream(),
         })
     }
 
@@ -211,6 +215,7 @@ impl Transformer {
         let none = Block::unmodulated(self.config.dim, dtype, device)?;
         for (i, block) in self.text_blocks.iter().enumerate() {
             go_on()?;
+            self.stream.enter(BlockPlace::once(i))?;
             if i == 0 {
                 text.enter(&block.first(&none, 0, dtype)?)?;
             }
@@ -290,6 +295,7 @@ impl Transformer {
         let mut following = self.picture_blocks.iter().zip(&modulated.picture_blocks);
         for (i, (block, modulations)) in alone.enumerate() {
             go_on()?;
+            self.stream.enter(BlockPlace::each_pass(i))?;
             if i == 0 {
                 picture.enter(&block.first(modulations, step, dtype)?)?;
                 following.next();
@@ -314,6 +320,8 @@ impl Transformer {
         let last = self.blocks.len().saturating_sub(1);
         for (i, (block, modulations)) in self.blocks.iter().zip(&modulated.blocks).enumerate() {
             go_on()?;
+            self.stream
+                .enter(BlockPlace::each_pass(self.picture_blocks.len() + i))?;
             let goes_on = if i == last { &wanted } else { &whole };
             let angles = conditioning.rotations.angles();
             block.forward(
@@ -441,6 +449,21 @@ pub fn refining_scratch(config: &TransformerConfig, lengths: &Lengths, dtype: DT
     let normed = lengths.text * config.cap_feat_dim * number;
     let rotations = lengths.all() * config.head() * 4;
     ZImageBuffers::bytes(config, lengths.padded_text(), number) + (normed + rotations) as u64
+}
+
+/// The block of a tensor: those of the text are used once, those of picture and of both together in each step. Modulators are
+/// small.
+pub(super) fn block_of(config: &TransformerConfig, name: &str) -> Option<BlockPlace> {
+    let [picture, text, both] = config.blocks();
+    let of = |blocks: &Blocks| {
+        numbered(name, &format!("{}.", blocks.name))
+            .filter(|_| !is_modulator(name))
+            .map(|(number, _)| number)
+    };
+    let first = picture.count;
+    let of_text = of(&text).map(BlockPlace::once);
+    let of_both = of(&both).map(|number| BlockPlace::each_pass(first + number));
+    of(&picture).map(BlockPlace::each_pass).or(of_text).or(of_both)
 }
 
 /// Whether a tensor is the weight of a layer that computes modulations, which steps do not use.

@@ -917,9 +917,13 @@ fn a_tensor_that_is_not_finite_is_named_when_it_is_quantized() {
         panic!("no plan")
     };
     let mut card = gpu::CpuCard::new(gpu::CpuSettings::default()).expect("a card");
-    let loaded = gpu::Gpu::load(&mut card, &model.components()[0], plan, &mut |_| {
-        std::ops::ControlFlow::Continue(())
-    });
+    let loaded = gpu::Gpu::load(
+        &mut card,
+        &model.components()[0],
+        plan,
+        residency::Part::WHOLE,
+        &mut |_| std::ops::ControlFlow::Continue(()),
+    );
     let said = loaded.expect_err("refused").to_string();
     assert!(said.contains(name), "{said}");
 }

@@ -3,6 +3,8 @@
 
 #![allow(clippy::expect_used, clippy::unwrap_used)] // What tests share is outside of them.
 
+#[path = "../all_families/mod.rs"]
+mod all_families;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
 #[path = "../numbers/mod.rs"]
@@ -17,125 +19,13 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use pipelines::{
-    Audio, AudioTask, Clip, Image, InitImage, MediaFormat, Medium, Model, Precision, Preset, Quantization,
-    Request, StageError, Unobserved, Values, Video, families, identity_of_values,
+    Audio, Medium, Model, Precision, Preset, Quantization, Request, StageError, Unobserved, Values, families,
+    identity_of_values,
 };
 use serde_json::Value;
-use tempfile::TempDir;
 
-use crate::numbers::fixtures;
-use crate::open_model::{F32, OpenModel, copy};
-
-/// A model in a separate folder, and a request of it.
-struct Case {
-    name: &'static str,
-    /// Fixtures that are copied over each other: from, and where to.
-    folders: &'static [(&'static str, &'static str)],
-    request: fn() -> Request,
-    /// The component that a precision changes.
-    quantized: &'static str,
-}
-
-const CASES: [Case; 6] = [
-    Case {
-        name: "flux",
-        folders: &[("flux-tiny", "")],
-        request: || of(Medium::Image(Image::of(64, 64))),
-        quantized: "text_encoder_2",
-    },
-    Case {
-        name: "kontext",
-        folders: &[("flux-tiny", ""), ("flux-kontext-tiny", "")],
-        request: || {
-            of(Medium::Image(Image {
-                references: vec![picture(64, 9)],
-                ..Image::of(64, 64)
-            }))
-        },
-        quantized: "text_encoder_2",
-    },
-    Case {
-        name: "z-image",
-        folders: &[("z-image-tiny", ""), ("flux-tiny/vae", "vae")],
-        request: || Request {
-            guidance: 0.0,
-            ..of(Medium::Image(Image::of(64, 64)))
-        },
-        quantized: "text_encoder",
-    },
-    Case {
-        name: "framepack",
-        folders: &[
-            ("hunyuan-tiny", ""),
-            ("flux-tiny/text_encoder", "text_encoder_2"),
-            ("flux-tiny/tokenizer", "tokenizer_2"),
-            ("framepack-tiny", ""),
-        ],
-        request: || {
-            of(Medium::Video(Video {
-                width: 64,
-                height: 64,
-                frames: 37,
-                frames_per_second: 30.0,
-                init_image: Some(picture(64, 9)),
-                ..Video::default()
-            }))
-        },
-        quantized: "text_encoder",
-    },
-    Case {
-        name: "ace-step",
-        folders: &[("ace-tiny", "")],
-        request: || of(Medium::Audio(track(AudioTask::TextToMusic, None))),
-        quantized: "text_encoder",
-    },
-    Case {
-        name: "ace-step-cover",
-        folders: &[("ace-tiny", "")],
-        request: || Request {
-            strength: 0.6,
-            ..of(Medium::Audio(track(AudioTask::Cover, Some(8000))))
-        },
-        quantized: "text_encoder",
-    },
-];
-
-fn of(medium: Medium) -> Request {
-    Request {
-        prompt: "a small red cat".to_owned(),
-        seed: 7,
-        ..Request::of(medium, 2, 1.0, 64)
-    }
-}
-
-fn picture(side: u32, shade: u8) -> InitImage {
-    let pixels = (0..3 * side * side).map(|i| (i as u8).wrapping_mul(shade));
-    InitImage {
-        width: side,
-        height: side,
-        rgb: pixels.collect::<Vec<u8>>().into(),
-    }
-}
-
-fn track(task: AudioTask, source: Option<u64>) -> Audio {
-    let clip = |samples: u64| Clip {
-        format: MediaFormat::Audio {
-            samples_per_second: 8000,
-            channels: 2,
-            samples,
-        },
-        data: (0..4 * samples)
-            .map(|i| (i % 251) as u8)
-            .collect::<Vec<u8>>()
-            .into(),
-    };
-    Audio {
-        seconds: 1.0,
-        init_audio: source.map(clip),
-        task,
-        ..Audio::default()
-    }
-}
+use crate::all_families::{CASES, Case, picture, track};
+use crate::open_model::{F32, OpenModel};
 
 /// Each field of a request changed, by name.
 fn other_requests(request: &Request) -> Vec<(String, Request)> {
@@ -306,14 +196,6 @@ fn kept(opened: &OpenModel, request: &Request) -> Option<Kept> {
 }
 
 impl Case {
-    fn folder(&self) -> TempDir {
-        let folder = TempDir::new().unwrap();
-        for (from, to) in self.folders {
-            copy(&fixtures().join(from), &folder.path().join(to));
-        }
-        folder
-    }
-
     /// Compares the values kept by a changed model or request with those kept by the first.
     fn check(&self, change: &str, before: &Kept, opened: &Arc<dyn Model>, request: &Request) {
         let Some(identities) = identities(&**opened, request) else {

@@ -15,6 +15,8 @@ use pipelines::{
     families,
 };
 
+use residency::{Component, Part};
+
 use crate::device::{here, test_device};
 
 /// Precision of the fixtures.
@@ -48,14 +50,18 @@ fn moved(tensors: &ComponentTensors) -> ComponentTensors {
     ComponentTensors::of_weights(weights.collect())
 }
 
-/// All components of a model by name, loaded with the CPU card and put on the device of the tests.
-fn components_of<M: Model + ?Sized>(model: &M) -> HashMap<String, Arc<ComponentTensors>> {
+/// All components of a model by name, loaded with the CPU card, each in a part, and put on the device of the tests.
+fn components_of<M: Model + ?Sized>(
+    model: &M,
+    part_of: &dyn Fn(&Component) -> Part,
+) -> HashMap<String, Arc<ComponentTensors>> {
     let mut card = CpuCard::new(CpuSettings::default()).expect("a card");
     let mut components = HashMap::new();
     for component in model.components() {
         let plan = model.load_plan(&component.name).expect("a plan");
         assert_eq!(plan.bytes(), component.bytes, "{}", component.name);
-        card.load(component, plan, &mut |_| ControlFlow::Continue(()))
+        let part = part_of(component);
+        card.load(component, plan, part, &mut |_| ControlFlow::Continue(()))
             .expect("a load");
         let mut tensors = card.tensors(&component.id).expect("tensors");
         if !test_device().is_cpu() {
@@ -85,7 +91,15 @@ impl<M: Model + ?Sized> OpenModel<M> {
     /// With the components of a model resident.
     pub(crate) fn of(model: Arc<M>) -> OpenModel<M> {
         OpenModel {
-            components: RefCell::new(components_of(&*model)),
+            components: RefCell::new(components_of(&*model, &|_| Part::WHOLE)),
+            model,
+        }
+    }
+
+    /// With the components of a model on the card in these parts, and the rest of their blocks streamed.
+    pub(crate) fn in_parts(model: Arc<M>, part_of: &dyn Fn(&Component) -> Part) -> OpenModel<M> {
+        OpenModel {
+            components: RefCell::new(components_of(&*model, part_of)),
             model,
         }
     }

@@ -90,6 +90,7 @@ impl Family for Toy {
                 name: name.to_owned(),
                 bytes,
                 reload_seconds: bytes.0 as f64 / BYTES_PER_SECOND,
+                parts: residency::Parts::default(),
             };
             parts.push(component, plan, files);
         }

@@ -6,7 +6,8 @@ use thiserror::Error;
 
 use super::Ledger;
 use crate::nouns::{Bytes, Component, ComponentId, Millis, StageNeed};
-use crate::resident::{Resident, ResidentState};
+use crate::parts::Part;
+use crate::resident::{Resident, ResidentState, Resize};
 
 /// Identifies the lease of one running stage on its components.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -29,16 +30,16 @@ pub enum LedgerError {
     /// An entry about a component that is not booked.
     #[error("{0} is not on the card")]
     Unknown(ComponentId),
-    /// A stage needs a component that is not loaded in full.
+    /// A stage needs a component that is not loaded.
     #[error("{0} is not resident")]
     NotResident(ComponentId),
     /// The entry is not allowed in the component's state.
     #[error("{id} is {state:?}")]
     WrongState { id: ComponentId, state: ResidentState },
-    /// An eviction of a component that a stage runs on.
+    /// An eviction of a component that a stage runs on, or a change of its part.
     #[error("{0} is in use")]
     Leased(ComponentId),
-    /// An eviction of a pinned component.
+    /// An eviction of a pinned component, or one of its blocks.
     #[error("{0} is pinned")]
     Pinned(ComponentId),
     /// A load of more bytes than are free or slack.
@@ -54,24 +55,17 @@ pub enum LedgerError {
 }
 
 impl Ledger {
-    /// Books a component's bytes before the first of them is allocated.
+    /// Books the bytes of a component, or of a part of it, before the first of them is allocated.
     ///
     /// # Errors
     /// [`LedgerError::AlreadyThere`] if it is booked already, [`LedgerError::NoRoom`] if it exceeds free and slack
     /// bytes.
-    pub fn begin_load(&mut self, c: &Component, now: Millis) -> Result<(), LedgerError> {
+    pub fn begin_load(&mut self, c: &Component, part: Part, now: Millis) -> Result<(), LedgerError> {
         if self.residents.contains_key(&c.id) {
             return Err(LedgerError::AlreadyThere(c.id.clone()));
         }
-        let available = self.within_reach();
-        if c.bytes > available {
-            return Err(LedgerError::NoRoom {
-                needed: c.bytes,
-                available,
-            });
-        }
-        self.book.claim_components(c.bytes);
-        let mut resident = Resident::loading(c.clone(), now);
+        self.claim(c.bytes_of(part))?;
+        let mut resident = Resident::loading(c.clone(), part, now);
         resident.pinned = self.pins.contains(&c.id);
         resident.held = self.holds_on(&c.id);
         self.residents.insert(c.id.clone(), resident);
@@ -97,6 +91,58 @@ impl Ledger {
     pub fn abort_load(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
         self.in_state(id, ResidentState::Loading)?;
         self.leave(id);
+        Ok(())
+    }
+
+    /// Starts to keep another part of a component on the card: books the bytes that it grows by. Bytes that it shrinks by are
+    /// booked until [`Ledger::complete_resize`].
+    ///
+    /// # Errors
+    /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if it is not resident,
+    /// [`LedgerError::Leased`]; [`LedgerError::Pinned`] if it is pinned and would shrink; [`LedgerError::NoRoom`].
+    pub fn begin_resize(&mut self, c: &Component, part: Part) -> Result<(), LedgerError> {
+        let resident = self.in_state(&c.id, ResidentState::Resident)?;
+        if resident.leases > 0 {
+            return Err(LedgerError::Leased(c.id.clone()));
+        }
+        let (now, then) = (resident.bytes(), resident.component.bytes_of(part));
+        if resident.pinned && then < now {
+            return Err(LedgerError::Pinned(c.id.clone()));
+        }
+        self.claim(then - now)?;
+        let resident = self.in_state(&c.id, ResidentState::Resident)?;
+        resident.state = ResidentState::Resizing;
+        resident.resizing = Some(Resize {
+            from: resident.part,
+            to: part,
+        });
+        if then > now {
+            resident.part = part;
+        }
+        Ok(())
+    }
+
+    /// Completes a change of the part on the card. Bytes that it has shrunk by are late until the driver shows them as free or
+    /// slack.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if no change has begun.
+    pub fn complete_resize(&mut self, id: &ComponentId, now: Millis) -> Result<(), LedgerError> {
+        let resident = self.in_state(id, ResidentState::Resizing)?;
+        resident.last_used = resident.last_used.max(now);
+        if self.end_resize(id, |resize| resize.to) > Bytes::ZERO {
+            self.late_since = Some(now);
+        }
+        Ok(())
+    }
+
+    /// Cancels a change of the part on the card: what was there before it is there still, and no more.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if no change has begun.
+    pub fn abort_resize(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
+        self.in_state(id, ResidentState::Resizing)?;
+        self.end_resize(id, |resize| resize.from);
         Ok(())
     }
 
@@ -206,6 +252,30 @@ impl Ledger {
         self.leases.len()
     }
 
+    /// Books further bytes of components.
+    fn claim(&mut self, needed: Bytes) -> Result<(), LedgerError> {
+        let available = self.within_reach();
+        if needed > available {
+            return Err(LedgerError::NoRoom { needed, available });
+        }
+        self.book.claim_components(needed);
+        Ok(())
+    }
+
+    /// Ends a change of the part. Bytes that are no longer booked are late as far as they were really on the card; the result
+    /// is their number.
+    fn end_resize(&mut self, id: &ComponentId, part_of: impl FnOnce(Resize) -> Part) -> Bytes {
+        let Some(resident) = self.residents.get_mut(id) else {
+            return Bytes::ZERO;
+        };
+        let before = resident.bytes();
+        resident.part = resident.resizing.take().map_or(resident.part, part_of);
+        resident.state = ResidentState::Resident;
+        let gone = before - resident.bytes();
+        self.give_up(gone);
+        gone
+    }
+
     fn in_state(&mut self, id: &ComponentId, wanted: ResidentState) -> Result<&mut Resident, LedgerError> {
         match self.residents.get_mut(id) {
             None => Err(LedgerError::Unknown(id.clone())),
@@ -220,10 +290,15 @@ impl Ledger {
     /// Removes a component from the book. The bytes that were really on the card for it are late.
     fn leave(&mut self, id: &ComponentId) {
         if let Some(gone) = self.residents.remove(id) {
-            let bytes = gone.component.bytes.min(self.book.components - self.booked());
-            self.book.components -= bytes;
-            self.book.unexplained += bytes;
-            self.late += bytes;
+            self.give_up(gone.bytes());
         }
+    }
+
+    /// Bytes that are no longer booked for a component. Those that were really on the card are late.
+    fn give_up(&mut self, gone: Bytes) {
+        let bytes = gone.min(self.book.components - self.booked());
+        self.book.components -= bytes;
+        self.book.unexplained += bytes;
+        self.late += bytes;
     }
 }

@@ -1,6 +1,8 @@
 //! Cards, components and stages to begin with.
 
-use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis, StageNeed};
+use residency::{
+    Bytes, Component, ComponentId, DriverTruth, Ledger, Millis, Part, PartSize, Parts, StageNeed,
+};
 
 /// A component of `gib` GiB that takes a second per GiB to reload.
 pub(crate) fn component(name: &str, gib: u64) -> Component {
@@ -10,6 +12,21 @@ pub(crate) fn component(name: &str, gib: u64) -> Component {
         name: name.into(),
         bytes: Bytes::gib(gib),
         reload_seconds: gib as f64,
+        parts: Parts::default(),
+    }
+}
+
+/// As [`component`], of ten blocks of a tenth each. A part has two slots of a block.
+pub(crate) fn in_blocks(name: &str, gib: u64) -> Component {
+    let whole = Bytes::gib(gib);
+    let size = |streamed: u64| PartSize {
+        bytes: Bytes(whole.0 / 10 * (10 - streamed + 2)),
+        streamed: Bytes(whole.0 / 10 * streamed),
+        streamed_once: Bytes::ZERO,
+    };
+    Component {
+        parts: Parts::new(whole, (1..=10).map(size), |_| {}),
+        ..component(name, gib)
     }
 }
 
@@ -20,6 +37,7 @@ pub(crate) fn stage(components: &[&Component], scratch: Bytes) -> StageNeed {
         scratch,
         headroom: Bytes::ZERO,
         later: Vec::new(),
+        passes: 2,
     }
 }
 
@@ -34,7 +52,7 @@ pub(crate) fn card_with(components: &[&Component]) -> Ledger {
 }
 
 pub(crate) fn load(ledger: &mut Ledger, c: &Component, now: Millis) {
-    ledger.begin_load(c, now).unwrap();
+    ledger.begin_load(c, Part::WHOLE, now).unwrap();
     ledger.complete_load(&c.id, now).unwrap();
 }
 
@@ -53,7 +71,7 @@ pub(crate) fn use_at(ledger: &mut Ledger, c: &Component, times: u32, now: Millis
 
 /// A driver that agrees with the books: booked bytes of components are allocated, all else is free.
 pub(crate) fn truth(ledger: &Ledger) -> DriverTruth {
-    let components: Bytes = ledger.residents().map(|r| r.component.bytes).sum();
+    let components: Bytes = ledger.residents().map(residency::Resident::bytes).sum();
     DriverTruth {
         total: ledger.total(),
         free: ledger.total() - components,

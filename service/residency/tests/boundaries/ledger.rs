@@ -1,6 +1,6 @@
 use residency::{
     Accounts, Bytes, ComponentId, DriverTruth, HoldId, Holder, LATE_AT_MOST_MS, Ledger, LedgerError, Millis,
-    ReservationId, ResidentState,
+    Part, ReservationId, ResidentState,
 };
 
 use crate::given::{card_with, component, evict, load, stage, truth, use_at};
@@ -28,7 +28,7 @@ fn headroom_larger_than_the_card_leaves_nothing_usable() {
 #[test]
 fn a_load_is_booked_before_the_driver_shows_it_and_counted_once_after() {
     let (mut ledger, t5) = (Ledger::new(Bytes::gib(24), Bytes::ZERO), component("t5", 9));
-    ledger.begin_load(&t5, T0).unwrap();
+    ledger.begin_load(&t5, Part::WHOLE, T0).unwrap();
     assert_eq!(ledger.usable(), Bytes::gib(15));
     // Half of it has arrived: the other half is still booked.
     let half = DriverTruth {
@@ -53,10 +53,13 @@ fn a_load_of_exactly_the_free_bytes_fits_and_of_one_byte_more_does_not() {
         needed: c.bytes,
         available: Bytes::gib(24),
     };
-    assert_eq!(ledger.begin_load(&c, T0), Err(refused));
+    assert_eq!(ledger.begin_load(&c, Part::WHOLE, T0), Err(refused));
     c.bytes = Bytes::gib(24);
-    assert_eq!(ledger.begin_load(&c, T0), Ok(()));
-    assert_eq!(ledger.begin_load(&c, T0), Err(LedgerError::AlreadyThere(c.id)));
+    assert_eq!(ledger.begin_load(&c, Part::WHOLE, T0), Ok(()));
+    assert_eq!(
+        ledger.begin_load(&c, Part::WHOLE, T0),
+        Err(LedgerError::AlreadyThere(c.id))
+    );
 }
 
 #[test]
@@ -73,7 +76,7 @@ fn entries_out_of_order_are_refused() {
             state,
         })
     };
-    ledger.begin_load(&c, T0).unwrap();
+    ledger.begin_load(&c, Part::WHOLE, T0).unwrap();
     assert_eq!(ledger.begin_evict(&c.id), wrong(ResidentState::Loading));
     ledger.complete_load(&c.id, T0).unwrap();
     assert_eq!(ledger.abort_load(&c.id), wrong(ResidentState::Resident));
@@ -87,7 +90,7 @@ fn entries_out_of_order_are_refused() {
 #[test]
 fn an_aborted_load_is_late_until_the_driver_shows_its_bytes() {
     let (mut ledger, c) = (card_with(&[]), component("c", 9));
-    ledger.begin_load(&c, T0).unwrap();
+    ledger.begin_load(&c, Part::WHOLE, T0).unwrap();
     ledger.abort_load(&c.id).unwrap();
     assert_eq!((ledger.late(), ledger.usable()), (Bytes::gib(9), Bytes::gib(15)));
     ledger.reconcile(&truth(&ledger));
@@ -435,7 +438,7 @@ fn holders_are_listed_by_name_with_their_bytes() {
 #[test]
 fn a_load_whose_memory_another_process_took_is_booked_as_far_as_it_can_be() {
     let (mut ledger, c) = (card_with(&[]), component("c", 20));
-    ledger.begin_load(&c, T0).unwrap();
+    ledger.begin_load(&c, Part::WHOLE, T0).unwrap();
     ledger.reconcile(&DriverTruth {
         free: Bytes::gib(10),
         components: Bytes::gib(5),

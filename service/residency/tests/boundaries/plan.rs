@@ -1,10 +1,10 @@
 use residency::{
-    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Part, Policy, ReservationId,
     StageNeed, Verdict, WaitCause, large_from, make_room, plan, plan_low_memory, predicted_move_seconds,
     should_trim,
 };
 
-use crate::given::{card_with, component, evict, load, stage, truth, use_at};
+use crate::given::{card_with, component, evict, in_blocks, load, stage, truth, use_at};
 
 const NOW: Millis = Millis(60_000);
 
@@ -13,7 +13,7 @@ fn evict_of(c: &Component) -> Move {
 }
 
 fn load_of(c: &Component) -> Move {
-    Move::Load(c.clone())
+    Move::Load(c.clone(), Part::WHOLE)
 }
 
 fn run(moves: impl Into<Vec<Move>>) -> Verdict {
@@ -232,7 +232,7 @@ fn a_held_component_is_waited_for_like_a_busy_one() {
 #[test]
 fn a_loading_component_is_waited_for_and_not_loaded_twice() {
     let (mut ledger, c) = (card_with(&[]), component("c", 8));
-    ledger.begin_load(&c, NOW).unwrap();
+    ledger.begin_load(&c, Part::WHOLE, NOW).unwrap();
     assert_eq!(shared(&ledger, &[&c], 8), wait(0, WaitCause::Leases));
     ledger.complete_load(&c.id, NOW).unwrap();
     assert_eq!(shared(&ledger, &[&c], 8), run([]));
@@ -403,4 +403,114 @@ fn a_component_of_no_bytes_is_planned_like_any_other() {
     let ledger = card_with(&[]);
     assert_eq!(shared(&ledger, &[&empty], 24), run([load_of(&empty)]));
     assert!(ledger.resident(&gone).is_none());
+}
+
+/// A stage that goes over its blocks this often.
+fn passes(components: &[&Component], scratch_gib: u64, passes: u32) -> StageNeed {
+    StageNeed {
+        passes,
+        ..stage(components, Bytes::gib(scratch_gib))
+    }
+}
+
+#[test]
+fn a_component_that_is_too_large_gets_what_the_card_has_and_streams_the_rest() {
+    let (large, text) = (in_blocks("large", 40), component("text", 6));
+    let ledger = card_with(&[&text]);
+    // 24 GiB, of which the stage needs 2: five blocks of 4 GiB would fit beside nothing else, two of them are slots.
+    let verdict = plan(&ledger, &passes(&[&large], 2, 28), Policy::Shared, NOW);
+    assert_eq!(
+        verdict,
+        run([evict_of(&text), Move::Load(large.clone(), Part(5))])
+    );
+    assert_eq!(large.bytes_of(Part(5)), Bytes::gib(20));
+    // A single pass takes nothing of others.
+    let verdict = plan(&ledger, &passes(&[&large], 2, 1), Policy::Shared, NOW);
+    assert_eq!(verdict, run([Move::Load(large.clone(), Part(6))]));
+    assert_eq!(large.bytes_of(Part(6)), Bytes::gib(16));
+}
+
+#[test]
+fn a_single_pass_streams_rather_than_evict_others() {
+    let (encoder, transformer) = (in_blocks("encoder", 10), component("transformer", 20));
+    let ledger = card_with(&[&transformer]);
+    let verdict = |times| plan(&ledger, &passes(&[&encoder], 1, times), Policy::Shared, NOW);
+    assert_eq!(verdict(1), run([Move::Load(encoder.clone(), Part(7))]));
+    assert_eq!(verdict(2), run([evict_of(&transformer), load_of(&encoder)]));
+}
+
+#[test]
+fn a_part_shrinks_by_what_another_stage_lacks_and_grows_again() {
+    let (model, other) = (in_blocks("model", 20), component("other", 8));
+    let mut ledger = card_with(&[&model]);
+    let moves = [Move::Resize(model.clone(), Part(4)), load_of(&other)];
+    assert_eq!(
+        shared(&ledger, &[&other], 4),
+        run(moves),
+        "4 GiB are free, and 12 are wanted"
+    );
+    ledger.begin_resize(&model, Part(4)).unwrap();
+    assert_eq!(
+        ledger.accounts().components,
+        Bytes::gib(20),
+        "booked until they are free"
+    );
+    ledger.complete_resize(&model.id, NOW).unwrap();
+    ledger.reconcile(&truth(&ledger));
+    assert_eq!(ledger.accounts().components, Bytes::gib(12));
+    assert_eq!(
+        plan(&ledger, &passes(&[&model], 4, 28), Policy::Shared, NOW),
+        run([Move::Resize(model.clone(), Part::WHOLE)])
+    );
+}
+
+#[test]
+fn a_pinned_part_does_not_shrink_and_a_leased_one_does_not_change() {
+    let (model, other) = (in_blocks("model", 20), component("other", 8));
+    let mut ledger = card_with(&[&model]);
+    ledger.pin(model.id.clone());
+    assert!(matches!(shared(&ledger, &[&other], 4), Verdict::Never { .. }));
+    assert!(matches!(
+        ledger.begin_resize(&model, Part(4)),
+        Err(residency::LedgerError::Pinned(_))
+    ));
+    ledger.unpin(&model.id);
+    let lease = ledger.lease(&stage(&[&model], Bytes::ZERO), NOW).unwrap();
+    assert!(matches!(
+        ledger.begin_resize(&model, Part(4)),
+        Err(residency::LedgerError::Leased(_))
+    ));
+    assert!(matches!(shared(&ledger, &[&other], 4), Verdict::Wait { .. }));
+    ledger.release(lease, NOW).unwrap();
+    assert!(matches!(shared(&ledger, &[&other], 4), Verdict::Run { .. }));
+}
+
+#[test]
+fn a_few_bytes_more_move_no_blocks() {
+    let mut small = in_blocks("small", 10);
+    small.parts = residency::Parts::new(
+        small.bytes,
+        (0..50).map(|n| residency::PartSize {
+            bytes: Bytes::gib(9) - Bytes::mib(100 * n),
+            ..residency::PartSize::default()
+        }),
+        |_| {},
+    );
+    let mut ledger = Ledger::new(Bytes::gib(8), Bytes::ZERO);
+    ledger.begin_load(&small, Part(14), NOW).unwrap();
+    ledger.complete_load(&small.id, NOW).unwrap();
+    assert!(ledger.usable() > Bytes::mib(200));
+    assert_eq!(
+        plan(&ledger, &passes(&[&small], 0, 28), Policy::Shared, NOW),
+        run([])
+    );
+}
+
+#[test]
+fn only_what_fits_in_no_part_never_fits() {
+    let model = in_blocks("model", 200);
+    let Verdict::Never { needed, capacity } = shared(&card_with(&[]), &[&model], 1) else {
+        panic!("two slots of 20 GiB do not fit");
+    };
+    assert_eq!((needed, capacity), (Bytes::gib(41), Bytes::gib(24)));
 }

@@ -1,8 +1,8 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use residency::{
-    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
-    StageNeed, Verdict, plan, plan_low_memory,
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Part, PartSize, Parts, Policy,
+    ReservationId, Resident, StageNeed, Verdict, plan, plan_low_memory,
 };
 
 const TOTAL: Bytes = Bytes(10_000);
@@ -19,6 +19,9 @@ struct Given {
     reused: usize,
     scratch: u64,
     policy: Policy,
+    /// Whether components have parts.
+    in_blocks: bool,
+    passes: u32,
 }
 
 fn given() -> impl Strategy<Value = Given> {
@@ -26,8 +29,15 @@ fn given() -> impl Strategy<Value = Given> {
     let others = (0..2_000u64, 0..2_000u64, 0..1_000u64, 0..1_500u64);
     let need = (vec(1..3_000u64, 0..4), 0..3usize, 0..3_000u64);
     let policy = prop_oneof![Just(Policy::Shared), Just(Policy::Exclusive)];
-    (residents, others, need, policy).prop_map(
-        |(residents, (foreign, slack, headroom, reserved), (new, reused, scratch), policy)| Given {
+    (residents, others, need, policy, any::<bool>(), 1..3_u32).prop_map(
+        |(
+            residents,
+            (foreign, slack, headroom, reserved),
+            (new, reused, scratch),
+            policy,
+            in_blocks,
+            passes,
+        )| Given {
             residents,
             foreign,
             slack,
@@ -37,6 +47,8 @@ fn given() -> impl Strategy<Value = Given> {
             reused,
             scratch,
             policy,
+            in_blocks,
+            passes,
         },
     )
 }
@@ -48,6 +60,21 @@ fn component(name: String, bytes: u64, milliseconds: u32) -> Component {
         name,
         bytes: Bytes(bytes),
         reload_seconds,
+        parts: Parts::default(),
+    }
+}
+
+/// A component of eight blocks. A part has two slots of a block.
+fn in_blocks(component: Component) -> Component {
+    let block = component.bytes.0 / 8;
+    let size = |streamed: u64| PartSize {
+        bytes: Bytes(component.bytes.0 - block * streamed + 2 * block),
+        streamed: Bytes(block * streamed),
+        streamed_once: Bytes::ZERO,
+    };
+    Component {
+        parts: Parts::new(component.bytes, (1..=8).map(size), |_| {}),
+        ..component
     }
 }
 
@@ -58,11 +85,18 @@ fn build(given: &Given) -> (Ledger, StageNeed, DriverTruth) {
     let mut sum = Bytes::ZERO;
     for (n, &(bytes, how, ms)) in given.residents.iter().enumerate() {
         let c = component(format!("r{n}"), bytes, ms);
-        if sum + c.bytes > Bytes(6_000) {
+        let c = if given.in_blocks { in_blocks(c) } else { c };
+        // Some are there in a part only.
+        let part = if n % 3 == 0 {
+            Part(ms % 7).min(c.least())
+        } else {
+            Part::WHOLE
+        };
+        if sum + c.bytes_of(part) > Bytes(6_000) {
             break;
         }
-        sum += c.bytes;
-        ledger.begin_load(&c, Millis(0)).unwrap();
+        sum += c.bytes_of(part);
+        ledger.begin_load(&c, part, Millis(0)).unwrap();
         ledger.complete_load(&c.id, Millis(0)).unwrap();
         match how {
             0 => drop(
@@ -94,9 +128,14 @@ fn build(given: &Given) -> (Ledger, StageNeed, DriverTruth) {
             .new
             .iter()
             .enumerate()
-            .map(|(n, &bytes)| component(format!("n{n}"), bytes, 1)),
+            .map(|(n, &bytes)| component(format!("n{n}"), bytes, 1))
+            .map(|c| if given.in_blocks { in_blocks(c) } else { c }),
     );
-    (ledger, need_of(&wanted, given.scratch), truth)
+    let need = StageNeed {
+        passes: given.passes,
+        ..need_of(&wanted, given.scratch)
+    };
+    (ledger, need, truth)
 }
 
 fn need_of(components: &[Component], scratch: u64) -> StageNeed {
@@ -106,6 +145,7 @@ fn need_of(components: &[Component], scratch: u64) -> StageNeed {
         scratch: Bytes(scratch),
         headroom: Bytes::ZERO,
         later: Vec::new(),
+        passes: 2,
     }
 }
 
@@ -121,21 +161,35 @@ fn carry_out(ledger: &mut Ledger, mut truth: DriverTruth, moves: &[Move]) -> Res
     for each in moves {
         match each {
             Move::Evict(c) => {
+                let bytes = ledger.resident(&c.id).map_or(Bytes::ZERO, Resident::bytes);
                 prop_assert!(ledger.begin_evict(&c.id).is_ok());
                 prop_assert!(ledger.complete_evict(&c.id, NOW).is_ok());
-                truth.components -= c.bytes;
-                truth.free += c.bytes;
+                truth.components -= bytes;
+                truth.free += bytes;
             }
             Move::Trim => {
                 truth.free += truth.slack;
                 truth.slack = Bytes::ZERO;
             }
-            Move::Load(c) => {
-                prop_assert!(c.bytes <= truth.free, "component pools take from the driver only");
-                prop_assert!(ledger.begin_load(c, NOW).is_ok());
+            Move::Load(c, part) => {
+                let bytes = c.bytes_of(*part);
+                prop_assert!(bytes <= truth.free, "component pools take from the driver only");
+                prop_assert!(ledger.begin_load(c, *part, NOW).is_ok());
                 prop_assert!(ledger.complete_load(&c.id, NOW).is_ok());
-                truth.components += c.bytes;
-                truth.free -= c.bytes;
+                truth.components += bytes;
+                truth.free -= bytes;
+            }
+            Move::Resize(c, part) => {
+                let before = ledger.resident(&c.id).map_or(Bytes::ZERO, Resident::bytes);
+                let then = c.bytes_of(*part);
+                prop_assert!(
+                    then - before <= truth.free,
+                    "a part grows into the driver's memory only"
+                );
+                prop_assert!(ledger.begin_resize(c, *part).is_ok());
+                prop_assert!(ledger.complete_resize(&c.id, NOW).is_ok());
+                truth.components = truth.components + then - before;
+                truth.free = truth.free + before - then;
             }
         }
         prop_assert_eq!(ledger.accounts().sum(), TOTAL);
@@ -166,6 +220,13 @@ proptest! {
     fn a_plan_evicts_no_more_than_needed(given in given()) {
         let (ledger, need, _) = build(&given);
         if let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, NOW) {
+            for each in &moves {
+                if let Move::Resize(c, part) = each
+                    && ledger.resident(&c.id).is_some_and(|r| c.bytes_of(*part) < r.bytes())
+                {
+                    prop_assert!(ledger.resident(&c.id).is_some_and(Resident::is_idle));
+                }
+            }
             let victims = evicted(&moves);
             for c in &victims {
                 prop_assert!(ledger.resident(&c.id).is_some_and(|r| r.is_idle()));
@@ -175,7 +236,7 @@ proptest! {
             let wanted = loads.map(|c| c.bytes).sum::<Bytes>() + need.scratch;
             let freed: Bytes = victims.iter().map(|c| c.bytes).sum();
             let usable = ledger.usable();
-            if usable > Bytes::ZERO {
+            if usable > Bytes::ZERO && !given.in_blocks {
                 prop_assert!(victims.iter().all(|c| usable + freed - c.bytes < wanted));
             }
         }
@@ -193,7 +254,11 @@ proptest! {
             }
             Verdict::Wait { short, .. } => {
                 prop_assert_eq!(low.short, short);
-                let evictions: Vec<Move> = low.moves.iter().filter(|m| matches!(m, Move::Evict(_))).cloned().collect();
+                let evictions: Vec<Move> = low.moves.iter().filter(|m| matches!(m, Move::Evict(_) | Move::Resize(..))).cloned().collect();
+                let evictions: Vec<Move> = evictions.into_iter().filter(|m| match m {
+                    Move::Resize(c, part) => ledger.resident(&c.id).is_some_and(|r| c.bytes_of(*part) < r.bytes()),
+                    _ => true,
+                }).collect();
                 carry_out(&mut ledger, truth, &evictions)?;
                 let others = ledger.residents().filter(|r| !need.components.iter().any(|c| c.id == r.component.id));
                 prop_assert!(others.into_iter().all(|r| !r.is_idle()), "all that may leave has left");
@@ -212,7 +277,7 @@ proptest! {
             prop_assert!(ledger.complete_evict(&idle, NOW).is_ok());
         }
         for c in &need.components {
-            let _refused = ledger.begin_load(c, NOW);
+            let _refused = ledger.begin_load(c, Part::WHOLE, NOW);
         }
         let bytes = |n: usize| Bytes(figures[n]);
         let truth = DriverTruth {

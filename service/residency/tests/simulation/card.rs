@@ -83,6 +83,17 @@ impl Card {
         }
     }
 
+    /// A component gives back all but `left` bytes.
+    pub(crate) fn shrink(&mut self, id: &ComponentId, left: Bytes, shown_at: Option<Millis>) {
+        if let Some(bytes) = self.components.get_mut(id) {
+            let gone = *bytes - left;
+            *bytes = left.min(*bytes);
+            if let Some(at) = shown_at {
+                self.late.push((gone, at));
+            }
+        }
+    }
+
     /// Activations take slack first, then the driver's free memory.
     pub(crate) fn take_scratch(&mut self, bytes: Bytes) -> bool {
         let fits = bytes <= self.free() + self.slack;

@@ -1,6 +1,8 @@
 //! The invariants, each checked against the model of the card and never by the code under test.
 
-use residency::{Bytes, ComponentId, Move, Resident, ResidentState, StageNeed, Verdict};
+use residency::{
+    Bytes, Component, ComponentId, Move, Resident, ResidentState, StageNeed, Verdict, WaitCause,
+};
 
 use crate::defect::{Defect, Invariant, Violation};
 use crate::jobs::Job;
@@ -35,10 +37,10 @@ impl World {
         for resident in self.ledger.residents() {
             let there = self.card.components.get(&resident.component.id).copied();
             known += usize::from(there.is_some());
-            let booked = resident.component.bytes;
+            let booked = resident.bytes();
             let agree = match resident.state {
                 ResidentState::Resident => there == Some(booked),
-                ResidentState::Loading => there.is_none_or(|bytes| bytes <= booked),
+                ResidentState::Loading | ResidentState::Resizing => there.is_none_or(|bytes| bytes <= booked),
                 ResidentState::Evicting => true,
             };
             if !agree {
@@ -84,18 +86,28 @@ impl World {
         Ok(())
     }
 
-    /// A plan is made if and only if the usable and the idle bytes are enough.
+    /// A plan is made if and only if the usable and the idle bytes are enough: for whole components or, where those would wait for
+    /// more than late bytes, for the smallest parts.
     pub(crate) fn check_verdict(&self, need: &StageNeed, verdict: &Verdict) -> Result<(), Violation> {
-        let mut wanted = need.scratch;
+        let (mut wanted, mut whole, mut given_back) = (need.scratch, need.scratch, Bytes::ZERO);
         let mut idle = Bytes::ZERO;
         let mut seen: Vec<&ComponentId> = Vec::with_capacity(4);
         for component in &need.components {
             if !seen.contains(&&component.id) {
                 seen.push(&component.id);
-                match self.ledger.resident(&component.id).map(|r| r.state) {
-                    None => wanted += component.bytes,
-                    Some(ResidentState::Resident) => {}
-                    Some(ResidentState::Loading | ResidentState::Evicting) => return Ok(()),
+                let least = component.bytes_of(component.least());
+                match self.ledger.resident(&component.id) {
+                    None => {
+                        wanted += least;
+                        whole += component.bytes;
+                    }
+                    Some(r) if r.state != ResidentState::Resident => return Ok(()),
+                    Some(r) => {
+                        let stays = r.leases > 0 || r.pinned || r.held > 0;
+                        given_back += if stays { Bytes::ZERO } else { r.bytes() - least };
+                        let grows = component.bytes - r.bytes();
+                        whole += if r.leases > 0 { Bytes::ZERO } else { grows };
+                    }
                 }
             }
         }
@@ -105,10 +117,20 @@ impl World {
             .filter(|r| !seen.contains(&&r.component.id))
         {
             let stays = r.leases > 0 || r.pinned || r.held > 0 || r.state != ResidentState::Resident;
-            idle += if stays { Bytes::ZERO } else { r.component.bytes };
+            idle += if stays { Bytes::ZERO } else { r.bytes() };
         }
         let usable = self.ledger.usable();
-        let fits = usable + idle >= wanted;
+        let is_late = matches!(
+            verdict,
+            Verdict::Wait {
+                cause: WaitCause::LateEviction,
+                ..
+            }
+        );
+        if is_late && usable + idle < whole {
+            return Ok(());
+        }
+        let fits = usable + idle + given_back >= wanted;
         let overdrawn = usable == Bytes::ZERO; // by how much cannot be seen from outside
         if fits != matches!(verdict, Verdict::Run { .. }) && !overdrawn {
             let what = format!("usable {usable}, idle {idle}, wanted {wanted}: {verdict:?}");
@@ -120,15 +142,20 @@ impl World {
     /// A plan, carried out in order, leaves the driver enough for each load: component pools cannot use slack.
     pub(crate) fn check_plan(&self, job: &Job, moves: &[Move]) -> Result<(), Violation> {
         let mut free = self.card.free();
+        let booked = |c: &Component| self.ledger.resident(&c.id).map_or(Bytes::ZERO, Resident::bytes);
         for each in moves {
             match each {
-                Move::Evict(component) => free += component.bytes,
+                Move::Evict(component) => free += booked(component),
                 Move::Trim => free += self.card.slack,
-                Move::Load(component) if component.bytes > free && !job.low_memory => {
-                    let what = format!("{free} at the driver for {} of {moves:?}", component.bytes);
-                    return Err(self.violation(Invariant::PlansSuffice, what));
+                Move::Load(component, part) | Move::Resize(component, part) => {
+                    let (here, then) = (booked(component), component.bytes_of(*part));
+                    free += here - then;
+                    if then - here > free && !job.low_memory {
+                        let what = format!("{free} at the driver for {} of {moves:?}", component.id);
+                        return Err(self.violation(Invariant::PlansSuffice, what));
+                    }
+                    free -= then - here;
                 }
-                Move::Load(component) => free -= component.bytes,
             }
         }
         Ok(())
@@ -156,7 +183,8 @@ impl World {
     /// Checks that a starting stage has its components on the card and the scratch that was booked for it.
     pub(crate) fn check_start(&self, job: &Job, booked: Bytes, fits: bool) -> Result<(), Violation> {
         for component in &self.kinds[job.kind].stages[job.stage].need.components {
-            if self.card.components.get(&component.id) != Some(&component.bytes) {
+            let booked = self.ledger.resident(&component.id).map(Resident::bytes);
+            if booked.is_none() || self.card.components.get(&component.id).copied() != booked {
                 let what = format!("job {} starts without {}", job.id, component.id);
                 return Err(self.violation(Invariant::StagesHaveTheirComponents, what));
             }
@@ -193,7 +221,7 @@ impl World {
             moves.retain(|m| *m != Move::Trim);
         }
         if self.defect == Defect::StartsWithoutAComponent {
-            let load = moves.iter().position(|m| matches!(m, Move::Load(_)));
+            let load = moves.iter().position(|m| matches!(m, Move::Load(..)));
             load.map(|at| moves.remove(at));
         }
         moves

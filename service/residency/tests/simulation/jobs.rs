@@ -3,7 +3,7 @@
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
-use residency::{Bytes, Component, ComponentId, Millis, ScratchKey, StageNeed, Wait};
+use residency::{Bytes, Component, ComponentId, Millis, PartSize, Parts, ScratchKey, StageNeed, Wait};
 
 pub(crate) const STAGES: [&str; 3] = ["encode_text", "denoise", "decode"];
 
@@ -36,7 +36,17 @@ pub(crate) struct Job {
     pub(crate) wait: Option<Wait>,
 }
 
-/// Components with odd sizes, a few of them large.
+/// Parts of a component: each leaves an eighth more of it to be streamed, through slots of a ninth.
+fn parts(whole: Bytes) -> Parts {
+    let size = |streamed: u64| PartSize {
+        bytes: Bytes(whole.0 / 8 * (8 - streamed) + whole.0 / 9),
+        streamed: Bytes(whole.0 / 8 * streamed),
+        streamed_once: Bytes::ZERO,
+    };
+    Parts::new(whole, (1..=8).map(size), |_| {})
+}
+
+/// Components with odd sizes, a few of them large. Every other one has parts.
 pub(crate) fn components(rng: &mut ChaCha8Rng, total: Bytes) -> Vec<Component> {
     let some = |n: usize| {
         let share = if n < 3 {
@@ -51,6 +61,11 @@ pub(crate) fn components(rng: &mut ChaCha8Rng, total: Bytes) -> Vec<Component> {
             name: STAGES[n % 3].into(),
             bytes,
             reload_seconds,
+            parts: if n % 2 == 0 {
+                parts(bytes)
+            } else {
+                Parts::default()
+            },
         }
     };
     (0..10).map(some).collect()
@@ -85,6 +100,7 @@ fn stages(rng: &mut ChaCha8Rng, kind: usize, components: &[Component], total: By
             scratch: predicted,
             headroom: Bytes::ZERO,
             later: Vec::new(),
+            passes: if rng.random_bool(0.5) { 1 } else { 28 },
         };
         Stage {
             need,

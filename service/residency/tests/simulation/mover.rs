@@ -2,7 +2,9 @@
 
 use std::collections::VecDeque;
 
-use residency::{Bytes, Component, ComponentId, LeaseId, LedgerError, Millis, Move, RunOutcome, Verdict};
+use residency::{
+    Bytes, Component, ComponentId, LeaseId, LedgerError, Millis, Move, Part, Resident, RunOutcome, Verdict,
+};
 
 use crate::defect::{Defect, Invariant, Violation};
 use crate::jobs::Job;
@@ -12,8 +14,16 @@ use crate::world::World;
 pub(crate) struct Mover {
     pub(crate) job: Job,
     moves: VecDeque<Move>,
-    /// The component that is being loaded, and its bytes that are still to come.
-    loading: Option<(Component, Bytes)>,
+    loading: Option<Loading>,
+}
+
+/// A component that is being loaded, or grows.
+struct Loading {
+    component: Component,
+    /// Bytes that are still to come.
+    to_come: Bytes,
+    /// Bytes that were on the card before.
+    before: Bytes,
 }
 
 /// A stage that runs.
@@ -45,8 +55,8 @@ impl World {
         let Some(mut mover) = self.mover.take() else {
             return Ok(());
         };
-        if let Some((component, to_come)) = mover.loading.take() {
-            return self.load_on(mover, component, to_come);
+        if let Some(loading) = mover.loading.take() {
+            return self.load_on(mover, loading);
         }
         match mover.moves.pop_front() {
             None => return self.start(mover.job),
@@ -57,13 +67,47 @@ impl World {
                     return Ok(());
                 }
             }
-            Some(Move::Load(component)) => {
+            Some(Move::Resize(component, part)) => {
+                let before = self
+                    .ledger
+                    .resident(&component.id)
+                    .map_or(Bytes::ZERO, Resident::bytes);
+                let then = component.bytes_of(part);
+                if then < before {
+                    if !self.shrink(&component, part)? {
+                        self.wait_again(mover.job);
+                        return Ok(());
+                    }
+                } else {
+                    match self.ledger.begin_resize(&component, part) {
+                        Ok(()) => {
+                            mover.loading = Some(Loading {
+                                component,
+                                to_come: then - before,
+                                before,
+                            });
+                        }
+                        Err(_) => {
+                            self.stats.no_room += 1;
+                            self.wait_again(mover.job);
+                            return Ok(());
+                        }
+                    }
+                }
+            }
+            Some(Move::Load(component, part)) => {
                 let mut booked = component.clone();
-                if self.defect == Defect::LedgerForgetsAByte {
+                if self.defect == Defect::LedgerForgetsAByte && part == Part::WHOLE {
                     booked.bytes -= Bytes(1);
                 }
-                match self.ledger.begin_load(&booked, self.now) {
-                    Ok(()) => mover.loading = Some((component.clone(), component.bytes)),
+                match self.ledger.begin_load(&booked, part, self.now) {
+                    Ok(()) => {
+                        mover.loading = Some(Loading {
+                            to_come: component.bytes_of(part),
+                            component,
+                            before: Bytes::ZERO,
+                        });
+                    }
                     Err(LedgerError::NoRoom { .. }) => {
                         self.stats.no_room += 1;
                         self.wait_again(mover.job);
@@ -78,15 +122,26 @@ impl World {
         Ok(())
     }
 
-    fn load_on(&mut self, mut mover: Mover, component: Component, to_come: Bytes) -> Result<(), Violation> {
+    fn load_on(&mut self, mut mover: Mover, loading: Loading) -> Result<(), Violation> {
+        let Loading {
+            component,
+            to_come,
+            before,
+        } = loading;
         let id = component.id.clone();
+        let grows = before > Bytes::ZERO;
         let chunk = to_come.min(Bytes(component.bytes.0 / 2 + 1));
         let fails = self.chance(0.01);
         if fails || !self.card.allocate(&id, chunk) {
             self.stats.failed_loads += 1;
             let shown_at = self.late_or_not();
-            self.card.release(&id, shown_at);
-            self.ledger.abort_load(&id).unwrap();
+            if grows {
+                self.card.shrink(&id, before, shown_at);
+                self.ledger.abort_resize(&id).unwrap();
+            } else {
+                self.card.release(&id, shown_at);
+                self.ledger.abort_load(&id).unwrap();
+            }
             self.ledger.reconcile(&self.card.truth());
             if !fails && !mover.job.low_memory {
                 self.wait_again(mover.job); // another job was faster
@@ -94,8 +149,15 @@ impl World {
             return Ok(());
         }
         match to_come - chunk {
+            Bytes::ZERO if grows => self.ledger.complete_resize(&id, self.now).unwrap(),
             Bytes::ZERO => self.ledger.complete_load(&id, self.now).unwrap(),
-            rest => mover.loading = Some((component, rest)),
+            to_come => {
+                mover.loading = Some(Loading {
+                    component,
+                    to_come,
+                    before,
+                });
+            }
         }
         self.ledger.reconcile(&self.card.truth());
         self.mover = Some(mover);
@@ -125,6 +187,22 @@ impl World {
         if self.chance(0.5) {
             self.ledger.reconcile(&self.card.truth());
         }
+        Ok(true)
+    }
+
+    /// Makes a part smaller, if nothing uses, pins or holds it. False if something does.
+    pub(crate) fn shrink(&mut self, component: &Component, part: Part) -> Result<bool, Violation> {
+        let id = &component.id;
+        let is_idle = self.ledger.resident(id).is_some_and(Resident::is_idle);
+        if !is_idle || self.ledger.begin_resize(component, part).is_err() {
+            self.stats.refused_evictions += 1;
+            return Ok(false);
+        }
+        self.check_departure(id, true)?;
+        let shown_at = self.late_or_not();
+        self.card.shrink(id, component.bytes_of(part), shown_at);
+        self.stats.shrinks += 1;
+        self.ledger.complete_resize(id, self.now).unwrap();
         Ok(true)
     }
 
@@ -280,7 +358,7 @@ impl World {
     }
 
     fn starts_without(&mut self, moves: &[Move]) -> bool {
-        self.defect == Defect::StartsWithoutAComponent && moves.iter().all(|m| matches!(m, Move::Load(_)))
+        self.defect == Defect::StartsWithoutAComponent && moves.iter().all(|m| matches!(m, Move::Load(..)))
     }
 
     /// A violation, here and now.

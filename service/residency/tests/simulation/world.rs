@@ -22,6 +22,7 @@ pub(crate) struct Stats {
     pub(crate) turns: u64,
     pub(crate) starts: u64,
     pub(crate) evictions: u64,
+    pub(crate) shrinks: u64,
     pub(crate) refused_evictions: u64,
     pub(crate) failed_loads: u64,
     pub(crate) no_room: u64,
@@ -36,12 +37,13 @@ pub(crate) struct Stats {
 }
 
 impl Stats {
-    fn all(&mut self) -> [&mut u64; 17] {
+    fn all(&mut self) -> [&mut u64; 18] {
         let [late, leases, foreign, reserved] = &mut self.waits;
         [
             &mut self.turns,
             &mut self.starts,
             &mut self.evictions,
+            &mut self.shrinks,
             &mut self.refused_evictions,
             &mut self.failed_loads,
             &mut self.no_room,
@@ -277,7 +279,10 @@ impl World {
                 Move::Evict(component) => {
                     assert!(self.evict(component, true)?, "nothing changed since the plan")
                 }
-                Move::Load(component) => panic!("nobody asked for {component:?}"),
+                Move::Resize(component, part) => {
+                    assert!(self.shrink(component, *part)?, "nothing changed since the plan");
+                }
+                Move::Load(component, _) => panic!("nobody asked for {component:?}"),
             }
         }
         self.ledger.reconcile(&self.card.truth());

@@ -13,7 +13,7 @@ use pipelines::{
     Preset, Quantization, Request, Role, Rung, StagePlan, ValueShape, Values, Video,
 };
 use residency::{
-    Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Policy, ReservationId,
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Part, Policy, ReservationId,
     StageNeed, WaitCause,
 };
 
@@ -28,6 +28,7 @@ fn component(name: &str) -> Component {
         name: name.to_owned(),
         bytes: Bytes::mib(300),
         reload_seconds: 0.1,
+        parts: residency::Parts::default(),
     }
 }
 
@@ -196,7 +197,7 @@ fn ledger() -> Ledger {
     let (vae, clip, t5) = (component("vae"), component("clip"), component("t5"));
     let mut ledger = Ledger::new(Bytes::gib(24), Bytes::mib(512));
     for component in [&vae, &clip, &t5] {
-        ledger.begin_load(component, Millis(5)).unwrap();
+        ledger.begin_load(component, Part::WHOLE, Millis(5)).unwrap();
         ledger.complete_load(&component.id, Millis(6)).unwrap();
     }
     let need = StageNeed {
@@ -205,6 +206,7 @@ fn ledger() -> Ledger {
         scratch: Bytes::gib(2),
         headroom: Bytes::ZERO,
         later: Vec::new(),
+        passes: u32::MAX,
     };
     ledger.lease(&need, Millis(7)).unwrap();
     ledger.pin(vae.id.clone());

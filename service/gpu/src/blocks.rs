@@ -1,0 +1,350 @@
+//! The blocks of a component: which of its tensors a stage uses for a moment, in which order, and where they are while they pass.
+//!
+//! A family says of each tensor to which block it belongs ([`BlockPlace`]). From it follow the parts in which the component can
+//! be on a card ([`parts_of`]), and where everything is in each of them ([`Placement`]): what stays, and for each streamed block its
+//! place in the *ring*, the memory through which streamed blocks pass. All of this is arithmetic: it is tested without a card.
+
+use std::collections::{BTreeMap, HashSet};
+
+use residency::{Bytes, Part, PartSize, Parts};
+
+use crate::load::TensorSource;
+
+/// Alignment of tensors in a block and of blocks in the ring: that of the driver's allocations.
+pub(crate) const ALIGNMENT: u64 = 512;
+
+/// A tensor that is smaller than the largest of its block by this factor stays on the card: a copy costs more time than its bytes
+/// do.
+const SMALL_BY: u64 = 256;
+
+/// Largest blocks that the ring holds: one that is used while the next arrives.
+const RING_BLOCKS: u64 = 2;
+
+/// How often a stage uses the blocks of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Uses {
+    /// Once: what is computed from them serves all steps.
+    Once,
+    /// In each pass over them: once for a prompt, or in every step.
+    EachPass,
+}
+
+/// The block of a tensor: a stage goes over the blocks of a pass in the order of their numbers, once or in each pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockPlace {
+    pub uses: Uses,
+    /// Number of the block in its pass, from 0.
+    pub number: usize,
+}
+
+impl BlockPlace {
+    /// The block of this number among those that are used once.
+    pub fn once(number: usize) -> BlockPlace {
+        let uses = Uses::Once;
+        BlockPlace { uses, number }
+    }
+
+    /// The block of this number among those of each step.
+    pub fn each_pass(number: usize) -> BlockPlace {
+        let uses = Uses::EachPass;
+        BlockPlace { uses, number }
+    }
+}
+
+/// The parts in which a component of these tensors can be on a card.
+pub(crate) fn parts_of(sources: &[TensorSource]) -> Parts {
+    let whole = sources.iter().map(TensorSource::bytes_on_card).sum();
+    Parts::new(whole, levels(sources).into_iter().map(|level| level.size), |_| {})
+}
+
+/// The large tensors of each block, by index.
+type Large = BTreeMap<BlockPlace, Vec<usize>>;
+
+fn large_of(sources: &[TensorSource]) -> Large {
+    let mut blocks = Large::new();
+    for (index, source) in sources.iter().enumerate() {
+        // What has one dimension is small, and a norm is often read by the block before its own.
+        if let Some(place) = source.block
+            && source.shape.len() > 1
+        {
+            blocks.entry(place).or_default().push(index);
+        }
+    }
+    let bytes = |tensor: &usize| sources[*tensor].bytes_on_card().0;
+    for tensors in blocks.values_mut() {
+        let largest = tensors.iter().map(bytes).max().unwrap_or(0);
+        tensors.retain(|tensor| bytes(tensor) * SMALL_BY >= largest && bytes(tensor) > 0);
+    }
+    blocks.retain(|_, tensors| !tensors.is_empty());
+    blocks
+}
+
+/// All levels of streaming, each with one block more than the one before it. Blocks that are used once come first; those of every
+/// step are spread over the pass, so that each arrives while blocks that stay are computed.
+fn levels(sources: &[TensorSource]) -> Vec<Level> {
+    let large = large_of(sources);
+    let mut order: Vec<BlockPlace> = Vec::with_capacity(large.len());
+    for uses in [Uses::Once, Uses::EachPass] {
+        let pass: Vec<BlockPlace> = large.keys().filter(|place| place.uses == uses).copied().collect();
+        order.extend(spread(pass.len()).into_iter().map(|block| pass[block]));
+    }
+    let whole: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
+    let mut streamed = Vec::with_capacity(order.len());
+    let level = |place: BlockPlace| {
+        streamed.push(place);
+        let placement = Placement::with(sources, &large, &streamed);
+        let bytes_of = |uses: Uses| {
+            let blocks = placement.streamed.iter().filter(|block| block.place.uses == uses);
+            let tensors = blocks.flat_map(|block| &block.tensors);
+            tensors
+                .map(|(tensor, _)| sources[*tensor].bytes_on_card())
+                .sum::<Bytes>()
+        };
+        let (each_pass, once) = (bytes_of(Uses::EachPass), bytes_of(Uses::Once));
+        Level {
+            size: PartSize {
+                bytes: whole - each_pass - once + Bytes(placement.ring_bytes),
+                streamed: each_pass,
+                streamed_once: once,
+            },
+            streamed: streamed.clone(),
+        }
+    };
+    order.into_iter().map(level).collect()
+}
+
+/// One level of streaming.
+struct Level {
+    size: PartSize,
+    streamed: Vec<BlockPlace>,
+}
+
+/// All numbers below `count`, so ordered that each beginning of them is spread evenly: by their bits in reverse.
+fn spread(count: usize) -> Vec<usize> {
+    let bits = usize::BITS - count.saturating_sub(1).leading_zeros();
+    let reversed = |n: usize| n.reverse_bits().checked_shr(usize::BITS - bits).unwrap_or(0);
+    let all = (0..1_usize << bits).map(reversed);
+    // From the middle on: the first block of a pass can arrive only while the last of the pass before it is computed.
+    all.map(|n| (n + (1_usize << bits) / 2) % (1_usize << bits))
+        .filter(|n| *n < count)
+        .collect()
+}
+
+/// A block that passes through the ring.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct StreamedBlock {
+    pub(crate) place: BlockPlace,
+    /// Its tensors, by index, with their places in the block.
+    pub(crate) tensors: Vec<(usize, u64)>,
+    pub(crate) bytes: u64,
+    /// Its place in the ring.
+    pub(crate) at: u64,
+}
+
+impl StreamedBlock {
+    fn of(place: BlockPlace, tensors: &[usize], sources: &[TensorSource]) -> StreamedBlock {
+        let mut bytes = 0;
+        let placed = |tensor: &usize| {
+            let at = bytes;
+            bytes += sources[*tensor].bytes_on_card().0.next_multiple_of(ALIGNMENT);
+            (*tensor, at)
+        };
+        let tensors = tensors.iter().map(placed).collect();
+        StreamedBlock {
+            place,
+            tensors,
+            bytes,
+            at: 0,
+        }
+    }
+}
+
+/// Where the tensors of a component are in one of its parts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Placement {
+    /// The streamed blocks, in the order of their use.
+    pub(crate) streamed: Vec<StreamedBlock>,
+    /// Bytes of the ring.
+    pub(crate) ring_bytes: u64,
+}
+
+impl Placement {
+    /// Where these tensors are in a part.
+    pub(crate) fn of(sources: &[TensorSource], part: Part) -> Placement {
+        let Some(index) = (part.0 as usize).checked_sub(1) else {
+            return Placement::default();
+        };
+        let whole: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
+        let (levels, mut kept) = (levels(sources), Vec::new());
+        Parts::new(whole, levels.iter().map(|level| level.size), |index| {
+            kept.push(index)
+        });
+        match kept.get(index).or(kept.last()) {
+            Some(level) => Placement::with(sources, &large_of(sources), &levels[*level].streamed),
+            None => Placement::default(),
+        }
+    }
+
+    fn with(sources: &[TensorSource], large: &Large, streamed: &[BlockPlace]) -> Placement {
+        let mut in_order = streamed.to_vec();
+        in_order.sort_unstable();
+        let block = |place: BlockPlace| Some(StreamedBlock::of(place, large.get(&place)?, sources));
+        let mut blocks: Vec<StreamedBlock> = in_order.into_iter().filter_map(block).collect();
+        let largest = blocks.iter().map(|block| block.bytes).max().unwrap_or(0);
+        let of_pass = |uses: Uses| {
+            let pass = blocks.iter().filter(|block| block.place.uses == uses);
+            pass.map(|block| block.bytes).sum::<u64>()
+        };
+        let ring_bytes = (RING_BLOCKS * largest).min(of_pass(Uses::Once).max(of_pass(Uses::EachPass)));
+        let (mut uses, mut next) = (Uses::Once, 0);
+        for block in &mut blocks {
+            if block.place.uses != uses || next + block.bytes > ring_bytes {
+                (uses, next) = (block.place.uses, 0);
+            }
+            block.at = next;
+            next += block.bytes;
+        }
+        Placement {
+            streamed: blocks,
+            ring_bytes,
+        }
+    }
+
+    /// The indices of the tensors that stay.
+    pub(crate) fn staying(&self, sources: &[TensorSource]) -> Vec<usize> {
+        let streamed: HashSet<usize> = self
+            .streamed
+            .iter()
+            .flat_map(|block| &block.tensors)
+            .map(|(tensor, _)| *tensor)
+            .collect();
+        (0..sources.len())
+            .filter(|tensor| !streamed.contains(tensor))
+            .collect()
+    }
+
+    /// Bytes on the card: what stays, and the ring.
+    pub(crate) fn bytes_on_card(&self, sources: &[TensorSource]) -> Bytes {
+        let staying = self.staying(sources).into_iter();
+        staying
+            .map(|tensor| sources[tensor].bytes_on_card())
+            .sum::<Bytes>()
+            + Bytes(self.ring_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use candle_core::DType;
+
+    use super::*;
+    use crate::load::Stored;
+
+    /// Blocks of two weights and a bias, of which the first half are twice as large; modulation of each; and an embedder.
+    fn sources(blocks: usize) -> Vec<TensorSource> {
+        let file: Arc<Path> = Path::new("model.safetensors").into();
+        let tensor = |name: String, rows: usize| {
+            let block = name
+                .strip_prefix("blocks.")
+                .and_then(|rest| rest.split('.').next());
+            let number = block.and_then(|number| number.parse().ok());
+            let place = match name.ends_with("norm.weight") {
+                true => BlockPlace::once,
+                false => BlockPlace::each_pass,
+            };
+            TensorSource {
+                block: number.map(place),
+                ..TensorSource::full(name, &file, [], Stored::Bf16, vec![rows, 512], DType::BF16)
+            }
+        };
+        let mut all = vec![tensor("embedder.weight".to_owned(), 8)];
+        for block in 0..blocks {
+            let rows = if block < blocks / 2 { 2048 } else { 1024 };
+            all.push(tensor(format!("blocks.{block}.up.weight"), rows));
+            all.push(tensor(format!("blocks.{block}.up.bias"), 1));
+            all.push(tensor(format!("blocks.{block}.down.weight"), rows));
+            all.push(tensor(format!("blocks.{block}.norm.weight"), rows / 2));
+        }
+        all
+    }
+
+    #[test]
+    fn every_part_has_fewer_bytes_on_the_card_and_what_it_says() {
+        let sources = sources(20);
+        let parts = parts_of(&sources);
+        assert!(parts.sizes().len() > 30, "{}", parts.sizes().len());
+        let mut before = u64::MAX;
+        for (number, size) in parts.sizes().iter().enumerate() {
+            let placement = Placement::of(&sources, Part(number as u32 + 1));
+            assert_eq!(placement.bytes_on_card(&sources), size.bytes);
+            assert!(size.bytes.0 < before);
+            before = size.bytes.0;
+            let streamed: u64 = placement.streamed.iter().map(|block| block.bytes).sum();
+            assert_eq!(size.streamed.0 + size.streamed_once.0, streamed);
+            let whole: u64 = sources.iter().map(|source| source.bytes_on_card().0).sum();
+            assert_eq!(size.bytes.0, whole - streamed + placement.ring_bytes);
+        }
+        let last = parts.sizes().last().unwrap();
+        // The ring, the embedder and the biases are left.
+        assert_eq!(last.bytes.0, 2 * 2 * 2048 * 1024 + 8 * 1024 + 20 * 1024);
+        assert_eq!(Placement::of(&sources, Part::WHOLE), Placement::default());
+    }
+
+    #[test]
+    fn a_larger_part_has_all_that_a_smaller_one_has() {
+        let sources = sources(13);
+        let count = parts_of(&sources).sizes().len() as u32;
+        let of = |part: u32| {
+            let placement = Placement::of(&sources, Part(part));
+            placement
+                .streamed
+                .iter()
+                .map(|block| block.place)
+                .collect::<Vec<_>>()
+        };
+        for part in 1..count {
+            let (fewer, more) = (of(part), of(part + 1));
+            assert!(
+                fewer.iter().all(|block| more.contains(block)),
+                "{fewer:?} {more:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn blocks_lie_within_the_ring_and_neighbours_do_not_overlap() {
+        let sources = sources(20);
+        for part in 1..=parts_of(&sources).sizes().len() as u32 {
+            let placement = Placement::of(&sources, Part(part));
+            for block in &placement.streamed {
+                assert!(block.at + block.bytes <= placement.ring_bytes);
+                assert_eq!(block.at % ALIGNMENT, 0);
+            }
+        }
+    }
+
+    #[test]
+    fn streamed_blocks_are_spread() {
+        for count in 1..70 {
+            let mut all = spread(count);
+            for some in 1..=count {
+                let mut first = all[..some].to_vec();
+                first.sort_unstable();
+                let gaps = first.windows(2).map(|pair| pair[1] - pair[0]);
+                let (least, most) = gaps.fold((usize::MAX, 0), |(a, b), gap| (a.min(gap), b.max(gap)));
+                let bound = 2 * count
+                    .next_power_of_two()
+                    .div_ceil(some.next_power_of_two() / 2 + 1);
+                assert!(
+                    some < 3 || most <= bound.max(2),
+                    "{count} {some}: {first:?} {least}"
+                );
+            }
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..count));
+        }
+    }
+}

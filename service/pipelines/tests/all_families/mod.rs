@@ -1,0 +1,130 @@
+//! A small model of each family, of which tests ask the same of all families.
+#![allow(dead_code)] // Each binary takes what it needs.
+
+use pipelines::{Audio, AudioTask, Clip, Image, InitImage, MediaFormat, Medium, Request, Video};
+use tempfile::TempDir;
+
+use crate::numbers::fixtures;
+use crate::open_model::copy;
+
+/// A model in a separate folder, and a request of it.
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    /// Fixtures that are copied over each other: from, and where to.
+    pub(crate) folders: &'static [(&'static str, &'static str)],
+    pub(crate) request: fn() -> Request,
+    /// The component that a precision changes.
+    pub(crate) quantized: &'static str,
+}
+
+pub(crate) const CASES: [Case; 6] = [
+    Case {
+        name: "flux",
+        folders: &[("flux-tiny", "")],
+        request: || of(Medium::Image(Image::of(64, 64))),
+        quantized: "text_encoder_2",
+    },
+    Case {
+        name: "kontext",
+        folders: &[("flux-tiny", ""), ("flux-kontext-tiny", "")],
+        request: || {
+            of(Medium::Image(Image {
+                references: vec![picture(64, 9)],
+                ..Image::of(64, 64)
+            }))
+        },
+        quantized: "text_encoder_2",
+    },
+    Case {
+        name: "z-image",
+        folders: &[("z-image-tiny", ""), ("flux-tiny/vae", "vae")],
+        request: || Request {
+            guidance: 0.0,
+            ..of(Medium::Image(Image::of(64, 64)))
+        },
+        quantized: "text_encoder",
+    },
+    Case {
+        name: "framepack",
+        folders: &[
+            ("hunyuan-tiny", ""),
+            ("flux-tiny/text_encoder", "text_encoder_2"),
+            ("flux-tiny/tokenizer", "tokenizer_2"),
+            ("framepack-tiny", ""),
+        ],
+        request: || {
+            of(Medium::Video(Video {
+                width: 64,
+                height: 64,
+                frames: 37,
+                frames_per_second: 30.0,
+                init_image: Some(picture(64, 9)),
+                ..Video::default()
+            }))
+        },
+        quantized: "text_encoder",
+    },
+    Case {
+        name: "ace-step",
+        folders: &[("ace-tiny", "")],
+        request: || of(Medium::Audio(track(AudioTask::TextToMusic, None))),
+        quantized: "text_encoder",
+    },
+    Case {
+        name: "ace-step-cover",
+        folders: &[("ace-tiny", "")],
+        request: || Request {
+            strength: 0.6,
+            ..of(Medium::Audio(track(AudioTask::Cover, Some(8000))))
+        },
+        quantized: "text_encoder",
+    },
+];
+
+pub(crate) fn of(medium: Medium) -> Request {
+    Request {
+        prompt: "a small red cat".to_owned(),
+        seed: 7,
+        ..Request::of(medium, 2, 1.0, 64)
+    }
+}
+
+pub(crate) fn picture(side: u32, shade: u8) -> InitImage {
+    let pixels = (0..3 * side * side).map(|i| (i as u8).wrapping_mul(shade));
+    InitImage {
+        width: side,
+        height: side,
+        rgb: pixels.collect::<Vec<u8>>().into(),
+    }
+}
+
+pub(crate) fn track(task: AudioTask, source: Option<u64>) -> Audio {
+    let clip = |samples: u64| Clip {
+        format: MediaFormat::Audio {
+            samples_per_second: 8000,
+            channels: 2,
+            samples,
+        },
+        data: (0..4 * samples)
+            .map(|i| (i % 251) as u8)
+            .collect::<Vec<u8>>()
+            .into(),
+    };
+    Audio {
+        seconds: 1.0,
+        init_audio: source.map(clip),
+        task,
+        ..Audio::default()
+    }
+}
+
+impl Case {
+    /// Its model in a folder of its own.
+    pub(crate) fn folder(&self) -> TempDir {
+        let folder = TempDir::new().unwrap();
+        for (from, to) in self.folders {
+            copy(&fixtures().join(from), &folder.path().join(to));
+        }
+        folder
+    }
+}
