@@ -134,23 +134,21 @@ struct ReceivedResult {
 }
 
 impl ReceivedResult {
-    /// A piece as chunks.
-    fn chunks(
+    /// The envelope of the result, which its first piece begins.
+    fn envelope(
         &mut self,
         item: u32,
         seed: u64,
-        piece: &Piece,
+        first: &Piece,
         output: &Output,
-        is_last: bool,
-    ) -> Result<Vec<Chunk>, Error> {
-        if self.envelope.is_none() {
-            let envelope = Envelope::of_pieces(item, seed, piece.track.clone(), piece.format, output);
-            self.envelope = Some(envelope.map_err(internal)?);
-        }
-        let envelope = self.envelope.as_mut();
-        Ok(envelope
-            .map(|envelope| envelope.chunks(piece, is_last))
-            .unwrap_or_default())
+    ) -> Result<&mut Envelope, Error> {
+        Ok(match &mut self.envelope {
+            Some(envelope) => envelope,
+            none => {
+                let envelope = Envelope::of_pieces(item, seed, first.track.clone(), first.format, output);
+                none.insert(envelope.map_err(internal)?)
+            }
+        })
     }
 }
 
@@ -181,7 +179,8 @@ impl ResultStream {
         ) {
             (AsFile::Instead, ..) => self.piece_of_file(item, seed, piece, is_last).await,
             (AsFile::Beside, ..) if !come.has_no_file => {
-                let chunks = come.chunks(item, seed, &piece, &self.output, is_last)?;
+                let envelope = come.envelope(item, seed, &piece, &self.output)?;
+                let chunks = envelope.chunks(&piece, is_last);
                 let key = (item, piece.track.clone());
                 match self.piece_of_file(item, seed, piece, is_last).await {
                     Ok(file) => Ok(Box::new(chunks.into_iter().chain(file))),
@@ -201,7 +200,8 @@ impl ResultStream {
                 ))
             }
             _ => {
-                let chunks = come.chunks(item, seed, &piece, &self.output, is_last)?;
+                let envelope = come.envelope(item, seed, &piece, &self.output)?;
+                let chunks = envelope.chunks(&piece, is_last);
                 Ok(Box::new(chunks.into_iter()))
             }
         }

@@ -12,6 +12,7 @@ mod hub;
 mod jobs;
 mod limits;
 mod methods;
+mod refusal;
 mod requests;
 mod residency;
 mod server;

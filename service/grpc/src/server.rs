@@ -25,7 +25,7 @@ use crate::jobs::JobsService;
 use crate::limits::{Limited, Limits};
 use crate::methods::capabilities;
 use crate::residency::ResidencyService;
-use crate::status::status_of;
+use crate::status::{answer_of, status_of};
 
 /// Capability that `hub.pull` may switch off.
 const PULL: &str = "pull";
@@ -109,7 +109,11 @@ pub async fn serve(
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .serve_with_incoming_shutdown(
-            Access::new(Limited::new(routes.routes().prepare(), limits.clone()), token),
+            Access::new(
+                Limited::new(routes.routes().prepare(), limits.clone(), answer_of),
+                token,
+                answer_of,
+            ),
             incoming,
             async move {
                 let _ = stopped.wait_for(|stopped| *stopped).await; // a dropped sender means the same

@@ -27,7 +27,7 @@ impl<'a, M: Model> Stage<'a, M> {
 
     /// The dtype and the device in which the model computes.
     pub(crate) fn on(&self) -> (DType, &'a Device) {
-        (self.model.parts().components.dtype(), self.run.device)
+        (self.model.parts().dtype(), self.run.device)
     }
 
     /// A value of the stage on the device, in the dtype of the model.

@@ -13,7 +13,7 @@ use tonic::body::Body;
 
 use super::calls_layer::OpenCall;
 use super::lock;
-use crate::status::client_limit;
+use crate::refusal::Refusal;
 
 /// The answers that are being sent.
 pub(super) struct Readers {
@@ -110,7 +110,7 @@ impl http_body::Body for Sent {
                 let problem = format!(
                     "nothing of this answer was read for {unread}, so it was dropped: read it as it arrives, or raise limits.unread"
                 );
-                let (parts, ()) = client_limit(problem).into_http::<()>().into_parts();
+                let (parts, ()) = Status::from(Refusal::ClientLimit(problem)).into_http::<()>().into_parts();
                 Ok(Frame::trailers(parts.headers))
             });
             return Poll::Ready(told);

@@ -224,7 +224,7 @@ impl AceStepModel {
             adapters: &adapters,
             observer,
         };
-        together.run_all(&transformer, (self.parts.components.dtype(), first.device))?;
+        together.run_all(&transformer, (self.parts.dtype(), first.device))?;
         for slot in together.slots {
             if let Some(result) = results.get_mut(slot.number) {
                 *result = match slot.left {

@@ -49,7 +49,7 @@ impl AdapterSet {
         targets: &[TargetComponent],
         parts: &mut ModelParts,
     ) -> Result<AdapterSet, ModelError> {
-        let dtype = parts.components.dtype();
+        let dtype = parts.dtype();
         let (opened, read) = recorded(|| open_adapters(files, family, targets, dtype));
         let adapters = opened?.into_iter().map(|(adapter, files)| {
             for (part, files) in adapter.parts.iter().zip(files) {

@@ -102,7 +102,7 @@ impl FluxModel {
         adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts)?;
         adapted.control_nets.clear();
         for file in nets {
-            let opened = OpenControlNet::open(&file, &self.transformer, self.parts.components.dtype());
+            let opened = OpenControlNet::open(&file, &self.transformer, self.parts.dtype());
             let (net, files) = opened.map_err(|error| ModelError::Adapter {
                 name: file.name.clone(),
                 error,
@@ -119,7 +119,7 @@ impl FluxModel {
         Autoencoder {
             config: &self.vae,
             components: &self.parts.components,
-            dtype: self.parts.components.dtype(),
+            dtype: self.parts.dtype(),
         }
     }
 
@@ -143,7 +143,7 @@ impl FluxModel {
 
     fn encode_text_stage(&self, request: &Request) -> Result<StagePlan, RequestError> {
         let tokens = request.max_sequence_length as usize;
-        let dtype = self.parts.components.dtype();
+        let dtype = self.parts.dtype();
         let pooled = self.clip_tokenizer.length();
         let encoder = |name: &str, tokens: usize| {
             let dequantizing = self.parts.components.dequantizing(name, tokens, |_| true);
@@ -200,7 +200,7 @@ impl FluxModel {
         let reference = self.reference_tokens(image);
         let picture = generated + reference;
         let steps = self.steps_of(request);
-        let dtype = self.parts.components.dtype();
+        let dtype = self.parts.dtype();
         let all_tokens = tokens as usize + picture;
         let denoiser = Denoiser {
             parts: &self.parts,
@@ -303,11 +303,7 @@ impl Model for FluxModel {
     }
 
     fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
-        let image = self.autoencoder().image_of(values)?;
-        Some(Request {
-            medium: Medium::Image(image),
-            ..self.defaults()
-        })
+        self.autoencoder().request_of(values, self.defaults())
     }
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {

@@ -330,7 +330,7 @@ impl Model for HunyuanModel {
         let Ok(video) = request.video() else {
             return Vec::new();
         };
-        let (sides, dtype) = (self.sides(video), self.parts.components.dtype());
+        let (sides, dtype) = (self.sides(video), self.parts.dtype());
         if sides.0 * sides.1 == 0 {
             return Vec::new();
         }

@@ -111,7 +111,7 @@ impl Stage<'_, HunyuanModel> {
         let image = self.start()?;
         let config = &self.model.vae;
         let sides = config.latent_sides(image.width, image.height);
-        let rungs = encode_ladder(config, sides, 1, self.model.parts.components.dtype());
+        let rungs = encode_ladder(config, sides, 1, self.model.parts.dtype());
         let chunking = of_rung(&rungs, self.run.rung)?;
         let component = (self.run.tensors)(VAE)?;
         let encoder = HunyuanVaeEncoder::new(config, &component)?;
@@ -299,7 +299,7 @@ impl Stage<'_, HunyuanModel> {
     fn decode(&mut self) -> Result<Values, StageError> {
         let video = self.run.request.video()?.clone();
         let section = self.section()?;
-        let dtype = self.model.parts.components.dtype();
+        let dtype = self.model.parts.dtype();
         let (latents, parts) = match section {
             None => {
                 let latent = self.latent(LATENT)?;

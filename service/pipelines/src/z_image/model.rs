@@ -131,7 +131,7 @@ impl ZImageModel {
         Autoencoder {
             config: &self.vae,
             components: &self.parts.components,
-            dtype: self.parts.components.dtype(),
+            dtype: self.parts.dtype(),
         }
     }
 
@@ -167,9 +167,7 @@ impl ZImageModel {
         // Prompts of similar length share their learned peaks.
         let tokens = longest.next_multiple_of(MULTIPLE);
         let is_quantized = self.parts.components.is_quantized(TEXT_ENCODER);
-        let scratch = self
-            .text
-            .scratch(tokens, is_quantized, self.parts.components.dtype())
+        let scratch = self.text.scratch(tokens, is_quantized, self.parts.dtype())
             + self.parts.components.dequantizing(TEXT_ENCODER, tokens, |_| true);
         StagePlan {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(TEXT_ENCODER)),
@@ -198,7 +196,7 @@ impl ZImageModel {
         let longest = tokens.iter().map(padded).max().unwrap_or_default();
         let lengths = self.lengths(image, longest);
         let steps = steps_run(request);
-        let dtype = self.parts.components.dtype();
+        let dtype = self.parts.dtype();
         let denoiser = Denoiser {
             parts: &self.parts,
             adapters: &self.adapters,
@@ -268,11 +266,7 @@ impl Model for ZImageModel {
     }
 
     fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
-        let image = self.autoencoder().image_of(values)?;
-        Some(Request {
-            medium: Medium::Image(image),
-            ..self.defaults()
-        })
+        self.autoencoder().request_of(values, self.defaults())
     }
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
