@@ -23,6 +23,7 @@ import loading
 import others
 import pressure
 import speed
+import streaming
 from bench import FULL, ROOT, SMALL, Bench, NeedsCard, Scale
 from figures import PartResult, Recorder, Results, read_part, table
 
@@ -34,6 +35,7 @@ PARTS = (
     | formats.PARTS
     | speed.PARTS
     | adapters.PARTS
+    | streaming.PARTS
 )
 # Sets of parts, by the name of the file of figures that they make in docs/benchmarks.
 SUITES = {
@@ -43,6 +45,7 @@ SUITES = {
     "quantization": "make link formats kept cold mixed bitsandbytes".split(),
     "speed": ["make", "link", *speed.PARTS],
     "adapters": ["make", "link", *adapters.PARTS],
+    "streaming": ["make", "link", *streaming.PARTS],
 }
 ORDER = list(dict.fromkeys(name for suite in SUITES.values() for name in suite))
 assert sorted(ORDER) == sorted(PARTS)
@@ -58,6 +61,7 @@ LIMITS_S = (
     }
     | speed.LIMITS_S
     | adapters.LIMITS_S
+    | streaming.LIMITS_S
 )
 LAST_LINES = 25
 LEAST_S = 5.0

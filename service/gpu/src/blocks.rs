@@ -18,7 +18,7 @@ pub(crate) const ALIGNMENT: u64 = 512;
 const SMALL_BY: u64 = 256;
 
 /// Largest blocks that the ring holds: one that is used while the next arrives.
-const RING_BLOCKS: u64 = 2;
+pub(crate) const RING_BLOCKS: u64 = 2;
 
 /// How often a stage uses the blocks of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -208,6 +208,20 @@ impl Placement {
             streamed: blocks,
             ring_bytes,
         }
+    }
+
+    /// Where all blocks would be if all of them were streamed.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn of_all(sources: &[TensorSource]) -> Placement {
+        let large = large_of(sources);
+        let all: Vec<BlockPlace> = large.keys().copied().collect();
+        Placement::with(sources, &large, &all)
+    }
+
+    /// Whether a block passes through the ring.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn streams(&self, place: BlockPlace) -> bool {
+        self.streamed.iter().any(|block| block.place == place)
     }
 
     /// The indices of the tensors that stay.

@@ -83,11 +83,17 @@ impl WeightStream {
 /// Locks memory of the process for a card, until it is dropped.
 pub(crate) trait Pinning: fmt::Debug + Send + Sync {}
 
+/// What owns the memory of tensors that must not free it. Dropped before the tensors, it takes it from them.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) trait Owner: fmt::Debug + Send + Sync {}
+
 /// The tensors of one component, by name.
 #[derive(Debug, Default)]
 pub struct ComponentTensors {
     /// Pins the tensors' memory, if it is host memory. Dropped before the tensors.
     pinning: Option<Box<dyn Pinning>>,
+    /// Dropped before the tensors too.
+    _owner: Option<Box<dyn Owner>>,
     weights: HashMap<String, Weight>,
     /// Brings the tensors that are not on the card.
     stream: WeightStream,
@@ -163,6 +169,7 @@ impl ComponentTensors {
     pub fn of_weights(weights: HashMap<String, Weight>) -> ComponentTensors {
         ComponentTensors {
             pinning: None,
+            _owner: None,
             weights,
             stream: WeightStream::default(),
         }
@@ -171,6 +178,15 @@ impl ComponentTensors {
     /// The component with blocks that this stream brings.
     pub(crate) fn streaming(self, stream: WeightStream) -> ComponentTensors {
         ComponentTensors { stream, ..self }
+    }
+
+    /// The component with memory that is not its tensors' own.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn owned_by(self, owner: Box<dyn Owner>) -> ComponentTensors {
+        ComponentTensors {
+            _owner: Some(owner),
+            ..self
+        }
     }
 
     /// The stream of its blocks.

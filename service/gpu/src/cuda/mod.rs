@@ -5,10 +5,14 @@
 //! source of the ledger's figures. One thread owns the card and frees all memory; reading threads only fill pinned
 //! memory and enqueue copies.
 
+mod host_blocks;
+mod parted;
 mod placer;
 mod pool;
 mod quantize;
+mod region;
 mod staging;
+mod streaming;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -18,7 +22,7 @@ use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, PushKernelArg as _, sys};
-use residency::{Bytes, Component, ComponentId, DriverTruth};
+use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
 
 use crate::card::{CardDescription, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
@@ -29,6 +33,7 @@ use crate::profile::MemoryProfile;
 use crate::reader;
 use crate::tensors::{ComponentTensors, Pinning};
 use crate::timeline::Timeline;
+use parted::PartedComponent;
 use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
 use staging::{Allocation, PinnedRing, Staging};
@@ -58,7 +63,11 @@ pub(crate) struct CudaCard {
     /// Pool of library workspaces, allocated once.
     workspaces: Pool,
     staging: Staging,
+    /// Copies of streamed blocks, beside the computation.
+    copies: Arc<CudaStream>,
     held: HashMap<ComponentId, CudaComponent>,
+    /// Components that can be on the card in part.
+    parted: HashMap<ComponentId, PartedComponent>,
     nvml: NvmlCard,
     context_bytes: Bytes,
     /// Bytes used by the activation pool when the current stage began.
@@ -203,6 +212,7 @@ impl CudaCard {
             .map_err(|_| GpuError::Lost("pinning memory panicked".to_owned()))?
             .map_err(lost)?;
         let staging = Staging::new(&stream, kernels, pinned).map_err(lost)?;
+        let copies = context.new_stream().map_err(lost)?;
         timeline.part("the rest of the pinned memory, streams");
         let mut description = nvml.describe();
         dtype.as_str().clone_into(&mut description.compute_dtype);
@@ -215,7 +225,9 @@ impl CudaCard {
             activations,
             workspaces,
             staging,
+            copies,
             held: HashMap::new(),
+            parted: HashMap::new(),
             nvml,
             context_bytes: Bytes::ZERO,
             stage_baseline: Bytes::ZERO,
@@ -268,6 +280,10 @@ impl CudaCard {
         for held in self.held.values() {
             components.0 += held.booked;
             components.1 += held.pool.reserved().map_err(lost)?;
+        }
+        for parted in self.parted.values() {
+            components.0 += parted.booked;
+            components.1 += parted.reserved();
         }
         Ok(Pools {
             components: components.0,
@@ -377,17 +393,21 @@ impl Gpu for CudaCard {
         &mut self,
         component: &Component,
         plan: &LoadPlan,
+        part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
         let mut timeline = Timeline::begin("load");
         let gone = |error: GpuError| LoadError::Lost(error.to_string());
         self.check_alive().map_err(gone)?;
         let sources = plan.files()?;
-        if self.held.contains_key(&component.id) {
+        if self.held.contains_key(&component.id) || self.parted.contains_key(&component.id) {
             return Err(LoadError::Unsupported(format!(
                 "component {} is already there",
                 component.id
             )));
+        }
+        if !plan.parts().sizes().is_empty() {
+            return self.load_parted(component, plan, part, progress);
         }
         let booked = plan.bytes();
         let files = reader::open(sources)?;
@@ -443,8 +463,22 @@ impl Gpu for CudaCard {
         }
     }
 
+    fn resize(
+        &mut self,
+        component: &Component,
+        part: Part,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<(), LoadError> {
+        self.check_alive()
+            .map_err(|error| LoadError::Lost(error.to_string()))?;
+        self.resize_parted(component, part, progress)
+    }
+
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
         self.check_alive()?;
+        if let Some(parted) = self.parted.get(id) {
+            return Ok(Arc::clone(&parted.tensors));
+        }
         let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
         Ok(Arc::clone(&held.tensors))
     }
@@ -467,6 +501,9 @@ impl Gpu for CudaCard {
 
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError> {
         self.check_alive()?;
+        if self.parted.contains_key(id) {
+            return self.unload_parted(id);
+        }
         let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
         let others = Arc::strong_count(&held.tensors) - 1;
         if others > 0 {

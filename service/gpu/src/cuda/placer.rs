@@ -1,10 +1,11 @@
 //! Allocates the tensors of a component ahead of the lanes that fill them: the driver maps some hundred megabytes at
 //! a time, on a separate thread, so that no lane waits for memory while there is something to read.
 
+use std::collections::HashMap;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaEvent, CudaStream, sys};
+use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
 use super::pool::Pool;
@@ -31,11 +32,44 @@ pub(super) struct Placed<'a> {
     pub(super) place: Place,
 }
 
+/// Memory on the card for the tensors of a load.
+pub(super) trait Allocates: Sync {
+    /// Prepares memory for the next `bytes` bytes.
+    fn map(&self, bytes: u64, stream: &CudaStream) -> Result<(), DriverError>;
+
+    /// The place of a tensor.
+    fn allocate(&self, source: &TensorSource, stream: &CudaStream) -> Result<sys::CUdeviceptr, DriverError>;
+}
+
+impl Allocates for Pool {
+    fn map(&self, bytes: u64, stream: &CudaStream) -> Result<(), DriverError> {
+        Pool::map(self, bytes, stream)
+    }
+
+    fn allocate(&self, source: &TensorSource, stream: &CudaStream) -> Result<sys::CUdeviceptr, DriverError> {
+        Pool::allocate(self, source.bytes_on_card().0, stream)
+    }
+}
+
+/// Places that are there already, by the names of the tensors.
+pub(super) struct Places<'a>(pub(super) HashMap<&'a str, sys::CUdeviceptr>);
+
+impl Allocates for Places<'_> {
+    fn map(&self, _: u64, _: &CudaStream) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    fn allocate(&self, source: &TensorSource, _: &CudaStream) -> Result<sys::CUdeviceptr, DriverError> {
+        let place = self.0.get(source.name.as_str()).copied();
+        place.ok_or(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND))
+    }
+}
+
 /// Allocates the tensors of a load, in order.
 pub(super) struct Placer<'a, 'b> {
     pub(super) sources: &'a [TensorSource],
     pub(super) makings: Vec<Option<Making>>,
-    pub(super) pool: &'b Pool,
+    pub(super) memory: &'b dyn Allocates,
     pub(super) stream: &'b CudaStream,
     /// Recorded after the allocations of each batch, before the batch is sent.
     pub(super) allocated: &'b CudaEvent,
@@ -79,12 +113,12 @@ impl<'a> Placer<'a, '_> {
         mut left: Bytes,
     ) -> Result<Vec<Placed<'a>>, LoadError> {
         self.stream.context().bind_to_thread().map_err(lost)?;
-        self.pool.map(bytes, self.stream).map_err(lost)?;
+        self.memory.map(bytes, self.stream).map_err(lost)?;
         let among = self.made.len() + batch.len();
         let mut placed = Vec::with_capacity(batch.len());
         for (source, making) in batch {
             let bytes = source.bytes_on_card();
-            let pointer = self.pool.allocate(bytes.0, self.stream);
+            let pointer = self.memory.allocate(source, self.stream);
             let pointer = pointer.map_err(|error| out_of_memory_or_lost(error, left))?;
             self.made.push(Allocation { source, pointer });
             left -= bytes;

@@ -320,7 +320,9 @@ impl Drop for PinnedInPlace {
 /// Memory of this process that the driver has pinned. This takes a sixth of the time of an allocation by the driver:
 /// the system provides huge pages of 2 MiB if available, faulted in by several threads.
 #[derive(Debug)]
-struct PinnedRegion {
+pub(super) struct PinnedRegion {
+    /// Bytes that are pinned.
+    length: usize,
     /// Address and bytes of the mapping.
     mapped: (NonNull<c_void>, usize),
     /// The first pinned byte, at a multiple of 2 MiB.
@@ -337,7 +339,7 @@ impl PinnedRegion {
     const PAGE: usize = 4096;
 
     /// `length` zeroed bytes for this thread's current context; `None` if the system or the driver refuses.
-    fn new(length: usize, threads: usize) -> Option<PinnedRegion> {
+    pub(super) fn new(length: usize, threads: usize) -> Option<PinnedRegion> {
         if !cfg!(target_os = "linux") || length == 0 {
             return None;
         }
@@ -388,7 +390,21 @@ impl PinnedRegion {
             unsafe { libc::munmap(at.as_ptr(), whole) };
             return None;
         }
-        Some(PinnedRegion { mapped, bytes })
+        Some(PinnedRegion {
+            length,
+            mapped,
+            bytes,
+        })
+    }
+
+    /// Address of the first byte.
+    pub(super) fn address(&self) -> NonNull<u8> {
+        self.bytes
+    }
+
+    /// Bytes that are pinned.
+    pub(super) fn length(&self) -> usize {
+        self.length
     }
 }
 

@@ -18,8 +18,8 @@ use candle_core::DType;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
-use super::placer::{self, Placed, Placer};
-use super::pool::{PinnedBuffer, Pool, is_out_of_memory};
+use super::placer::{self, Allocates, Placed, Placer};
+use super::pool::{PinnedBuffer, is_out_of_memory};
 use super::quantize::{Arrived, Kernels, LaneMemory, Making, Workspace, WorkspaceSize};
 use crate::convert;
 use crate::load::{LoadError, LoadProgress, TensorSource};
@@ -238,14 +238,14 @@ impl Staging {
             .map_err(|error| out_of_memory_or_lost(error, size.bytes() + total))
     }
 
-    /// Allocates every source from `pool` and fills it. Each allocation is pushed to `made` as soon as it exists, even if the
+    /// Allocates every source from `memory` and fills it. Each allocation is pushed to `made` as soon as it exists, even if the
     /// load fails later. When this returns, no copy and no kernel is in flight, and temporary memory is freed (unless the card
     /// is lost). Temporary memory is at most `room`, or that of one lane.
     pub(super) fn load<'a>(
         &mut self,
         sources: &'a [TensorSource],
         files: &'a OpenFiles,
-        pool: &Pool,
+        memory: &dyn Allocates,
         made: &mut Vec<Allocation<'a>>,
         room: Bytes,
         progress: Progress<'_>,
@@ -256,7 +256,7 @@ impl Staging {
         let placer = Placer {
             sources,
             makings,
-            pool,
+            memory,
             stream: &self.stream,
             allocated: &self.allocated,
             made,

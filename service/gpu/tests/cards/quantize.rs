@@ -484,7 +484,7 @@ fn load(
         reload_seconds: 1.0,
         parts: residency::Parts::default(),
     };
-    card.load(&component, plan, go_on)?;
+    card.load(&component, plan, residency::Part::WHOLE, go_on)?;
     let Weight::Quantized(weight) = card
         .tensors(&component.id)
         .unwrap()

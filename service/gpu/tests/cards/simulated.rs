@@ -446,6 +446,7 @@ proptest! {
                 Op::Cancel(name, bytes) => {
                     let component = Component {
                         id: id(&name.to_string()), name: String::new(), bytes: Bytes(bytes), reload_seconds: 0.0,
+                        parts: residency::Parts::default(),
                     };
                     let plan = LoadPlan::Synthetic(Bytes(bytes));
                     prop_assert!(b.card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Break(())).is_err());

@@ -1,0 +1,120 @@
+"""Models larger than the card: FLUX.1-dev on a card made small, beside the whole card."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from dataclasses import dataclass
+
+import checkpoints
+import moored
+from bench import Bench, Running, gigabytes
+from formats import FULL, in_format
+from speed import step_times
+
+FLUX = checkpoints.MODELS[0]
+GIB = 1 << 30
+# Format of the transformer, GiB of the card, and the most that a step may take, as a share of a
+# resident one.
+CAPS = (
+    (FULL, 20, 1.05),
+    (FULL, 12, None),
+    (FULL, 8, None),
+    (FULL, 6, None),
+    ("fp8", 8, None),
+    ("nf4", 5, None),
+)
+STEPS = 8
+SIDE = 1024
+
+
+@dataclass(frozen=True)
+class Made:
+    """One picture: its bytes, its steps, and what it took."""
+
+    digest: str
+    step_ms: list[float]
+    seconds: float
+    most_used: int
+    stages: dict[str, float]
+    """Milliseconds of moves and of the computation, by stage."""
+
+
+def make(running: Running, name: str) -> Made:
+    """A picture in few steps, and its figures."""
+    at: list[tuple[int, float]] = []
+    pixels = hashlib.sha256()
+    most, done = running.used(), None
+    began = time.perf_counter()
+    options = {"width": SIDE, "height": SIDE, "seed": 7, "steps": STEPS, "output": "raw"}
+    call = running.client.stream_image(
+        "a lighthouse in the rain", model=in_format(name), timeout=300, **options
+    )
+    with call as stream:
+        for event in stream:
+            if isinstance(event, moored.Step):
+                at.append((event.n, time.perf_counter()))
+                most = max(most, running.used())
+            elif isinstance(event, moored.Artifact):
+                pixels.update(event.chunk)
+            elif isinstance(event, moored.Done):
+                done = event
+    if done is None:
+        raise RuntimeError(f"{name}: a job ended without its last event")
+    seconds = time.perf_counter() - began
+    stages = {stage.name: float(stage.move_ms + stage.run_ms) for stage in done.stages}
+    return Made(pixels.hexdigest(), step_times(at), seconds, max(most, running.used()), stages)
+
+
+def streaming(bench: Bench) -> None:
+    """Steps and pictures on small cards, each format beside its own on the whole card."""
+    bench.needs_card()
+    checkpoints.warm(bench.models / FLUX, bench.threads)
+    whole: dict[str, Made] = {}
+    for name in dict.fromkeys(name for name, *_ in CAPS):
+        with bench.serve() as running:
+            make(running, name)
+            whole[name] = make(running, name)
+        ms = statistics.median(whole[name].step_ms)
+        bench.record.add(
+            f"stream.{name}.resident", f"step, {name}, {SIDE}x{SIDE}, resident", ms, "ms"
+        )
+    failed = []
+    for name, cap, share in CAPS:
+        try:
+            _on_small_card(bench, name, cap, share, whole[name])
+        except (moored.MooredError, RuntimeError) as error:
+            bench.record.note(f"{name} on {cap} GiB failed: {type(error).__name__}: {error}")
+            failed.append(f"{name} on {cap} GiB")
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}")
+
+
+def _on_small_card(bench: Bench, name: str, cap: int, share: float | None, whole: Made) -> None:
+    key, what = f"stream.{name}.{cap}", f"{name} on a card of {cap} GiB"
+    with bench.serve(f"{bench.device}={cap}GiB") as running:
+        before = running.used()
+        first = make(running, name)
+        again = make(running, name)
+        running.client.unload(timeout=60)
+        running.client.trim()
+        left = running.used() - before
+    add = bench.record.add
+    ms, resident = statistics.median(again.step_ms), statistics.median(whole.step_ms)
+    add(key, f"step, {what}", ms, "ms", target=share and share * resident)
+    add(f"{key}.ratio", f"step, {what}: of a resident one", ms / resident, "")
+    add(f"{key}.first", f"first picture, {what}, {STEPS} steps", first.seconds, "s")
+    add(f"{key}.again", f"the same again, {what}", again.seconds, "s")
+    used = gigabytes(max(first.most_used, again.most_used))
+    add(f"{key}.used", f"most on the card by NVML, {what}", used, "GB", target=gigabytes(cap * GIB))
+    add(f"{key}.left", f"left on the card after an unload, {what}", left / (1 << 20), "MiB")
+    same = first.digest == again.digest == whole.digest
+    add(f"{key}.same", f"pictures equal to resident ones, {what}", float(same), "", "higher", 1.0)
+    stages = ", ".join(f"{stage} {ms:.0f} ms" for stage, ms in again.stages.items())
+    bench.record.note(f"{what}: {stages}")
+
+
+# Cheap ones first.
+PARTS = {"streaming": streaming}
+LIMITS_S = {"streaming": 420.0}
