@@ -28,7 +28,8 @@ mod profile;
 #[allow(unsafe_code)] // Wider registers are asked for.
 mod quantize;
 mod reader;
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // A card whose memory is the machine's reads blocks as they come.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+// A card whose memory is the machine's reads blocks as they come.
 mod schedule;
 mod simulated;
 mod size;

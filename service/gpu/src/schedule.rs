@@ -92,9 +92,8 @@ impl Schedule {
 
     fn copy_ahead(&mut self, turn: &mut Turn) {
         while let Some(block) = self.expected {
-            let is_in_the_way = |(held, state): &(usize, State)| {
-                *state != State::Done && self.overlap(*held, block)
-            };
+            let is_in_the_way =
+                |(held, state): &(usize, State)| *state != State::Done && self.overlap(*held, block);
             if self.ring.iter().any(is_in_the_way) {
                 return;
             }
@@ -161,7 +160,13 @@ mod tests {
         let mut schedule = in_two_slots(5);
         schedule.enter(Some(0));
         let turn = schedule.enter(Some(3));
-        assert_eq!(turn.copies[0], Copy { block: 3, after: vec![1] });
+        assert_eq!(
+            turn.copies[0],
+            Copy {
+                block: 3,
+                after: vec![1]
+            }
+        );
         assert_eq!(turn.entered, Some(3));
         assert_eq!(turn.copies[1].block, 4);
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use api::v1;
 use api::v1::residency_server;
-use calls::{Residency, invalid};
+use calls::{CardMemory, invalid};
 use futures::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
@@ -15,7 +15,7 @@ use crate::requests::{caller_of, load_in, model_in, planned_in, reservation_in, 
 use crate::status::status_of;
 
 /// The calls of `moored.v1.Residency`.
-pub(crate) struct ResidencyService(pub(crate) Residency);
+pub(crate) struct ResidencyService(pub(crate) CardMemory);
 
 #[tonic::async_trait]
 impl residency_server::Residency for ResidencyService {

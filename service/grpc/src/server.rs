@@ -69,7 +69,7 @@ pub async fn serve(
     let incoming = limits.accept(listener);
     let limit = usize::try_from(settings.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
-    health::report(reporter, service.residency.reports(), service.stopping.clone()).await;
+    health::report(reporter, service.card_memory.reports(), service.stopping.clone()).await;
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
@@ -97,7 +97,7 @@ pub async fn serve(
         ))
         .add_service(limited!(
             ResidencyServer,
-            ResidencyService(service.residency.clone())
+            ResidencyService(service.card_memory.clone())
         ))
         .add_service(limited!(JobsServer, JobsService(service.jobs.clone())))
         .add_service(limited!(HubServer, HubService(service.pulling.clone())))
@@ -141,8 +141,8 @@ impl Server for ServerService {
             Some((major, minor)) => format!("{major}.{minor}"),
             None => String::new(),
         };
-        let cards = self.service.residency.cards();
-        let default_model = self.service.residency.default_model().await;
+        let cards = self.service.card_memory.cards();
+        let default_model = self.service.card_memory.default_model().await;
         let default_model = default_model.map_err(|e| status_of(&e))?.unwrap_or_default();
         Ok(Response::new(v1::ServerInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),

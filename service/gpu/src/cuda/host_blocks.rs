@@ -82,8 +82,9 @@ impl HostBlocks {
         tensors: &[usize],
         sources: &[TensorSource],
     ) -> Result<Vec<usize>, LoadError> {
-        let (mapped, mut copied): (Vec<usize>, Vec<usize>) =
-            tensors.iter().partition(|tensor| is_as_stored(&sources[**tensor]));
+        let (mapped, mut copied): (Vec<usize>, Vec<usize>) = tensors
+            .iter()
+            .partition(|tensor| is_as_stored(&sources[**tensor]));
         let mut wanted: HashMap<Arc<Path>, BTreeSet<u64>> = HashMap::new();
         for tensor in &mapped {
             for piece in &sources[*tensor].pieces {
@@ -100,7 +101,8 @@ impl HostBlocks {
         let mut is_registered = true;
         for (file, cells) in wanted {
             if !self.files.contains_key(&file) {
-                self.files.insert(Arc::clone(&file), MappedFile::open(context, &file)?);
+                self.files
+                    .insert(Arc::clone(&file), MappedFile::open(context, &file)?);
             }
             if let Some(mapped) = self.files.get_mut(&file) {
                 is_registered &= mapped.register(&cells);
@@ -140,7 +142,11 @@ fn is_as_stored(source: &TensorSource) -> bool {
                 | (Stored::I64, DType::I64)
         ),
     };
-    is_same && source.pieces.iter().all(|piece| matches!(piece, SourcePiece::File { .. }))
+    is_same
+        && source
+            .pieces
+            .iter()
+            .all(|piece| matches!(piece, SourcePiece::File { .. }))
 }
 
 /// A file whose pages the card can read.
@@ -192,7 +198,10 @@ impl MappedFile {
         let begin = number * CELL;
         let length = CELL.min(self.length.saturating_sub(begin));
         // SAFETY: the offset is within the mapping, or one past its end.
-        (unsafe { self.at.byte_add(begin.min(self.length) as usize) }, length as usize)
+        (
+            unsafe { self.at.byte_add(begin.min(self.length) as usize) },
+            length as usize,
+        )
     }
 
     fn registered(&self) -> u64 {
@@ -211,7 +220,14 @@ impl MappedFile {
             let part = new.len().div_ceil(THREADS).max(1);
             let threads: Vec<_> = new
                 .chunks(part)
-                .map(|cells| scope.spawn(move || cells.iter().map(|cell| (*cell, this.pin(*cell))).collect::<Vec<_>>()))
+                .map(|cells| {
+                    scope.spawn(move || {
+                        cells
+                            .iter()
+                            .map(|cell| (*cell, this.pin(*cell)))
+                            .collect::<Vec<_>>()
+                    })
+                })
                 .collect();
             let joined = threads.into_iter().filter_map(|thread| thread.join().ok());
             joined.flatten().collect()

@@ -53,7 +53,10 @@ struct RegionLayout {
 }
 
 impl RegionLayout {
-    fn new(context: &Arc<cudarc::driver::CudaContext>, sources: &[TensorSource]) -> Result<(RegionLayout, Region), DriverError> {
+    fn new(
+        context: &Arc<cudarc::driver::CudaContext>,
+        sources: &[TensorSource],
+    ) -> Result<(RegionLayout, Region), DriverError> {
         let all = Placement::of_all(sources);
         let mut rest_bytes = 0;
         let place = |tensor: usize| {
@@ -135,7 +138,9 @@ impl CudaCard {
             .map(|tensor| sources[tensor].clone())
             .collect();
         let needed = booked + self.staging.min_workspace(sources)?;
-        let (free, _) = self.driver_memory().map_err(|error| LoadError::Lost(error.to_string()))?;
+        let (free, _) = self
+            .driver_memory()
+            .map_err(|error| LoadError::Lost(error.to_string()))?;
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
         }
@@ -186,7 +191,8 @@ impl CudaCard {
             }
             Err(error) => {
                 let closed = self.settle().and_then(|()| region.close());
-                self.latch(closed).map_err(|error| LoadError::Lost(error.to_string()))?;
+                self.latch(closed)
+                    .map_err(|error| LoadError::Lost(error.to_string()))?;
                 Err(error)
             }
         }
@@ -209,10 +215,12 @@ impl CudaCard {
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
         let named = sources.iter().enumerate();
-        let places = named.filter_map(|(tensor, source)| Some((source.name.as_str(), *addresses.get(&tensor)?)));
+        let places =
+            named.filter_map(|(tensor, source)| Some((source.name.as_str(), *addresses.get(&tensor)?)));
         let places = Places(places.collect());
         let mut made = Vec::with_capacity(wanted.len());
-        self.staging.load(wanted, files, &places, &mut made, room, progress)
+        self.staging
+            .load(wanted, files, &places, &mut made, room, progress)
     }
 
     /// Makes the pinned copies of streamed tensors that do not lie in files as they are used: each block is made in the ring, and
@@ -263,7 +271,12 @@ impl CudaCard {
             // SAFETY: the tensor has as many bytes on the card, and the pinned memory on the machine; both outlive the copy, which
             // is waited for below.
             unsafe {
-                sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), *from, bytes.0 as usize, self.copies.cu_stream())
+                sys::cuMemcpyDtoHAsync_v2(
+                    to.as_ptr().cast(),
+                    *from,
+                    bytes.0 as usize,
+                    self.copies.cu_stream(),
+                )
             }
             .result()
             .map_err(lost)?;
@@ -287,7 +300,9 @@ impl CudaCard {
         let mut weights = HashMap::with_capacity(sources.len());
         let mut unowned = Unowned(Vec::with_capacity(sources.len()));
         for (tensor, source) in sources.iter().enumerate() {
-            let made = addresses.get(&tensor).and_then(|at| tensor_at(source, *at, &self.stream, device));
+            let made = addresses
+                .get(&tensor)
+                .and_then(|at| tensor_at(source, *at, &self.stream, device));
             let made = made.ok_or_else(|| {
                 LoadError::Unsupported(format!("tensor {} has no form {:?}", source.name, source.target))
             })?;
@@ -353,7 +368,9 @@ impl CudaCard {
         let (before, after) = (plan.placement(held.part), plan.placement(part));
         let booked = after.bytes_on_card(sources);
         let grown = booked - held.booked;
-        let (free, _) = self.driver_memory().map_err(|error| LoadError::Lost(error.to_string()))?;
+        let (free, _) = self
+            .driver_memory()
+            .map_err(|error| LoadError::Lost(error.to_string()))?;
         if grown > free {
             return Err(LoadError::OutOfMemory { needed: grown, free });
         }
@@ -377,9 +394,11 @@ impl CudaCard {
                     let mut to = held.region.at(offset + at);
                     for run in held.host.runs(*tensor, &sources[*tensor]) {
                         // SAFETY: pinned memory of the component, and a place of as many bytes; waited for below.
-                        unsafe { sys::cuMemcpyHtoDAsync_v2(to, run.from, run.length, self.copies.cu_stream()) }
-                            .result()
-                            .map_err(lost)?;
+                        unsafe {
+                            sys::cuMemcpyHtoDAsync_v2(to, run.from, run.length, self.copies.cu_stream())
+                        }
+                        .result()
+                        .map_err(lost)?;
                         to += run.length as u64;
                     }
                 }
@@ -410,7 +429,10 @@ impl CudaCard {
 
     /// As [`crate::Gpu::unload`], for a component that has parts.
     pub(super) fn unload_parted(&mut self, id: &residency::ComponentId) -> Result<Unloaded, GpuError> {
-        let held = self.parted.remove(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
+        let held = self
+            .parted
+            .remove(id)
+            .ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
         let others = Arc::strong_count(&held.tensors) - 1;
         if others > 0 {
             self.parted.insert(id.clone(), held);

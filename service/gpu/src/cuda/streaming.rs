@@ -57,7 +57,10 @@ impl CudaWeightStream {
         on_host: Bytes,
     ) -> Result<CudaWeightStream, DriverError> {
         let context = compute.context();
-        let places = blocks.iter().map(|block| block.at..block.at + block.bytes).collect();
+        let places = blocks
+            .iter()
+            .map(|block| block.at..block.at + block.bytes)
+            .collect();
         let copy = |runs: Vec<RunTo>| -> Result<BlockCopy, DriverError> {
             Ok(BlockCopy {
                 runs,
@@ -94,7 +97,8 @@ impl CudaWeightStream {
             for RunTo { run, to } in &block.runs {
                 // SAFETY: the run is pinned memory of the component, and its place in the ring has as many bytes; both outlive the
                 // copy, since whoever frees them waits for this stream. The work that used these bytes before is over by then.
-                unsafe { sys::cuMemcpyHtoDAsync_v2(*to, run.from, run.length, self.copies.cu_stream()) }.result()?;
+                unsafe { sys::cuMemcpyHtoDAsync_v2(*to, run.from, run.length, self.copies.cu_stream()) }
+                    .result()?;
             }
             block.arrived.record(&self.copies)?;
         }

@@ -48,7 +48,7 @@ const LONGEST_WATCH_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// Answers requests about the memory of the cards. Cheap to clone.
 #[derive(Clone)]
-pub struct Residency {
+pub struct CardMemory {
     queue: Queue,
     entries: Entries,
     generation: Generation,
@@ -146,7 +146,7 @@ pub struct ServiceStatus {
     pub uptime: Duration,
 }
 
-impl Residency {
+impl CardMemory {
     pub(crate) fn new(
         generation: Generation,
         bounds: Bounds,
@@ -154,8 +154,8 @@ impl Residency {
         host: Arc<Host>,
         workers: WorkerPids,
         stopping: watch::Receiver<bool>,
-    ) -> Residency {
-        Residency {
+    ) -> CardMemory {
+        CardMemory {
             queue: generation.queue.clone(),
             entries: generation.entries.clone(),
             generation,
