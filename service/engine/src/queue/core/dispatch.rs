@@ -16,7 +16,7 @@ use crate::queue::cards::InFlight;
 use crate::queue::decide::{Decision, Pass};
 use crate::queue::record::{JobRecord, Patience, State};
 use crate::queue::reductions::{Reduction, Reductions};
-use crate::queue::steps::{Model, Step, StepKind};
+use crate::queue::steps::{JobStep, JobStepKind, Model};
 
 impl Core {
     /// Starts all jobs that can start, and reports to the others why they cannot.
@@ -223,7 +223,7 @@ impl Core {
             Err(error) => return self.fail(id, error, now),
         };
         let entry = match (step.kind, &job.swap) {
-            (StepKind::Load(Model::Replaced), Some(swap)) => &swap.old,
+            (JobStepKind::Load(Model::Replaced), Some(swap)) => &swap.old,
             _ => &job.entry,
         };
         let model = self.location(entry, index);
@@ -302,8 +302,8 @@ impl Core {
             return false;
         };
         let Some(
-            step @ Step {
-                kind: StepKind::Stage(stage),
+            step @ JobStep {
+                kind: JobStepKind::Stage(stage),
                 ..
             },
         ) = job.step()
@@ -340,7 +340,7 @@ impl Core {
         true
     }
 
-    fn work_of(&self, job: &JobRecord, step: Step, need: &Need) -> Result<Work, Error> {
+    fn work_of(&self, job: &JobRecord, step: JobStep, need: &Need) -> Result<Work, Error> {
         let (Some(plan), Some(run)) = (need.plan.clone(), job.run()) else {
             return Ok(Work::Load(need.components.clone()));
         };

@@ -22,7 +22,7 @@ use crate::queue::replay::Replay;
 use crate::queue::report::{JobInfo, PlanReport};
 use crate::queue::request::{OpenModels, Submission};
 use crate::queue::shared_bound::{Exceeded, SharedBound};
-use crate::queue::steps::{Steps, decodable, steps_of, steps_of_load};
+use crate::queue::steps::{JobSteps, decodable, steps_of, steps_of_load};
 use crate::queue::swap::Swap;
 
 impl Core {
@@ -230,7 +230,7 @@ impl Core {
             id: format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into(),
             arrival,
             detached: options.detach,
-            steps: Steps::default(),
+            steps: JobSteps::default(),
             options,
             entry,
             work,
@@ -271,7 +271,7 @@ impl Core {
             JobWork::Run(run) => steps_of(plan, run, policy),
             JobWork::Load { .. } => steps_of_load(plan, job.proof.as_ref(), job.swap.is_some(), policy),
         };
-        job.steps = Steps::new(steps, &job.plans);
+        job.steps = JobSteps::new(steps, &job.plans);
         Ok(job)
     }
 
