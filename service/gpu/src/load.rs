@@ -244,6 +244,16 @@ pub enum LoadError {
         /// Bytes free at that moment.
         free: Bytes,
     },
+    /// The machine has not enough memory to stream from.
+    #[error(
+        "{needed} of the machine's memory are needed to stream weights from, and {available} are available: end other programs, \
+         or choose a smaller quantization"
+    )]
+    HostMemory {
+        needed: Bytes,
+        /// Bytes that can be taken without making the machine swap.
+        available: Bytes,
+    },
     /// The file cannot be read.
     #[error("cannot read {}: {source}", file.display())]
     Io { file: PathBuf, source: std::io::Error },

@@ -79,6 +79,7 @@ impl From<LoadError> for MoveError {
             LoadError::StillInUse(_) => MoveError::Refused(error.to_string()),
             LoadError::Io { .. }
             | LoadError::Damaged { .. }
+            | LoadError::HostMemory { .. }
             | LoadError::Incomplete { .. }
             | LoadError::NotFinite { .. }
             | LoadError::UnsupportedTensor { .. }

@@ -20,6 +20,7 @@ use super::pool::PinnedRegion;
 use crate::files::open_regular;
 use crate::load::{LoadError, SourcePiece, Target, TensorSource};
 use crate::reader;
+use crate::system::SystemReader;
 
 /// Bytes of a file that are registered at a time.
 const CELL: u64 = 64 << 20;
@@ -72,10 +73,11 @@ impl HostBlocks {
         Bytes(cells + copies)
     }
 
-    /// Holds these tensors, and no others of files. Returns those that need a pinned copy ([`HostBlocks::keep`]).
+    /// Holds these tensors, and those that it has already: blocks that come back to the card are streamed again when it is short
+    /// of memory. Returns those that need a pinned copy ([`HostBlocks::keep`]).
     ///
     /// # Errors
-    /// [`LoadError::Io`].
+    /// [`LoadError::Io`]; [`LoadError::HostMemory`] if the machine has too little memory, and nothing is held more then.
     pub(super) fn hold(
         &mut self,
         context: &Arc<CudaContext>,
@@ -96,8 +98,13 @@ impl HostBlocks {
                 }
             }
         }
-        self.files.retain(|file, _| wanted.contains_key(file));
-        self.copies.retain(|tensor, _| copied.contains(tensor));
+        copied.retain(|tensor| !self.copies.contains_key(tensor));
+        let new_cells = wanted.iter().map(|(file, cells)| {
+            let here = self.files.get(file).map(|mapped| &mapped.cells);
+            cells.iter().filter(|cell| here.is_none_or(|here| !here.contains(cell))).count() as u64
+        });
+        let to_copy = copied.iter().map(|tensor| sources[*tensor].bytes_on_card());
+        check_available(Bytes(new_cells.sum::<u64>() * CELL) + to_copy.sum::<Bytes>())?;
         let mut is_registered = true;
         for (file, cells) in wanted {
             if !self.files.contains_key(&file) {
@@ -111,9 +118,8 @@ impl HostBlocks {
         if !is_registered {
             tracing::info!("pages of files cannot be registered with the driver: blocks have pinned copies");
             self.files.clear();
-            copied.extend(mapped);
+            copied.extend(mapped.iter().filter(|tensor| !self.copies.contains_key(tensor)));
         }
-        copied.retain(|tensor| !self.copies.contains_key(tensor));
         Ok(copied)
     }
 
@@ -123,6 +129,25 @@ impl HostBlocks {
         let address = copy.address();
         self.copies.insert(tensor, copy);
         Some(address)
+    }
+}
+
+/// Share of the machine's memory that stays available to others.
+const LEFT_TO_OTHERS: u64 = 16;
+
+/// Checks that so many bytes can be taken from the machine without making it swap. (Registered pages of files count as available
+/// until they are registered.)
+fn check_available(needed: Bytes) -> Result<(), LoadError> {
+    if needed == Bytes::ZERO {
+        return Ok(());
+    }
+    let Ok(memory) = SystemReader::new().and_then(|mut system| system.read()) else {
+        return Ok(()); // where the system says nothing, the driver refuses what it cannot pin
+    };
+    let available = memory.available - Bytes(memory.total.0 / LEFT_TO_OTHERS);
+    match needed > available {
+        true => Err(LoadError::HostMemory { needed, available }),
+        false => Ok(()),
     }
 }
 
@@ -208,12 +233,8 @@ impl MappedFile {
         self.cells.iter().map(|cell| self.cell(*cell).1 as u64).sum()
     }
 
-    /// Registers these cells, and no others. False if the driver refuses.
+    /// Registers these cells. False if the driver refuses.
     fn register(&mut self, wanted: &BTreeSet<u64>) -> bool {
-        let gone: Vec<u64> = self.cells.difference(wanted).copied().collect();
-        for cell in gone {
-            self.unregister(cell);
-        }
         let new: Vec<u64> = wanted.difference(&self.cells).copied().collect();
         let this = &*self;
         let outcomes: Vec<(u64, Result<(), DriverError>)> = std::thread::scope(|scope| {

@@ -263,11 +263,11 @@ impl CudaCard {
                 continue;
             };
             let bytes = sources[*tensor].bytes_on_card();
-            let to = host.keep(*tensor, bytes).ok_or_else(|| {
-                LoadError::Unsupported(format!(
-                    "the machine has no {bytes} of memory that can be pinned for weights that are streamed"
-                ))
-            })?;
+            let no_memory = LoadError::HostMemory {
+                needed: bytes,
+                available: Bytes::ZERO,
+            };
+            let to = host.keep(*tensor, bytes).ok_or(no_memory)?;
             // SAFETY: the tensor has as many bytes on the card, and the pinned memory on the machine; both outlive the copy, which
             // is waited for below.
             unsafe {

@@ -100,6 +100,7 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
         | LoadError::OutOfMemory { .. }
         | LoadError::NotFinite { .. }
         | LoadError::StillInUse(_)
+        | LoadError::HostMemory { .. }
         | LoadError::Lost(_)) => damaged(path, error.to_string()),
     }
 }
