@@ -73,7 +73,13 @@ def _resident(one: moored.ResidentComponent) -> str:
     marks = [word for word, so in (("pinned", one.pinned), ("held", one.held)) if so]
     of_models = f" of {', '.join(map(wrapping, one.entries))}" if one.entries else ""
     more = f" ({', '.join(marks)})" if marks else ""
-    return f"{one.component.name}{of_models}: {size(one.component.bytes)}{more}"
+    return f"{one.component.name}{of_models}: {_on_card(one)}{more}"
+
+
+def _on_card(one: moored.ResidentComponent) -> str:
+    if not one.streamed:
+        return size(one.resident_bytes)
+    return f"{size(one.resident_bytes)} of {size(one.component.bytes)}, the rest streamed"
 
 
 def _waiting(event: moored.Waiting) -> str:

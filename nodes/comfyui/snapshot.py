@@ -120,7 +120,7 @@ def _entry(key: str, parts: list[ResidentComponent], jobs: list[JobInfo]) -> dic
     states = {part.state for part in parts}
     return {
         "key": key,
-        "bytes": sum(part.component.bytes for part in parts),
+        "bytes": sum(part.resident_bytes for part in parts),
         "state": next((each for each in ("loading", "evicting") if each in states), "resident"),
         # A pin is on every component of its entry: one of another entry covers shared components alone.
         "pinned": all(part.pinned for part in parts),
@@ -133,7 +133,8 @@ def _entry(key: str, parts: list[ResidentComponent], jobs: list[JobInfo]) -> dic
         "components": [
             {
                 "name": part.component.name,
-                "bytes": part.component.bytes,
+                "bytes": part.resident_bytes,
+                "whole_bytes": part.component.bytes,
                 "state": part.state,
                 "shared_with": [other for other in part.entries if other != key],
             }

@@ -26,7 +26,7 @@ def assert_at_rest(client: moored.Client) -> None:
 
     status = until(client, rests)
     for card in status.cards:
-        booked = sum(one.component.bytes for one in card.residents)
+        booked = sum(one.resident_bytes for one in card.residents)
         assert card.memory.components == booked
     assert client.unload(timeout=DEADLINE_S).kept == ()
     until(client, lambda status: all(card.memory.components == 0 for card in status.cards))

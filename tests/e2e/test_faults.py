@@ -257,7 +257,7 @@ def test_a_load_that_fails_leaves_nothing(
         card = status.cards[0]
         assert card.worker_restarts == 0, "a file that cannot be read is no death"
         assert all(one.state == "resident" for one in card.residents)
-        assert card.memory.components == sum(one.component.bytes for one in card.residents)
+        assert card.memory.components == sum(one.resident_bytes for one in card.residents)
         assert client.generate_image("next", model="small", timeout=DEADLINE_S).pictures
         assert_at_rest(client)
 

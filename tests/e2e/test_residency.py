@@ -539,8 +539,8 @@ def test_accounts_add_up_at_every_moment(simulate: Simulate) -> None:
             assert card.memory.usable <= card.memory.free + card.memory.slack
             assert card.memory.foreign >= GIB
             assert (card.memory.context, card.memory.workspaces) == (300 * MIB, 100 * MIB)
-            booked = sum(one.component.bytes for one in card.residents if one.state == "resident")
-            loading = sum(one.component.bytes for one in card.residents if one.state == "loading")
+            booked = sum(one.resident_bytes for one in card.residents if one.state == "resident")
+            loading = sum(one.resident_bytes for one in card.residents if one.state == "loading")
             assert booked <= card.memory.components <= booked + loading + TRANSFORMER
         for account in ("components", "scratch", "unexplained", "free"):
             seen = max(getattr(card.memory, account) for card in ticks)

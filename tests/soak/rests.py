@@ -144,7 +144,7 @@ class Rester:
             card = self._client.status().cards[0]
             sample = CardSample(
                 accounts=accounts_of(card.memory),
-                booked=sum(one.component.bytes for one in card.residents),
+                booked=sum(one.resident_bytes for one in card.residents),
                 expected=self._program.figures(),
             )
             if not account_faults(sample) or time.monotonic() > until:

@@ -402,6 +402,21 @@ class Unloaded:
         return sum(one.freed_bytes for one in self.freed)
 
 
+@mirrors(residency_pb2.StreamedComponent)
+@dataclass(frozen=True, slots=True)
+class StreamedComponent:
+    """A component of which a part is on the card: the rest crosses the link while a stage runs.
+
+    `streamed_bytes` cross it in each pass (a step, or a prompt), `streamed_once_bytes` once in a stage.
+    """
+
+    name: str
+    whole_bytes: int
+    resident_bytes: int
+    streamed_bytes: int
+    streamed_once_bytes: int
+
+
 @mirrors(residency_pb2.PlannedStage)
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
@@ -418,6 +433,7 @@ class PlannedStage:
     chunking: str
     approximate: bool
     shortfall: MemoryShortfall | None = None
+    streamed: tuple[StreamedComponent, ...] = ()
 
 
 @mirrors(residency_pb2.PlanResponse)
@@ -439,7 +455,10 @@ class Plan:
 @mirrors(residency_pb2.ResidentComponent)
 @dataclass(frozen=True, slots=True)
 class ResidentComponent:
-    """A component on a card; `entries` are the keys of the models that use it."""
+    """A component on a card; `entries` are the keys of the models that use it.
+
+    `streamed` is set where not all of it is on the card.
+    """
 
     component: Component
     state: str
@@ -448,6 +467,12 @@ class ResidentComponent:
     held: bool
     idle_ms: int
     entries: tuple[str, ...]
+    streamed: StreamedComponent | None = None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of it on the card."""
+        return self.streamed.resident_bytes if self.streamed else self.component.bytes
 
 
 @mirrors(residency_pb2.Reservation)

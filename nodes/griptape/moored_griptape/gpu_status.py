@@ -64,7 +64,8 @@ def _card(card: moored.CardStatus) -> list[str]:
         lines.append(f"  attention: {card.attention}")
     for one in card.residents:
         stays = " pinned" * one.pinned + " held" * one.held
-        lines.append(f"  {one.component.name} {in_words(one.component.bytes)}{stays}")
+        whole = f" of {in_words(one.component.bytes)}, the rest streamed" if one.streamed else ""
+        lines.append(f"  {one.component.name} {in_words(one.resident_bytes)}{whole}{stays}")
     # Our own components are among the holders, too, with why they stay in brackets.
     ours = tuple(f"{one.component.name} (" for one in card.residents)
     for holder in card.holders:

@@ -17,7 +17,7 @@ use crate::files::{Target, Writing};
 use crate::pull::WhenMissing;
 use crate::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of};
 use crate::results::{Bounds, Results};
-use crate::show::Show;
+use crate::show::{self, Show};
 use crate::track_uploads::{RequestTracks, Uploads};
 use crate::{CliError, connection, interrupt, screen};
 
@@ -299,6 +299,11 @@ fn show_plan(plan: &v1::PlanResponse, instead: Option<&str>) -> Result<(), CliEr
         &["stage", "components", "scratch", "chunking", "verdict", "moves"],
         rows.collect(),
     )?;
+    for stage in &plan.stages {
+        for part in &stage.streamed {
+            screen::text(&format!("{}: {} {}", stage.name, part.name, show::streamed(part)))?;
+        }
+    }
     let mut told: Vec<String> = Vec::new();
     for shortfall in plan.stages.iter().filter_map(|stage| stage.shortfall.as_ref()) {
         for fallback in &shortfall.fallbacks {

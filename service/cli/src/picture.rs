@@ -4,6 +4,8 @@ use api::v1;
 use console::{Style, measure_text_width, pad_str, truncate_str};
 use residency::Bytes;
 
+use crate::show;
+
 use crate::names::short_key;
 use crate::total_of;
 
@@ -179,14 +181,18 @@ fn parts(card: &v1::CardStatus, memory: &v1::MemoryAccounts) -> Vec<MemoryUser> 
     let mut unseen = memory.components;
     for (index, resident) in card.residents.iter().enumerate() {
         let component = resident.component.clone().unwrap_or_default();
+        let bytes = resident
+            .streamed
+            .as_ref()
+            .map_or(component.bytes, |part| part.resident_bytes);
         // Bytes of components that are still being loaded or unloaded remain.
-        unseen = unseen.saturating_sub(component.bytes);
+        unseen = unseen.saturating_sub(bytes);
         parts.push(MemoryUser {
             letter: char::from(b'A' + u8::try_from(index % 26).unwrap_or(0)),
             mark: '█',
             colour: COMPONENT_COLOURS[index % COMPONENT_COLOURS.len()],
             name: component.name,
-            bytes: component.bytes,
+            bytes,
             notes: resident_notes(resident),
         });
     }
@@ -270,6 +276,9 @@ fn resident_notes(resident: &v1::ResidentComponent) -> Vec<String> {
         notes.push("in use".to_owned());
     } else if resident.state == "resident" {
         notes.push(format!("idle {}", seconds(resident.idle_ms)));
+    }
+    if let Some(part) = &resident.streamed {
+        notes.push(show::streamed(part));
     }
     if resident.pinned {
         notes.push("pinned".to_owned());

@@ -167,7 +167,8 @@ impl CardSettings {
     /// Eviction policy; `None`: by the model and the card that it runs on. If the profile that is configured asks for `exclusive`,
     /// all cards use it; the profile that a small card has by itself does not, since what does not fit there is streamed.
     pub fn policy_on<'a>(&self, cards: impl IntoIterator<Item = &'a CardDescription>) -> Option<Policy> {
-        let is_exclusive = |card| self.profile.is_some() && self.profile_of(card).policy() == Policy::Exclusive;
+        let is_exclusive =
+            |card| self.profile.is_some() && self.profile_of(card).policy() == Policy::Exclusive;
         self.policy
             .or_else(|| cards.into_iter().any(is_exclusive).then_some(Policy::Exclusive))
     }

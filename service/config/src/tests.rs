@@ -361,7 +361,11 @@ fn a_small_card_does_not_make_the_service_exclusive_by_itself() {
     let cards = with("").unwrap().cards;
     let (small, large) = (card("sim:8GiB"), card("sim:80GiB,index=1"));
     assert_eq!(cards.policy_on([&large]), None, "by the model");
-    assert_eq!(cards.policy_on([&large, &small]), None, "what does not fit is streamed");
+    assert_eq!(
+        cards.policy_on([&large, &small]),
+        None,
+        "what does not fit is streamed"
+    );
 }
 
 #[test]

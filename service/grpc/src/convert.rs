@@ -563,6 +563,19 @@ fn resident_out(resident: &Resident, card: &CardStatus, report: &StatusReport) -
             .get(&resident.component.id)
             .cloned()
             .unwrap_or_default(),
+        streamed: (resident.part != Part::WHOLE).then(|| streamed_out(&resident.component, resident.part)),
+    }
+}
+
+/// A component of which this part is on the card.
+fn streamed_out(component: &Component, part: Part) -> v1::StreamedComponent {
+    let size = component.size_of(part);
+    v1::StreamedComponent {
+        name: component.name.clone(),
+        whole_bytes: component.bytes.0,
+        resident_bytes: size.bytes.0,
+        streamed_bytes: size.streamed.0,
+        streamed_once_bytes: size.streamed_once.0,
     }
 }
 
@@ -598,6 +611,11 @@ fn planned_out(stage: &PlannedStage) -> v1::PlannedStage {
         shortfall: stage.shortfall.as_ref().map(shortfall_out),
         chunking: stage.chunking.clone(),
         approximate: stage.approximate,
+        streamed: stage
+            .streamed
+            .iter()
+            .map(|(component, part)| streamed_out(component, *part))
+            .collect(),
     }
 }
 

@@ -78,8 +78,8 @@ pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, Stag
 pub use parts::{Part, PartSize, Parts};
 pub use patience::{Patience, Wait};
 pub use plan::{
-    LowMemory, Move, Policy, Verdict, WaitCause, freed_by, large_from, make_room, plan, plan_low_memory,
-    predicted_move_seconds, should_trim,
+    LowMemory, Move, Policy, Verdict, WaitCause, freed_by, large_from, make_room, part_after, plan,
+    plan_low_memory, predicted_move_seconds, should_trim,
 };
 pub use resident::{HEAT_HALF_LIFE_MS, Resident, ResidentState};
 pub use scratch::{KEYS_REMEMBERED, RUNS_REMEMBERED, RunOutcome, ScratchBook, ScratchKey};

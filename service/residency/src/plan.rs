@@ -236,6 +236,16 @@ pub fn freed_by(ledger: &Ledger, a_move: &Move) -> Bytes {
     }
 }
 
+/// The part of a component that is on the card after these moves; the whole of one that is not there.
+pub fn part_after(ledger: &Ledger, moves: &[Move], component: &Component) -> Part {
+    let moved = moves.iter().find_map(|m| match m {
+        Move::Load(c, part) | Move::Resize(c, part) if c.id == component.id => Some(*part),
+        Move::Load(..) | Move::Resize(..) | Move::Evict(_) | Move::Trim => None,
+    });
+    let here = ledger.resident(&component.id).map(|r| r.part);
+    moved.or(here).unwrap_or(Part::WHOLE)
+}
+
 /// Predicted seconds of moves before a stage can run here. Infinite for [`Verdict::Never`]; for [`Verdict::Wait`],
 /// the moves that follow the wait (the wait itself is not included).
 pub fn predicted_move_seconds(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> f64 {

@@ -503,7 +503,7 @@ def test_the_demo_model_is_seen_at_work(browser: Browser, panel: PanelPage, tmp_
             assert generated.wait(DEADLINE_S)
             assert any(re.fullmatch(r"denoising, step \d+ of 40", each) for each in seen), seen
             residents = client.status().cards[0].residents
-            size = sum(part.component.bytes for part in residents)
+            size = sum(part.resident_bytes for part in residents)
             expect(page.locator("[data-key]")).to_contain_text(f"{size / 2**20:.1f} MiB")
     finally:
         service.kill()

@@ -546,6 +546,7 @@ class PlannedStage(google.protobuf.message.Message):
     SHORTFALL_FIELD_NUMBER: builtins.int
     CHUNKING_FIELD_NUMBER: builtins.int
     APPROXIMATE_FIELD_NUMBER: builtins.int
+    STREAMED_FIELD_NUMBER: builtins.int
     name: builtins.str
     component_bytes: builtins.int
     scratch_bytes: builtins.int
@@ -564,11 +565,17 @@ class PlannedStage(google.protobuf.message.Message):
 
     @property
     def moves(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """In order: `evict NAME (BYTES)`, `load NAME (BYTES)`, `trim`."""
+        """In order: `evict NAME (BYTES)`, `trim`, `load NAME (BYTES)`; where not all of it is on the card then, `load BYTES of NAME
+        (BYTES), and stream the rest` and `keep BYTES of NAME (BYTES)`.
+        """
 
     @property
     def shortfall(self) -> errors_pb2.MemoryShortfall:
         """Set unless the verdict is `run`."""
+
+    @property
+    def streamed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StreamedComponent]:
+        """Components that it would run on without having all of them on the card."""
 
     def __init__(
         self,
@@ -584,11 +591,44 @@ class PlannedStage(google.protobuf.message.Message):
         shortfall: errors_pb2.MemoryShortfall | None = ...,
         chunking: builtins.str = ...,
         approximate: builtins.bool = ...,
+        streamed: collections.abc.Iterable[global___StreamedComponent] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["shortfall", b"shortfall"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["approximate", b"approximate", "chunking", b"chunking", "component_bytes", b"component_bytes", "components", b"components", "moves", b"moves", "name", b"name", "resident_already", b"resident_already", "scratch_bytes", b"scratch_bytes", "scratch_learned", b"scratch_learned", "shortfall", b"shortfall", "verdict", b"verdict"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["approximate", b"approximate", "chunking", b"chunking", "component_bytes", b"component_bytes", "components", b"components", "moves", b"moves", "name", b"name", "resident_already", b"resident_already", "scratch_bytes", b"scratch_bytes", "scratch_learned", b"scratch_learned", "shortfall", b"shortfall", "streamed", b"streamed", "verdict", b"verdict"]) -> None: ...
 
 global___PlannedStage = PlannedStage
+
+@typing.final
+class StreamedComponent(google.protobuf.message.Message):
+    """A component of which a part is on the card. The rest of its blocks crosses the link while a stage runs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    WHOLE_BYTES_FIELD_NUMBER: builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: builtins.int
+    STREAMED_BYTES_FIELD_NUMBER: builtins.int
+    STREAMED_ONCE_BYTES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    whole_bytes: builtins.int
+    resident_bytes: builtins.int
+    """Bytes on the card: blocks that stay, and slots for those that pass."""
+    streamed_bytes: builtins.int
+    """Bytes that cross the link in each pass: in each step, or for each prompt."""
+    streamed_once_bytes: builtins.int
+    """Bytes that cross it once in a stage, of blocks whose results all steps share."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        whole_bytes: builtins.int = ...,
+        resident_bytes: builtins.int = ...,
+        streamed_bytes: builtins.int = ...,
+        streamed_once_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "resident_bytes", b"resident_bytes", "streamed_bytes", b"streamed_bytes", "streamed_once_bytes", b"streamed_once_bytes", "whole_bytes", b"whole_bytes"]) -> None: ...
+
+global___StreamedComponent = StreamedComponent
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):
@@ -772,6 +812,7 @@ class ResidentComponent(google.protobuf.message.Message):
     HELD_FIELD_NUMBER: builtins.int
     IDLE_MS_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
+    STREAMED_FIELD_NUMBER: builtins.int
     state: builtins.str
     """`loading`, `resident`, `evicting`."""
     leases: builtins.int
@@ -785,6 +826,10 @@ class ResidentComponent(google.protobuf.message.Message):
     def entries(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Entry keys that use it."""
 
+    @property
+    def streamed(self) -> global___StreamedComponent:
+        """Set where not all of it is on the card."""
+
     def __init__(
         self,
         *,
@@ -795,9 +840,10 @@ class ResidentComponent(google.protobuf.message.Message):
         held: builtins.bool = ...,
         idle_ms: builtins.int = ...,
         entries: collections.abc.Iterable[builtins.str] | None = ...,
+        streamed: global___StreamedComponent | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["component", b"component"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["component", b"component", "entries", b"entries", "held", b"held", "idle_ms", b"idle_ms", "leases", b"leases", "pinned", b"pinned", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["component", b"component", "streamed", b"streamed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["component", b"component", "entries", b"entries", "held", b"held", "idle_ms", b"idle_ms", "leases", b"leases", "pinned", b"pinned", "state", b"state", "streamed", b"streamed"]) -> None: ...
 
 global___ResidentComponent = ResidentComponent
 

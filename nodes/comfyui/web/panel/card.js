@@ -104,9 +104,11 @@ class EntryView {
     if (entry.in_use) badges.push(words.entries.in_use);
     else if (entry.jobs) badges.push(words.entries.wanted);
     this.badges.update(badges);
-    const named = entry.components.map((part) =>
-      part.shared_with.length ? fill(words.entries.shared, { name: part.name }) : part.name,
-    );
+    const named = entry.components.map((part) => {
+      const name = part.shared_with.length ? fill(words.entries.shared, { name: part.name }) : part.name;
+      if (part.bytes >= part.whole_bytes) return name;
+      return fill(words.entries.streamed, { name, bytes: size(part.bytes), whole: size(part.whole_bytes) });
+    });
     write(this.components, named.join(", "));
     write(this.pin, entry.pinned ? words.entries.unpin : words.entries.pin);
     const label = entry.pinned ? words.entries.unpin_label : words.entries.pin_label;

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 
 use model::Request;
 use residency::{
-    Alternative, Bytes, Component, ComponentId, Fits, Move, StageNeed, WaitCause, fallbacks, peak_of,
+    Alternative, Bytes, Component, ComponentId, Fits, Move, Part, StageNeed, WaitCause, fallbacks,
+    part_after, peak_of,
 };
 
 use super::placing::Placement;
@@ -104,6 +105,13 @@ impl View<'_> {
         let family = job.models.get(dtype)?.model.family();
         let label = chosen.map(|rung| rung.label.clone()).unwrap_or_default();
         let here = |c: &&residency::Component| ledger.is_resident(&c.id);
+        let streamed = need
+            .components
+            .iter()
+            .map(|c| (c.clone(), part_after(ledger, &moves, c)));
+        let streamed =
+            streamed.filter(|(_, part)| *part != Part::WHOLE && verdict == StageVerdict::Run && !cached);
+        let streamed = streamed.collect();
         Some(PlannedStage {
             name: need.name.clone(),
             resident_already: need
@@ -115,6 +123,7 @@ impl View<'_> {
             component_bytes: need.components.iter().map(|c| c.bytes).sum(),
             scratch,
             scratch_learned: self.learned.knows_scratch(&need, &label, family, description),
+            streamed,
             moves,
             verdict,
             shortfall: capacity.map(|capacity| Shortfall {

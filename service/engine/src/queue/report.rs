@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, WaitCause};
+use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, Part, WaitCause};
 
 use super::claims::Reserver;
 use crate::error::{Error, Fallback, Shortfall};
@@ -101,6 +101,8 @@ pub struct PlannedStage {
     pub scratch_learned: bool,
     /// The moves before it.
     pub moves: Vec<Move>,
+    /// Its components of which a part would be on the card, with the part.
+    pub streamed: Vec<(Component, Part)>,
     /// Whether it would run.
     pub verdict: StageVerdict,
     /// Set unless it would run.

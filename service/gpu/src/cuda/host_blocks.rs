@@ -101,7 +101,10 @@ impl HostBlocks {
         copied.retain(|tensor| !self.copies.contains_key(tensor));
         let new_cells = wanted.iter().map(|(file, cells)| {
             let here = self.files.get(file).map(|mapped| &mapped.cells);
-            cells.iter().filter(|cell| here.is_none_or(|here| !here.contains(cell))).count() as u64
+            cells
+                .iter()
+                .filter(|cell| here.is_none_or(|here| !here.contains(cell)))
+                .count() as u64
         });
         let to_copy = copied.iter().map(|tensor| sources[*tensor].bytes_on_card());
         check_available(Bytes(new_cells.sum::<u64>() * CELL) + to_copy.sum::<Bytes>())?;

@@ -1,0 +1,127 @@
+"""Models that are larger than the card: a part of them is on it, and the rest is streamed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import moored
+import pytest
+from faults import assert_at_rest
+
+from service import ROOT, Service
+
+Simulate = Callable[..., Service]
+
+PICTURE: dict[str, Any] = {
+    "prompt": "a red cube on a blue plane",
+    "model": "mine",
+    "width": 64,
+    "height": 64,
+    "steps": 3,
+    "seed": 5,
+}
+# The shipped model has 20 MiB of transformer in f32, 7 of autoencoder, 3 of text encoders.
+CARDS = ("28MiB", "20MiB", "16MiB")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A folder with a copy of the shipped model, `mine`, that may be changed."""
+    shutil.copytree(ROOT / "demo/model", tmp_path / "models/mine")
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def on_card(simulate: Simulate, models: Path) -> Callable[[str], Service]:
+    """A service whose only card is of this size."""
+
+    def start(size: str, *more: str) -> Service:
+        options = ("--models", str(models), "--set", "cards.headroom=512KiB", *more)
+        return simulate(f"sim:{size}", arguments=options)
+
+    return start
+
+
+@pytest.fixture
+def whole(on_card: Callable[[str], Service]) -> bytes:
+    """The pixels of the picture on a card that has all of the model."""
+    with on_card("1GiB").client() as client:
+        pixels = client.generate_image(**PICTURE).images[0].tobytes()
+        assert streamed(client) == {}
+    return pixels
+
+
+def streamed(client: moored.Client) -> dict[str, moored.StreamedComponent]:
+    """The components of which a part is on the card."""
+    (card,) = client.status().cards
+    return {one.component.name: one.streamed for one in card.residents if one.streamed}
+
+
+@pytest.mark.parametrize("size", CARDS)
+def test_a_picture_of_a_model_that_is_larger_than_the_card_has_the_same_pixels(
+    on_card: Callable[[str], Service], whole: bytes, size: str
+) -> None:
+    with on_card(size).client() as client:
+        plan = client.plan(**PICTURE)
+        assert plan.runs_now
+        for _ in range(2):  # from the disk, then from what stayed
+            assert client.generate_image(**PICTURE).images[0].tobytes() == whole
+        (card,) = client.status().cards
+        assert_at_rest(client)
+        client.unload()
+        (card,) = client.status().cards
+        assert not card.residents and card.memory.components == 0
+
+
+def test_plan_and_status_say_what_is_streamed(
+    on_card: Callable[[str], Service], models: Path
+) -> None:
+    service = on_card("20MiB")
+    with service.client() as client:
+        plan = client.plan(**PICTURE)
+        denoise = next(stage for stage in plan.stages if stage.name == "denoise")
+        (part,) = (one for one in denoise.streamed if one.name == "transformer")
+        assert part.resident_bytes < part.whole_bytes
+        crosses = part.streamed_bytes + part.streamed_once_bytes
+        assert part.whole_bytes - part.resident_bytes < crosses < part.whole_bytes
+        assert any(
+            move.startswith("load ") and move.endswith("and stream the rest")
+            for move in denoise.moves
+        )
+        command = ("plan", PICTURE["prompt"], "--model", "mine", "--width", "64", "--height", "64")
+        said = service.run(*command, "--steps", "3").stdout
+        assert "transformer" in said and "streamed in each pass" in said
+        client.load("mine", components=("transformer",))
+        found = streamed(client)["transformer"]
+        assert found.resident_bytes < found.whole_bytes
+        assert "streamed once" in service.run("status").stdout
+        client.pin("mine")
+        assert streamed(client)["transformer"] == found, "a pinned part stays as it is"
+
+
+def test_a_streamed_model_whose_file_is_replaced_is_read_anew(
+    on_card: Callable[[str], Service], models: Path, whole: bytes
+) -> None:
+    with on_card("20MiB").client() as client:
+        assert client.generate_image(**PICTURE).images[0].tobytes() == whole
+        file = models / "mine/transformer/diffusion_pytorch_model.safetensors"
+        data = bytearray(file.read_bytes())
+        header = 8 + int.from_bytes(data[:8], "little")
+        for at in range(header + 1, len(data), 2):
+            data[at] ^= 0x80  # the sign of each number
+        beside = file.with_suffix(".new")
+        beside.write_bytes(data)
+        beside.rename(file)
+        after = client.generate_image(**PICTURE).images[0].tobytes()
+        assert after != whole
+        assert client.generate_image(**PICTURE).images[0].tobytes() == after
+
+
+def test_a_model_that_fits_in_no_part_is_refused(on_card: Callable[[str], Service]) -> None:
+    with on_card("6MiB").client() as client:
+        with pytest.raises(moored.MemoryShortage) as refused:
+            client.generate_image(**PICTURE)
+        assert refused.value.reason == "NEVER_FITS"
