@@ -121,7 +121,7 @@ def test_a_mode_that_no_field_can_hold_is_refused_by_its_place(ask: Ask) -> None
     assert [one.field for one in refused.value.violations] == ["controls[0].mode"]
 
 
-def test_a_picture_that_is_not_there_is_told_before_the_call(ask: Ask, tmp_path: Path) -> None:
+def test_a_picture_that_is_not_there_is_reported_before_the_call(ask: Ask, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.png"):
         ask("generate_image", "x", mask=tmp_path / "none.png")
 

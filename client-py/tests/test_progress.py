@@ -125,7 +125,9 @@ def test_a_notebook_is_kept_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     ("section", "words"),
     [((0, 0), "Step 7/20"), ((1, 1), "Step 7/20"), ((2, 4), "Section 2/4, step 7/20")],
 )
-def test_a_section_is_told_where_there_are_several(section: tuple[int, int], words: str) -> None:
+def test_a_section_is_reported_where_there_are_several(
+    section: tuple[int, int], words: str
+) -> None:
     assert moored.describe(moored.Step(7, 20, 0, *section)) == words
 
 
@@ -148,6 +150,6 @@ def test_a_section_is_told_where_there_are_several(section: tuple[int, int], wor
         ),
     ],
 )
-def test_what_an_adapter_changes_is_told_in_a_line(more: dict[str, Any], said: str) -> None:
+def test_what_an_adapter_changes_is_reported_in_a_line(more: dict[str, Any], said: str) -> None:
     settings = {"layers": {"transformer": 304}, "rank": 16} | more
     assert moored.describe(moored.AttachedAdapter("ink", **settings)) == said

@@ -130,7 +130,7 @@ def test_generate_takes_every_option(service: Service, tmp_path: Path) -> None:
     assert pixels(bare) == pixels(out)
 
 
-def test_headroom_and_a_card_that_is_not_there_are_told_to_the_service(service: Service) -> None:
+def test_headroom_and_an_unknown_card_are_sent_to_the_service(service: Service) -> None:
     much = bad(service.run("generate", PROMPT, "-m", "small", "--headroom", "10TiB", "-o", "-"))
     assert "can give 0 B" in much, much
     assert "headroom" in bad(service.run("generate", PROMPT, "--headroom", "some"))

@@ -150,7 +150,7 @@ def test_a_service_is_asked_what_fits_before_it_downloads(
         ("dem", "moored/demo"),
     ],
 )
-def test_a_mistyped_name_is_told_before_anything_starts(
+def test_a_mistyped_name_is_reported_before_anything_starts(
     hub: Hub, alone: Run, typed: str, meant: str
 ) -> None:
     done = alone("run", typed, "a cat")

@@ -138,7 +138,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_log_that_nobody_reads_stops_nothing_and_tells_what_was_dropped(tmp_path: Path) -> None:
+def test_a_log_that_nobody_reads_stops_nothing_and_reports_what_was_dropped(tmp_path: Path) -> None:
     port = ReservedPort()
     state = ("--state", str(tmp_path / "state"))
     models = ("--models", str(INSTANT_MODELS), "--device", "sim:24GiB")
@@ -280,7 +280,7 @@ def test_a_second_service_on_the_card_is_refused(tmp_path: Path) -> None:
         assert first.stop() == 0
 
 
-def test_two_simulated_cards_of_one_number_are_told_apart(tmp_path: Path) -> None:
+def test_two_simulated_cards_of_one_number_are_distinguished(tmp_path: Path) -> None:
     """The id names a card in status, health and errors, so it has to be unique."""
     arguments = ("--listen", "127.0.0.1:0", "--state", str(tmp_path))
     result = refused(*arguments, "--device", "sim:1GiB", "--device", "sim:2GiB")

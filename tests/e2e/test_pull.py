@@ -278,7 +278,7 @@ def test_a_download_without_progress_fails_and_keeps_its_partial_file(
     assert not (cache_of(home) / "snapshots").exists(), "half a model is none"
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_pull_is_resumed(
     hub: Hub, home: Path, pull: Pull, shipped: dict[str, bytes], how: signal.Signals
 ) -> None:
@@ -296,8 +296,8 @@ def test_an_interrupted_pull_is_resumed(
         wait_until(lambda: len(incomplete(home)) == 1, "the small files are whole")
         process.send_signal(how)
         rest = process.stdout.read()
-    if how == signal.SIGINT:
-        assert process.returncode == 130
+    if how != signal.SIGKILL:
+        assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[how]
         assert f"moored pull {MODEL}" in json.loads(rest.splitlines()[-1])["message"]
     hub.released.set()
     done = pulled(pull())
@@ -681,7 +681,7 @@ def test_a_service_that_stops_ends_its_pulls(hub: Hub, serve: Serve) -> None:
 # When a model is missing.
 
 
-def test_generate_and_load_pull_when_told_to(hub: Hub, serve: Serve, tmp_path: Path) -> None:
+def test_generate_and_load_pull_on_request(hub: Hub, serve: Serve, tmp_path: Path) -> None:
     service = serve()
     picture = tmp_path / "a.png"
     arguments = ("generate", "a red cube", "-m", f"{MODEL}+8-bit", "-o", str(picture))
@@ -835,7 +835,7 @@ def test_an_adapter_is_pulled_and_used_by_its_repository(
         assert with_it != client.generate_image(circle, **options).pictures[0].data
 
 
-def test_a_file_that_a_repository_lacks_is_told_with_those_that_it_has(
+def test_a_file_that_a_repository_lacks_is_reported_with_those_that_it_has(
     hub: Hub, pull: Pull
 ) -> None:
     hub.repositories["me/many"] = Repository({"a.safetensors": b"x", "b.safetensors": b"y"})
@@ -917,7 +917,7 @@ def test_a_transformer_in_safetensors_is_known_by_its_header(
 
 
 @pytest.mark.parametrize("card", [{}, {"base_model": "me/nothing"}, {"base_model": 3}])
-def test_a_page_without_a_base_is_told_and_the_base_is_found_when_it_is_there(
+def test_a_page_without_a_base_is_reported_and_the_base_is_found_when_it_is_there(
     hub: Hub, home: Path, serve: Serve, pull: Pull, gguf_bytes: bytes, card: dict[str, Any]
 ) -> None:
     hub.repositories[QUANTS] = Repository({"a.gguf": gguf_bytes}, card=card)
@@ -931,7 +931,7 @@ def test_a_page_without_a_base_is_told_and_the_base_is_found_when_it_is_there(
         assert client.generate_image("a red circle", model=id, **QUICK).pictures[0].data
 
 
-def test_a_gated_base_is_told_before_anything_is_fetched(
+def test_a_gated_base_is_reported_before_anything_is_fetched(
     hub: Hub, pull: Pull, home: Path, gguf_bytes: bytes
 ) -> None:
     hub.repositories[QUANTS] = Repository({"a.gguf": gguf_bytes}, card={"base_model": MODEL})

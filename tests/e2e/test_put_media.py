@@ -264,7 +264,7 @@ def test_media_expires_and_use_renews_it(simulate: Simulate) -> None:
         assert third is not None
         # `used` was uploaded first, and has not expired.
         assert client.generate_video("x", model="video", init_media=used).films
-        with pytest.raises(moored.InvalidRequest, match=f"{unused.id}.*bring it again") as gone:
+        with pytest.raises(moored.InvalidRequest, match=f"{unused.id}.*upload it again") as gone:
             client.generate_video("x", model="video", init_media=unused)
         assert refused_fields(gone.value) == ["init_media"]
         assert client.release_media(unused) is False

@@ -222,7 +222,9 @@ def test_every_quantization_that_a_refusal_names_runs(
             assert fallback.fits_now == (there <= set(residents(client)))
 
 
-def test_a_refusal_names_what_would_fit_on_any_of_several_cards(simulate: Simulate) -> None:
+def test_a_refusal_names_an_alternative_that_fits_on_any_of_several_cards(
+    simulate: Simulate,
+) -> None:
     with simulate("sim:8GiB", "sim:14GiB,index=1").client() as client:
         with pytest.raises(moored.NeverFits) as refused:
             client.generate_image("too large", model="flux-full", timeout=DEADLINE_S)

@@ -87,7 +87,7 @@ def test_a_job_goes_on_with_what_is_resident_of_the_model_that_it_began_with(
         assert_at_rest(client)
 
 
-def test_a_job_that_has_sampled_is_told_to_be_submitted_again(
+def test_the_error_of_a_job_that_has_sampled_says_to_submit_it_again(
     simulate: Simulate, model: Path
 ) -> None:
     service = simulate(arguments=("--models", str(model.parent)))

@@ -495,7 +495,7 @@ def test_the_hold_of_a_client_that_stops_reading_ends(simulate: Simulate) -> Non
         assert_at_rest(client)
 
 
-def test_a_gap_is_told_once_however_long_its_client_does_not_read(simulate: Simulate) -> None:
+def test_a_gap_is_reported_once_however_long_its_client_does_not_read(simulate: Simulate) -> None:
     connection = Http2(simulate().address, window=10_000)  # of bytes that nobody reads
     try:
         stream = connection.call("Generation/StreamAudio")

@@ -42,7 +42,7 @@ def test_an_unknown_part_is_refused(binary: str) -> None:
         measure.arguments_of(["--binary", binary, "--parts", "fromats"])
 
 
-def test_the_scale_is_told_by_name(binary: str) -> None:
+def test_the_scale_is_reported_by_name(binary: str) -> None:
     words = ["--scale", "mixed_cycles=7", "--scale", "mixed_seconds=1.5"]
     scale = measure.scale_of(measure.arguments_of(["--binary", binary, *words]))
     assert (scale.mixed_cycles, scale.mixed_seconds) == (7, 1.5)

@@ -73,11 +73,6 @@ pub enum OfMedium {
 }
 
 impl Asked {
-    /// Checks, before anything is computed, that the results can be sent in the requested encoding.
-    pub(crate) fn check_output(&self, request: &Request) -> Result<(), Error> {
-        check_output("output", self.encoding(), request)
-    }
-
     /// The encoding of the results.
     pub(crate) fn encoding(&self) -> Encoding {
         self.encoding.unwrap_or(match self.of_medium {
@@ -124,7 +119,7 @@ impl Asked {
             |width, height| of_image.unwrap_or((named(self.width, width), named(self.height, height)));
         let wrong_start = |wanted: &str| {
             let problem = format!(
-                "is not {wanted}, from which alone {} can start",
+                "is not {wanted}, from which alone {} can start: name other media",
                 self.makes().in_words()
             );
             Err(invalid("init_media_id", problem))
@@ -160,7 +155,8 @@ impl Asked {
                 video.init_video = clip;
             }
             (Medium::Audio(audio), OfMedium::Audio(track)) => {
-                if init_image.is_some() {
+                let is_track = |clip: &Clip| matches!(clip.format, MediaFormat::Audio { .. });
+                if init_image.is_some() || !clip.as_ref().is_none_or(is_track) {
                     return wrong_start("a track");
                 }
                 track.fill(audio, clip)?;
@@ -208,7 +204,7 @@ pub(crate) fn named(value: u32, default: u32) -> u32 {
     if value == 0 { default } else { value }
 }
 
-/// Checks that the results of a request can be sent in an encoding: an MP4 cannot hold every size and rate.
+/// Checks, before anything is computed, that the results of a request can be sent in an encoding: an MP4 cannot hold every size and rate.
 pub(crate) fn check_output(field: &str, encoding: Encoding, request: &Request) -> Result<(), Error> {
     let (Encoding::Mp4, Medium::Video(video)) = (encoding, &request.medium) else {
         return Ok(());

@@ -32,7 +32,7 @@ impl Entries {
                 format!(
                     "is empty, and there is no default model that makes {}: {}",
                     makes.in_words(),
-                    self.what_to_get(makes)
+                    self.command_to_get(makes)
                 ),
             )),
         }
@@ -74,8 +74,8 @@ impl Entries {
     pub(crate) async fn other_medium(&self, id: &str, made: &Medium, asked: Makes) -> Error {
         let made = Makes::of(made).in_words();
         let instead = match self.default_of(asked).await {
-            Ok(Some(other)) => format!("name {other}, or get another: {}", self.what_to_get(asked)),
-            Ok(None) | Err(_) => self.what_to_get(asked),
+            Ok(Some(other)) => format!("name {other}, or get another: {}", self.command_to_get(asked)),
+            Ok(None) | Err(_) => self.command_to_get(asked),
         };
         invalid(
             "model",
@@ -86,12 +86,11 @@ impl Entries {
     /// A model of this medium that fits the largest card, where this one may not.
     pub(crate) fn fitting_instead(&self, makes: Makes, id: &str) -> Option<String> {
         let room = room_of(&self.queue.status().borrow())?;
-        let (model, preset) = catalogue::first_that_fits(makes, &room)?;
-        (model.id != id).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
+        catalogue::fitting_instead(makes, &room, id)
     }
 
     /// The command that downloads a model of this medium: the first that fits the largest card.
-    fn what_to_get(&self, makes: Makes) -> String {
+    fn command_to_get(&self, makes: Makes) -> String {
         let report = self.queue.status();
         let fitting = room_of(&report.borrow()).and_then(|room| catalogue::first_that_fits(makes, &room));
         match fitting {

@@ -91,23 +91,6 @@ pub(crate) struct Output {
     pub(crate) left_out: Vec<LeftOut>,
 }
 
-/// The position of a piece among those of its result, in the order of sending.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Part {
-    /// Whether it is the first piece.
-    pub(crate) is_first: bool,
-    /// Whether it is the last piece.
-    pub(crate) is_last: bool,
-}
-
-impl Part {
-    /// The only part.
-    pub(crate) const WHOLE: Part = Part {
-        is_first: true,
-        is_last: true,
-    };
-}
-
 impl Output {
     /// Output without a recipe.
     pub(crate) fn without_recipe(encoding: Encoding) -> Output {
@@ -129,16 +112,74 @@ impl Output {
     }
 }
 
-/// The data that all chunks of a result share, and the head for the first of them.
-struct Envelope {
+/// The data that all chunks of a result share, made once, and what is sent before its first piece.
+pub(crate) struct Envelope {
     item: u32,
     track: String,
     media_type: &'static str,
     total_bytes: u64,
+    /// The header of the file; empty where it has none.
+    header: Bytes,
+    /// For the first chunk.
     head: Option<ChunkHead>,
 }
 
 impl Envelope {
+    /// The envelope of a result of this format whose pieces are sent as they arrive.
+    ///
+    /// # Errors
+    /// For people: when the result has too many bytes, or its recipe cannot be written.
+    pub(crate) fn of_pieces(
+        item: u32,
+        seed: u64,
+        track: String,
+        format: MediaFormat,
+        output: &Output,
+    ) -> Result<Envelope, String> {
+        let recipe = output.recipe_of(seed);
+        let is_wav = matches!(
+            output.encoding,
+            Encoding::Wav | Encoding::Mp4 | Encoding::FramesAndMp4 | Encoding::WavAndFlac
+        );
+        let header = match TrackFormat::of(&format).filter(|_| is_wav) {
+            Some(track) => Some(wav_header(track, recipe.as_ref())?),
+            None => None,
+        };
+        let (media_type, header) = match header {
+            Some(header) => ("audio/wav", Bytes::from(header)),
+            None => (raw_media_type(&format), Bytes::new()),
+        };
+        let units = format.bytes().ok_or("a result of too many bytes")?;
+        Ok(Envelope {
+            item,
+            track,
+            media_type,
+            total_bytes: units + header.len() as u64,
+            header,
+            head: Some(head(seed, format, recipe.as_ref())?),
+        })
+    }
+
+    /// A piece of the result as chunks, after the header where it is the first that is sent.
+    pub(crate) fn chunks(&mut self, piece: &Piece, is_last: bool) -> Vec<Chunk> {
+        let mut chunks = Vec::with_capacity(1 + piece.data.len().div_ceil(CHUNK_BYTES));
+        if self.head.is_some() && !self.header.is_empty() {
+            chunks.push(self.chunk(0, self.header.clone(), false));
+        }
+        let place = self.header.len() as u64 + piece.first * piece.format.unit_bytes();
+        chunks.extend(self.cut(place, &piece.data, is_last));
+        chunks
+    }
+
+    /// Bytes at this offset of the result as chunks.
+    fn cut(&mut self, offset: u64, data: &Bytes, is_last: bool) -> impl Iterator<Item = Chunk> {
+        (0..data.len()).step_by(CHUNK_BYTES).map(move |start| {
+            let end = (start + CHUNK_BYTES).min(data.len());
+            let is_last = is_last && end == data.len();
+            self.chunk(offset + start as u64, data.slice(start..end), is_last)
+        })
+    }
+
     fn chunk(&mut self, offset: u64, data: Bytes, is_last: bool) -> Chunk {
         Chunk {
             item: self.item,
@@ -153,55 +194,28 @@ impl Envelope {
     }
 }
 
-/// A piece of a result as chunks.
-pub(crate) fn chunks_of(
+/// The chunks of a picture as PNG.
+pub(crate) fn png_chunks(
     item: u32,
     seed: u64,
-    piece: Piece,
+    picture: &Piece,
     output: &Output,
-    part: Part,
 ) -> Result<Vec<Chunk>, String> {
+    let MediaFormat::Image { width, height } = picture.format else {
+        return Err("no picture".to_owned());
+    };
     let timeline = Timeline::begin("encode a result");
     let recipe = output.recipe_of(seed);
-    let whole = piece.format.bytes().ok_or("a result of too many bytes")?;
-    let place = piece.first * piece.format.unit_bytes();
-    let (media_type, header, file, total_bytes, place) = match (piece.format, output.encoding) {
-        (MediaFormat::Image { width, height }, Encoding::Png) => {
-            let file = Bytes::from(pictures::png(width, height, &piece.data, recipe.as_ref())?);
-            let total = file.len() as u64;
-            ("image/png", None, file, total, 0)
-        }
-        (
-            format @ MediaFormat::Audio { .. },
-            Encoding::Wav | Encoding::Mp4 | Encoding::FramesAndMp4 | Encoding::WavAndFlac,
-        ) => {
-            let track = TrackFormat::of(&format).ok_or("no track")?;
-            let header = wav_header(track, recipe.as_ref())?;
-            let behind = header.len() as u64;
-            let header = part.is_first.then(|| header.into());
-            ("audio/wav", header, piece.data, whole + behind, place + behind)
-        }
-        (format, _) => (raw_media_type(&format), None, piece.data, whole, place),
-    };
+    let file = Bytes::from(pictures::png(width, height, &picture.data, recipe.as_ref())?);
     let mut envelope = Envelope {
         item,
-        track: piece.track,
-        media_type,
-        total_bytes,
-        head: match part.is_first {
-            true => Some(head(seed, piece.format, recipe.as_ref())?),
-            false => None,
-        },
+        track: picture.track.clone(),
+        media_type: "image/png",
+        total_bytes: file.len() as u64,
+        header: Bytes::new(),
+        head: Some(head(seed, picture.format, recipe.as_ref())?),
     };
-    let mut chunks = Vec::with_capacity(1 + file.len().div_ceil(CHUNK_BYTES));
-    if let Some(header) = header {
-        chunks.push(envelope.chunk(0, header, false));
-    }
-    for start in (0..file.len()).step_by(CHUNK_BYTES) {
-        let end = (start + CHUNK_BYTES).min(file.len());
-        let is_last = part.is_last && end == file.len();
-        chunks.push(envelope.chunk(place + start as u64, file.slice(start..end), is_last));
-    }
+    let chunks = envelope.cut(0, &file, true).collect();
     timeline.end();
     Ok(chunks)
 }
@@ -224,6 +238,7 @@ pub(crate) fn file_chunks(
             MediaFormat::Image { .. } | MediaFormat::Video { .. } => "video/mp4",
         },
         total_bytes: file.bytes(),
+        header: Bytes::new(),
         head: Some(head(seed, format, recipe.as_ref())?),
     };
     let (mut position, mut offset) = (FilePosition::default(), 0);
@@ -271,7 +286,8 @@ mod tests {
         let rgb = bytes::Bytes::from(vec![5_u8; 1024 * 1024 * 3]);
         let output = Output::without_recipe(Encoding::Raw);
         let picture = Piece::image(1024, 1024, rgb.clone());
-        let chunks = chunks_of(2, 9, picture, &output, Part::WHOLE).unwrap();
+        let mut envelope = Envelope::of_pieces(2, 9, String::new(), picture.format, &output).unwrap();
+        let chunks = envelope.chunks(&picture, true);
         assert_eq!(chunks.len(), (3 << 20) / CHUNK_BYTES);
         let mut joined = Vec::new();
         for (i, chunk) in chunks.iter().enumerate() {
@@ -304,15 +320,11 @@ mod tests {
         // The header is sent first, whichever piece arrives first.
         for pieces in [[piece(0, 3), piece(3, 2)], [piece(3, 2), piece(0, 3)]] {
             let mut file = [0; 64];
-            let mut chunks = Vec::new();
-            for (piece, is_first) in pieces.into_iter().zip([true, false]) {
-                let output = Output::without_recipe(Encoding::Wav);
-                let part = Part {
-                    is_first,
-                    is_last: !is_first,
-                };
-                chunks.extend(chunks_of(0, 1, piece, &output, part).unwrap());
-            }
+            let output = Output::without_recipe(Encoding::Wav);
+            let mut envelope = Envelope::of_pieces(0, 1, "drums".into(), format, &output).unwrap();
+            let [first, last] = pieces;
+            let mut chunks = envelope.chunks(&first, false);
+            chunks.extend(envelope.chunks(&last, true));
             let count = chunks.len();
             for (number, chunk) in (1..).zip(chunks) {
                 assert_eq!((chunk.track.as_str(), chunk.total_bytes), ("drums", 64));

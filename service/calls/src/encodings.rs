@@ -8,7 +8,7 @@ use model::Piece;
 use tokio::sync::OnceCell;
 
 use crate::budget::{Budget, Client, Exceeded, Taken};
-use crate::chunks::{Chunk, Output, Part, chunks_of};
+use crate::chunks::{Chunk, Output, png_chunks};
 use crate::errors::internal;
 use crate::shared_files::SharedFile;
 use crate::threads::ENCODING;
@@ -67,13 +67,7 @@ impl Encodings {
         let (shared, bound) = (encoded.clone(), self.bound.clone());
         let encode = || async move {
             let chunks = ENCODING.run_of(("results", client), move |_| {
-                chunks_of(
-                    shared.index,
-                    shared.seed,
-                    shared.piece.clone(),
-                    &shared.output,
-                    Part::WHOLE,
-                )
+                png_chunks(shared.index, shared.seed, &shared.piece, &shared.output)
             });
             let chunks = chunks.await?.map_err(internal)?;
             let taken = bound.take(client, bytes_of(&chunks)).map_err(refused)?;

@@ -11,7 +11,7 @@ use hub::catalogue;
 use residency::Bytes;
 
 use crate::choose::{Chosen, left_open};
-use crate::errors::{invalid, short};
+use crate::errors::{invalid, short, too_many};
 use crate::models::{Meant, Models, Resolved};
 use crate::references::{AskedAdapter, AskedControl, ModelRef};
 use crate::threads::FILES;
@@ -183,10 +183,7 @@ fn check_reference(model: &ModelRef) -> Result<(), Error> {
     let formats = &model.formats;
     short("model.quantization.preset", &formats.preset)?;
     if formats.components.len() > MOST_FORMATS {
-        let problem = format!(
-            "names {} components; {MOST_FORMATS} are the most",
-            formats.components.len()
-        );
+        let problem = too_many(formats.components.len(), "components", MOST_FORMATS);
         return Err(invalid("model.quantization.components", problem));
     }
     let mut words = formats

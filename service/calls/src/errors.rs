@@ -1,5 +1,6 @@
 //! Errors of calls, and their messages to clients.
 
+use std::fmt::Display;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -25,6 +26,16 @@ pub(crate) fn all_valid(problems: Vec<RequestError>) -> Result<(), Error> {
         true => Ok(()),
         false => Err(Error::Invalid(problems)),
     }
+}
+
+/// The problem of a value out of its range.
+pub(crate) fn outside(value: impl Display, least: impl Display, most: impl Display) -> String {
+    format!("{value} is not from {least} to {most}")
+}
+
+/// The problem of a field with too many items, or too long a text.
+pub(crate) fn too_many(count: impl Display, items: &str, most: impl Display) -> String {
+    format!("has {count} {items}; {most} are the most")
 }
 
 /// An internal error of the service.

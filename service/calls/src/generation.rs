@@ -22,11 +22,11 @@ use crate::chunks::{Encoding, Output};
 use crate::encodings::Encodings;
 use crate::entries::Entries;
 use crate::errors::invalid;
-use crate::given_pictures::{GivenPictures, mask_of};
 use crate::latent_upload::LatentUpload;
 use crate::media_store::{MediaStore, MediaUpload};
 use crate::models::Models;
 use crate::references::ModelRef;
+use crate::request_pictures::{RequestPictures, mask_of};
 use crate::resolved::ResolvedModel;
 use crate::results::{ResultEncoder, Started, started};
 use crate::runs::{controls_of, whole_run};
@@ -169,12 +169,12 @@ impl Generation {
         output: Output,
         caller: &Caller,
     ) -> Result<Started, Error> {
-        let instead = match &spec.work {
-            JobWork::Run(run) => self
-                .entries
-                .fitting_instead(Makes::of(&run.request.medium), &spec.entry.id),
+        let makes = match &spec.work {
+            JobWork::Run(run) => Some(Makes::of(&run.request.medium)),
             JobWork::Load { .. } => None,
         };
+        let (entries, id) = (self.entries.clone(), spec.entry.id.clone());
+        let instead = move || entries.fitting_instead(makes?, &id);
         let job = self.queue.submit(spec).await?;
         for left_out in &output.left_out {
             tracing::warn!(job = %job.id, "{left_out}");
@@ -283,8 +283,8 @@ impl Generation {
                 .other_medium(&entry.id, &defaults.medium, asked.makes())
                 .await);
         }
-        let (given, start) = self.given_pictures(asked, &defaults.medium, model).await?;
-        let references = Generation::references_of(&given, model)?;
+        let (pictures, start) = self.request_pictures(asked, &defaults.medium, model).await?;
+        let references = Generation::references_of(&pictures, model)?;
         if let (Medium::Image(image), [first, ..]) = (&mut defaults.medium, &references[..])
             && matches!(start, StartFrom::Nothing)
             && asked.init_latent.is_none()
@@ -296,14 +296,14 @@ impl Generation {
         if let (Some(seconds), Medium::Video(video)) = (asked.film_seconds(), &mut request.medium) {
             video.frames = model.frames_of(seconds, video.frames_per_second);
         }
-        asked.check_output(&request)?;
+        check_output("output", asked.encoding(), &request)?;
         if let Medium::Image(image) = &mut request.medium {
             let size = (image.width, image.height);
-            image.mask = mask_of(&given, size);
+            image.mask = mask_of(&pictures, size);
             image.references = references;
             image.controls = controls_of(&asked.controls, entry, size);
         }
-        let decoded = self.decode_pictures(&mut request, given, &open.model, caller.client());
+        let decoded = self.decode_pictures(&mut request, pictures, &open.model, caller.client());
         let decoded = decoded.await?;
         if let (Medium::Audio(audio), Some(id)) = (&mut request.medium, asked.reference_media()) {
             audio.reference = Some(self.media.track(REFERENCE_MEDIA, id)?);
@@ -323,8 +323,8 @@ impl Generation {
             let field = if request.width == 0 { "width" } else { "height" };
             return Err(invalid(field, "one side is named: name both, or neither"));
         }
-        let given = self.given_picture("image", request.image).await?;
-        let (width, height) = asked.unwrap_or(given.size);
+        let pictures = self.request_picture("image", request.image).await?;
+        let (width, height) = asked.unwrap_or(pictures.size);
         check_size((width, height), &*open.model)?;
         let image = Image {
             init_image: Some(InitImage::of_size((width, height))),
@@ -332,8 +332,8 @@ impl Generation {
         };
         let mut image = Request::of(Medium::Image(image), 1, 0.0, 1);
         image.seed = request.seed;
-        let given = GivenPictures::of_start(given);
-        let decoded = self.decode_pictures(&mut image, given, &open.model, caller.client());
+        let pictures = RequestPictures::of_start(pictures);
+        let decoded = self.decode_pictures(&mut image, pictures, &open.model, caller.client());
         let _decoded = decoded.await?;
         let run = Run {
             until: Role::Encode,
@@ -365,7 +365,7 @@ impl Generation {
             );
             let shapes = shapes.collect::<Vec<_>>().join(", ");
             Error::LatentMismatch(format!(
-                "latent {id} is {shapes}, which {} does not decode",
+                "latent {id} is {shapes}, which {} does not decode: name the model that it was made with",
                 entry.key
             ))
         })?;

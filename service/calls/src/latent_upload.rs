@@ -4,7 +4,7 @@ use engine::Error;
 use model::{HostTensor, HostType, Values};
 use residency::Bytes;
 
-use crate::errors::{invalid, short};
+use crate::errors::{invalid, short, too_many};
 
 /// Most tensors of a latent, and dimensions of each. The longest film has 500 sections, each a tensor.
 const MOST_TENSORS: usize = 512;
@@ -66,9 +66,9 @@ impl LatentUpload {
     pub(crate) fn finish(self) -> Result<(Values, String), Error> {
         let description = self
             .description
-            .ok_or_else(|| invalid("info", "is missing on the first chunk"))?;
+            .ok_or_else(|| invalid("info", "is missing: send it with the first chunk"))?;
         if description.dtype != "f32" {
-            let problem = format!("{:?} is not f32", description.dtype);
+            let problem = format!("{:?} is not supported: send the latent as f32", description.dtype);
             return Err(invalid("info.dtype", problem));
         }
         if let Some((_, first)) = description.tensors.first()
@@ -129,14 +129,18 @@ fn check(info: &LatentDescription) -> Result<(), Error> {
     short("info.vae_id", &info.decoder_id)?;
     short("info.dtype", &info.dtype)?;
     if info.tensors.len() > MOST_TENSORS {
-        let problem = format!("has {} tensors; {MOST_TENSORS} are the most", info.tensors.len());
-        return Err(invalid("info.tensors", problem));
+        return Err(invalid(
+            "info.tensors",
+            too_many(info.tensors.len(), "tensors", MOST_TENSORS),
+        ));
     }
     let shapes = info.tensors.iter().map(|(_, shape)| shape).chain([&info.shape]);
     for shape in shapes {
         if shape.len() > MOST_DIMENSIONS {
-            let problem = format!("has {} dimensions; {MOST_DIMENSIONS} are the most", shape.len());
-            return Err(invalid("info.shape", problem));
+            return Err(invalid(
+                "info.shape",
+                too_many(shape.len(), "dimensions", MOST_DIMENSIONS),
+            ));
         }
     }
     let mut names = info.tensors.iter().map(|(name, _)| name);

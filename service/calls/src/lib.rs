@@ -8,6 +8,7 @@ mod bounds;
 mod budget;
 mod by_medium;
 mod caller;
+mod card_memory;
 mod choose;
 mod chunks;
 mod claims;
@@ -16,7 +17,6 @@ mod encodings;
 mod entries;
 mod errors;
 mod generation;
-mod given_pictures;
 mod host;
 mod jobs;
 mod latent_upload;
@@ -29,7 +29,7 @@ pub mod paths;
 mod playback;
 mod pulls;
 mod references;
-mod residency;
+mod request_pictures;
 mod resolved;
 mod results;
 mod runs;
@@ -40,16 +40,20 @@ mod threads;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ::residency::{Bytes, Policy};
 use engine::library::Library;
 use engine::queue::Queue;
 use hub::Pulls;
+use residency::{Bytes, Policy};
 use tokio::sync::watch;
 
 pub use asked::{Asked, AskedTask, AskedTrack, OfMedium};
 pub use bounds::Bounds;
 pub use budget::{Budget, Client, Exceeded, Taken, client_at};
 pub use caller::{AskedOptions, Caller};
+pub use card_memory::{
+    AskedLoad, AskedReservation, CardMemory, ListedModel, Listing, ModelDetails, Plan, Planned,
+    ServiceStatus, policy_name,
+};
 pub use chunks::{CHUNK_BYTES, Chunk, ChunkHead, Encoding};
 pub use durations::millis;
 use entries::Entries;
@@ -66,10 +70,6 @@ pub use models::Models;
 pub use playback::{Gap, Rendered, SegmentStart};
 pub use pulls::{PullEvent, Pulling};
 pub use references::{AskedAdapter, AskedControl, AskedFormats, ModelRef, PictureInput};
-pub use residency::{
-    AskedLoad, AskedReservation, ListedModel, Listing, ModelDetails, Plan, Planned, Residency, ServiceStatus,
-    policy_name,
-};
 pub use resolved::ResolvedModel;
 pub use results::{Event, EventKind, Events, Started};
 pub use sessions::{
@@ -100,10 +100,10 @@ pub struct Parts {
 #[derive(Clone)]
 pub struct Service {
     pub generation: Generation,
-    pub residency: Residency,
+    pub card_memory: CardMemory,
     pub jobs: Jobs,
     pub pulling: Pulling,
-    /// Bytes of requests under way: the doors count those that arrive.
+    /// Bytes of requests under way: the protocol servers count those that arrive.
     pub uploads: Arc<Budget>,
     /// True once the service is shutting down.
     pub stopping: watch::Receiver<bool>,
@@ -128,7 +128,7 @@ impl Service {
         let uploads = parts.bounds.uploads.clone();
         Service {
             uploads,
-            residency: Residency::new(
+            card_memory: CardMemory::new(
                 generation.clone(),
                 parts.bounds,
                 parts.policy,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use engine::Error;
-use media::Caller;
+use media::CancelToken;
 use media::pictures;
 use media::tracks::{self, TrackError, TrackFormat};
 use model::{Clip, MediaFormat};
@@ -116,7 +116,7 @@ impl MediaStore {
         let kept = kept.ok_or_else(|| {
             invalid(
                 field,
-                format!("there is no media {id:?}: it has expired, was released, or was brought to another service; bring it again"),
+                format!("there is no media {id:?}: it has expired, was released, or was uploaded to another service; upload it again"),
             )
         })?;
         kept.until = now + self.ttl;
@@ -130,7 +130,10 @@ impl MediaStore {
     pub(crate) fn track(&self, field: &str, id: &str) -> Result<Clip, Error> {
         match self.get(field, id)? {
             Media::Clip(clip) if matches!(clip.format, MediaFormat::Audio { .. }) => Ok(clip),
-            Media::Clip(_) | Media::Picture(_) => Err(invalid(field, "is no track")),
+            Media::Clip(_) | Media::Picture(_) => Err(invalid(
+                field,
+                "is media of another kind: name the id of an uploaded track",
+            )),
         }
     }
 
@@ -192,7 +195,7 @@ impl MediaUpload {
         let data = Bytes::from(self.data);
         let description = self
             .description
-            .ok_or_else(|| invalid("info", "is missing on the first chunk"))?;
+            .ok_or_else(|| invalid("info", "is missing: send it with the first chunk"))?;
         let (media, taken) =
             read_on_thread(description, data, self.taken, self.client, &self.decoding).await?;
         self.store.put(media, taken)
@@ -252,8 +255,8 @@ async fn read_on_thread(
         true => PICTURES,
         false => TRACKS,
     };
-    let work = move |caller: &Caller| {
-        let media = read(&info, data, &mut taken, caller)?;
+    let work = move |cancel: &CancelToken| {
+        let media = read(&info, data, &mut taken, cancel)?;
         Ok::<_, MediaRefusal>((media, taken))
     };
     let read = decoding.run_of((kind, client), work).await;
@@ -269,7 +272,7 @@ fn read(
     info: &MediaDescription,
     data: Bytes,
     taken: &mut Taken,
-    caller: &Caller,
+    cancel: &CancelToken,
 ) -> Result<Media, MediaRefusal> {
     let wrong = |problem: String| invalid("chunk", problem);
     let mut decoded = 0;
@@ -284,8 +287,8 @@ fn read(
         }
         // The file itself shows which of the two it is.
         ("audio/wav" | "audio/flac", _) => match tracks::media_type(&data).map_err(MediaRefusal::from)? {
-            "audio/flac" => tracks::read_flac(&data, caller, &mut room),
-            _ => tracks::read_wav(&data, caller, &mut room),
+            "audio/flac" => tracks::read_flac(&data, cancel, &mut room),
+            _ => tracks::read_wav(&data, cancel, &mut room),
         }
         .map(Media::Clip),
         ("video/x-raw-rgb", Some(format @ MediaFormat::Video { .. }))
@@ -293,7 +296,7 @@ fn read(
         ("video/x-raw-rgb" | "audio/x-raw-s16le", _) => Err(invalid(
             "info.format",
             format!(
-                "is needed for {}: `video` or `audio`, as in an artifact",
+                "is needed for {}: set `video` or `audio`, as in an artifact",
                 info.media_type
             ),
         )
@@ -325,19 +328,18 @@ fn clip(format: MediaFormat, data: Bytes) -> Result<Media, Error> {
         let needed = needed.map_or("none".to_owned(), |bytes| bytes.to_string());
         return Err(invalid(
             "chunk",
-            format!("has {} bytes in all where the format has {needed}", data.len()),
+            format!(
+                "has {} bytes in all where the format has {needed}: send all bytes of the format that info describes",
+                data.len()
+            ),
         ));
     }
     Ok(Media::Clip(Clip { format, data }))
 }
 
-fn refused(exceeded: Exceeded) -> Error {
-    Error::ClientLimit(words_of_excess(exceeded))
-}
-
-/// The error text for a client that exceeds the bound on media.
-pub(crate) fn words_of_excess(exceeded: Exceeded) -> String {
-    exceeded.words("media", "release some", "limits.media")
+/// The error of a client that exceeds the bound on media.
+pub(crate) fn refused(exceeded: Exceeded) -> Error {
+    Error::ClientLimit(exceeded.words("media", "release some", "limits.media"))
 }
 
 #[cfg(test)]
@@ -351,8 +353,8 @@ mod tests {
     /// Media with an unlimited budget.
     fn read(info: &MediaDescription, data: Bytes) -> Result<Media, MediaRefusal> {
         let mut taken = Budget::new(u64::MAX, u64::MAX).nothing(None);
-        let (caller, _waits) = Caller::new();
-        super::read(info, data, &mut taken, &caller)
+        let cancel = CancelToken::default();
+        super::read(info, data, &mut taken, &cancel)
     }
 
     #[tokio::test]
@@ -498,14 +500,14 @@ mod tests {
         let came = file.len() as u64;
         let bound = Budget::new(40_000, 40_000);
         let mut taken = bound.take(None, came).unwrap();
-        let (caller, _waits) = Caller::new();
-        let read = super::read(&info, file.clone(), &mut taken, &caller).unwrap();
+        let cancel = CancelToken::default();
+        let read = super::read(&info, file.clone(), &mut taken, &cancel).unwrap();
         assert!(matches!(&read, Media::Clip(clip) if clip.data.len() == 32_000));
         assert_eq!(bound.taken(), 32_000);
         drop(taken);
         let small = Budget::new(20_000, 20_000);
         let mut taken = small.take(None, came).unwrap();
-        let refused = super::read(&info, file, &mut taken, &caller);
+        let refused = super::read(&info, file, &mut taken, &cancel);
         assert!(matches!(
             refused,
             Err(MediaRefusal::NoRoom(Exceeded::Client(20_000)))

@@ -2,34 +2,31 @@
 
 mod adapters;
 mod comfyui;
+mod find;
 mod listing;
 mod names;
+mod scan;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
 
 use config::ModelSettings;
 use engine::Error;
 use engine::library::Entry;
-use gpu::{FileStamp, WeightFormat};
-use hub::catalogue::{self, Makes, SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
-use model::{FULL, Families, Medium, Preset, Quantization, Request};
+use gpu::FileStamp;
+use hub::catalogue::{Makes, SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
+use model::{Families, Medium, Quantization, Request};
 
 use crate::errors::invalid;
 use crate::references::{AskedAdapter, AskedFormats, ModelRef};
 use crate::threads::FILES;
 pub use adapters::FoundAdapter;
+pub use find::{Meant, is_among};
+use find::{find, find_named, named_by_key, names_in_key, quantization_of};
 use listing::Listing;
 use names::Named;
-
-/// Models that ship with the project: their ids, and their folders in it.
-const SHIPPED: [(&str, &str); 3] = [
-    (SHIPPED_ID, "demo/model"),
-    (SHIPPED_FILM_ID, "demo/film/model"),
-    (SHIPPED_SOUND_ID, "demo/sound/model"),
-];
+use scan::{DEPTH_OF_COMFYUI, ending_of, models_below, scan, shipped_models};
 
 /// A model that can be named.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,13 +76,6 @@ impl Named for Found {
         name.strip_suffix(self.ending.as_str())
             .filter(|_| !self.ending.is_empty())
     }
-}
-
-/// The ending of the name of a model's file; empty where it is none.
-fn ending_of<'a>(families: &dyn Families, name: &'a str) -> &'a str {
-    families
-        .single_file_stem(name)
-        .map_or("", |stem| &name[stem.len()..])
 }
 
 /// The version of a file that was read, and its kind where it is no model that runs here.
@@ -221,7 +211,7 @@ impl Models {
         for (_, folder) in places.filter(|(meaning, _)| *meaning == comfyui::Meaning::Models) {
             let families = &*self.families;
             for found in models_below(families, &folder, "", DEPTH_OF_COMFYUI) {
-                match self.what_else(&found.path) {
+                match self.kind_of_other_file(&found.path) {
                     None => models.push(found),
                     Some(what) => others.push(OtherFile {
                         name: found.id_with_ending().unwrap_or(found.id),
@@ -235,7 +225,7 @@ impl Models {
     }
 
     /// The kind of a file that is no model that runs here. Each file is read once per version.
-    fn what_else(&self, path: &Path) -> Option<String> {
+    fn kind_of_other_file(&self, path: &Path) -> Option<String> {
         let metadata = path.metadata().ok().filter(std::fs::Metadata::is_file)?;
         let stamp = FileStamp::from(metadata);
         let known = || self.read.lock().unwrap_or_else(PoisonError::into_inner);
@@ -244,7 +234,7 @@ impl Models {
         {
             return what.clone();
         }
-        let what = self.families.what_else(path);
+        let what = self.families.kind_of_other_file(path);
         known().insert(path.to_owned(), (stamp, what.clone()));
         what
     }
@@ -435,339 +425,6 @@ impl Models {
         *height = own.height.unwrap_or(*height);
         defaults
     }
-}
-
-/// The entries that match a reference. Only the entries are compared, as their files may be gone.
-pub enum Meant {
-    /// Entries with this id or key, these formats and adapters, and the revision if one is named.
-    AsNamed(ModelRef),
-    /// As `AsNamed`, in any formats.
-    AnyFormats(ModelRef),
-}
-
-impl Meant {
-    /// Whether this entry is one of them.
-    pub fn is(&self, entry: &Entry) -> bool {
-        let (Meant::AsNamed(model) | Meant::AnyFormats(model)) = self;
-        let formats = quantization_of(&model.formats);
-        let has_formats = || match self {
-            Meant::AsNamed(_) => formats.is_ok_and(|formats| formats == entry.quantization),
-            Meant::AnyFormats(_) => true,
-        };
-        let is_named =
-            || entry.id == model.id && has_formats() && adapters::are_named(&entry.adapters, &model.adapters);
-        // A key includes formats and adapters: a reference that adds more of them contradicts itself.
-        let is_key = || is_key(&entry.key, &model.id) && model.formats.is_open() && model.adapters.is_empty();
-        entry.revision.starts_with(&model.revision) && (is_named() || is_key())
-    }
-}
-
-/// Whether `asked` is this key. The first digits of the revision suffice, as tables show it: `owner/name@b28b7af6+full`.
-fn is_key(key: &str, asked: &str) -> bool {
-    let parts = |key: &'_ str| -> Option<(String, String, String)> {
-        let (name, behind) = key.split_once('@')?;
-        let (revision, formats) = behind.split_once('+')?;
-        Some((name.to_owned(), revision.to_owned(), formats.to_owned()))
-    };
-    let is_short = || {
-        let ((name, revision, formats), (of, short, with)) = (parts(key)?, parts(asked)?);
-        Some(name == of && formats == with && !short.is_empty() && revision.starts_with(&short))
-    };
-    key == asked || is_short().unwrap_or(false)
-}
-
-fn quantization_of(asked: &AskedFormats) -> Result<Quantization, Error> {
-    let preset = Preset::named(&asked.preset).ok_or_else(|| {
-        let known = Preset::ALL.map(Preset::as_str).join(", ");
-        let instead = match asked.preset.parse::<WeightFormat>() {
-            Ok(format) => {
-                format!("; {format} is a format, to be asked for by component: transformer={format}")
-            }
-            Err(_) => String::new(),
-        };
-        invalid(
-            "model.quantization.preset",
-            format!("{:?} is none of {known}{instead}", asked.preset),
-        )
-    })?;
-    let formats = asked.components.iter();
-    let formats = formats.map(|(component, format)| (component.as_str(), format.as_str()));
-    Quantization::of(preset, formats).map_err(|(component, error)| {
-        let problem = format!("for {component}: {error}, nor {FULL}");
-        invalid("model.quantization.components", problem)
-    })
-}
-
-/// Name, revision and formats of a reference that names an entry by its key; an inner `None` where its id is a model's
-/// name as it is, an outer one where there is no such model.
-fn named_by_key<'a>(listing: &[Found], model: &'a ModelRef) -> Option<Option<(&'a str, &'a str, &'a str)>> {
-    if find(listing, &model.id, &model.revision).is_some() {
-        return Some(None);
-    }
-    let (name, formats) = model.id.rsplit_once('+')?;
-    if name.is_empty() || find(listing, name, &model.revision).is_some() {
-        return Some(Some((name, &model.revision, formats)));
-    }
-    let (name, revision) = name.rsplit_once('@')?;
-    find(listing, name, revision).map(|_| Some((name, revision, formats)))
-}
-
-/// Whether `name` may mean one of these ids, as in [`Models::has`]. Revisions are not checked, as they are not known here.
-pub fn is_among(families: &dyn Families, ids: &[String], name: &str) -> bool {
-    let listing: Vec<Found> = (ids.iter().cloned())
-        .map(|id| Found::at(families, id, PathBuf::new()))
-        .collect();
-    names_in_key(name).any(|name| {
-        let plain = without_revision(name);
-        let stem = families.single_file_stem(&plain);
-        [Some(name), Some(&plain), stem]
-            .into_iter()
-            .flatten()
-            .any(|name| find(&listing, name, "").is_some() || names::ambiguous(&listing, name).is_some())
-    })
-}
-
-/// Candidates for the name of a model in a key, the likeliest first: the whole key, without adapters, and without formats.
-fn names_in_key(key: &str) -> impl Iterator<Item = &str> {
-    let (base, _) = Entry::adapters_in_key(key);
-    let without_formats = base.rsplit_once('+').map(|(name, _)| name);
-    [Some(key), Some(base), without_formats].into_iter().flatten()
-}
-
-/// `owner/name@main` as `owner/name`, and `owner/name@main:file` as `owner/name:file`.
-fn without_revision(name: &str) -> String {
-    match name.split_once('@') {
-        Some((id, behind)) => format!("{id}{}", behind.find(':').map_or("", |at| &behind[at..])),
-        None => name.to_owned(),
-    }
-}
-
-/// [`find`], where the id may include the revision: `owner/name@main`, of one file `owner/name@main:file` too.
-fn find_named(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
-    let of_file = || {
-        let file: hub::Reference = id.parse().ok()?;
-        let is_with_revision = file.file.is_some() && revision.is_empty() && id.contains('@');
-        is_with_revision.then(|| find(listing, &file.listed_id(), &file.revision))?
-    };
-    let by_name = || {
-        let (name, named) = id.rsplit_once('@')?;
-        find(listing, name, named).filter(|found| found.revision.starts_with(revision))
-    };
-    find(listing, id, revision).or_else(of_file).or_else(by_name)
-}
-
-/// The model with this id, the only one whose id ends in this name, or the one with this short name. Backslashes of a Windows
-/// path are read as slashes.
-fn find(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
-    names::spellings(id).find_map(|id| find_spelled(listing, &id, revision))
-}
-
-fn find_spelled(listing: &[Found], id: &str, revision: &str) -> Option<Found> {
-    let fits = |m: &&Found| {
-        revision.is_empty() || m.revision.starts_with(revision) || m.refs.iter().any(|name| name == revision)
-    };
-    if let Some(found) = listing.iter().filter(fits).find(|m| m.id == id) {
-        return Some(found.clone());
-    }
-    if let Some(found) = listing.iter().filter(fits).find(|m| names::is_called(*m, id)) {
-        return Some(found.clone());
-    }
-    let is_last = |whole: &str| whole.rsplit('/').next() == Some(id);
-    let mut by_name = listing
-        .iter()
-        .filter(fits)
-        .filter(|m| is_last(&m.id) || m.id_with_ending().is_some_and(|whole| is_last(&whole)));
-    match (by_name.next(), by_name.next()) {
-        (Some(only), None) => Some(only.clone()),
-        (Some(_), Some(_)) => None,
-        (None, _) => {
-            let id = catalogue::id_of(id)?;
-            listing.iter().filter(fits).find(|m| m.id == id).cloned()
-        }
-    }
-}
-
-/// The shipped models that are installed.
-fn shipped_models(families: &dyn Families) -> impl Iterator<Item = (&'static str, PathBuf)> {
-    let there = SHIPPED
-        .into_iter()
-        .filter_map(|(id, folder)| Some((id, shipped_folder(folder)?)));
-    there.filter(|(_, folder)| is_pipeline(families, folder))
-}
-
-/// A folder that ships with the project: beside the program, where it is installed to (`share/moored` of the same prefix),
-/// in the current folder, or in the checkout that it was built in.
-fn shipped_folder(name: &str) -> Option<PathBuf> {
-    let program = std::env::current_exe().ok();
-    let beside = program
-        .iter()
-        .flat_map(|program| program.ancestors().skip(1).take(3))
-        .flat_map(|folder| [folder.to_owned(), folder.join("share/moored")]);
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    beside
-        .chain(std::env::current_dir().ok())
-        .chain([built])
-        .map(|folder| folder.join(name))
-        .find(|folder| folder.is_dir())
-}
-
-/// Models in a folder: itself, its children, and their children. `holds` decides which files of a hub cache are models.
-fn scan(families: &dyn Families, folder: &Path, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
-    let mut found = Vec::new();
-    let name = folder
-        .file_name()
-        .map(|n| n.to_string_lossy().into_owned())
-        .unwrap_or_default();
-    if is_pipeline(families, folder) {
-        found.push(Found::at(families, name, folder.to_owned()));
-        return found;
-    }
-    for child in children(folder) {
-        let name = child
-            .file_name()
-            .map(|n| n.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        if let Some(id) = name.strip_prefix("models--") {
-            for snapshot in hub_model(families, &child, &id.replacen("--", "/", 1)) {
-                // A pipeline's own transformer is in a subfolder. A transformer file beside the index is another model.
-                let is_pipeline = is_pipeline(families, &snapshot.path);
-                let files = files_in(families, &snapshot, holds).into_iter();
-                let is_model = |file: &Found| {
-                    !is_pipeline
-                        || (file.path.parent() == Some(&snapshot.path) && !hub::is_of_folder(&file.path))
-                };
-                found.extend(files.filter(is_model));
-                found.extend(is_pipeline.then_some(snapshot));
-            }
-        } else if let Some(id) = single_file_id(families, &child) {
-            found.push(Found::at(families, id, child));
-        } else if is_pipeline(families, &child) {
-            found.push(Found::at(families, name, child));
-        } else if child.is_dir() {
-            for grandchild in children(&child)
-                .into_iter()
-                .filter(|g| is_pipeline(families, g) || single_file_id(families, g).is_some())
-            {
-                let own = single_file_id(families, &grandchild)
-                    .or_else(|| grandchild.file_name().map(|n| n.to_string_lossy().into_owned()))
-                    .unwrap_or_default();
-                found.push(Found::at(families, format!("{name}/{own}"), grandchild));
-            }
-        }
-    }
-    found
-}
-
-/// Depth to which ComfyUI's folders are scanned.
-const DEPTH_OF_COMFYUI: usize = 4;
-
-/// Models in a folder and the folders in it, by their paths in it.
-fn models_below(families: &dyn Families, folder: &Path, prefix: &str, depth: usize) -> Vec<Found> {
-    let mut found = Vec::new();
-    for child in children(folder) {
-        let name = child.file_name().and_then(|name| name.to_str());
-        let Some(name) = name.filter(|name| !name.starts_with('.')) else {
-            continue;
-        };
-        if let Some(id) = single_file_id(families, &child) {
-            found.push(Found::at(families, format!("{prefix}{id}"), child));
-        } else if is_pipeline(families, &child) {
-            found.push(Found::at(families, format!("{prefix}{name}"), child));
-        } else if child.is_dir() && depth > 1 {
-            found.extend(models_below(
-                families,
-                &child,
-                &format!("{prefix}{name}/"),
-                depth - 1,
-            ));
-        }
-    }
-    found
-}
-
-/// The models in single files of a snapshot of a hub cache: `owner/name:file`.
-fn files_in(families: &dyn Families, snapshot: &Found, holds: &dyn Fn(&Path) -> bool) -> Vec<Found> {
-    let files = hub::transformer_files(&snapshot.path, holds).into_iter();
-    let found = files.map(|file| Found {
-        id: format!("{}:{file}", snapshot.id),
-        ending: ending_of(families, &file).to_owned(),
-        path: snapshot.path.join(&file),
-        ..snapshot.clone()
-    });
-    found.collect()
-}
-
-/// Whether a folder can be opened: a pipeline, or a transformer alone whose other components are in a folder beside it.
-fn is_pipeline(families: &dyn Families, folder: &Path) -> bool {
-    (folder.join("model_index.json").is_file() && !families.holds_parts_alone(folder))
-        || families.has_transformer(folder)
-        || families.has_own_layout(folder)
-}
-
-fn single_file_id(families: &dyn Families, path: &Path) -> Option<String> {
-    let name = path.file_name()?.to_str()?;
-    let stem = families.single_file_stem(name)?;
-    path.is_file().then(|| stem.to_owned())
-}
-
-fn children(folder: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(folder) else {
-        return Vec::new();
-    };
-    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-    paths.sort();
-    paths
-}
-
-/// The snapshots of a repository in a hub cache; the one that `main` points to, or the newest, comes first.
-fn hub_model(families: &dyn Families, repository: &Path, id: &str) -> Vec<Found> {
-    let refs = refs_of(&repository.join("refs"), "");
-    let main = refs.iter().find(|(name, _)| name == "main");
-    let main = main.map(|(_, commit)| commit.clone()).unwrap_or_default();
-    let mut snapshots: Vec<PathBuf> = children(&repository.join("snapshots"))
-        .into_iter()
-        .filter(|s| hub::is_whole(families, s))
-        .collect();
-    let age = |path: &PathBuf| {
-        let changed = path
-            .metadata()
-            .and_then(|m| m.modified())
-            .unwrap_or(SystemTime::UNIX_EPOCH);
-        SystemTime::now().duration_since(changed).unwrap_or_default()
-    };
-    snapshots.sort_by_key(|path| (!path.ends_with(&main), age(path)));
-    let found = |path: PathBuf| {
-        let revision = path
-            .file_name()
-            .map(|n| n.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        let named = refs.iter().filter(|(_, commit)| *commit == revision);
-        Found {
-            id: id.to_owned(),
-            refs: named.map(|(name, _)| name.clone()).collect(),
-            revision,
-            path,
-            ending: String::new(),
-        }
-    };
-    snapshots.into_iter().map(found).collect()
-}
-
-/// Branches and tags of a repository in a hub cache, with their commits. A name may have slashes.
-fn refs_of(folder: &Path, prefix: &str) -> Vec<(String, String)> {
-    let mut refs = Vec::new();
-    for path in children(folder) {
-        let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
-            continue;
-        };
-        let name = format!("{prefix}{name}");
-        if path.is_dir() {
-            refs.extend(refs_of(&path, &format!("{name}/")));
-        } else if let Ok(commit) = gpu::text_bounded(&path, hub::LONGEST_REF) {
-            refs.push((name, commit.trim().to_owned()));
-        }
-    }
-    refs
 }
 
 #[cfg(test)]

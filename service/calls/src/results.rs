@@ -13,7 +13,7 @@ use media::pictures;
 use model::{Covered, LeftOut, MediaFormat, Piece};
 
 use crate::budget::Client;
-use crate::chunks::{AsFile, Chunk, Encoding, Output, Part, chunks_of, file_chunks};
+use crate::chunks::{AsFile, Chunk, Encoding, Envelope, Output, file_chunks};
 use crate::encodings::Encodings;
 use crate::errors::internal;
 use crate::resolved::ResolvedModel;
@@ -70,14 +70,14 @@ pub(crate) fn started(
     model: ResolvedModel,
     output: Output,
     encoder: ResultEncoder,
-    instead: Option<String>,
+    instead: impl Fn() -> Option<String> + Send + 'static,
 ) -> Started {
     let (id, left_out) = (job.id.clone(), output.left_out.clone());
     let mut results = ResultStream::new(id.to_string(), output, encoder);
     let events = async_stream::try_stream! {
         while let Some(JobEvent { at_ms, kind }) = job.next().await {
             match kind {
-                JobEventKind::Failed(error) => Err(with_instead(error, instead.clone()))?,
+                JobEventKind::Failed(error) => Err(with_instead(error, &instead))?,
                 JobEventKind::Preview { step, item, width, height, rgb } => {
                     let encoded = ENCODING.run(move || pictures::preview_jpeg(width, height, rgb)).await;
                     let jpeg = encoded?.map_err(internal)?.into();
@@ -101,10 +101,10 @@ pub(crate) fn started(
 }
 
 /// The error of a job. Where no form of its model fits the card, a model that fits is added.
-fn with_instead(error: Error, instead: Option<String>) -> Error {
+fn with_instead(error: Error, instead: impl Fn() -> Option<String>) -> Error {
     match error {
         Error::NeverFits(mut shortfall) if shortfall.fallbacks.is_empty() => {
-            shortfall.instead = instead;
+            shortfall.instead = instead();
             Error::NeverFits(shortfall)
         }
         error => error,
@@ -125,10 +125,31 @@ struct ResultStream {
 struct ReceivedResult {
     /// In units.
     covered: Covered,
+    /// Where its pieces are sent as they arrive.
+    envelope: Option<Envelope>,
     /// Where it is sent as one file.
     file: Option<Arc<SharedFile>>,
     /// A file beside the pieces could not be made.
     has_no_file: bool,
+}
+
+impl ReceivedResult {
+    /// The envelope of the result, which its first piece begins.
+    fn envelope(
+        &mut self,
+        item: u32,
+        seed: u64,
+        first: &Piece,
+        output: &Output,
+    ) -> Result<&mut Envelope, Error> {
+        Ok(match &mut self.envelope {
+            Some(envelope) => envelope,
+            none => {
+                let envelope = Envelope::of_pieces(item, seed, first.track.clone(), first.format, output);
+                none.insert(envelope.map_err(internal)?)
+            }
+        })
+    }
 }
 
 impl ResultStream {
@@ -147,24 +168,21 @@ impl ResultStream {
             .units()
             .ok_or_else(|| internal("a piece that is no whole units"))?;
         let come = self.come.entry((item, piece.track.clone())).or_default();
-        let is_first = come.covered.is_empty();
         let added = come.covered.add_once(piece.first..piece.first + units);
         added.map_err(|twice| internal(format!("a result: {twice}")))?;
-        let part = Part {
-            is_first,
-            is_last: come.covered.is_whole(piece.format.units()),
-        };
+        let is_last = come.covered.is_whole(piece.format.units());
         let (encodings, client) = (&self.encoder.encodings, self.encoder.client);
         match (
             self.output.encoding.as_file(&piece.format),
             &piece.format,
             self.output.encoding,
         ) {
-            (AsFile::Instead, ..) => self.piece_of_file(item, seed, piece, part).await,
+            (AsFile::Instead, ..) => self.piece_of_file(item, seed, piece, is_last).await,
             (AsFile::Beside, ..) if !come.has_no_file => {
-                let chunks = chunks_of(item, seed, piece.clone(), &self.output, part).map_err(internal)?;
+                let envelope = come.envelope(item, seed, &piece, &self.output)?;
+                let chunks = envelope.chunks(&piece, is_last);
                 let key = (item, piece.track.clone());
-                match self.piece_of_file(item, seed, piece, part).await {
+                match self.piece_of_file(item, seed, piece, is_last).await {
                     Ok(file) => Ok(Box::new(chunks.into_iter().chain(file))),
                     Err(refused) => {
                         tracing::debug!(%refused, "a result is sent without its file");
@@ -182,7 +200,8 @@ impl ResultStream {
                 ))
             }
             _ => {
-                let chunks = chunks_of(item, seed, piece, &self.output, part).map_err(internal)?;
+                let envelope = come.envelope(item, seed, &piece, &self.output)?;
+                let chunks = envelope.chunks(&piece, is_last);
                 Ok(Box::new(chunks.into_iter()))
             }
         }
@@ -194,7 +213,7 @@ impl ResultStream {
         item: u32,
         seed: u64,
         piece: Piece,
-        part: Part,
+        is_last: bool,
     ) -> Result<Chunks, Error> {
         let come = self.come.entry((item, piece.track.clone())).or_default();
         let file = match &come.file {
@@ -214,7 +233,7 @@ impl ResultStream {
         };
         let (format, track) = (piece.format, piece.track.clone());
         file.add(piece).await?;
-        if !part.is_last {
+        if !is_last {
             return Ok(Box::new(std::iter::empty()));
         }
         come.file = None;

@@ -19,11 +19,11 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 pub use self::opening::{AskedSession, OpenedSession};
-use self::segments::{Maker, Report, Work};
+use self::segments::{Report, SegmentTaskHandle, Work};
 use crate::asked::Asked;
 use crate::budget::{Budget, Client, Exceeded, Taken};
 use crate::caller::Caller;
-use crate::errors::{LONGEST_TEXT_CHARACTERS, invalid, to_keep, words_of};
+use crate::errors::{LONGEST_TEXT_CHARACTERS, invalid, to_keep, too_many, words_of};
 use crate::generation::Generation;
 use crate::playback::{Gap, PlayHead, Rendered, SegmentStart, Timeline};
 use crate::references::ModelRef;
@@ -67,7 +67,7 @@ pub enum FromClient {
     Wrong(Error),
     /// The client or its connection has gone.
     Gone,
-    /// The door ends the session with an error of its own, which is this one in words.
+    /// The protocol server ends the session with an error of its own, which is this one in words.
     Refused(String),
 }
 
@@ -77,7 +77,7 @@ pub enum SessionEvent {
     Opened(OpenedSession),
     Accepted {
         segment: u32,
-        job: String,
+        job: JobId,
         seed: u64,
     },
     /// An event of a segment's job, other than its end and its sound.
@@ -161,8 +161,8 @@ impl Generation {
     ) -> Result<SessionEvents, Error> {
         let caller = caller.without_deadline(); // of the call, not of each job
         let bytes = self.bounds.uploads.take(caller.client(), counted_bytes(bytes)?);
-        let bytes = bytes.map_err(too_many)?;
-        let (maker, opened) = self.open_maker(open, bytes, caller).await?;
+        let bytes = bytes.map_err(too_many_bytes)?;
+        let (maker, opened) = self.open_segment_task(open, bytes, caller).await?;
         let (send, mut said) = mpsc::channel(1);
         tokio::spawn(Session::new(self, maker, opened).run(from_client, send));
         Ok(Box::pin(async_stream::stream! {
@@ -202,7 +202,7 @@ struct UnderWay {
 enum Ended {
     Well(Ending),
     ClientGone,
-    /// By the door, which says why itself.
+    /// By the protocol server, which reports the reason itself.
     Refused(String),
 }
 
@@ -218,7 +218,7 @@ fn words_of_end(ended: &Result<Ended, Error>) -> String {
 }
 
 struct Session {
-    maker: Maker,
+    maker: SegmentTaskHandle,
     opened: OpenedSession,
     timeline: Timeline,
     head: PlayHead,
@@ -238,7 +238,7 @@ struct Session {
 }
 
 impl Session {
-    fn new(generation: &Generation, maker: Maker, opened: OpenedSession) -> Session {
+    fn new(generation: &Generation, maker: SegmentTaskHandle, opened: OpenedSession) -> Session {
         let settings = opened.settings();
         Session {
             timeline: Timeline::new(settings),
@@ -321,8 +321,8 @@ impl Session {
                         permit.send(Ok(event));
                     }
                 }
-                came = from_client.next() => {
-                    let (request, bytes) = match came {
+                input = from_client.next() => {
+                    let (request, bytes) = match input {
                         Some(FromClient::Request { request, bytes }) => (request, bytes),
                         Some(FromClient::Wrong(error)) => return Err(error),
                         Some(FromClient::Gone) => return Ok(Ended::ClientGone),
@@ -403,7 +403,7 @@ impl Session {
         }
         let bytes = match self.message_bytes.take(self.client, bytes) {
             Ok(bytes) => bytes,
-            Err(exceeded) => return self.keep(failed(number, too_many(exceeded))),
+            Err(exceeded) => return self.keep(failed(number, too_many_bytes(exceeded))),
         };
         self.timeline.expect(number, start);
         let under_way = UnderWay {
@@ -516,7 +516,7 @@ impl Session {
         };
         let model = under_way.model.clone();
         self.under_way.remove(&number);
-        self.maker.make(Work::Came { number });
+        self.maker.make(Work::Completed { number });
         self.keep(SessionEvent::Ready {
             segment: number,
             samples,
@@ -548,7 +548,7 @@ impl Session {
         let made = self.timeline.made();
         let stood = self.head.stop_at(Instant::now(), made);
         if stood >= SHORTEST_GAP {
-            self.tell_gap(Gap {
+            self.report_gap(Gap {
                 at_sample: made,
                 length: stood,
             });
@@ -571,14 +571,14 @@ impl Session {
             };
             self.taken.retain(|&number, _| self.timeline.has(number));
             if let Some(gap) = self.head.sent(now) {
-                self.tell_gap(gap);
+                self.report_gap(gap);
             }
             self.unsent.push_back(SessionEvent::Sound(rendered));
         }
     }
 
     /// Reports a gap. A gap that lasts while the client does not read is reported as one.
-    fn tell_gap(&mut self, gap: Gap) {
+    fn report_gap(&mut self, gap: Gap) {
         self.gap += gap.length;
         match self.unsent.back_mut() {
             Some(SessionEvent::Gap(last)) if last.at_sample == gap.at_sample => last.length += gap.length,
@@ -647,13 +647,15 @@ fn failed(segment: u32, error: Error) -> SessionEvent {
 /// When it is too long.
 fn counted_bytes(bytes: u64) -> Result<u64, Error> {
     if bytes > SESSION_MESSAGE_BYTES {
-        let problem = format!("has {bytes} bytes; {SESSION_MESSAGE_BYTES} are the most");
-        return Err(invalid("message", problem));
+        return Err(invalid(
+            "message",
+            too_many(bytes, "bytes", SESSION_MESSAGE_BYTES),
+        ));
     }
     Ok(bytes.max(LEAST_MESSAGE_BYTES))
 }
 
-fn too_many(exceeded: Exceeded) -> Error {
+fn too_many_bytes(exceeded: Exceeded) -> Error {
     Error::ClientLimit(exceeded.words(
         "requests under way and of sessions",
         "wait for some, or close a session",

@@ -37,6 +37,7 @@ pub(crate) struct SharedFile {
 struct State {
     unfinished: Option<Unfinished>,
     whole: Option<Arc<EncodedFile>>,
+    recipe: Option<Recipe>,
     /// Bytes that are held.
     taken: Taken,
 }
@@ -112,6 +113,7 @@ impl Encodings {
         let state = State {
             unfinished: Some(Unfinished::new(format, recipe.as_ref())?),
             whole: None,
+            recipe,
             taken: self.bound.nothing(client),
         };
         let file = Arc::new(SharedFile {
@@ -127,12 +129,12 @@ impl SharedFile {
     /// Encodes the part of a piece that no stream has added yet.
     pub(crate) async fn add(&self, piece: Piece) -> Result<(), Error> {
         let mut state = self.state.clone().lock_owned().await;
-        let recipe = self.of.output.recipe_of(self.of.seed);
         let added = ENCODING.run(move || {
             let timeline = Timeline::begin("encode a file");
             let State {
                 unfinished,
                 whole,
+                recipe,
                 taken,
             } = &mut *state;
             let Some(file) = unfinished else { return Ok(()) };

@@ -1,11 +1,11 @@
 //! Work on threads that may block. All work of a call takes a turn of a bounded pool, in which one client has only its share. Work
-//! does not begin when its caller has gone, and long work checks at intervals whether the caller still waits.
+//! does not begin when its caller has gone, and long work checks at intervals whether it is cancelled.
 
 use std::net::IpAddr;
 use std::sync::LazyLock;
 
 use engine::Error;
-use media::{Caller, Gone};
+use media::{CancelToken, Cancelled};
 use turns::Turn;
 
 use crate::errors::internal;
@@ -64,7 +64,7 @@ impl Turns {
     pub(crate) async fn run_of<T: Send + 'static>(
         &self,
         owner: Owner,
-        work: impl FnOnce(&Caller) -> T + Send + 'static,
+        work: impl FnOnce(&CancelToken) -> T + Send + 'static,
     ) -> Result<T, Error> {
         run_in_turn(self.0.next_of(owner).await, work).await
     }
@@ -78,14 +78,14 @@ impl Turns {
 
 async fn run_in_turn<T: Send + 'static>(
     turn: Turn,
-    work: impl FnOnce(&Caller) -> T + Send + 'static,
+    work: impl FnOnce(&CancelToken) -> T + Send + 'static,
 ) -> Result<T, Error> {
-    let (caller, waits) = Caller::new();
-    let done = turn.run(move || caller.check().map(|()| work(&caller)));
+    let (cancel, cancel_on_drop) = CancelToken::new();
+    let done = turn.run(move || cancel.check().map(|()| work(&cancel)));
     // Kept while this waits.
     let done = done.await.map_err(internal)?;
-    drop(waits);
-    done.map_err(|Gone| Error::Internal("work whose caller had gone".to_owned()))
+    drop(cancel_on_drop);
+    done.map_err(|Cancelled| Error::Internal("work that is cancelled".to_owned()))
 }
 
 #[cfg(test)]
@@ -105,9 +105,9 @@ mod tests {
         let long = |number: usize| {
             let (turns, began, ended) = (turns.clone(), began.clone(), ended.clone());
             tokio::spawn(async move {
-                let work = move |caller: &Caller| {
+                let work = move |cancel: &CancelToken| {
                     let _ = began.send(number);
-                    while caller.check().is_ok() {
+                    while cancel.check().is_ok() {
                         std::thread::yield_now();
                     }
                     let _ = ended.send(number);

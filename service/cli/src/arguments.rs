@@ -1,28 +1,23 @@
 //! The command line: commands and options.
 
+mod formats;
+mod generation;
 mod hints;
 mod play;
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 
-use api::v1;
 use clap::error::ErrorKind;
-use clap::{
-    ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
+use clap::{ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+
+pub(super) use formats::Formats;
+pub(super) use generation::{
+    JobSettings, MediumChoice, OutputArguments, PriorityChoice, Prompts, SamplingArguments, Settings,
 };
-use hub::catalogue::Makes;
-use media::Recipe;
-use model::{FULL, Sampling};
-use residency::Bytes;
+pub(super) use play::{Play, TaskChoice};
 
-pub(super) use play::{Play, TaskChoice, TrackSettings};
-
-use crate::Program;
-use crate::adapter::{self, TypedAdapter};
-use crate::connection::Connection;
-use crate::{CliError, cards};
-use config::{ClientSettings, Config, Flags, name_and_value};
+use crate::cards;
+use config::{Flags, name_and_value};
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
 #[derive(Debug, Parser)]
@@ -72,26 +67,26 @@ const OF_CONNECTIONS: [&str; 3] = ["endpoint", "token_file", "insecure_token"];
 
 impl GlobalOptions {
     /// Both, in their order; the error is the name of an option that stands in both and may be used only once.
-    fn and(self, behind: GlobalOptions) -> Result<GlobalOptions, &'static str> {
+    fn and(self, after: GlobalOptions) -> Result<GlobalOptions, &'static str> {
         fn one<T>(
             name: &'static str,
             before: Option<T>,
-            behind: Option<T>,
+            after: Option<T>,
         ) -> Result<Option<T>, &'static str> {
-            match (before, behind) {
+            match (before, after) {
                 (Some(_), Some(_)) => Err(name),
-                (before, behind) => Ok(before.or(behind)),
+                (before, after) => Ok(before.or(after)),
             }
         }
         Ok(GlobalOptions {
-            config: one("--config", self.config, behind.config)?,
-            set: [self.set, behind.set].concat(),
-            endpoint: one("--endpoint", self.endpoint, behind.endpoint)?,
-            token_file: one("--token-file", self.token_file, behind.token_file)?,
-            insecure_token: self.insecure_token || behind.insecure_token,
-            json: self.json || behind.json,
-            quiet: self.quiet || behind.quiet,
-            verbose: self.verbose.saturating_add(behind.verbose),
+            config: one("--config", self.config, after.config)?,
+            set: [self.set, after.set].concat(),
+            endpoint: one("--endpoint", self.endpoint, after.endpoint)?,
+            token_file: one("--token-file", self.token_file, after.token_file)?,
+            insecure_token: self.insecure_token || after.insecure_token,
+            json: self.json || after.json,
+            quiet: self.quiet || after.quiet,
+            verbose: self.verbose.saturating_add(after.verbose),
         })
     }
 }
@@ -198,8 +193,8 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Sections of the settings that the command reads besides `[log]`; `None`: all.
-    fn sections(&self) -> Option<&'static [&'static str]> {
+    /// Tables of the settings that the command reads besides `[log]`; `None`: all.
+    fn tables(&self) -> Option<&'static [&'static str]> {
         match self {
             Command::Generate(_)
             | Command::Film(_)
@@ -303,373 +298,6 @@ pub(super) struct Plan {
     pub(super) settings: Settings,
 }
 
-/// Prompts from a file.
-#[derive(Debug, Args)]
-pub(super) struct Prompts {
-    /// File with one prompt per line, "-" for standard input; each is generated in turn
-    #[arg(long = "prompts", value_name = "FILE", conflicts_with = "prompt")]
-    pub(super) file: Option<PathBuf>,
-}
-
-/// Where results go.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Output")]
-pub(super) struct OutputArguments {
-    /// A file (.png, .jpg, .webp, .mp4, .apng, .wav, .flac), a folder, or - for standard output [default: MODEL-SEED.png, .mp4 or .wav]
-    #[arg(short, long, value_name = "PATH")]
-    pub(super) out: Option<String>,
-    /// Overwrite existing files
-    #[arg(short, long)]
-    pub(super) force: bool,
-    /// Leave prompt, seed and settings out of the file
-    #[arg(long)]
-    pub(super) no_metadata: bool,
-}
-
-/// What is generated, and how its job is run.
-#[derive(Debug, Default, Args)]
-pub(super) struct Settings {
-    #[command(flatten)]
-    pub(super) formats: Formats,
-    /// Width in pixels
-    #[arg(short = 'W', long, help_heading = "Picture")]
-    pub(super) width: Option<u32>,
-    /// Height in pixels
-    #[arg(short = 'H', long, help_heading = "Picture")]
-    pub(super) height: Option<u32>,
-    #[command(flatten)]
-    pub(super) sampling: SamplingArguments,
-    /// Regenerate a picture, film or track from the settings stored in its file. Other options override them
-    #[arg(long, value_name = "FILE", help_heading = "Picture")]
-    pub(super) from: Option<PathBuf>,
-    /// The picture to start from: image to image; for a film, its first frame; for a track, the WAV or FLAC file to start from
-    #[arg(long, value_name = "FILE", help_heading = "Picture")]
-    pub(super) init: Option<PathBuf>,
-    /// Inpainting: a picture that is white where --init changes, and black where it stays exactly as it is
-    #[arg(long, value_name = "PICTURE", requires = "init", help_heading = "Picture")]
-    pub(super) mask: Option<PathBuf>,
-    /// Editing: the picture to edit (FLUX.1 Kontext); for a track, a WAV or FLAC file to take the timbre from
-    #[arg(long, value_name = "FILE", help_heading = "Picture")]
-    pub(super) reference: Vec<PathBuf>,
-    /// A ControlNet, by its name in `moored models --adapters`, and the picture that it reads; may be repeated
-    #[arg(long, value_name = "NAME=PICTURE", value_parser = name_and_picture, help_heading = "Picture")]
-    pub(super) control: Vec<(String, PathBuf)>,
-    /// Strength of the ControlNets [default: 1]
-    #[arg(long, value_name = "SCALE", requires = "control", help_heading = "Picture")]
-    pub(super) control_scale: Option<f32>,
-    /// The part of the steps in which ControlNets act, such as 0-0.6 [default: all of them]
-    #[arg(long, value_name = "START-END", value_parser = start_and_end, requires = "control", help_heading = "Picture")]
-    pub(super) control_steps: Option<(f32, f32)>,
-    /// Mode of a union ControlNet, from 0
-    #[arg(long, value_name = "NUMBER", requires = "control", help_heading = "Picture")]
-    pub(super) control_mode: Option<u32>,
-    /// What to generate [default: what the other options imply, else a picture]
-    #[arg(long, value_enum, help_heading = "Film and track")]
-    pub(super) medium: Option<MediumChoice>,
-    /// Film: number of frames
-    #[arg(long, help_heading = "Film and track")]
-    pub(super) frames: Option<u32>,
-    /// Film: frames per second
-    #[arg(long, help_heading = "Film and track")]
-    pub(super) fps: Option<f32>,
-    /// Film: most frames to decode at a time, such as 16, 4 or 1: fewer need less memory, and give the same pixels
-    #[arg(long, value_name = "NUMBER", help_heading = "Film and track")]
-    pub(super) frames_at_a_time: Option<u32>,
-    /// Film and track: the length
-    #[arg(long, conflicts_with = "frames", help_heading = "Film and track")]
-    pub(super) seconds: Option<f32>,
-    /// Track: the lyrics
-    #[arg(long, value_name = "TEXT", help_heading = "Film and track")]
-    pub(super) lyrics: Option<String>,
-    #[command(flatten)]
-    pub(super) job: JobSettings,
-    /// Of `moored play` alone.
-    #[arg(skip)]
-    pub(super) track: TrackSettings,
-}
-
-/// How sampling goes.
-#[derive(Debug, Default, Args)]
-pub(super) struct SamplingArguments {
-    /// Denoising steps
-    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Sampling")]
-    pub(super) steps: Option<u32>,
-    /// Guidance scale
-    #[arg(short, long, help_heading = "Sampling")]
-    pub(super) guidance: Option<f32>,
-    /// What the result is led away from; it needs --true-guidance
-    #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
-    pub(super) negative: Option<String>,
-    /// Over 1: two passes in every step, away from the negative prompt by this scale
-    #[arg(long, value_name = "SCALE", help_heading = "Sampling")]
-    pub(super) true_guidance: Option<f32>,
-    /// Seed; item i uses seed + i [default: random]
-    #[arg(long, help_heading = "Sampling", allow_negative_numbers = true)]
-    pub(super) seed: Option<u64>,
-    /// How many pictures, films or tracks
-    #[arg(short = 'n', long, default_value_t = 1, help_heading = "Sampling")]
-    pub(super) count: u32,
-    /// Longest prompt, in tokens of the large text encoder
-    #[arg(long, value_name = "TOKENS", help_heading = "Sampling")]
-    pub(super) max_sequence_length: Option<u32>,
-    /// How strongly to change the start picture, film or track: more than 0, up to 1
-    #[arg(long, help_heading = "Sampling")]
-    pub(super) strength: Option<f32>,
-}
-
-impl SamplingArguments {
-    /// What the options say.
-    pub(super) fn sampling(&self) -> Sampling {
-        Sampling {
-            steps: self.steps,
-            guidance: self.guidance,
-            negative_prompt: self.negative.clone(),
-            true_guidance: self.true_guidance,
-            seed: self.seed,
-            max_sequence_length: self.max_sequence_length,
-            strength: self.strength,
-        }
-    }
-}
-
-/// How a job is run.
-#[derive(Debug, Default, Args)]
-pub(super) struct JobSettings {
-    /// Start even if the plan says that memory is short; if it runs out, only this job fails
-    #[arg(long, help_heading = "Job")]
-    pub(super) allow_low_memory: bool,
-    /// GPU memory to keep free for other programs while the job runs, e.g. 2GiB
-    #[arg(long, value_name = "SIZE", value_parser = gpu::parse_bytes, help_heading = "Job")]
-    pub(super) headroom: Option<Bytes>,
-    /// How long to wait for memory that other programs hold, e.g. 10s
-    #[arg(long, value_name = "TIME", help_heading = "Job")]
-    pub(super) patience: Option<humantime::Duration>,
-    /// Priority in the queue
-    #[arg(long, value_enum, default_value_t = PriorityChoice::Normal, help_heading = "Job")]
-    pub(super) priority: PriorityChoice,
-    /// Your name in the job list, and for fair sharing [env: MOORED_CLIENT] (default: user@host)
-    #[arg(long, value_name = "NAME", help_heading = "Job")]
-    pub(super) client: Option<String>,
-    /// The card to run on, as `moored status` names it
-    #[arg(long, help_heading = "Job")]
-    pub(super) card: Option<String>,
-}
-
-/// Medium of a result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum MediumChoice {
-    /// A picture, written as PNG
-    Image,
-    /// A film, written as MP4 or animated PNG
-    Video,
-    /// A track, written as WAV or FLAC
-    Audio,
-}
-
-impl From<MediumChoice> for Makes {
-    fn from(medium: MediumChoice) -> Makes {
-        match medium {
-            MediumChoice::Image => Makes::Image,
-            MediumChoice::Video => Makes::Video,
-            MediumChoice::Audio => Makes::Audio,
-        }
-    }
-}
-
-impl From<Makes> for MediumChoice {
-    fn from(makes: Makes) -> MediumChoice {
-        match makes {
-            Makes::Image => MediumChoice::Image,
-            Makes::Video => MediumChoice::Video,
-            Makes::Audio => MediumChoice::Audio,
-        }
-    }
-}
-
-impl MediumChoice {
-    /// The default ending of its files.
-    pub(super) fn ending(self) -> &'static str {
-        match self {
-            MediumChoice::Image => "png",
-            MediumChoice::Video => "mp4",
-            MediumChoice::Audio => "wav",
-        }
-    }
-}
-
-/// Formats of a model's weights, and its adapters.
-#[derive(Clone, Debug, Default, Args)]
-pub(super) struct Formats {
-    /// Precision of the weights: full, 8-bit, 4-bit, or auto, which takes the best that fits the GPU [default: full, as they
-    /// are stored; of `run`: auto]; MODEL+4-bit is the same
-    #[arg(long, value_name = "PRESET", help_heading = "Weights")]
-    quantization: Option<String>,
-    /// Precision of one component (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
-    #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format, help_heading = "Weights")]
-    formats: Vec<(String, String)>,
-    /// A LoRA, by its name in `moored models --adapters`, and its strength [default: 1]; may be repeated. NAME:0.8,
-    /// NAME:1,0.5,0 changes it over the steps, NAME:0.8:0 sets another strength for the text encoders. A name with colons is
-    /// written as it is listed; \: is a colon of the name in any case
-    #[arg(long = "lora", value_name = "NAME[:STRENGTH]", value_parser = TypedAdapter::parse, help_heading = "Weights")]
-    adapters: Vec<TypedAdapter>,
-    /// Ignore LoRA tensors that match no layer of the model
-    #[arg(long, requires = "adapters", help_heading = "Weights")]
-    lora_ignore_unknown: bool,
-}
-
-fn name_and_picture(text: &str) -> Result<(String, PathBuf), String> {
-    // A name may have this character too: the picture is the longest path that is there.
-    let splits = text
-        .match_indices('=')
-        .map(|(at, _)| (&text[..at], &text[at + 1..]))
-        .filter(|(name, picture)| !name.is_empty() && !picture.is_empty());
-    let splits: Vec<(&str, &str)> = splits.collect();
-    let there = splits
-        .iter()
-        .find(|(_, picture)| PathBuf::from(picture).is_file());
-    let (name, picture) = there
-        .or(splits.first())
-        .ok_or("write a ControlNet and its picture, such as canny=edges.png")?;
-    Ok(((*name).to_owned(), picture.into()))
-}
-
-fn start_and_end(text: &str) -> Result<(f32, f32), String> {
-    let number = |text: &str| text.parse::<f32>().ok();
-    let both = text.split_once('-');
-    let both = both.and_then(|(start, end)| Some((number(start)?, number(end)?)));
-    both.ok_or_else(|| "write two parts of the steps, such as 0-0.6".to_owned())
-}
-
-fn component_and_format(text: &str) -> Result<(String, String), String> {
-    let (component, format) = text
-        .split_once('=')
-        .filter(|(component, format)| !component.is_empty() && !format.is_empty())
-        .ok_or("write a component and its format, such as transformer=nf4")?;
-    Ok((component.to_owned(), format.to_owned()))
-}
-
-impl Formats {
-    /// The formats and adapters in the recipe of a picture.
-    pub(super) fn of_recipe(recipe: &Recipe) -> Formats {
-        let formats = recipe
-            .model_key
-            .rsplit_once('+')
-            .map_or("", |(_, formats)| formats);
-        let (named, presets): (Vec<&str>, Vec<&str>) =
-            formats.split(',').partition(|each| each.contains('='));
-        let preset = presets.first().filter(|preset| !matches!(**preset, "" | FULL));
-        let named = named.into_iter().filter_map(|each| each.split_once('='));
-        Formats {
-            quantization: preset.map(|preset| (*preset).to_owned()),
-            formats: named
-                .map(|(component, format)| (component.to_owned(), format.to_owned()))
-                .collect(),
-            adapters: recipe.adapters.iter().map(TypedAdapter::of_recipe).collect(),
-            lora_ignore_unknown: false,
-        }
-    }
-
-    /// These formats and adapters. Where the command line names none, those of a recipe.
-    #[must_use]
-    pub(super) fn or_those_of(&self, recipe: &Recipe) -> Formats {
-        let formats = self.or_adapters_of(recipe);
-        match self.is_empty() {
-            true => Formats {
-                adapters: formats.adapters,
-                lora_ignore_unknown: formats.lora_ignore_unknown,
-                ..Formats::of_recipe(recipe)
-            },
-            false => formats,
-        }
-    }
-
-    /// The same formats. Where the command line names no adapters, those of a recipe.
-    #[must_use]
-    pub(super) fn or_adapters_of(&self, recipe: &Recipe) -> Formats {
-        let mut formats = self.clone();
-        if formats.adapters.is_empty() {
-            formats.adapters = Formats::of_recipe(recipe).adapters;
-        }
-        formats
-    }
-
-    /// Resolves ambiguous adapters, by the list of a service if that is needed.
-    ///
-    /// # Errors
-    /// As [`adapter::settle`].
-    pub(super) async fn settle(&mut self, client: &ClientSettings) -> Result<(), CliError> {
-        let listed = async || adapter::listed(&Connection::open(client).await?).await;
-        adapter::settle(&mut self.adapters, listed).await
-    }
-
-    /// As [`Formats::settle`], by the list of this machine where no service answers.
-    ///
-    /// # Errors
-    /// As [`adapter::settle`].
-    pub(super) async fn settle_here(
-        &mut self,
-        program: &dyn Program,
-        config: &Config,
-    ) -> Result<(), CliError> {
-        let listed = async || match Connection::open(&config.client).await {
-            Err(CliError::Unreachable { .. }) => Ok(program.adapters(config)),
-            connection => adapter::listed(&connection?).await,
-        };
-        adapter::settle(&mut self.adapters, listed).await
-    }
-
-    /// The preset that the option names.
-    pub(super) fn preset(&self) -> Option<&str> {
-        self.quantization.as_deref()
-    }
-
-    /// Whether the options name no format.
-    pub(super) fn is_empty(&self) -> bool {
-        self.quantization.is_none() && self.formats.is_empty()
-    }
-
-    /// A reference to the model with this id, in these formats.
-    ///
-    /// # Errors
-    /// When a component is named twice.
-    pub(super) fn of(&self, id: &str) -> Result<v1::ModelRef, CliError> {
-        let mut components = HashMap::new();
-        for (component, format) in &self.formats {
-            if let Some(other) = components.insert(component.clone(), format.clone()) {
-                return Err(CliError::Usage(format!(
-                    "--format names {component} twice, as {other} and as {format}"
-                )));
-            }
-        }
-        let quantization = v1::Quantization {
-            preset: self.quantization.clone().unwrap_or_default(),
-            components,
-        };
-        Ok(v1::ModelRef {
-            id: id.to_owned(),
-            quantization: (!self.is_empty()).then_some(quantization),
-            adapters: self
-                .adapters
-                .iter()
-                .map(TypedAdapter::adapter)
-                .map(|adapter| v1::Adapter {
-                    ignore_unknown: adapter.ignore_unknown || self.lora_ignore_unknown,
-                    ..adapter
-                })
-                .collect(),
-            ..Default::default()
-        })
-    }
-}
-
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
-pub(super) enum PriorityChoice {
-    Low,
-    #[default]
-    Normal,
-    High,
-}
-
 #[derive(Debug, Args)]
 pub(super) struct Demo {
     /// Folder for the pictures, the film and the sound
@@ -752,12 +380,12 @@ impl Arguments {
 
     fn of(matches: &ArgMatches) -> Result<Arguments, clap::Error> {
         let mut arguments = Arguments::from_arg_matches(matches)?;
-        if let Some((_, behind)) = matches.subcommand() {
-            let behind = GlobalOptions::from_arg_matches(behind)?;
-            let both = std::mem::take(&mut arguments.common).and(behind);
+        if let Some((_, after)) = matches.subcommand() {
+            let after = GlobalOptions::from_arg_matches(after)?;
+            let both = std::mem::take(&mut arguments.common).and(after);
             arguments.common = both.map_err(|name| {
                 let problem =
-                    format!("{name} is given twice, before the command and behind it: leave one out");
+                    format!("{name} is given twice, before the command and after it: leave one out");
                 whole_command().error(ErrorKind::ArgumentConflict, problem)
             })?;
         }
@@ -772,8 +400,8 @@ impl Arguments {
         let common = &self.common;
         let talks = self
             .command
-            .sections()
-            .is_none_or(|sections| sections.contains(&"client"));
+            .tables()
+            .is_none_or(|tables| tables.contains(&"client"));
         let is_own = matches!(self.command, Command::Demo(_) | Command::Serve(_));
         for (option, given, own) in [
             ("--endpoint", common.endpoint.is_some(), is_own),
@@ -788,14 +416,14 @@ impl Arguments {
                 return Err(format!("{option} has no effect on this command: leave it out"));
             }
         }
-        let Some(sections) = self.command.sections() else {
+        let Some(tables) = self.command.tables() else {
             return Ok(());
         };
         for set in &common.set {
             let (name, _) = name_and_value(set);
-            let section = name.split('.').next().unwrap_or_default();
-            let section = section.trim_matches(['"', '\'']);
-            if SECTIONS.contains(&section) && section != "log" && !sections.contains(&section) {
+            let table = name.split('.').next().unwrap_or_default();
+            let table = table.trim_matches(['"', '\'']);
+            if TABLES.contains(&table) && table != "log" && !tables.contains(&table) {
                 return Err(format!(
                     "{name} is a setting of the service and has no effect on this command: give it to `moored serve`"
                 ));
@@ -877,8 +505,8 @@ fn address_of(listen: &str) -> String {
     }
 }
 
-/// Sections of the configuration.
-const SECTIONS: [&str; 9] = [
+/// Tables of the configuration.
+const TABLES: [&str; 9] = [
     "service",
     "models",
     "hub",
@@ -984,21 +612,5 @@ mod tests {
             assert!(read(line).is_ok(), "{line}");
         }
         assert_eq!(read("moored -v status -v").unwrap().verbosity(), Verbosity::All);
-    }
-
-    #[test]
-    fn formats_are_parsed_from_a_key() {
-        let of_key = |key: &str| {
-            Formats::of_recipe(&Recipe {
-                model_key: key.to_owned(),
-                ..Recipe::default()
-            })
-        };
-        let told = |key: &str| of_key(key).of("a").unwrap().quantization.map(|q| q.components);
-        let both = told("me/a+b@1+text_encoder_2=nf4,transformer=int8").unwrap();
-        assert_eq!((both.len(), both["transformer"].as_str()), (2, "int8"));
-        assert_eq!((told("me/a+full"), told("a")), (None, None));
-        let preset = of_key("me/a+4-bit").of("a").unwrap().quantization;
-        assert_eq!(preset.map(|q| q.preset), Some("4-bit".to_owned()));
     }
 }

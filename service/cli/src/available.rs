@@ -2,7 +2,7 @@
 
 use api::v1;
 use config::Config;
-use gpu::{CardKind, DeviceChoice};
+use gpu::CardKind;
 use hub::catalogue::{self, Makes, Model, Room};
 use model::Preset;
 use residency::Bytes;
@@ -72,7 +72,7 @@ impl Inventory {
         Inventory {
             program,
             place: Place::Here(Box::new(config.clone())),
-            card: Card::of_this_machine(config),
+            card: Card::of_this_machine(program, config),
         }
     }
 
@@ -128,14 +128,9 @@ impl Card {
     }
 
     /// The largest card of this machine.
-    fn of_this_machine(config: &Config) -> Option<Card> {
-        let devices = DeviceChoice::resolve(&config.cards.devices).map(|found| found.devices);
-        let described = devices
-            .unwrap_or_default()
-            .into_iter()
-            .filter_map(|device| device.describe().ok());
+    fn of_this_machine(program: &dyn Program, config: &Config) -> Option<Card> {
         let headroom = config.cards.headroom;
-        let cards = described.map(|card| Card {
+        let cards = program.cards(config).into_iter().map(|card| Card {
             room: match card.kind {
                 CardKind::Cuda => Room {
                     is_f32: card.compute_dtype == F32,
@@ -151,13 +146,6 @@ impl Card {
             id: card.id,
         });
         cards.max_by_key(|card| card.total)
-    }
-
-    /// A model of a medium that fits the card, where the one of this plan does not.
-    pub(super) fn fitting_instead(&self, makes: Makes, plan: &v1::PlanResponse) -> Option<String> {
-        let (model, preset) = catalogue::first_that_fits(makes, &self.room)?;
-        let planned = plan.model.as_ref().map_or("", |planned| planned.id.as_str());
-        (model.id != planned).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
     }
 
     /// A command to start with, for the first model that fits and needs no login.

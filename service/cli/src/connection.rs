@@ -1,6 +1,7 @@
 //! The connection to a running service, and its errors with remedies.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -73,6 +74,11 @@ pub(super) fn lost(status: &Status) -> Option<CliError> {
     // A status that the service sent has no source on this side.
     let is_lost = of_connection && status.details().is_empty() && std::error::Error::source(status).is_some();
     is_lost.then(|| WireError::of(status, &endpoint()).map_or_else(cut, CliError::Wire))
+}
+
+/// Where a service must listen to answer this client; `None` for a service elsewhere.
+pub(super) fn listen_address(client: &ClientSettings) -> Option<SocketAddr> {
+    Address::of(&client.endpoint).ok()?.listen
 }
 
 impl Connection {
@@ -148,9 +154,12 @@ impl Connection {
 /// The `authorization` header with the token of a file.
 fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
     let token = bounded::token(file).map_err(|problem| CliError::file(file, problem))?;
-    format!("Bearer {token}")
-        .parse()
-        .map_err(|_| CliError::file(file, "holds no token"))
+    format!("Bearer {token}").parse().map_err(|_| {
+        CliError::file(
+            file,
+            "the token has characters that are not ASCII: write the token of the service",
+        )
+    })
 }
 
 /// TLS with the CA certificates of a file, or the system's.
@@ -205,6 +214,11 @@ impl Refusal {
             }
         }
         refusal
+    }
+
+    /// Whether a model that the request names is missing.
+    pub(super) fn is_of_missing_model(&self) -> bool {
+        self.reason == v1::Reason::ModelNotFound.as_str_name()
     }
 
     /// A remedy for people.

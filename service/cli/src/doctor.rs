@@ -1,7 +1,7 @@
 //! `moored doctor`: checks of this machine, the configuration and the models.
 
 use api::v1;
-use config::Config;
+use config::{ClientSettings, Config};
 use serde_json::json;
 
 use crate::Program;
@@ -17,6 +17,34 @@ pub struct Finding {
     pub what: &'static str,
     /// The finding, in words.
     pub found: String,
+}
+
+impl Finding {
+    /// All is well.
+    pub fn good(what: &'static str, found: impl Into<String>) -> Finding {
+        Finding {
+            well: true,
+            what,
+            found: found.into(),
+        }
+    }
+
+    /// Something is wrong.
+    pub fn bad(what: &'static str, found: impl ToString) -> Finding {
+        Finding {
+            well: false,
+            what,
+            found: found.to_string(),
+        }
+    }
+
+    /// What was found, where a check may fail.
+    pub fn of(what: &'static str, found: Result<String, String>) -> Finding {
+        match found {
+            Ok(found) => Finding::good(what, found),
+            Err(problem) => Finding::bad(what, problem),
+        }
+    }
 }
 
 /// Checks the cards, the state folder, the folder of downloads, the models and the service. Fails when a check does.
@@ -39,54 +67,34 @@ pub(super) async fn run(program: &dyn Program, config: Config, as_json: bool) ->
 }
 
 async fn service(config: &Config) -> Finding {
-    let connection = match Connection::open(&config.client).await {
+    let found = version_of_service(&config.client).await;
+    Finding::of("service", found)
+}
+
+/// The version of the service at the configured address, where it is of this version.
+async fn version_of_service(client: &ClientSettings) -> Result<String, String> {
+    let endpoint = &client.endpoint;
+    let connection = match Connection::open(client).await {
         Ok(connection) => connection,
         Err(CliError::Unreachable { .. }) => {
-            let found = format!(
-                "none runs at {} (not needed for this check)",
-                config.client.endpoint
-            );
-            return Finding {
-                well: true,
-                what: "service",
-                found,
-            };
+            return Ok(format!("none runs at {endpoint} (not needed for this check)"));
         }
-        Err(problem) => {
-            return Finding {
-                well: false,
-                what: "service",
-                found: problem.to_string(),
-            };
-        }
+        Err(problem) => return Err(problem.to_string()),
     };
-    match connection
-        .server()
-        .get_server_info(v1::GetServerInfoRequest {})
-        .await
-    {
-        Ok(info) => {
-            let info = info.into_inner();
-            let own = env!("CARGO_PKG_VERSION");
-            let found = format!("version {} at {}", info.version, config.client.endpoint);
-            Finding {
-                well: info.version == own,
-                what: "service",
-                found,
-            }
+    let mut server = connection.server();
+    let asked = server.get_server_info(v1::GetServerInfoRequest {}).await;
+    let info = asked.map_err(|status| match status.code() {
+        tonic::Code::Unauthenticated => {
+            format!("{endpoint} asks for a token: name its file with --token-file or MOORED_TOKEN_FILE")
         }
-        Err(status) if status.code() == tonic::Code::Unauthenticated => Finding {
-            well: false,
-            what: "service",
-            found: format!(
-                "{} asks for a token: name its file with --token-file or MOORED_TOKEN_FILE",
-                config.client.endpoint
-            ),
-        },
-        Err(status) => Finding {
-            well: false,
-            what: "service",
-            found: status.message().to_owned(),
-        },
+        _ => status.message().to_owned(),
+    })?;
+    let (of_service, own) = (info.into_inner().version, env!("CARGO_PKG_VERSION"));
+    let found = format!("version {of_service} at {endpoint}");
+    match of_service == own {
+        true => Ok(found),
+        false => Err(format!(
+            "{found}, and this program has {own}: start the service again with the newer program, or call it with its own"
+        )),
     }
 }

@@ -6,18 +6,19 @@ use api::v1;
 use api::v1::event::Event as Kind;
 use config::ClientSettings;
 use futures::StreamExt as _;
+use hub::catalogue;
 use residency::Bytes;
 use serde_json::json;
 
 use crate::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
 use crate::available::Card;
-use crate::brought::{Brought, Uploads};
 use crate::connection::{Connection, when_of};
 use crate::files::{Target, Writing};
 use crate::pull::WhenMissing;
 use crate::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of};
 use crate::results::{Bounds, Results};
 use crate::show::{self, Show};
+use crate::track_uploads::{RequestTracks, Uploads};
 use crate::{CliError, connection, interrupt, screen};
 
 /// Generates a film, and writes it.
@@ -52,7 +53,7 @@ pub(super) async fn run(client: &ClientSettings, mut options: Generate, json: bo
 #[derive(Clone)]
 pub(super) struct Order {
     requests: Vec<Asked>,
-    brought: Brought,
+    tracks: RequestTracks,
     target: Target,
     count: u32,
 }
@@ -91,9 +92,9 @@ impl Order {
             .map(|prompt| request.clone().with_prompt(prompt));
         let order = Order {
             count: settings.sampling.count,
-            brought: match medium {
-                MediumChoice::Audio => Brought::of(settings)?,
-                MediumChoice::Image | MediumChoice::Video => Brought::default(),
+            tracks: match medium {
+                MediumChoice::Audio => RequestTracks::of(settings)?,
+                MediumChoice::Image | MediumChoice::Video => RequestTracks::default(),
             },
             requests: requests.collect(),
             target,
@@ -173,7 +174,7 @@ impl Order {
             }
             let attempt = async || {
                 let mut request = request.clone();
-                interrupt::or(self.brought.name_in(&mut request, uploads, connection)).await?;
+                interrupt::or(self.tracks.name_in(&mut request, uploads, connection)).await?;
                 generate(connection, request, &mut show).await
             };
             let generated = when_missing.retry(connection, request.model(), attempt).await?;
@@ -254,9 +255,10 @@ pub(super) async fn plan(
     } else {
         let instead = match plan.runs_now {
             true => None,
-            false => Card::of_service(&connection, headroom)
-                .await?
-                .and_then(|card| card.fitting_instead(medium.into(), &plan)),
+            false => Card::of_service(&connection, headroom).await?.and_then(|card| {
+                let planned = plan.model.as_ref().map_or("", |planned| planned.id.as_str());
+                catalogue::fitting_instead(medium.into(), &card.room, planned)
+            }),
         };
         show_plan(&plan, instead.as_deref())?;
     }

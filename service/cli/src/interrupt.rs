@@ -1,6 +1,7 @@
 //! Ctrl-C, SIGTERM and SIGQUIT end a command that waits: its job is cancelled, and its exit code names the signal.
 
 use std::sync::LazyLock;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -66,15 +67,30 @@ pub(super) async fn instead_of(problem: CliError) -> CliError {
 
 /// The outcome of some work, or an error once a signal arrives: the work is dropped then, which cancels its calls.
 pub(super) async fn or<T>(work: impl Future<Output = Result<T, CliError>>) -> Result<T, CliError> {
-    let mut arrived = ARRIVED.subscribe();
-    if arrived.borrow_and_update().is_some() {
+    if has_arrived() {
         return Err(interrupted());
     }
     tokio::select! {
         biased; // work that ends by itself on a signal has a more exact outcome
         ended = work => ended,
-        _ = arrived.wait_for(Option::is_some) => Err(interrupted()),
+        () = arrival() => Err(interrupted()),
     }
+}
+
+fn has_arrived() -> bool {
+    ARRIVED.borrow().is_some()
+}
+
+/// Resolves once a signal has arrived. Of several that are polled in one task, the first that is polled resolves first: each looks for
+/// itself, as their wakers are called one after the other.
+async fn arrival() {
+    let mut arrived = ARRIVED.subscribe();
+    let mut woken = std::pin::pin!(arrived.wait_for(Option::is_some));
+    std::future::poll_fn(|context| match woken.as_mut().poll(context) {
+        Poll::Pending if !has_arrived() => Poll::Pending,
+        Poll::Pending | Poll::Ready(_) => Poll::Ready(()),
+    })
+    .await;
 }
 
 fn interrupted() -> CliError {

@@ -4,7 +4,6 @@
 mod adapter;
 mod arguments;
 mod available;
-mod brought;
 mod cards;
 mod connection;
 mod demo;
@@ -29,6 +28,7 @@ mod screen;
 mod shell;
 mod show;
 mod status;
+mod track_uploads;
 mod wire;
 
 use std::path::Path;

@@ -1,6 +1,5 @@
 //! A service inside of this program, for commands that need one while they last.
 
-use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use config::{ClientSettings, Config};
@@ -84,19 +83,6 @@ impl LocalService {
     }
 }
 
-/// The address on which a service must listen to answer at this endpoint; `None` unless the endpoint is HTTP on loopback.
-pub(super) fn address_of(endpoint: &str) -> Option<SocketAddr> {
-    let bare = endpoint
-        .strip_prefix("http://")
-        .unwrap_or(endpoint)
-        .trim_end_matches('/');
-    let address = match bare.strip_prefix("localhost:") {
-        Some(port) => SocketAddr::from((Ipv4Addr::LOCALHOST, port.parse().ok()?)),
-        None => bare.parse().ok()?,
-    };
-    address.ip().is_loopback().then_some(address)
-}
-
 /// Waits for `SERVING` by grpc.health.v1: the service answers before its worker is ready.
 async fn is_ready(connection: &Connection, endpoint: &str) -> Result<(), CliError> {
     let mut health = connection.health();
@@ -113,23 +99,11 @@ async fn is_ready(connection: &Connection, endpoint: &str) -> Result<(), CliErro
         Ok(result) => Ok(result?),
         Err(_) => Err(CliError::Unreachable {
             endpoint: endpoint.to_owned(),
-            problem: "its worker did not become ready".to_owned(),
+            problem: format!(
+                "it was started, and no card of it was ready within {} s: its messages above say why, and `moored doctor` checks the \
+                 cards",
+                START_LIMIT.as_secs()
+            ),
         }),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_loopback_http_endpoint_has_a_listen_address() {
-        let told = |endpoint: &str| address_of(endpoint).map(|address| address.to_string());
-        assert_eq!(told("http://127.0.0.1:50051").as_deref(), Some("127.0.0.1:50051"));
-        assert_eq!(told("localhost:7").as_deref(), Some("127.0.0.1:7"));
-        assert_eq!(told("http://[::1]:7/").as_deref(), Some("[::1]:7"));
-        for elsewhere in ["http://gpu:50051", "https://127.0.0.1:50051", "http://10.0.0.1:1"] {
-            assert_eq!(told(elsewhere), None, "{elsewhere}");
-        }
     }
 }

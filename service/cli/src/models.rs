@@ -11,19 +11,17 @@ use residency::Bytes;
 use serde_json::json;
 
 use crate::Program;
-use crate::connection::Connection;
+use crate::connection::{Connection, listen_address};
 use crate::names::short_revision;
 use crate::pull::decimal;
-use crate::{CliError, local, screen, total_of};
+use crate::{CliError, screen, total_of};
 
 /// Lists the models of the service; where none answers, those of the folders and the hub cache of this machine.
 pub(super) async fn list(program: &dyn Program, config: &Config, json: bool) -> Result<(), CliError> {
     let mut residency = match Connection::open(&config.client).await {
         Ok(connection) => connection.residency(),
         // A service elsewhere has other models.
-        Err(CliError::Unreachable { endpoint, .. })
-            if local::address_of(&config.client.endpoint).is_some() =>
-        {
+        Err(CliError::Unreachable { endpoint, .. }) if listen_address(&config.client).is_some() => {
             return list_here(program, config, &endpoint, json);
         }
         Err(other) => return Err(other),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use config::{Config, LogSettings};
 use futures::future::BoxFuture;
+use gpu::CardDescription;
 use model::Families;
 use tokio::sync::oneshot;
 
@@ -64,6 +65,9 @@ pub trait Program: Sync {
 
     /// Ids of the adapters in the folders of this configuration.
     fn adapters(&self, config: &Config) -> Vec<String>;
+
+    /// The cards of this configuration, without those that do not answer.
+    fn cards(&self, config: &Config) -> Vec<CardDescription>;
 
     /// Checks of the cards, the folders and the models of this configuration.
     fn examine(&self, config: Config) -> BoxFuture<'static, Vec<Finding>>;

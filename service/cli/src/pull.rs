@@ -10,7 +10,6 @@ use futures::StreamExt as _;
 use hub::{Base, Hub, Progress, PullPlan, Reference};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::Program;
@@ -48,38 +47,39 @@ pub(super) async fn here(
     let prepared = Hub::new(settings, program.families()).prepare(model).await?;
     // JSON has the plan only with `--dry-run`: the event at the end of a pull has the same fields.
     if dry_run || !json {
-        tell_plan(model, &prepared.plan(), &cache, dry_run, json)?;
+        print_plan(model, &prepared.plan(), &cache, dry_run, json)?;
     }
     if dry_run {
         return Ok(());
     }
-    let mut interrupted = signal(SignalKind::interrupt())?;
     let (sender, mut progress) = watch::channel(Progress::default());
-    let pull = prepared.pull(sender);
-    tokio::pin!(pull);
     let mut show = ShowPull::new(json);
-    let mut ticks = tokio::time::interval(JSON_INTERVAL);
-    let pulled = loop {
-        tokio::select! {
-            ended = &mut pull => break ended,
-            Ok(()) = progress.changed() => show.progress(progress_of(progress.borrow_and_update().clone()))?,
-            _ = ticks.tick() => show.tick()?,
-            _ = interrupted.recv() => {
-                show.end();
-                return Err(CliError::Interrupted(format!(
-                    "interrupted; what was downloaded stays, and `moored pull {model}` resumes there"
-                )));
+    let pull = async {
+        let pull = prepared.pull(sender);
+        tokio::pin!(pull);
+        let mut ticks = tokio::time::interval(JSON_INTERVAL);
+        loop {
+            tokio::select! {
+                ended = &mut pull => return Ok(ended?),
+                Ok(()) = progress.changed() => show.progress(progress_of(progress.borrow_and_update().clone()))?,
+                _ = ticks.tick() => show.tick()?,
             }
         }
     };
+    let pulled = interrupt::or(pull).await;
     show.end();
-    let pulled = pulled?;
+    let pulled = pulled.map_err(|problem| match problem {
+        CliError::Interrupted(_) => CliError::Interrupted(format!(
+            "interrupted; what was downloaded stays, and `moored pull {model}` resumes there"
+        )),
+        other => other,
+    })?;
     let path = pulled.path.clone();
-    tell(&pulled_of(pulled), Some(&path), json)
+    print_pulled(&pulled_of(pulled), Some(&path), json)
 }
 
 /// Prints the files that a pull would download.
-fn tell_plan(
+fn print_plan(
     model: &Reference,
     plan: &PullPlan,
     cache: &Path,
@@ -141,9 +141,7 @@ impl WhenMissing {
         mut attempt: impl AsyncFnMut() -> Result<T, CliError>,
     ) -> Result<T, CliError> {
         let refused = match attempt().await {
-            Err(CliError::Refused(refused)) if refused.reason == v1::Reason::ModelNotFound.as_str_name() => {
-                refused
-            }
+            Err(CliError::Refused(refused)) if refused.is_of_missing_model() => refused,
             other => return other,
         };
         // A call may name several models: only `model` is pulled, or the service's default where that has no name.
@@ -218,7 +216,7 @@ async fn follow(
             Some(Event::Progress(progress)) => show.progress(progress)?,
             Some(Event::Pulled(pulled)) => {
                 show.end();
-                tell(&pulled, None, json)?;
+                print_pulled(&pulled, None, json)?;
             }
             None => {}
         }
@@ -233,7 +231,7 @@ fn request(model: &Reference) -> v1::PullModelRequest {
 }
 
 /// Prints what has been pulled, and its path if that is on this machine.
-fn tell(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(), CliError> {
+fn print_pulled(pulled: &v1::PulledModel, path: Option<&Path>, json: bool) -> Result<(), CliError> {
     let path = path.map(|path| path.display().to_string());
     if json {
         let mut said = json!({"event": "pulled", "id": pulled.id, "revision": pulled.revision,
@@ -265,7 +263,7 @@ struct ShowPull {
     json: bool,
     bar: Option<ProgressBar>,
     latest: Option<v1::PullProgress>,
-    told: Option<Instant>,
+    printed_at: Option<Instant>,
 }
 
 impl ShowPull {
@@ -282,7 +280,7 @@ impl ShowPull {
                 bar
             }),
             latest: None,
-            told: None,
+            printed_at: None,
         }
     }
 
@@ -314,13 +312,16 @@ impl ShowPull {
             bar.tick(); // progress that arrived faster than the bar is drawn
         }
         let interval = if self.json { JSON_INTERVAL } else { LINE_INTERVAL };
-        if self.told.is_some_and(|told| told.elapsed() < interval) {
+        if self
+            .printed_at
+            .is_some_and(|printed_at| printed_at.elapsed() < interval)
+        {
             return Ok(());
         }
         let Some(progress) = self.latest.take() else {
             return Ok(());
         };
-        self.told = Some(Instant::now());
+        self.printed_at = Some(Instant::now());
         let (done, total) = (progress.bytes_done, progress.bytes_total);
         if self.json {
             return screen::json(

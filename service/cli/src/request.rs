@@ -344,7 +344,9 @@ fn track_of(
         }
     }
     if options.reference.len() > 1 {
-        return Err(CliError::Usage("--reference of a track is one".to_owned()));
+        return Err(CliError::Usage(
+            "a track takes one --reference: leave the others out".to_owned(),
+        ));
     }
     let lyrics = track.lyrics.as_deref().map(text).transpose()?;
     let task = match track.task {
@@ -406,7 +408,9 @@ fn prompt_from_stdin() -> Result<String, CliError> {
     }
     let prompt = text_from_stdin()?;
     match prompt.trim() {
-        "" => Err(CliError::Usage("standard input holds no prompt".to_owned())),
+        "" => Err(CliError::Usage(
+            "standard input is empty: pipe a prompt in, or write it on the command line".to_owned(),
+        )),
         trimmed => Ok(trimmed.to_owned()),
     }
 }
@@ -430,7 +434,7 @@ pub(super) fn prompts_of(
             .map(str::to_owned)
             .collect();
         if prompts.is_empty() {
-            return Err(CliError::file(file, "holds no prompt: write one a line"));
+            return Err(CliError::file(file, "has no prompt: write one on each line"));
         }
         return Ok(prompts);
     }
@@ -468,7 +472,10 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
 pub(super) fn read_media(path: &Path) -> Result<Bytes, CliError> {
     let data = read(path)?;
     if data.is_empty() {
-        return Err(CliError::file(path, "is empty: it has 0 bytes"));
+        return Err(CliError::file(
+            path,
+            "is empty: it has 0 bytes; name another file, or copy it again",
+        ));
     }
     Ok(data.into())
 }

@@ -37,7 +37,7 @@ pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool)
         pull: options.pull,
         json,
     };
-    let attempt = async || bring_in(&connection, request.clone(), json).await;
+    let attempt = async || load_and_show(&connection, request.clone(), json).await;
     let asked = request.model.as_ref();
     let done = when_missing.retry(&connection, asked, attempt).await?;
     if json {
@@ -62,7 +62,7 @@ fn named(client: &ClientSettings) -> v1::JobOptions {
 }
 
 /// Loads, and shows the progress.
-async fn bring_in(
+async fn load_and_show(
     connection: &Connection,
     request: v1::LoadRequest,
     json: bool,
@@ -173,7 +173,7 @@ pub(super) async fn pin(client: &ClientSettings, mut options: Pin, json: bool) -
             options: Some(named(client)),
             ..Default::default()
         };
-        bring_in(&connection, request, json).await?;
+        load_and_show(&connection, request, json).await?;
     }
     if json {
         return screen::json(&json!({ "pinned": pinned }));

@@ -14,10 +14,11 @@ use model::Preset;
 use crate::Program;
 use crate::arguments::Run;
 use crate::available::{self, Inventory};
-use crate::connection::Connection;
+use crate::connection::{Connection, listen_address};
 use crate::generate::Order;
-use crate::local::{self, LocalService};
-use crate::{CliError, interrupt, pull, screen};
+use crate::local::LocalService;
+use crate::pull::{self, WhenMissing};
+use crate::{CliError, interrupt, screen};
 
 /// The preset that leaves the formats to the service.
 const AUTO: &str = "auto";
@@ -60,7 +61,7 @@ pub(super) async fn run(
             (connection, None)
         }
         Err(CliError::Unreachable { endpoint, problem }) => {
-            let Some(listen) = local::address_of(&config.client.endpoint) else {
+            let Some(listen) = listen_address(&config.client) else {
                 return Err(CliError::Unreachable { endpoint, problem });
             };
             let place = Inventory::of_this_machine(program, &config);
@@ -132,8 +133,8 @@ async fn confirm_fit(options: &Run, place: &Inventory, json: bool) -> Result<(),
     available::confirm_fit(model, preset, card, json).await
 }
 
-/// Has the service pull the model where it is missing, and prints the formats that the service chooses. A request that is wrong is
-/// reported when it is sent.
+/// Has the service pull the model where it is missing, and prints the formats that the service chooses. A refusal of the plan for
+/// another reason is reported when the request is sent.
 async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(), CliError> {
     let Some(first) = order.first() else {
         return Ok(());
@@ -145,19 +146,16 @@ async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(
             .map(|options| options.card.clone())
             .unwrap_or_default(),
     };
-    let plan = match connection.residency().plan(request.clone()).await {
-        Ok(plan) => plan.into_inner(),
+    let attempt = async || match connection.residency().plan(request.clone()).await {
+        Ok(plan) => Ok(Some(plan.into_inner())),
         Err(status) => match CliError::from(status) {
-            CliError::Refused(refused) if refused.reason == v1::Reason::ModelNotFound.as_str_name() => {
-                let Some(reference) = first.model().and_then(|model| Reference::of_entry(&model.id)) else {
-                    return Ok(());
-                };
-                pull::by_service(connection, &reference, json).await?;
-                connection.residency().plan(request).await?.into_inner()
-            }
-            CliError::Refused(_) => return Ok(()),
-            other => return Err(other),
+            CliError::Refused(refused) if !refused.is_of_missing_model() => Ok(None),
+            other => Err(other),
         },
+    };
+    let when_missing = WhenMissing { pull: true, json };
+    let Some(plan) = when_missing.retry(connection, first.model(), attempt).await? else {
+        return Ok(());
     };
     let choice = plan.model.map(|model| model.choice).unwrap_or_default();
     if !json && !choice.is_empty() && !choice.starts_with(model::FULL) {

@@ -69,21 +69,21 @@ pub(super) fn json(value: &Value) -> Result<(), CliError> {
 }
 
 /// Prints a line on standard error. If it is closed or its disk is full, the command goes on, as its results matter more than its notes.
-fn told(line: impl std::fmt::Display) {
+fn to_stderr(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// Prints a line on standard error, unless `--quiet` is set.
 pub(super) fn note(text: &str) {
     if verbosity() > Verbosity::Quiet {
-        told(wording::one_line(text));
+        to_stderr(wording::one_line(text));
     }
 }
 
 /// Prints a line on standard error, if `--verbose` is set.
 pub(super) fn detail(text: &str) {
     if verbosity() > Verbosity::Normal {
-        told(wording::one_line(text));
+        to_stderr(wording::one_line(text));
     }
 }
 
@@ -160,6 +160,6 @@ pub(super) fn fail(error: &CliError, as_json: bool) {
         // If nobody reads this, the exit status still reports the failure.
         let _ = writeln!(std::io::stdout(), "{}", wording::json(&failed));
     } else {
-        told(format_args!("moored: {}", wording::lines(&error.to_string())));
+        to_stderr(format_args!("moored: {}", wording::lines(&error.to_string())));
     }
 }

@@ -214,7 +214,7 @@ impl Show {
             self.last_loaded = name;
         }
         if let Kind::Step(step) = kind
-            && !is_told(Steps::of(step))
+            && !is_printed(Steps::of(step))
         {
             return;
         }
@@ -236,7 +236,7 @@ fn numbered(stage: &str, item: u32) -> String {
 }
 
 /// Whether a step is printed: the first, the last, and about [`LINES_OF_STEPS`] in all.
-fn is_told(steps: Steps) -> bool {
+fn is_printed(steps: Steps) -> bool {
     let tenth = |done: u64| done.saturating_mul(LINES_OF_STEPS) / steps.of.max(1);
     steps.done <= 1 || tenth(steps.done) != tenth(steps.done - 1)
 }
@@ -334,10 +334,10 @@ mod tests {
 
     #[test]
     fn all_of_few_steps_and_about_ten_of_many_are_printed() {
-        let told = |of: u64| (1..=of).filter(|&done| is_told(Steps { done, of })).count();
+        let told = |of: u64| (1..=of).filter(|&done| is_printed(Steps { done, of })).count();
         assert_eq!((told(1), told(8), told(10)), (1, 8, 10));
         assert_eq!(told(200), 11);
-        assert!(is_told(Steps { done: 200, of: 200 }));
+        assert!(is_printed(Steps { done: 200, of: 200 }));
     }
 
     /// A step of a film of three sections.

@@ -249,7 +249,7 @@ mod tests {
     }
 
     /// The error of a command there.
-    async fn told(url: String) -> CliError {
+    async fn error_of(url: String) -> CliError {
         let client = ClientSettings {
             endpoint: url,
             token_file: None,
@@ -288,7 +288,7 @@ mod tests {
                 let mut page = respond.send_response(answer(status, "text/html"), false).unwrap();
                 page.send_data("<html>no</html>".into(), true).unwrap();
             });
-            let error = told(format!("http://{}", address.await)).await;
+            let error = error_of(format!("http://{}", address.await)).await;
             assert!(error.to_string().contains(&format!("HTTP {status}: ")), "{error}");
             assert!(error.to_string().contains(words), "{error}");
             assert_eq!(Exit::of(&error), code, "{status}");
@@ -303,7 +303,7 @@ mod tests {
                 .unwrap();
             events.send_reset(Reason::INTERNAL_ERROR);
         });
-        let error = told(format!("http://{}", address.await)).await;
+        let error = error_of(format!("http://{}", address.await)).await;
         assert!(error.to_string().contains("grpc_read_timeout"), "{error}");
         assert_eq!(Exit::of(&error), Exit::NoService);
     }
@@ -317,7 +317,7 @@ mod tests {
             stream.write_all(page.as_bytes()).await.unwrap();
             let _ = stream.read_to_end(&mut Vec::new()).await; // until the client has gone
         });
-        let error = told(format!("http://{}", address.await)).await;
+        let error = error_of(format!("http://{}", address.await)).await;
         assert!(error.to_string().contains("does not speak HTTP/2"), "{error}");
     }
 
@@ -328,7 +328,7 @@ mod tests {
             stream.write_all(page.as_bytes()).await.unwrap();
             let _ = stream.read_to_end(&mut Vec::new()).await; // until the client has gone
         });
-        let error = told(format!("https://{}", address.await)).await;
+        let error = error_of(format!("https://{}", address.await)).await;
         assert!(error.to_string().contains("answers without TLS"), "{error}");
     }
 }

@@ -1,6 +1,6 @@
 //! The address of a service, as it is configured.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 /// The address of a service.
 pub struct Address {
@@ -9,6 +9,8 @@ pub struct Address {
     pub encrypted: bool,
     /// Whether the service is on this machine.
     pub is_here: bool,
+    /// Where a service must listen to answer at this address; `None` unless it is HTTP on loopback, with a port.
+    pub listen: Option<SocketAddr>,
 }
 
 impl Address {
@@ -38,14 +40,20 @@ impl Address {
         if host.is_empty() || !is_whole {
             return Err(wrong());
         }
-        let is_here = match host.parse::<IpAddr>() {
-            Ok(address) => address.to_canonical().is_loopback(),
-            Err(_) => host.eq_ignore_ascii_case("localhost"),
-        };
+        let is_localhost = host.eq_ignore_ascii_case("localhost");
+        let ip = host
+            .parse()
+            .ok()
+            .or(is_localhost.then_some(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        let here = ip.filter(|ip| ip.to_canonical().is_loopback());
         Ok(Address {
+            listen: here
+                .filter(|_| !encrypted)
+                .zip(uri.port_u16())
+                .map(SocketAddr::from),
+            is_here: here.is_some(),
             url,
             encrypted,
-            is_here,
         })
     }
 }
@@ -81,6 +89,29 @@ mod tests {
             "http://[::1",
         ] {
             assert_eq!(url(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_service_can_be_started_for_a_loopback_http_address() {
+        let listen = |endpoint: &str| {
+            let address = Address::of(endpoint).unwrap().listen;
+            address.map(|address| address.to_string())
+        };
+        for (endpoint, socket) in [
+            ("http://127.0.0.1:50051", "127.0.0.1:50051"),
+            ("localhost:7", "127.0.0.1:7"),
+            ("http://[::1]:7/", "[::1]:7"),
+        ] {
+            assert_eq!(listen(endpoint).as_deref(), Some(socket));
+        }
+        for elsewhere in [
+            "http://gpu:50051",
+            "https://127.0.0.1:50051",
+            "http://10.0.0.1:1",
+            "http://localhost",
+        ] {
+            assert_eq!(listen(elsewhere), None, "{elsewhere}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The layers of the configuration, laid over each other. A value that has the wrong shape for its section or setting is
+//! The layers of the configuration, laid over each other. A value that has the wrong shape for its table or setting is
 //! reported once and left out: it would hide every setting of the layers below it.
 
 use std::path::Path;
@@ -14,7 +14,7 @@ use super::{DEFAULTS, Flags, environment};
 pub(super) struct Layers {
     pub(super) figment: Figment,
     pub(super) mistakes: Vec<String>,
-    /// Every section with its settings.
+    /// Every table with its settings.
     known: Dict,
 }
 
@@ -170,7 +170,7 @@ fn nested(keys: Vec<String>, value: Value) -> Dict {
     keys.fold(innermost, |inner, key| Dict::from([(key, Value::from(inner))]))
 }
 
-/// Removes values of a layer that stand in place of a section, and sections that stand in place of a setting. Adds each to `found`,
+/// Removes values of a layer that stand in place of a table, and tables that stand in place of a setting. Adds each to `found`,
 /// with its name and the problem.
 fn leave_out_misshapen(prefix: &str, values: &mut Dict, known: &Dict, found: &mut Vec<(String, String)>) {
     values.retain(|key, value| {
@@ -185,7 +185,7 @@ fn leave_out_misshapen(prefix: &str, values: &mut Dict, known: &Dict, found: &mu
                 let of = example.map_or_else(String::new, |example| format!(" such as {example}"));
                 found.push((
                     name,
-                    format!("is a section, and has no value itself: name a setting in it{of}"),
+                    format!("is a table, and has no value itself: name a setting in it{of}"),
                 ));
                 false
             }
@@ -198,19 +198,19 @@ fn leave_out_misshapen(prefix: &str, values: &mut Dict, known: &Dict, found: &mu
     });
 }
 
-/// The names of all settings in a section.
-fn names_in(prefix: &str, section: &Dict) -> Vec<String> {
-    let names = section.iter().flat_map(|(key, value)| {
+/// The names of all settings in a table.
+fn names_in(prefix: &str, table: &Dict) -> Vec<String> {
+    let names = table.iter().flat_map(|(key, value)| {
         let name = below(prefix, key);
         match value {
-            Value::Dict(_, section) => names_in(&name, section),
+            Value::Dict(_, table) => names_in(&name, table),
             _ => vec![name],
         }
     });
     names.collect()
 }
 
-/// The name of a setting in a section.
+/// The name of a setting in a table.
 pub(super) fn below(prefix: &str, key: &str) -> String {
     match prefix.is_empty() {
         true => key.to_owned(),

@@ -11,7 +11,7 @@ mod hub_settings;
 mod layers;
 mod log_filter;
 mod reader;
-mod sections;
+mod tables;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -32,7 +32,7 @@ pub use layers::name_and_value;
 pub use log_filter::directives;
 pub use reader::Mistakes;
 use reader::Reader;
-pub use sections::RESERVED_NAMES;
+pub use tables::RESERVED_NAMES;
 
 /// The commented defaults, as `moored config --defaults` prints them.
 pub const DEFAULTS: &str = include_str!("default.toml");
@@ -502,7 +502,7 @@ const SHORT_NAMES: [(&str, &str); 5] = [
     ("client", "client.name"),
 ];
 
-/// `MOORED_SECTION_SETTING` is `section.setting`. The client's have short names.
+/// `MOORED_TABLE_SETTING` is `table.setting`. The client's have short names.
 fn environment() -> Env {
     Env::prefixed("MOORED_").filter(|key| key != "config").map(|key| {
         let key = key.as_str().to_lowercase();

@@ -381,20 +381,19 @@ impl Reader {
             if self.asked_for.contains(&name.as_str()) || self.open_tables.contains(&name.as_str()) {
                 continue;
             }
-            let is_section = |known: &&str| {
+            let is_table = |known: &&str| {
                 known
                     .strip_prefix(name.as_str())
                     .is_some_and(|rest| rest.starts_with('.'))
             };
             let known = || self.asked_for.iter().chain(&self.open_tables);
             match value {
-                Value::Dict(_, inner) if !inner.is_empty() || known().any(is_section) => {
+                Value::Dict(_, inner) if !inner.is_empty() || known().any(is_table) => {
                     self.find_unknown(&name, inner);
                 }
                 Value::Dict(..) => {
-                    let sections =
-                        known().filter_map(|known| known.split_once('.').map(|(section, _)| section));
-                    let problem = not_there("section", meant(&name, sections));
+                    let tables = known().filter_map(|known| known.split_once('.').map(|(table, _)| table));
+                    let problem = not_there("table", meant(&name, tables));
                     self.mistake(&name, problem);
                 }
                 _ => {

@@ -9,7 +9,7 @@ fn with(toml: &str) -> Result<Config, Mistakes> {
 }
 
 /// The mistakes of flags as `--set` takes them.
-fn said_of(flags: &[(&str, &str)]) -> String {
+fn mistakes_of(flags: &[(&str, &str)]) -> String {
     let flag = |(name, value): &(&str, &str)| ((*name).to_owned(), Some(value.parse().unwrap()));
     match Config::load(None, flags.iter().map(flag).collect()) {
         Ok(_) => String::new(),
@@ -118,12 +118,12 @@ fn meaningless_settings_are_refused_with_a_remedy() {
         ("models.folders = [\"\\u0000\"]", "NUL"),
         ("models.paths.'a/b' = \"\\u0000\"", "NUL"),
         ("hub.cache = \"\\u0000\"", "NUL"),
-        ("queue = 1", "queue (moored.toml): is a section"),
-        ("models.paths = 1", "models.paths (moored.toml): is a section"),
+        ("queue = 1", "queue (moored.toml): is a table"),
+        ("models.paths = 1", "models.paths (moored.toml): is a table"),
         ("queue.max_jobs.x = 1", "is a setting, and has no others in it"),
         ("'' = 1", "there is no such setting"),
-        ("[nope]", "there is no such section"),
-        ("[querue]", "no such section; queue is one"),
+        ("[nope]", "there is no such table"),
+        ("[querue]", "no such table; queue is one"),
         ("queue.max_jbs = 3", "no such setting; queue.max_jobs is one"),
         ("service.max_message = '0'", "the least that is of use"),
         ("hub.endpoint = 'mirror.example'", "as in https://mirror.example"),
@@ -137,11 +137,11 @@ fn meaningless_settings_are_refused_with_a_remedy() {
 }
 
 #[test]
-fn a_value_in_place_of_a_section_is_one_error() {
+fn a_value_in_place_of_a_table_is_one_error() {
     for (name, says) in [
         (
             "queue",
-            "queue (flag): is a section, and has no value itself: name a setting in it such as queue.",
+            "queue (flag): is a table, and has no value itself: name a setting in it such as queue.",
         ),
         (
             "queue..max_jobs",
@@ -155,13 +155,13 @@ fn a_value_in_place_of_a_section_is_one_error() {
             "queue.max_jobs (flag): is a setting, and has no others in it",
         ),
     ] {
-        let told = said_of(&[(name, "1")]);
+        let told = mistakes_of(&[(name, "1")]);
         assert!(
             told.contains("an error:") && told.contains(says),
             "{name:?}: {told}"
         );
     }
-    let told = said_of(&[("queue", "1"), ("queue.max_jobs", "0"), ("cards", "{headroom=1}")]);
+    let told = mistakes_of(&[("queue", "1"), ("queue.max_jobs", "0"), ("cards", "{headroom=1}")]);
     assert!(
         told.contains("2 errors") && told.contains("0 is less than 1"),
         "{told}"

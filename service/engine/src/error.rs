@@ -1,4 +1,4 @@
-//! Errors of jobs, in one enum: doors convert each for their clients.
+//! Errors of jobs, in one enum: a protocol server converts each for its clients.
 
 use std::fmt;
 use std::time::Duration;
@@ -55,7 +55,7 @@ pub struct Shortfall {
 
 impl Shortfall {
     /// `; quantization 4-bit (nf4), the smallest, needs 6.7 GiB; NAME fits this card`, as far as that is known.
-    fn what_would_fit(&self) -> String {
+    fn alternatives(&self) -> String {
         let smallest = self.smallest.as_ref();
         let smallest = smallest.map(|(label, needed)| format!("; {label}, the smallest, needs {needed}"));
         let instead = self.instead.as_ref().map(|instead| format!("; {instead}"));
@@ -161,7 +161,7 @@ pub enum Error {
     /// The job exceeds the capacity of the card.
     #[error(
         "{} needs {} at its peak, and the card can give {} at the most{}",
-        .0.stage, .0.needed, .0.capacity, .0.what_would_fit()
+        .0.stage, .0.needed, .0.capacity, .0.alternatives()
     )]
     NeverFits(Box<Shortfall>),
     /// The patience for foreign or late memory is exhausted.

@@ -107,10 +107,10 @@ impl Entry {
     /// A key's part without adapters, and the adapters that it names, each with whether unknown tensors are ignored.
     pub fn adapters_in_key(key: &str) -> (&str, Vec<(String, bool)>) {
         let formats = key.rfind('+').unwrap_or_default();
-        let Some(behind) = key[formats..].find(BEFORE_ADAPTER) else {
+        let Some(at) = key[formats..].find(BEFORE_ADAPTER) else {
             return (key, Vec::new());
         };
-        let (base, adapters) = key.split_at(formats + behind);
+        let (base, adapters) = key.split_at(formats + at);
         let named = adapters[BEFORE_ADAPTER.len_utf8()..].split(BEFORE_ADAPTER);
         let named = named.map(|name| {
             let (name, ignores) = match name.strip_suffix(IGNORES_UNKNOWN) {
@@ -168,7 +168,7 @@ pub struct OpenModel {
 /// All opened models, and the hashes of their files. Opening again is cheap: a model is reopened only if one of its
 /// files has changed.
 pub struct Library {
-    catalogue: Box<dyn ModelOpener>,
+    families: Box<dyn ModelOpener>,
     hasher: Hasher,
     opened: Mutex<BTreeMap<ModelKey, Opened>>,
     /// Identities of closed models: see [`ModelLocation::identities`].
@@ -212,9 +212,9 @@ struct Measured {
 
 impl Library {
     /// An empty library. Hashes are persisted in `identity_cache`, if there is one.
-    pub fn new(catalogue: impl ModelOpener + 'static, identity_cache: Option<PathBuf>) -> Library {
+    pub fn new(families: impl ModelOpener + 'static, identity_cache: Option<PathBuf>) -> Library {
         Library {
-            catalogue: Box::new(catalogue),
+            families: Box::new(families),
             hasher: Hasher::new(identity_cache),
             opened: Mutex::new(BTreeMap::new()),
             closed: Mutex::new(LruCache::new(REMEMBERED)),
@@ -498,7 +498,7 @@ impl Library {
             dtype: dtype_of(&card.compute_dtype)?,
             quantization: entry.quantization.clone(),
         };
-        self.catalogue.open(&entry.path, &precision).map_err(error_of)
+        self.families.open(&entry.path, &precision).map_err(error_of)
     }
 
     /// The components of an open entry, with their current identities. Does no IO.

@@ -85,7 +85,7 @@ pub struct StageWork {
     /// Its components, with their identities.
     pub components: Vec<Component>,
     /// Names of the later stages of the job.
-    pub behind: Vec<String>,
+    pub later_stages: Vec<String>,
     /// Components that those need.
     pub later: Vec<ComponentId>,
     /// The request, with the item's seed.

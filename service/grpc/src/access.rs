@@ -15,7 +15,7 @@ use tonic::codegen::http::{HeaderMap, Request, Response};
 
 use crate::limits::{client_of, lock};
 use crate::methods::{Admitted, Needs, method_at};
-use crate::status::unauthenticated;
+use crate::refusal::{Answer, Refusal};
 
 /// The token that calls must carry, if there is one.
 #[derive(Clone)]
@@ -85,11 +85,12 @@ impl Token {
 pub(crate) struct Access<S> {
     inner: S,
     token: Token,
+    answer: Answer,
 }
 
 impl<S> Access<S> {
-    pub(crate) fn new(inner: S, token: Token) -> Access<S> {
-        Access { inner, token }
+    pub(crate) fn new(inner: S, token: Token, answer: Answer) -> Access<S> {
+        Access { inner, token, answer }
     }
 }
 
@@ -112,7 +113,8 @@ where
             && method.needs != Needs::Nothing
         {
             self.token.log_refusal(client_of(&request), why);
-            return Either::Left(ready(Ok(unauthenticated(why).into_http())));
+            let refusal = Refusal::Unauthenticated(why.to_owned());
+            return Either::Left(ready(Ok((self.answer)(refusal))));
         }
         let is_known = checked.is_ok();
         request.extensions_mut().insert(Admitted { method, is_known });

@@ -17,10 +17,10 @@ use crate::sessions::{SessionStream, open_session};
 use crate::status::status_of;
 
 /// The calls of `moored.v1.Generation`.
-pub(crate) struct GenerationDoor(pub(crate) Generation);
+pub(crate) struct GenerationService(pub(crate) Generation);
 
 #[tonic::async_trait]
-impl generation_server::Generation for GenerationDoor {
+impl generation_server::Generation for GenerationService {
     type GenerateImageStream = EventStream;
 
     async fn generate_image(

@@ -15,22 +15,22 @@ pub(crate) async fn report(
     reports: watch::Receiver<Arc<StatusReport>>,
     stopping: watch::Receiver<bool>,
 ) {
-    let mut told = BTreeMap::new();
+    let mut known = BTreeMap::new();
     let (first, down) = (reports.borrow().clone(), *stopping.borrow());
-    tell_all(&reporter, &mut told, &first, down).await;
-    tokio::spawn(follow(reporter, told, reports, stopping));
+    set_all(&reporter, &mut known, &first, down).await;
+    tokio::spawn(follow(reporter, known, reports, stopping));
 }
 
 async fn follow(
     reporter: HealthReporter,
-    mut told: BTreeMap<String, bool>,
+    mut known: BTreeMap<String, bool>,
     mut reports: watch::Receiver<Arc<StatusReport>>,
     mut stopping: watch::Receiver<bool>,
 ) {
     loop {
         let down = *stopping.borrow();
         let report = reports.borrow_and_update().clone();
-        tell_all(&reporter, &mut told, &report, down).await;
+        set_all(&reporter, &mut known, &report, down).await;
         if down {
             return;
         }
@@ -41,13 +41,13 @@ async fn follow(
     }
     // The queue or the service has ended: so nothing serves, even if the last report differs.
     let last = reports.borrow().clone();
-    tell_all(&reporter, &mut told, &last, true).await;
+    set_all(&reporter, &mut known, &last, true).await;
 }
 
 /// Sets the health of each card, and of the service, which serves while one card does.
-async fn tell_all(
+async fn set_all(
     reporter: &HealthReporter,
-    told: &mut BTreeMap<String, bool>,
+    known: &mut BTreeMap<String, bool>,
     report: &StatusReport,
     down: bool,
 ) {
@@ -56,13 +56,13 @@ async fn tell_all(
         let serves = !down && card.state.is_ready();
         any |= serves;
         let name = format!("moored.card.{}", card.description.id);
-        tell(reporter, told, name, serves).await;
+        set(reporter, known, name, serves).await;
     }
-    tell(reporter, told, String::new(), any).await;
+    set(reporter, known, String::new(), any).await;
 }
 
-async fn tell(reporter: &HealthReporter, told: &mut BTreeMap<String, bool>, service: String, serves: bool) {
-    if told.get(&service) == Some(&serves) {
+async fn set(reporter: &HealthReporter, known: &mut BTreeMap<String, bool>, service: String, serves: bool) {
+    if known.get(&service) == Some(&serves) {
         return;
     }
     let status = if serves {
@@ -71,7 +71,7 @@ async fn tell(reporter: &HealthReporter, told: &mut BTreeMap<String, bool>, serv
         ServingStatus::NotServing
     };
     reporter.set_service_status(&service, status).await;
-    told.insert(service, serves);
+    known.insert(service, serves);
 }
 
 #[cfg(test)]
@@ -85,7 +85,7 @@ mod tests {
     use tonic_health::pb::health_server::Health;
     use tonic_health::server::HealthService;
 
-    async fn told(reporter: &HealthReporter) -> Option<i32> {
+    async fn health_of(reporter: &HealthReporter) -> Option<i32> {
         let service = HealthService::from_health_reporter(reporter.clone());
         let asked = tonic::Request::new(HealthCheckRequest::default());
         let answer = service.check(asked).await;
@@ -127,10 +127,10 @@ mod tests {
         let follower = super::follow(reporter.clone(), BTreeMap::new(), reported, stopping);
         let follower = tokio::spawn(follower);
         tokio::task::yield_now().await;
-        assert_eq!(told(&reporter).await, Some(i32::from(Answer::Serving)));
+        assert_eq!(health_of(&reporter).await, Some(i32::from(Answer::Serving)));
         drop(reports);
         follower.await.unwrap();
-        assert_eq!(told(&reporter).await, Some(i32::from(Answer::NotServing)));
+        assert_eq!(health_of(&reporter).await, Some(i32::from(Answer::NotServing)));
     }
 
     #[tokio::test]
@@ -140,6 +140,6 @@ mod tests {
         let (_stop, stopping) = watch::channel(false);
         report(reporter.clone(), reported, stopping).await;
         // The spawned task has not run yet: the test has one thread.
-        assert_eq!(told(&reporter).await, Some(i32::from(Answer::NotServing)));
+        assert_eq!(health_of(&reporter).await, Some(i32::from(Answer::NotServing)));
     }
 }

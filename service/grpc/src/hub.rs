@@ -13,10 +13,10 @@ use crate::requests::{asked, caller_of};
 use crate::status::status_of_pull;
 
 /// The calls of `moored.v1.Hub`.
-pub(crate) struct HubDoor(pub(crate) Pulling);
+pub(crate) struct HubService(pub(crate) Pulling);
 
 #[tonic::async_trait]
-impl Hub for HubDoor {
+impl Hub for HubService {
     async fn plan_pull(
         &self,
         request: Request<v1::PullModelRequest>,

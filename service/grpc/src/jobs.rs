@@ -10,10 +10,10 @@ use crate::requests::{asked, caller_of};
 use crate::status::status_of;
 
 /// The calls of `moored.v1.Jobs`.
-pub(crate) struct JobsDoor(pub(crate) Jobs);
+pub(crate) struct JobsService(pub(crate) Jobs);
 
 #[tonic::async_trait]
-impl jobs_server::Jobs for JobsDoor {
+impl jobs_server::Jobs for JobsService {
     async fn list(
         &self,
         request: Request<v1::ListJobsRequest>,

@@ -12,6 +12,7 @@ mod hub;
 mod jobs;
 mod limits;
 mod methods;
+mod refusal;
 mod requests;
 mod residency;
 mod server;
@@ -19,4 +20,4 @@ mod sessions;
 mod status;
 
 pub use access::Token;
-pub use server::{DoorSettings, TransportError, serve};
+pub use server::{GrpcSettings, TransportError, serve};

@@ -264,7 +264,7 @@ fn take_track(request: &mut v1::GenerateAudioRequest) -> AskedTrack {
         tracks: std::mem::take(tracks),
         window_start_seconds: request.window_start_seconds,
         window_end_seconds: request.window_end_seconds,
-        reference_media: Some(std::mem::take(reference_media_id)).filter(|id| !id.is_empty()),
+        reference_media: named(std::mem::take(reference_media_id)),
         beats_per_minute: request.beats_per_minute,
         key: std::mem::take(key),
         time_signature: std::mem::take(time_signature),
@@ -401,12 +401,18 @@ pub(crate) fn reservation_in(request: v1::ReserveRequest) -> Result<AskedReserva
 pub(crate) fn ttl_in(asked: Option<prost_types::Duration>) -> Result<Option<Duration>, Error> {
     let Some(asked) = asked else { return Ok(None) };
     // The conversion negates negative numbers, and the least number has no positive counterpart.
-    match asked.seconds < 0 || asked.nanos < 0 {
-        true => Err(invalid("ttl", "is negative")),
-        false => Duration::try_from(asked)
-            .map(Some)
-            .map_err(|_| invalid("ttl", "is no duration")),
-    }
+    let is_negative = asked.seconds < 0 || asked.nanos < 0;
+    let duration = (!is_negative).then(|| Duration::try_from(asked).ok()).flatten();
+    let wrong = || {
+        let (seconds, nanos) = (asked.seconds, asked.nanos);
+        invalid(
+            "ttl",
+            format!(
+                "{seconds} s and {nanos} ns is no time to live: set a positive duration, or leave it out for the default"
+            ),
+        )
+    };
+    duration.map(Some).ok_or_else(wrong)
 }
 
 #[cfg(test)]
@@ -469,5 +475,19 @@ mod tests {
             Some(Duration::from_secs(99_999_999 * 3600))
         );
         assert_eq!(timeout_of("9999999999999999999S"), None);
+    }
+
+    #[test]
+    fn a_time_to_live_that_is_no_duration_is_refused_with_a_remedy() {
+        let duration = |seconds, nanos| prost_types::Duration { seconds, nanos };
+        assert_eq!(ttl_in(Some(duration(2, 0))), Ok(Some(Duration::from_secs(2))));
+        assert_eq!(ttl_in(None), Ok(None));
+        for wrong in [duration(-1, 0), duration(0, -1), duration(i64::MIN, 0)] {
+            let refused = ttl_in(Some(wrong)).unwrap_err().to_string();
+            assert!(
+                refused.starts_with("ttl: ") && refused.contains("leave it out"),
+                "{refused}"
+            );
+        }
     }
 }

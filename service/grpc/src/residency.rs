@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use api::v1;
 use api::v1::residency_server;
-use calls::{Residency, invalid};
+use calls::{CardMemory, invalid};
 use futures::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
@@ -15,10 +15,10 @@ use crate::requests::{asked, caller_of, load_in, model_in, planned_in, reservati
 use crate::status::status_of;
 
 /// The calls of `moored.v1.Residency`.
-pub(crate) struct ResidencyDoor(pub(crate) Residency);
+pub(crate) struct ResidencyService(pub(crate) CardMemory);
 
 #[tonic::async_trait]
-impl residency_server::Residency for ResidencyDoor {
+impl residency_server::Residency for ResidencyService {
     async fn list_models(
         &self,
         request: Request<v1::ListModelsRequest>,

@@ -18,14 +18,14 @@ use tonic::{Request, Response, Status};
 
 use crate::access::{Access, Token};
 use crate::convert::card_kind_out;
-use crate::generation::GenerationDoor;
+use crate::generation::GenerationService;
 use crate::health;
-use crate::hub::HubDoor;
-use crate::jobs::JobsDoor;
+use crate::hub::HubService;
+use crate::jobs::JobsService;
 use crate::limits::{Limited, Limits};
 use crate::methods::capabilities;
-use crate::residency::ResidencyDoor;
-use crate::status::status_of;
+use crate::residency::ResidencyService;
+use crate::status::{answer_of, status_of};
 
 /// Capability that `hub.pull` may switch off.
 const PULL: &str = "pull";
@@ -39,7 +39,7 @@ const STREAMS_PER_CONNECTION: u32 = 512;
 const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(20);
 
 /// Settings of the server.
-pub struct DoorSettings {
+pub struct GrpcSettings {
     pub limits: LimitSettings,
     /// The token that calls must carry.
     pub token: Token,
@@ -60,7 +60,7 @@ pub struct TransportError(#[from] tonic::transport::Error);
 /// When the transport fails.
 pub async fn serve(
     service: Service,
-    settings: DoorSettings,
+    settings: GrpcSettings,
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), TransportError> {
@@ -69,15 +69,15 @@ pub async fn serve(
     let incoming = limits.accept(listener);
     let limit = usize::try_from(settings.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
-    health::report(reporter, service.residency.reports(), service.stopping.clone()).await;
+    health::report(reporter, service.card_memory.reports(), service.stopping.clone()).await;
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
     macro_rules! limited {
-        ($server:ident, $door:expr) => {
-            $server::new($door)
+        ($server:ident, $service:expr) => {
+            $server::new($service)
                 .max_decoding_message_size(limit)
                 .max_encoding_message_size(limit)
         };
@@ -93,15 +93,15 @@ pub async fn serve(
     routes
         .add_service(limited!(
             GenerationServer,
-            GenerationDoor(service.generation.clone())
+            GenerationService(service.generation.clone())
         ))
         .add_service(limited!(
             ResidencyServer,
-            ResidencyDoor(service.residency.clone())
+            ResidencyService(service.card_memory.clone())
         ))
-        .add_service(limited!(JobsServer, JobsDoor(service.jobs.clone())))
-        .add_service(limited!(HubServer, HubDoor(service.pulling.clone())))
-        .add_service(limited!(ServerServer, ServerDoor { service, settings }));
+        .add_service(limited!(JobsServer, JobsService(service.jobs.clone())))
+        .add_service(limited!(HubServer, HubService(service.pulling.clone())))
+        .add_service(limited!(ServerServer, ServerService { service, settings }));
     let serving = Transport::builder()
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
@@ -109,7 +109,11 @@ pub async fn serve(
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .serve_with_incoming_shutdown(
-            Access::new(Limited::new(routes.routes().prepare(), limits.clone()), token),
+            Access::new(
+                Limited::new(routes.routes().prepare(), limits.clone(), answer_of),
+                token,
+                answer_of,
+            ),
             incoming,
             async move {
                 let _ = stopped.wait_for(|stopped| *stopped).await; // a dropped sender means the same
@@ -122,13 +126,13 @@ pub async fn serve(
 }
 
 /// The calls of `moored.v1.Server`.
-struct ServerDoor {
+struct ServerService {
     service: Service,
-    settings: DoorSettings,
+    settings: GrpcSettings,
 }
 
 #[tonic::async_trait]
-impl Server for ServerDoor {
+impl Server for ServerService {
     async fn get_server_info(
         &self,
         _request: Request<v1::GetServerInfoRequest>,
@@ -137,8 +141,8 @@ impl Server for ServerDoor {
             Some((major, minor)) => format!("{major}.{minor}"),
             None => String::new(),
         };
-        let cards = self.service.residency.cards();
-        let default_model = self.service.residency.default_model().await;
+        let cards = self.service.card_memory.cards();
+        let default_model = self.service.card_memory.default_model().await;
         let default_model = default_model.map_err(|e| status_of(&e))?.unwrap_or_default();
         Ok(Response::new(v1::ServerInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -168,7 +168,7 @@ fn message_out(said: SessionEvent) -> Option<SessionMessage> {
         SessionEvent::Opened(opened) => SessionMessage::Opened(opened_out(&opened)),
         SessionEvent::Accepted { segment, job, seed } => SessionMessage::Accepted(v1::SegmentAccepted {
             segment,
-            job_id: job,
+            job_id: job.to_string(),
             seed,
         }),
         SessionEvent::Progress {

@@ -9,11 +9,14 @@ use engine::{CancelledBy, Error, Shortfall};
 use hub::{PullError, PullFailure};
 use prost::Message as _;
 use prost_types::Any;
+use tonic::body::Body;
+use tonic::codegen::http;
 use tonic::{Code, Status};
 use tonic_types::pb;
 use wording::{cut, one_line};
 
 use crate::convert::shortfall_out;
+use crate::refusal::Refusal;
 
 /// Domain of our `ErrorInfo`.
 const DOMAIN: &str = "moored";
@@ -29,7 +32,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
     if matches!(error, Error::LatentWithoutDecoder) {
         return status_of(&invalid(
             "info.vae_id",
-            "is empty; it says whose VAE the latent is of",
+            "is empty: set the identity of the VAE that decodes the latent",
         ));
     }
     let (code, reason) = code_of(error);
@@ -105,19 +108,28 @@ fn with_disk(error: &PullError, how: &str) -> Status {
     with_details(Code::Unavailable, &error.to_string(), details)
 }
 
-/// The status of a missing or wrong token.
-pub(crate) fn unauthenticated(problem: &str) -> Status {
-    with_details(
-        Code::Unauthenticated,
-        problem,
-        vec![error_info(Reason::Unauthenticated)],
-    )
+impl From<Refusal> for Status {
+    fn from(refusal: Refusal) -> Status {
+        match refusal {
+            Refusal::Unauthenticated(problem) => {
+                let details = vec![error_info(Reason::Unauthenticated)];
+                with_details(Code::Unauthenticated, &problem, details)
+            }
+            Refusal::ClientLimit(problem) => {
+                let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
+                with_details(Code::ResourceExhausted, &problem, details)
+            }
+            Refusal::TooLongMessage { bytes, most } => status_of(&invalid(
+                "message",
+                format!("has {bytes} bytes; {most} are the most"),
+            )),
+        }
+    }
 }
 
-/// The status of a client limit that would be exceeded.
-pub(crate) fn client_limit(problem: impl AsRef<str>) -> Status {
-    let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
-    with_details(Code::ResourceExhausted, problem.as_ref(), details)
+/// The response to a call that a layer refuses.
+pub(crate) fn answer_of(refusal: Refusal) -> http::Response<Body> {
+    Status::from(refusal).into_http()
 }
 
 /// How a job was cancelled, in the words of errors.proto, and by which client.

@@ -196,6 +196,12 @@ pub fn first_that_fits(makes: Makes, room: &Room) -> Option<(&'static Model, Pre
         .find_map(fitting)
 }
 
+/// A model of this medium that fits, to suggest in place of the model with this id, in words.
+pub fn fitting_instead(makes: Makes, room: &Room, id: &str) -> Option<String> {
+    let (model, preset) = first_that_fits(makes, room)?;
+    (model.id != id).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
+}
+
 impl Model {
     /// Weights of all components in a preset, on a card that computes in bf16.
     pub fn memory(&self, preset: Preset) -> Bytes {

@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_disk_that_does_not_answer_holds_so_many_threads_and_is_told() {
+    async fn a_disk_that_does_not_answer_holds_so_many_threads_and_is_reported() {
         let disk = Disk::of(Path::new("/cache"));
         let (answer, answered) = mpsc::channel::<()>();
         let answered = Arc::new(std::sync::Mutex::new(answered));

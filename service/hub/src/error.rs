@@ -148,12 +148,7 @@ const MOST_SHOWN: usize = 200;
 
 /// A hub's message, safe for a terminal and a log: escaped, and cut to a length.
 pub(crate) fn shown(said: &str) -> String {
-    let mut shown: String = said.chars().take(MOST_SHOWN).collect();
-    shown = one_line(&shown).into_owned();
-    if said.chars().nth(MOST_SHOWN).is_some() {
-        shown.push('\u{2026}');
-    }
-    shown
+    one_line(&wording::cut(said, MOST_SHOWN)).into_owned()
 }
 
 /// How many names a sentence lists.

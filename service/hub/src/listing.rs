@@ -269,6 +269,11 @@ pub(crate) fn repo(id: &str, revision: &str) -> Repo {
     Repo::with_revision(id.to_owned(), RepoType::Model, revision.to_owned())
 }
 
+/// The id of the repository whose folder in a hub cache has this name: `models--owner--name`.
+pub fn id_of_folder(name: &str) -> Option<String> {
+    Some(name.strip_prefix("models--")?.replacen("--", "/", 1))
+}
+
 /// The innermost reason, without the URL: signed URLs are long, and secret.
 pub(crate) fn words(error: reqwest::Error) -> String {
     let error = error.without_url();

@@ -733,7 +733,7 @@ mod tests {
                 token: HubToken::new(None, None),
                 offline: true,
             },
-            Arc::new(pipelines::catalogue()),
+            Arc::new(pipelines::families()),
         );
         let model: Reference = "me/mine".parse().unwrap();
         assert!(matches!(
@@ -759,7 +759,7 @@ mod tests {
             "audio_tokenizer/config.json",
             "audio_token_detokenizer/config.json",
         ];
-        let read = |files: &[&str]| folders_of(&pipelines::catalogue(), "me/music", index, files).unwrap();
+        let read = |files: &[&str]| folders_of(&pipelines::families(), "me/music", index, files).unwrap();
         assert!(read(&all).contains(&"audio_tokenizer"));
         let without = read(&["audio_tokenizer.json"]);
         assert!(

@@ -258,7 +258,7 @@ mod tests {
     use model::Families as _;
 
     fn folders() -> &'static [&'static str] {
-        pipelines::catalogue().folders_of("FluxPipeline").unwrap()
+        pipelines::families().folders_of("FluxPipeline").unwrap()
     }
 
     #[test]
@@ -281,7 +281,7 @@ mod tests {
             "acestep-v15-turbo/silence_latent.pt",
             "acestep-v15-turbo/model.safetensors",
         ];
-        let layout = pipelines::catalogue().own_layout(&files).unwrap();
+        let layout = pipelines::families().own_layout(&files).unwrap();
         let mut wanted = of_own_layout("me/music", &layout, &files).unwrap();
         wanted.sort();
         let expected = [
@@ -302,7 +302,7 @@ mod tests {
         assert!(refused.contains("vae"), "{refused}");
         files.retain(|file| !file.starts_with("vae"));
         assert_eq!(
-            pipelines::catalogue().own_layout(&files),
+            pipelines::families().own_layout(&files),
             None,
             "there is nothing to decode with"
         );
@@ -505,8 +505,8 @@ mod tests {
 
     #[test]
     fn a_film_pipeline_is_selected_whole_and_framepacks_parts_by_repository() {
-        let catalogue = pipelines::catalogue();
-        let folders = |class: &str| catalogue.folders_of(class).unwrap();
+        let families = pipelines::families();
+        let folders = |class: &str| families.folders_of(class).unwrap();
         let component = |folder: &str, stem: &str| {
             [
                 format!("{folder}/config.json"),

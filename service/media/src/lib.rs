@@ -1,6 +1,6 @@
 //! READS AND WRITES. Pictures, films and tracks as files, with the recipe of the result. It knows no client and no queue.
 
-mod caller;
+mod cancel;
 #[cfg(test)]
 #[path = "../../gpu/tests/edits/mod.rs"]
 mod edits;
@@ -12,7 +12,7 @@ mod recipe;
 mod stored;
 pub mod tracks;
 
-pub use caller::{Caller, Gone, Waits};
+pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
 pub use encoded::{EncodedFile, FilePosition};
 pub use recipe::{MadeWith, Recipe, RecipeAdapter};
 pub use stored::recipe_of;

@@ -180,7 +180,7 @@ impl Recipe {
             references,
             controls,
         } = image;
-        self.pictures = given([
+        self.pictures = input_names([
             ("mask", mask.is_some()),
             ("reference", !references.is_empty()),
             ("control", !controls.is_empty()),
@@ -245,7 +245,7 @@ impl Recipe {
             }
             AudioTask::Complete { tracks } => self.tracks.clone_from(tracks),
         }
-        self.sounds = given([
+        self.sounds = input_names([
             ("source", init_audio.is_some()),
             ("reference", reference.is_some()),
         ]);
@@ -259,9 +259,9 @@ fn window_of(start_seconds: f32, end_seconds: f32) -> (f32, Option<f32>) {
 }
 
 /// The names of the inputs that the request has.
-fn given<const N: usize>(named: [(&str, bool); N]) -> Vec<String> {
-    let given = named.into_iter().filter(|(_, is_given)| *is_given);
-    given.map(|(name, _)| name.to_owned()).collect()
+fn input_names<const N: usize>(named: [(&str, bool); N]) -> Vec<String> {
+    let input_names = named.into_iter().filter(|(_, is_given)| *is_given);
+    input_names.map(|(name, _)| name.to_owned()).collect()
 }
 
 /// The recipe as other tools read it, in the form of web UIs for Stable Diffusion: the prompt, the negative prompt, and

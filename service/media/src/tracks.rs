@@ -13,7 +13,7 @@ pub use flac::TrackFile;
 pub use wav::header as wav_header;
 
 use crate::Recipe;
-use crate::{Caller, Gone};
+use crate::{CancelToken, Cancelled};
 
 /// Rates of uploaded tracks: from telephones to the best of sound cards. A model resamples, and may take fewer.
 const LEAST_SAMPLES_PER_SECOND: u32 = 8_000;
@@ -71,17 +71,17 @@ pub enum TrackError {
     /// It is too long for its format.
     #[error("{0} bytes of samples are too many for WAV; ask for FLAC, or for the samples alone")]
     TooLongForWav(u64),
-    /// The caller no longer waits for it.
+    /// Its caller no longer waits for it.
     #[error("is no longer asked for: its client has gone")]
-    Gone,
+    Cancelled,
     /// It cannot be written.
     #[error("the FLAC encoder failed: {0}")]
     Encoder(String),
 }
 
-impl From<Gone> for TrackError {
-    fn from(Gone: Gone) -> TrackError {
-        TrackError::Gone
+impl From<Cancelled> for TrackError {
+    fn from(Cancelled: Cancelled) -> TrackError {
+        TrackError::Cancelled
     }
 }
 
@@ -154,16 +154,16 @@ impl TrackFormat {
 
 /// The samples of a WAV file: PCM of 8, 16, 24 or 32 bits, or numbers of 32 or 64 bits with a point, of which 1 is full scale.
 /// 16-bit samples are shared with the file. `room` must grant the bytes of other samples before they are decoded.
-/// Decoding ends when the caller has gone.
+/// Decoding ends when it is cancelled.
 ///
 /// # Errors
-/// When it is no WAV file, or a track that no model takes; the error of `room`; and when the caller has gone.
+/// When it is no WAV file, or a track that no model takes; the error of `room`; and when it is cancelled.
 pub fn read_wav<E: From<TrackError>>(
     file: &bytes::Bytes,
-    caller: &Caller,
+    cancel: &CancelToken,
     room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
-    wav::read(file, caller, room)
+    wav::read(file, cancel, room)
 }
 
 /// The samples of a FLAC file of 8 to 24 bits. `room` must grant the bytes of all samples before they are decoded.
@@ -173,10 +173,10 @@ pub fn read_wav<E: From<TrackError>>(
 /// As [`read_wav`].
 pub fn read_flac<E: From<TrackError>>(
     file: &[u8],
-    caller: &Caller,
+    cancel: &CancelToken,
     room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
-    flac::read(file, caller, room)
+    flac::read(file, cancel, room)
 }
 
 /// Whether this is the start of a WAV or FLAC file.

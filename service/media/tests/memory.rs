@@ -4,7 +4,7 @@
 
 use gpu::allocator;
 use media::tracks::{TrackError, TrackFile, TrackFormat, read_flac};
-use media::{Caller, FilePosition};
+use media::{CancelToken, FilePosition};
 
 #[global_allocator]
 static ALLOCATOR: gpu::CountingAllocator = gpu::CountingAllocator;
@@ -28,14 +28,14 @@ fn a_flac_is_decoded_in_the_memory_that_was_asked_for() {
     // The number of samples is in the last 36 bits before the checksum of 16 bytes: 0 is not known.
     let mut unsaid = file.clone();
     unsaid[22..26].fill(0);
-    let (caller, _waits) = Caller::new();
+    let cancel = CancelToken::default();
     for (file, most) in [(&file, bytes + (1 << 20)), (&unsaid, bytes * 9 / 8 + (1 << 20))] {
         let (before, mut asked) = (allocator::mark().0, 0);
         let room = |bytes| {
             asked += bytes;
             Ok::<_, TrackError>(())
         };
-        let clip = read_flac(file, &caller, room).unwrap();
+        let clip = read_flac(file, &cancel, room).unwrap();
         let taken = allocator::peak_since_mark().0 - before;
         assert_eq!((asked, clip.data.len() as u64), (bytes, bytes));
         assert!(taken <= most, "{taken} bytes taken for {bytes}");

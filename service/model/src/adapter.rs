@@ -22,7 +22,7 @@ pub enum CurveError {
     TooMany(usize),
     #[error("has a point at {0}; positions are from 0 (the first step) to 1 (the last)")]
     Position(f32),
-    #[error("has a point at {1} behind one at {0}; order them by position")]
+    #[error("has a point at {1} after one at {0}; order them by position")]
     Order(f32, f32),
     #[error("has strength {0}; strengths are from -{MAX_STRENGTH} to {MAX_STRENGTH}")]
     Strength(f32),
@@ -100,11 +100,11 @@ impl StrengthCurve {
         self.between(position, self.points.partition_point(|&(at, _)| at <= position))
     }
 
-    /// The strength at a position; `behind` is the number of points at or before it.
-    fn between(&self, position: f32, behind: usize) -> f32 {
+    /// The strength at a position; `after` is the number of points at or before it.
+    fn between(&self, position: f32, after: usize) -> f32 {
         match (
-            behind.checked_sub(1).map(|i| self.points[i]),
-            self.points.get(behind),
+            after.checked_sub(1).map(|i| self.points[i]),
+            self.points.get(after),
         ) {
             (Some((from, low)), Some(&(to, high))) => low + (high - low) * (position - from) / (to - from),
             (Some((_, strength)), None) | (None, Some(&(_, strength))) => strength,
@@ -126,12 +126,12 @@ impl StrengthCurve {
         for position in positions {
             // A curve may jump where several of its points have one position: the sum then has both sides of it.
             let before = |curve: &&StrengthCurve| {
-                let behind = curve.points.partition_point(|&(at, _)| at < position);
-                curve.between(position, behind)
+                let after = curve.points.partition_point(|&(at, _)| at < position);
+                curve.between(position, after)
             };
             let from = |curve: &&StrengthCurve| {
-                let behind = curve.points.partition_point(|&(at, _)| at <= position);
-                curve.between(position, behind)
+                let after = curve.points.partition_point(|&(at, _)| at <= position);
+                curve.between(position, after)
             };
             let (low, high): (f32, f32) = (both.iter().map(before).sum(), both.iter().map(from).sum());
             points.push((position, low));

@@ -46,7 +46,7 @@ pub trait Families: ModelOpener {
 
     /// What a single file holds if it is no model that runs here, in words. `None` for a model that runs, and for a file that
     /// cannot be read: opening such a file reports the error.
-    fn what_else(&self, file: &Path) -> Option<String>;
+    fn kind_of_other_file(&self, file: &Path) -> Option<String>;
 
     /// The files that are read of a repository in the layout of a family's authors, from the names of all files there.
     fn own_layout(&self, files: &[&str]) -> Option<OwnLayout>;

@@ -1,5 +1,5 @@
 //! DEFINES. Requests, plans, and the interface of a model to the code that runs it. Families implement it; the queue, the cards
-//! and the doors use only this interface.
+//! and the protocol servers use only this interface.
 
 mod adapter;
 pub mod bounds;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use candle_core::DType;
 use gpu::LoadPlan;
 use residency::Component;
 
@@ -32,7 +33,7 @@ pub struct ModelParts {
     pub adapters: Vec<AdapterReport>,
     /// The text files that were read when these adapters were attached.
     pub read_of_adapters: ReadFiles,
-    /// The text files that were read when the model was opened. [`Catalogue::open`](crate::ModelOpener::open) sets them.
+    /// The text files that were read when the model was opened. [`FamilyList::open`](crate::ModelOpener::open) sets them.
     read: Arc<OnceLock<ReadFiles>>,
 }
 
@@ -53,6 +54,11 @@ impl ModelParts {
             read_of_adapters: ReadFiles::new(),
             read: Arc::default(),
         }
+    }
+
+    /// The dtype that the model computes in.
+    pub fn dtype(&self) -> DType {
+        self.components.dtype()
     }
 
     /// Sets the text files that were read when the model was opened.

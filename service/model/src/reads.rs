@@ -33,50 +33,42 @@ pub enum Field {
 }
 
 impl Field {
-    /// The field's name in requests, and the models that take it, for messages.
-    const fn row(self) -> (&'static str, &'static str) {
-        match self {
-            Field::NegativePrompt => ("negative_prompt", "FLUX.1 and Z-Image take one"),
-            Field::TrueGuidance => ("true_guidance", "FLUX.1 and Z-Image take it"),
-            Field::Adapters => ("adapters", ""),
-            Field::InitImage => (
-                "init_image",
-                "models of pictures take one, and of films FramePack",
-            ),
-            Field::InitMedia => ("init_media_id", ""),
-            Field::InitLatent => ("init_latent_id", "its latents are decoded, and not started from"),
-            Field::Mask => ("mask", ""),
-            Field::References => ("references", "FLUX.1 Kontext takes one"),
-            Field::Controls => ("controls", "FLUX.1 takes ControlNets"),
-            Field::ReferenceMedia => ("reference_media_id", ""),
-            Field::Task => ("task", ""),
-            Field::Lyrics => ("lyrics", ""),
-            Field::BeatsPerMinute => ("beats_per_minute", ""),
-            Field::Key => ("key", ""),
-            Field::TimeSignature => ("time_signature", ""),
-            Field::Language => ("language", ""),
-            Field::Strengths => ("strengths", ""),
-            Field::DecodeFrom => ("decode_from_seconds", ""),
-        }
-    }
-
     /// The field's name in requests.
     pub const fn name(self) -> &'static str {
-        self.row().0
+        match self {
+            Field::NegativePrompt => "negative_prompt",
+            Field::TrueGuidance => "true_guidance",
+            Field::Adapters => "adapters",
+            Field::InitImage => "init_image",
+            Field::InitMedia => "init_media_id",
+            Field::InitLatent => "init_latent_id",
+            Field::Mask => "mask",
+            Field::References => "references",
+            Field::Controls => "controls",
+            Field::ReferenceMedia => "reference_media_id",
+            Field::Task => "task",
+            Field::Lyrics => "lyrics",
+            Field::BeatsPerMinute => "beats_per_minute",
+            Field::Key => "key",
+            Field::TimeSignature => "time_signature",
+            Field::Language => "language",
+            Field::Strengths => "strengths",
+            Field::DecodeFrom => "decode_from_seconds",
+        }
     }
 
     /// The refusal of the field by a model that does not read it.
     pub fn refusal(self) -> RequestError {
-        let (name, hint) = self.row();
         let (verb, pronoun) = match self {
             Field::Adapters | Field::References | Field::Controls | Field::Lyrics | Field::Strengths => {
                 ("are", "them")
             }
             _ => ("is", "it"),
         };
-        let separator = if hint.is_empty() { "" } else { "; " };
-        let problem = format!("{verb} not taken by this model: leave {pronoun} out{separator}{hint}");
-        RequestError::new(name, problem)
+        let problem = format!(
+            "{verb} not taken by this model: leave {pronoun} out, or name a model that takes {pronoun}"
+        );
+        RequestError::new(self.name(), problem)
     }
 }
 

@@ -19,12 +19,10 @@ pub struct WeightNames {
 impl WeightNames {
     /// All names of weight files that are read, in the order of lookup. Variants are read where there are no others.
     pub fn all() -> impl Iterator<Item = WeightNames> {
-        let named = |variant| STEMS.map(|stem| WeightNames { stem, variant });
-        let variants = STEMS
-            .into_iter()
-            .flat_map(|stem| VARIANTS.map(|variant| (stem, Some(variant))));
-        let variants = variants.map(|(stem, variant)| WeightNames { stem, variant });
-        named(None).into_iter().chain(variants)
+        let of_stem = |stem| VARIANTS.map(|variant| (stem, Some(variant)));
+        let plain = STEMS.map(|stem| (stem, None)).into_iter();
+        let all = plain.chain(STEMS.into_iter().flat_map(of_stem));
+        all.map(|(stem, variant)| WeightNames { stem, variant })
     }
 
     /// The file that has all weights: `model.safetensors`, `model.fp16.safetensors`.
@@ -46,13 +44,13 @@ impl WeightNames {
     /// Number and count of a shard of these weights: `model-00001-of-00002.safetensors`, of a variant
     /// `model.fp16-00001-of-00002.safetensors`, or `model-00001-of-00002.fp16.safetensors` as older programs write it.
     pub fn shard(&self, name: &str) -> Option<(usize, usize)> {
-        let behind = name.strip_prefix(self.stem)?.strip_suffix(".safetensors")?;
+        let rest = name.strip_prefix(self.stem)?.strip_suffix(".safetensors")?;
         match self.variant {
-            None => numbers(behind),
+            None => numbers(rest),
             Some(variant) => {
                 let dotted = format!(".{variant}");
-                let new = behind.strip_prefix(&dotted).and_then(numbers);
-                new.or_else(|| behind.strip_suffix(&dotted).and_then(numbers))
+                let new = rest.strip_prefix(&dotted).and_then(numbers);
+                new.or_else(|| rest.strip_suffix(&dotted).and_then(numbers))
             }
         }
     }

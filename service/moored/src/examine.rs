@@ -10,8 +10,8 @@ use engine::library::Library;
 use gpu::{CardDescription, CardKind, DeviceChoice, DeviceSpec};
 use residency::Bytes;
 
-use crate::program::models_of;
-use crate::serve;
+use crate::program::{cards_of, models_of};
+use crate::serve::{self, ServeError};
 
 /// All findings, in the order in which they are shown.
 pub(crate) async fn examine(config: Config) -> Vec<Finding> {
@@ -32,39 +32,26 @@ async fn cards(config: &Config) -> Vec<Finding> {
         for choice in &cards.devices {
             match DeviceChoice::resolve(std::slice::from_ref(choice)) {
                 Ok(discovered) => {
-                    findings.extend(discovered.fallback.map(|why| Finding {
-                        well: true,
-                        what: "cards",
-                        found: format!("auto selects cpu: {why}"),
-                    }));
+                    let fallback = discovered.fallback;
+                    findings.extend(
+                        fallback.map(|why| Finding::good("cards", format!("auto selects cpu: {why}"))),
+                    );
                     for device in discovered.devices {
                         findings.push(match device.describe() {
                             Ok(description) => {
                                 ids.push(description.id.clone());
                                 card(&cards, &device, &description)
                             }
-                            Err(error) => Finding {
-                                well: false,
-                                what: "card",
-                                found: error.to_string(),
-                            },
+                            Err(error) => Finding::bad("card", error),
                         });
                     }
                 }
-                Err(error) => findings.push(Finding {
-                    well: false,
-                    what: "card",
-                    found: error.to_string(),
-                }),
+                Err(error) => findings.push(Finding::bad("card", error)),
             }
         }
         ids.sort();
         for same in ids.chunk_by(|a, b| a == b).filter(|same| same.len() > 1) {
-            findings.push(Finding {
-                well: false,
-                what: "cards",
-                found: format!("cards.devices names the card {} twice", same[0]),
-            });
+            findings.push(Finding::bad("cards", ServeError::Twice(same[0].clone())));
         }
         findings
     };
@@ -77,21 +64,13 @@ fn libraries() -> Finding {
         Ok(version) => format!("cuDNN {version} computes attention on NVIDIA cards"),
         Err(reason) => format!("no cuDNN, so own kernels compute attention: {reason}"),
     };
-    Finding {
-        well: true,
-        what: "libraries",
-        found,
-    }
+    Finding::good("libraries", found)
 }
 
 /// Describes a card, and the management of its memory.
 fn card(cards: &CardSettings, device: &DeviceSpec, description: &CardDescription) -> Finding {
     if let Err(problem) = cards.check_headroom(description) {
-        return Finding {
-            well: false,
-            what: "card",
-            found: problem,
-        };
+        return Finding::bad("card", problem);
     }
     let suits = if cards.profile.is_some() { "set" } else { "auto" };
     let policy = policy_name(cards.policy_on([description]));
@@ -111,11 +90,7 @@ fn card(cards: &CardSettings, device: &DeviceSpec, description: &CardDescription
         "profile {} ({suits}): {policy}, {memory}",
         cards.profile_of(description)
     ));
-    Finding {
-        well: true,
-        what: "card",
-        found: found.join(", "),
-    }
+    Finding::good("card", found.join(", "))
 }
 
 /// Findings that only the driver of an NVIDIA card can provide.
@@ -169,24 +144,12 @@ fn state_folder(config: &Config) -> Finding {
     let tried = gpu::create_private_folder(folder)
         .and_then(|()| std::fs::write(&probe, b"x"))
         .and_then(|()| std::fs::remove_file(&probe));
-    match tried {
-        Ok(()) => Finding {
-            well: true,
-            what: "state",
-            found: folder.display().to_string(),
-        },
-        Err(problem) => {
-            let found = format!(
-                "{}: {problem}; service.state names another folder",
-                folder.display()
-            );
-            Finding {
-                well: false,
-                what: "state",
-                found,
-            }
-        }
-    }
+    let shown = folder.display();
+    let found = tried.map(|()| shown.to_string());
+    Finding::of(
+        "state",
+        found.map_err(|problem| format!("{shown}: {problem}; service.state names another folder")),
+    )
 }
 
 /// The free space for downloads, on the disk of the folder or of its nearest existing parent.
@@ -194,48 +157,42 @@ fn cache_folder(config: &Config) -> Finding {
     let folder = &config.hub.cache;
     let there = folder.ancestors().find(|folder| folder.exists());
     let free = fs4::available_space(there.unwrap_or(folder));
-    Finding {
-        well: free.is_ok(),
-        what: "cache",
-        found: match free {
-            Ok(bytes) => format!(
-                "{}, {} free for downloads",
-                folder.display(),
-                bytesize::ByteSize(bytes).display().si()
-            ),
-            Err(problem) => format!("{}: {problem}; hub.cache names another folder", folder.display()),
-        },
-    }
+    let shown = folder.display();
+    let found = free.map(|bytes| {
+        format!(
+            "{shown}, {} free for downloads",
+            bytesize::ByteSize(bytes).display().si()
+        )
+    });
+    Finding::of(
+        "cache",
+        found.map_err(|problem| format!("{shown}: {problem}; hub.cache names another folder")),
+    )
 }
 
 async fn models(config: &Config) -> Vec<Finding> {
     let models = models_of(config);
-    let library = Arc::new(Library::new(pipelines::catalogue(), None));
-    let choices = config.cards.devices.clone();
+    let library = Arc::new(Library::new(pipelines::families(), None));
     let config = config.clone();
     let look = move || {
-        let found = DeviceChoice::resolve(&choices).ok();
-        let first = found.and_then(|found| found.devices.first()?.describe().ok());
-        let Some(card) = first else {
+        let Some(card) = cards_of(&config).into_iter().next() else {
             return Vec::new(); // the cards have their own findings
         };
         let mut findings = Vec::new();
         for folder in models.folders() {
             if !folder.is_dir() {
-                let found = format!("{} is no folder (models.folders)", folder.display());
-                findings.push(Finding {
-                    well: false,
-                    what: "models",
-                    found,
-                });
+                let problem = format!(
+                    "{} is no folder: create it, or take it out of models.folders",
+                    folder.display()
+                );
+                findings.push(Finding::bad("models", problem));
             }
         }
         if let Some(id) = serve::missing_default(&config, &models) {
-            findings.push(Finding {
-                well: false,
-                what: "models",
-                found: format!("models.default names {id}, which is not there: get it with `moored pull`, or name another"),
-            });
+            let problem = format!(
+                "models.default names {id}, which is not there: get it with `moored pull`, or name another"
+            );
+            findings.push(Finding::bad("models", problem));
         }
         for model in models.list().iter() {
             let reference = ModelRef {
@@ -249,11 +206,7 @@ async fn models(config: &Config) -> Vec<Finding> {
                 Ok(open) => {
                     let bytes: Bytes = open.components.iter().map(|c| c.bytes).sum();
                     let found = format!("{} ({}, {bytes} on the card)", model.id, open.model.family());
-                    Finding {
-                        well: true,
-                        what: "model",
-                        found,
-                    }
+                    Finding::good("model", found)
                 }
                 Err(error) => Finding {
                     // The hub cache has models of other programs too, which are no problem.
@@ -264,12 +217,8 @@ async fn models(config: &Config) -> Vec<Finding> {
             });
         }
         if findings.is_empty() {
-            let found = "none found: set models.folders, or download one with `moored pull`".to_owned();
-            findings.push(Finding {
-                well: false,
-                what: "models",
-                found,
-            });
+            let problem = "none found: set models.folders, or download one with `moored pull`";
+            findings.push(Finding::bad("models", problem));
         }
         findings
     };

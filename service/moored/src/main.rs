@@ -10,6 +10,7 @@ mod preload;
 mod process;
 mod program;
 mod serve;
+mod shutdown;
 mod telemetry;
 
 use std::process::ExitCode;

@@ -7,6 +7,7 @@ use cli::{Ended, Finding, LocalModel, Program, Ready, ServiceProblem};
 use config::{Config, LogSettings};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use gpu::{CardDescription, DeviceChoice};
 use model::Families;
 use tokio::sync::oneshot;
 
@@ -17,8 +18,15 @@ pub(crate) struct Moored;
 
 /// The models of the folders of a configuration.
 pub(crate) fn models_of(config: &Config) -> Models {
-    let families = Arc::new(pipelines::catalogue());
+    let families = Arc::new(pipelines::families());
     Models::new(config.models.clone(), config.hub.cache.clone(), families)
+}
+
+/// The cards of a configuration, without those that do not answer.
+pub(crate) fn cards_of(config: &Config) -> Vec<CardDescription> {
+    let found = DeviceChoice::resolve(&config.cards.devices);
+    let devices = found.map(|found| found.devices).unwrap_or_default().into_iter();
+    devices.filter_map(|device| device.describe().ok()).collect()
 }
 
 impl Program for Moored {
@@ -35,7 +43,7 @@ impl Program for Moored {
     }
 
     fn families(&self) -> Arc<dyn Families> {
-        Arc::new(pipelines::catalogue())
+        Arc::new(pipelines::families())
     }
 
     fn start_log(&self, log: &LogSettings) {
@@ -48,7 +56,7 @@ impl Program for Moored {
 
     fn serve(&self, config: Config, ready: Option<Ready>, stop: Option<oneshot::Receiver<()>>) -> Ended {
         if ready.is_none() {
-            telemetry::tell_age("start the service"); // others ask and download before they start one
+            telemetry::log_start_time("start the service"); // others ask and download before they start one
         }
         let served = serve::run(config, ready, stop);
         served
@@ -76,12 +84,16 @@ impl Program for Moored {
     }
 
     fn is_among(&self, ids: &[String], name: &str) -> bool {
-        calls::models::is_among(&pipelines::catalogue(), ids, name)
+        calls::models::is_among(&pipelines::families(), ids, name)
     }
 
     fn adapters(&self, config: &Config) -> Vec<String> {
         let adapters = models_of(config).adapters();
         adapters.iter().map(|adapter| adapter.id.clone()).collect()
+    }
+
+    fn cards(&self, config: &Config) -> Vec<CardDescription> {
+        cards_of(config)
     }
 
     fn examine(&self, config: Config) -> BoxFuture<'static, Vec<Finding>> {

@@ -12,15 +12,13 @@ use config::{CardSettings, Config};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
-use grpc::{DoorSettings, Token, TransportError};
+use grpc::{GrpcSettings, Token, TransportError};
 use hub::{Hub, Pulls};
 use model::Families;
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
 
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
@@ -28,6 +26,7 @@ use crate::preload;
 use crate::process::WorkerSettings;
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, EarlyWorker};
+use crate::shutdown::shut_down;
 
 /// How long shutdown waits for a copy of quantized weights that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -62,7 +61,7 @@ pub(crate) enum ServeError {
     #[error("{0}")]
     Card(#[from] gpu::OpenError),
     /// A card is configured twice.
-    #[error("cards.devices names the card {0} twice")]
+    #[error("cards.devices names the card {0} twice: leave one of them out")]
     Twice(String),
     /// A card has no more memory than is to stay free of it.
     #[error("{0}")]
@@ -119,7 +118,7 @@ pub(crate) async fn run(
         card_tasks.signals,
     );
     timeline.part("library, queue");
-    let families: Arc<dyn Families> = Arc::new(pipelines::catalogue());
+    let families: Arc<dyn Families> = Arc::new(pipelines::families());
     let models = Models::new(config.models.clone(), config.hub.cache.clone(), families.clone());
     let models = Arc::new(models);
     let host = Arc::new(Host::new());
@@ -137,7 +136,7 @@ pub(crate) async fn run(
         media_ttl: config.queue.latent_ttl,
         stopping: stopping_seen,
     });
-    let door = DoorSettings {
+    let settings = GrpcSettings {
         limits: config.limits.clone(),
         token,
         max_message: config.service.max_message,
@@ -151,16 +150,17 @@ pub(crate) async fn run(
         first_card_of(&queue),
     ));
     let reports = queue.status();
-    let shutdown = shut_down(queue, config.service.drain, stop, stopping, stopped)?;
+    let shutdown =
+        shut_down(queue, config.service.drain, stop, stopping, stopped).map_err(ServeError::Signals)?;
     let names: Vec<String> = cards.iter().map(|(device, _)| device.to_string()).collect();
     tracing::info!(%address, cards = names.join(" "), "moored is listening");
-    tell_access(&config, address);
+    log_access(&config, address);
     // Not awaited: a folder that does not answer must not delay the start.
-    drop(tokio::task::spawn_blocking(move || tell_models(&config, &models)));
+    drop(tokio::task::spawn_blocking(move || log_models(&config, &models)));
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let serving = tokio::spawn(grpc::serve(service, door, listener, stopped_seen));
+    let serving = tokio::spawn(grpc::serve(service, settings, listener, stopped_seen));
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),
@@ -221,7 +221,7 @@ async fn close(
 }
 
 /// Logs who may use the service, and a command to try.
-fn tell_access(config: &Config, address: SocketAddr) {
+fn log_access(config: &Config, address: SocketAddr) {
     let token = config.service.token_file.is_some();
     if address.ip().is_loopback() {
         let who = if token {
@@ -246,7 +246,7 @@ fn tell_access(config: &Config, address: SocketAddr) {
 }
 
 /// Logs the models, and the settings that name missing ones.
-fn tell_models(config: &Config, models: &Models) {
+fn log_models(config: &Config, models: &Models) {
     for folder in missing_folders(config) {
         tracing::warn!(folder = %folder.display(), "models.folders names a folder that is not there");
     }
@@ -312,7 +312,7 @@ async fn end_of<T>(mut reports: watch::Receiver<T>) {
 /// Opens the library, with kept copies if these are configured.
 fn open_library(config: &Config) -> Result<Library, ServeError> {
     let hashes = config.service.state.join("identities.json");
-    let library = Library::new(pipelines::catalogue(), Some(hashes));
+    let library = Library::new(pipelines::families(), Some(hashes));
     let Some(folder) = &config.quantization.keep_folder else {
         return Ok(library);
     };
@@ -425,99 +425,6 @@ fn start_queue(
         ..Settings::default()
     };
     Queue::start(settings, library, slots, received)
-}
-
-/// The first signal drains: no new jobs, running ones finish until the deadline. The second ends them now.
-fn shut_down(
-    queue: Queue,
-    drain: Duration,
-    stop: Option<oneshot::Receiver<()>>,
-    stopping: watch::Sender<bool>,
-    stopped: watch::Sender<bool>,
-) -> Result<impl Future<Output = ()>, ServeError> {
-    let mut signals = Signals::new().map_err(ServeError::Signals)?;
-    Ok(async move {
-        let asked = async {
-            match stop {
-                Some(stop) => drop(stop.await),
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            () = signals.end_or_hangup() => {}
-            () = asked => {}
-        }
-        tracing::info!(
-            "stopping: waiting up to {} s for running jobs; press Ctrl-C again to stop now",
-            drain.as_secs()
-        );
-        stopping.send_replace(true);
-        let deadline = Instant::now() + drain;
-        tokio::select! {
-            () = queue.drain(deadline) => {}
-            never = tell_time_left(deadline) => match never {},
-            () = signals.end() => queue.drain(Instant::now()).await,
-        }
-        stopped.send_replace(true);
-    })
-}
-
-/// The signals that end the service.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    /// Some supervisors, and `docker stop` where an image asks for it, send this signal, and a terminal does at Ctrl-\\. By
-    /// its default the process would end at once, with all its jobs, and leave a dump of its memory.
-    quit: Signal,
-    /// The terminal was closed. `None` if the signal was ignored at the start, as by `nohup`: the service goes on then.
-    hangup: Option<Signal>,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Signals> {
-        let hangup = (!crate::process::is_hangup_ignored()).then(|| signal(SignalKind::hangup()));
-        Ok(Signals {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            quit: signal(SignalKind::quit())?,
-            hangup: hangup.transpose()?,
-        })
-    }
-
-    /// Resolves at a signal that was sent on purpose.
-    async fn end(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-            _ = self.quit.recv() => {}
-        }
-    }
-
-    async fn end_or_hangup(&mut self) {
-        let hangup = self.hangup.take();
-        let terminal_closed = async {
-            match hangup {
-                Some(mut hangup) => drop(hangup.recv().await),
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            () = self.end() => {}
-            () = terminal_closed => {}
-        }
-    }
-}
-
-/// Logs how much time the running jobs still have.
-async fn tell_time_left(deadline: Instant) -> std::convert::Infallible {
-    const INTERVAL: Duration = Duration::from_secs(30);
-    loop {
-        tokio::time::sleep(INTERVAL).await;
-        let left = deadline.saturating_duration_since(Instant::now());
-        if !left.is_zero() {
-            tracing::info!("stopping: running jobs have {} s left", left.as_secs());
-        }
-    }
 }
 
 /// Folders that models lie in: `models.folders`, `models.comfyui`, the hub cache, and the parent folder of each of `models.paths`.

@@ -76,7 +76,7 @@ pub(crate) fn report_panic(panic: &PanicHookInfo<'_>) {
 
 /// Logs the age of this process. That includes the time in which the system loaded its libraries, which the process itself
 /// cannot measure.
-pub(crate) fn tell_age(of: &'static str) {
+pub(crate) fn log_start_time(of: &'static str) {
     if let Some(age) = age() {
         Timeline::log(of, "from the process's start to here", age);
     }

@@ -146,7 +146,7 @@ fn crates_import_only_allowed_crates() {
 }
 
 #[test]
-fn only_doors_and_the_command_line_know_the_public_protocol() {
+fn only_the_server_and_the_command_line_know_the_public_protocol() {
     for (name, dependencies) in dependencies() {
         for protocol in [
             "api",

@@ -47,7 +47,7 @@ pub fn pad_sequence(x: &Tensor, snake: Option<&Snake>, before: usize, out: &Tens
     if channels != written || before > rows || !is_plain || !snake.is_none_or(|snake| snake.fits(x, channels))
     {
         candle_core::bail!(
-            "a sequence {:?} of {:?} behind {before} rows of {:?} of {:?}",
+            "a sequence {:?} of {:?} after {before} rows of {:?} of {:?}",
             x.dims(),
             x.dtype(),
             out.dims(),

@@ -1,4 +1,4 @@
-//! The definition of a family, and the catalogue of all families.
+//! The definition of a family, and the list of all families.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -88,14 +88,14 @@ pub trait Family: Send + Sync {
 const TRANSFORMER: &str = "transformer";
 
 /// All families of this build, as an explicit list.
-pub struct Catalogue {
+pub struct FamilyList {
     families: Vec<Box<dyn Family>>,
 }
 
-impl Catalogue {
-    /// A catalogue of these families; the first that recognizes a checkpoint opens it.
-    pub fn new(families: Vec<Box<dyn Family>>) -> Catalogue {
-        Catalogue { families }
+impl FamilyList {
+    /// A list of these families; the first that recognizes a checkpoint opens it.
+    pub fn new(families: Vec<Box<dyn Family>>) -> FamilyList {
+        FamilyList { families }
     }
 
     /// The `model_index.json` classes of all families.
@@ -190,7 +190,7 @@ impl Catalogue {
     }
 }
 
-impl Families for Catalogue {
+impl Families for FamilyList {
     fn names(&self) -> Vec<&'static str> {
         self.families.iter().map(|family| family.name()).collect()
     }
@@ -237,7 +237,7 @@ impl Families for Catalogue {
         opened.is_some_and(|opened| self.is_transformer(&opened))
     }
 
-    fn what_else(&self, file: &Path) -> Option<String> {
+    fn kind_of_other_file(&self, file: &Path) -> Option<String> {
         const UNKNOWN: &str = "not known here";
         let what = match open_single_file(file).ok()? {
             None => Some(UNKNOWN),
@@ -275,9 +275,9 @@ impl Families for Catalogue {
     }
 }
 
-impl ModelOpener for Catalogue {
+impl ModelOpener for FamilyList {
     fn open(&self, path: &Path, precision: &Precision) -> Result<Arc<dyn Model>, ModelError> {
-        Catalogue::open(self, path, precision)
+        FamilyList::open(self, path, precision)
     }
 }
 

@@ -28,7 +28,7 @@ pub mod text;
 pub mod vision;
 pub mod z_image;
 
-pub use family::{Catalogue, Family};
+pub use family::{Family, FamilyList};
 pub use model::*;
 pub use ops::{
     AttentionPaths, Fp8Products, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans,
@@ -36,8 +36,8 @@ pub use ops::{
 };
 
 /// All families of this build. A new family is a folder and a line here.
-pub fn catalogue() -> Catalogue {
-    Catalogue::new(vec![
+pub fn families() -> FamilyList {
+    FamilyList::new(vec![
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
         Box::new(hunyuan::Hunyuan),

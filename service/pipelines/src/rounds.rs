@@ -19,7 +19,7 @@ pub(crate) struct Round {
 }
 
 /// The name of a value after `steps` steps.
-pub(crate) fn behind(value: &str, steps: u32) -> String {
+pub(crate) fn value_after(value: &str, steps: u32) -> String {
     format!("{value}_{steps}")
 }
 
@@ -69,12 +69,12 @@ impl Round {
 
     /// The name of a value of the state that it begins with; `None` in the first round.
     pub(crate) fn begins_with(&self, value: &str) -> Option<String> {
-        (!self.is_first()).then(|| behind(value, self.steps.start))
+        (!self.is_first()).then(|| value_after(value, self.steps.start))
     }
 
     /// The name of a value of the state that it leaves; `None` in the last round.
     pub(crate) fn leaves(&self, value: &str) -> Option<String> {
-        (!self.is_last()).then(|| behind(value, self.steps.end))
+        (!self.is_last()).then(|| value_after(value, self.steps.end))
     }
 }
 

@@ -270,6 +270,11 @@ impl SampledLatent {
         self.sigmas.len().saturating_sub(1)
     }
 
+    /// The sigmas of all steps that are run, and the final 0.
+    pub(crate) fn sigmas(&self) -> &[f32] {
+        &self.sigmas
+    }
+
     /// The latent in the dtype of the transformer, which reads it.
     pub(crate) fn seen(&self) -> &Tensor {
         &self.seen

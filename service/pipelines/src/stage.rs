@@ -2,6 +2,8 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::adapters::AttachedAdapters;
+use crate::sampling::{Prediction, SampledLatent};
 use crate::tensors::from_host;
 use crate::{HostTensor, Model, Observer, StageError, StageRun, Values};
 
@@ -25,7 +27,7 @@ impl<'a, M: Model> Stage<'a, M> {
 
     /// The dtype and the device in which the model computes.
     pub(crate) fn on(&self) -> (DType, &'a Device) {
-        (self.model.parts().components.dtype(), self.run.device)
+        (self.model.parts().dtype(), self.run.device)
     }
 
     /// A value of the stage on the device, in the dtype of the model.
@@ -37,6 +39,28 @@ impl<'a, M: Model> Stage<'a, M> {
     /// A value of the stage in host memory, f32.
     pub(crate) fn host_value(&self, name: &str) -> Result<Tensor, StageError> {
         from_host(self.run.value(name)?, name, DType::F32, &Device::Cpu)
+    }
+}
+
+impl<M> Stage<'_, M> {
+    /// Makes step `step`, from 0, of a sampling by the velocity that the transformer of this name predicts, and reports it. Returns
+    /// the latent that is shown as a preview, f32 in host memory, if one is wanted.
+    ///
+    /// # Errors
+    /// [`StageError::NotFinite`]; errors of the device.
+    pub(crate) fn advance(
+        &mut self,
+        step: usize,
+        latent: &mut SampledLatent,
+        velocity: &Prediction<'_>,
+        (transformer, adapters): (&str, &AttachedAdapters),
+    ) -> Result<Option<Tensor>, StageError> {
+        let steps = latent.steps();
+        let advanced = latent.advance(step, velocity, transformer);
+        advanced.map_err(|error| adapters.named_as_cause(error))?;
+        self.observer.step(step as u32 + 1, steps as u32);
+        let is_shown = self.run.request.preview && step + 1 < steps && self.observer.wants_preview();
+        Ok(is_shown.then(|| latent.end_of(step, velocity)).transpose()?)
     }
 }
 

@@ -122,7 +122,7 @@ pub(crate) fn start(
         let _sample_of_what_was_encoded = generator.normal(count);
     }
     let noise = Tensor::from_vec(generator.normal(count), shape, &Device::Cpu)?;
-    let Some(brought) = latent else {
+    let Some(encoded) = latent else {
         return Ok(Start {
             sigmas,
             latent: noise,
@@ -136,7 +136,7 @@ pub(crate) fn start(
         )));
     }
     sigmas.drain(..first as usize);
-    let image = from_host(brought, "the latent", DType::F32, &Device::Cpu)?;
+    let image = from_host(encoded, "the latent", DType::F32, &Device::Cpu)?;
     let sigma = f64::from(sigmas[0]);
     let latent = ((&noise * sigma)? + (&image * (1.0 - sigma))?)?;
     let mask = match &request.medium {

@@ -139,7 +139,7 @@ def test_the_settings_name_no_file_outside_of_the_folder_for_tokens(
 
 
 @pytest.mark.parametrize("named", ["a\0b", "a\ud800b", "~\0", "~nobody-of-this-name"])
-def test_a_token_file_that_cannot_be_there_is_told(
+def test_a_token_file_with_an_impossible_path_is_reported(
     connection: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     settings(token_file=named)
@@ -147,7 +147,7 @@ def test_a_token_file_that_cannot_be_there_is_told(
         connection.target()
 
 
-def test_a_token_file_that_is_a_link_to_itself_is_told(
+def test_a_token_file_that_is_a_link_to_itself_is_reported(
     connection: Any, settings: Settings, tmp_path: Path
 ) -> None:
     (tmp_path / "moored").mkdir()
@@ -158,7 +158,7 @@ def test_a_token_file_that_is_a_link_to_itself_is_told(
 
 
 @pytest.mark.parametrize("address", ["box\0:1", "box\ud800:1", "bo\nx:1", "unix:\ud800"])
-def test_an_address_with_characters_that_none_has_is_told_on_the_node(
+def test_an_address_with_impossible_characters_is_reported_on_the_node(
     pack: ModuleType, connection: Any, settings: Settings, address: str
 ) -> None:
     for wrong in (lambda: connection.target(connection.Server(address)), connection.target):
@@ -189,7 +189,7 @@ def test_a_host_name_may_begin_like_a_socket_address(connection: Any, settings: 
         connection.target(connection.Server("unix-abstract:a"))
 
 
-def test_an_address_that_is_none_is_told(connection: Any, settings: Settings) -> None:
+def test_an_invalid_address_is_reported(connection: Any, settings: Settings) -> None:
     with pytest.raises(moored.InvalidRequest, match="write https://host:port"):
         connection.target(connection.Server("https://box/path"))
 

@@ -190,7 +190,7 @@ def test_tensors_of_any_dtype_are_taken(pack: ModuleType) -> None:
     assert len(tensors.arrays_of({"samples": Bfloat16(zeros)}, "flux")) == 1
 
 
-def test_a_picture_that_is_too_large_is_told_before_it_travels(pack: ModuleType) -> None:
+def test_a_picture_that_is_too_large_is_reported_before_it_travels(pack: ModuleType) -> None:
     size_of, failure = pack.tensors.size_of, pack.failures.Failure
     assert size_of(torch.from_numpy(np.zeros((1, 16, 4096, 1), dtype=np.float32))) == (4096, 16)
     with pytest.raises(failure, match="4097 x 16, and 4096 is the most .*: scale it down before"):
@@ -288,7 +288,7 @@ def test_an_error_is_said_on_the_node_that_failed(pack: ModuleType, prompt_serve
     assert sent == [("a", "text", "7", "The prompt is too long.")]
 
 
-def test_what_would_fit_is_told(pack: ModuleType) -> None:
+def test_an_alternative_that_fits_is_reported(pack: ModuleType) -> None:
     labels = ("512x512", "quantization 8-bit")
     fallbacks = tuple(moored.Fallback(label, 1, True) for label in labels)
     short = moored.MemoryShortfall(2, 1, 1, (), fallbacks, "denoise")
@@ -388,7 +388,7 @@ def test_lines_of_a_text_stay_lines_in_html_and_in_markdown(
     ]
 
 
-def test_steps_of_a_film_are_told_by_section(pack: ModuleType, prompt_server: Any) -> None:
+def test_steps_of_a_film_are_reported_by_section(pack: ModuleType, prompt_server: Any) -> None:
     told: list[Any] = []
     prompt_server.client_id = "ann"
     prompt_server.send = lambda *message: told.append(message[1::2])
@@ -634,8 +634,8 @@ def test_a_refusal_names_inputs_of_the_nodes_and_the_node_that_fits(pack: Module
         error = moored.InvalidRequest(f"{field}: {description}", violations=[violation])
         return str(pack.failures.sentence(error))
 
-    assert said("references", "are not taken by this model; FLUX.1 Kontext takes one") == (
-        "The reference images are not taken by this model; FLUX.1 Kontext takes one."
+    assert said("references", "are not taken by this model: name a model that takes them") == (
+        "The reference images are not taken by this model: name a model that takes them."
     )
     assert said("init_image", "is missing: FramePack makes a film from a picture") == (
         "The image is missing: FramePack makes a film from a picture: use Image to Video."

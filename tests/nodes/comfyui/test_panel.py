@@ -209,7 +209,7 @@ def test_cancel_ends_what_runs_and_what_waits(
         expect(page.get_by_text("No job is running or queued.")).to_be_visible()
 
 
-def test_a_service_that_is_killed_is_told_with_the_remedy_and_found_again(
+def test_a_service_that_is_killed_is_reported_with_the_remedy_and_found_again(
     browser: Browser, panel: PanelPage, start: Start
 ) -> None:
     service = start()

@@ -145,7 +145,7 @@ def down(address: str) -> str:
     )
 
 
-def test_the_stream_tells_of_changes_of_an_end_and_of_a_new_beginning(
+def test_the_stream_reports_changes_an_end_and_a_new_beginning(
     panel: PanelPage, start: Start
 ) -> None:
     service = start()
@@ -182,7 +182,9 @@ def test_actions_are_done_and_say_what_they_did(panel: PanelPage, start: Start) 
         ("/moored/cancel", {"job": "none"}),
     ],
 )
-def test_what_is_not_there_is_said(loaded: Loaded, route: str, body: dict[str, Any]) -> None:
+def test_unknown_models_and_jobs_are_reported(
+    loaded: Loaded, route: str, body: dict[str, Any]
+) -> None:
     code, said = loaded[0].ask(route, body)
     assert code == 404
     assert "no/such" in said["error"] or "none" in said["error"]
@@ -281,7 +283,7 @@ def test_a_service_that_is_silent_holds_nothing_else_up(panel: PanelPage) -> Non
         assert said["error"].startswith(f"The service at {address} does not answer")
 
 
-def test_a_call_that_is_ended_on_the_way_is_told_as_that(
+def test_a_call_that_is_ended_under_way_is_reported_as_ended(
     panel: PanelPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "client-py" / "tests"))
@@ -322,7 +324,7 @@ def test_a_model_is_in_use_by_its_own_jobs_alone(panel: PanelPage, start: Start)
     assert list(used.values()) == [False], "it shares components, and does not run"
 
 
-def test_the_values_of_a_model_are_told_by_the_names_of_inputs(
+def test_the_values_of_a_model_are_reported_by_the_names_of_inputs(
     panel: PanelPage, start: Start
 ) -> None:
     start()
@@ -341,7 +343,7 @@ def test_the_values_of_a_model_are_told_by_the_names_of_inputs(
         ({}, {}),
     ],
 )
-def test_a_length_is_told_as_the_nodes_ask_for_it(
+def test_a_length_is_reported_as_the_nodes_ask_for_it(
     pack: ModuleType, of: dict[str, Any], told: dict[str, Any]
 ) -> None:
     shown = pack.snapshot.defaults(moored.ModelDefaults(4, 1.0, 64, 0, 0, **of))

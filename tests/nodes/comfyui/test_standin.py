@@ -86,7 +86,7 @@ def test_music_is_made_of_music(comfyui: StandIn, serve: Serve) -> None:
         ({"start_seconds": 0.1, "end_seconds": 0.9}, "after the end of the source"),
     ],
 )
-def test_a_window_that_is_not_in_the_music_is_told(
+def test_a_window_that_is_not_in_the_music_is_reported(
     comfyui: StandIn, serve: Serve, options: dict[str, float], told: str
 ) -> None:
     graph = Graph(serve("sim:24GiB").address, model="track")

@@ -159,10 +159,10 @@ def test_a_control_net_may_have_a_picture_of_its_own(
         ({"controls": [{"id": "single", "weight": 1}]}, "A ControlNet has no weight"),
         ({"controls": [{"name": "single"}]}, "is no ControlNet"),
         ({"controls": "[1"}, "controls is no JSON list"),
-        ({"reference": True}, "FLUX.1 Kontext takes one"),
+        ({"reference": True}, "name a model that takes them"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_a_sentence(
+def test_an_unusable_input_is_reported_in_a_sentence(
     engine_with: Headless, start: Path, values: dict[str, Any], said: str
 ) -> None:
     values = {"model": "plain", "control_image": str(start), **QUICK} | values

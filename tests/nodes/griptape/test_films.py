@@ -197,7 +197,7 @@ def test_an_invalid_film_request_fails_with_one_sentence(
     assert said in fails(nowhere, node)
 
 
-def test_progress_is_told_by_section(nowhere: Headless) -> None:
+def test_progress_is_reported_by_section(nowhere: Headless) -> None:
     node = nowhere.do(nowhere.node("GenerateVideo"))
     log = node._shown
     log.begin()

@@ -125,7 +125,7 @@ def test_what_was_ignored_of_a_lora_is_shown(engine_with: Headless) -> None:
         ({"lora": "oil", "model": "no/such"}, "no/such"),
     ],
 )
-def test_a_lora_that_cannot_be_used_is_told_before_the_run(
+def test_a_lora_that_cannot_be_used_is_reported_before_the_run(
     engine_with: Headless, values: dict[str, Any], said: str
 ) -> None:
     _, demo_service = workflow(engine_with, **values)

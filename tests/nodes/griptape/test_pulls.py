@@ -76,7 +76,7 @@ def test_a_missing_model_is_not_pulled_unasked(pulling: Headless, hub: Hub) -> N
     assert not hub.fetched(TRANSFORMER)
 
 
-def test_a_pull_that_fails_is_told_in_a_sentence(pulling: Headless) -> None:
+def test_a_pull_that_fails_is_reported_in_a_sentence(pulling: Headless) -> None:
     node = demo_service(pulling, "nobody/nothing", if_missing="pull")
     assert pulling.do(pulling.run()).failed()
     said = node.parameter_output_values["result_details"]

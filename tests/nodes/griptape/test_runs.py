@@ -373,7 +373,7 @@ def test_a_saved_workflow_without_quantization_mode_stays_at_full(
         (None, "as the service says"),
     ],
 )
-def test_what_would_fit_is_told_in_the_modes_of_the_nodes(
+def test_an_alternative_that_fits_is_reported_in_the_modes_of_the_nodes(
     engine: Headless, quantization: moored.Quantization | None, words: str
 ) -> None:
     from moored_griptape.run_node import in_a_sentence
@@ -426,7 +426,7 @@ def test_a_model_is_preloaded_and_leaves_again(simulate: Simulate, nowhere: Head
     assert not client.status().cards[0].residents
 
 
-def test_an_unload_tells_what_stays_and_why(simulate: Simulate, nowhere: Headless) -> None:
+def test_an_unload_reports_what_stays_and_why(simulate: Simulate, nowhere: Headless) -> None:
     client = simulate()
     client.load("small")
     client.hold("small", ttl_s=60)
@@ -439,7 +439,7 @@ def test_an_unload_tells_what_stays_and_why(simulate: Simulate, nowhere: Headles
 # Memory.
 
 
-def test_waiting_is_told_tick_by_tick(
+def test_waiting_is_reported_tick_by_tick(
     simulate: Simulate, nowhere: Headless, tmp_path: Path
 ) -> None:
     world = tmp_path / "world"
@@ -484,7 +484,9 @@ def test_patience_that_ends_names_who_has_the_memory(
     assert "what would fit: quantization_mode int8, quantization_mode fp8" in said
 
 
-def test_a_budget_refuses_with_what_would_fit(simulate: Simulate, nowhere: Headless) -> None:
+def test_a_budget_refuses_with_an_alternative_that_fits(
+    simulate: Simulate, nowhere: Headless
+) -> None:
     """Over the fraction: refused before anything moves, and the advice works when it is taken."""
     client = simulate("sim:28GiB")
     limits = nowhere.do(nowhere.node("GPUConfiguration"))
@@ -549,7 +551,7 @@ def test_a_model_that_never_fits_is_refused_with_fallbacks(
 # What goes wrong.
 
 
-def test_a_service_that_is_down_is_told_with_its_address(nowhere: Headless) -> None:
+def test_a_service_that_is_down_is_reported_with_its_address(nowhere: Headless) -> None:
     for kind in ("GenerateImage", "PreloadModel", "UnloadModels", "GPUStatus"):
         nowhere.do(nowhere.fresh_flow())
         values = {"prompt": "x"} if kind == "GenerateImage" else {}
@@ -560,7 +562,7 @@ def test_a_service_that_is_down_is_told_with_its_address(nowhere: Headless) -> N
         )
 
 
-def test_a_service_that_did_not_come_is_told_with_its_address_alone(engine: Headless) -> None:
+def test_a_service_that_did_not_start_is_reported_with_its_address_alone(engine: Headless) -> None:
     from moored_griptape.run_node import in_a_sentence
 
     with (
@@ -573,7 +575,7 @@ def test_a_service_that_did_not_come_is_told_with_its_address_alone(engine: Head
     )
 
 
-def test_a_job_that_ends_from_outside_is_told_and_the_next_one_runs(
+def test_a_job_that_ends_from_outside_is_reported_and_the_next_one_runs(
     nowhere: Headless, tmp_path: Path
 ) -> None:
     """Cancelled by somebody else; the service killed, and started again."""
@@ -670,7 +672,7 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
         ({"prompt": "x", "system_constraints": {"cpu_memory_gb": "inf"}}, "a number over 0"),
     ],
 )
-def test_wrong_inputs_are_told_in_a_sentence(
+def test_wrong_inputs_are_reported_in_a_sentence(
     connected: Headless, values: dict[str, Any], said: str
 ) -> None:
     node = connected.do(connected.node("GenerateImage", **values))
@@ -693,7 +695,7 @@ def test_an_edit_without_a_picture_says_so(connected: Headless, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["a\0b.png", "a\ud800b.png", "~nobody-of-this-name/b.png"])
 @pytest.mark.parametrize("field", ["input_image", "mask", "reference_image"])
-def test_a_file_that_cannot_be_there_is_told(
+def test_a_file_with_an_impossible_path_is_reported(
     connected: Headless, tmp_path: Path, field: str, name: str
 ) -> None:
     Image.new("RGB", (16, 16)).save(tmp_path / "start.png")
@@ -705,7 +707,7 @@ def test_a_file_that_cannot_be_there_is_told(
 
 
 @pytest.mark.parametrize("name", ["a\0b.png", "a\ud800b.png"])
-def test_an_output_file_that_cannot_be_is_told_before_anything_is_computed(
+def test_an_impossible_output_file_is_reported_before_anything_is_computed(
     connected: Headless, name: str
 ) -> None:
     node = connected.do(connected.node("GenerateImage", prompt="x", output_file=name))
@@ -716,7 +718,7 @@ def test_an_output_file_that_cannot_be_is_told_before_anything_is_computed(
 
 
 @pytest.mark.parametrize("endpoint", ["box\0:1", "box\ud800:1"])
-def test_an_address_that_none_has_is_told(nowhere: Headless, endpoint: str) -> None:
+def test_an_impossible_address_is_reported(nowhere: Headless, endpoint: str) -> None:
     nowhere.do(nowhere.settings(endpoint=endpoint))
     node = nowhere.do(nowhere.node("GenerateImage", prompt="x"))
     assert "no address of a service" in fails(nowhere, node)

@@ -4,7 +4,7 @@ use engine::Error;
 use model::RequestError;
 
 use super::{Asked, OfMedium};
-use crate::errors::all_valid;
+use crate::errors::{all_valid, outside, too_many};
 use crate::references::PictureInput;
 
 /// Longest prompt, and longest lyrics, in characters. T5 reads at most 512 tokens, so a longer text is a mistake.
@@ -45,8 +45,7 @@ impl Asked {
         for (field, text) in texts.into_iter().chain(self.sampling.texts()) {
             let characters = text.chars().count();
             if characters > LONGEST_PROMPT_CHARACTERS {
-                let problem =
-                    format!("has {characters} characters; {LONGEST_PROMPT_CHARACTERS} are the most");
+                let problem = too_many(characters, "characters", LONGEST_PROMPT_CHARACTERS);
                 problems.push(RequestError::new(field, problem));
             }
         }
@@ -82,10 +81,7 @@ impl Asked {
         }
         if let OfMedium::Video { frames, seconds, .. } = self.of_medium {
             if !(0.0..=LONGEST_FILM_SECONDS).contains(&seconds) {
-                problem(
-                    "seconds",
-                    format!("{seconds} is not from 0 to {LONGEST_FILM_SECONDS}"),
-                );
+                problem("seconds", outside(seconds, 0, LONGEST_FILM_SECONDS));
             } else if seconds > 0.0 && frames > 0 {
                 problem("seconds", "excludes frames: leave one out".to_owned());
             }
@@ -99,10 +95,7 @@ impl Asked {
         ];
         for (field, count, most) in counts {
             if count > most {
-                problems.push(RequestError::new(
-                    field,
-                    format!("are {count}; {most} are the most"),
-                ));
+                problems.push(RequestError::new(field, too_many(count, "items", most)));
             }
         }
         let mut one_of_both = |field: &str, picture: &PictureInput| {

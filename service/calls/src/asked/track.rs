@@ -4,7 +4,7 @@ use engine::Error;
 use media::tracks::LONGEST_TRACK_SECONDS;
 use model::{Audio, AudioTask, Clip, MediaFormat, RequestError, StrengthPoint};
 
-use crate::errors::invalid;
+use crate::errors::{invalid, outside, too_many};
 
 /// Names of tracks in one request: no model knows as many.
 const MOST_TRACKS: usize = 32;
@@ -72,31 +72,35 @@ impl AskedTrack {
         let mut problem = |field: &str, problem: String| problems.push(RequestError::new(field, problem));
         let longest = LONGEST_TRACK_SECONDS as f32;
         if !(0.0..=longest).contains(&self.seconds) {
-            problem(
-                "seconds",
-                format!("{} is not from 0 to {LONGEST_TRACK_SECONDS}", self.seconds),
-            );
+            problem("seconds", outside(self.seconds, 0, LONGEST_TRACK_SECONDS));
         }
         let task = self.task;
         match task {
             AskedTask::TextToMusic => {}
             task if !has_source => problem(
                 INIT_MEDIA,
-                format!("is missing: {} is made of a track", task.word()),
+                format!(
+                    "is missing: {} is made of a track, so upload one and name its id",
+                    task.word()
+                ),
             ),
             _ => {}
         }
-        if let Some(told) = self.wrong_tracks(task) {
-            problem(TRACKS, told);
+        if let Some(wrong) = self.wrong_tracks(task) {
+            problem(TRACKS, wrong);
         }
         let has_window = matches!(task, AskedTask::Repaint | AskedTask::Lego);
         for (field, second) in self.window() {
             match second {
-                Some(_) if !has_window => problem(field, "is of the tasks repaint and lego alone".to_owned()),
-                Some(second) if !(0.0..=longest).contains(&second) => problem(
-                    field,
-                    format!("{second} is not from 0 to {LONGEST_TRACK_SECONDS}"),
-                ),
+                Some(_) if !has_window => {
+                    problem(
+                        field,
+                        "is read by the tasks repaint and lego alone: leave it out".to_owned(),
+                    );
+                }
+                Some(second) if !(0.0..=longest).contains(&second) => {
+                    problem(field, outside(second, 0, LONGEST_TRACK_SECONDS));
+                }
                 Some(_) | None => {}
             }
         }
@@ -111,14 +115,13 @@ impl AskedTrack {
         if let Some(beats) = self.beats_per_minute
             && !(1..=MOST_BEATS_PER_MINUTE).contains(&beats)
         {
-            problem(
-                "beats_per_minute",
-                format!("{beats} is not from 1 to {MOST_BEATS_PER_MINUTE}"),
-            );
+            problem("beats_per_minute", outside(beats, 1, MOST_BEATS_PER_MINUTE));
         }
         if self.strengths.len() > MOST_STRENGTHS {
-            let count = self.strengths.len();
-            problem("strengths", format!("are {count}; {MOST_STRENGTHS} are the most"));
+            problem(
+                "strengths",
+                too_many(self.strengths.len(), "points", MOST_STRENGTHS),
+            );
         }
         let words = [
             ("key", &self.key),
@@ -126,8 +129,8 @@ impl AskedTrack {
             ("language", &self.language),
         ];
         for (field, word) in words {
-            if let Some(told) = wrong_word(word) {
-                problem(field, told);
+            if let Some(wrong) = wrong_word(word) {
+                problem(field, wrong);
             }
         }
     }
@@ -142,11 +145,11 @@ impl AskedTrack {
     /// The problem of the names of tracks for a task, if there is one.
     fn wrong_tracks(&self, task: AskedTask) -> Option<String> {
         let count = self.tracks.len();
-        if let Some(told) = self.tracks.iter().find_map(|track| wrong_word(track)) {
-            return Some(told);
+        if let Some(wrong) = self.tracks.iter().find_map(|track| wrong_word(track)) {
+            return Some(wrong);
         }
         if self.tracks.iter().any(String::is_empty) {
-            return Some("has an empty name".to_owned());
+            return Some("has an empty name: leave it out, or write the name of a track".to_owned());
         }
         match task {
             AskedTask::Extract | AskedTask::Lego if count != 1 => {
@@ -156,7 +159,7 @@ impl AskedTrack {
                 "has {count} names: complete needs one, and takes {MOST_TRACKS} at most"
             )),
             AskedTask::TextToMusic | AskedTask::Repaint | AskedTask::Cover if count > 0 => {
-                Some("is of the tasks extract, lego and complete alone".to_owned())
+                Some("is read by the tasks extract, lego and complete alone: leave it out".to_owned())
             }
             _ => None,
         }
@@ -165,17 +168,8 @@ impl AskedTrack {
     /// Overwrites the defaults with the fields that the client sets.
     ///
     /// # Errors
-    /// When the source is no track, or the window is not in it.
+    /// When the window is not in the source.
     pub(crate) fn fill(&self, audio: &mut Audio, source: Option<Clip>) -> Result<(), Error> {
-        if source
-            .as_ref()
-            .is_some_and(|clip| !matches!(clip.format, MediaFormat::Audio { .. }))
-        {
-            return Err(invalid(
-                INIT_MEDIA,
-                "is not a track, from which alone music can start",
-            ));
-        }
         audio.task = self.task(source.as_ref())?;
         audio.init_audio = source;
         if self.seconds > 0.0 {
@@ -255,13 +249,11 @@ pub(crate) fn seconds_of(format: &MediaFormat) -> f32 {
 fn wrong_word(word: &str) -> Option<String> {
     let characters = word.chars().count();
     if characters > LONGEST_WORD_CHARACTERS {
-        return Some(format!(
-            "has {characters} characters; {LONGEST_WORD_CHARACTERS} are the most"
-        ));
+        return Some(too_many(characters, "characters", LONGEST_WORD_CHARACTERS));
     }
     word.chars()
         .any(char::is_control)
-        .then(|| "has control characters, such as a line break".to_owned())
+        .then(|| "has control characters, such as a line break: leave them out".to_owned())
 }
 
 #[cfg(test)]
@@ -312,8 +304,8 @@ mod tests {
             (with(Complete, &["drums\n- bpm: 9"]), true, vec!["tracks"]),
             (with(Complete, &[""]), true, vec!["tracks"]),
         ] {
-            let told = format!("{request:?}");
-            assert_eq!(fields(request, has_source), wrong, "{told}");
+            let shown = format!("{request:?}");
+            assert_eq!(fields(request, has_source), wrong, "{shown}");
         }
     }
 

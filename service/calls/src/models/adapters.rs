@@ -8,10 +8,11 @@ use engine::Error;
 use engine::library::Entry;
 use model::{AdapterFile, AdapterKind, AdapterUse, Families, StrengthCurve, adapter_stem};
 
+use super::Models;
 use super::comfyui::Meaning;
 use super::names::{self, Named};
-use super::{Models, children, hub_model, is_pipeline, shipped_folder};
-use crate::errors::invalid;
+use super::scan::{children, hub_model, is_pipeline, shipped_folder};
+use crate::errors::{invalid, too_many};
 use crate::references::AskedAdapter;
 
 /// Most adapters of one request.
@@ -165,14 +166,9 @@ impl Models {
         }
         for repository in children(&self.hub_cache) {
             let name = repository.file_name().and_then(|name| name.to_str());
-            if let Some(id) = name.and_then(|name| name.strip_prefix("models--")) {
+            if let Some(id) = name.and_then(hub::id_of_folder) {
                 let holds_transformer = |file: &Path| self.holds_transformer(file);
-                found.extend(of_hub(
-                    families,
-                    &repository,
-                    &id.replacen("--", "/", 1),
-                    &holds_transformer,
-                ));
+                found.extend(of_hub(families, &repository, &id, &holds_transformer));
             }
         }
         if let Some(folder) = shipped_folder("demo/adapters") {
@@ -195,8 +191,10 @@ impl Models {
             return Ok(entry);
         }
         if asked.len() > MOST_ADAPTERS {
-            let problem = format!("has {} adapters; {MOST_ADAPTERS} are the most", asked.len());
-            return Err(invalid("model.adapters", problem));
+            return Err(invalid(
+                "model.adapters",
+                too_many(asked.len(), "adapters", MOST_ADAPTERS),
+            ));
         }
         let there = self.adapters_with(asked.iter().map(|asked| asked.id.as_str()));
         let mut named: Vec<(AdapterFile, AdapterUse)> = Vec::new();
@@ -427,7 +425,7 @@ mod tests {
         Models::new(
             settings,
             folder.join("no-hub-cache"),
-            Arc::new(pipelines::catalogue()),
+            Arc::new(pipelines::families()),
         )
     }
 

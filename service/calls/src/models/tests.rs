@@ -1,3 +1,4 @@
+use super::find::is_key;
 use super::*;
 
 /// A folder with these files, each an empty object of JSON.
@@ -19,7 +20,7 @@ fn models(folder: &Path) -> Models {
     Models::new(
         settings,
         folder.join("no-hub-cache"),
-        Arc::new(pipelines::catalogue()),
+        Arc::new(pipelines::families()),
     )
 }
 
@@ -35,7 +36,7 @@ fn a_revision_that_is_not_there_is_named() {
     let models = Models::new(
         ModelSettings::default(),
         PathBuf::from("/no/such/cache"),
-        Arc::new(pipelines::catalogue()),
+        Arc::new(pipelines::families()),
     );
     let named = ModelRef {
         id: SHIPPED_ID.to_owned(),
@@ -107,7 +108,7 @@ fn a_model_is_there_by_every_name_that_requests_may_give_it() {
         "a+b&c+8-bit&ink",
     ] {
         assert!(models.has(name), "{name}");
-        assert!(is_among(&pipelines::catalogue(), &ids, name), "{name}");
+        assert!(is_among(&pipelines::families(), &ids, name), "{name}");
     }
     for name in [
         "flux-schnell",
@@ -117,11 +118,11 @@ fn a_model_is_there_by_every_name_that_requests_may_give_it() {
         "",
     ] {
         assert!(!models.has(name), "{name}");
-        assert!(!is_among(&pipelines::catalogue(), &ids, name), "{name}");
+        assert!(!is_among(&pipelines::families(), &ids, name), "{name}");
     }
     assert!(!models.has("flux-dev@v2"));
     assert!(
-        is_among(&pipelines::catalogue(), &ids, "flux-dev@v2"),
+        is_among(&pipelines::families(), &ids, "flux-dev@v2"),
         "a list of ids says no revision"
     );
 }
@@ -164,7 +165,7 @@ fn the_hub_cache_is_scanned_and_branches_name_revisions() {
     let models = Models::new(
         models(folder.path()).settings,
         cache.path().to_owned(),
-        Arc::new(pipelines::catalogue()),
+        Arc::new(pipelines::families()),
     );
     let key = |id: &str, revision: &str| {
         let mut model = reference(id);
@@ -397,7 +398,7 @@ fn the_folders_of_comfyui_are_read_by_their_meaning() {
     let models = Models::new(
         settings,
         folder.path().join("no-hub-cache"),
-        Arc::new(pipelines::catalogue()),
+        Arc::new(pipelines::families()),
     );
     let listed = models.list();
     let own = listed

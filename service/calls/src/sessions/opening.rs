@@ -8,7 +8,7 @@ use model::RequestError;
 
 use crate::asked::{Asked, named};
 use crate::caller::AskedOptions;
-use crate::errors::{all_valid, invalid};
+use crate::errors::{all_valid, invalid, outside};
 use crate::playback::PlaybackSettings;
 use crate::references::ModelRef;
 use crate::resolved::ResolvedModel;
@@ -105,8 +105,7 @@ pub(super) fn check_open(open: &AskedSession) -> Result<(), Error> {
     let mut problems = Vec::new();
     let mut within = |field: &str, value: u32, least: u32, most: u32| {
         if value != 0 && !(least..=most).contains(&value) {
-            let problem = format!("{value} is not from {least} to {most}");
-            problems.push(RequestError::new(field, problem));
+            problems.push(RequestError::new(field, outside(value, least, most)));
         }
     };
     within("lead_ms", open.lead_ms, LEAST_LEAD_MS, MOST_LEAD_MS);
@@ -120,11 +119,11 @@ pub(super) fn check_open(open: &AskedSession) -> Result<(), Error> {
     within("idle_seconds", open.idle_seconds, 1, MOST_IDLE_SECONDS);
     if let Some(options) = &open.options {
         if !options.idempotency_key.is_empty() {
-            let problem = "is of calls that make one result; a session has many";
+            let problem = "cannot be used for a session, which has many results: leave it out";
             problems.push(RequestError::new("options.idempotency_key", problem));
         }
         if options.detach {
-            let problem = "is of calls that make one result; a session ends with its stream";
+            let problem = "cannot be used for a session, which ends with its stream: leave it out";
             problems.push(RequestError::new("options.detach", problem));
         }
     }

@@ -47,7 +47,7 @@ pub(crate) enum Work {
         place_seconds: f32,
     },
     /// A segment is complete.
-    Came { number: u32 },
+    Completed { number: u32 },
     /// A segment failed.
     Failed { number: u32 },
     /// A segment will not sound, because a later one has begun. The later one proves the source and the model of both.
@@ -58,7 +58,7 @@ pub(crate) enum Work {
 pub(crate) enum Report {
     Accepted {
         number: u32,
-        job_id: String,
+        job_id: JobId,
         seed: u64,
         model: Box<ResolvedModel>,
         /// Aborting it cancels the job.
@@ -87,7 +87,7 @@ pub(crate) enum Report {
 }
 
 /// Handle to the task that makes segments. Dropping it cancels their jobs and releases the model.
-pub(crate) struct Maker {
+pub(crate) struct SegmentTaskHandle {
     /// Commands, each with the bytes of the client's message.
     works: mpsc::UnboundedSender<(Work, Option<Taken>)>,
     reports: mpsc::Receiver<Report>,
@@ -95,13 +95,13 @@ pub(crate) struct Maker {
     client: Client,
 }
 
-impl Maker {
+impl SegmentTaskHandle {
     /// At most as many are under way as the session allows, so the queue to it is bounded.
     pub(crate) fn make(&self, work: Work) {
         let _ = self.works.send((work, None)); // its task ends with this handle alone
     }
 
-    /// As [`Maker::make`], of a message whose bytes count against its client for as long as something of it is kept.
+    /// As [`SegmentTaskHandle::make`], of a message whose bytes count against its client for as long as something of it is kept.
     pub(crate) fn make_counted(&self, work: Work, bytes: Taken) {
         let _ = self.works.send((work, Some(bytes)));
     }
@@ -118,7 +118,7 @@ impl Maker {
     }
 }
 
-impl Drop for Maker {
+impl Drop for SegmentTaskHandle {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -171,7 +171,7 @@ struct Source {
 }
 
 /// The model that segments are generated with.
-struct With {
+struct SessionModel {
     model: ModelRef,
     resolved: ResolvedModel,
     _held: Held,
@@ -194,7 +194,7 @@ struct MadeWith {
     model: u32,
 }
 
-struct Making {
+struct SegmentTask {
     generation: Generation,
     caller: Caller,
     session_id: String,
@@ -203,7 +203,7 @@ struct Making {
     options: Option<AskedOptions>,
     /// Bytes of the message that opened the session, which has its first model and its options.
     _bytes: Taken,
-    with: Versions<With>,
+    with: Versions<SessionModel>,
     source: Versions<Option<Source>>,
     /// Number of holds so far, which makes their names unique.
     holds: u32,
@@ -219,32 +219,32 @@ impl Generation {
     ///
     /// # Errors
     /// When fields are wrong, the model cannot be opened or makes no sound, or the source is no track.
-    pub(crate) async fn open_maker(
+    pub(crate) async fn open_segment_task(
         &self,
         open: AskedSession,
         bytes: Taken,
         caller: Caller,
-    ) -> Result<(Maker, OpenedSession), Error> {
+    ) -> Result<(SegmentTaskHandle, OpenedSession), Error> {
         check_open(&open)?;
         let options = caller.options(open.options.clone(), &self.entries.cards())?;
         let model = open.model.clone();
-        let (entry, format, told) = self.sounding_model(&model, &options).await?;
-        let opened = OpenedSession::of(&open, told.clone(), format);
+        let (entry, format, resolved) = self.sounding_model(&model, &options).await?;
+        let opened = OpenedSession::of(&open, resolved.clone(), format);
         let source = self.source(&open.source_media_id, caller.client())?;
         let held = Held::of(&self.queue, &entry, opened.session_id.clone()).await?;
         let (works, asked) = mpsc::unbounded_channel();
         let (send, reports) = mpsc::channel(MOST_REPORTS);
         let client = caller.client();
-        let making = Making {
+        let making = SegmentTask {
             generation: self.clone(),
             caller,
             session_id: opened.session_id.clone(),
             format,
             slots: opened.slots,
             options: open.options,
-            with: Versions::new(With {
+            with: Versions::new(SessionModel {
                 model,
-                resolved: told,
+                resolved,
                 _held: held,
                 _bytes: None,
             }),
@@ -256,7 +256,7 @@ impl Generation {
             jobs: JoinSet::new(),
             reports: send,
         };
-        let maker = Maker {
+        let maker = SegmentTaskHandle {
             works,
             reports,
             task: tokio::spawn(making.run(asked)),
@@ -278,8 +278,12 @@ impl Generation {
             .model
             .track_format()
             .ok_or_else(|| no_sound(&chosen.entry.key))?;
-        let told = ResolvedModel::of(&chosen.entry, &open, chosen.reason);
-        Ok((chosen.entry, (format.samples_per_second, format.channels), told))
+        let resolved = ResolvedModel::of(&chosen.entry, &open, chosen.reason);
+        Ok((
+            chosen.entry,
+            (format.samples_per_second, format.channels),
+            resolved,
+        ))
     }
 
     /// An uploaded track, as the source of a session; `None` for an empty id.
@@ -296,7 +300,7 @@ impl Generation {
     }
 }
 
-impl Making {
+impl SegmentTask {
     async fn run(mut self, mut asked: mpsc::UnboundedReceiver<(Work, Option<Taken>)>) {
         while let Some((work, bytes)) = asked.recv().await {
             match work {
@@ -311,7 +315,7 @@ impl Making {
                     model,
                     place_seconds,
                 } => self.replace_model(number, model, place_seconds, bytes).await,
-                Work::Came { number } => self.came(number).await,
+                Work::Completed { number } => self.completed(number).await,
                 Work::Failed { number } => self.failed(number),
                 Work::Superseded { number } => {
                     self.made_with.remove(&number);
@@ -321,7 +325,7 @@ impl Making {
         }
     }
 
-    async fn tell(&self, report: Report) {
+    async fn send(&self, report: Report) {
         let _ = self.reports.send(report).await; // the session may have ended
     }
 
@@ -344,7 +348,7 @@ impl Making {
         let (mut job, seed, model) = match self.queue_up(track, place_seconds).await {
             Ok(job) => job,
             Err(error) => {
-                self.tell(Report::Failed { number, error }).await;
+                self.send(Report::Failed { number, error }).await;
                 return None;
             }
         };
@@ -354,7 +358,7 @@ impl Making {
         };
         self.made_with.insert(number, made_with);
         let (reports, job_id) = (self.reports.clone(), job.id.clone());
-        let accepted_id = job.id.to_string();
+        let accepted_id = job.id.clone();
         let (begin, begun) = tokio::sync::oneshot::channel::<()>();
         let handle = self.jobs.spawn(async move {
             // Events of the job are reported only after `Accepted`.
@@ -376,7 +380,7 @@ impl Making {
                 }
             }
         });
-        self.tell(Report::Accepted {
+        self.send(Report::Accepted {
             number,
             job_id: accepted_id,
             seed,
@@ -417,13 +421,13 @@ impl Making {
     async fn replace_source(&mut self, number: u32, media_id: &str) {
         let source = match self.generation.source(media_id, self.caller.client()) {
             Ok(source) => source,
-            Err(error) => return self.tell(Report::Failed { number, error }).await,
+            Err(error) => return self.send(Report::Failed { number, error }).await,
         };
         self.source.replace(number, source);
         let Some(track) = self.last.as_ref().map(|last| (*last.track).clone()) else {
             self.source.prove(number);
-            self.tell(Report::SourceReplaced { number }).await;
-            return self.tell(Report::NothingToMake { number }).await;
+            self.send(Report::SourceReplaced { number }).await;
+            return self.send(Report::NothingToMake { number }).await;
         };
         self.segment(number, track, 0.0).await;
     }
@@ -437,20 +441,24 @@ impl Making {
     ) {
         let with = match self.load(&model, bytes).await {
             Ok(with) => with,
-            Err(error) => return self.tell(Report::Failed { number, error }).await,
+            Err(error) => return self.send(Report::Failed { number, error }).await,
         };
-        let told = Box::new(with.resolved.clone());
+        let resolved = Box::new(with.resolved.clone());
         self.with.replace(number, with);
         let Some(track) = self.last.as_ref().map(|last| (*last.track).clone()) else {
             self.with.prove(number);
-            self.tell(Report::ModelReplaced { number, model: told }).await;
-            return self.tell(Report::NothingToMake { number }).await;
+            self.send(Report::ModelReplaced {
+                number,
+                model: resolved,
+            })
+            .await;
+            return self.send(Report::NothingToMake { number }).await;
         };
         self.segment(number, track, place_seconds).await;
     }
 
     /// Loads another model, proves it and holds it.
-    async fn load(&mut self, model: &ModelRef, bytes: Option<Taken>) -> Result<With, Error> {
+    async fn load(&mut self, model: &ModelRef, bytes: Option<Taken>) -> Result<SessionModel, Error> {
         let options = self
             .caller
             .options(self.options.clone(), &self.generation.entries.cards())?;
@@ -460,7 +468,8 @@ impl Making {
             return Err(invalid(
                 "model",
                 format!(
-                    "makes {channels} channels of {rate} samples a second, and the session plays {own_channels} of {own_rate}"
+                    "makes {channels} channels of {rate} samples a second, and the session plays {own_channels} of {own_rate}: name a \
+                     model of the session's format, or open another session"
                 ),
             ));
         }
@@ -485,7 +494,7 @@ impl Making {
         self.holds += 1;
         let name = format!("{}-{}", self.session_id, self.holds);
         let held = Held::of(&self.generation.queue, &entry, name).await?;
-        Ok(With {
+        Ok(SessionModel {
             model: model.clone(),
             resolved,
             _held: held,
@@ -494,17 +503,17 @@ impl Making {
     }
 
     /// A segment is complete: the source and the model that it was made with are proven.
-    async fn came(&mut self, number: u32) {
+    async fn completed(&mut self, number: u32) {
         let Some(made) = self.made_with.remove(&number) else {
             return;
         };
         if self.source.prove(made.source) {
-            self.tell(Report::SourceReplaced { number: made.source }).await;
+            self.send(Report::SourceReplaced { number: made.source }).await;
         }
         if self.with.prove(made.model) {
             let model = Box::new(self.with.proven().resolved.clone());
             let number = made.model;
-            self.tell(Report::ModelReplaced { number, model }).await;
+            self.send(Report::ModelReplaced { number, model }).await;
         }
     }
 

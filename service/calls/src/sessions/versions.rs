@@ -52,7 +52,7 @@ impl<T> Versions<T> {
     /// one. Returns whether a version was removed.
     pub(crate) fn fail(&mut self, number: u32) -> bool {
         let known = self.pending.len();
-        self.pending.retain(|(brought, _)| *brought != number);
+        self.pending.retain(|(introduced, _)| *introduced != number);
         self.pending.len() < known
     }
 }

@@ -206,7 +206,7 @@ impl Card {
         if !self.gpu.device().is_cuda() {
             return;
         }
-        let stages = std::iter::once(&work.plan.name).chain(&work.behind);
+        let stages = std::iter::once(&work.plan.name).chain(&work.later_stages);
         let planned: Vec<Planned> = stages
             .flat_map(|stage| model.planned(stage, &work.request))
             .collect();

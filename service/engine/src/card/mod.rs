@@ -143,7 +143,7 @@ impl Card {
     /// [`CardError`]; the card is not usable then.
     pub fn new(
         mut gpu: Box<dyn Gpu>,
-        catalogue: impl ModelOpener + 'static,
+        families: impl ModelOpener + 'static,
         settings: CardSettings,
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
@@ -158,7 +158,7 @@ impl Card {
         Ok(Card {
             gpu,
             ledger,
-            models: Models::new(Box::new(catalogue), dtype),
+            models: Models::new(Box::new(families), dtype),
             on_host: OnHost::new(settings.on_host),
             settings,
             clock,

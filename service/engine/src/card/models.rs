@@ -18,7 +18,7 @@ const CAPACITY: usize = 64;
 
 /// Open models by path, quantization, and adapters.
 pub(super) struct Models {
-    catalogue: Box<dyn ModelOpener>,
+    families: Box<dyn ModelOpener>,
     dtype: DType,
     opened: LruCache<OpenedKey, CachedModel>,
 }
@@ -51,9 +51,9 @@ impl std::fmt::Debug for Models {
 }
 
 impl Models {
-    pub(super) fn new(catalogue: Box<dyn ModelOpener>, dtype: DType) -> Models {
+    pub(super) fn new(families: Box<dyn ModelOpener>, dtype: DType) -> Models {
         Models {
-            catalogue,
+            families,
             dtype,
             opened: LruCache::new(CAPACITY),
         }
@@ -103,7 +103,7 @@ impl Models {
                     dtype: self.dtype,
                     quantization: quantization.clone(),
                 };
-                self.catalogue.open(path, &precision)?
+                self.families.open(path, &precision)?
             }
             false => {
                 let base = ModelLocation {
@@ -163,7 +163,7 @@ mod tests {
     fn the_base_of_an_adapter_is_kept_open_for_others() {
         let folder = tempfile::tempdir().unwrap();
         let mut models = Models::new(
-            Box::new(pipelines::Catalogue::new(vec![Box::new(Instant)])),
+            Box::new(pipelines::FamilyList::new(vec![Box::new(Instant)])),
             DType::F32,
         );
         let base = write(folder.path(), "base");
@@ -189,7 +189,7 @@ mod tests {
     fn a_full_cache_forgets_the_least_recently_used_model_alone() {
         let folder = tempfile::tempdir().unwrap();
         let mut models = Models::new(
-            Box::new(pipelines::Catalogue::new(vec![Box::new(Instant)])),
+            Box::new(pipelines::FamilyList::new(vec![Box::new(Instant)])),
             DType::F32,
         );
         let used = write(folder.path(), "used");

@@ -37,7 +37,7 @@ impl StageAttempt<'_> {
     }
 
     /// Reports progress to all jobs of the stage.
-    fn tell(&self, progress: &Progress, link: &mut dyn Link) {
+    fn report(&self, progress: &Progress, link: &mut dyn Link) {
         for (ticket, _) in &self.stages {
             link.emit(Event::Progress {
                 ticket: *ticket,
@@ -48,7 +48,7 @@ impl StageAttempt<'_> {
 }
 
 /// The values of each stage of an attempt, or its error.
-type Given = Vec<Result<Values, StageError>>;
+type StageResults = Vec<Result<Values, StageError>>;
 
 /// Failure of one run of a stage.
 enum StageFailure {
@@ -73,7 +73,7 @@ impl Card {
             chunking: run.label(rung).to_owned(),
             memory: self.ledger.summary(),
         };
-        run.tell(&progress, link);
+        run.report(&progress, link);
         loop {
             if run.stages.iter().all(|(ticket, _)| link.cancelled(*ticket)) {
                 return Err(Halt::cancelled());
@@ -95,7 +95,7 @@ impl Card {
                         reason: "OUT_OF_MEMORY".to_owned(),
                         message,
                     };
-                    run.tell(&progress, link);
+                    run.report(&progress, link);
                     (rung, trimmed) = (next, true);
                 }
                 Err(failed) => return Err(self.stage_failed(failed)),
@@ -104,7 +104,7 @@ impl Card {
     }
 
     /// The outcomes of stages that have run. They share one report, but only the first has the seconds of the loads.
-    fn outcomes(&mut self, given: Given, mut report: Completed) -> Result<Vec<Outcome>, Halt> {
+    fn outcomes(&mut self, given: StageResults, mut report: Completed) -> Result<Vec<Outcome>, Halt> {
         let mut outcomes = Vec::with_capacity(given.len());
         for values in given {
             outcomes.push(match values {
@@ -132,7 +132,7 @@ impl Card {
         rung: usize,
         report: &mut Completed,
         link: &mut dyn Link,
-    ) -> Result<Result<Given, StageFailure>, Halt> {
+    ) -> Result<Result<StageResults, StageFailure>, Halt> {
         let stage = run.need.on_rung(rung, None);
         let mut timeline = Timeline::begin("run");
         let on_host = self.components_on_host(run, rung, link)?;
@@ -208,9 +208,9 @@ impl Card {
         rung: usize,
         on_host: &[(String, Arc<ComponentTensors>)],
         link: &mut dyn Link,
-    ) -> Result<Given, StageFailure> {
+    ) -> Result<StageResults, StageFailure> {
         let Some((first, _)) = run.stages.split_first() else {
-            return Ok(Given::new());
+            return Ok(StageResults::new());
         };
         let gpu = &*self.gpu;
         let tensors = |name: &str| -> Result<Arc<ComponentTensors>, StageError> {

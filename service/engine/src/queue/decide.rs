@@ -87,7 +87,7 @@ impl Pass {
             State::Queued { .. } | State::Waiting { .. } | State::Running { .. } => {}
         }
         // Once no card is free, only jobs that wait for memory or that are new are decided.
-        let is_told = matches!(
+        let is_printed = matches!(
             job.state,
             State::Queued {
                 position: Some(_),
@@ -95,10 +95,10 @@ impl Pass {
             }
         );
         let any_free = view.cards.iter().any(|card| card.is_free());
-        if !any_free && is_told && !job.is_near_refusal() {
+        if !any_free && is_printed && !job.is_near_refusal() {
             return None;
         }
-        if view.is_behind_an_unload(job) {
+        if view.waits_for_unload(job) {
             return Some(Decision::Queue { job: id });
         }
         if let Some(error) = view.refusal_after_deaths(job) {
@@ -184,7 +184,7 @@ impl View<'_> {
             matches!(job.state, State::Queued { .. })
                 && self.lead_ms(job, first) <= AFFINITY_WINDOW_MS
                 && self.missing_bytes(job, card).0.saturating_mul(2) < missing.0
-                && !self.is_behind_an_unload(job)
+                && !self.waits_for_unload(job)
                 && self.starts_on(job, card) == Some(false)
         };
         let rest = rest.iter().take(AFFINITY_DEPTH);

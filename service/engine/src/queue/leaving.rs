@@ -46,7 +46,7 @@ impl Leaving<'_> {
 
 impl<'a> View<'a> {
     /// Whether a job came after an unload of its entry: the job starts once the unload is done.
-    pub(super) fn is_behind_an_unload(&self, job: &JobRecord) -> bool {
+    pub(super) fn waits_for_unload(&self, job: &JobRecord) -> bool {
         self.unloads.iter().any(|unload| unload.is_before(job))
     }
 
@@ -85,7 +85,7 @@ impl<'a> View<'a> {
             let in_use = || {
                 self.jobs
                     .values()
-                    .any(|job| job.entry.key == *key && !self.is_behind_an_unload(job))
+                    .any(|job| job.entry.key == *key && !self.waits_for_unload(job))
             };
             if is_own && self.claims.is_pinned(key) {
                 return Some(KeptBecause::Pinned);

@@ -61,7 +61,7 @@ impl View<'_> {
             && other.entry.key == job.entry.key
             && other.options.headroom == job.options.headroom
             && !other.attempt.alone
-            && !self.is_behind_an_unload(other)
+            && !self.waits_for_unload(other)
             && self.may_use(other, card)
             && self.next_shared(other, card).map(|pass| &pass.key) == key
     }

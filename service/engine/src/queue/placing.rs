@@ -125,7 +125,7 @@ impl View<'_> {
         let (_, need) = needs.first()?;
         let low = job.attempt.low_memory
             || (job.options.allow_low_memory && exceeds(ledger, need, policy, ledger_now));
-        if self.is_behind_a_swap(job, index) {
+        if self.waits_for_swap(job, index) {
             return Some(CardAnswer::Behind {
                 seconds: card.busy_seconds(self.now),
             });

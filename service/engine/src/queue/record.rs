@@ -14,7 +14,7 @@ use super::listener::{Mailbox, Unread};
 use super::reductions::{Reduction, Reductions};
 use super::replay::Replay;
 use super::request::OpenModels;
-use super::steps::{Model, Step, StepKind, Steps, decodable};
+use super::steps::{JobStep, JobStepKind, JobSteps, Model, decodable};
 use super::swap::Swap;
 use crate::error::{Error, Shortfall};
 use crate::job::{Call, JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
@@ -121,14 +121,14 @@ pub(super) struct JobRecord {
     pub(super) plans: BTreeMap<String, Vec<StagePlan>>,
     pub(super) accepted: Instant,
 
-    pub(super) steps: Steps,
+    pub(super) steps: JobSteps,
     pub(super) cursor: usize,
     /// Values of stages that run once for all items.
     pub(super) values: Values,
     /// Values of an item that later stages take. Those that decoding takes are in the store instead.
     pub(super) item_values: BTreeMap<u32, Values>,
     /// Values that the job started from.
-    pub(super) brought: Values,
+    pub(super) start_values: Values,
     /// The delivered range of each track, by item and name.
     pub(super) delivered: BTreeMap<(u32, String), (MediaFormat, Covered)>,
     /// The run that proves a load's model.
@@ -167,7 +167,7 @@ pub(super) struct JobRecord {
 }
 
 impl JobRecord {
-    pub(super) fn step(&self) -> Option<Step> {
+    pub(super) fn step(&self) -> Option<JobStep> {
         self.steps.get(self.cursor).copied()
     }
 
@@ -208,8 +208,8 @@ impl JobRecord {
     }
 
     /// A stage as any card would run it: all that does not depend on a card is alike.
-    pub(super) fn stage(&self, step: Step) -> Option<&StagePlan> {
-        let StepKind::Stage(stage) = step.kind else {
+    pub(super) fn stage(&self, step: JobStep) -> Option<&StagePlan> {
+        let JobStepKind::Stage(stage) = step.kind else {
             return None;
         };
         self.plans.values().next()?.get(stage)
@@ -221,12 +221,12 @@ impl JobRecord {
     }
 
     /// The name of a step.
-    pub(super) fn name_of(&self, step: Step) -> StageName {
+    pub(super) fn name_of(&self, step: JobStep) -> StageName {
         match step.kind {
-            StepKind::Load(Model::Own) => "load".into(),
-            StepKind::Load(Model::Replaced) => "restore".into(),
-            StepKind::Unload(_) => "unload".into(),
-            StepKind::Stage(_) => self.stage(step).map_or("", |stage| stage.name.as_str()).into(),
+            JobStepKind::Load(Model::Own) => "load".into(),
+            JobStepKind::Load(Model::Replaced) => "restore".into(),
+            JobStepKind::Unload(_) => "unload".into(),
+            JobStepKind::Stage(_) => self.stage(step).map_or("", |stage| stage.name.as_str()).into(),
         }
     }
 
@@ -236,7 +236,7 @@ impl JobRecord {
     }
 
     /// Whether a step is of this role.
-    pub(super) fn is_of(&self, step: Step, role: Role) -> bool {
+    pub(super) fn is_of(&self, step: JobStep, role: Role) -> bool {
         self.stage(step).is_some_and(|stage| stage.role == role)
     }
 
@@ -268,24 +268,24 @@ impl JobRecord {
     pub(super) fn need(&self, index: usize, dtype: &str) -> Option<Need> {
         let step = *self.steps.get(index)?;
         let stage = match step.kind {
-            StepKind::Stage(stage) => stage,
-            StepKind::Load(Model::Own) => return self.load_need(dtype),
-            StepKind::Load(Model::Replaced) => return self.restore_need(step),
-            StepKind::Unload(_) => return None,
+            JobStepKind::Stage(stage) => stage,
+            JobStepKind::Load(Model::Own) => return self.load_need(dtype),
+            JobStepKind::Load(Model::Replaced) => return self.restore_need(step),
+            JobStepKind::Unload(_) => return None,
         };
         let plan = self.plan(dtype).get(stage)?.clone();
         let all = &self.models.get(dtype)?.components;
         Some(Need::of_stage(
             plan,
             all,
-            self.needed_behind(index, dtype, all),
+            self.needed_later(index, dtype, all),
             self.options.headroom,
         ))
     }
 
     /// Components that the stages after the step at `index` need.
-    fn needed_behind(&self, index: usize, dtype: &str, all: &[Component]) -> Vec<ComponentId> {
-        let names = self.steps.needed_behind(index, dtype);
+    fn needed_later(&self, index: usize, dtype: &str, all: &[Component]) -> Vec<ComponentId> {
+        let names = self.steps.needed_later(index, dtype);
         let components = names.filter_map(|name| all.iter().find(|component| component.name == *name));
         components.map(|component| component.id.clone()).collect()
     }
@@ -308,7 +308,7 @@ impl JobRecord {
         })
     }
 
-    fn restore_need(&self, step: Step) -> Option<Need> {
+    fn restore_need(&self, step: JobStep) -> Option<Need> {
         Some(Need {
             name: self.name_of(step),
             components: self.swap.as_ref()?.begun.as_ref()?.before.clone(),
@@ -319,7 +319,7 @@ impl JobRecord {
     }
 
     /// The inputs of a stage, from all values of the job; `kept` are the values in the store for its item.
-    pub(super) fn input(&self, step: Step, kept: &Values) -> Values {
+    pub(super) fn input(&self, step: JobStep, kept: &Values) -> Values {
         let own = self.item_values.get(&step.item);
         let takes = self.stage(step).into_iter().flat_map(|stage| &stage.takes);
         let found = takes.filter_map(|value| {
@@ -327,14 +327,14 @@ impl JobRecord {
             let item = own.and_then(|own| own.get(name)).or_else(|| kept.get(name));
             let found = item
                 .or_else(|| self.values.get(name))
-                .or_else(|| self.brought.get(name));
+                .or_else(|| self.start_values.get(name));
             Some((name.clone(), found?.clone()))
         });
         found.collect()
     }
 
     /// The steps for an item that follow the next step.
-    fn later_of(&self, item: u32) -> impl Iterator<Item = (Step, &StagePlan)> {
+    fn later_of(&self, item: u32) -> impl Iterator<Item = (JobStep, &StagePlan)> {
         let later = self.steps.iter().skip(self.cursor + 1).copied();
         let of_item = later.filter(move |step| step.item == item);
         of_item.filter_map(|step| Some((step, self.stage(step)?)))
@@ -342,7 +342,7 @@ impl JobRecord {
 
     /// Whether a value of this step belongs in the store: values to decode next, and values that the job
     /// ends with.
-    pub(super) fn belongs_in_store(&self, step: Step, name: &str) -> bool {
+    pub(super) fn belongs_in_store(&self, step: JobStep, name: &str) -> bool {
         if self.is_of(step, Role::Decode) {
             return false; // left for the next decode
         }
@@ -512,7 +512,7 @@ impl JobRecord {
 
     /// The number of the next step, from 1, and the number of all steps, as clients see them: without unloads.
     pub(super) fn place_of_step(&self) -> (u32, u32) {
-        let told = |steps: &[Step]| steps.iter().filter(|step| !step.is_unload()).count() as u32;
+        let told = |steps: &[JobStep]| steps.iter().filter(|step| !step.is_unload()).count() as u32;
         (told(&self.steps[..self.cursor]) + 1, told(&self.steps))
     }
 
@@ -543,7 +543,7 @@ impl JobRecord {
     }
 
     /// Checks that an item has been delivered completely, in the requested format.
-    pub(super) fn check_delivered(&self, step: Step) -> Result<(), Error> {
+    pub(super) fn check_delivered(&self, step: JobStep) -> Result<(), Error> {
         let of_item = self.delivered.iter().filter(|((item, _), _)| *item == step.item);
         let tracks: Vec<_> = of_item.map(|(_, delivered)| delivered).collect();
         let asked = self.run().map(|run| &run.request.medium);

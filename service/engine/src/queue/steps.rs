@@ -10,7 +10,7 @@ use crate::job::Run;
 
 /// The work of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StepKind {
+pub(super) enum JobStepKind {
     /// A stage, by its index in the plan.
     Stage(usize),
     /// Load components of a model.
@@ -30,48 +30,48 @@ pub(super) enum Model {
 
 /// A step of a job, and the item that it is for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Step {
-    pub(super) kind: StepKind,
+pub(super) struct JobStep {
+    pub(super) kind: JobStepKind,
     pub(super) item: u32,
 }
 
-impl Step {
+impl JobStep {
     /// A step that is for no item.
-    pub(super) fn of(kind: StepKind) -> Step {
-        Step { kind, item: 0 }
+    pub(super) fn of(kind: JobStepKind) -> JobStep {
+        JobStep { kind, item: 0 }
     }
 
     pub(super) fn is_unload(&self) -> bool {
-        matches!(self.kind, StepKind::Unload(_))
+        matches!(self.kind, JobStepKind::Unload(_))
     }
 }
 
 /// The steps of a job, in order.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Steps {
-    steps: Vec<Step>,
+pub(super) struct JobSteps {
+    steps: Vec<JobStep>,
     /// By compute dtype, the last step that needs each component, by name.
     last_needs: BTreeMap<String, BTreeMap<String, usize>>,
 }
 
-impl Deref for Steps {
-    type Target = [Step];
+impl Deref for JobSteps {
+    type Target = [JobStep];
 
-    fn deref(&self) -> &[Step] {
+    fn deref(&self) -> &[JobStep] {
         &self.steps
     }
 }
 
-impl Steps {
+impl JobSteps {
     /// Steps whose stages are those of these plans, by compute dtype.
-    pub(super) fn new(steps: Vec<Step>, plans: &BTreeMap<String, Vec<StagePlan>>) -> Steps {
+    pub(super) fn new(steps: Vec<JobStep>, plans: &BTreeMap<String, Vec<StagePlan>>) -> JobSteps {
         let last_needs = plans.iter().map(|(dtype, plan)| {
             let stages = steps
                 .iter()
                 .enumerate()
                 .filter_map(|(index, step)| match step.kind {
-                    StepKind::Stage(stage) => Some((index, plan.get(stage)?)),
-                    StepKind::Load(_) | StepKind::Unload(_) => None,
+                    JobStepKind::Stage(stage) => Some((index, plan.get(stage)?)),
+                    JobStepKind::Load(_) | JobStepKind::Unload(_) => None,
                 });
             let needs =
                 stages.flat_map(|(index, stage)| stage.components.iter().map(move |name| (name, index)));
@@ -79,23 +79,23 @@ impl Steps {
             let last = last.into_iter().map(|(name, index)| (name.clone(), index));
             (dtype.clone(), last.collect())
         });
-        Steps {
+        JobSteps {
             last_needs: last_needs.collect(),
             steps,
         }
     }
 
     /// Names of the components that steps after the one at `index` need on cards of a dtype, in the order of names.
-    pub(super) fn needed_behind(&self, index: usize, dtype: &str) -> impl Iterator<Item = &String> {
+    pub(super) fn needed_later(&self, index: usize, dtype: &str) -> impl Iterator<Item = &String> {
         let last_needs = self.last_needs.get(dtype).into_iter().flatten();
         last_needs.filter_map(move |(name, last)| (*last > index).then_some(name))
     }
 
     /// Puts an unload before the step at `index`.
     pub(super) fn unload_before(&mut self, index: usize, model: Model) {
-        self.steps.insert(index, Step::of(StepKind::Unload(model)));
-        let behind = self.last_needs.values_mut().flat_map(BTreeMap::values_mut);
-        for last in behind.filter(|last| **last >= index) {
+        self.steps.insert(index, JobStep::of(JobStepKind::Unload(model)));
+        let later = self.last_needs.values_mut().flat_map(BTreeMap::values_mut);
+        for last in later.filter(|last| **last >= index) {
             *last += 1;
         }
     }
@@ -152,20 +152,19 @@ fn is_in_sections(plan: &[StagePlan]) -> bool {
 
 /// The steps of a run: stages that run once, then the stages of each item. Where one large component at a time is on the card, all
 /// sampling is done before the first decode, except in results with sections.
-pub(super) fn steps_of(plan: &[StagePlan], run: &Run, policy: Policy) -> Vec<Step> {
+pub(super) fn steps_of(plan: &[StagePlan], run: &Run, policy: Policy) -> Vec<JobStep> {
     let needed = needed(plan, run);
-    let step = |stage: &usize, item| Step {
-        kind: StepKind::Stage(*stage),
+    let step = |stage: &usize, item| JobStep {
+        kind: JobStepKind::Stage(*stage),
         item,
     };
     let (each, once): (Vec<usize>, Vec<usize>) = needed.into_iter().partition(|&stage| plan[stage].per_item);
-    let mut steps: Vec<Step> = once.iter().map(|stage| step(stage, 0)).collect();
+    let mut steps: Vec<JobStep> = once.iter().map(|stage| step(stage, 0)).collect();
     for item in 0..run.count.max(1) {
         steps.extend(each.iter().map(|stage| step(stage, item)));
     }
     if policy == Policy::Exclusive && !is_in_sections(plan) {
-        let decodes =
-            |step: &Step| matches!(step.kind, StepKind::Stage(stage) if plan[stage].role == Role::Decode);
+        let decodes = |step: &JobStep| matches!(step.kind, JobStepKind::Stage(stage) if plan[stage].role == Role::Decode);
         steps.sort_by_key(decodes); // stable: items stay in order
     }
     steps
@@ -177,19 +176,19 @@ pub(super) fn steps_of_load(
     proof: Option<&Run>,
     replaces: bool,
     policy: Policy,
-) -> Vec<Step> {
-    let mut steps = vec![Step::of(StepKind::Load(Model::Own))];
+) -> Vec<JobStep> {
+    let mut steps = vec![JobStep::of(JobStepKind::Load(Model::Own))];
     steps.extend(proof.iter().flat_map(|run| steps_of(plan, run, policy)));
-    steps.extend(replaces.then_some(Step::of(StepKind::Unload(Model::Replaced))));
+    steps.extend(replaces.then_some(JobStep::of(JobStepKind::Unload(Model::Replaced))));
     steps
 }
 
 /// The steps that undo a swap: components that were loaded for the new model are unloaded, and those that were unloaded for
 /// it are loaded again.
-pub(super) fn undo_of_swap() -> Vec<Step> {
+pub(super) fn undo_of_swap() -> Vec<JobStep> {
     vec![
-        Step::of(StepKind::Unload(Model::Own)),
-        Step::of(StepKind::Load(Model::Replaced)),
+        JobStep::of(JobStepKind::Unload(Model::Own)),
+        JobStep::of(JobStepKind::Load(Model::Replaced)),
     ]
 }
 
@@ -314,8 +313,8 @@ mod tests {
         let plan = sections();
         for policy in [Policy::Shared, Policy::Exclusive] {
             let steps = steps_of(&plan, &run(None, Role::Decode, 1), policy);
-            let stages: Vec<StepKind> = steps.iter().map(|step| step.kind).collect();
-            assert_eq!(stages, [0, 1, 2, 3, 4].map(StepKind::Stage));
+            let stages: Vec<JobStepKind> = steps.iter().map(|step| step.kind).collect();
+            assert_eq!(stages, [0, 1, 2, 3, 4].map(JobStepKind::Stage));
         }
     }
 
@@ -335,12 +334,12 @@ mod tests {
     }
 
     /// As it was before the last needs were kept: all that any later stage names.
-    fn needed_behind_by_looking(steps: &[Step], plan: &[StagePlan], index: usize) -> Vec<String> {
-        let behind = steps.iter().skip(index + 1).filter_map(|step| match step.kind {
-            StepKind::Stage(stage) => plan.get(stage),
-            StepKind::Load(_) | StepKind::Unload(_) => None,
+    fn needed_later_by_search(steps: &[JobStep], plan: &[StagePlan], index: usize) -> Vec<String> {
+        let later = steps.iter().skip(index + 1).filter_map(|step| match step.kind {
+            JobStepKind::Stage(stage) => plan.get(stage),
+            JobStepKind::Load(_) | JobStepKind::Unload(_) => None,
         });
-        let mut names: Vec<String> = behind.flat_map(|stage| stage.components.clone()).collect();
+        let mut names: Vec<String> = later.flat_map(|stage| stage.components.clone()).collect();
         names.sort_unstable();
         names.dedup();
         names
@@ -355,22 +354,22 @@ mod tests {
         let plans = BTreeMap::from([("f32".to_owned(), plan.clone())]);
         let run = run(None, Role::Decode, 3);
         for policy in [Policy::Shared, Policy::Exclusive] {
-            let mut steps = Steps::new(steps_of_load(&plan, Some(&run), true, policy), &plans);
+            let mut steps = JobSteps::new(steps_of_load(&plan, Some(&run), true, policy), &plans);
             for unload_before in [None, Some(0), Some(2), Some(steps.len() + 1)] {
                 if let Some(index) = unload_before {
                     steps.unload_before(index, Model::Replaced);
                     assert!(steps[index].is_unload());
                 }
                 for index in 0..steps.len() {
-                    let needed: Vec<&String> = steps.needed_behind(index, "f32").collect();
+                    let needed: Vec<&String> = steps.needed_later(index, "f32").collect();
                     assert_eq!(
                         needed,
-                        Vec::from_iter(&needed_behind_by_looking(&steps, &plan, index))
+                        Vec::from_iter(&needed_later_by_search(&steps, &plan, index))
                     );
                 }
             }
             assert_eq!(
-                steps.needed_behind(0, "bf16").count(),
+                steps.needed_later(0, "bf16").count(),
                 0,
                 "it was not opened for that"
             );
@@ -383,7 +382,7 @@ mod tests {
         let order = |policy| -> Vec<String> {
             let steps = steps_of(&plan, &run(None, Role::Decode, 2), policy);
             let words = steps.iter().map(|step| match step.kind {
-                StepKind::Stage(stage) => format!("{}{}", plan[stage].name, step.item),
+                JobStepKind::Stage(stage) => format!("{}{}", plan[stage].name, step.item),
                 other => format!("{other:?}"),
             });
             words.collect()

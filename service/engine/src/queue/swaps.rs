@@ -8,7 +8,7 @@ use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Parts, StageNeed,
 
 use super::leaving::Leaving;
 use super::record::JobRecord;
-use super::steps::{Model, StepKind};
+use super::steps::{JobStepKind, Model};
 use super::swap::{Begun, hold_of, ids};
 use super::view::View;
 use crate::moved::Kept;
@@ -33,7 +33,7 @@ impl View<'_> {
     }
 
     /// Whether a job has to wait for a swap on a card: it needs unloaded components, or is a swap of the same models.
-    pub(super) fn is_behind_a_swap(&self, job: &JobRecord, index: usize) -> bool {
+    pub(super) fn waits_for_swap(&self, job: &JobRecord, index: usize) -> bool {
         let dtype = &self.cards[index].description.compute_dtype;
         let needs = |component: &Component| {
             let own = job.models.get(dtype).map_or(&[][..], |open| &open.components);
@@ -184,9 +184,9 @@ impl View<'_> {
         let card = &self.cards[begun.card];
         let resident = |c: &&Component| card.ledger.is_resident(&c.id);
         let here: Vec<Component> = match step.kind {
-            StepKind::Unload(Model::Replaced) if job.is_proven() => return self.replaced_to_unload(job),
-            StepKind::Unload(Model::Replaced) => begun.alone.iter().filter(resident).cloned().collect(),
-            StepKind::Unload(Model::Own) => {
+            JobStepKind::Unload(Model::Replaced) if job.is_proven() => return self.replaced_to_unload(job),
+            JobStepKind::Unload(Model::Replaced) => begun.alone.iter().filter(resident).cloned().collect(),
+            JobStepKind::Unload(Model::Own) => {
                 let own = job.models.get(&card.description.compute_dtype);
                 let own = own.map_or(&[][..], |open| &open.components);
                 let came = own.iter().filter(resident);
@@ -194,7 +194,7 @@ impl View<'_> {
                     .cloned()
                     .collect()
             }
-            StepKind::Stage(_) | StepKind::Load(_) => Vec::new(),
+            JobStepKind::Stage(_) | JobStepKind::Load(_) => Vec::new(),
         };
         let leaves = (!here.is_empty() && card.is_ready()).then_some((begun.card, here));
         (leaves.into_iter().collect(), Vec::new())

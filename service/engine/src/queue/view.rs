@@ -15,7 +15,7 @@ use super::learned::Learned;
 use super::memos::Memos;
 use super::record::{JobRecord, State};
 use super::shares::Shares;
-use super::steps::StepKind;
+use super::steps::JobStepKind;
 use super::unloads::PendingUnload;
 use crate::admission::{Admission, choose_rung};
 use crate::error::Error;
@@ -78,7 +78,7 @@ impl<'a> View<'a> {
 
     /// Whether a step's values are cached, as another job's stage gave them.
     pub(super) fn is_cached(&self, job: &JobRecord, index: usize, dtype: &str) -> bool {
-        let Some(StepKind::Stage(stage)) = job.steps.get(index).map(|step| step.kind) else {
+        let Some(JobStepKind::Stage(stage)) = job.steps.get(index).map(|step| step.kind) else {
             return false;
         };
         job.memo_key(stage, dtype)

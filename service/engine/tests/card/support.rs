@@ -1,6 +1,6 @@
 //! The card under test: simulated, with a manual clock, and a listener that records and checks events.
 
-use pipelines::Catalogue;
+use pipelines::FamilyList;
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -108,12 +108,12 @@ pub(crate) struct Bench {
     pub(crate) world: SimulatedWorld,
     pub(crate) seen: Rc<RefCell<Seen>>,
     pub(crate) faults: RememberedFaults,
-    catalogue: Catalogue,
+    families: FamilyList,
     tickets: u64,
 }
 
-pub(crate) fn catalogue() -> Catalogue {
-    Catalogue::new(vec![Box::new(pipelines::instant::Instant)])
+pub(crate) fn families() -> FamilyList {
+    FamilyList::new(vec![Box::new(pipelines::instant::Instant)])
 }
 
 /// A bench with a card like `32GiB,lag=200ms`, headroom 0.
@@ -140,7 +140,7 @@ pub(crate) fn bench_with(card: &str, settings: CardSettings) -> Bench {
     };
     let card = Card::new(
         Box::new(probe),
-        catalogue(),
+        families(),
         settings,
         Box::new(TestClock(clock.clone())),
     )
@@ -153,7 +153,7 @@ pub(crate) fn bench_with(card: &str, settings: CardSettings) -> Bench {
         world,
         seen,
         faults,
-        catalogue: catalogue(),
+        families: families(),
         tickets: 0,
     }
 }
@@ -204,7 +204,7 @@ pub(crate) fn request(model: &dyn Model) -> Request {
 
 impl Bench {
     pub(crate) fn open(&self, path: &Path) -> Arc<dyn Model> {
-        self.catalogue.open(path, &Precision::full(DType::F32)).unwrap()
+        self.families.open(path, &Precision::full(DType::F32)).unwrap()
     }
 
     fn order(&mut self, path: &Path, work: Work) -> Order {
@@ -256,7 +256,7 @@ impl Bench {
         let components = components.filter(|c| plan.components.contains(&c.name)).cloned();
         let work = StageWork {
             components: components.collect(),
-            behind: Vec::new(),
+            later_stages: Vec::new(),
             later: Vec::new(),
             plan,
             request,

@@ -24,12 +24,7 @@ fn start(card: &str) -> (CardThread, Receiver<Event>) {
             poll: Duration::from_millis(5),
             ..CardSettings::default()
         };
-        Card::new(
-            Box::new(card),
-            catalogue(),
-            settings,
-            Box::new(SystemClock::new()),
-        )
+        Card::new(Box::new(card), families(), settings, Box::new(SystemClock::new()))
     };
     let thread = spawn(card, move |event| drop(sender.send(event))).unwrap();
     assert!(matches!(events.recv_timeout(LONG).unwrap(), Event::Ready { card, .. } if card.id == "sim:0"));

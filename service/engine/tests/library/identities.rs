@@ -8,7 +8,7 @@ use engine::Error;
 use engine::library::{Entry, Library, OpenModel};
 use gpu::{CardDescription, CardKind, CheckpointFile, LoadPlan};
 use model::{Model, ModelError, ModelFile, Precision, Preset, Quantization, provisional_identity};
-use pipelines::{Catalogue, Family};
+use pipelines::{Family, FamilyList};
 use residency::{Bytes, Component};
 
 use crate::idle_model::IdleModel;
@@ -48,7 +48,7 @@ impl Family for Folders {
 }
 
 fn library(cache: Option<PathBuf>) -> Library {
-    Library::new(Catalogue::new(vec![Box::new(Folders)]), cache)
+    Library::new(FamilyList::new(vec![Box::new(Folders)]), cache)
 }
 
 fn card(dtype: &str) -> CardDescription {

@@ -15,7 +15,7 @@ use model::{Preset, Quantization};
 use residency::{Bytes, Component, Part};
 
 use crate::loads::{card, cpu, load};
-use crate::one_tensor::catalogue;
+use crate::one_tensor::families;
 use crate::watched::{Watch, Watched};
 
 const ROWS: usize = 96;
@@ -35,7 +35,7 @@ fn checkpoint(folder: &Path, name: &str) -> PathBuf {
 
 fn library(folder: &Path) -> Library {
     let kept = KeptFolder::open(folder.join("kept"), Bytes::mib(1)).unwrap();
-    Library::new(catalogue(&[ROWS, COLUMNS]), None).with_copies(kept)
+    Library::new(families(&[ROWS, COLUMNS]), None).with_copies(kept)
 }
 
 /// Waits until an entry has this many copies, and returns them.
@@ -200,7 +200,7 @@ fn files_of_load(library: &Library, entry: &Entry, unreadable: Option<&Path>) ->
     };
     let dtype = watched.describe().compute_dtype.clone();
     let open = library.open(entry, watched.describe()).unwrap();
-    let mut card = card(watched, catalogue(&[ROWS, COLUMNS]));
+    let mut card = card(watched, families(&[ROWS, COLUMNS]));
     let ends = load(&mut card, 1, library.location(entry, &dtype), open.components);
     assert!(
         matches!(ends.outcome, Some(Outcome::Completed(_))),

@@ -3,7 +3,7 @@
 use engine::card::{Card, CardSettings, Flow, Link, SystemClock};
 use engine::messages::{Command, Event, ModelLocation, Order, Outcome, Ticket, Work};
 use gpu::{CpuCard, CpuSettings, Gpu};
-use pipelines::Catalogue;
+use pipelines::FamilyList;
 use residency::{Bytes, Component, ComponentId, Policy};
 
 pub(crate) fn cpu() -> CpuCard {
@@ -11,12 +11,12 @@ pub(crate) fn cpu() -> CpuCard {
 }
 
 /// A worker's half over a card, without headroom.
-pub(crate) fn card(gpu: impl Gpu + 'static, catalogue: Catalogue) -> Card {
+pub(crate) fn card(gpu: impl Gpu + 'static, families: FamilyList) -> Card {
     let settings = CardSettings {
         headroom: Bytes::ZERO,
         ..CardSettings::default()
     };
-    Card::new(Box::new(gpu), catalogue, settings, Box::new(SystemClock::new())).unwrap()
+    Card::new(Box::new(gpu), families, settings, Box::new(SystemClock::new())).unwrap()
 }
 
 /// How a command ended, and what is resident then.

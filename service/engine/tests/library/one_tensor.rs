@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use gpu::{ByteRange, CheckpointFile, LoadPlan, Stored, Target, TensorSource};
 use model::{Model, ModelError, ModelFile, Precision, provisional_identity};
-use pipelines::{Catalogue, Family};
+use pipelines::{Family, FamilyList};
 use residency::Component;
 
 use crate::idle_model::IdleModel;
@@ -55,6 +55,6 @@ impl Family for OneTensor {
 }
 
 /// The family whose tensor has this shape.
-pub(crate) fn catalogue(shape: &[usize]) -> Catalogue {
-    Catalogue::new(vec![Box::new(OneTensor(shape.to_vec()))])
+pub(crate) fn families(shape: &[usize]) -> FamilyList {
+    FamilyList::new(vec![Box::new(OneTensor(shape.to_vec()))])
 }

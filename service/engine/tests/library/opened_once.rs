@@ -9,7 +9,7 @@ use engine::library::{Entry, Library};
 use gpu::{CardDescription, CardKind, CheckpointFile};
 use pipelines::instant::Instant;
 use pipelines::{
-    AdapterFile, AdapterKind, Catalogue, Family, Model, ModelError, Precision, Preset, Quantization,
+    AdapterFile, AdapterKind, Family, FamilyList, Model, ModelError, Precision, Preset, Quantization,
 };
 use residency::Bytes;
 
@@ -48,7 +48,7 @@ fn card() -> CardDescription {
 /// A library that has opened nothing, its counter, and a model.
 fn library(folder: &Path) -> (Arc<Library>, Arc<AtomicUsize>, Entry) {
     let opened = Arc::new(AtomicUsize::new(0));
-    let catalogue = Catalogue::new(vec![Box::new(Counted(opened.clone()))]);
+    let families = FamilyList::new(vec![Box::new(Counted(opened.clone()))]);
     let path = folder.join("base.instant.json");
     let component = r#"{"name": "transformer", "bytes": 1048576, "identity": "base"}"#;
     fs::write(
@@ -57,7 +57,7 @@ fn library(folder: &Path) -> (Arc<Library>, Arc<AtomicUsize>, Entry) {
     )
     .unwrap();
     let entry = Entry::new("base".into(), String::new(), path, Quantization::NONE);
-    (Arc::new(Library::new(catalogue, None)), opened, entry)
+    (Arc::new(Library::new(families, None)), opened, entry)
 }
 
 #[tokio::test]

@@ -15,7 +15,7 @@ use model::{Quantization, Role, Rung, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId, Part};
 
 use crate::loads::{self, Ends, card, carry_out, cpu};
-use crate::one_tensor::catalogue;
+use crate::one_tensor::families;
 use crate::watched::{Watch, Watched};
 
 /// More than is hashed when a model is opened.
@@ -143,10 +143,10 @@ impl Bench {
         };
         Bench {
             path,
-            library: Library::new(catalogue(&[1]), Some(folder.path().join("identities.json"))),
+            library: Library::new(families(&[1]), Some(folder.path().join("identities.json"))),
             _folder: folder,
             description: watched.describe().clone(),
-            card: card(watched, catalogue(&[1])),
+            card: card(watched, families(&[1])),
             tickets: 0,
         }
     }
@@ -171,7 +171,7 @@ impl Bench {
         self.run(Work::Stage(Box::new(StageWork {
             plan,
             components: open.components.clone(),
-            behind: Vec::new(),
+            later_stages: Vec::new(),
             later: Vec::new(),
             request: open.model.defaults(),
             values: Values::new(),

@@ -14,7 +14,7 @@ use engine::need::Need;
 use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
 use gpu::{CardDescription, CardKind, Unloaded};
 use model::{Piece, Rung, StagePlan, Values};
-use pipelines::Catalogue;
+use pipelines::FamilyList;
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
 };
@@ -88,7 +88,7 @@ fn start_on(settings: Settings, cards: Vec<CardDescription>) -> (Queue, Vec<Work
             started: tokio::time::Instant::now(),
         });
     }
-    let library = Arc::new(Library::new(Catalogue::new(vec![Box::new(FakeFamily)]), None));
+    let library = Arc::new(Library::new(FamilyList::new(vec![Box::new(FakeFamily)]), None));
     (Queue::start(settings, library, slots, received), workers)
 }
 

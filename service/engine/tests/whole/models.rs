@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use engine::library::Entry;
 use gpu::ComponentTensors;
 use model::{Image, InitImage, Medium, Model, Observer, Piece, Precision, Request, StageRun, Values};
-use pipelines::Catalogue;
+use pipelines::FamilyList;
 
 const MIB: u64 = 1 << 20;
 
@@ -61,8 +61,8 @@ fn write(folder: &Path, name: &str, more: &str) {
     std::fs::write(folder.join(format!("{name}.instant.json")), text).unwrap();
 }
 
-pub(crate) fn catalogue() -> Catalogue {
-    Catalogue::new(vec![Box::new(pipelines::instant::Instant)])
+pub(crate) fn families() -> FamilyList {
+    FamilyList::new(vec![Box::new(pipelines::instant::Instant)])
 }
 
 impl Models {
@@ -84,7 +84,7 @@ impl Models {
         }
         let precision = Precision::full(DType::F32);
         let plain = folder.path().join("plain.instant.json");
-        let reference_model = catalogue().open(&plain, &precision).unwrap();
+        let reference_model = families().open(&plain, &precision).unwrap();
         Models {
             folder,
             reference_model,

@@ -23,7 +23,7 @@ use rand_chacha::ChaCha8Rng;
 use residency::{Bytes, Component, ComponentId, Millis, Part};
 
 use crate::defect::Defect;
-use crate::models::catalogue;
+use crate::models::families;
 use crate::watched::{Watch, Watched};
 
 /// Where a process returned the baton.
@@ -159,7 +159,7 @@ fn live(
         poll: Duration::from_secs(1),
         ..CardSettings::default()
     };
-    let card = match Card::new(Box::new(gpu), catalogue(), settings, Box::new(baton.clone())) {
+    let card = match Card::new(Box::new(gpu), families(), settings, Box::new(baton.clone())) {
         Ok(card) => card,
         Err(error) => return error.to_string(),
     };

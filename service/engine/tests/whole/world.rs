@@ -18,7 +18,7 @@ use tokio::time::Instant;
 
 use crate::clients::{SharedClientResults, listen, random_job};
 use crate::defect::{Defect, Invariant, Violation};
-use crate::models::{Models, NAMES, catalogue};
+use crate::models::{Models, NAMES, families};
 use crate::slot::{Broken, Port, Records, START_LIMIT_MS, Slot, State};
 
 /// Number of events in an episode.
@@ -190,7 +190,7 @@ impl<'a> World<'a> {
             keep_alive: random.random_ratio(1, 4).then(|| Duration::from_secs(8)),
             ..Settings::default()
         };
-        let library = Arc::new(Library::new(catalogue(), None));
+        let library = Arc::new(Library::new(families(), None));
         World {
             models,
             queue: Queue::start(settings, library, ports, received),

@@ -8,7 +8,6 @@ use std::task::{Context, Poll};
 
 use calls::{Client, Exceeded, Taken};
 use tokio::time::Instant;
-use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tracing::Instrument as _;
@@ -18,18 +17,23 @@ use super::entrance::PublicCall;
 use super::uploads::Upload;
 use super::{Limits, PUBLIC_CALL};
 use crate::methods::{Admitted, Method, Needs, method_at};
-use crate::status::{client_limit, unauthenticated};
+use crate::refusal::{Answer, Refusal};
 
 /// A service whose calls are counted.
 #[derive(Clone)]
 pub(crate) struct Limited<S> {
     inner: S,
     limits: Arc<Limits>,
+    answer: Answer,
 }
 
 impl<S> Limited<S> {
-    pub(crate) fn new(inner: S, limits: Arc<Limits>) -> Limited<S> {
-        Limited { inner, limits }
+    pub(crate) fn new(inner: S, limits: Arc<Limits>, answer: Answer) -> Limited<S> {
+        Limited {
+            inner,
+            limits,
+            answer,
+        }
     }
 }
 
@@ -53,19 +57,19 @@ impl OpenCall {
 
 impl Limits {
     /// Assigns a place to a call: with the token among its client's places, without it among the few for methods that need none.
-    fn admit(&self, connection: Option<&ConnectionInfo>, call: Admitted) -> Result<OpenCall, Status> {
+    fn admit(&self, connection: Option<&ConnectionInfo>, call: Admitted) -> Result<OpenCall, Refusal> {
         let client = connection.and_then(|connection| connection.place.client());
         if call.is_known {
             let known = connection.map_or(Ok(()), |connection| connection.place.admit());
             known.map_err(|exceeded| {
                 let refused = refusal(exceeded, "connections", "close some", "limits.connections");
-                client_limit(refused)
+                Refusal::ClientLimit(refused)
             })?;
             return self.call(client, call.method).map(OpenCall::counted);
         }
         if call.method.needs == Needs::Token {
             let problem = "the token of this call was not checked: this is a fault of the service, report it";
-            return Err(unauthenticated(problem)); // the layer of access is missing
+            return Err(Refusal::Unauthenticated(problem.to_owned())); // the layer of access is missing
         }
         let taken = self.public_calls.take(client, 1);
         let endless = call.method.is_endless;
@@ -80,14 +84,14 @@ impl Limits {
     }
 
     /// Counts a call until the result is dropped.
-    fn call(&self, client: Client, method: &Method) -> Result<Taken, Status> {
+    fn call(&self, client: Client, method: &Method) -> Result<Taken, Refusal> {
         self.calls.take(client, 1).or_else(|exceeded| {
             if method.is_spare
                 && let Ok(spare) = self.spare_calls.take(client, 1)
             {
                 return Ok(spare);
             }
-            Err(client_limit(refusal(
+            Err(Refusal::ClientLimit(refusal(
                 exceeded,
                 "calls",
                 "end some",
@@ -108,8 +112,8 @@ pub(crate) fn client_of<B>(request: &http::Request<B>) -> Client {
     connection.and_then(|connection| connection.place.client())
 }
 
-fn refusal_of_public(exceeded: Exceeded, what: &str) -> Status {
-    client_limit(match exceeded {
+fn refusal_of_public(exceeded: Exceeded, what: &str) -> Refusal {
+    Refusal::ClientLimit(match exceeded {
         Exceeded::Client(most) => format!(
             "this client has {most} {what} without the token open, which are the most: end some, or send the token"
         ),
@@ -160,7 +164,7 @@ where
         });
         let call = match limits.admit(connection.as_ref(), admitted) {
             Ok(call) => call,
-            Err(refusal) => return Box::pin(std::future::ready(Ok(refusal.into_http()))),
+            Err(refusal) => return Box::pin(std::future::ready(Ok((self.answer)(refusal)))),
         };
         let (requests, is_public) = (admitted.method.requests, !admitted.is_known);
         let longest = requests.longest_bytes(is_public);

@@ -13,7 +13,7 @@ use tonic::body::Body;
 
 use super::calls_layer::OpenCall;
 use super::lock;
-use crate::status::client_limit;
+use crate::refusal::Refusal;
 
 /// The answers that are being sent.
 pub(super) struct Readers {
@@ -108,9 +108,9 @@ impl http_body::Body for Sent {
             let told = answer.unread_for.take().map(|unread| {
                 let unread = humantime::format_duration(unread);
                 let problem = format!(
-                    "nothing of this answer was read for {unread} (limits.unread), so it was given up"
+                    "nothing of this answer was read for {unread}, so it was dropped: read it as it arrives, or raise limits.unread"
                 );
-                let (parts, ()) = client_limit(problem).into_http::<()>().into_parts();
+                let (parts, ()) = Status::from(Refusal::ClientLimit(problem)).into_http::<()>().into_parts();
                 Ok(Frame::trailers(parts.headers))
             });
             return Poll::Ready(told);

@@ -6,7 +6,6 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use calls::invalid;
 use calls::{Exceeded, Taken};
 use http_body::{Frame, SizeHint};
 use tokio::time::{Instant, Sleep};
@@ -14,7 +13,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::lock;
-use crate::status::{client_limit, status_of};
+use crate::refusal::Refusal;
 
 /// A call's charge on the budget, shared with the call's handler: the bytes count for as long as the handler keeps it.
 pub(super) type Counted = Arc<Mutex<Taken>>;
@@ -67,11 +66,11 @@ impl Upload {
         }
     }
 
-    fn count(&mut self, data: &[u8]) -> Result<(), Status> {
+    fn count(&mut self, data: &[u8]) -> Result<(), Refusal> {
         let bytes = data.len() as u64;
         self.left = self.left.checked_sub(bytes).ok_or_else(|| {
-            client_limit(format!(
-                "a request of this method may have {} at the most, and more came",
+            Refusal::ClientLimit(format!(
+                "this request is larger than {}, which is the most that this method takes: send less in one request",
                 residency::Bytes(self.longest)
             ))
         })?;
@@ -120,8 +119,8 @@ impl Messages {
     fn follow(
         &mut self,
         mut data: &[u8],
-        mut begins: impl FnMut(u64) -> Result<(), Status>,
-    ) -> Result<(), Status> {
+        mut begins: impl FnMut(u64) -> Result<(), Refusal>,
+    ) -> Result<(), Refusal> {
         while !data.is_empty() {
             let of_message = self.left.min(data.len());
             self.left -= of_message;
@@ -135,7 +134,8 @@ impl Messages {
             let length = u32::from_be_bytes([a, b, c, d]);
             self.head.clear();
             if u64::from(length) > self.longest {
-                return Err(too_long_message(length.into(), self.longest));
+                let (bytes, most) = (length.into(), self.longest);
+                return Err(Refusal::TooLongMessage { bytes, most });
             }
             self.left = length as usize;
             begins(length.into())?;
@@ -144,16 +144,8 @@ impl Messages {
     }
 }
 
-/// The refusal of a message of a stream.
-pub(crate) fn too_long_message(bytes: u64, most: u64) -> Status {
-    status_of(&invalid(
-        "message",
-        format!("has {bytes} bytes; {most} are the most"),
-    ))
-}
-
-fn refused(exceeded: Exceeded) -> Status {
-    client_limit(exceeded.words(
+fn refused(exceeded: Exceeded) -> Refusal {
+    Refusal::ClientLimit(exceeded.words(
         "requests under way",
         "send them one after another",
         "limits.uploads",
@@ -174,7 +166,7 @@ impl http_body::Body for Upload {
             let whole = humantime::format_duration(*whole);
             let problem =
                 format!("a request without the token may take {whole}: send the token, or call again");
-            return Poll::Ready(Some(Err(client_limit(problem))));
+            return Poll::Ready(Some(Err(Refusal::ClientLimit(problem).into())));
         }
         match Pin::new(&mut self.inner).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
@@ -183,14 +175,14 @@ impl http_body::Body for Upload {
                     timer.as_mut().reset(Instant::now() + idle);
                 }
                 let counted = frame.data_ref().map_or(Ok(()), |data| self.count(data));
-                Poll::Ready(Some(counted.map(|()| frame)))
+                Poll::Ready(Some(counted.map(|()| frame).map_err(Status::from)))
             }
             Poll::Pending if self.poll_timeout(context) => {
                 let idle = humantime::format_duration(self.idle);
                 let problem = format!(
                     "no more of this request arrived for {idle}: send it without pauses, or raise limits.upload_idle"
                 );
-                Poll::Ready(Some(Err(client_limit(problem))))
+                Poll::Ready(Some(Err(Refusal::ClientLimit(problem).into())))
             }
             other => other,
         }
@@ -330,7 +322,7 @@ pub(super) mod tests {
             assert_eq!(budget.taken(), taken);
         }
         let too_long = Messages::new(699).follow(&stream[stream.len() - 705..], |_| Ok(()));
-        assert!(too_long.unwrap_err().message().contains("699"));
+        assert!(matches!(too_long, Err(Refusal::TooLongMessage { most: 699, .. })));
         drop(upload);
         assert_eq!(budget.taken(), 0);
     }

@@ -232,7 +232,7 @@ fn stages_of(model: &dyn Model) -> Vec<StagePlan> {
 
 /// Weights of all components, and the most that a stage of the default request needs, by preset.
 fn planned(path: &Path, dtype: &str) -> (ByPreset, ByPreset) {
-    let library = Library::new(pipelines::catalogue(), None);
+    let library = Library::new(pipelines::families(), None);
     let card = CardDescription {
         id: String::new(),
         kind: CardKind::Simulated,

@@ -34,9 +34,9 @@ pub(super) fn refusal(file: &[u8]) -> TrackError {
 }
 
 fn foreign(file: &[u8]) -> Option<&'static str> {
-    let behind = without_id3(file);
-    let at = |place: usize, marker: &[u8]| behind.get(place..).is_some_and(|rest| rest.starts_with(marker));
-    let head = &behind[..behind.len().min(OGG_HEAD_BYTES)];
+    let content = without_id3(file);
+    let at = |place: usize, marker: &[u8]| content.get(place..).is_some_and(|rest| rest.starts_with(marker));
+    let head = &content[..content.len().min(OGG_HEAD_BYTES)];
     let has = |marker: &[u8]| head.windows(marker.len()).any(|part| part == marker);
     let is_ogg = at(0, b"OggS");
     let known = [
@@ -59,8 +59,8 @@ fn foreign(file: &[u8]) -> Option<&'static str> {
         (at(0, b"\x1aE\xdf\xa3"), "a WebM or Matroska"),
         (at(0, b"#!AMR"), "an AMR"),
         // A frame of MPEG audio begins with eleven set bits; layer 0 is AAC.
-        (is_mpeg(behind, |layer| layer == 0), "an AAC"),
-        (is_mpeg(behind, |layer| layer != 0), "an MP3"),
+        (is_mpeg(content, |layer| layer == 0), "an AAC"),
+        (is_mpeg(content, |layer| layer != 0), "an MP3"),
         (file.starts_with(b"ID3"), "an MP3"),
     ];
     known.iter().find(|(is_it, _)| *is_it).map(|(_, name)| *name)

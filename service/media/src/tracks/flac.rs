@@ -12,7 +12,7 @@ use model::Clip;
 
 use super::containers::{refusal, without_id3};
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
-use crate::Caller;
+use crate::CancelToken;
 use crate::EncodedFile;
 use crate::Recipe;
 use crate::panics::caught;
@@ -48,7 +48,7 @@ fn unreadable(problem: impl ToString) -> TrackError {
 
 pub(super) fn read<E: From<TrackError>>(
     file: &[u8],
-    caller: &Caller,
+    cancel: &CancelToken,
     mut room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
     let (head, frames) = stream_of(file)?;
@@ -76,7 +76,7 @@ pub(super) fn read<E: From<TrackError>>(
     };
     format.samples = 0;
     loop {
-        caller.check().map_err(TrackError::from)?;
+        cancel.check().map_err(TrackError::from)?;
         // The decoder may panic on a damaged frame. That is safe: it has no state that is shared.
         let decoded = caught(|| reader.fill_buf().map(|_| ()));
         decoded
@@ -136,15 +136,15 @@ fn stream_of(file: &[u8]) -> Result<(Cursor<Head>, &[u8]), TrackError> {
     let mut head = None;
     loop {
         let cut_off = || TrackError::CutOff("FLAC");
-        let (&[kind, length @ ..], behind) = rest.split_first_chunk::<4>().ok_or_else(cut_off)?;
+        let (&[kind, length @ ..], after) = rest.split_first_chunk::<4>().ok_or_else(cut_off)?;
         let length = length.iter().fold(0, |sum, &byte| sum << 8 | usize::from(byte));
-        let (block, behind) = behind.split_at_checked(length).ok_or_else(cut_off)?;
+        let (block, after) = after.split_at_checked(length).ok_or_else(cut_off)?;
         if kind & !LAST_BLOCK == STREAMINFO && block.len() == STREAMINFO_BYTES {
             let length = [0, 0, STREAMINFO_BYTES as u8];
             let whole = [&MARKER[..], &[STREAMINFO | LAST_BLOCK], &length, block].concat();
             head = head.or(Head::try_from(whole).ok());
         }
-        rest = behind;
+        rest = after;
         if kind & LAST_BLOCK != 0 {
             let head = head.ok_or_else(|| unreadable("it does not say what it is"))?;
             return Ok((Cursor::new(head), rest));

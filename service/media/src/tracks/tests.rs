@@ -58,8 +58,8 @@ fn read(file: &Bytes) -> Result<Clip, TrackError> {
         Ok::<(), TrackError>(())
     };
     let clip = match media_type(file) {
-        Ok("audio/flac") => read_flac(file, &Caller::staying(), room),
-        _ => read_wav(file, &Caller::staying(), room),
+        Ok("audio/flac") => read_flac(file, &CancelToken::default(), room),
+        _ => read_wav(file, &CancelToken::default(), room),
     }?;
     assert!(asked == 0 || asked == clip.data.len() as u64);
     Ok(clip)
@@ -212,7 +212,7 @@ fn chunk(name: &[u8; 4], stated: u32, content: &[u8]) -> Vec<u8> {
 }
 
 /// The format chunk of a WAV: mono, 8,000 samples a second.
-fn fmt(tag: u16, bits: u16, behind: &[u8]) -> Vec<u8> {
+fn fmt(tag: u16, bits: u16, after: &[u8]) -> Vec<u8> {
     let bytes = bits.div_ceil(8);
     let head = [
         &tag.to_le_bytes()[..],
@@ -221,7 +221,7 @@ fn fmt(tag: u16, bits: u16, behind: &[u8]) -> Vec<u8> {
         &(8_000 * u32::from(bytes)).to_le_bytes(),
         &bytes.to_le_bytes(),
         &bits.to_le_bytes(),
-        behind,
+        after,
     ];
     let content = head.concat();
     chunk(b"fmt ", content.len() as u32, &content)
@@ -321,14 +321,11 @@ fn wav_files_are_read_as_programs_write_them() {
         assert_eq!(media_type(&file), Ok("audio/wav"), "{what}");
         assert_eq!(read(&file).map(|clip| clip.data), Ok(bytes.clone()), "{what}");
     }
-    let of = |floats: &[u8], tag: u16, bits: u16, behind: &[u8]| {
+    let of = |floats: &[u8], tag: u16, bits: u16, after: &[u8]| {
         let file = riff(
             b"RIFF",
             0,
-            &[
-                fmt(tag, bits, behind),
-                chunk(b"data", floats.len() as u32, floats),
-            ],
+            &[fmt(tag, bits, after), chunk(b"data", floats.len() as u32, floats)],
         );
         read(&file).map(|clip| clip.data)
     };
@@ -385,10 +382,13 @@ fn tracks_that_are_not_read_are_named() {
         assert_eq!(media_type(&file), Err(problem.clone()));
         // Whatever it is said to be.
         assert_eq!(
-            read_wav(&file, &Caller::staying(), |_| Ok(())),
+            read_wav(&file, &CancelToken::default(), |_| Ok(())),
             Err(problem.clone())
         );
-        assert_eq!(read_flac(&file, &Caller::staying(), |_| Ok(())), Err(problem));
+        assert_eq!(
+            read_flac(&file, &CancelToken::default(), |_| Ok(())),
+            Err(problem)
+        );
     }
     assert_eq!(media_type(b""), Err(TrackError::NoBytes));
     assert_eq!(media_type(b"not a sound"), Err(TrackError::Unknown));
@@ -504,7 +504,7 @@ fn decoding_a_small_file_of_long_silence_stops_at_the_memory_limit() {
     unsaid[22..26].fill(0);
     for (file, asked_at_most) in [(file.to_vec(), 1), (unsaid, 1000)] {
         let (mut left, mut asked) = (1_i64 << 20, 0);
-        let refused = read_flac(&file, &Caller::staying(), |bytes| {
+        let refused = read_flac(&file, &CancelToken::default(), |bytes| {
             asked += 1;
             left -= i64::try_from(bytes).unwrap();
             match left >= 0 {
@@ -524,6 +524,11 @@ fn decoding_a_small_file_of_long_silence_stops_at_the_memory_limit() {
     }
 }
 
+/// The token of work that is cancelled.
+fn cancelled() -> CancelToken {
+    CancelToken::new().0
+}
+
 #[test]
 fn decoding_ends_when_the_client_has_gone() {
     let samples = sound(STEREO);
@@ -533,10 +538,10 @@ fn decoding_ends_when_the_client_has_gone() {
     });
     for file in [flac(STEREO, &samples, None), wav] {
         let read = |file: &Bytes| match media_type(file) {
-            Ok("audio/flac") => read_flac(file, &Caller::gone(), |_| Ok(())),
-            _ => read_wav(file, &Caller::gone(), |_| Ok(())),
+            Ok("audio/flac") => read_flac(file, &cancelled(), |_| Ok(())),
+            _ => read_wav(file, &cancelled(), |_| Ok(())),
         };
-        assert_eq!(read(&file), Err(TrackError::Gone));
+        assert_eq!(read(&file), Err(TrackError::Cancelled));
     }
 }
 

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use model::Clip;
 
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
-use crate::Caller;
+use crate::CancelToken;
 use crate::Recipe;
 
 /// Bytes of a chunk's head: its identifier and its length.
@@ -49,8 +49,8 @@ pub fn header(format: TrackFormat, recipe: Option<&Recipe>) -> Result<Vec<u8>, S
     }
     chunks.extend(b"data");
     chunks.extend(data.to_le_bytes());
-    let behind = b"WAVE".len() as u32 + chunks.len() as u32;
-    let riff = data.checked_add(behind).ok_or_else(too_long)?;
+    let after = b"WAVE".len() as u32 + chunks.len() as u32;
+    let riff = data.checked_add(after).ok_or_else(too_long)?;
     Ok([b"RIFF", &riff.to_le_bytes()[..], b"WAVE", &chunks].concat())
 }
 
@@ -91,7 +91,7 @@ pub(super) fn is_wav(file: &[u8]) -> bool {
 
 pub(super) fn read<E: From<TrackError>>(
     file: &Bytes,
-    caller: &Caller,
+    cancel: &CancelToken,
     mut room: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<Clip, E> {
     let found = find_samples(file)?;
@@ -103,7 +103,7 @@ pub(super) fn read<E: From<TrackError>>(
     let mut data = Vec::with_capacity(samples * SAMPLE_BYTES as usize);
     for (number, sample) in (0_u64..).zip(file[found.data.clone()].chunks_exact(found.sample_bytes)) {
         if number % UNLOOKED == 0 {
-            caller.check().map_err(TrackError::from)?;
+            cancel.check().map_err(TrackError::from)?;
         }
         let sample = decoded(sample, found.kind).map_err(|NotANumber| {
             let channels = u64::from(found.format.channels);
@@ -117,7 +117,7 @@ pub(super) fn read<E: From<TrackError>>(
     Ok(found.format.clip(data.into()))
 }
 
-/// Samples that are decoded between two checks whether the caller still waits.
+/// Samples that are decoded between two checks whether it is cancelled.
 const UNLOOKED: u64 = 1 << 16;
 
 struct NotANumber;
@@ -271,13 +271,13 @@ pub(super) fn recipe_of(file: &[u8]) -> Option<String> {
 /// The content of the first of these chunks for which `is_wanted` is true.
 fn find(mut chunks: &[u8], is_wanted: impl Fn(&[u8], &[u8]) -> bool) -> Option<&[u8]> {
     loop {
-        let (head, behind) = chunks.split_at_checked(CHUNK_HEAD_BYTES)?;
+        let (head, after) = chunks.split_at_checked(CHUNK_HEAD_BYTES)?;
         let (name, length) = head.split_at(4);
         let length = u32::from_le_bytes(length.try_into().ok()?) as usize;
-        let content = behind.get(..length)?;
+        let content = after.get(..length)?;
         if is_wanted(name, content) {
             return Some(content);
         }
-        chunks = behind.get(length + length % 2..)?;
+        chunks = after.get(length + length % 2..)?;
     }
 }

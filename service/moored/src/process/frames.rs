@@ -27,7 +27,7 @@ pub(crate) enum FrameError {
     #[error("a frame cannot be read or written: {0}")]
     Malformed(#[from] postcard::Error),
     /// The message is shorter than its frame.
-    #[error("a frame goes on for {0} bytes behind its message")]
+    #[error("a frame goes on for {0} bytes after its message")]
     Surplus(usize),
     /// The frame exceeds the maximum length.
     #[error("a frame of {0} bytes, where {LONGEST_FRAME_BYTES} are the most")]

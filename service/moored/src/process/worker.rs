@@ -49,7 +49,7 @@ fn serve() -> Result<i32, FrameError> {
     };
     telemetry::start(&configuration.settings.log);
     timeline.part("wait for its configuration");
-    telemetry::tell_age("worker process");
+    telemetry::log_start_time("worker process");
     let events = start_writer(output);
     let refuse = |why: String| {
         let _ = events.send(Frame::Of(Box::new(FromWorker::Refused(why)))); // an error means that the supervisor is gone
@@ -183,12 +183,7 @@ fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Resu
             slack_limit: memory.slack_limit,
             ..CardSettings::default()
         };
-        Card::new(
-            gpu,
-            pipelines::catalogue(),
-            settings,
-            Box::new(SystemClock::new()),
-        )
+        Card::new(gpu, pipelines::families(), settings, Box::new(SystemClock::new()))
     };
     let emit = move |event| {
         let begins = matches!(

@@ -300,7 +300,7 @@ impl TokenConfig {
         match self.fsq_dim == self.layer.hidden_size {
             true => Ok(()),
             false => Err(format!(
-                "a quantizer of {} behind layers of {}",
+                "a quantizer of {} after layers of {}",
                 self.fsq_dim, self.layer.hidden_size
             )),
         }

@@ -92,7 +92,6 @@ pub(super) struct TokenConfigs {
 /// An ACE-Step checkpoint.
 #[derive(Clone, Debug)]
 pub struct AceStepModel {
-    pub(super) precision: Precision,
     pub(super) transformer: TransformerConfig,
     pub(super) condition: ConditionConfig,
     pub(super) text: Qwen3Config,

@@ -150,7 +150,6 @@ impl AceStepModel {
             tasks::problems(request, able)
         })?;
         Ok(Some(AceStepModel {
-            precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
             shift: shift_of(&base)?,

@@ -259,7 +259,7 @@ impl AceStepModel {
     }
 
     fn text_stage(&self, prompt: &Prompt, memo: Memo) -> StagePlan {
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let longest = prompt
             .text
             .len()
@@ -288,7 +288,7 @@ impl AceStepModel {
 
     /// The stage that encodes a clip, the only one in the medium `read`.
     fn encode_stage(&self, (name, gives): (&str, &str), read: Audio, samples: usize) -> StagePlan {
-        let ladder = encode_ladder(&self.vae, samples, self.precision.dtype);
+        let ladder = encode_ladder(&self.vae, samples, self.parts.dtype());
         StagePlan {
             shape: format!("{samples} samples"),
             gives: names(&[gives]),
@@ -304,7 +304,7 @@ impl AceStepModel {
     }
 
     fn condition_stage(&self, request: &Request, audio: &Audio, prompt: &Prompt) -> StagePlan {
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let plain = prompt.plain_text.as_ref();
         let mut takes = vec![
             self.of_text(TEXT, &prompt.text),
@@ -352,7 +352,7 @@ impl AceStepModel {
     }
 
     fn quantize_stage(&self, audio: &Audio) -> Option<StagePlan> {
-        let (tokens, dtype) = (self.tokens.as_ref()?, self.precision.dtype);
+        let (tokens, dtype) = (self.tokens.as_ref()?, self.parts.dtype());
         let frames = self.frames(audio);
         let scratch = AudioTokenizer::scratch(&tokens.tokenizer, frames, dtype)
             .max(AudioDetokenizer::scratch(&tokens.detokenizer, frames, dtype));
@@ -437,7 +437,7 @@ impl AceStepModel {
 
     /// The sampling: of most requests one stage, of those with slots a stage for each round.
     fn denoise_stages(&self, request: &Request, audio: &Audio, prompt: &Prompt) -> Vec<StagePlan> {
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let frames = self.frames(audio);
         let steps = request.steps.saturating_sub(first_step_of(request, audio));
         let rounds = Round::all(request, steps);
@@ -497,7 +497,7 @@ impl AceStepModel {
 
     fn decode_stage(&self, audio: &Audio) -> StagePlan {
         let frames = self.frames(audio);
-        let ladder = decode_ladder(&self.vae, frames, self.precision.dtype);
+        let ladder = decode_ladder(&self.vae, frames, self.parts.dtype());
         StagePlan {
             shape: format!("{frames} frames"),
             takes: vec![self.latent(frames)],

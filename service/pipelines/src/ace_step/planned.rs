@@ -23,7 +23,7 @@ impl AceStepModel {
                 let prompt = self.prompt(request, audio).ok();
                 let planned = prompt.and_then(|prompt| {
                     self.text
-                        .planned(prompt.text.len(), is_quantized, self.precision.dtype)
+                        .planned(prompt.text.len(), is_quantized, self.parts.dtype())
                 });
                 planned.into_iter().collect()
             }
@@ -34,7 +34,7 @@ impl AceStepModel {
             ENCODE_REFERENCE if audio.reference.is_some() => self.planned_to_encode(samples_of_timbre(rate)),
             DENOISE => self.planned_to_denoise(request, audio),
             DECODE => {
-                let (frames, dtype) = (self.frames(audio), self.precision.dtype);
+                let (frames, dtype) = (self.frames(audio), self.parts.dtype());
                 let ladder = decode_ladder(&self.vae, frames, dtype);
                 let first = ladder.first().map(|(windows, _)| *windows);
                 first.map_or(Vec::new(), |windows| {
@@ -46,7 +46,7 @@ impl AceStepModel {
     }
 
     fn planned_to_encode(&self, samples: usize) -> Vec<Planned> {
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let ladder = encode_ladder(&self.vae, samples, dtype);
         let first = ladder.first().map(|(windows, _)| *windows);
         first.map_or(Vec::new(), |windows| {
@@ -65,7 +65,7 @@ impl AceStepModel {
         let rows = row_widths(layer);
         let itself = |mask| AttentionShape {
             heads_kv: layer.num_key_value_heads,
-            ..AttentionShape::of_rows(tokens, by_head, rows, self.precision.dtype, mask)
+            ..AttentionShape::of_rows(tokens, by_head, rows, self.parts.dtype(), mask)
         };
         let mut shapes: Vec<AttentionShape> = Vec::new();
         for i in 0..self.transformer.num_hidden_layers {

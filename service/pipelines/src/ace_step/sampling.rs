@@ -56,12 +56,10 @@ impl Conditions {
 /// A request's sampling, at a step of a round.
 pub(super) struct Sampling {
     pub(super) round: Round,
-    /// The sigmas of all steps that are run, and the final 0.
-    pub(super) sigmas: Vec<f32>,
     /// Source and mask, `[frames, 2 channels]`.
     pub(super) context: Tensor,
     /// `[frames, channels]`.
-    latent: SampledLatent,
+    pub(super) latent: SampledLatent,
     /// The guidance of a guided request.
     guidance: Option<Guidance>,
     /// Share of the cover's velocity in the mix with [`Attends::Plain`], from 0 to 1.
@@ -150,8 +148,7 @@ impl Sampling {
         Ok(Sampling {
             round,
             context: context.to_dtype(dtype)?.to_device(device)?,
-            latent: SampledLatent::new(&latent, sigmas.clone(), None, (dtype, device))?,
-            sigmas,
+            latent: SampledLatent::new(&latent, sigmas, None, (dtype, device))?,
             guidance,
             strength: request.strength,
             held,
@@ -218,7 +215,7 @@ impl Sampling {
             .advance(step, &Prediction::of(&velocity), TRANSFORMER)?;
         let next = self.first_step + step as u32 + 1;
         if let Some(held) = self.held.as_ref().filter(|held| held.holds_before(next)) {
-            let latent = held.before(next, self.sigmas[step + 1], &self.latent.on_host()?)?;
+            let latent = held.before(next, self.latent.sigmas()[step + 1], &self.latent.on_host()?)?;
             self.latent.replace(&latent)?;
         }
         Ok(())
@@ -311,7 +308,7 @@ impl Stage<'_, AceStepModel> {
         let mut attended = self.conditions(&transformer, &mut || self.observer.check_cancelled())?;
         // The modulations of all steps, in every round: products of fewer rows may round differently.
         let steps = sampling.steps();
-        let mut times = transformer.times(&sampling.sigmas[..steps], on)?;
+        let mut times = transformer.times(&sampling.latent.sigmas()[..steps], on)?;
         let buffers = transformer.step_buffers(&sampling.context)?;
         let (round, of) = (sampling.round.steps.clone(), sampling.round.of);
         for step in round.start as usize..round.end as usize {
@@ -319,7 +316,7 @@ impl Stage<'_, AceStepModel> {
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
-                times = transformer.times(&sampling.sigmas[step..=step], on)?;
+                times = transformer.times(&sampling.latent.sigmas()[step..=step], on)?;
                 attended = self.conditions(&transformer, &mut || self.observer.check_cancelled())?;
                 row = 0;
             }

@@ -67,7 +67,7 @@ fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, Vec<f32>) {
             for (place, slot) in slots.iter().enumerate().filter(|(_, slot)| slot.has(attends)) {
                 if let Some(step) = slot.step(pass) {
                     places.push(place);
-                    times.push(slot.sampling.sigmas[step]);
+                    times.push(slot.sampling.latent.sigmas()[step]);
                 }
             }
             if !places.is_empty() {
@@ -224,7 +224,7 @@ impl AceStepModel {
             adapters: &adapters,
             observer,
         };
-        together.run_all(&transformer, (self.precision.dtype, first.device))?;
+        together.run_all(&transformer, (self.parts.dtype(), first.device))?;
         for slot in together.slots {
             if let Some(result) = results.get_mut(slot.number) {
                 *result = match slot.left {

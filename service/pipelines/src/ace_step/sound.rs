@@ -26,7 +26,7 @@ pub(super) fn problem(field: &str, clip: &Clip) -> Option<RequestError> {
         samples,
     } = clip.format
     else {
-        return refused("is no track".to_owned());
+        return refused("is media of another kind: name the id of an uploaded track".to_owned());
     };
     if !(1..=2).contains(&channels) {
         return refused(format!("has {channels} channels; 1 or 2 are expected"));
@@ -38,11 +38,13 @@ pub(super) fn problem(field: &str, clip: &Clip) -> Option<RequestError> {
         ));
     }
     if samples == 0 {
-        return refused("has no samples".to_owned());
+        return refused("has no samples: upload a track with sound".to_owned());
     }
     if samples > MAX_SECONDS * u64::from(samples_per_second) {
         let seconds = samples / u64::from(samples_per_second);
-        return refused(format!("is {seconds} s long; {MAX_SECONDS} s are the most"));
+        return refused(format!(
+            "is {seconds} s long; {MAX_SECONDS} s are the most: cut out the part that matters"
+        ));
     }
     if !clip.is_whole() {
         return refused(format!(

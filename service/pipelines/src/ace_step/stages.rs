@@ -90,7 +90,7 @@ impl Stage<'_, AceStepModel> {
 
     /// Mean and deviation of samples, `[2, frames, channels]`.
     fn encode(&self, samples: &Tensor) -> Result<HostTensor, StageError> {
-        let (config, dtype) = (&self.model.vae, self.model.precision.dtype);
+        let (config, dtype) = (&self.model.vae, self.model.parts.dtype());
         let ladder = encode_ladder(config, samples.dim(0)?, dtype);
         let windows = of_rung(&ladder, self.run.rung)?;
         let tensors = (self.run.tensors)(VAE)?;
@@ -146,9 +146,7 @@ impl Stage<'_, AceStepModel> {
                 self.sample(REFERENCE, &mut generator)?
             }
         };
-        let timbre = timbre
-            .to_dtype(model.precision.dtype)?
-            .to_device(self.run.device)?;
+        let timbre = timbre.to_dtype(model.parts.dtype())?.to_device(self.run.device)?;
         let lyrics = self.value(LYRICS)?;
         let condition = |text: &Tensor| -> Result<HostTensor, StageError> {
             let condition =
@@ -182,9 +180,7 @@ impl Stage<'_, AceStepModel> {
             .ok_or_else(|| StageError::BadInput("the checkpoint has no tokenizer of latents".to_owned()))?;
         let source = self.sample(SOURCE, &mut Generator::new(self.run.request.seed))?;
         let frames = source.dim(0)?;
-        let source = source
-            .to_dtype(model.precision.dtype)?
-            .to_device(self.run.device)?;
+        let source = source.to_dtype(model.parts.dtype())?.to_device(self.run.device)?;
         // The silence of a short track has few frames: they are repeated to fill a token.
         let silence = self.host_value(SILENCE)?;
         let missing = frames.next_multiple_of(tokens.tokenizer.pool_window_size) - frames;
@@ -214,7 +210,7 @@ impl Stage<'_, AceStepModel> {
     }
 
     fn decode(&mut self) -> Result<(), StageError> {
-        let (config, dtype) = (&self.model.vae, self.model.precision.dtype);
+        let (config, dtype) = (&self.model.vae, self.model.parts.dtype());
         let latent = self.host_value(LATENT)?;
         let (_, frames, _) = latent.dims3()?;
         let windows = of_rung(&decode_ladder(config, frames, dtype), self.run.rung)?;

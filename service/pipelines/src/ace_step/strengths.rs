@@ -23,9 +23,9 @@ impl Curve {
     /// The strength at a second: linear between points, constant before the first and after the last. Of several points at
     /// one second the last counts from there on. `None` without points.
     fn at(&self, seconds: f64) -> Option<f32> {
-        let behind = self.0.partition_point(|(at, _)| *at <= seconds);
-        let before = behind.checked_sub(1).and_then(|at| self.0.get(at));
-        Some(match (before, self.0.get(behind)) {
+        let after = self.0.partition_point(|(at, _)| *at <= seconds);
+        let before = after.checked_sub(1).and_then(|at| self.0.get(at));
+        Some(match (before, self.0.get(after)) {
             (Some(&(from, low)), Some(&(to, high))) => {
                 let (low, high) = (f64::from(low), f64::from(high));
                 (low + (high - low) * (seconds - from) / (to - from)) as f32

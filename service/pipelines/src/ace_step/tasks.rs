@@ -132,7 +132,7 @@ pub(super) fn problems(request: &Request, able: Abilities) -> Vec<RequestError> 
     }
     if able.is_turbo && request.guidance > 1.0 {
         let problem = format!(
-            "is {}; a turbo model is distilled and takes 0 or 1, which is none",
+            "is {}; a turbo model is distilled, without guidance: set it to 0",
             request.guidance
         );
         refuse("guidance", problem);
@@ -199,7 +199,7 @@ fn strengths_problem(request: &Request, audio: &Audio) -> Option<RequestError> {
         .find(|(before, after)| after.seconds < before.seconds)
     {
         format!(
-            "have a point at {} s behind one at {} s; order them by time",
+            "have a point at {} s after one at {} s; order them by time",
             after.seconds, before.seconds
         )
     } else if points.iter().all(|point| point.strength == 0.0) {

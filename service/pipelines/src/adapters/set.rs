@@ -9,7 +9,7 @@ use residency::Bytes;
 use super::attached::AttachedAdapters;
 use super::open::{Adapter, AdapterPart, open_adapters};
 use super::targets::TargetComponent;
-use super::{AdapterFile, AdapterReport, AdapterUse};
+use super::{AdapterFile, AdapterUse};
 use crate::files::recorded;
 use crate::linear::SIDE_BY_SIDE;
 use crate::{ModelError, ModelParts, RequestError, Rung, StageError};
@@ -49,7 +49,7 @@ impl AdapterSet {
         targets: &[TargetComponent],
         parts: &mut ModelParts,
     ) -> Result<AdapterSet, ModelError> {
-        let dtype = parts.components.dtype();
+        let dtype = parts.dtype();
         let (opened, read) = recorded(|| open_adapters(files, family, targets, dtype));
         let adapters = opened?.into_iter().map(|(adapter, files)| {
             for (part, files) in adapter.parts.iter().zip(files) {
@@ -58,14 +58,9 @@ impl AdapterSet {
             adapter
         });
         let adapters = AdapterSet(adapters.collect());
-        parts.adapters = adapters.reports();
+        parts.adapters = adapters.0.iter().map(|adapter| adapter.report.clone()).collect();
         parts.read_of_adapters = read;
         Ok(adapters)
-    }
-
-    /// The adapters' reports: which components and layers each changes.
-    pub(crate) fn reports(&self) -> Vec<AdapterReport> {
-        self.0.iter().map(|adapter| adapter.report.clone()).collect()
     }
 
     /// Problems of a request's adapters: those that the model was not opened with.

@@ -9,7 +9,7 @@ use gpu::{LoadPlan, SourcePiece, TensorSource};
 use tempfile::TempDir;
 
 use super::{LayerNames, TensorSpec};
-use crate::{AdapterFile, Model, Precision, catalogue};
+use crate::{AdapterFile, Model, Precision, families};
 
 const TRANSFORMER: &str = "transformer";
 
@@ -126,7 +126,7 @@ fn renamings(names: LayerNames) -> Vec<Renaming> {
 }
 
 fn opened(path: &Path) -> std::sync::Arc<dyn Model> {
-    catalogue().open(path, &Precision::full(DType::F32)).unwrap()
+    families().open(path, &Precision::full(DType::F32)).unwrap()
 }
 
 /// Asserts that a file of the authors' tensors has the same tensors after every renaming.

@@ -48,7 +48,7 @@ pub(crate) fn base_folder(
 }
 
 /// The path of the sidecar of a single file: for `X.gguf`, `X.moored.json`.
-fn sidecar_of(file: &Path) -> PathBuf {
+pub(crate) fn sidecar_of(file: &Path) -> PathBuf {
     file.with_extension("moored.json")
 }
 
@@ -253,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_single_file_is_recognised_by_its_ending() {
-        let catalogue = crate::catalogue();
+        let families = crate::families();
         for (name, stem) in [
             ("flux1-dev-Q4_K_S.gguf", Some("flux1-dev-Q4_K_S")),
             ("MINE.SAFETENSORS", Some("MINE")),
@@ -265,11 +265,7 @@ mod tests {
             (".gguf", None),
             ("gguf", None),
         ] {
-            assert_eq!(
-                crate::Families::single_file_stem(&catalogue, name),
-                stem,
-                "{name}"
-            );
+            assert_eq!(crate::Families::single_file_stem(&families, name), stem, "{name}");
         }
     }
 

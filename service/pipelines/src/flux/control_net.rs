@@ -339,7 +339,7 @@ struct CollectSamples<'a> {
 }
 
 impl BlockHook for CollectSamples<'_> {
-    fn behind(&mut self, block: BlockPlace, buffers: &Buffers) -> Result<(), StageError> {
+    fn after_block(&mut self, block: BlockPlace, buffers: &Buffers) -> Result<(), StageError> {
         let (net, samples) = (&self.control.net, &self.control.samples);
         let (layer, sample) = match block {
             BlockPlace::Double(i) => (&net.double_out[i], &samples.double[i]),

@@ -17,7 +17,7 @@ use super::control_net::OpenControlNet;
 use super::edit::{Variant, preferred_size};
 use super::stages::{DENOISE, ENCODE_TEXT, encodings};
 use super::transformer::{denoise_scratch, negative_scratch};
-use crate::adapters::{AdapterFile, AdapterKind, AdapterReport, AdapterSet, UsedAs};
+use crate::adapters::{AdapterFile, AdapterKind, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
@@ -73,7 +73,6 @@ impl Family for Flux {
 /// A FLUX.1 checkpoint: dev, schnell, Kontext or Fill.
 #[derive(Clone, Debug)]
 pub struct FluxModel {
-    pub(super) precision: Precision,
     pub(super) transformer: TransformerConfig,
     pub(super) vae: VaeConfig,
     pub(super) clip: ClipConfig,
@@ -103,12 +102,13 @@ impl FluxModel {
         adapted.adapters = AdapterSet::open(&loras, "FLUX.1", &targets, &mut adapted.parts)?;
         adapted.control_nets.clear();
         for file in nets {
-            let opened = OpenControlNet::open(&file, &self.transformer, self.precision.dtype);
+            let opened = OpenControlNet::open(&file, &self.transformer, self.parts.dtype());
             let (net, files) = opened.map_err(|error| ModelError::Adapter {
                 name: file.name.clone(),
                 error,
             })?;
             adapted.parts.components.push(&net.component, files);
+            adapted.parts.adapters.push(net.report());
             adapted.control_nets.push(net);
         }
         Ok(adapted)
@@ -119,7 +119,7 @@ impl FluxModel {
         Autoencoder {
             config: &self.vae,
             components: &self.parts.components,
-            dtype: self.precision.dtype,
+            dtype: self.parts.dtype(),
         }
     }
 
@@ -143,7 +143,7 @@ impl FluxModel {
 
     fn encode_text_stage(&self, request: &Request) -> Result<StagePlan, RequestError> {
         let tokens = request.max_sequence_length as usize;
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let pooled = self.clip_tokenizer.length();
         let encoder = |name: &str, tokens: usize| {
             let dequantizing = self.parts.components.dequantizing(name, tokens, |_| true);
@@ -151,9 +151,8 @@ impl FluxModel {
         };
         let scratch = (self.clip.scratch(pooled, dtype) + encoder("text_encoder", pooled))
             .max(self.t5.scratch(tokens, dtype) + encoder("text_encoder_2", tokens));
-        let most = request.max_sequence_length as usize;
         for (field, text) in Prompts::texts(request).iter() {
-            self.check_prompt(field, text, most)?;
+            self.check_prompt(field, text, tokens)?;
         }
         let (bases, uses) = (["text_encoder", "text_encoder_2"], &request.adapters);
         let components = self.adapters.beside(&bases, uses, UsedAs::Text);
@@ -200,7 +199,7 @@ impl FluxModel {
         let reference = self.reference_tokens(image);
         let picture = generated + reference;
         let steps = self.steps_of(request);
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let all_tokens = tokens as usize + picture;
         let denoiser = Denoiser {
             parts: &self.parts,
@@ -275,11 +274,6 @@ impl Model for FluxModel {
         Ok(Arc::new(self.adapted(files)?))
     }
 
-    fn adapters(&self) -> Vec<AdapterReport> {
-        let nets = self.control_nets.iter().map(OpenControlNet::report);
-        self.adapters.reports().into_iter().chain(nets).collect()
-    }
-
     fn reads(&self) -> Reads {
         self.variant.reads()
     }
@@ -308,11 +302,7 @@ impl Model for FluxModel {
     }
 
     fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
-        let image = self.autoencoder().image_of(values)?;
-        Some(Request {
-            medium: Medium::Image(image),
-            ..self.defaults()
-        })
+        self.autoencoder().request_of(values, self.defaults())
     }
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {

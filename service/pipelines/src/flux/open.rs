@@ -96,7 +96,6 @@ impl FluxModel {
         components.in_blocks("text_encoder_2", t5::block_of);
         let defaults = folder_defaults(base, defaults(&transformer, variant), variant.reads(), problems)?;
         Ok(Some(FluxModel {
-            precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
             scheduler: SchedulerConfig::of_pipeline(base)?,

@@ -17,7 +17,7 @@ impl FluxModel {
             return Vec::new();
         };
         let (width, height) = (image.width, image.height);
-        let (dtype, tokens) = (self.precision.dtype, request.max_sequence_length as usize);
+        let (dtype, tokens) = (self.parts.dtype(), request.max_sequence_length as usize);
         let autoencoder = self.autoencoder();
         match stage {
             ENCODE_TEXT => vec![

@@ -17,7 +17,7 @@ use super::model::FluxModel;
 use super::transformer::{Conditioning, Prompted, Reference, Transformer, pack, unpack};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
-use crate::autoencoders::kl::stages::{Run, deliver, send_preview};
+use crate::autoencoders::kl::stages::{Run, send_preview};
 use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
 use crate::start::{Start, start};
@@ -64,7 +64,7 @@ impl Stage<'_, FluxModel> {
             ENCODE_MASKED => self.encode_masked().map(|value| named(MASKED, value)),
             ENCODE_REFERENCE => self.encode_reference().map(|value| named(REFERENCE, value)),
             DENOISE => self.denoise().map(|latent| named(LATENT, latent)),
-            DECODE => self.decode().map(|()| Values::new()),
+            DECODE => self.model.autoencoder().decode(self).map(|()| Values::new()),
             other => {
                 let number = other.strip_prefix(ENCODE_CONTROL);
                 match number.and_then(|number| number.parse().ok()) {
@@ -152,8 +152,9 @@ impl Stage<'_, FluxModel> {
         let columns = (image.width / PIXELS_PER_TOKEN) as usize;
         let sigmas = self.model.scheduler.sigmas(request.steps, rows * columns);
         let shape = self.model.autoencoder().latent(image).shape;
-        let brought = self.run.value_if_taken(LATENT)?;
-        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, brought, image.controls.len())?;
+        let start_latent = self.run.value_if_taken(LATENT)?;
+        let Start { sigmas, latent, kept } =
+            start(sigmas, request, &shape, start_latent, image.controls.len())?;
         // Fill blends nothing: the mask is an input of the transformer.
         let kept = kept.filter(|_| self.model.variant != Variant::Fill);
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
@@ -254,12 +255,9 @@ impl Stage<'_, FluxModel> {
                     &mut go_on,
                 )
             })?;
-            let advanced = latent.advance(step, &velocity, "transformer");
-            advanced.map_err(|error| adapters.named_as_cause(error))?;
-            self.observer.step(step as u32 + 1, steps as u32);
-            if request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = unpack(&latent.end_of(step, &velocity)?, rows, columns)?;
-                let preview = self.vae(|vae| vae.preview(&clean))?;
+            let shown = self.advance(step, &mut latent, &velocity, ("transformer", &adapters))?;
+            if let Some(shown) = shown {
+                let preview = self.vae(|vae| vae.preview(&unpack(&shown, rows, columns)?))?;
                 send_preview(preview, self.observer);
             }
         }
@@ -307,16 +305,8 @@ impl Stage<'_, FluxModel> {
         let (_, tokens, _) = conditioning.dims3()?;
         let input = Tensor::zeros((1, tokens, config.in_channels), dtype, device)?;
         let width = config.out_width();
-        let behind = input.narrow(2, width, config.in_channels - width)?;
-        ops::copy_rows(&conditioning.contiguous()?.to_device(device)?, &behind)?;
+        let rest = input.narrow(2, width, config.in_channels - width)?;
+        ops::copy_rows(&conditioning.contiguous()?.to_device(device)?, &rest)?;
         Ok(Some(input))
-    }
-
-    fn decode(&mut self) -> Result<(), StageError> {
-        let image = self.run.request.image()?;
-        let latent = self.run.value(LATENT)?;
-        let picture = self.vae(|vae| vae.decode(latent, self.run.rung))?;
-        deliver(picture, image, self.observer);
-        Ok(())
     }
 }

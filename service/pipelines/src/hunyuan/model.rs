@@ -97,7 +97,6 @@ pub(super) struct FramePack {
 /// A checkpoint of HunyuanVideo or FramePack.
 #[derive(Clone, Debug)]
 pub struct HunyuanModel {
-    pub(super) precision: Precision,
     pub(super) transformer: TransformerConfig,
     pub(super) vae: HunyuanVaeConfig,
     pub(super) llama: LlamaConfig,
@@ -331,7 +330,7 @@ impl Model for HunyuanModel {
         let Ok(video) = request.video() else {
             return Vec::new();
         };
-        let (sides, dtype) = (self.sides(video), self.precision.dtype);
+        let (sides, dtype) = (self.sides(video), self.parts.dtype());
         if sides.0 * sides.1 == 0 {
             return Vec::new();
         }

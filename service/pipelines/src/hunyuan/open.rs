@@ -135,7 +135,6 @@ impl HunyuanModel {
         components.in_blocks(TRANSFORMER, |name| mmdit::block_of(&blocks, name));
         components.in_blocks(LLAMA, llama::block_of);
         Ok(Some(HunyuanModel {
-            precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
             scheduler: SchedulerConfig::of_pipeline(base)?,

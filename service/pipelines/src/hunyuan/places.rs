@@ -23,7 +23,7 @@ use super::model::{CLIP, LLAMA, VAE, VISION};
 use super::sections::Order;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, Recognised, Requested, Shapes, TransformerPlace, base_beside, beside,
-    companion, component_of_checkpoint, named_base, of_hub_cache, open,
+    companion, component_of_checkpoint, named_base, of_hub_cache, open, sidecar_of,
 };
 use crate::files::{checked, damaged, pipeline_class, read_json, transformer_class, unsupported};
 use crate::{ModelError, ModelFile};
@@ -127,7 +127,7 @@ impl Places {
             };
             let sidecar = match transformer {
                 TransformerPlace::Folder(_) => base.join("moored.json"),
-                TransformerPlace::SingleFile { .. } => path.with_extension("moored.json"),
+                TransformerPlace::SingleFile { .. } => sidecar_of(path),
             };
             (sidecar, base, transformer)
         };

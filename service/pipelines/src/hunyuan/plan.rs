@@ -158,7 +158,7 @@ impl HunyuanModel {
         let clip = self.clip_tokenizer.encode(&request.prompt)?;
         self.clip_tokenizer
             .check_known(&clip, CLIP, self.clip.vocab_size)?;
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let tokens = prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
         let pooled = self.clip_tokenizer.length();
         let scratch = (self.llama.scratch(tokens, dtype)
@@ -179,7 +179,7 @@ impl HunyuanModel {
 
     fn encode_vision_stage(&self, video: &Video) -> StagePlan {
         let vision = self.framepack.as_ref().map(|framepack| &framepack.vision);
-        let scratch = vision.map_or(Bytes::ZERO, |vision| vision.scratch(self.precision.dtype));
+        let scratch = vision.map_or(Bytes::ZERO, |vision| vision.scratch(self.parts.dtype()));
         let read = Video {
             init_image: video.init_image.clone(),
             ..Video::default()
@@ -193,7 +193,7 @@ impl HunyuanModel {
     }
 
     fn encode_image_stage(&self, video: &Video) -> StagePlan {
-        let ladder = encode_ladder(&self.vae, self.sides(video), 1, self.precision.dtype);
+        let ladder = encode_ladder(&self.vae, self.sides(video), 1, self.parts.dtype());
         let rungs = rungs_of(ladder, self.dequantizing_of_vae());
         StagePlan {
             shape: format!("{}x{}", video.width, video.height),
@@ -211,7 +211,7 @@ impl HunyuanModel {
         tokens: &TokenCounts,
         section: Option<(Sections, usize)>,
     ) -> StagePlan {
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let denoiser = Denoiser {
             parts: &self.parts,
             adapters: &self.adapters,
@@ -309,7 +309,7 @@ impl HunyuanModel {
                 (takes, gives, decoded.len())
             }
         };
-        let ladder = decode_ladder(&self.vae, self.sides(video), latents, self.precision.dtype);
+        let ladder = decode_ladder(&self.vae, self.sides(video), latents, self.parts.dtype());
         let rungs = rungs_of(ladder, self.dequantizing_of_vae());
         StagePlan {
             shape: format!("{}x{} {latents} latents", video.width, video.height),

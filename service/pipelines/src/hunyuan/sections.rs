@@ -140,12 +140,12 @@ impl Sections {
                 // The section's place: start picture, the frames between, the section, then the frames sampled before.
                 let sampled = 1 + self.padding(section) as u32 * window;
                 let seen: Vec<LatentFrame> = film.into_iter().chain(zeros).take(SEEN).collect();
-                let behind = sampled + window;
+                let after = sampled + window;
                 Context {
-                    sampled: sampled..behind,
-                    full: [(LatentFrame::Start, 0), (seen[0], behind)],
-                    half: (seen[1..3].to_vec(), behind + full),
-                    quarter: (seen[3..].to_vec(), behind + full + half),
+                    sampled: sampled..after,
+                    full: [(LatentFrame::Start, 0), (seen[0], after)],
+                    half: (seen[1..3].to_vec(), after + full),
+                    quarter: (seen[3..].to_vec(), after + full + half),
                 }
             }
             Order::Forward => {
@@ -198,7 +198,7 @@ impl Sections {
                 // The position of the section's first frame in the film: after the frames of the later sections.
                 let first = match self.count - 1 - section {
                     0 => 0,
-                    behind => step * behind + FRAMES_PER_LATENT,
+                    after => step * after + FRAMES_PER_LATENT,
                 };
                 vec![
                     (0..carried, FilmPart::Carried),

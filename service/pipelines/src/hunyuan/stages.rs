@@ -111,7 +111,7 @@ impl Stage<'_, HunyuanModel> {
         let image = self.start()?;
         let config = &self.model.vae;
         let sides = config.latent_sides(image.width, image.height);
-        let rungs = encode_ladder(config, sides, 1, self.model.precision.dtype);
+        let rungs = encode_ladder(config, sides, 1, self.model.parts.dtype());
         let chunking = of_rung(&rungs, self.run.rung)?;
         let component = (self.run.tensors)(VAE)?;
         let encoder = HunyuanVaeEncoder::new(config, &component)?;
@@ -253,7 +253,7 @@ impl Stage<'_, HunyuanModel> {
         self.observer.check_cancelled()?;
         let mut conditioning = transformer.condition(&prompted, &sigmas[..steps])?;
 
-        let mut latent = SampledLatent::new(&patches(&noise, FULL)?, sigmas.clone(), None, (dtype, device))?;
+        let mut latent = SampledLatent::new(&patches(&noise, FULL)?, sigmas, None, (dtype, device))?;
         let step_buffers = transformer.step_buffers(&tokens, (dtype, device))?;
         let colours = match (&video.init_image, request.preview) {
             (_, false) => None,
@@ -268,21 +268,16 @@ impl Stage<'_, HunyuanModel> {
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
-                conditioning = transformer.condition(&prompted, &sigmas[step..=step])?;
+                conditioning = transformer.condition(&prompted, &latent.sigmas()[step..=step])?;
                 row = 0;
             }
             let mut go_on = || self.observer.check_cancelled();
             let velocity =
                 transformer.velocity(latent.seen(), &conditioning, row, &step_buffers, &mut go_on)?;
             let velocity = Prediction::of(velocity);
-            let advanced = latent.advance(step, &velocity, TRANSFORMER);
-            advanced.map_err(|error| adapters.named_as_cause(error))?;
-            self.observer.step(step as u32 + 1, steps as u32);
-            if let Some(colours) = &colours
-                && step + 1 < steps
-                && self.observer.wants_preview()
-            {
-                let clean = unpatched(&latent.end_of(step, &velocity)?, frames, sides)?;
+            let shown = self.advance(step, &mut latent, &velocity, (TRANSFORMER, &adapters))?;
+            if let (Some(colours), Some(shown)) = (&colours, shown) {
+                let clean = unpatched(&shown, frames, sides)?;
                 let preview = colours.preview(&clean.narrow(1, frames / 2, 1)?)?;
                 self.observer.preview(preview.width, preview.height, preview.rgb);
             }
@@ -304,7 +299,7 @@ impl Stage<'_, HunyuanModel> {
     fn decode(&mut self) -> Result<Values, StageError> {
         let video = self.run.request.video()?.clone();
         let section = self.section()?;
-        let dtype = self.model.precision.dtype;
+        let dtype = self.model.parts.dtype();
         let (latents, parts) = match section {
             None => {
                 let latent = self.latent(LATENT)?;

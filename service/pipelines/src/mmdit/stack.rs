@@ -44,7 +44,7 @@ pub(crate) trait BlockHook {
     ///
     /// # Errors
     /// Errors of the hook.
-    fn behind(&mut self, _block: BlockPlace, _buffers: &Buffers) -> std::result::Result<(), StageError> {
+    fn after_block(&mut self, _block: BlockPlace, _buffers: &Buffers) -> std::result::Result<(), StageError> {
         Ok(())
     }
 }
@@ -167,10 +167,10 @@ impl Blocks {
                 generated.enter(&of_generated)?;
                 text.enter(&of_text)?;
             }
-            let behind = self.double.get(i + 1).zip(modulations.double.get(i + 1));
+            let next_double = self.double.get(i + 1).zip(modulations.double.get(i + 1));
             let place = BlockPlace::Double(i);
             let added = beside.added(place);
-            match (behind, single_at(0)?) {
+            match (next_double, single_at(0)?) {
                 (Some((next, modulations)), _) => {
                     let (of_generated, of_text) = next.first(modulations, step)?;
                     let next = (&of_generated, &of_text);
@@ -183,7 +183,7 @@ impl Blocks {
                     block.forward(buffers, modulation, step, rotations, (last, last), &added)?;
                 }
             }
-            beside.behind(place, buffers)?;
+            beside.after_block(place, buffers)?;
         }
         for (i, (block, modulation)) in self.single.iter().zip(&modulations.single).enumerate() {
             go_on()?;
@@ -200,7 +200,7 @@ impl Blocks {
                 }
                 None => block.forward(buffers, modulation, step, rotations, (wanted, last), &added)?,
             }
-            beside.behind(place, buffers)?;
+            beside.after_block(place, buffers)?;
         }
         Ok(())
     }

@@ -275,7 +275,7 @@ const QWEN_WORD: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|
 pub struct QwenTokenizer {
     words: Words,
     /// Ids that the folder's `tokenizer.json` appends to a text (Qwen3-Embedding).
-    behind: Vec<u32>,
+    after: Vec<u32>,
 }
 
 static OPEN_QWEN: Shared<QwenTokenizer> = Shared::new();
@@ -296,7 +296,7 @@ impl QwenTokenizer {
     pub fn open(folder: &Path) -> Result<QwenTokenizer, ModelError> {
         let tokenizer_config = TokenizerConfig::open(folder)?;
         let pairs = BpeFiles::open(folder)?;
-        let marks = marks_behind(&pairs.template);
+        let marks = marks_after(&pairs.template);
         let end = tokenizer_config.token("eos_token", "<|im_end|>");
         let pad = tokenizer_config.token("pad_token", "<|endoftext|>");
         let added = tokenizer_config.added_tokens(pairs.added, &pairs.vocabulary, &[&end, &pad]);
@@ -329,11 +329,11 @@ impl QwenTokenizer {
         for mark in ["<|im_start|>", "<|im_end|>"] {
             id_of(&pairs.words_file, &tokenizer, mark)?;
         }
-        let behind = marks
+        let after = marks
             .iter()
             .map(|mark| id_of(&pairs.words_file, &tokenizer, mark));
         Ok(QwenTokenizer {
-            behind: behind.collect::<Result<_, _>>()?,
+            after: after.collect::<Result<_, _>>()?,
             words: Words {
                 tokenizer,
                 file: pairs.words_file,
@@ -354,7 +354,7 @@ impl QwenTokenizer {
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
     pub fn left_out_of_text(&self, text: &str, most: usize) -> Result<usize, TokenizeError> {
-        let room = most.saturating_sub(self.behind.len());
+        let room = most.saturating_sub(self.after.len());
         Ok(words(&self.words.tokenizer, text)?.len().saturating_sub(room))
     }
 
@@ -374,8 +374,8 @@ impl QwenTokenizer {
     /// [`TokenizeError`], for which no input is known.
     pub fn encode_text(&self, text: &str, most: usize) -> Result<Vec<u32>, TokenizeError> {
         let mut ids = words(&self.words.tokenizer, text)?;
-        ids.truncate(most.saturating_sub(self.behind.len()));
-        ids.extend(&self.behind);
+        ids.truncate(most.saturating_sub(self.after.len()));
+        ids.extend(&self.after);
         Ok(ids)
     }
 
@@ -443,15 +443,15 @@ impl BpeFiles {
 }
 
 /// The tokens that a post-processor appends to a single text.
-fn marks_behind(template: &Value) -> Vec<String> {
+fn marks_after(template: &Value) -> Vec<String> {
     let parts = template["processors"].as_array();
-    let within = parts.into_iter().flatten().flat_map(marks_behind);
+    let within = parts.into_iter().flatten().flat_map(marks_after);
     let single = template["single"].as_array();
-    let behind = single
+    let after = single
         .into_iter()
         .flatten()
         .skip_while(|part| part["Sequence"].is_null());
-    let marks = behind.filter_map(|part| part["SpecialToken"]["id"].as_str().map(str::to_owned));
+    let marks = after.filter_map(|part| part["SpecialToken"]["id"].as_str().map(str::to_owned));
     within.chain(marks).collect()
 }
 

@@ -86,7 +86,7 @@ pub(super) fn problems(request: &Request) -> Vec<RequestError> {
     let mut problems = bounds::problems(request);
     if request.guidance != 0.0 && !problems.iter().any(|problem| problem.field == "guidance") {
         let problem = format!(
-            "is {}; Z-Image-Turbo is distilled and takes 0, which is none; a negative prompt goes with true_guidance",
+            "is {}; Z-Image-Turbo is distilled, without guidance: set it to 0, and with a negative prompt set true_guidance instead",
             request.guidance
         );
         problems.push(RequestError::new("guidance", problem));
@@ -97,7 +97,6 @@ pub(super) fn problems(request: &Request) -> Vec<RequestError> {
 /// A Z-Image-Turbo checkpoint.
 #[derive(Clone, Debug)]
 pub struct ZImageModel {
-    pub(super) precision: Precision,
     pub(super) transformer: TransformerConfig,
     pub(super) vae: VaeConfig,
     pub(super) text: Qwen3Config,
@@ -132,7 +131,7 @@ impl ZImageModel {
         Autoencoder {
             config: &self.vae,
             components: &self.parts.components,
-            dtype: self.precision.dtype,
+            dtype: self.parts.dtype(),
         }
     }
 
@@ -168,7 +167,7 @@ impl ZImageModel {
         // Prompts of similar length share their learned peaks.
         let tokens = longest.next_multiple_of(MULTIPLE);
         let is_quantized = self.parts.components.is_quantized(TEXT_ENCODER);
-        let scratch = self.text.scratch(tokens, is_quantized, self.precision.dtype)
+        let scratch = self.text.scratch(tokens, is_quantized, self.parts.dtype())
             + self.parts.components.dequantizing(TEXT_ENCODER, tokens, |_| true);
         StagePlan {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(TEXT_ENCODER)),
@@ -197,7 +196,7 @@ impl ZImageModel {
         let longest = tokens.iter().map(padded).max().unwrap_or_default();
         let lengths = self.lengths(image, longest);
         let steps = steps_run(request);
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let denoiser = Denoiser {
             parts: &self.parts,
             adapters: &self.adapters,
@@ -267,11 +266,7 @@ impl Model for ZImageModel {
     }
 
     fn request_of(&self, values: &[ValueShape]) -> Option<Request> {
-        let image = self.autoencoder().image_of(values)?;
-        Some(Request {
-            medium: Medium::Image(image),
-            ..self.defaults()
-        })
+        self.autoencoder().request_of(values, self.defaults())
     }
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {

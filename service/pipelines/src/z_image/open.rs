@@ -91,7 +91,6 @@ impl ZImageModel {
         }
         let defaults = folder_defaults(base, defaults(), READS, problems)?;
         Ok(Some(ZImageModel {
-            precision: precision.clone(),
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
             scheduler: SchedulerConfig::of_pipeline(base)?,

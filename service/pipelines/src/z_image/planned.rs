@@ -16,7 +16,7 @@ impl ZImageModel {
         let Ok(image) = request.image() else {
             return Vec::new();
         };
-        let dtype = self.precision.dtype;
+        let dtype = self.parts.dtype();
         let autoencoder = self.autoencoder();
         match stage {
             ENCODE_TEXT => {
@@ -59,7 +59,7 @@ impl ZImageModel {
         let together = passes.map(|tokens| (lengths(tokens).all(), buffers));
         let mut planned = Vec::new();
         for (tokens, of) in refiners.chain(together) {
-            let shape = ZImageBuffers::planned(&self.transformer, tokens, of, self.precision.dtype);
+            let shape = ZImageBuffers::planned(&self.transformer, tokens, of, self.parts.dtype());
             if tokens > 0 && !planned.contains(&shape) {
                 planned.push(shape);
             }

@@ -13,7 +13,7 @@ use super::model::{TEXT_ENCODER, TRANSFORMER, ZImageModel};
 use super::transformer::{Conditioning, Transformer, latent_of, patches_of, times};
 use crate::adapters::{AdaptedTensors, UsedAs};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
-use crate::autoencoders::kl::stages::{deliver, send_preview};
+use crate::autoencoders::kl::stages::send_preview;
 use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
 use crate::start::{Start, start};
@@ -45,7 +45,7 @@ impl Stage<'_, ZImageModel> {
             ENCODE_TEXT => self.encode_text(),
             ENCODE_IMAGE => self.encode_image().map(|latent| named(LATENT, latent)),
             DENOISE => self.denoise().map(|latent| named(LATENT, latent)),
-            DECODE => self.decode().map(|()| Values::new()),
+            DECODE => self.model.autoencoder().decode(self).map(|()| Values::new()),
             other => Err(unknown(other)),
         };
         result.map_err(|error| error.of_stage(name))
@@ -79,11 +79,11 @@ impl Stage<'_, ZImageModel> {
         let lengths = model.lengths(image, tokens.max().unwrap_or_default());
         let size = (lengths.rows, lengths.columns);
         let shape = model.autoencoder().latent(image).shape;
-        let brought = self.run.value_if_taken(LATENT)?;
+        let start_latent = self.run.value_if_taken(LATENT)?;
         let sigmas = model
             .scheduler
             .sigmas_from_both_ends(request.steps, lengths.picture());
-        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, brought, 0)?;
+        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, start_latent, 0)?;
         let kept = kept.map(|kept| kept.arranged(patches_of)).transpose()?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
@@ -132,25 +132,14 @@ impl Stage<'_, ZImageModel> {
                     transformer.direction(latent.seen(), conditioning, row, &step_buffers, &mut go_on)
                 })?
                 .negated();
-            let advanced = latent.advance(step, &velocity, TRANSFORMER);
-            advanced.map_err(|error| adapters.named_as_cause(error))?;
-            self.observer.step(step as u32 + 1, steps as u32);
-            if request.preview && step + 1 < steps && self.observer.wants_preview() {
-                let clean = latent_of(&latent.end_of(step, &velocity)?, size.0, size.1)?;
+            let shown = self.advance(step, &mut latent, &velocity, (TRANSFORMER, &adapters))?;
+            if let Some(shown) = shown {
+                let clean = latent_of(&shown, size.0, size.1)?;
                 let preview = model.autoencoder().with(self, |vae| vae.preview(&clean))?;
                 send_preview(preview, self.observer);
             }
         }
         to_host(&latent_of(&latent.on_host()?, size.0, size.1)?)
-    }
-
-    fn decode(&mut self) -> Result<(), StageError> {
-        let image = self.run.request.image()?;
-        let latent = self.run.value(LATENT)?;
-        let autoencoder = self.model.autoencoder();
-        let picture = autoencoder.with(self, |vae| vae.decode(latent, self.run.rung))?;
-        deliver(picture, image, self.observer);
-        Ok(())
     }
 }
 

@@ -292,15 +292,15 @@ impl Transformer {
         };
         let turned = conditioning.rotations.rows(0, padded)?;
         let alone = self.picture_blocks.iter().zip(&modulated.picture_blocks);
-        let mut behind = self.picture_blocks.iter().zip(&modulated.picture_blocks);
+        let mut following = self.picture_blocks.iter().zip(&modulated.picture_blocks);
         for (i, (block, modulations)) in alone.enumerate() {
             go_on()?;
             self.stream.enter(BlockPlace::each_pass(i))?;
             if i == 0 {
                 picture.enter(&block.first(modulations, step, dtype)?)?;
-                behind.next();
+                following.next();
             }
-            let next = match behind.next() {
+            let next = match following.next() {
                 Some((next, modulations)) => next.first(modulations, step, dtype)?,
                 None => together(0)?,
             };

@@ -9,7 +9,7 @@ use gpu::WeightFormat;
 use pipelines::ace_step::AceStepModel;
 use pipelines::{
     AdapterFile, AdapterUse, AudioTask, ModelError, Precision, Preset, Quantization, StrengthCurve,
-    Unobserved, Values, catalogue,
+    Unobserved, Values, families,
 };
 use serde_json::json;
 use tempfile::TempDir;
@@ -111,7 +111,7 @@ fn the_authors_layouts_make_the_same_tracks() {
         assert_eq!(found["latent"], expected["latent"], "{}", path.display());
     }
     std::fs::remove_file(model.join("silence_latent.pt")).expect("a file");
-    let error = catalogue().open(&model, &F32).err().expect("a refusal");
+    let error = families().open(&model, &F32).err().expect("a refusal");
     assert!(matches!(error, ModelError::Unsupported { .. }));
     assert!(error.to_string().contains("silence_latent.pt"), "{error}");
 }
@@ -129,7 +129,7 @@ fn a_single_file_for_comfyui_takes_its_companions_beside_it() {
     };
     write(&|name| format!("model.diffusion_model.{name}"));
     write_companions(root.path(), &models.join("silence_latent.pt"));
-    let model = catalogue().open(&file, &F32).expect("a sound model");
+    let model = families().open(&file, &F32).expect("a sound model");
     assert_eq!(model.defaults().steps, 8, "its name says turbo");
     // Windows of 128 are those of the published models: here all layers see everything.
     let opened = OpenModel::of(model);
@@ -151,7 +151,7 @@ fn a_single_file_for_comfyui_takes_its_companions_beside_it() {
     for rename in renamings {
         write(rename);
         let found = cover(&OpenModel::of(
-            catalogue().open(&file, &F32).expect("a sound model"),
+            families().open(&file, &F32).expect("a sound model"),
         ));
         assert_eq!(found["latent"], expected);
     }

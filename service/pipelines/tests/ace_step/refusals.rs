@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use pipelines::{
-    Audio, AudioTask, MediaFormat, Medium, Precision, Request, RequestError, StrengthPoint, catalogue,
+    Audio, AudioTask, MediaFormat, Medium, Precision, Request, RequestError, StrengthPoint, families,
 };
 
 use crate::given::{edit, folder, new_track, of_source, open, request};
@@ -183,7 +183,7 @@ fn requests_out_of_bounds_are_refused_with_their_field() {
 #[test]
 fn f16_is_refused_with_the_reason() {
     let folder = folder(false);
-    let error = catalogue().open(folder.path(), &Precision::full(DType::F16));
+    let error = families().open(folder.path(), &Precision::full(DType::F16));
     let error = error.err().expect("a refusal").to_string();
     assert!(error.contains("f16") && error.contains("bf16 and f32"), "{error}");
 }
@@ -210,7 +210,7 @@ fn components_that_do_not_fit_are_refused() {
     ] {
         let folder = folder(false);
         edit(&folder.path().join(component).join("config.json"), key, value);
-        let error = catalogue().open(folder.path(), &F32);
+        let error = families().open(folder.path(), &F32);
         let error = error.err().expect("a refusal").to_string();
         assert!(error.contains(word), "{key}: {error}");
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 use pipelines::flux::{Flux, FluxModel};
-use pipelines::{Catalogue, Image, Medium, Model, ModelError, ModelFile, Request};
+use pipelines::{FamilyList, Image, Medium, Model, ModelError, ModelFile, Request};
 
 use crate::given::{copy_of, folder, open};
 use crate::numbers::{fixtures, numbers, tensors};
@@ -382,9 +382,9 @@ fn other_paths_are_not_recognized() {
         serde_json::json!({"_class_name": "WanPipeline"}),
     );
     assert!(matches!(try_open(empty.path()), Ok(None)));
-    let catalogue = Catalogue::new(vec![Box::new(Flux)]);
+    let families = FamilyList::new(vec![Box::new(Flux)]);
     assert!(matches!(
-        catalogue.open(empty.path(), &F32),
+        families.open(empty.path(), &F32),
         Err(ModelError::Unsupported { problem, .. }) if problem.starts_with("it is Wan")
     ));
     write_json(
@@ -392,11 +392,11 @@ fn other_paths_are_not_recognized() {
         serde_json::json!({"_class_name": "NobodysPipeline"}),
     );
     assert!(matches!(
-        catalogue.open(empty.path(), &F32),
+        families.open(empty.path(), &F32),
         Err(ModelError::NotAPipeline { .. })
     ));
     assert!(
-        catalogue
+        families
             .open(folder("dev").path(), &F32)
             .is_ok_and(|model| model.family() == "flux")
     );

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use pipelines::{ModelError, catalogue};
+use pipelines::{ModelError, families};
 
 use crate::given::copy_of;
 use crate::open_model::F32;
@@ -26,7 +26,7 @@ fn assert_refused(model: &Path, file: &Path) {
     let whole = std::fs::read(file).expect("a file");
     for tenth in 0..10 {
         std::fs::write(file, &whole[..whole.len() * tenth / 10]).expect("a file");
-        let opened = catalogue().open(model, &F32);
+        let opened = families().open(model, &F32);
         assert!(
             opened.is_err(),
             "{} was read with {tenth} tenths of it",
@@ -34,7 +34,7 @@ fn assert_refused(model: &Path, file: &Path) {
         );
     }
     std::fs::write(file, whole).expect("a file");
-    catalogue().open(model, &F32).expect("a whole model");
+    families().open(model, &F32).expect("a whole model");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn each_kind_of_file_that_is_no_checkpoint_has_its_own_message() {
         ),
     ] {
         std::fs::write(&file, bytes).expect("a file");
-        let error = catalogue()
+        let error = families()
             .open(&file, &F32)
             .map(|_| ())
             .expect_err("no model")
@@ -105,6 +105,6 @@ fn each_kind_of_file_that_is_no_checkpoint_has_its_own_message() {
     }
     let unfinished = beside.path().join("flux-tiny.safetensors.incomplete");
     std::fs::write(&unfinished, "").expect("a file");
-    let error = catalogue().open(&unfinished, &F32).map(|_| ());
+    let error = families().open(&unfinished, &F32).map(|_| ());
     assert!(matches!(error, Err(ModelError::Incomplete { .. })), "{error:?}");
 }

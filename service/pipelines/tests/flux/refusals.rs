@@ -9,7 +9,7 @@ use pipelines::autoencoders::kl::{VaeConfig, diffusers_name_of_bfl};
 use pipelines::flux::FluxModel;
 use pipelines::text::clip::ClipConfig;
 use pipelines::text::t5::T5Config;
-use pipelines::{Model, ModelError, Unobserved, Values, catalogue};
+use pipelines::{Model, ModelError, Unobserved, Values, families};
 
 use crate::checkpoints::{set, write_json};
 use crate::device::crate_folder;
@@ -102,7 +102,7 @@ fn an_unsupported_pipeline_is_named_with_the_supported_ones() {
             &folder.path().join("model_index.json"),
             serde_json::json!({ "_class_name": class }),
         );
-        match catalogue().open(folder.path(), &F32) {
+        match families().open(folder.path(), &F32) {
             Err(error @ ModelError::NotAPipeline { .. }) => error.to_string(),
             Err(error) => panic!("{error}"),
             Ok(_) => panic!("opened"),

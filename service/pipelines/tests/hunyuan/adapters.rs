@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use pipelines::{AdapterError, AdapterFile, AdapterUse, ModelError, Request, StrengthCurve, catalogue};
+use pipelines::{AdapterError, AdapterFile, AdapterUse, ModelError, Request, StrengthCurve, families};
 
 use crate::device::tolerances;
 use crate::given::{film_folder, open, request};
@@ -113,7 +113,7 @@ fn of_tencent(groups: &[Group], rename: impl Fn(&str) -> String, pair: [&str; 2]
 /// The tiny pipeline with the adapter of a file.
 fn adapted(path: &Path) -> Result<OpenModel, ModelError> {
     let folder = film_folder(); // until its components are loaded
-    let model = catalogue().open(folder.path(), &F32).expect("a model");
+    let model = families().open(folder.path(), &F32).expect("a model");
     let file = AdapterFile {
         name: "one".to_owned(),
         path: path.to_owned(),

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::Weight;
-use pipelines::{Families, Precision, catalogue};
+use pipelines::{Families, Precision, families};
 
 use crate::device::tolerances;
 use crate::given::{film_folder, open, request, section_folder, start};
@@ -18,7 +18,7 @@ use crate::spellings::{
 
 /// The error of a checkpoint that is refused.
 pub(crate) fn refused(path: &Path, precision: &Precision) -> pipelines::ModelError {
-    let opened = catalogue().open(path, precision).map(|_| ());
+    let opened = families().open(path, precision).map(|_| ());
     opened.expect_err("a refusal")
 }
 
@@ -179,14 +179,14 @@ fn companions_may_be_single_files_in_comfyuis_folders() {
 fn framepacks_own_repository_finds_hunyuan_video_and_siglip_beside_it() {
     for (name, forward) in [("FramePackI2V_HY", false), ("FramePack_F1_I2V_HY_20250503", true)] {
         let (_root, folder) = framepack_repositories(name);
-        assert!(Families::has_transformer(&catalogue(), &folder));
+        assert!(Families::has_transformer(&families(), &folder));
         let (found, expected) = (open(&folder, &F32), open(section_folder(forward).path(), &F32));
         assert_same(&found, &expected);
         assert_eq!(is_forward(&found), forward);
         assert_eq!(found.model.defaults(), expected.model.defaults());
     }
     assert!(!Families::has_transformer(
-        &catalogue(),
+        &families(),
         section_folder(false).path()
     ));
 }
@@ -270,7 +270,7 @@ fn a_base_of_another_pipeline_gives_no_defaults() {
     let file = root.path().join("FramePackI2V_HY.safetensors");
     crate::spellings::write(&tensors(FRAMEPACK), &file);
     for path in [folder, file] {
-        let model = catalogue().open(&path, &F32).expect("a model");
+        let model = families().open(&path, &F32).expect("a model");
         assert_eq!(model.defaults().steps, 25);
         let film = model.defaults().medium;
         assert!(matches!(film, pipelines::Medium::Video(video) if video.frames == 145));

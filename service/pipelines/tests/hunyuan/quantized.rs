@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{GgufType, Weight, WeightFormat};
-use pipelines::{Precision, Preset, Quantization, catalogue};
+use pipelines::{Precision, Preset, Quantization, families};
 
 use crate::device::tolerances;
 use crate::given::{film_folder, open, request, section_folder, start};
@@ -101,7 +101,7 @@ fn components_quantized_at_load_equal_their_dequantized_weights() {
 fn stages_of_a_quantized_autoencoder_have_room_for_a_layer_in_full_precision() {
     let folder = section_folder(false);
     let scratch = |precision: &Precision, name: &str| -> Vec<u64> {
-        let model = catalogue().open(folder.path(), precision).expect("a sound model");
+        let model = families().open(folder.path(), precision).expect("a sound model");
         let plan = model.plan(&request(37, Some(start()), 1, 7)).expect("a plan");
         let stage = plan.iter().find(|stage| stage.name == name).expect("a stage");
         stage.rungs.iter().map(|rung| rung.scratch.0).collect()

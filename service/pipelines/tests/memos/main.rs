@@ -19,8 +19,8 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use pipelines::{
-    Audio, Medium, Model, Precision, Preset, Quantization, Request, StageError, Unobserved, Values,
-    catalogue, identity_of_values,
+    Audio, Medium, Model, Precision, Preset, Quantization, Request, StageError, Unobserved, Values, families,
+    identity_of_values,
 };
 use serde_json::Value;
 
@@ -228,7 +228,7 @@ impl Case {
 fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
     for case in &CASES {
         let folder = case.folder();
-        let open = |precision: &Precision| catalogue().open(folder.path(), precision);
+        let open = |precision: &Precision| families().open(folder.path(), precision);
         let model = open(&F32).expect("a model");
         let opened = OpenModel::of(Arc::clone(&model));
         let request = (case.request)();
@@ -271,7 +271,7 @@ fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
 fn fields_that_sampling_alone_reads_change_no_identity_of_encoded_text() {
     for case in &CASES {
         let folder = case.folder();
-        let model = catalogue().open(folder.path(), &F32).expect("a model");
+        let model = families().open(folder.path(), &F32).expect("a model");
         let request = (case.request)();
         let before = identities(&*model, &request).expect(case.name);
         for (field, other) in other_requests(&request) {
@@ -287,7 +287,7 @@ fn fields_that_sampling_alone_reads_change_no_identity_of_encoded_text() {
         let schedule = folder.path().join("scheduler/scheduler_config.json");
         if let Ok(text) = fs::read_to_string(&schedule) {
             fs::write(&schedule, format!("{text}\n")).unwrap();
-            let other = catalogue().open(folder.path(), &F32).expect("a model");
+            let other = families().open(folder.path(), &F32).expect("a model");
             assert_eq!(identities(&*other, &request), Some(before), "{}", case.name);
         }
     }

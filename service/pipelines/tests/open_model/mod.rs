@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
 use pipelines::{
     HostTensor, Model, Observer, Piece, Precision, Request, Role, StageError, StagePlan, StageRun, Values,
-    catalogue,
+    families,
 };
 
 use residency::{Component, Part};
@@ -81,7 +81,7 @@ pub(crate) struct OpenModel<M: ?Sized = dyn Model> {
 impl OpenModel {
     /// Opens a model of a family, loads it with the CPU card and puts it on the device of the tests.
     pub(crate) fn open(family: &str, path: &Path, precision: &Precision) -> OpenModel {
-        let model = catalogue().open(path, precision).expect("a sound model");
+        let model = families().open(path, precision).expect("a sound model");
         assert_eq!(model.family(), family);
         OpenModel::of(model)
     }

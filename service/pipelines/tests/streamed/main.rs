@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use pipelines::{
-    Image, Medium, Model, Precision, Preset, Quantization, Request, Role, StageError, Values, catalogue,
+    Image, Medium, Model, Precision, Preset, Quantization, Request, Role, StageError, Values, families,
 };
 use residency::{Component, Part};
 
@@ -53,7 +53,7 @@ fn open(path: &Path, preset: Preset) -> Arc<dyn Model> {
         dtype: DType::F32,
         quantization: Quantization::preset(preset),
     };
-    catalogue().open(path, &precision).expect("a sound model")
+    families().open(path, &precision).expect("a sound model")
 }
 
 /// Names of the components that have parts.

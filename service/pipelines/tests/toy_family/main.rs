@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use pipelines::{
-    Catalogue, Image, InitImage, Medium, ModelError, Observer, Piece, Preset, Quantization, Request, Role,
+    FamilyList, Image, InitImage, Medium, ModelError, Observer, Piece, Preset, Quantization, Request, Role,
     StageError, ValueShape, Values, identity_of_values,
 };
 use tempfile::TempDir;
@@ -36,8 +36,8 @@ fn write_model(folder: &Path) -> PathBuf {
     path
 }
 
-fn families() -> Catalogue {
-    Catalogue::new(vec![Box::new(Toy)])
+fn families() -> FamilyList {
+    FamilyList::new(vec![Box::new(Toy)])
 }
 
 /// An open model with its components loaded, and the folder of its file.
@@ -142,9 +142,9 @@ fn unsupported_tasks_and_inputs_are_refused_by_name() {
     let said: Vec<String> = problems.iter().map(ToString::to_string).collect();
     let expected = [
         "width: must be a multiple of 8 from 8 to 2048",
-        "negative_prompt: is not taken by this model: leave it out; FLUX.1 and Z-Image take one",
-        "init_latent_id: is not taken by this model: leave it out; its latents are decoded, and not started from",
-        "init_image: is not taken by this model: leave it out; models of pictures take one, and of films FramePack",
+        "negative_prompt: is not taken by this model: leave it out, or name a model that takes it",
+        "init_latent_id: is not taken by this model: leave it out, or name a model that takes it",
+        "init_image: is not taken by this model: leave it out, or name a model that takes it",
     ];
     assert_eq!(said, expected);
 

@@ -24,7 +24,7 @@ fn adapted(base: &Path, path: PathBuf) -> Result<ZImageModel, ModelError> {
         .expect("Z-Image");
     model.adapted(&[AdapterFile {
         name: "one".to_owned(),
-        kind: pipelines::Families::kind_of_folder(&pipelines::catalogue(), &path)
+        kind: pipelines::Families::kind_of_folder(&pipelines::families(), &path)
             .unwrap_or(pipelines::AdapterKind::Lora),
         path,
         ignores_unknown: false,

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use gpu::WeightFormat;
 use pipelines::{
     FULL, Image, InitImage, Medium, ModelError, Precision, Preset, Quantization, Request, Unobserved, Values,
-    catalogue,
+    families,
 };
 
 use crate::components::WEIGHTS;
@@ -84,7 +84,7 @@ fn companions_may_be_single_files_in_comfyuis_folders() {
         std::fs::remove_dir_all(base.join(name)).expect("a folder");
     }
     let missing = |error: ModelError| error.to_string();
-    let error = catalogue()
+    let error = families()
         .open(&file, &F32)
         .map(|_| ())
         .expect_err("no companions");
@@ -94,14 +94,14 @@ fn companions_may_be_single_files_in_comfyuis_folders() {
         &tensors("flux-tiny/vae/diffusion_pytorch_model.safetensors"),
         &root.path().join("vae/ae.safetensors"),
     );
-    let error = catalogue()
+    let error = families()
         .open(&file, &F32)
         .map(|_| ())
         .expect_err("no text encoder");
     assert!(missing(error).contains("text_encoder"));
     let text = tensors("z-image-tiny/text_encoder/model.safetensors");
     write(&text, &root.path().join("text_encoders/qwen_3_4b.safetensors"));
-    let error = catalogue()
+    let error = families()
         .open(&file, &F32)
         .map(|_| ())
         .expect_err("another size");
@@ -115,7 +115,7 @@ fn an_unknown_tensor_is_refused() {
     let mut all = comfy("");
     all.insert("layers.0.attention.q_bias".to_owned(), all["x_pad_token"].clone());
     write(&all, &file);
-    let error = catalogue()
+    let error = families()
         .open(&file, &F32)
         .map(|_| ())
         .expect_err("another model");
@@ -126,7 +126,7 @@ fn an_unknown_tensor_is_refused() {
     all.remove("layers.0.attention.q_bias");
     all.remove("layers.1.ffn_norm2.weight");
     write(&all, &file);
-    let error = catalogue().open(&file, &F32).map(|_| ()).expect_err("a gap");
+    let error = families().open(&file, &F32).map(|_| ()).expect_err("a gap");
     assert!(error.to_string().contains("layers.1.ffn_norm2.weight"), "{error}");
 }
 
@@ -136,7 +136,7 @@ fn other_pipelines_of_the_family_are_named() {
     let index = whole.path().join("model_index.json");
     let text = std::fs::read_to_string(&index).expect("an index");
     std::fs::write(&index, text.replace("ZImagePipeline", "ZImageOmniPipeline")).expect("an index");
-    let error = catalogue()
+    let error = families()
         .open(whole.path(), &F32)
         .map(|_| ())
         .expect_err("another");
@@ -192,7 +192,7 @@ fn unsupported_configurations_are_refused() {
         let text = std::fs::read_to_string(&path).expect("a configuration");
         assert!(text.contains(from), "{from}");
         std::fs::write(&path, text.replace(from, to)).expect("a configuration");
-        let error = catalogue().open(whole.path(), &F32).map(|_| ()).expect_err(says);
+        let error = families().open(whole.path(), &F32).map(|_| ()).expect_err(says);
         assert!(error.to_string().contains(says), "{error}");
     }
 }
@@ -200,7 +200,7 @@ fn unsupported_configurations_are_refused() {
 #[test]
 fn requests_out_of_bounds_are_refused_by_field() {
     let whole = folder();
-    let model = catalogue().open(whole.path(), &F32).expect("a model");
+    let model = families().open(whole.path(), &F32).expect("a model");
     assert!(model.plan(&request()).is_ok());
     let narrow = Request {
         medium: Medium::Image(Image::of(40, 48)),
@@ -284,7 +284,7 @@ fn quantized_models_generate_similar_pictures() {
         println!("{formats:?}: {apart:.2e}");
         assert!(apart > ON_CPU.pipeline && apart < most, "{formats:?}: {apart:e}");
     }
-    let unknown = catalogue()
+    let unknown = families()
         .open(whole.path(), &quantized(&[("unet", "int8")]))
         .map(|_| ())
         .expect_err("no such component");
@@ -299,7 +299,7 @@ fn a_preset_quantizes_the_transformer_and_the_text_encoder() {
             dtype: DType::F32,
             quantization: Quantization::of(preset, formats.iter().copied()).expect("formats"),
         };
-        let model = catalogue().open(whole.path(), &precision).expect("a model");
+        let model = families().open(whole.path(), &precision).expect("a model");
         let formats = ["transformer", "text_encoder", "vae"].map(|name| model.format_of(name));
         let bytes: u64 = model.components().iter().map(|c| c.bytes.0).sum();
         (formats, bytes)

@@ -16,12 +16,12 @@ use crate::queue::cards::InFlight;
 use crate::queue::decide::{Decision, Pass};
 use crate::queue::record::{JobRecord, Patience, State};
 use crate::queue::reductions::{Reduction, Reductions};
-use crate::queue::steps::{Model, Step, StepKind};
+use crate::queue::steps::{JobStep, JobStepKind, Model};
 
 impl Core {
     /// Starts all jobs that can start, and reports to the others why they cannot.
     pub(super) fn dispatch(&mut self, now: Instant) {
-        self.bring_back(now);
+        self.restore_pinned(now);
         self.go_on(now);
         let mut pass = Pass::new(&self.view(now));
         while let Some(decision) = pass.next(&self.view(now)) {
@@ -75,7 +75,7 @@ impl Core {
     }
 
     /// Reloads pinned components on a fresh worker before anything else runs on it.
-    fn bring_back(&mut self, now: Instant) {
+    fn restore_pinned(&mut self, now: Instant) {
         for index in 0..self.cards.len() {
             if !self.cards[index].is_free() {
                 continue;
@@ -223,7 +223,7 @@ impl Core {
             Err(error) => return self.fail(id, error, now),
         };
         let entry = match (step.kind, &job.swap) {
-            (StepKind::Load(Model::Replaced), Some(swap)) => &swap.old,
+            (JobStepKind::Load(Model::Replaced), Some(swap)) => &swap.old,
             _ => &job.entry,
         };
         let model = self.location(entry, index);
@@ -302,8 +302,8 @@ impl Core {
             return false;
         };
         let Some(
-            step @ Step {
-                kind: StepKind::Stage(stage),
+            step @ JobStep {
+                kind: JobStepKind::Stage(stage),
                 ..
             },
         ) = job.step()
@@ -340,7 +340,7 @@ impl Core {
         true
     }
 
-    fn work_of(&self, job: &JobRecord, step: Step, need: &Need) -> Result<Work, Error> {
+    fn work_of(&self, job: &JobRecord, step: JobStep, need: &Need) -> Result<Work, Error> {
         let (Some(plan), Some(run)) = (need.plan.clone(), job.run()) else {
             return Ok(Work::Load(need.components.clone()));
         };
@@ -348,14 +348,14 @@ impl Core {
             Some(id) => self.latents.leased_values(id)?,
             None => Values::new(),
         };
-        let behind = job
+        let later_stages = job
             .steps
             .iter()
             .skip(job.cursor + 1)
             .filter_map(|step| job.stage(*step));
-        let mut behind: Vec<String> = behind.map(|stage| stage.name.clone()).collect();
-        behind.sort_unstable();
-        behind.dedup();
+        let mut later_stages: Vec<String> = later_stages.map(|stage| stage.name.clone()).collect();
+        later_stages.sort_unstable();
+        later_stages.dedup();
         let preview_interval_ms = match plan.preview {
             Some(_) => run.preview_interval_ms,
             None => 0,
@@ -368,7 +368,7 @@ impl Core {
         Ok(Work::Stage(Box::new(StageWork {
             plan,
             components: need.components.clone(),
-            behind,
+            later_stages,
             later: need.later.clone(),
             request,
             values: job.input(step, &kept),

@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::job::{JobEventKind, JobId};
 use crate::job_state::JobState;
 use crate::queue::record::{JobRecord, State};
-use crate::queue::steps::{Model, StepKind};
+use crate::queue::steps::{JobStepKind, Model};
 
 impl Core {
     /// Ends a job from outside: at once if it only waits, else as soon as its worker has stopped.
@@ -51,7 +51,7 @@ impl Core {
             return self.end(id, Err(error), now);
         };
         if let Some(first) = &swap.failed {
-            tracing::warn!(job = %id, old = swap.old.key, problem = %error, "the old model could not be brought back");
+            tracing::warn!(job = %id, old = swap.old.key, problem = %error, "the old model could not be restored");
             let first = first.clone();
             return self.end(id, Err(first), now);
         }
@@ -70,9 +70,9 @@ impl Core {
                     let failed = job.swap.as_ref().and_then(|swap| swap.failed.clone());
                     return self.end(id, failed.map_or(Ok(()), Err), now);
                 }
-                Some(StepKind::Unload(_)) => !self.begin_unload(id, now),
-                Some(StepKind::Load(Model::Replaced)) => self.view(now).displaced(job).is_empty(),
-                Some(StepKind::Load(Model::Own) | StepKind::Stage(_)) => false,
+                Some(JobStepKind::Unload(_)) => !self.begin_unload(id, now),
+                Some(JobStepKind::Load(Model::Replaced)) => self.view(now).displaced(job).is_empty(),
+                Some(JobStepKind::Load(Model::Own) | JobStepKind::Stage(_)) => false,
             };
             if !is_needless {
                 return;

@@ -22,7 +22,7 @@ use crate::queue::replay::Replay;
 use crate::queue::report::{JobInfo, PlanReport};
 use crate::queue::request::{OpenModels, Submission};
 use crate::queue::shared_bound::{Exceeded, SharedBound};
-use crate::queue::steps::{Steps, decodable, steps_of, steps_of_load};
+use crate::queue::steps::{JobSteps, decodable, steps_of, steps_of_load};
 use crate::queue::swap::Swap;
 
 impl Core {
@@ -203,7 +203,7 @@ impl Core {
         let JobSpec { options, entry, work } = spec;
         let models = self.refreshed(&entry, &models);
         let mut report = JobReport::default();
-        let brought = match &work {
+        let start_values = match &work {
             JobWork::Run(run) => match &run.start {
                 Some(start) => {
                     let Latent { info, values } = self.latents.get(&start.latent, now)?;
@@ -231,7 +231,7 @@ impl Core {
             id: format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into(),
             arrival,
             detached: options.detach,
-            steps: Steps::default(),
+            steps: JobSteps::default(),
             options,
             entry,
             work,
@@ -243,7 +243,7 @@ impl Core {
             cursor: 0,
             values: Values::new(),
             item_values: BTreeMap::new(),
-            brought,
+            start_values,
             delivered: BTreeMap::new(),
             proof,
             swap,
@@ -272,7 +272,7 @@ impl Core {
             JobWork::Run(run) => steps_of(plan, run, policy),
             JobWork::Load { .. } => steps_of_load(plan, job.proof.as_ref(), job.swap.is_some(), policy),
         };
-        job.steps = Steps::new(steps, &job.plans);
+        job.steps = JobSteps::new(steps, &job.plans);
         Ok(job)
     }
 
@@ -337,7 +337,7 @@ impl Core {
                 info.decoder_id
             )));
         }
-        let found = shapes_of(&job.brought);
+        let found = shapes_of(&job.start_values);
         let expected = decodable(plan);
         if !expected.iter().all(|value| found.contains(value)) {
             let shapes = |values: Vec<&model::ValueShape>| -> Vec<String> {

@@ -14,7 +14,7 @@ use crate::messages::{Answer, Completed, Event, Failure, Outcome, Progress, Shor
 use crate::queue::cards::{InFlight, PendingRequest};
 use crate::queue::latents::Maker;
 use crate::queue::record::{Refusal, State};
-use crate::queue::steps::{Step, StepKind};
+use crate::queue::steps::{JobStep, JobStepKind};
 use crate::queue::{CardSignal, Signal};
 
 /// Most deaths of workers that had not begun the order of a step: it may be the order itself that such a worker cannot read.
@@ -195,7 +195,7 @@ impl Core {
         }
         let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
             if !matches!(outcome, Outcome::Completed(_)) {
-                tracing::warn!(?outcome, "a pinned model could not be brought back");
+                tracing::warn!(?outcome, "a pinned model could not be loaded again");
             }
             return;
         };
@@ -353,8 +353,8 @@ impl Core {
     }
 
     /// Caches the values of a stage with a memo for other jobs. Only exact values: the other jobs may have the memory for these.
-    fn remember_values(&mut self, id: &JobId, step: Step, dtype: &str, values: &Values) {
-        if let StepKind::Stage(index) = step.kind
+    fn remember_values(&mut self, id: &JobId, step: JobStep, dtype: &str, values: &Values) {
+        if let JobStepKind::Stage(index) = step.kind
             && let Some(key) = self.jobs.get(id).and_then(|job| job.memo_key(index, dtype))
         {
             self.memos.put(key, values.clone());
@@ -366,7 +366,7 @@ impl Core {
     fn take_values(
         &mut self,
         id: &JobId,
-        step: Step,
+        step: JobStep,
         dtype: &str,
         values: Values,
         now: Instant,
@@ -374,7 +374,7 @@ impl Core {
         let Some(job) = self.jobs.get_mut(id) else {
             return Ok(());
         };
-        let StepKind::Stage(index) = step.kind else {
+        let JobStepKind::Stage(index) = step.kind else {
             return Ok(());
         };
         let Some(stage) = job.plan(dtype).get(index) else {
@@ -411,7 +411,7 @@ impl Core {
     }
 
     /// Puts values of an item into the store, under a lease of the job.
-    fn keep_values(&mut self, id: &JobId, step: Step, dtype: &str, kept: Values, now: Instant) {
+    fn keep_values(&mut self, id: &JobId, step: JobStep, dtype: &str, kept: Values, now: Instant) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let keeps = job.keeps_latents();
         let approximation = job.run().and_then(|run| run.request.approximation_of_latent());

@@ -9,7 +9,7 @@ use crate::messages::{Answer, Command};
 use crate::moved::{Freed, Kept};
 use crate::queue::cards::PendingRequest;
 use crate::queue::record::State;
-use crate::queue::steps::{Model, Steps, undo_of_swap};
+use crate::queue::steps::{JobSteps, Model, undo_of_swap};
 use crate::queue::swap::{Unloading, ids};
 
 impl Core {
@@ -150,7 +150,7 @@ impl Core {
         swap.failed = Some(error.clone());
         let (new, old) = (job.entry.key.clone(), swap.old.key.clone());
         let keeps = swap.card();
-        job.steps = Steps::new(undo_of_swap(), &job.plans);
+        job.steps = JobSteps::new(undo_of_swap(), &job.plans);
         job.go_to(0);
         job.enter(
             State::Queued {
@@ -160,7 +160,7 @@ impl Core {
             now,
         );
         if is_displaced {
-            let message = format!("{new} failed its proof ({error}); {old} is brought back");
+            let message = format!("{new} failed its proof ({error}); {old} is restored");
             tracing::warn!(job = %id, message, "a swap is undone");
             job.emit(
                 now,

@@ -88,7 +88,7 @@ pub(in crate::process) fn stage(medium: Medium) -> StageWork {
             preview: None,
         },
         components: vec![component("transformer"), component("vae")],
-        behind: vec!["decode".to_owned()],
+        later_stages: vec!["decode".to_owned()],
         later: vec![ComponentId::new("blake3:cd#vae@BF16")],
         request: Request {
             prompt: "Türme im Nebel, 霧".to_owned(),

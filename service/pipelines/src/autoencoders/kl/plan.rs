@@ -9,7 +9,7 @@ use super::config::VaeConfig;
 use super::scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder};
 use crate::autoencoders::COMPONENT;
 use crate::checkpoint::ComponentSet;
-use crate::{Image, PreviewNeed, Role, Rung, StagePlan, ValueShape};
+use crate::{Image, Medium, PreviewNeed, Request, Role, Rung, StagePlan, ValueShape};
 
 /// Names of the stages.
 pub(crate) const ENCODE_IMAGE: &str = "encode_image";
@@ -33,14 +33,14 @@ impl Autoencoder<'_> {
         ValueShape::new(LATENT, vec![1, self.config.latent_channels, h, w])
     }
 
-    /// The picture that these values decode to; `None` if they are not a latent of this autoencoder.
-    pub(crate) fn image_of(&self, values: &[ValueShape]) -> Option<Image> {
+    /// The request for the picture that these values decode to; `None` if they are not a latent of this autoencoder.
+    pub(crate) fn request_of(&self, values: &[ValueShape], defaults: Request) -> Option<Request> {
         let &[1, channels, h, w] = only_value(values, LATENT)? else {
             return None;
         };
         let side = |numbers: usize| u32::try_from(numbers.checked_mul(self.config.factor())?).ok();
-        let image = Image::of(side(w)?, side(h)?);
-        (channels == self.config.latent_channels).then_some(image)
+        let medium = Medium::Image(Image::of(side(w)?, side(h)?));
+        (channels == self.config.latent_channels).then_some(Request { medium, ..defaults })
     }
 
     /// The stage from picture to latent.

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use model::plan::of_rung;
 
-use super::plan::Autoencoder;
+use super::plan::{Autoencoder, LATENT};
 use super::scratch::{Chunking, decode_ladder, encode_ladder};
 use super::{Moments, Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
 use crate::autoencoders::COMPONENT;
@@ -41,6 +41,17 @@ impl Autoencoder<'_> {
             device: stage.run.device,
             cancelled: &|| stage.observer.cancelled(),
         })
+    }
+
+    /// Runs the last stage of a request: decodes its latent, and delivers the picture.
+    ///
+    /// # Errors
+    /// [`StageError`].
+    pub(crate) fn decode<M>(&self, stage: &mut Stage<'_, M>) -> Result<(), StageError> {
+        let latent = stage.run.value(LATENT)?;
+        let picture = self.with(stage, |vae| vae.decode(latent, stage.run.rung))?;
+        deliver(picture, stage.run.request.image()?, stage.observer);
+        Ok(())
     }
 }
 
@@ -145,7 +156,7 @@ impl Run<'_> {
 }
 
 /// Delivers a picture as a request's result, with the unmasked part pasted from the start picture.
-pub(crate) fn deliver(picture: Rgb8, image: &Image, observer: &mut dyn Observer) {
+fn deliver(picture: Rgb8, image: &Image, observer: &mut dyn Observer) {
     let Rgb8 {
         width,
         height,

@@ -35,7 +35,7 @@ pub fn encode_ladder(config: &OobleckConfig, samples: usize, dtype: DType) -> Ve
 
 fn rungs(frames: usize, margins: Margins, scratch: impl Fn(Windows) -> Bytes) -> Vec<(Windows, Rung)> {
     let whole = (frames <= MOST_FRAMES).then_some(Windows::Whole);
-    let least = margins.before + margins.behind + 1;
+    let least = margins.before + margins.after + 1;
     let mut of_windows = Vec::new();
     let mut most = MOST_FRAMES;
     while most > least {
@@ -183,9 +183,9 @@ pub(super) fn encode_account(
     let hop = config.hop().max(1);
     let frames = window_frames(samples.div_ceil(hop), windows, config.encode_margins());
     let length = (frames * hop).min(samples);
-    let brought = allocated(length * config.audio_channels * size_of::<f32>());
+    let samples = allocated(length * config.audio_channels * size_of::<f32>());
     let held = account.bytes(length, config.sample_channels());
-    account.note(brought + held);
+    account.note(samples + held);
     let (rows, held) = account.pass(&config.encoder(), (length, held));
     account.note(held + allocated(rows * config.encoder_hidden_size * size_of::<f32>()));
     account

@@ -31,11 +31,11 @@ pub fn diffusers_name_of_original(name: &str) -> Option<String> {
     };
     let mut numbers = Vec::new();
     let leaf = loop {
-        let (number, behind) = path.split_once('.')?;
+        let (number, rest) = path.split_once('.')?;
         numbers.push(number.parse::<usize>().ok()?);
-        match behind.strip_prefix("layers.") {
+        match rest.strip_prefix("layers.") {
             Some(deeper) => path = deeper,
-            None => break behind,
+            None => break rest,
         }
     };
     let is_activation = matches!(leaf, "alpha" | "beta");

@@ -32,7 +32,7 @@ impl Windows {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Margins {
     pub(super) before: usize,
-    pub(super) behind: usize,
+    pub(super) after: usize,
 }
 
 /// Latent frames that are processed together, and those of them whose results are kept.
@@ -82,7 +82,7 @@ impl OobleckConfig {
         let (first, end) = seen_by_all((0, self.hop() as i64), &self.decoder());
         Margins {
             before: (-first).max(0) as usize,
-            behind: (end - 1).max(0) as usize,
+            after: (end - 1).max(0) as usize,
         }
     }
 
@@ -93,7 +93,7 @@ impl OobleckConfig {
         let frames = |samples: i64| samples.max(0).unsigned_abs().div_ceil(hop.unsigned_abs()) as usize;
         Margins {
             before: frames(-first),
-            behind: frames(end - hop),
+            after: frames(end - hop),
         }
     }
 }
@@ -107,7 +107,7 @@ pub(super) fn windows_of(
     windows: Windows,
     margins: Margins,
 ) -> Vec<Window> {
-    let around = kept.len() + margins.before + margins.behind;
+    let around = kept.len() + margins.before + margins.after;
     let length = window_frames(around.min(frames), windows, margins);
     let mut list = Vec::new();
     let mut next = kept.start;
@@ -117,7 +117,7 @@ pub(super) fn windows_of(
         let seen = if end == frames {
             frames
         } else {
-            end - margins.behind
+            end - margins.after
         };
         let keep_end = seen.min(kept.end);
         list.push(Window {
@@ -135,7 +135,7 @@ pub(super) fn windows_of(
 pub(super) fn window_frames(frames: usize, windows: Windows, margins: Margins) -> usize {
     match windows {
         Windows::Whole => frames,
-        Windows::Of { frames: wanted } => wanted.max(margins.before + 1 + margins.behind).min(frames),
+        Windows::Of { frames: wanted } => wanted.max(margins.before + 1 + margins.after).min(frames),
     }
 }
 
@@ -152,20 +152,20 @@ mod tests {
 
     #[test]
     fn margins_follow_from_the_layers() {
-        assert_eq!(ace_step().decode_margins(), Margins { before: 9, behind: 9 });
-        assert_eq!(ace_step().encode_margins(), Margins { before: 7, behind: 7 });
+        assert_eq!(ace_step().decode_margins(), Margins { before: 9, after: 9 });
+        assert_eq!(ace_step().encode_margins(), Margins { before: 7, after: 7 });
         let coarse = OobleckConfig {
             downsampling_ratios: vec![2, 4],
             channel_multiples: vec![1, 2],
             ..OobleckConfig::default()
         };
         let margins = coarse.decode_margins();
-        assert!(margins.before > 9 && margins.behind > 9, "{margins:?}");
+        assert!(margins.before > 9 && margins.after > 9, "{margins:?}");
     }
 
     #[test]
     fn windows_of_a_part_have_its_margins() {
-        let margins = Margins { before: 3, behind: 2 };
+        let margins = Margins { before: 3, after: 2 };
         for (kept, expected) in [
             (10..14, (7, 16)),
             (0..4, (0, 9)),
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn windows_cover_a_track_once_and_have_their_margins() {
-        let margins = Margins { before: 3, behind: 2 };
+        let margins = Margins { before: 3, after: 2 };
         for frames in 1..60 {
             for length in 1..70 {
                 let list = windows_of(frames, 0..frames, Windows::Of { frames: length }, margins);
@@ -195,7 +195,7 @@ mod tests {
                     assert_eq!(window.keep_first, next);
                     assert!(window.keep_end > window.keep_first && window.end <= frames);
                     assert!(window.first == 0 || window.first + margins.before <= window.keep_first);
-                    assert!(window.end == frames || window.keep_end + margins.behind <= window.end);
+                    assert!(window.end == frames || window.keep_end + margins.after <= window.end);
                     assert_eq!(window.end - window.first, list[0].end - list[0].first);
                     next = window.keep_end;
                 }

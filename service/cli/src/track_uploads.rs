@@ -17,7 +17,7 @@ const CHUNK_BYTES: usize = 1 << 18;
 
 /// The tracks of a request.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Brought {
+pub(super) struct RequestTracks {
     source: Option<TrackData>,
     reference: Option<TrackData>,
 }
@@ -40,14 +40,14 @@ pub(super) struct Uploads {
     renewed_at: Option<Instant>,
 }
 
-impl Brought {
+impl RequestTracks {
     /// The tracks that the options name.
     ///
     /// # Errors
     /// When a file cannot be read, or is no track in a supported format.
-    pub(super) fn of(settings: &Settings) -> Result<Brought, CliError> {
+    pub(super) fn of(settings: &Settings) -> Result<RequestTracks, CliError> {
         let track = |path: Option<&Path>| path.map(TrackData::read).transpose();
-        Ok(Brought {
+        Ok(RequestTracks {
             source: track(settings.init.as_deref())?,
             reference: track(settings.reference.first().map(AsRef::as_ref))?,
         })
@@ -74,7 +74,7 @@ impl Brought {
             ];
             for (track, place) in places {
                 if let Some(track) = track {
-                    let info = track.bring(connection).await?;
+                    let info = track.upload(connection).await?;
                     *place = info.id;
                     uploads.lifetime = Duration::from_millis(info.expires_in_ms);
                 }
@@ -94,7 +94,7 @@ impl TrackData {
         Ok(TrackData { media_type, data })
     }
 
-    async fn bring(&self, connection: &Connection) -> Result<v1::MediaInfo, CliError> {
+    async fn upload(&self, connection: &Connection) -> Result<v1::MediaInfo, CliError> {
         let mut info = Some(v1::MediaInfo {
             media_type: self.media_type.to_owned(),
             ..Default::default()

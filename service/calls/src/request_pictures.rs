@@ -12,7 +12,7 @@ use crate::asked::{Asked, StartFrom, named};
 use crate::budget::{Client, Taken};
 use crate::errors::invalid;
 use crate::generation::Generation;
-use crate::media_store::{Media, PICTURES, words_of_excess};
+use crate::media_store::{Media, PICTURES, refused};
 use crate::references::PictureInput;
 use crate::threads::PLANNING;
 
@@ -20,7 +20,7 @@ const MASK: &str = "mask";
 const REFERENCES: &str = "references";
 
 /// A picture of a request, encoded.
-pub(crate) struct GivenPicture {
+pub(crate) struct RequestPicture {
     /// The field of the request that has it.
     field: String,
     data: Bytes,
@@ -30,16 +30,16 @@ pub(crate) struct GivenPicture {
 
 /// The pictures of a request, by their slots.
 #[derive(Default)]
-pub(crate) struct GivenPictures(Vec<(PictureSlot, GivenPicture)>);
+pub(crate) struct RequestPictures(Vec<(PictureSlot, RequestPicture)>);
 
-impl GivenPictures {
+impl RequestPictures {
     /// A picture to start from, and no others.
-    pub(crate) fn of_start(start: GivenPicture) -> GivenPictures {
-        GivenPictures(vec![(PictureSlot::Start, start)])
+    pub(crate) fn of_start(start: RequestPicture) -> RequestPictures {
+        RequestPictures(vec![(PictureSlot::Start, start)])
     }
 
     /// Removes and returns the picture of a slot.
-    fn take(&mut self, slot: PictureSlot) -> Option<GivenPicture> {
+    fn take(&mut self, slot: PictureSlot) -> Option<RequestPicture> {
         let index = self.0.iter().position(|(of, _)| *of == slot)?;
         Some(self.0.swap_remove(index).1)
     }
@@ -48,55 +48,58 @@ impl GivenPictures {
 impl Generation {
     /// The pictures of a request with their sizes, and the picture or media that it starts from. A latent to start from is not
     /// among them.
-    pub(crate) async fn given_pictures(
+    pub(crate) async fn request_pictures(
         &self,
         asked: &Asked,
         defaults: &Medium,
         model: &dyn Model,
-    ) -> Result<(GivenPictures, StartFrom), Error> {
+    ) -> Result<(RequestPictures, StartFrom), Error> {
         // Refused before headers are read, which takes time.
         if let Some(problem) = model.too_many_references(asked.references.len()) {
             return Err(Error::Invalid(vec![problem]));
         }
         let (start, from) = self.start_of(asked, defaults, model).await?;
-        let mut given = Vec::from_iter(start.map(|start| (PictureSlot::Start, start)));
+        let mut pictures = Vec::from_iter(start.map(|start| (PictureSlot::Start, start)));
         if let Some(mask) = &asked.mask {
-            given.push((PictureSlot::Mask, self.given_input(MASK, mask).await?));
+            pictures.push((PictureSlot::Mask, self.picture_of_input(MASK, mask).await?));
         }
         for (index, reference) in asked.references.iter().enumerate() {
-            let reference = self.given_input(REFERENCES, reference).await?;
-            given.push((PictureSlot::Reference(index), reference));
+            let reference = self.picture_of_input(REFERENCES, reference).await?;
+            pictures.push((PictureSlot::Reference(index), reference));
         }
         for (index, control) in asked.controls.iter().enumerate() {
             let field = format!("controls[{index}].image");
-            let image = self.given_input(&field, &control.image).await?;
-            given.push((PictureSlot::Control(index), image));
+            let image = self.picture_of_input(&field, &control.image).await?;
+            pictures.push((PictureSlot::Control(index), image));
         }
-        Ok((GivenPictures(given), from))
+        Ok((RequestPictures(pictures), from))
     }
 
     /// Reads the header of a picture.
-    pub(crate) async fn given_picture(&self, field: &str, data: Bytes) -> Result<GivenPicture, Error> {
+    pub(crate) async fn request_picture(&self, field: &str, data: Bytes) -> Result<RequestPicture, Error> {
         let encoded = data.clone();
         // A header is small, so it does not wait for the turns of decoding.
         let size = PLANNING.run(move || pictures::size_of(&encoded)).await?;
         let size = size.map_err(|problem| invalid(field, problem.to_string()))?;
-        Ok(GivenPicture {
+        Ok(RequestPicture {
             field: field.to_owned(),
             data,
             size,
         })
     }
 
-    async fn given_input(&self, field: &str, picture: &PictureInput) -> Result<GivenPicture, Error> {
+    async fn picture_of_input(&self, field: &str, picture: &PictureInput) -> Result<RequestPicture, Error> {
         let data = match picture.media_id.as_str() {
             "" => picture.data.clone().unwrap_or_default(),
             id => match self.media.get(field, id)? {
                 Media::Picture(picture) => picture,
-                Media::Clip(_) => return Err(invalid(field, "is no picture")),
+                Media::Clip(_) => {
+                    let problem = "is media of another kind: name the id of an uploaded picture";
+                    return Err(invalid(field, problem));
+                }
             },
         };
-        self.given_picture(field, data).await
+        self.request_picture(field, data).await
     }
 
     /// The media that a request starts from, other than a latent.
@@ -105,7 +108,7 @@ impl Generation {
         asked: &Asked,
         defaults: &Medium,
         model: &dyn Model,
-    ) -> Result<(Option<GivenPicture>, StartFrom), Error> {
+    ) -> Result<(Option<RequestPicture>, StartFrom), Error> {
         const MEDIA: &str = "init_media_id";
         let from_clip = |clip: Clip| Ok((None, StartFrom::Clip(clip)));
         if let Some(clip) = &asked.source {
@@ -119,7 +122,10 @@ impl Generation {
             Some(id) => match self.media.get(MEDIA, id)? {
                 Media::Clip(clip) => return from_clip(clip),
                 Media::Picture(_) if defaults.size().is_none() => {
-                    return Err(invalid(MEDIA, "is a picture, and a track starts from a track"));
+                    return Err(invalid(
+                        MEDIA,
+                        "is a picture, and a track starts from a track: name the id of an uploaded track",
+                    ));
                 }
                 Media::Picture(picture) => (MEDIA, picture),
             },
@@ -127,17 +133,20 @@ impl Generation {
         if defaults.size().is_none() {
             return Ok((None, StartFrom::Nothing));
         }
-        let given = self.given_picture(field, picture).await?;
+        let pictures = self.request_picture(field, picture).await?;
         // A side that is not set is that of the picture, in the nearest size that the model makes.
-        let near = model.size_near(given.size.0, given.size.1);
+        let near = model.size_near(pictures.size.0, pictures.size.1);
         let size = (named(asked.width, near.0), named(asked.height, near.1));
-        Ok((Some(given), StartFrom::Picture(InitImage::of_size(size))))
+        Ok((Some(pictures), StartFrom::Picture(InitImage::of_size(size))))
     }
 
     /// The reference pictures of a request in the sizes that the model takes.
-    pub(crate) fn references_of(given: &GivenPictures, model: &dyn Model) -> Result<Vec<InitImage>, Error> {
+    pub(crate) fn references_of(
+        pictures: &RequestPictures,
+        model: &dyn Model,
+    ) -> Result<Vec<InitImage>, Error> {
         let is_reference = |slot: &PictureSlot| matches!(slot, PictureSlot::Reference(_));
-        let references = given.0.iter().filter(|(slot, _)| is_reference(slot));
+        let references = pictures.0.iter().filter(|(slot, _)| is_reference(slot));
         let taken = references.map(|(_, reference)| {
             let (width, height) = reference.size;
             let size = model.reference_size(width, height);
@@ -152,11 +161,11 @@ impl Generation {
     pub(crate) async fn decode_pictures(
         &self,
         request: &mut Request,
-        mut given: GivenPictures,
+        mut pictures: RequestPictures,
         model: &Arc<dyn Model>,
         client: Client,
     ) -> Result<Option<Taken>, Error> {
-        if given.0.is_empty() {
+        if pictures.0.is_empty() {
             return Ok(None);
         }
         let (asked, model) = (request.clone(), model.clone());
@@ -166,11 +175,11 @@ impl Generation {
         planned.map_err(Error::Invalid)?;
         let bytes = request.medium.pictures().iter().map(Picture::whole_bytes).sum();
         let taken = self.bounds.media.take(client, bytes);
-        let taken = taken.map_err(|exceeded| Error::ClientLimit(words_of_excess(exceeded)))?;
+        let taken = taken.map_err(refused)?;
         for picture in request.medium.pictures_mut() {
-            if let Some(given) = given.take(picture.slot) {
+            if let Some(pictures) = pictures.take(picture.slot) {
                 let size = (*picture.width, *picture.height);
-                *picture.data = self.decoded(given, picture.slot, size, client).await?.into();
+                *picture.data = self.decoded(pictures, picture.slot, size, client).await?.into();
             }
         }
         Ok(Some(taken))
@@ -179,12 +188,12 @@ impl Generation {
     /// The data of a picture, decoded and scaled to this size.
     async fn decoded(
         &self,
-        given: GivenPicture,
+        pictures: RequestPicture,
         slot: PictureSlot,
         size: (u32, u32),
         client: Client,
     ) -> Result<Vec<u8>, Error> {
-        let GivenPicture { field, data, .. } = given;
+        let RequestPicture { field, data, .. } = pictures;
         let decode = move |_: &_| match slot {
             PictureSlot::Mask => pictures::decode_mask(&data, size),
             PictureSlot::Start | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
@@ -197,8 +206,8 @@ impl Generation {
 }
 
 /// The mask of a request in the size of its picture.
-pub(crate) fn mask_of(given: &GivenPictures, size: (u32, u32)) -> Option<Mask> {
-    let mut slots = given.0.iter().map(|(slot, _)| *slot);
+pub(crate) fn mask_of(pictures: &RequestPictures, size: (u32, u32)) -> Option<Mask> {
+    let mut slots = pictures.0.iter().map(|(slot, _)| *slot);
     slots
         .any(|slot| slot == PictureSlot::Mask)
         .then(|| Mask::of_size(size))

@@ -24,7 +24,7 @@ use crate::caller::{AskedOptions, Caller, card_named};
 use crate::choose::Chosen;
 use crate::chunks::{Encoding, Output};
 use crate::entries::Entries;
-use crate::errors::{internal, invalid, short, words_of};
+use crate::errors::{internal, invalid, outside, short, words_of};
 use crate::generation::Generation;
 use crate::host::{Host, HostMemory, WorkerPids};
 use crate::models::{Found, FoundAdapter, OtherFile};
@@ -53,7 +53,7 @@ const LONGEST_WATCH_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// Answers requests about the memory of the cards. Cheap to clone.
 #[derive(Clone)]
-pub struct Residency {
+pub struct CardMemory {
     queue: Queue,
     entries: Entries,
     generation: Generation,
@@ -152,7 +152,7 @@ pub struct ServiceStatus {
     pub uptime: Duration,
 }
 
-impl Residency {
+impl CardMemory {
     pub(crate) fn new(
         generation: Generation,
         bounds: Bounds,
@@ -160,8 +160,8 @@ impl Residency {
         host: Arc<Host>,
         workers: WorkerPids,
         stopping: watch::Receiver<bool>,
-    ) -> Residency {
-        Residency {
+    ) -> CardMemory {
+        CardMemory {
             queue: generation.queue.clone(),
             entries: generation.entries.clone(),
             generation,
@@ -436,8 +436,7 @@ impl Residency {
     ) -> Result<impl Stream<Item = ServiceStatus> + Send + 'static, Error> {
         if interval > LONGEST_WATCH_INTERVAL {
             let most = LONGEST_WATCH_INTERVAL.as_millis();
-            let problem = format!("{} is more than {most}", interval.as_millis());
-            return Err(invalid("interval_ms", problem));
+            return Err(invalid("interval_ms", outside(interval.as_millis(), 0, most)));
         }
         let interval = if interval.is_zero() {
             WATCH_INTERVAL
@@ -479,7 +478,10 @@ impl Residency {
         short("reservation_id", &request.reservation_id)?;
         let renewed = Some(request.reservation_id).filter(|id| !id.is_empty());
         if request.bytes == Bytes::ZERO && renewed.is_none() {
-            return Err(invalid("bytes", "is 0: nothing to make room for"));
+            return Err(invalid(
+                "bytes",
+                "is 0: set the bytes to keep free, or the id of a reservation to renew",
+            ));
         }
         if request.process_id > 0 && renewed.is_some() {
             return Err(invalid(
@@ -621,12 +623,13 @@ fn watched<T: Clone>(
 fn time_to_live(asked: Option<Duration>, default: Duration, longest: Duration) -> Result<Duration, Error> {
     let Some(ttl) = asked else { return Ok(default) };
     if ttl.is_zero() || ttl > longest {
+        let (ttl, longest) = (
+            humantime::format_duration(ttl),
+            humantime::format_duration(longest),
+        );
         return Err(invalid(
             "ttl",
-            format!(
-                "is to be over 0 and up to {}",
-                humantime::format_duration(longest)
-            ),
+            format!("is {ttl}: set one over 0 and up to {longest}"),
         ));
     }
     Ok(ttl)

@@ -1,4 +1,4 @@
-//! The sections of the configuration, setting by setting.
+//! The tables of the configuration, setting by setting.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,0 +1,15 @@
+//! Refusals of calls by the layers before their methods, in plain types: each protocol server makes its own answer of them.
+
+/// Why a call is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// The token is missing or wrong.
+    Unauthenticated(String),
+    /// The client has as much as it may, or is too slow.
+    ClientLimit(String),
+    /// A message of a stream is longer than its method takes.
+    TooLongMessage { bytes: u64, most: u64 },
+}
+
+/// Makes the response to a refused call.
+pub(crate) type Answer = fn(Refusal) -> tonic::codegen::http::Response<tonic::body::Body>;
