@@ -27,6 +27,9 @@ CAPS = (
 )
 STEPS = 8
 SIDE = 1024
+AUTO_CAP = 8
+AUTO_STEPS = 28
+AUTO_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,31 @@ def streaming(bench: Bench) -> None:
         except (moored.MooredError, RuntimeError) as error:
             bench.record.note(f"{name} on {cap} GiB failed: {type(error).__name__}: {error}")
             failed.append(f"{name} on {cap} GiB")
+    try:
+        _by_itself(bench)
+    except (moored.MooredError, RuntimeError) as error:
+        bench.record.note(f"auto failed: {type(error).__name__}: {error}")
+        failed.append("auto")
     if failed:
         raise RuntimeError(f"failed: {', '.join(failed)}")
+
+
+def _by_itself(bench: Bench) -> None:
+    """Prompt to PNG on a small card, in formats that the service chooses, from the page cache."""
+    options = {"model": f"{FLUX}+auto", "width": SIDE, "height": SIDE, "seed": 7, "timeout": 300}
+    with bench.serve(f"{bench.device}={AUTO_CAP}GiB") as running:
+        running.client.generate_image("a lighthouse in the rain", steps=1, **options)
+        taken = []
+        for number in range(AUTO_ROUNDS):
+            running.client.unload(timeout=60)
+            began = time.perf_counter()
+            prompt = f"lighthouse number {number} in the rain"
+            made = running.client.generate_image(prompt, steps=AUTO_STEPS, **options)
+            taken.append(time.perf_counter() - began)
+    what = f"auto on a card of {AUTO_CAP} GiB, {AUTO_STEPS} steps, prompt to PNG, nothing resident"
+    bench.record.add("stream.auto", what, statistics.median(taken), "s", target=3.8)
+    stages = ", ".join(f"{one.name} {one.move_ms} + {one.run_ms} ms" for one in made.stages)
+    bench.record.note(f"{what}: {made.model.key}: {stages}")
 
 
 def _on_small_card(

@@ -407,7 +407,8 @@ class Unloaded:
 class StreamedComponent:
     """A component of which a part is on the card: the rest crosses the link while a stage runs.
 
-    `streamed_bytes` cross it in each pass (a step, or a prompt), `streamed_once_bytes` once in a stage.
+    `streamed_bytes` cross it in each pass (a step, or a prompt), `streamed_once_bytes` once in a
+    stage.
     """
 
     name: str

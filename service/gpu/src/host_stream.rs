@@ -79,7 +79,7 @@ fn read(
             weights.insert(source.name.clone(), weight.clone());
         }
     }
-    let stream = HostStream::new(sources, placement, files, &mut weights)?;
+    let stream = HostStream::of(sources, placement, files, &mut weights)?;
     Ok(ComponentTensors::of_weights(weights).streaming(stream))
 }
 
@@ -94,7 +94,7 @@ struct HostStream {
 
 impl HostStream {
     /// The stream of a part, and tensors without numbers for its blocks. `None` if nothing is streamed.
-    fn new(
+    fn of(
         sources: &[TensorSource],
         placement: Placement,
         files: OpenFiles,

@@ -12,8 +12,8 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use gpu::{
-    ByteRange, CpuCard, CpuSettings, DeviceSpec, Gpu, GpuError, LoadError, LoadPlan, MemoryProfile,
-    ProfileName, Stored, TensorSource,
+    BlockPlace, ByteRange, ComponentTensors, CpuCard, CpuSettings, DeviceSpec, Gpu, GpuError, LoadError,
+    LoadPlan, MemoryProfile, ProfileName, Stored, TensorSource,
 };
 use residency::{Bytes, Component, ComponentId, Part};
 
@@ -195,21 +195,17 @@ fn a_failed_load_leaves_no_memory_allocated() {
     let file = file_of_numbers(1 << 20);
     let before = card.memory().unwrap().free;
     let short = plan(file.path(), DType::F32);
-    let outcome = card.load(
-        &component("c", &short),
-        &short,
-        &mut |_| ControlFlow::Continue(()),
-    );
+    let outcome = card.load(&component("c", &short), &short, Part::WHOLE, &mut |_| {
+        ControlFlow::Continue(())
+    });
     assert!(matches!(outcome, Err(LoadError::Damaged { .. })), "{outcome:?}");
 
     let sparse = tempfile::NamedTempFile::new().unwrap();
     sparse.as_file().set_len(400 << 30).unwrap();
     let large = LoadPlan::Files(vec![source(sparse.path(), "large", 0, &[100 << 30], DType::F32)]);
-    let outcome = card.load(
-        &component("c", &large),
-        &large,
-        &mut |_| ControlFlow::Continue(()),
-    );
+    let outcome = card.load(&component("c", &large), &large, Part::WHOLE, &mut |_| {
+        ControlFlow::Continue(())
+    });
     assert!(
         matches!(outcome, Err(LoadError::OutOfMemory { .. })),
         "{outcome:?}"
@@ -280,4 +276,91 @@ fn the_largest_allocation_is_found_by_probing() {
         free - card.memory().unwrap().free <= NOISE,
         "a probe keeps nothing"
     );
+}
+
+/// Twelve blocks of two weights and a bias, and an embedder that is in none.
+fn plan_in_blocks(file: &Path, target: DType) -> LoadPlan {
+    let (mut offset, mut sources) = (0, Vec::new());
+    let mut add = |name: String, shape: &[usize], block: Option<BlockPlace>| {
+        let made = source(file, &name, offset, shape, target);
+        offset += (shape.iter().product::<usize>() * 4) as u64;
+        sources.push(TensorSource { block, ..made });
+    };
+    add("embedder".to_owned(), &[100, 64], None);
+    for number in 0..12 {
+        let block = BlockPlace::each_pass(number);
+        let rows = if number < 5 { 512 } else { 256 };
+        add(format!("{number}.up"), &[rows, 1024], Some(block));
+        add(format!("{number}.bias"), &[rows], Some(block));
+        add(format!("{number}.down"), &[1024, rows], Some(block));
+    }
+    LoadPlan::Files(sources)
+}
+
+/// Goes over all blocks several times, and holds every number of each against the right one.
+fn assert_streams(card: &dyn Gpu, component: &Component, right: &ComponentTensors) {
+    let bits = |tensor: candle_core::Tensor| -> Vec<u32> {
+        let tensor = tensor.to_device(&Device::Cpu).unwrap();
+        let numbers = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+        numbers
+            .to_vec1::<f32>()
+            .unwrap()
+            .into_iter()
+            .map(f32::to_bits)
+            .collect()
+    };
+    let here = card.tensors(&component.id).unwrap();
+    let stream = here.stream();
+    let orders: [&[usize]; 3] = [
+        &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+        &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+        &[7, 2, 11, 0, 1], // another order than is expected
+    ];
+    for number in orders.into_iter().flatten() {
+        stream.enter(BlockPlace::each_pass(*number)).unwrap();
+        for name in ["up", "bias", "down"].map(|part| format!("{number}.{part}")) {
+            let (here, right) = (here.get(&name).unwrap(), right.get(&name).unwrap());
+            assert!(bits(here) == bits(right), "{name}");
+        }
+    }
+    assert!(bits(here.get("embedder").unwrap()) == bits(right.get("embedder").unwrap()));
+}
+
+/// As it is stored, blocks are copied from the file; in another dtype, from a copy that is made.
+#[test]
+fn a_part_streams_every_number_grows_and_shrinks_and_leaves_no_byte() {
+    let Some(mut card) = card() else { return };
+    let file = file_of_numbers(NUMBERS);
+    for target in [DType::F32, DType::BF16] {
+        let plan = plan_in_blocks(file.path(), target);
+        let parts = plan.parts();
+        let component = Component {
+            parts: parts.clone(),
+            ..component("c", &plan)
+        };
+        let mut system = CpuCard::new(CpuSettings::default()).unwrap();
+        let mut go_on = |_| ControlFlow::Continue(());
+        system.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
+        let right = system.tensors(&component.id).unwrap();
+        let before = card.memory().unwrap();
+        let least = component.least();
+        assert!(least.0 > 5);
+        card.load(&component, &plan, Part(3), &mut go_on).unwrap();
+        for part in [Part(3), least, Part(2), Part::WHOLE, Part(1), least] {
+            card.resize(&component, part, &mut go_on).unwrap();
+            assert_eq!(card.memory().unwrap().components, component.bytes_of(part));
+            assert_streams(card.as_ref(), &component, &right);
+        }
+        let held = card.tensors(&component.id).unwrap();
+        let refused = card.resize(&component, Part::WHOLE, &mut go_on);
+        assert!(matches!(refused, Err(LoadError::StillInUse(1))), "{refused:?}");
+        drop(held);
+        assert_streams(card.as_ref(), &component, &right);
+        let unloaded = card.unload(&component.id).unwrap();
+        assert_eq!(unloaded.freed, component.bytes_of(least));
+        card.trim().unwrap();
+        let after = card.memory().unwrap();
+        assert_eq!(after.components, Bytes::ZERO);
+        assert!(before.free - after.free <= NOISE);
+    }
 }

@@ -91,7 +91,7 @@ pub(super) fn named_by_key<'a>(
     find(listing, name, revision).map(|_| Some((name, revision, formats)))
 }
 
-/// Whether `name` may mean one of these ids, as in [`Models::has`]. Revisions are not checked, as they are not known here.
+/// Whether `name` may mean one of these ids, as in [`super::Models::has`]. Revisions are not checked, as they are not known here.
 pub fn is_among(families: &dyn Families, ids: &[String], name: &str) -> bool {
     let listing: Vec<Found> = (ids.iter().cloned())
         .map(|id| Found::at(families, id, PathBuf::new()))

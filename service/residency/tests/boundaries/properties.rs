@@ -87,7 +87,7 @@ fn build(given: &Given) -> (Ledger, StageNeed, DriverTruth) {
         let c = component(format!("r{n}"), bytes, ms);
         let c = if given.in_blocks { in_blocks(c) } else { c };
         // Some are there in a part only.
-        let part = if n % 3 == 0 {
+        let part = if n.is_multiple_of(3) {
             Part(ms % 7).min(c.least())
         } else {
             Part::WHOLE

@@ -61,7 +61,7 @@ pub(crate) fn components(rng: &mut ChaCha8Rng, total: Bytes) -> Vec<Component> {
             name: STAGES[n % 3].into(),
             bytes,
             reload_seconds,
-            parts: if n % 2 == 0 {
+            parts: if n.is_multiple_of(2) {
                 parts(bytes)
             } else {
                 Parts::default()
