@@ -37,6 +37,7 @@ CARD_ROWS_FILES = (
     ROOT / "docs/benchmarks/quantization.json",
     ROOT / "docs/benchmarks/speed.json",
     ROOT / "docs/benchmarks/adapters.json",
+    ROOT / "docs/benchmarks/streaming.json",
     ROOT / "docs/benchmarks/film.json",
     ROOT / "docs/benchmarks/sound.json",
     ROOT / "docs/benchmarks/soak.json",

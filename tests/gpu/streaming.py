@@ -131,6 +131,11 @@ def _on_small_card(
         before = running.used()
         first = make(running, name)
         again = make(running, name)
+        options = {"width": SIDE, "height": SIDE, "steps": STEPS, "model": in_format(name)}
+        plan = running.client.plan("a lighthouse in the rain", **options)
+        parts = [part for stage in plan.stages for part in stage.streamed]
+        each = sum(part.streamed_bytes for part in parts if part.name == "transformer")
+        once = sum(part.streamed_once_bytes for part in parts if part.name == "transformer")
         running.client.unload(timeout=60)
         running.client.trim()
         left = running.used() - before
@@ -140,6 +145,10 @@ def _on_small_card(
     ms, resident = statistics.median(again.step_ms), statistics.median(whole.step_ms)
     add(key, f"step, {what}", ms, "ms", target=share and share * resident)
     add(f"{key}.ratio", f"step, {what}: of a resident one", ms / resident, "")
+    add(f"{key}.bytes", f"streamed in each step, {what}", gigabytes(each), "GB")
+    add(f"{key}.once", f"streamed once, {what}", gigabytes(once), "GB")
+    rate = gigabytes(each) / ms * 1e3
+    add(f"{key}.rate", f"streamed in each step, by its time, {what}", rate, "GB/s", "higher")
     add(f"{key}.first", f"first picture, {what}, {STEPS} steps", first.seconds, "s")
     add(f"{key}.again", f"the same again, {what}", again.seconds, "s")
     used = gigabytes(max(first.most_used, again.most_used) - nothing)

@@ -86,7 +86,12 @@ fn levels(sources: &[TensorSource]) -> Vec<Level> {
     let mut order: Vec<BlockPlace> = Vec::with_capacity(large.len());
     for uses in [Uses::Once, Uses::EachPass] {
         let pass: Vec<BlockPlace> = large.keys().filter(|place| place.uses == uses).copied().collect();
-        order.extend(spread(pass.len()).into_iter().map(|block| pass[block]));
+        let of_block = |place: &BlockPlace| {
+            let tensors = large.get(place).into_iter().flatten();
+            tensors.map(|tensor| sources[*tensor].bytes_on_card().0).sum()
+        };
+        let bytes: Vec<u64> = pass.iter().map(of_block).collect();
+        order.extend(spread(&bytes).into_iter().map(|block| pass[block]));
     }
     let whole: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
     let mut streamed = Vec::with_capacity(order.len());
@@ -119,16 +124,39 @@ struct Level {
     streamed: Vec<BlockPlace>,
 }
 
-/// All numbers below `count`, so ordered that each beginning of them is spread evenly: by their bits in reverse.
-fn spread(count: usize) -> Vec<usize> {
-    let bits = usize::BITS - count.saturating_sub(1).leading_zeros();
-    let reversed = |n: usize| n.reverse_bits().checked_shr(usize::BITS - bits).unwrap_or(0);
-    let all = (0..1_usize << bits).map(reversed);
+/// All blocks of a pass, of these bytes each, in the order in which they are streamed. Each beginning of it spreads the streamed bytes
+/// evenly over the pass, so that the link is as busy at each moment as at others: all blocks count as taking the same time, so one of
+/// twice the bytes is taken half as often. Points of the van der Corput sequence pick them: each beginning of that is spread evenly.
+fn spread(bytes: &[u64]) -> Vec<usize> {
+    let count = bytes.len();
+    let share = |bytes: &u64| 1.0 / bytes.max(&1).to_owned() as f64;
+    let all: f64 = bytes.iter().map(share).sum();
+    let mut end = 0.0;
+    let ends: Vec<f64> = bytes
+        .iter()
+        .map(|bytes| {
+            end += share(bytes) / all;
+            end
+        })
+        .collect();
+    let bits = (count * POINTS_PER_BLOCK).next_power_of_two().trailing_zeros();
+    let mut is_streamed = vec![false; count];
+    let mut order = Vec::with_capacity(count);
+    let points = (0..1_u32 << bits).map(|number| f64::from(number.reverse_bits()) / 2_f64.powi(32));
     // From the middle on: the first block of a pass can arrive only while the last of the pass before it is computed.
-    all.map(|n| (n + (1_usize << bits) / 2) % (1_usize << bits))
-        .filter(|n| *n < count)
-        .collect()
+    let picked = points.map(|point| ends.partition_point(|end| *end <= (point + 0.5) % 1.0));
+    // Blocks that no point picks come last.
+    for block in picked.chain(0..count) {
+        if block < count && !is_streamed[block] {
+            is_streamed[block] = true;
+            order.push(block);
+        }
+    }
+    order
 }
+
+/// Points that pick the streamed blocks, for each block.
+const POINTS_PER_BLOCK: usize = 16;
 
 /// A block that passes through the ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -341,24 +369,37 @@ mod tests {
     }
 
     #[test]
-    fn streamed_blocks_are_spread() {
-        for count in 1..70 {
-            let mut all = spread(count);
-            for some in 1..=count {
-                let mut first = all[..some].to_vec();
-                first.sort_unstable();
-                let gaps = first.windows(2).map(|pair| pair[1] - pair[0]);
-                let (least, most) = gaps.fold((usize::MAX, 0), |(a, b), gap| (a.min(gap), b.max(gap)));
-                let bound = 2 * count
-                    .next_power_of_two()
-                    .div_ceil(some.next_power_of_two() / 2 + 1);
-                assert!(
-                    some < 3 || most <= bound.max(2),
-                    "{count} {some}: {first:?} {least}"
-                );
-            }
+    fn streamed_bytes_are_spread_over_the_pass() {
+        for count in 2..80_usize {
+            // The first half twice as large.
+            let half = count / 2;
+            let bytes: Vec<u64> = (0..count)
+                .map(|block| if block < half { 20 } else { 10 })
+                .collect();
+            let order = spread(&bytes);
+            let mut all = order.clone();
             all.sort_unstable();
             assert!(all.into_iter().eq(0..count));
+            // While enough of both are left, each half has as many bytes as its share of the time.
+            for some in 1..=count / 3 {
+                let of = |is_in: &dyn Fn(usize) -> bool| -> u64 {
+                    let blocks = order[..some].iter().filter(|block| is_in(**block));
+                    blocks.map(|block| bytes[*block]).sum()
+                };
+                let (first, second) = (of(&|block| block < half), of(&|block| block >= half));
+                let even = (first + second) * half as u64 / count as u64;
+                assert!(
+                    first.abs_diff(even) <= 30,
+                    "{count} {some}: {first} of {}",
+                    first + second
+                );
+                let quarter = of(&|block| block < half / 2);
+                assert!(
+                    quarter.abs_diff(even / 2) <= 30,
+                    "{count} {some}: {quarter} of {}",
+                    first + second
+                );
+            }
         }
     }
 }
