@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,22 @@ def test_a_streamed_model_whose_file_is_replaced_is_read_anew(
         after = client.generate_image(**PICTURE).images[0].tobytes()
         assert after != whole
         assert client.generate_image(**PICTURE).images[0].tobytes() == after
+
+
+def test_a_file_that_changes_while_it_is_streamed_costs_that_job_alone(
+    on_card: Callable[[str], Service], models: Path, whole: bytes
+) -> None:
+    file = models / "mine/transformer/diffusion_pytorch_model.safetensors"
+    with on_card("20MiB").client() as client:
+        assert client.generate_image(**PICTURE).images[0].tobytes() == whole
+        with (
+            pytest.raises((moored.ModelDamaged, moored.ModelChanged)),
+            client.stream_image(**PICTURE | {"steps": 60}) as stream,
+        ):
+            for event in stream:
+                if isinstance(event, moored.Step) and event.n == 2:
+                    os.utime(file)
+        assert client.generate_image(**PICTURE).images[0].tobytes() == whole
 
 
 def test_a_model_that_fits_in_no_part_is_refused(on_card: Callable[[str], Service]) -> None:

@@ -151,13 +151,32 @@ impl Card {
                     need,
                     model: &*model,
                 };
-                let outcomes = self.run_stage(&run, rung, completed, link)?;
+                let outcomes = self.run_stage(&run, rung, completed, link);
+                if let Err(Halt::With(outcome)) = &outcomes
+                    && matches!(**outcome, Outcome::Failed(Failure::Model { .. }))
+                {
+                    self.drop_parts(need, link)?;
+                }
+                let outcomes = outcomes?;
                 timeline.part("run");
                 outcomes
             }
         };
         timeline.end();
         Ok(outcomes)
+    }
+
+    /// Evicts the stage's components of which a part is on the card: their blocks could not be read, and a later stage has to open
+    /// the files anew.
+    fn drop_parts(&mut self, need: &Need, link: &mut dyn Link) -> Result<(), Halt> {
+        for component in &need.components {
+            let is_part = self.ledger.is_resident(&component.id) && !self.ledger.is_whole(&component.id);
+            let may_leave = |r: &residency::Resident| r.leases == 0 && !r.pinned;
+            if is_part && self.ledger.resident(&component.id).is_some_and(may_leave) {
+                self.evict(component, None, link)?;
+            }
+        }
+        Ok(())
     }
 
     /// The model of an order, of the versions that it names. If its files have been replaced since, the order goes on with
