@@ -6,12 +6,12 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{CpuStorage, InplaceOp1, Layout, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor};
 use residency::{Bytes, Part};
 
 use crate::blocks::{BlockPlace, Placement};
 use crate::convert::Numbers;
-use crate::load::{LoadError, LoadPlan, Target, TensorSource};
+use crate::load::{LoadError, LoadPlan, TensorSource};
 use crate::reader::{self, LoadedFrom, OpenFiles, Progress};
 use crate::tensors::{ComponentTensors, Streams, Weight, WeightStream};
 
@@ -163,16 +163,17 @@ impl Streams for HostStream {
 /// A tensor with the shape of a source, and no numbers.
 fn without_numbers(source: &TensorSource) -> Result<Tensor, LoadError> {
     let storage = Numbers::none_of(reader::read_as(source.target)).ok_or_else(|| no_form(source))?;
-    let shape: Shape = match source.target {
-        Target::Full(_) => source.shape.clone().into(),
-        Target::Quantized(_) => vec![source.bytes_on_card().0 as usize].into(),
-    };
     let nothing = candle_core::op::BackpropOp::none();
-    Ok(Tensor::from_storage(Storage::Cpu(storage), shape, nothing, false))
+    Ok(Tensor::from_storage(
+        Storage::Cpu(storage),
+        source.shape_on_card(),
+        nothing,
+        false,
+    ))
 }
 
 fn no_form(source: &TensorSource) -> LoadError {
-    LoadError::Unsupported(format!("tensor {} has no form {:?}", source.name, source.target))
+    LoadError::Unsupported(source.without_form())
 }
 
 /// Replaces the numbers of a tensor.

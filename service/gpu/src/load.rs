@@ -150,6 +150,19 @@ impl TensorSource {
         self.target.bytes(&self.shape)
     }
 
+    /// Shape of the tensor on the card: quantized weights are a row of bytes.
+    pub(crate) fn shape_on_card(&self) -> Vec<usize> {
+        match self.target {
+            Target::Full(_) => self.shape.clone(),
+            Target::Quantized(_) => vec![self.bytes_on_card().0 as usize],
+        }
+    }
+
+    /// What a card says that has no tensors of the target's dtype.
+    pub(crate) fn without_form(&self) -> String {
+        format!("tensor {} has no form {:?}", self.name, self.target)
+    }
+
     /// The files of its pieces, in order.
     pub fn files(&self) -> impl Iterator<Item = &Arc<Path>> {
         self.pieces.iter().filter_map(|piece| match piece {
@@ -234,7 +247,9 @@ pub enum LoadError {
     #[error("the load was cancelled")]
     Cancelled,
     /// Tensor handles of the component are still alive, so that no other part of it can be loaded.
-    #[error("the component is still in use by {0} holder(s) of its tensors")]
+    #[error(
+        "{0} holder(s) of the component's tensors still use it: try again when the stage that runs on them has ended"
+    )]
     StillInUse(usize),
     /// The card has not enough memory.
     #[error("out of memory while loading: {needed} needed, {free} free")]
@@ -246,8 +261,8 @@ pub enum LoadError {
     },
     /// The machine has not enough memory to stream from.
     #[error(
-        "{needed} of the machine's memory are needed to stream weights from, and {available} are available: end other programs, \
-         or choose a smaller quantization"
+        "to stream its weights, the component needs {needed} of the machine's memory, and {available} are available: end other \
+         programs, or choose a smaller quantization"
     )]
     HostMemory {
         needed: Bytes,

@@ -244,12 +244,8 @@ pub(crate) fn read_tensors(
 
     let mut tensors = HashMap::with_capacity(sources.len());
     for (source, numbers) in sources.iter().zip(numbers) {
-        let shape = match source.target {
-            Target::Full(_) => source.shape.clone(),
-            Target::Quantized(_) => vec![source.bytes_on_card().0 as usize],
-        };
         let tensor = numbers
-            .into_tensor(&shape)
+            .into_tensor(&source.shape_on_card())
             .map_err(|e| LoadError::Unsupported(format!("tensor {}: {e}", source.name)))?;
         tensors.insert(source.name.clone(), weight_of(source, tensor));
     }

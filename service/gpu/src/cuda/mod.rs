@@ -27,7 +27,7 @@ use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
 use crate::card::{CardDescription, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
 use crate::faults::{FaultAction, FaultSchedule};
-use crate::load::{LoadError, LoadPlan, LoadProgress, Target, TensorSource};
+use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
 use crate::nvml::NvmlCard;
 use crate::profile::MemoryProfile;
 use crate::reader;
@@ -327,9 +327,8 @@ impl CudaCard {
         for Allocation { source, pointer } in allocations {
             // The plan was checked against the readable dtypes, a subset of those with a CUDA form. An error other
             // than a loss would free twice the memory of existing tensors.
-            let tensor = tensor_at(source, *pointer, &self.stream, device).ok_or_else(|| {
-                LoadError::Lost(format!("tensor {} has no form {:?}", source.name, source.target))
-            })?;
+            let tensor = tensor_at(source, *pointer, &self.stream, device)
+                .ok_or_else(|| LoadError::Lost(source.without_form()))?;
             tensors.insert(source.name.clone(), reader::weight_of(source, tensor));
         }
         Ok(ComponentTensors::of_weights(tensors))
@@ -743,13 +742,9 @@ fn tensor_at(
         slice,
         device: device.clone(),
     };
-    let shape = match source.target {
-        Target::Full(_) => source.shape.clone(),
-        Target::Quantized(_) => vec![count],
-    };
     Some(Tensor::from_storage(
         Storage::Cuda(storage),
-        shape,
+        source.shape_on_card(),
         BackpropOp::none(),
         false,
     ))

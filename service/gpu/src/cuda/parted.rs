@@ -303,9 +303,7 @@ impl CudaCard {
             let made = addresses
                 .get(&tensor)
                 .and_then(|at| tensor_at(source, *at, &self.stream, device));
-            let made = made.ok_or_else(|| {
-                LoadError::Unsupported(format!("tensor {} has no form {:?}", source.name, source.target))
-            })?;
+            let made = made.ok_or_else(|| LoadError::Unsupported(source.without_form()))?;
             unowned.0.push(made.clone());
             weights.insert(source.name.clone(), reader::weight_of(source, made));
         }

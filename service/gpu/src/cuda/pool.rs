@@ -150,11 +150,7 @@ pub(super) fn is_allocated(pointer: sys::CUdeviceptr) -> bool {
 pub(super) fn has_in_one_piece(context: &CudaContext, bytes: Bytes) -> Result<bool, DriverError> {
     const GRANULE: u64 = 2 << 20; // allocation granularity of physical memory on a card
     context.bind_to_thread()?;
-    // SAFETY: plain data, for which zero means default.
-    let mut wanted: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
-    wanted.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-    wanted.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
-    wanted.location.id = context.cu_device();
+    let wanted = super::region::properties(context);
     let mut handle = 0;
     let size = bytes.0.max(1).next_multiple_of(GRANULE) as usize;
     // SAFETY: both pointers are to data that outlives the call.

@@ -120,7 +120,7 @@ impl Region {
 }
 
 /// Memory of a context's card.
-fn properties(context: &CudaContext) -> sys::CUmemAllocationProp {
+pub(super) fn properties(context: &CudaContext) -> sys::CUmemAllocationProp {
     // SAFETY: plain data, for which zero means default.
     let mut wanted: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     wanted.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
