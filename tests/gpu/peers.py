@@ -175,8 +175,11 @@ def film(peer: Peer, ways: list[str], frames: int) -> None:
         if way != "resident":
             model.to("cpu")
             torch.cuda.empty_cache()
-            card = torch.device(peer.place)
-            model.enable_group_offload(onload_device=card, use_stream=True, **OFFLOADED[way])
+            places = {
+                "onload_device": torch.device(peer.place),
+                "offload_device": torch.device("cpu"),
+            }
+            model.enable_group_offload(**places, use_stream=True, **OFFLOADED[way])
         ready_s = time.perf_counter() - began
         given = inputs(model.config, (832, 480), (frames - 1) // 4 + 1, 16)
         torch.cuda.reset_peak_memory_stats()

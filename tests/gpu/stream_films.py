@@ -82,8 +82,8 @@ FILMS = (
     *(Film("framepack", name, (640, 640), SECTION, 6 * GIB, 1.10) for name in (FULL, "fp8", "nf4")),
 )
 SMALL_FILMS = (
-    Film("hunyuan", FULL, (64, 48), 17, 3 * MIB, 1.05),
-    *(Film("framepack", name, (64, 64), SECTION, 4 * MIB, 1.10) for name in (FULL, "nf4")),
+    Film("hunyuan", FULL, (64, 48), 17, 12 * MIB, 1.05),
+    *(Film("framepack", name, (64, 64), SECTION, 12 * MIB, 1.10) for name in (FULL, "nf4")),
 )
 
 

@@ -33,8 +33,15 @@ class Reading:
 
     memory: host_memory.Memory
     booked: int | None
-    worker: int | None
+    workers: int | None
     """What the service says that its workers have."""
+    away: int
+    """Bytes of the components on the card that are not there, but in the machine's memory."""
+
+    @property
+    def measured(self) -> int:
+        """What the worker has in memory, or what is pinned for the card, whichever is more."""
+        return max(self.memory.resident, self.memory.pages_pinned)
 
 
 def booked_bytes(status: moored.Status) -> int | None:
@@ -76,7 +83,9 @@ def read(running: Running) -> Reading:
     card = next(one for one in status.cards if one.id == running.card)
     memory = host_memory.read((card.worker_pid,))
     workers = status.host.workers_bytes if status.host else None
-    return Reading(memory, booked_bytes(status), workers)
+    parts = (one.streamed for one in card.residents)
+    away = sum(one.whole_bytes - one.resident_bytes for one in parts if one)
+    return Reading(memory, booked_bytes(status), workers, away)
 
 
 def host(bench: Bench) -> None:
@@ -106,58 +115,53 @@ def _one(bench: Bench, name: str, cap: int) -> None:
         try:
             for _ in range(ROUNDS):
                 _picture(running, name, side, STEPS)
-            # What stays while the model is idle on the card.
-            held = read(running)
-            parts = [one.streamed for one in running.status().residents if one.streamed]
         finally:
             seen = watch.end()
+        idle = read(running)
         _at_rest(running)
         after = read(running)
-    most = host_memory.Memory.most(one.memory for one in seen) - before.memory
-    grown = held.memory - before.memory
-    left = after.memory - before.memory
+    held = max(seen, key=lambda one: one.measured)
+    grown, left = held.memory - before.memory, after.memory - before.memory
     add = bench.record.add
-    away = sum(one.whole_bytes - one.resident_bytes for one in parts)
-    add(f"{key}.away", f"weights not on the card, idle, {what}", gigabytes(away), "GB")
-    measured = max(grown.pages_pinned, grown.resident)
-    add(f"{key}.resident", f"memory of the worker, growth, {what}", gigabytes(grown.resident), "GB")
+    away = max(one.away for one in seen)
+    add(f"{key}.away", f"weights that were not on the card, most, {what}", gigabytes(away), "GB")
+    add(f"{key}.most", f"memory of the worker, growth, {what}", gigabytes(grown.resident), "GB")
     pinned = gigabytes(grown.pages_pinned)
     add(f"{key}.pinned", f"memory pinned for the card, growth, {what}", pinned, "GB")
-    add(f"{key}.most", f"memory of the worker, most, {what}", gigabytes(most.resident), "GB")
     available = gigabytes(before.memory.available - min(one.memory.available for one in seen))
-    add(f"{key}.available", f"memory of the machine, less available, most, {what}", available, "GB")
+    add(f"{key}.available", f"less available to the machine, most, {what}", available, "GB")
     add(
         f"{key}.left",
         f"memory of the worker, left after an unload, {what}",
         left.resident / MIB,
         "MiB",
     )
-    back = left.pages_pinned / MIB
-    add(
-        f"{key}.back",
+    back, told = (
+        left.pages_pinned / MIB,
         f"memory pinned for the card, left after an unload, {what}",
-        back,
-        "MiB",
-        target=0.0,
     )
-    if held.booked is None or before.booked is None:
-        bench.record.note(f"{what}: the status does not say what the service has for streaming")
-    else:
-        booked = held.booked - before.booked
-        add(f"{key}.booked", f"memory for streaming as booked, {what}", gigabytes(booked), "GB")
-        apart = 100 * abs(measured - booked) / max(booked, 1)
-        add(
-            f"{key}.apart",
-            f"memory for streaming, measured from booked, {what}",
-            apart,
-            "%",
-            target=APART,
-        )
-        kept = ((after.booked or 0) - before.booked) / MIB
-        add(f"{key}.kept", f"booked after an unload, {what}", kept, "MiB", target=0.0)
-    for when, one in (("before", before), ("idle on the card", held), ("unloaded", after)):
+    add(f"{key}.back", told, back, "MiB", target=0.0)
+    _tell_booked(bench, key, what, (before, held, after))
+    moments = (("before", before), ("most", held), ("idle on the card", idle), ("unloaded", after))
+    for when, one in moments:
         bench.record.note(f"{what}, {when}, in GB: {_told(one)}")
-    bench.record.note(f"{what}, most beyond before, in GB: {_told(Reading(most, None, None))}")
+
+
+def _tell_booked(
+    bench: Bench, key: str, what: str, moments: tuple[Reading, Reading, Reading]
+) -> None:
+    """What the service says beside what was measured: before, at the most, and at the end."""
+    before, held, after = moments
+    if before.booked is None or held.booked is None or after.booked is None:
+        bench.record.note(f"{what}: the status does not say what the service has for streaming")
+        return
+    booked = held.booked - before.booked
+    add, told = bench.record.add, "memory for streaming"
+    add(f"{key}.booked", f"{told}, as booked, {what}", gigabytes(booked), "GB")
+    apart = 100 * abs(held.measured - before.measured - booked) / max(booked, 1)
+    add(f"{key}.apart", f"{told}, measured apart from booked, {what}", apart, "%", target=APART)
+    kept = (after.booked - before.booked) / MIB
+    add(f"{key}.kept", f"{told}, booked after an unload, {what}", kept, "MiB", target=0.0)
 
 
 def _picture(running: Running, name: str, side: int, steps: int) -> None:
@@ -185,8 +189,9 @@ def _told(reading: Reading) -> str:
     memory = reading.memory
     names = (one.name for one in fields(memory))
     said = [f"{name} {gigabytes(getattr(memory, name)):.3f}" for name in names]
-    if reading.worker is not None:
-        said.append(f"workers by the status {gigabytes(reading.worker):.3f}")
+    said.append(f"not on the card {gigabytes(reading.away):.3f}")
+    if reading.workers is not None:
+        said.append(f"workers by the status {gigabytes(reading.workers):.3f}")
     if reading.booked is not None:
         said.append(f"for streaming by the status {gigabytes(reading.booked):.3f}")
     return ", ".join(said)

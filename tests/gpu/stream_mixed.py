@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import checkpoints
 import host_memory
@@ -33,7 +34,7 @@ from streaming import digest
 MODELS = (checkpoints.MODELS[0], z_image_checkpoint.NAME)
 FORMATS = (FULL, "int8", "fp8", "nf4")
 CAPS = (5 * GIB, 8 * GIB, 12 * GIB, 20 * GIB)
-SMALL_CAPS = (20 * MIB, 24 * MIB, 32 * MIB, 64 * MIB)
+SMALL_CAPS = (16 * MIB, 20 * MIB, 24 * MIB, 32 * MIB)
 SIDES = (256, 320, 384, 512)
 SMALL_SIDES = (64, 80, 96, 128)
 EACH = 2
@@ -47,6 +48,7 @@ AT = ("loading", "stage", "step")
 LEAST_DEVIATION = 1.0
 """Of the bytes of a picture, so that it shows anything at all."""
 SAMPLE_S = 0.02
+GONE_WITHIN_S = 3.0
 REFERENCES = "stream-mixed-references.json"
 SEED = 35
 
@@ -61,21 +63,33 @@ class Request:
     steps: int
     seed: int
 
+    def options(self, steps: int = 0) -> dict[str, Any]:
+        """What is asked for, with other steps if any are given."""
+        formats = {} if self.format == FULL else {PART: self.format}
+        return {
+            "prompt": f"lighthouse number {self.seed} in the rain",
+            "model": moored.ModelRef(self.model, formats=formats),
+            "width": self.side,
+            "height": self.side,
+            "steps": steps or self.steps,
+            "seed": self.seed,
+            "output": "raw",
+            "timeout": JOB_TIMEOUT_S,
+        }
+
     def stream(
         self, client: moored.Client, steps: int = 0
     ) -> moored.EventStream[moored.ImageResult]:
-        """Asks for it, with other steps if any are given."""
-        formats = {} if self.format == FULL else {PART: self.format}
-        return client.stream_image(
-            f"lighthouse number {self.seed} in the rain",
-            model=moored.ModelRef(self.model, formats=formats),
-            width=self.side,
-            height=self.side,
-            steps=steps or self.steps,
-            seed=self.seed,
-            output="raw",
-            timeout=JOB_TIMEOUT_S,
-        )
+        """Asks for it."""
+        return client.stream_image(**self.options(steps))
+
+    def ever_fits(self, client: moored.Client) -> bool:
+        """Whether the card can do it at all, in as many steps as one that is to be cancelled has."""
+        try:
+            plan = client.plan(**self.options(CANCELLED_STEPS))
+        except moored.MemoryShortage:
+            return False
+        return all(stage.verdict != "never" for stage in plan.stages)
 
 
 @dataclass(frozen=True)
@@ -166,12 +180,13 @@ def mixed(bench: Bench, place: int) -> None:
     known = _references(bench)
     cap = (SMALL_CAPS if bench.small else CAPS)[place]
     asked = requests(SMALL_SIDES if bench.small else SIDES)
-    series = mixed_jobs(random.Random(SEED + place), asked, bench.scale.stream_jobs)
     nothing = bench.foreign_bytes()
     outcomes: list[Outcome] = []
     began = time.monotonic()
     settings = ("log.filter=info,timeline=debug",)
     with bench.serve(bench.small_card(cap), settings=settings) as running:
+        possible = [one for one in asked if one.ever_fits(running.client)]
+        series = mixed_jobs(random.Random(SEED + place), possible, bench.scale.stream_jobs)
         peak = Peak(bench, running)
         try:
             outcomes += _in_lanes(running, series[0])
@@ -185,11 +200,15 @@ def mixed(bench: Bench, place: int) -> None:
             most = peak.end()
         log = "".join(running.service.log)
     seconds = time.monotonic() - began
-    gone = bench.foreign_bytes() - nothing
+    gone = _still_there(bench, nothing)
     card = f"{cap // GIB} GiB" if cap >= GIB else f"{cap // MIB} MiB"
     key, what = f"stream.mixed.{place}", f"{len(outcomes)} mixed jobs on a card of {card}"
     (bench.out / f"{key}.log").write_text(log, encoding="utf-8")
     add = bench.record.add
+    refused = [one for one in asked if one not in possible]
+    add(f"{key}.refused", f"requests of {len(asked)} that never fit, {what}", len(refused), "")
+    for one in refused:
+        bench.record.note(f"{what}: never fits: {one}")
     _tell_outcomes(bench, key, what, outcomes, known)
     kills = sum(one.acted for one in outcomes if one.job.act == "kill")
     add(f"{key}.kills", f"workers killed, {what}", kills, "", "higher", float(KILLS))
@@ -211,9 +230,18 @@ def mixed(bench: Bench, place: int) -> None:
     pinned = grown.pages_pinned / MIB
     add(f"{key}.pinned", f"memory pinned for the card, growth, {what}", pinned, "MiB", target=0.0)
     bench.record.note(
-        f"{what}: {seconds:.0f} s; after the first of each kind {gigabytes(base - nothing):.3f} GB are on "
-        f"the card at rest; of the machine, in MiB: {_mebibytes(host_base)}; at the end: {_mebibytes(host_left)}"
+        f"{what}: {seconds:.0f} s; {gigabytes(base - nothing):.3f} GB on the card at rest after the first of "
+        f"each kind; MiB of the machine's memory then: {_mebibytes(host_base)}; at the end: "
+        f"{_mebibytes(host_left)}"
     )
+
+
+def _still_there(bench: Bench, nothing: int) -> int:
+    """Bytes that the card shows more than before the service; the driver has a moment to notice its end."""
+    until = time.monotonic() + GONE_WITHIN_S
+    while (more := bench.foreign_bytes() - nothing) > 0 and time.monotonic() < until:
+        pass
+    return more
 
 
 def _make_models(bench: Bench) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import checkpoints
 import loading
-import moored
 import timeline
 from bench import GIB, Bench, Running
 from figures import MIB
@@ -24,13 +23,18 @@ SMALL_CARD = 20 * MIB
 FIRST_SHARE = 1.1
 """Load and first step together, as a share of the load alone."""
 ENCODE = "encode_text"
-# What a swap's time is made of: its name in the table, and the operation and part of the log that tell it.
+# What a swap's time is made of, one after another: its name in the table, and the operation and part of the
+# log that tell it.
 WHERE = (
     ("the unload, to the driver's confirmation", "swap: round trip of an unload"),
     ("loads", "bring a component in: load"),
-    ("reading and copying in the loads", "load: read and copy"),
     ("asking the driver after loads", "bring a component in: ask the driver"),
     ("computing the proof", "run: compute"),
+)
+# What is inside of these.
+INSIDE = (
+    ("reading and copying, of the loads", "load: read and copy"),
+    ("freeing the memory, of the unload", "unload: free the memory"),
 )
 
 
@@ -52,9 +56,12 @@ def swap(bench: Bench) -> None:
     shares = [100 * freed / booked for one in swaps for booked, freed in one.freed]
     add("stream.swap.freed", f"{what}: bytes freed, least", min(shares), "%", "higher", 100.0)
     found = [timeline.entries(one.log) for one in swaps]
-    for number, (name, part) in enumerate(WHERE):
+    for number, (name, part) in enumerate((*WHERE, *INSIDE)):
         ms = statistics.median(sum(_ms(one, part)) for one in found)
         add(f"stream.swap.{number}", f"of a swap: {name}, p50", ms, "ms")
+    told = [sum(sum(_ms(one, part)) for _, part in WHERE) for one in found]
+    rest = statistics.median(1e3 * s - ms for s, ms in zip(seconds, told, strict=True))
+    add("stream.swap.rest", "of a swap: all else, p50", rest, "ms")
     median = min(range(len(swaps)), key=lambda at: abs(seconds[at] - p50))
     bench.record.note(f"a swap of {1e3 * seconds[median]:.0f} ms, by its log:")
     for line in timeline.sums(found[median]).splitlines()[: SHOWN_PARTS + 1]:
