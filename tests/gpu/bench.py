@@ -88,6 +88,8 @@ class Scale:
     """Swaps there and back, of which each part is timed."""
     cold_rounds: int
     """Loads of a cold model, alone and with the first step."""
+    film_llama_layers: int
+    """Layers of the text encoder of films, of which two are not computed."""
     settings: tuple[str, ...] = ()
 
 
@@ -126,6 +128,7 @@ FULL = Scale(
     stream_jobs=50,
     stream_swaps=10,
     cold_rounds=5,
+    film_llama_layers=32,
 )
 SMALL = Scale(
     load_rounds=3,
@@ -161,6 +164,7 @@ SMALL = Scale(
     stream_jobs=30,
     stream_swaps=2,
     cold_rounds=2,
+    film_llama_layers=3,
     settings=("cards.headroom=1MiB",),
 )
 

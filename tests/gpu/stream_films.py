@@ -117,6 +117,7 @@ def _make_models(bench: Bench) -> None:
             command = [bench.torch_python, str(FILM), "--parts", "make"]
             command += ["--binary", str(bench.binary), "--work", str(bench.models)]
             command += ["--out", str(bench.work / "films-made.json")]
+            command += ["--llama", str(bench.scale.film_llama_layers)]
             subprocess.run(command, check=True, timeout=MAKE_SECONDS, stdout=sys.stderr)
         bench.record.note(f"made the models of films in {time.monotonic() - began:.1f} s")
     for name in MODELS:

@@ -183,8 +183,7 @@ def mixed(bench: Bench, place: int) -> None:
     nothing = bench.foreign_bytes()
     outcomes: list[Outcome] = []
     began = time.monotonic()
-    settings = ("log.filter=info,timeline=debug",)
-    with bench.serve(bench.small_card(cap), settings=settings) as running:
+    with bench.serve(bench.small_card(cap)) as running:
         possible = [one for one in asked if one.ever_fits(running.client)]
         series = mixed_jobs(random.Random(SEED + place), possible, bench.scale.stream_jobs)
         peak = Peak(bench, running)
