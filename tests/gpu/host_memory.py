@@ -58,7 +58,8 @@ def read(pids: Iterable[int]) -> Memory:
     machine = kilobytes(_text(PROC / "meminfo"))
     counts = numbers(_text(PROC / "vmstat"))
     held = counts.get("nr_foll_pin_acquired", 0) - counts.get("nr_foll_pin_released", 0)
-    status, rollup = {}, {}
+    status: dict[str, int] = {}
+    rollup: dict[str, int] = {}
     for pid in pids:
         _add(status, kilobytes(_text(PROC / f"{pid}/status")))
         _add(rollup, kilobytes(_text(PROC / f"{pid}/smaps_rollup")))

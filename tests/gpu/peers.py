@@ -171,7 +171,7 @@ def film(peer: Peer, ways: list[str], frames: int) -> None:
 
     for way in ways:
         model: Any = transformer(framepack=False)
-        began = time.perf_counter()
+        ready_s, began = 0.0, time.perf_counter()
         if way != "resident":
             model.to("cpu")
             torch.cuda.empty_cache()
@@ -180,7 +180,7 @@ def film(peer: Peer, ways: list[str], frames: int) -> None:
                 "offload_device": torch.device("cpu"),
             }
             model.enable_group_offload(**places, use_stream=True, **OFFLOADED[way])
-        ready_s = time.perf_counter() - began
+            ready_s = time.perf_counter() - began
         given = inputs(model.config, (832, 480), (frames - 1) // 4 + 1, 16)
         torch.cuda.reset_peak_memory_stats()
         with torch.no_grad():

@@ -197,7 +197,8 @@ def peers(bench: Bench) -> None:
         beside = of if one["way"] == "leaf" else ""
         bench.record.add(key, f"{what}, a step", one["ms"], "ms", peer_of=beside)
         bench.record.add(f"{key}.peak", f"{what}, most on the card", one["peak"] / 1e9, "GB")
-        bench.record.add(f"{key}.ready", f"{what}, to make it ready", one["ready_s"], "s")
+        if one["ready_s"]:
+            bench.record.add(f"{key}.ready", f"{what}, to make it ready", one["ready_s"], "s")
         bench.record.note(f"others: {one['versions']}")
 
 

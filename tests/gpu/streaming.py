@@ -27,6 +27,8 @@ CAPS = (
 )
 STEPS = 8
 SIDE = 1024
+BOUND_SHARE = 1.08
+"""The most that a step may take, as a share of the longer of its computation and its copies."""
 AUTO_CAP = 8
 AUTO_STEPS = 28
 AUTO_ROUNDS = 3
@@ -48,6 +50,18 @@ class Made:
     def stages(self) -> dict[str, float]:
         """Milliseconds of moves and of the computation, by stage."""
         return {one.name: float(one.move_ms + one.run_ms) for one in self.done.stages}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a small card is held against."""
+
+    whole: Made
+    """The same on the whole card."""
+    nothing: int
+    """Bytes of the card that are used while nothing of ours is on it."""
+    link: float | None
+    """GB/s from pinned memory to the card, by PyTorch in the same run; None without PyTorch."""
 
 
 def followed(running: Running, stream: moored.EventStream[Any]) -> Made:
@@ -79,7 +93,8 @@ def digest(stream: moored.EventStream[Any]) -> str:
 
 def make(running: Running, name: str) -> Made:
     """A picture in few steps, and its figures."""
-    options = {"width": SIDE, "height": SIDE, "seed": 7, "steps": STEPS, "output": "raw"}
+    options: dict[str, Any] = {"width": SIDE, "height": SIDE, "seed": 7, "output": "raw"}
+    options["steps"] = STEPS
     model = in_format(name)
     return followed(
         running,
@@ -93,6 +108,7 @@ def pictures(bench: Bench) -> None:
     """Steps and pictures on small cards, each format beside its own on the whole card."""
     bench.needs_card()
     nothing = bench.foreign_bytes()
+    link = _link(bench)
     checkpoints.warm(bench.models / FLUX, bench.threads)
     whole: dict[str, Made] = {}
     for name in dict.fromkeys(name for name, *_ in CAPS):
@@ -106,7 +122,7 @@ def pictures(bench: Bench) -> None:
     failed = []
     for name, cap, share in CAPS:
         try:
-            _on_small_card(bench, name, cap, share, (whole[name], nothing))
+            _on_small_card(bench, name, cap, share, Beside(whole[name], nothing, link))
         except (moored.MooredError, RuntimeError) as error:
             bench.record.note(f"{name} on {cap} GiB failed: {type(error).__name__}: {error}")
             failed.append(f"{name} on {cap} GiB")
@@ -117,6 +133,14 @@ def pictures(bench: Bench) -> None:
         failed.append("auto")
     if failed:
         raise RuntimeError(f"failed: {', '.join(failed)}")
+
+
+def _link(bench: Bench) -> float | None:
+    try:
+        return float(bench.beside("link")["pinned_to_card"])
+    except RuntimeError as error:
+        bench.record.note(f"the link was not measured: {error}")
+        return None
 
 
 def _by_itself(bench: Bench) -> None:
@@ -137,10 +161,8 @@ def _by_itself(bench: Bench) -> None:
     bench.record.note(f"{what}: {made.model.key}: {stages}")
 
 
-def _on_small_card(
-    bench: Bench, name: str, cap: int, share: float | None, beside: tuple[Made, int]
-) -> None:
-    whole, nothing = beside
+def _on_small_card(bench: Bench, name: str, cap: int, share: float | None, beside: Beside) -> None:
+    whole, nothing = beside.whole, beside.nothing
     key, what = f"stream.{name}.{cap}", f"{name} on a card of {cap} GiB"
     settings = ("log.filter=info,timeline=debug",)
     with bench.serve(bench.small_card(cap * GIB), settings=settings) as running:
@@ -165,6 +187,10 @@ def _on_small_card(
     add(f"{key}.once", f"streamed once, {what}", gigabytes(once), "GB")
     rate = gigabytes(each) / ms * 1e3
     add(f"{key}.rate", f"streamed in each step, by its time, {what}", rate, "GB/s", "higher")
+    if beside.link and each:
+        bound = max(resident, 1e3 * gigabytes(each) / beside.link)
+        told = f"step, {what}: of the longer of its computation and its copies"
+        add(f"{key}.bound", told, ms / bound, "", target=BOUND_SHARE)
     add(f"{key}.first", f"first picture, {what}, {STEPS} steps", first.seconds, "s")
     add(f"{key}.again", f"the same again, {what}", again.seconds, "s")
     used = gigabytes(max(first.most_used, again.most_used) - nothing)
