@@ -22,7 +22,7 @@ import measure  # noqa: E402
 import stream_host  # noqa: E402
 import stream_mixed  # noqa: E402
 import z_image_checkpoint  # noqa: E402
-from figures import MIB, Recorder  # noqa: E402
+from figures import MIB, Recorder, read_part  # noqa: E402
 from stream_start import INSIDE, WHERE  # noqa: E402
 
 JOBS = 50
@@ -144,3 +144,26 @@ def test_parts_of_a_swap_are_some_that_the_service_logs(name: str) -> None:
     words = [f'"{word}"' for word in name.split(": ")]
     sources = (file.read_text(encoding="utf-8") for file in (ROOT / "service").rglob("src/**/*.rs"))
     assert any(all(word in source for word in words) for source in sources)
+
+
+def test_a_picture_with_other_bytes_is_wrong_and_one_that_was_to_be_cancelled_is_not_compared(
+    on: Any, tmp_path: Path
+) -> None:
+    asked = stream_mixed.requests(stream_mixed.SIDES)
+    known = {one.seed: f"digest {one.seed}" for one in asked}
+    ends = (
+        ("", "done", known[0]),
+        ("", "done", known[1]),
+        ("cancel", "done", "of more steps"),
+        ("cancel", "cancelled", ""),
+        ("kill", "failed", "WorkerDied"),
+    )
+    outcomes = [
+        stream_mixed.Outcome(stream_mixed.Job(asked[0], act), how, said, 1.0, True, False)
+        for act, how, said in ends
+    ]
+    stream_mixed._tell_outcomes(on("sim:1GiB"), "key", "jobs", outcomes, known)
+    found = {one.key: one for one in read_part(tmp_path / "record", "ok", "", 1.0).figures}
+    figures = {key: found[f"key.{key}"].value for key in ("wrong", "compared", "failed", "cancels")}
+    assert figures == {"wrong": 1, "compared": 2, "failed": 1, "cancels": 1}
+    assert not found["key.wrong"].met and not found["key.cancels"].met
