@@ -153,6 +153,7 @@ def test_a_picture_with_other_bytes_is_wrong_and_one_that_was_to_be_cancelled_is
     known = {one.seed: f"digest {one.seed}" for one in asked}
     ends = (
         ("", "done", known[0]),
+        ("kill", "done", known[0]),
         ("", "done", known[1]),
         ("cancel", "done", "of more steps"),
         ("cancel", "cancelled", ""),
@@ -165,5 +166,5 @@ def test_a_picture_with_other_bytes_is_wrong_and_one_that_was_to_be_cancelled_is
     stream_mixed._tell_outcomes(on("sim:1GiB"), "key", "jobs", outcomes, known)
     found = {one.key: one for one in read_part(tmp_path / "record", "ok", "", 1.0).figures}
     figures = {key: found[f"key.{key}"].value for key in ("wrong", "compared", "failed", "cancels")}
-    assert figures == {"wrong": 1, "compared": 2, "failed": 1, "cancels": 1}
+    assert figures == {"wrong": 1, "compared": 3, "failed": 1, "cancels": 1}
     assert not found["key.wrong"].met and not found["key.cancels"].met
