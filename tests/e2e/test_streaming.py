@@ -103,6 +103,28 @@ def test_plan_and_status_say_what_is_streamed(
         assert streamed(client)["transformer"] == found, "a pinned part stays as it is"
 
 
+def test_the_machines_memory_that_streamed_blocks_hold_is_shown_and_given_back(
+    on_card: Callable[[str], Service], whole: bytes
+) -> None:
+    def held(client: moored.Client) -> dict[str, int]:
+        (card,) = client.status().cards
+        return {one.component.name: one.bytes for one in card.on_host}
+
+    service = on_card("20MiB")
+    with service.client() as client:
+        assert client.generate_image(**PICTURE).images[0].tobytes() == whole
+        part = streamed(client)["transformer"]
+        assert held(client)["transformer"] >= part.streamed_bytes + part.streamed_once_bytes
+        assert "machine's memory: " in service.run("status").stdout
+        client.unload("mine")
+        assert held(client) == {}
+    with on_card("20MiB", "--set", "cards.host_memory=1MiB").client() as client:
+        (card,) = client.status().cards
+        assert card.host_limit_bytes == 1 << 20
+        with pytest.raises(moored.ModelDamaged, match="machine's memory"):
+            client.generate_image(**PICTURE)
+
+
 def test_a_streamed_model_whose_file_is_replaced_is_read_anew(
     on_card: Callable[[str], Service], models: Path, whole: bytes
 ) -> None:
@@ -140,7 +162,7 @@ def test_a_file_that_changes_while_it_is_streamed_costs_that_job_alone(
 def test_a_hold_or_a_pin_of_a_streamed_model_does_not_keep_its_own_stages_waiting(
     on_card: Callable[[str], Service], whole: bytes
 ) -> None:
-    # With a ttl that outlives the test, and a pin that has no end, a stage that waits for one of them waits until its timeout.
+    # They outlive the test: a stage that waits for one of them waits until its timeout.
     with on_card("20MiB").client() as client:
         for claim in (lambda: client.hold("mine", ttl_s=3600), lambda: client.pin("mine")):
             claim()

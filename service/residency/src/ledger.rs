@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::nouns::{Bytes, ComponentId, DriverTruth, Holder, Millis};
+use crate::host::HostMemory;
+use crate::nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
 
@@ -87,6 +88,7 @@ pub struct Ledger {
     /// Unattributed bytes (foreign or leaked) when last nothing was late: the excess over this is late.
     unattributed_baseline: Bytes,
     holders: Vec<Holder>,
+    host: HostMemory,
 }
 
 impl Ledger {
@@ -110,6 +112,7 @@ impl Ledger {
             late_since: None,
             unattributed_baseline: Bytes::ZERO,
             holders: Vec::new(),
+            host: HostMemory::default(),
         }
     }
 
@@ -166,6 +169,16 @@ impl Ledger {
         self.book = book;
         self.holders = truth.holders.clone();
         self.foreign_before_reservations = self.foreign_before_reservations.min(book.foreign);
+    }
+
+    /// Replaces the record of the machine's memory that the card's components hold.
+    pub fn record_host(&mut self, host: HostMemory) {
+        self.host = host;
+    }
+
+    /// The machine's memory that the card's components hold.
+    pub fn host(&self) -> &HostMemory {
+        &self.host
     }
 
     /// All accounts.
@@ -253,6 +266,14 @@ impl Ledger {
         self.residents
             .get(id)
             .is_some_and(|r| r.state == ResidentState::Resident)
+    }
+
+    /// All components that have bytes booked on the card or hold memory of the machine.
+    pub fn on_card_or_host(&self) -> impl Iterator<Item = &Component> {
+        let on_card = self.residents.values().map(|r| &r.component);
+        let on_host = self.host.components.iter();
+        let on_host = on_host.filter(|(id, _)| !self.residents.contains_key(*id));
+        on_card.chain(on_host.map(|(_, share)| &share.component))
     }
 
     /// Whether a component is loaded, and all of it is on the card.

@@ -62,6 +62,7 @@
 #![deny(unsafe_code)]
 
 mod fallback;
+mod host;
 mod ledger;
 mod nouns;
 mod parts;
@@ -71,6 +72,7 @@ mod resident;
 mod scratch;
 
 pub use fallback::{Alternative, Fallback, Fits, fallbacks, peak_of};
+pub use host::{HostMemory, HostShare};
 pub use ledger::{
     Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, PinId, ReservationId,
 };

@@ -93,6 +93,7 @@ impl Card {
     pub(super) fn reconcile(&mut self) -> Result<(), MoveError> {
         let truth = self.gpu.memory()?;
         self.ledger.reconcile(&truth);
+        self.ledger.record_host(self.gpu.on_host());
         Ok(())
     }
 
@@ -347,6 +348,7 @@ impl Card {
     /// The janitor, run on a card that has been idle for a while.
     pub(super) fn run_janitor(&mut self, link: &mut dyn Link) -> Result<(), MoveError> {
         self.on_host.clear();
+        self.gpu.relieve_host();
         if should_trim(&self.ledger, self.settings.slack_limit)
             && self.ledger.accounts().slack > self.untrimmable_slack
         {

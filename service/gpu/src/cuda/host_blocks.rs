@@ -18,9 +18,10 @@ use residency::Bytes;
 
 use super::pool::PinnedRegion;
 use crate::files::open_regular;
-use crate::load::{LoadError, SourcePiece, Target, TensorSource};
+use crate::host_tier::HoldsMemory;
+use crate::load::{ByteRange, LoadError, SourcePiece, Target, TensorSource};
 use crate::reader;
-use crate::system::SystemReader;
+use crate::system::{SystemMemory, SystemReader};
 
 /// Bytes of a file that are registered at a time.
 const CELL: u64 = 64 << 20;
@@ -66,23 +67,31 @@ impl HostBlocks {
         runs
     }
 
-    /// Bytes of the machine's memory that cannot be taken from it: registered pages and copies.
-    pub(super) fn bytes(&self) -> Bytes {
-        let cells: u64 = self.files.values().map(MappedFile::registered).sum();
-        let copies: u64 = self.copies.values().map(|copy| copy.length() as u64).sum();
-        Bytes(cells + copies)
+    /// Whether all bytes of a tensor are held: copied, or in registered pages.
+    pub(super) fn has(&self, tensor: usize, source: &TensorSource) -> bool {
+        let in_registered_pages = |piece: &SourcePiece| match piece {
+            SourcePiece::File { file, range } => {
+                let mapped = self.files.get(file);
+                mapped.is_some_and(|mapped| cells_of(*range).all(|cell| mapped.cells.contains(&cell)))
+            }
+            SourcePiece::Inline(_) => false,
+        };
+        self.copies.contains_key(&tensor)
+            || is_as_stored(source) && source.pieces.iter().all(in_registered_pages)
     }
 
     /// Holds these tensors, and those that it has already: blocks that come back to the card are streamed again when it is short
-    /// of memory. Returns those that need a pinned copy ([`HostBlocks::keep`]).
+    /// of memory. `make_room` is asked first for what that takes from the machine. Returns those that need a pinned copy
+    /// ([`HostBlocks::keep`]).
     ///
     /// # Errors
-    /// [`LoadError::Io`]; [`LoadError::HostMemory`] if the machine has too little memory, and nothing is held more then.
+    /// [`LoadError::Io`]; those of `make_room`, and nothing more is held then.
     pub(super) fn hold(
         &mut self,
         context: &Arc<CudaContext>,
         tensors: &[usize],
         sources: &[TensorSource],
+        make_room: impl FnOnce(Bytes) -> Result<(), LoadError>,
     ) -> Result<Vec<usize>, LoadError> {
         let (mapped, mut copied): (Vec<usize>, Vec<usize>) = tensors
             .iter()
@@ -90,11 +99,9 @@ impl HostBlocks {
         let mut wanted: HashMap<Arc<Path>, BTreeSet<u64>> = HashMap::new();
         for tensor in &mapped {
             for piece in &sources[*tensor].pieces {
-                if let SourcePiece::File { file, range } = piece
-                    && range.length > 0
-                {
-                    let cells = range.offset / CELL..=(range.offset + range.length - 1) / CELL;
-                    wanted.entry(Arc::clone(file)).or_default().extend(cells);
+                if let SourcePiece::File { file, range } = piece {
+                    let cells = wanted.entry(Arc::clone(file)).or_default();
+                    cells.extend(cells_of(*range));
                 }
             }
         }
@@ -107,7 +114,7 @@ impl HostBlocks {
                 .count() as u64
         });
         let to_copy = copied.iter().map(|tensor| sources[*tensor].bytes_on_card());
-        check_available(Bytes(new_cells.sum::<u64>() * CELL) + to_copy.sum::<Bytes>())?;
+        make_room(Bytes(new_cells.sum::<u64>() * CELL) + to_copy.sum::<Bytes>())?;
         let mut is_registered = true;
         for (file, cells) in wanted {
             if !self.files.contains_key(&file) {
@@ -135,23 +142,38 @@ impl HostBlocks {
     }
 }
 
+impl HoldsMemory for HostBlocks {
+    /// Bytes of the machine's memory that cannot be taken from it: registered pages and copies.
+    fn bytes(&self) -> Bytes {
+        let cells: u64 = self.files.values().map(MappedFile::registered).sum();
+        let copies: u64 = self.copies.values().map(|copy| copy.length() as u64).sum();
+        Bytes(cells + copies)
+    }
+}
+
 /// Share of the machine's memory that stays available to others.
 const LEFT_TO_OTHERS: u64 = 16;
 
-/// Checks that so many bytes can be taken from the machine without making it swap. (Registered pages of files count as available
-/// until they are registered.)
-fn check_available(needed: Bytes) -> Result<(), LoadError> {
-    if needed == Bytes::ZERO {
-        return Ok(());
-    }
-    let Ok(memory) = SystemReader::new().and_then(|mut system| system.read()) else {
-        return Ok(()); // where the system says nothing, the driver refuses what it cannot pin
-    };
-    let available = memory.available - Bytes(memory.total.0 / LEFT_TO_OTHERS);
-    match needed > available {
-        true => Err(LoadError::HostMemory { needed, available }),
-        false => Ok(()),
-    }
+/// Bytes that can be taken from the machine without making it swap; `None` where the system does not say: the driver refuses what it
+/// cannot pin. (Registered pages of files count as available until they are registered.)
+pub(super) fn available() -> Option<Bytes> {
+    let memory = SystemReader::new().and_then(|mut system| system.read()).ok()?;
+    Some(memory.available - left_to_others(memory))
+}
+
+/// Bytes that others are short of: they have less than their share of the machine's memory.
+pub(super) fn short() -> Bytes {
+    let memory = SystemReader::new().and_then(|mut system| system.read());
+    memory.map_or(Bytes::ZERO, |memory| left_to_others(memory) - memory.available)
+}
+
+fn left_to_others(memory: SystemMemory) -> Bytes {
+    Bytes(memory.total.0 / LEFT_TO_OTHERS)
+}
+
+/// The cells of a file that these bytes lie in.
+fn cells_of(range: ByteRange) -> Range<u64> {
+    range.offset / CELL..(range.offset + range.length).div_ceil(CELL)
 }
 
 /// Whether the bytes of a tensor lie in files as they are used.

@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
-use residency::Bytes;
 
 use super::host_blocks::HostRun;
 use super::staging::lost;
@@ -29,7 +28,6 @@ pub(super) struct CudaWeightStream {
     index: HashMap<BlockPlace, usize>,
     compute: Arc<CudaStream>,
     copies: Arc<CudaStream>,
-    on_host: Bytes,
     state: Mutex<StreamState>,
 }
 
@@ -54,7 +52,6 @@ impl CudaWeightStream {
         blocks: &[StreamedBlock],
         runs: Vec<Vec<RunTo>>,
         (compute, copies): (&Arc<CudaStream>, &Arc<CudaStream>),
-        on_host: Bytes,
     ) -> Result<CudaWeightStream, DriverError> {
         let context = compute.context();
         let places = blocks
@@ -72,7 +69,6 @@ impl CudaWeightStream {
             index: blocks.iter().map(|block| block.place).zip(0..).collect(),
             compute: Arc::clone(compute),
             copies: Arc::clone(copies),
-            on_host,
             state: Mutex::new(StreamState {
                 schedule: Schedule::new(places, following(blocks)),
                 blocks: runs.into_iter().map(copy).collect::<Result<_, _>>()?,
@@ -112,10 +108,6 @@ impl CudaWeightStream {
 impl Streams for CudaWeightStream {
     fn enter(&self, place: BlockPlace) -> Result<(), LoadError> {
         self.turn(place).map_err(lost)
-    }
-
-    fn bytes_on_host(&self) -> Bytes {
-        self.on_host
     }
 }
 

@@ -386,6 +386,7 @@ fn configurations() -> [Configuration; 2] {
     let settings = |device: &str, lock_file: Option<&str>| WorkerSettings {
         device: device.parse().unwrap(),
         headroom: Bytes::mib(512),
+        host_memory: Some(Bytes::gib(32)),
         memory: MemoryProfile::of(ProfileName::Balanced, Bytes::gib(24)),
         log: LogSettings {
             filter: Some("json:info,gpu=debug".to_owned()),
