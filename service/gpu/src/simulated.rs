@@ -127,6 +127,15 @@ impl SimulatedCard {
         self.book.use_scratch(bytes)
     }
 
+    /// How many of these bytes of streamed blocks the machine has memory for, beside those of other components. The rest is read from
+    /// files.
+    fn room_on_host(&mut self, wanted: Bytes) -> Bytes {
+        match self.host.make_room(wanted, self.in_use_on_host(), None) {
+            Err(LoadError::HostMemory { available, .. }) => available,
+            Ok(()) | Err(_) => wanted,
+        }
+    }
+
     fn in_use_on_host(&self) -> Bytes {
         self.held.values().map(|held| held.on_host.bytes).sum()
     }
@@ -326,7 +335,7 @@ impl Gpu for SimulatedCard {
             .host
             .take(&component.id)
             .map_or(Bytes::ZERO, |kept| kept.bytes);
-        self.host.make_room(streamed, self.in_use_on_host(), None)?;
+        let streamed = streamed.min(kept.max(self.room_on_host(streamed)));
         self.book.lock().take_component(booked).map_err(out_of_memory)?;
 
         let mut failed_at = None;
@@ -380,10 +389,9 @@ impl Gpu for SimulatedCard {
         let held = self.held.remove(&component.id);
         let mut held = held.ok_or_else(|| not_there(component))?;
         let booked = bytes_in_part(component, &held.from.plan, part);
+        let outcome = self.change(&mut held, (part, booked), progress);
         let more = streamed_bytes(component, part) - held.on_host.bytes;
-        let in_use = self.in_use_on_host() + held.on_host.bytes;
-        let room = self.host.make_room(more, in_use, None);
-        let outcome = room.and_then(|()| self.change(&mut held, (part, booked), progress));
+        let more = more.min(self.room_on_host(held.on_host.bytes + more) - held.on_host.bytes);
         if outcome.is_ok() {
             held.on_host.bytes += more;
         }

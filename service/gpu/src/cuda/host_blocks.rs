@@ -2,7 +2,8 @@
 //!
 //! What lies in a file as it is used is copied from the page cache: the file is mapped, and the pages that hold streamed tensors are
 //! registered with the driver, in cells of a fixed size. It costs no memory beside the page cache, and registered pages stay there.
-//! What is made at load (quantized, converted, put together), or where the driver does not register pages, has a pinned copy.
+//! What is made at load (quantized, converted, put together), or where the driver does not register pages, has a pinned copy. What the
+//! machine has no memory for is read from its file each time that it is used, if it lies there as it is used.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::c_void;
@@ -45,11 +46,43 @@ pub(super) struct HostBlocks {
     files: HashMap<Arc<Path>, MappedFile>,
     /// Pinned copies, by tensor.
     copies: HashMap<usize, PinnedRegion>,
+    /// Files of which tensors are read when they are used.
+    on_disk: HashMap<Arc<Path>, Arc<File>>,
+}
+
+/// A run of bytes of a file.
+#[derive(Clone, Debug)]
+pub(super) struct DiskRun {
+    pub(super) path: Arc<Path>,
+    pub(super) file: Arc<File>,
+    pub(super) offset: u64,
+    pub(super) length: u64,
 }
 
 impl HostBlocks {
-    /// The runs of bytes of a tensor, in order; none if it is not held.
+    /// The runs of bytes of a tensor that is read from its file when it is used, in order; none if it is held.
+    pub(super) fn disk_runs(&self, tensor: usize, source: &TensorSource) -> Vec<DiskRun> {
+        if self.has(tensor, source) {
+            return Vec::new();
+        }
+        let pieces = source.pieces.iter();
+        let runs = pieces.filter_map(|piece| match piece {
+            SourcePiece::File { file: path, range } => Some(DiskRun {
+                path: Arc::clone(path),
+                file: Arc::clone(self.on_disk.get(path)?),
+                offset: range.offset,
+                length: range.length,
+            }),
+            SourcePiece::Inline(_) => None,
+        });
+        runs.collect()
+    }
+
+    /// The runs of bytes of a tensor that is held, in order.
     pub(super) fn runs(&self, tensor: usize, source: &TensorSource) -> Vec<HostRun> {
+        if !self.has(tensor, source) {
+            return Vec::new();
+        }
         if let Some(copy) = self.copies.get(&tensor) {
             return vec![HostRun {
                 from: copy.address().as_ptr().cast(),
@@ -81,17 +114,96 @@ impl HostBlocks {
     }
 
     /// Holds these tensors, and those that it has already: blocks that come back to the card are streamed again when it is short
-    /// of memory. `make_room` is asked first for what that takes from the machine. Returns those that need a pinned copy
-    /// ([`HostBlocks::keep`]).
+    /// of memory. `make_room` is asked first for what that takes from the machine. Where there is less, tensors that lie in files as
+    /// they are used are read from there, the last first. Returns those that need a pinned copy ([`HostBlocks::keep`]).
     ///
     /// # Errors
-    /// [`LoadError::Io`]; those of `make_room`, and nothing more is held then.
+    /// [`LoadError::Io`]; [`LoadError::HostMemory`] if there is no room for the copies, and nothing more is held then.
     pub(super) fn hold(
         &mut self,
         context: &Arc<CudaContext>,
         tensors: &[usize],
         sources: &[TensorSource],
-        make_room: impl FnOnce(Bytes) -> Result<(), LoadError>,
+        mut make_room: impl FnMut(Bytes) -> Result<(), LoadError>,
+    ) -> Result<Vec<usize>, LoadError> {
+        let mut held = tensors;
+        let mut left: &[usize] = &[];
+        while let Err(refused) = make_room(self.bytes_to_hold(held, sources)) {
+            let LoadError::HostMemory { available, .. } = refused else {
+                return Err(refused);
+            };
+            let fits = |count: &usize| self.bytes_to_hold(&tensors[..*count], sources) <= available;
+            // Bytes grow with the number of tensors.
+            let count = (0..held.len())
+                .collect::<Vec<_>>()
+                .partition_point(fits)
+                .saturating_sub(1);
+            (held, left) = tensors.split_at(count);
+            if held.is_empty() {
+                break;
+            }
+        }
+        if let Some(made) = left.iter().find(|tensor| !is_as_stored(&sources[**tensor])) {
+            let needed = self.bytes_to_hold(tensors, sources);
+            let available = self.bytes_to_hold(held, sources);
+            tracing::debug!(
+                name = sources[*made].name,
+                "a copy of what is made at load has no room"
+            );
+            return Err(LoadError::HostMemory { needed, available });
+        }
+        self.read_from_files(left, sources)?;
+        self.hold_all(context, held, sources)
+    }
+
+    /// Opens the files of tensors that are read when they are used.
+    fn read_from_files(&mut self, tensors: &[usize], sources: &[TensorSource]) -> Result<(), LoadError> {
+        for piece in tensors.iter().flat_map(|tensor| &sources[*tensor].pieces) {
+            if let SourcePiece::File { file: path, .. } = piece
+                && !self.on_disk.contains_key(path)
+            {
+                let file = open_regular(path).map_err(|source| LoadError::Io {
+                    file: path.to_path_buf(),
+                    source,
+                })?;
+                self.on_disk.insert(Arc::clone(path), Arc::new(file));
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes that holding these tensors takes from the machine, beyond what is held already.
+    fn bytes_to_hold(&self, tensors: &[usize], sources: &[TensorSource]) -> Bytes {
+        let mut cells: BTreeSet<(&Path, u64)> = BTreeSet::new();
+        let mut copies = Bytes::ZERO;
+        for tensor in tensors {
+            let source = &sources[*tensor];
+            if !is_as_stored(source) {
+                let is_new = !self.copies.contains_key(tensor);
+                copies += if is_new {
+                    source.bytes_on_card()
+                } else {
+                    Bytes::ZERO
+                };
+                continue;
+            }
+            for piece in &source.pieces {
+                if let SourcePiece::File { file, range } = piece {
+                    let here = self.files.get(file).map(|mapped| &mapped.cells);
+                    let new = cells_of(*range).filter(|cell| here.is_none_or(|here| !here.contains(cell)));
+                    cells.extend(new.map(|cell| (&**file, cell)));
+                }
+            }
+        }
+        Bytes(cells.len() as u64 * CELL) + copies
+    }
+
+    /// Holds these tensors, for which there is room.
+    fn hold_all(
+        &mut self,
+        context: &Arc<CudaContext>,
+        tensors: &[usize],
+        sources: &[TensorSource],
     ) -> Result<Vec<usize>, LoadError> {
         let (mapped, mut copied): (Vec<usize>, Vec<usize>) = tensors
             .iter()
@@ -106,15 +218,6 @@ impl HostBlocks {
             }
         }
         copied.retain(|tensor| !self.copies.contains_key(tensor));
-        let new_cells = wanted.iter().map(|(file, cells)| {
-            let here = self.files.get(file).map(|mapped| &mapped.cells);
-            cells
-                .iter()
-                .filter(|cell| here.is_none_or(|here| !here.contains(cell)))
-                .count() as u64
-        });
-        let to_copy = copied.iter().map(|tensor| sources[*tensor].bytes_on_card());
-        make_room(Bytes(new_cells.sum::<u64>() * CELL) + to_copy.sum::<Bytes>())?;
         let mut is_registered = true;
         for (file, cells) in wanted {
             if !self.files.contains_key(&file) {

@@ -13,7 +13,7 @@ use super::placer::Places;
 use super::pool::is_out_of_memory;
 use super::region::Region;
 use super::staging::lost;
-use super::streaming::{CudaWeightStream, RunTo, Unowned};
+use super::streaming::{CudaWeightStream, RunTo, Runs, Unowned};
 use super::{CudaCard, POOL_ROUNDING, tensor_at};
 use crate::blocks::{ALIGNMENT, Placement, RING_BLOCKS, StreamedBlock};
 use crate::card::{GpuError, Unloaded};
@@ -368,20 +368,25 @@ impl CudaCard {
             return Ok(tensors);
         }
         let runs = placement.streamed.iter().map(|block| {
-            let of_tensor = |(tensor, _): &(usize, u64)| {
+            let mut runs = Runs::default();
+            for (tensor, _) in &block.tensors {
+                let source = &sources[*tensor];
                 let mut to = addresses.get(tensor).copied().unwrap_or_default();
-                let runs = host.runs(*tensor, &sources[*tensor]).into_iter().map(move |run| {
-                    let at = to;
+                for run in host.runs(*tensor, source) {
+                    runs.on_host.push(RunTo { run, to });
                     to += run.length as u64;
-                    RunTo { run, to: at }
-                });
-                runs.collect::<Vec<_>>()
-            };
-            block.tensors.iter().flat_map(of_tensor).collect()
+                }
+                for run in host.disk_runs(*tensor, source) {
+                    let length = run.length;
+                    runs.on_disk.push((run, to));
+                    to += length;
+                }
+            }
+            runs
         });
         let on = (&self.stream, &self.copies);
-        let stream = CudaWeightStream::new(&placement.streamed, runs.collect(), on);
-        Ok(tensors.streaming(WeightStream::new(Arc::new(stream.map_err(lost)?))))
+        let stream = CudaWeightStream::new(&placement.streamed, runs.collect(), on)?;
+        Ok(tensors.streaming(WeightStream::new(Arc::new(stream))))
     }
 
     /// As [`crate::Gpu::resize`]. Blocks that stay from now on are copied from the machine's memory, where they were for the
@@ -431,7 +436,7 @@ impl CudaCard {
         reader::report_progress(progress, Bytes::ZERO, grown)?;
         self.settle().map_err(lost)?;
         // What is there from now on comes from where it was streamed from.
-        let mut new = Vec::new();
+        let (mut new, mut from_files) = (Vec::new(), Vec::new());
         for (block, offset) in held.layout.staying(&after) {
             if before.streams(block.place) {
                 if let Err(error) = held.region.allocate(offset, block.bytes) {
@@ -446,9 +451,20 @@ impl CudaCard {
                 new.push(offset);
                 for (tensor, at) in &block.tensors {
                     let to = held.region.at(offset + at);
-                    self.copy_from_host(&held.host, *tensor, &sources[*tensor], to)?;
+                    match held.host.has(*tensor, &sources[*tensor]) {
+                        true => self.copy_from_host(&held.host, *tensor, &sources[*tensor], to)?,
+                        false => from_files.push((sources[*tensor].clone(), to)),
+                    }
                 }
             }
+        }
+        if !from_files.is_empty() {
+            let (wanted, places): (Vec<TensorSource>, Vec<sys::CUdeviceptr>) = from_files.into_iter().unzip();
+            let files = reader::open(&wanted)?;
+            held.from.check_versions(&files)?;
+            let addresses = (0..).zip(places).collect();
+            let mut go_on = |_| std::ops::ControlFlow::Continue(());
+            self.fill(&wanted, &wanted, &addresses, &files, free - grown, &mut go_on)?;
         }
         self.copies.synchronize().map_err(lost)?;
         timeline.part("copy blocks that stay");
