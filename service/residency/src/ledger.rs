@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::layout::Layout;
 use crate::nouns::{Bytes, ComponentId, DriverTruth, Holder, Millis};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
@@ -85,6 +86,8 @@ pub struct Ledger {
     /// Unattributed bytes (foreign or leaked) when last nothing was late: the excess over this is late.
     unattributed_baseline: Bytes,
     holders: Vec<Holder>,
+    /// As the driver reported it last: bookings since then are not in it.
+    layout: Option<Layout>,
 }
 
 impl Ledger {
@@ -108,6 +111,7 @@ impl Ledger {
             late_since: None,
             unattributed_baseline: Bytes::ZERO,
             holders: Vec::new(),
+            layout: None,
         }
     }
 
@@ -163,6 +167,7 @@ impl Ledger {
 
         self.book = book;
         self.holders = truth.holders.clone();
+        self.layout = truth.layout.clone();
         self.foreign_before_reservations = self.foreign_before_reservations.min(book.foreign);
     }
 
@@ -188,6 +193,16 @@ impl Ledger {
     /// Bytes that are never planned into.
     pub fn headroom(&self) -> Bytes {
         self.headroom
+    }
+
+    /// Where everything lies, on a card that does not remap memory.
+    pub fn layout(&self) -> Option<&Layout> {
+        self.layout.as_ref()
+    }
+
+    /// The largest allocation that the driver would give: all that is free, on a card that remaps memory.
+    pub fn largest_hole(&self) -> Bytes {
+        self.layout.as_ref().map_or(self.book.free, Layout::largest_hole)
     }
 
     /// Bytes that a plan may use without evicting: free and slack, less headroom, less bookings that are not visible

@@ -3,12 +3,16 @@
 //! One pass over the ledger and one sort of the eviction candidates, no nested loops: a thousand components cost well
 //! under a millisecond.
 
+mod pieces;
+
 use serde::{Deserialize, Serialize};
 
+use crate::layout::NoHole;
 use crate::ledger::Ledger;
 use crate::nouns::{Bytes, Component, ComponentId, Millis, StageNeed};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
+use pieces::InPieces;
 
 /// Measured: 40 ms until the driver shows 21.5 GB as free on an H100; a few milliseconds at least.
 const EVICT_SECONDS: f64 = 0.005;
@@ -110,9 +114,12 @@ pub fn plan_low_memory(ledger: &Ledger, need: &StageNeed, policy: Policy, now: M
     let ask = Ask::of_stage(ledger, need, &chosen);
     let survey = Survey::of(ledger, &ask);
     let short = survey.missing(&ask) - survey.evictable();
-    LowMemory {
-        moves: survey.moves(&ask, policy, now),
-        short,
+    match survey.in_pieces(&ask, policy, now) {
+        None => LowMemory {
+            moves: survey.moves(&ask, policy, now),
+            short,
+        },
+        Some(pieces) => survey.low_memory_in_pieces(&ask, policy, now, pieces),
     }
 }
 
@@ -414,6 +421,13 @@ impl<'a> Survey<'a> {
                 capacity,
             };
         }
+        let in_pieces = self.in_pieces(ask, policy, now);
+        if let Some(InPieces::Never(NoHole { needed, largest })) = in_pieces {
+            return Verdict::Never {
+                needed,
+                capacity: largest,
+            };
+        }
         let short = self.missing(ask) - self.evictable();
         if short > Bytes::ZERO {
             return Verdict::Wait {
@@ -427,8 +441,12 @@ impl<'a> Survey<'a> {
                 cause: WaitCause::Leases,
             };
         }
-        Verdict::Run {
-            moves: self.moves(ask, policy, now),
+        match in_pieces {
+            Some(InPieces::Joined(moves)) => Verdict::Run { moves },
+            Some(InPieces::Apart { short, cause }) => Verdict::Wait { short, cause },
+            Some(InPieces::Never(_)) | None => Verdict::Run {
+                moves: self.moves(ask, policy, now),
+            },
         }
     }
 
@@ -439,6 +457,11 @@ impl<'a> Survey<'a> {
             return Bytes::ZERO;
         }
         self.ledger.spoken_for() + ask.headroom + wanted - self.ledger.within_reach() - ask.given_back
+    }
+
+    /// Whether the policy evicts it in any case.
+    fn must_go(&self, resident: &Resident, policy: Policy) -> bool {
+        policy == Policy::Exclusive && resident.bytes() >= large_from(self.ledger.total())
     }
 
     fn evictable(&self) -> Bytes {
@@ -482,9 +505,8 @@ impl<'a> Survey<'a> {
     /// that has parts gives up only what is missing.
     fn victims(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<Move> {
         let missing = self.missing(ask);
-        let large = large_from(self.ledger.total());
-        let must_go = |r: &Resident| policy == Policy::Exclusive && r.bytes() >= large;
-        let (victims, others): (Vec<&Resident>, Vec<&Resident>) = self.idle.iter().partition(|r| must_go(r));
+        let (victims, others): (Vec<&Resident>, Vec<&Resident>) =
+            self.idle.iter().partition(|r| self.must_go(r, policy));
         let freed: Bytes = victims.iter().map(|r| r.bytes()).sum();
         let mut victims: Vec<Move> = victims
             .into_iter()
@@ -494,22 +516,16 @@ impl<'a> Survey<'a> {
         if missing == Bytes::ZERO {
             return victims;
         }
-        let is_later = |r: &Resident| ask.later.contains(&r.component.id);
-        let mut by_cost: Vec<(f64, &Resident)> =
-            others.into_iter().map(|r| (r.cost_per_byte(now), r)).collect();
-        by_cost.sort_by(|(a, r), (b, s)| {
-            let later = is_later(r).cmp(&is_later(s));
-            later.then(a.total_cmp(b)).then(r.last_used.cmp(&s.last_used))
-        });
+        let mut by_cost = cheapest_first(others, ask, now);
         let mut sum = Bytes::ZERO;
-        let enough = by_cost.iter().position(|(_, r)| {
+        let enough = by_cost.iter().position(|r| {
             sum += r.bytes();
             sum >= missing
         });
         by_cost.truncate(enough.map_or(by_cost.len(), |last| last + 1));
         let mut spare = sum - missing;
         let mut chosen: Vec<Move> = Vec::with_capacity(by_cost.len());
-        for (_, resident) in by_cost.into_iter().rev() {
+        for resident in by_cost.into_iter().rev() {
             let (component, bytes) = (&resident.component, resident.bytes());
             if bytes <= spare {
                 spare -= bytes;
@@ -523,4 +539,18 @@ impl<'a> Survey<'a> {
         victims.extend(chosen.into_iter().rev());
         victims
     }
+}
+
+/// Candidates for eviction, the cheapest to reload first, and those that the job needs later last.
+fn cheapest_first<'a>(candidates: Vec<&'a Resident>, ask: &Ask<'_>, now: Millis) -> Vec<&'a Resident> {
+    let is_later = |r: &Resident| ask.later.contains(&r.component.id);
+    let mut keyed: Vec<(f64, &Resident)> = candidates
+        .into_iter()
+        .map(|r| (r.cost_per_byte(now), r))
+        .collect();
+    keyed.sort_by(|(a, r), (b, s)| {
+        let later = is_later(r).cmp(&is_later(s));
+        later.then(a.total_cmp(b)).then(r.last_used.cmp(&s.last_used))
+    });
+    keyed.into_iter().map(|(_, r)| r).collect()
 }

@@ -5,6 +5,7 @@ mod fallback;
 mod given;
 mod ledger;
 mod patience;
+mod pieces;
 mod plan;
 mod properties;
 mod scratch;

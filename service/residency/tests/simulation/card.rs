@@ -61,6 +61,7 @@ impl Card {
             workspaces: self.workspaces,
             context: self.context,
             holders: Vec::new(),
+            layout: None,
         }
     }
 
