@@ -271,6 +271,7 @@ pub fn predicted_move_seconds(ledger: &Ledger, need: &StageNeed, policy: Policy,
 pub fn make_room(ledger: &Ledger, bytes: Bytes, now: Millis) -> Verdict {
     let ask = Ask {
         ids: Vec::new(),
+        parts: Vec::new(),
         loads: Vec::new(),
         shrinks: Vec::new(),
         at_driver: bytes,
@@ -315,6 +316,8 @@ fn seconds_of(ledger: &Ledger, a_move: &Move) -> f64 {
 struct Ask<'a> {
     /// All components of the stage, sorted by identity.
     ids: Vec<&'a ComponentId>,
+    /// The components with the parts that they are to have, in the stage's order.
+    parts: Vec<(&'a Component, Part)>,
     /// Loads, and parts that grow, in the stage's order.
     loads: Vec<Move>,
     /// Parts of its components that shrink.
@@ -341,6 +344,7 @@ impl<'a> Ask<'a> {
         by_id.sort_unstable_by_key(|(position, _)| *position);
         let mut ask = Ask {
             ids,
+            parts: Vec::new(),
             loads: Vec::new(),
             shrinks: Vec::new(),
             at_driver: Bytes::ZERO,
@@ -354,6 +358,7 @@ impl<'a> Ask<'a> {
             let part = chosen.get(position).copied().unwrap_or_default();
             let bytes = component.bytes_of(part);
             ask.peak += bytes;
+            ask.parts.push((component, part));
             match ledger.resident(&component.id) {
                 None => {
                     ask.at_driver += bytes;

@@ -9,7 +9,7 @@ use super::{
     Ask, LowMemory, Move, Policy, Survey, WaitCause, cheapest_first, freed_by, seconds_of, seconds_to_read,
 };
 use crate::layout::{Layout, NoHole, Owner, Range};
-use crate::nouns::{Bytes, ComponentId, Millis};
+use crate::nouns::{Bytes, Component, ComponentId, Millis};
 use crate::parts::Part;
 use crate::resident::Resident;
 
@@ -93,31 +93,39 @@ impl<'a> Survey<'a> {
     /// The cheapest moves found after which each allocation finds a hole.
     fn join(&self, layout: &Layout, ask: &Ask<'_>, policy: Policy, now: Millis) -> Result<Vec<Move>, NoHole> {
         let by_bytes = self.moves(ask, policy, now);
-        if carry_out(layout, &by_bytes, ask.scratch).is_ok() {
-            return Ok(by_bytes);
-        }
+        let mut no_hole = match carry_out(layout, &by_bytes, ask.scratch) {
+            Ok(()) => return Ok(by_bytes),
+            Err(stuck) => stuck.no_hole,
+        };
         let all = self.candidates(ask, policy, now);
         let mut gone: BTreeMap<&ComponentId, Victim<'a>> = BTreeMap::new();
         gone.extend(all.iter().filter(|(_, v)| v.must_go));
         let mut cleared = layout.clone();
         cleared.free(|range| range.owner == Owner::Slack || is_of(range, &gone));
-        let largest = self.largest_piece(ask);
-        let mut window = cheapest_window(&cleared, largest, &all);
+        let mut window = cheapest_window(&cleared, self.largest_piece(ask), &all);
+        // Where no window is large enough, what the stage's own components give back may join with all others that leave; and if it
+        // does not, its own are loaded elsewhere.
+        let mut others = all.clone();
+        others.retain(|_, v| !ask.names(v.resident));
+        let mut last_resorts = [others, all.clone()].into_iter();
         loop {
-            // Where no window is large enough, what the stage's own components give back may join with all others.
-            let chosen = window.unwrap_or_else(|| all.keys().copied().collect());
-            gone.extend(chosen.into_iter().filter_map(|id| Some((id, *all.get(id)?))));
-            self.add_until_enough(&mut gone, &all, ask, now);
+            if let Some(window) = window {
+                gone.extend(window.into_iter().filter_map(|id| Some((id, *all.get(id)?))));
+                self.add_until_enough(&mut gone, &all, ask, now);
+            } else if let Some(resort) = last_resorts.next() {
+                gone = resort;
+            } else {
+                return Err(no_hole);
+            }
             let victims: Vec<Victim<'a>> = gone.values().copied().collect();
             let Err(stuck) = carry_out(layout, &self.clearing(&victims, ask), ask.scratch) else {
                 break;
             };
-            if gone.len() == all.len() {
-                return Err(stuck.no_hole);
-            }
+            no_hole = stuck.no_hole;
             let mut left = all.clone();
             left.retain(|id, _| !gone.contains_key(id));
-            window = cheapest_window(&stuck.layout, stuck.no_hole.needed, &left).filter(|w| !w.is_empty());
+            let next = cheapest_window(&stuck.layout, no_hole.needed, &left);
+            window = next.filter(|window| !window.is_empty() && last_resorts.len() == 2);
         }
         Ok(self.clearing(&self.spared(layout, gone.into_values().collect(), ask), ask))
     }
@@ -211,35 +219,35 @@ impl<'a> Survey<'a> {
         others.map(|v| freed_by(self.ledger, &v.leaves())).sum()
     }
 
-    /// Moves that make victims leave, give slack back, and load what the stage needs.
+    /// Moves that make victims leave, give slack back, and load what the stage needs, in its order.
     fn clearing(&self, victims: &[Victim<'a>], ask: &Ask<'_>) -> Vec<Move> {
         let mut moves: Vec<Move> = victims.iter().map(Victim::leaves).collect();
-        let leaves = |m: &&Move| {
-            let id = match m {
-                Move::Resize(component, _) => &component.id,
-                Move::Evict(_) | Move::Load(..) | Move::Trim => return false,
-            };
-            victims.iter().any(|v| v.resident.component.id == *id)
-        };
-        moves.extend(ask.shrinks.iter().filter(|m| !leaves(m)).cloned());
+        let leaves = |component: &Component| victims.iter().any(|v| v.resident.component.id == component.id);
+        let stays = |m: &&Move| !matches!(m, Move::Resize(component, _) if leaves(component));
+        moves.extend(ask.shrinks.iter().filter(stays).cloned());
         if self.ledger.accounts().slack > Bytes::ZERO {
             moves.push(Move::Trim);
         }
-        moves.extend(ask.loads.iter().filter(|m| !leaves(m)).cloned());
-        for victim in victims.iter().filter(|v| ask.names(v.resident)) {
-            let component = &victim.resident.component;
-            moves.push(Move::Load(component.clone(), ask.part_of(victim.resident)));
+        let mut loads = ask.loads.iter().filter(stays).peekable();
+        for (component, part) in &ask.parts {
+            let is_next =
+                |m: &&Move| matches!(m, Move::Load(c, _) | Move::Resize(c, _) if c.id == component.id);
+            if let Some(load) = loads.next_if(is_next) {
+                moves.push(load.clone());
+            } else if leaves(component) {
+                moves.push(Move::Load((*component).clone(), *part));
+            }
         }
         moves
     }
 
     /// The largest allocation that the stage's components or its activations need.
     fn largest_piece(&self, ask: &Ask<'_>) -> Bytes {
-        let loads = ask.loads.iter().chain(&ask.shrinks).filter_map(|m| match m {
-            Move::Load(component, part) | Move::Resize(component, part) => Some(component.pieces_of(*part)),
-            Move::Evict(_) | Move::Trim => None,
-        });
-        let largest = loads.flatten().map(|(_, bytes)| bytes).max();
+        let pieces = ask
+            .parts
+            .iter()
+            .flat_map(|(component, part)| component.pieces_of(*part));
+        let largest = pieces.map(|(_, bytes)| bytes).max();
         largest.unwrap_or(Bytes::ZERO).max(ask.scratch)
     }
 
@@ -274,26 +282,10 @@ impl<'a> Survey<'a> {
     ) -> Result<(), NoHole> {
         let mut bare = layout.clone();
         bare.free(|range| is_gone(&range.owner));
-        for m in ask.loads.iter().chain(&ask.shrinks) {
-            if let Move::Load(component, part) | Move::Resize(component, part) = m {
-                bare.hold(component, *part)?;
-            }
-        }
-        for resident in self.ledger.residents().filter(|r| ask.names(r)) {
-            bare.hold(&resident.component, ask.part_of(resident))?;
+        for (component, part) in &ask.parts {
+            bare.hold(component, *part)?;
         }
         bare.take_scratch(ask.scratch).map(|_| ())
-    }
-}
-
-impl Ask<'_> {
-    /// The part that a resident component of the stage is to have.
-    fn part_of(&self, resident: &Resident) -> Part {
-        let changed = self.loads.iter().chain(&self.shrinks).find_map(|m| match m {
-            Move::Resize(component, part) if component.id == resident.component.id => Some(*part),
-            Move::Evict(_) | Move::Load(..) | Move::Resize(..) | Move::Trim => None,
-        });
-        changed.unwrap_or(resident.part)
     }
 }
 

@@ -436,7 +436,9 @@ proptest! {
         }
     }
 
-    /// A stage waits only if no evictions make its holes; it is refused if and only if nothing but pins is in the way.
+    /// A stage waits only if its holes are not there after all evictions, with its own components where they are or loaded
+    /// elsewhere; it is refused if and only if nothing but pins is in the way. (Fewer evictions may happen to do where all do not, since
+    /// what is loaded then lies elsewhere: such packings are not looked for.)
     #[test]
     fn waits_and_refusals_are_unavoidable(history in history()) {
         let (ledger, need) = built(&history);
@@ -445,7 +447,9 @@ proptest! {
             return Ok(());
         }
         let idle: Vec<&Resident> = ledger.residents().filter(|r| r.is_idle()).collect();
-        for gone in subsets(&idle) {
+        let named = |r: &&Resident| need.components.iter().any(|c| c.id == r.component.id);
+        let others = idle.iter().copied().filter(|r| !named(r)).collect();
+        for gone in [others, idle] {
             for part_of in [&whole_of as &dyn Fn(&Ledger, &Component) -> Part, &least_of] {
                 let part_of = |c: &Component| part_of(&ledger, c);
                 prop_assert!(!fits_without(&ledger, &need, &gone, &part_of), "{:?} would do: {:?}", gone, verdict);
@@ -468,16 +472,16 @@ proptest! {
         }
     }
 
-    /// Where bytes suffice, what leaves for a hole is the cheapest that there is: all subsets are tried.
+    /// Where bytes suffice, what leaves for a hole is the cheapest that there is, and a stage waits only if nothing that may leave
+    /// would do: all subsets are tried.
     #[test]
     fn a_hole_is_made_at_the_lowest_cost(mut history in history()) {
         history.wanted.clear();
         history.sizes.iter_mut().for_each(|(_, is_in_blocks, _)| *is_in_blocks = false);
         let (ledger, mut need) = built(&history);
         need.scratch = need.scratch.min(ledger.usable());
-        let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, NOW) else {
-            return Ok(());
-        };
+        let verdict = plan(&ledger, &need, Policy::Shared, NOW);
+        let moves = if let Verdict::Run { moves } = &verdict { moves.as_slice() } else { &[] };
         let cost = |gone: &[&Resident]| gone.iter().map(|r| r.component.reload_seconds).sum::<f64>();
         let gone: Vec<&Resident> = moves.iter().filter_map(|m| match m {
             Move::Evict(c) => ledger.resident(&c.id),
@@ -487,7 +491,8 @@ proptest! {
         for other in subsets(&idle) {
             if fits_without(&ledger, &need, &other, &|_| Part::WHOLE) {
                 // An eviction itself takes some milliseconds.
-                prop_assert!(cost(&gone) <= cost(&other) + 0.1, "{:?} would do: {:?}", other, moves);
+                let runs = matches!(verdict, Verdict::Run { .. });
+                prop_assert!(runs && cost(&gone) <= cost(&other) + 0.1, "{:?} would do: {:?}", other, verdict);
             }
         }
     }
