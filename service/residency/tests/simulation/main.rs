@@ -10,6 +10,7 @@ mod checks;
 mod defect;
 mod jobs;
 mod mover;
+mod pieces;
 mod queue;
 mod world;
 
