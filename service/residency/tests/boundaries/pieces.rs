@@ -389,7 +389,17 @@ fn fits_without(
     }
     let evictions = gone.iter().map(|r| Move::Evict(r.component.clone()));
     let loads = need.components.iter().map(|c| Move::Load(c.clone(), part_of(c)));
-    let moves: Vec<Move> = evictions.chain([Move::Trim]).chain(loads).collect();
+    let (shrinks, loads): (Vec<Move>, Vec<Move>) = loads.partition(|m| match m {
+        Move::Load(c, part) => ledger
+            .resident(&c.id)
+            .is_some_and(|r| stays(&r) && c.bytes_of(*part) < r.bytes()),
+        Move::Evict(_) | Move::Resize(..) | Move::Trim => false,
+    });
+    let moves: Vec<Move> = evictions
+        .chain(shrinks)
+        .chain([Move::Trim])
+        .chain(loads)
+        .collect();
     carry_out(&mut layout, &moves, need.scratch).is_ok()
 }
 

@@ -73,9 +73,22 @@ impl World {
                 .collect();
             let others = idle.iter().copied().filter(|c| !is_needed(c)).collect();
             for gone in [others, idle] {
-                let evictions = gone.into_iter().map(|c| Move::Evict(c.clone()));
-                let moves = evictions.chain([Move::Trim]).chain(self.loads(need));
-                if self.would_fit(|_| false, &moves.collect::<Vec<_>>(), need.scratch) {
+                let stays = |c: &Component| !gone.iter().any(|gone| gone.id == c.id);
+                let shrinks = |m: &Move| match m {
+                    Move::Load(c, part) => self
+                        .ledger
+                        .resident(&c.id)
+                        .is_some_and(|r| stays(c) && c.bytes_of(*part) < r.bytes()),
+                    Move::Evict(_) | Move::Resize(..) | Move::Trim => false,
+                };
+                let (shrinks, loads): (Vec<Move>, Vec<Move>) = self.loads(need).partition(shrinks);
+                let evictions = gone.iter().map(|&c| Move::Evict(c.clone()));
+                let moves: Vec<Move> = evictions
+                    .chain(shrinks)
+                    .chain([Move::Trim])
+                    .chain(loads)
+                    .collect();
+                if self.would_fit(|_| false, &moves, need.scratch) {
                     let what = format!("after all evictions there are holes, but {verdict:?}");
                     return Err(self.violation(Invariant::WhatFitsIsPlanned, what));
                 }
