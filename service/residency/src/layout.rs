@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::nouns::{Bytes, Component, ComponentId};
 use crate::parts::Part;
 
-/// The number of the piece through which streamed blocks pass.
+/// The number of the allocation through which streamed blocks pass.
 const RING: u32 = u32::MAX;
 
 /// Who uses a range of addresses.
@@ -27,12 +27,12 @@ pub enum Owner {
     Scratch,
     /// The activation pool, which keeps it for later stages.
     Slack,
-    /// One of the pieces of a component.
-    Component { id: ComponentId, piece: u32 },
+    /// One of the allocations of a component.
+    Component { id: ComponentId, number: u32 },
 }
 
 impl Owner {
-    /// The component that it is a piece of.
+    /// The component that it belongs to.
     pub fn component(&self) -> Option<&ComponentId> {
         match self {
             Owner::Component { id, .. } => Some(id),
@@ -71,26 +71,26 @@ impl NoHole {
 }
 
 impl Component {
-    /// The pieces in which a part of it is allocated, by number: what is in no block, each block that stays, and the ring through
-    /// which the others pass. A component without blocks is one piece. Blocks that are streamed first come last, so that a part that
+    /// The allocations of a part of it, by number: what is in no block, each block that stays, and the ring through
+    /// which the others pass. A component without blocks is one allocation. Blocks that are streamed first come last, so that a part that
     /// shrinks leaves holes that join.
-    pub fn pieces_of(&self, part: Part) -> Vec<(u32, Bytes)> {
+    pub fn allocations_of(&self, part: Part) -> Vec<(u32, Bytes)> {
         let least = self.least().0;
         let part = part.0.min(least);
         let streamed = |part: u32| {
             let size = self.size_of(Part(part));
             size.streamed + size.streamed_once
         };
-        let mut pieces = vec![(0, self.bytes - streamed(least))];
-        pieces.extend(
+        let mut all = vec![(0, self.bytes - streamed(least))];
+        all.extend(
             (part + 1..=least)
                 .rev()
                 .map(|n| (n, streamed(n) - streamed(n - 1))),
         );
         let stays = self.bytes - streamed(part);
-        pieces.push((RING, self.bytes_of(Part(part)) - stays));
-        pieces.retain(|(_, bytes)| *bytes > Bytes::ZERO);
-        pieces
+        all.push((RING, self.bytes_of(Part(part)) - stays));
+        all.retain(|(_, bytes)| *bytes > Bytes::ZERO);
+        all
     }
 }
 
@@ -160,23 +160,25 @@ impl Layout {
         Ok(at)
     }
 
-    /// Makes a component's pieces those of a part: frees the others, then allocates what is missing.
+    /// Makes a component's allocations those of a part: frees the others, then allocates what is missing.
     ///
     /// # Errors
     /// [`NoHole`]; nothing has changed then.
     pub fn hold(&mut self, component: &Component, part: Part) -> Result<(), NoHole> {
-        let mut missing = component.pieces_of(part);
+        let mut missing = component.allocations_of(part);
         let mut then = self.clone();
         then.used.retain(|range| match &range.owner {
-            Owner::Component { id, piece } if *id == component.id => {
-                let here = missing.iter().position(|wanted| *wanted == (*piece, range.bytes));
+            Owner::Component { id, number } if *id == component.id => {
+                let here = missing
+                    .iter()
+                    .position(|wanted| *wanted == (*number, range.bytes));
                 here.map(|here| missing.remove(here)).is_some()
             }
             _ => true,
         });
-        for (piece, bytes) in missing {
+        for (number, bytes) in missing {
             let id = component.id.clone();
-            then.place(bytes, Owner::Component { id, piece })?;
+            then.place(bytes, Owner::Component { id, number })?;
         }
         *self = then;
         Ok(())
@@ -232,7 +234,7 @@ impl Layout {
         freed
     }
 
-    /// Frees all pieces of a component, and returns them.
+    /// Frees all of a component, and returns it.
     pub fn free_component(&mut self, component: &ComponentId) -> Vec<Range> {
         self.free(|range| range.owner.component() == Some(component))
     }

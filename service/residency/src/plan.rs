@@ -3,7 +3,7 @@
 //! One pass over the ledger and one sort of the eviction candidates, no nested loops: a thousand components cost well
 //! under a millisecond.
 
-mod pieces;
+mod holes;
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ use crate::ledger::Ledger;
 use crate::nouns::{Bytes, Component, ComponentId, Millis, StageNeed};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
-use pieces::InPieces;
+use holes::Holes;
 
 /// Measured: 40 ms until the driver shows 21.5 GB as free on an H100; a few milliseconds at least.
 const EVICT_SECONDS: f64 = 0.005;
@@ -114,12 +114,12 @@ pub fn plan_low_memory(ledger: &Ledger, need: &StageNeed, policy: Policy, now: M
     let ask = Ask::of_stage(ledger, need, &chosen);
     let survey = Survey::of(ledger, &ask);
     let short = survey.missing(&ask) - survey.evictable();
-    match survey.in_pieces(&ask, policy, now) {
+    match survey.holes(&ask, policy, now) {
         None => LowMemory {
             moves: survey.moves(&ask, policy, now),
             short,
         },
-        Some(pieces) => survey.low_memory_in_pieces(&ask, policy, now, pieces),
+        Some(holes) => survey.low_memory_with_holes(&ask, policy, now, holes),
     }
 }
 
@@ -180,6 +180,26 @@ fn decide_in_parts(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Milli
     let mut spare = ledger.within_reach() + ask.given_back + evictable
         - (ledger.spoken_for() + ask.headroom + ask.at_driver + ask.scratch);
     spare = spare.min(ledger.capacity() - survey.pinned - ask.headroom - ask.peak);
+    // Where memory is not remapped, bytes at the ends of holes serve no block.
+    for _ in 0..if ledger.layout().is_some() {
+        SMALLER_TRIES
+    } else {
+        1
+    } {
+        let chosen = largest_parts(ledger, need, &least, spare);
+        if let run @ Verdict::Run { .. } = verdict_on(ledger, need, &chosen, policy, now) {
+            return (run, chosen);
+        }
+        spare -= Bytes(spare.0 / 8);
+    }
+    (verdict, least)
+}
+
+/// How often parts are chosen for less memory, where they find no holes.
+const SMALLER_TRIES: u32 = 8;
+
+/// The largest parts of a stage's components that have at most `spare` bytes more than the least.
+fn largest_parts(ledger: &Ledger, need: &StageNeed, least: &Chosen, mut spare: Bytes) -> Chosen {
     let mut chosen = least.clone();
     for (index, component) in need.components.iter().enumerate() {
         let is_first = |other: &Component| other.id == component.id;
@@ -191,10 +211,7 @@ fn decide_in_parts(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Milli
         chosen[index] = best_part(ledger, component, least[index], most);
         spare -= component.bytes_of(chosen[index]) - component.bytes_of(least[index]);
     }
-    match verdict_on(ledger, need, &chosen, policy, now) {
-        run @ Verdict::Run { .. } => (run, chosen),
-        Verdict::Wait { .. } | Verdict::Never { .. } => (verdict, least),
-    }
+    chosen
 }
 
 /// A part grows only by at least this fraction of its component.
@@ -426,8 +443,8 @@ impl<'a> Survey<'a> {
                 capacity,
             };
         }
-        let in_pieces = self.in_pieces(ask, policy, now);
-        if let Some(InPieces::Never(NoHole { needed, largest })) = in_pieces {
+        let holes = self.holes(ask, policy, now);
+        if let Some(Holes::Never(NoHole { needed, largest })) = holes {
             return Verdict::Never {
                 needed,
                 capacity: largest,
@@ -446,10 +463,10 @@ impl<'a> Survey<'a> {
                 cause: WaitCause::Leases,
             };
         }
-        match in_pieces {
-            Some(InPieces::Joined(moves)) => Verdict::Run { moves },
-            Some(InPieces::Apart { short, cause }) => Verdict::Wait { short, cause },
-            Some(InPieces::Never(_)) | None => Verdict::Run {
+        match holes {
+            Some(Holes::Made(moves)) => Verdict::Run { moves },
+            Some(Holes::Missing { short, cause }) => Verdict::Wait { short, cause },
+            Some(Holes::Never(_)) | None => Verdict::Run {
                 moves: self.moves(ask, policy, now),
             },
         }

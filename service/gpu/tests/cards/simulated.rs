@@ -167,7 +167,7 @@ fn without_remapping_an_allocation_needs_a_hole_and_is_told_of_the_largest() {
 }
 
 #[test]
-fn without_remapping_a_component_lies_in_the_pieces_in_which_it_was_allocated() {
+fn without_remapping_a_component_has_an_allocation_for_each_block() {
     let mut b = bench("1000,remaps=no,lag=50ms");
     let size = |streamed: u64| PartSize {
         bytes: Bytes(600 - 100 * streamed + 200),
@@ -184,12 +184,12 @@ fn without_remapping_a_component_lies_in_the_pieces_in_which_it_was_allocated() 
     let plan = LoadPlan::Synthetic(Bytes(600));
     let mut go_on = |_| ControlFlow::Continue(());
     b.card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
-    let pieces = |b: &mut Bench| -> Vec<(u64, u64)> {
+    let allocations = |b: &mut Bench| -> Vec<(u64, u64)> {
         let layout = b.card.memory().unwrap().layout.unwrap();
         let used = layout.used().iter().filter(|range| range.owner != Owner::Late);
         used.map(|range| (range.at, range.bytes.0)).collect()
     };
-    let whole = pieces(&mut b);
+    let whole = allocations(&mut b);
     assert_eq!(
         whole,
         [(0, 100), (100, 100), (200, 100), (300, 300)],
@@ -198,20 +198,26 @@ fn without_remapping_a_component_lies_in_the_pieces_in_which_it_was_allocated() 
     b.load("b", Bytes(400)).unwrap();
     b.card.resize(&component, Part(2), &mut go_on).unwrap();
     // The ring takes a part of what was given up; the rest is late.
-    assert_eq!(pieces(&mut b), [(0, 100), (100, 100), (200, 200), (600, 400)]);
+    assert_eq!(
+        allocations(&mut b),
+        [(0, 100), (100, 100), (200, 200), (600, 400)]
+    );
     assert_eq!((b.free(), b.card.accounts().lagging), (Bytes::ZERO, Bytes(200)));
     b.clock.advance_ms(50);
     assert_eq!(b.free(), Bytes(200));
     // What cannot grow is as it was before.
     let scratch = b.card.use_scratch(Bytes(60)).unwrap();
-    let before = pieces(&mut b);
+    let before = allocations(&mut b);
     let refused = b.card.resize(&component, Part::WHOLE, &mut go_on).unwrap_err();
     assert!(matches!(refused, LoadError::OutOfMemory { .. }), "{refused}");
-    assert_eq!(pieces(&mut b), before);
+    assert_eq!(allocations(&mut b), before);
     drop(scratch);
     b.clock.advance_ms(50);
     b.card.resize(&component, Part::WHOLE, &mut go_on).unwrap();
-    assert_eq!(pieces(&mut b).iter().map(|(_, bytes)| bytes).sum::<u64>(), 1000);
+    assert_eq!(
+        allocations(&mut b).iter().map(|(_, bytes)| bytes).sum::<u64>(),
+        1000
+    );
 }
 
 #[test]
@@ -510,15 +516,15 @@ proptest! {
         remaps in any::<bool>(),
     ) {
         let keep = if keeps { ",slack=keep" } else { "" };
-        let pieces = if remaps { "" } else { ",remaps=no" };
-        let mut b = bench(&format!("1000,context=50,workspaces=20,lag={lag}ms{keep}{pieces}"));
+        let how = if remaps { "" } else { ",remaps=no" };
+        let mut b = bench(&format!("1000,context=50,workspaces=20,lag={lag}ms{keep}{how}"));
         let mut shadow = Shadow::default();
         let mut scratch: Vec<ScratchGuard> = Vec::new();
         for op in ops {
             let now = b.clock.now_ms();
             let free = shadow.accounts(&scratch, now)[5];
             let truth = b.card.memory().unwrap();
-            // Where memory is not remapped, an allocation also needs a hole, or a piece of slack.
+            // Where memory is not remapped, an allocation also needs a hole, or slack side by side.
             let hole = truth.layout.as_ref().map_or(free, |layout| layout.largest_hole().0);
             let slack = truth.layout.iter().flat_map(|layout| layout.used());
             let slack = slack.filter(|range| range.owner == Owner::Slack).map(|range| range.bytes.0);

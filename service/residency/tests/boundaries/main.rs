@@ -3,9 +3,9 @@
 
 mod fallback;
 mod given;
+mod holes;
 mod ledger;
 mod patience;
-mod pieces;
 mod plan;
 mod properties;
 mod scratch;

@@ -37,7 +37,7 @@ impl Card {
     }
 
     /// The same card, whose memory is not remapped.
-    pub(crate) fn in_pieces(mut self) -> Card {
+    pub(crate) fn without_remapping(mut self) -> Card {
         let mut layout = Layout::new(self.total);
         layout.fill(&Range {
             at: 0,
@@ -129,7 +129,7 @@ impl Card {
         }
     }
 
-    /// A component keeps a smaller part. False if that has a piece for which there is no hole.
+    /// A component keeps a smaller part. False if that needs an allocation for which there is no hole.
     pub(crate) fn shrink(&mut self, component: &Component, part: Part, shown_at: Option<Millis>) -> bool {
         let mut freed = Vec::new();
         self.let_others_take();

@@ -8,9 +8,9 @@
 mod card;
 mod checks;
 mod defect;
+mod holes;
 mod jobs;
 mod mover;
-mod pieces;
 mod queue;
 mod world;
 

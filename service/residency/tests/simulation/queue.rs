@@ -17,7 +17,7 @@ impl World {
         let need = &stage.need;
         let mut verdict = plan(&self.ledger, need, self.policy, self.now);
         if self.card.layout.is_some() {
-            verdict = self.spoil_in_pieces(need, verdict);
+            verdict = self.spoil_holes(need, verdict);
         }
         if self.defect == Defect::PlannerWaitsForNothing
             && matches!(&verdict, Verdict::Run { moves } if moves.len() > 2)
@@ -30,7 +30,7 @@ impl World {
         self.check_verdict(need, &verdict)?;
         let is_there = |l: &Ledger| need.components.iter().all(|c| l.is_resident(&c.id));
         let ran_here = stage.ran_in.is_some_and(|room| room <= self.ledger.usable());
-        // In pieces, equal free bytes are not equally good.
+        // Without remapping, equal free bytes are not equally good.
         let ran_here = ran_here && self.card.layout.is_none();
         if ran_here && !matches!(verdict, Verdict::Run { .. }) && is_there(&self.ledger) {
             let what = format!(

@@ -129,7 +129,7 @@ impl World {
             Bytes::mib(rng.random_range(0..200)),
         );
         if seed.is_multiple_of(3) {
-            card = card.in_pieces();
+            card = card.without_remapping();
         }
         let mut ledger = Ledger::new(total, Bytes::mib(rng.random_range(0..700)));
         ledger.reconcile(&card.truth());

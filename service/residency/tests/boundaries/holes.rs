@@ -44,9 +44,9 @@ fn card(spots: &[Spot<'_>]) -> Ledger {
             Of(c) => {
                 load(&mut ledger, c, Millis(0));
                 let mut next = at;
-                for (piece, bytes) in c.pieces_of(Part::WHOLE) {
+                for (number, bytes) in c.allocations_of(Part::WHOLE) {
                     let id = c.id.clone();
-                    let owner = Owner::Component { id, piece };
+                    let owner = Owner::Component { id, number };
                     layout.fill(&Range {
                         at: next,
                         bytes,
@@ -97,7 +97,7 @@ fn what_lies_between_holes_is_evicted_and_not_what_is_cheapest() {
     let mut cheap = component("cheap", 1);
     cheap.reload_seconds = 0.1;
     let (between, large) = (component("between", 1), component("large", 8));
-    // Two GiB are free, in four pieces.
+    // Two GiB are free, in four holes.
     let ledger = card(&[
         Free(1),
         Of(&large),
@@ -174,6 +174,23 @@ fn a_component_of_blocks_gives_up_only_as_many_as_a_hole_needs() {
     let mut layout = ledger.layout().unwrap().clone();
     layout.hold(c, *part).unwrap();
     assert!(layout.largest_hole() >= Bytes::gib(3));
+}
+
+#[test]
+fn a_part_is_as_large_as_the_holes_allow() {
+    let (large, pinned) = (in_blocks("large", 40), component("pinned", 1));
+    // Blocks of 4 GiB: two bytes that are split serve none.
+    let mut ledger = card(&[Free(21), Of(&pinned), Free(21)]);
+    ledger.pin(pinned.id.clone());
+    let need = stage(&[&large], Bytes::ZERO);
+    let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, NOW) else {
+        panic!("it fits")
+    };
+    let [Move::Load(c, part)] = &moves[..] else {
+        panic!("{moves:?}")
+    };
+    // The ring of two blocks in one hole, and two blocks in the other: not all are streamed.
+    assert_eq!(c.bytes_of(*part), Bytes::gib(16));
 }
 
 #[test]
@@ -517,7 +534,7 @@ proptest! {
             match components.get(n) {
                 None => layout.set_foreign(Bytes(foreign)),
                 Some(c) => {
-                    let wanted = c.pieces_of(Part(part));
+                    let wanted = c.allocations_of(Part(part));
                     prop_assert_eq!(wanted.iter().map(|(_, b)| *b).sum::<Bytes>(), c.bytes_of(Part(part)));
                     if let Err(no_hole) = layout.hold(c, Part(part)) {
                         prop_assert!(no_hole.needed > no_hole.largest);

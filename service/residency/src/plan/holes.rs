@@ -14,11 +14,11 @@ use crate::parts::Part;
 use crate::resident::Resident;
 
 /// Whether a stage's allocations find holes.
-pub(super) enum InPieces {
+pub(super) enum Holes {
     /// After these moves they do.
-    Joined(Vec<Move>),
+    Made(Vec<Move>),
     /// They would if claimed memory were released. The largest hole that there can be is `short` bytes too small.
-    Apart { short: Bytes, cause: WaitCause },
+    Missing { short: Bytes, cause: WaitCause },
     /// Pins alone, or the size of the card, leave no hole that is large enough.
     Never(NoHole),
 }
@@ -44,13 +44,13 @@ struct Stuck {
 
 impl<'a> Survey<'a> {
     /// Whether and how a stage's allocations find holes; `None` on a card that remaps memory.
-    pub(super) fn in_pieces(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Option<InPieces> {
+    pub(super) fn holes(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Option<Holes> {
         let layout = self.ledger.layout()?;
         let has_bytes = self.missing(ask) <= self.evictable() && !self.needed_is_moving;
         let mut short = Bytes::ZERO;
         if has_bytes {
             match self.join(layout, ask, policy, now) {
-                Ok(moves) => return Some(InPieces::Joined(moves)),
+                Ok(moves) => return Some(Holes::Made(moves)),
                 Err(no_hole) => short = no_hole.short(),
             }
         }
@@ -61,32 +61,32 @@ impl<'a> Survey<'a> {
             Owner::Foreign | Owner::Late | Owner::Scratch | Owner::Slack => true,
         });
         if let Err(no_hole) = never {
-            return Some(InPieces::Never(no_hole));
+            return Some(Holes::Never(no_hole));
         }
-        Some(InPieces::Apart {
+        Some(Holes::Missing {
             short,
-            cause: self.cause_of_pieces(layout, ask),
+            cause: self.cause_of_missing(layout, ask),
         })
     }
 
     /// As [`super::plan_low_memory`]: everything that may leave leaves, if that is not enough.
-    pub(super) fn low_memory_in_pieces(
+    pub(super) fn low_memory_with_holes(
         &self,
         ask: &Ask<'_>,
         policy: Policy,
         now: Millis,
-        pieces: InPieces,
+        holes: Holes,
     ) -> LowMemory {
         let short = self.missing(ask) - self.evictable();
-        let of_pieces = match pieces {
-            InPieces::Joined(moves) => return LowMemory { moves, short },
-            InPieces::Apart { short, .. } => short,
-            InPieces::Never(no_hole) => no_hole.short(),
+        let missing = match holes {
+            Holes::Made(moves) => return LowMemory { moves, short },
+            Holes::Missing { short, .. } => short,
+            Holes::Never(no_hole) => no_hole.short(),
         };
         let others = self.idle.iter().map(|r| self.victim(r, ask, policy, now));
         LowMemory {
             moves: self.clearing(&others.collect::<Vec<_>>(), ask),
-            short: if short > Bytes::ZERO { short } else { of_pieces },
+            short: if short > Bytes::ZERO { short } else { missing },
         }
     }
 
@@ -102,7 +102,7 @@ impl<'a> Survey<'a> {
         gone.extend(all.iter().filter(|(_, v)| v.must_go));
         let mut cleared = layout.clone();
         cleared.free(|range| range.owner == Owner::Slack || is_of(range, &gone));
-        let mut window = cheapest_window(&cleared, self.largest_piece(ask), &all);
+        let mut window = cheapest_window(&cleared, self.largest_allocation(ask), &all);
         // Where no window is large enough, what the stage's own components give back may join with all others that leave; and if it
         // does not, its own are loaded elsewhere.
         let mut others = all.clone();
@@ -242,17 +242,17 @@ impl<'a> Survey<'a> {
     }
 
     /// The largest allocation that the stage's components or its activations need.
-    fn largest_piece(&self, ask: &Ask<'_>) -> Bytes {
-        let pieces = ask
+    fn largest_allocation(&self, ask: &Ask<'_>) -> Bytes {
+        let all = ask
             .parts
             .iter()
-            .flat_map(|(component, part)| component.pieces_of(*part));
-        let largest = pieces.map(|(_, bytes)| bytes).max();
+            .flat_map(|(component, part)| component.allocations_of(*part));
+        let largest = all.map(|(_, bytes)| bytes).max();
         largest.unwrap_or(Bytes::ZERO).max(ask.scratch)
     }
 
     /// The first claim whose release, together with those before it, would make the holes.
-    fn cause_of_pieces(&self, layout: &Layout, ask: &Ask<'_>) -> WaitCause {
+    fn cause_of_missing(&self, layout: &Layout, ask: &Ask<'_>) -> WaitCause {
         let resident = |id: &ComponentId| self.ledger.resident(id);
         let is_late = |owner: &Owner| match owner {
             Owner::Late | Owner::Slack => true,

@@ -153,7 +153,7 @@ impl World {
     }
 
     /// The verdict that a planner with the current defect would give.
-    pub(crate) fn spoil_in_pieces(&self, need: &StageNeed, verdict: Verdict) -> Verdict {
+    pub(crate) fn spoil_holes(&self, need: &StageNeed, verdict: Verdict) -> Verdict {
         match (self.defect, &verdict) {
             (Defect::PlannerForgetsHoles, _) => self.verdict_by_bytes(need),
             (Defect::PlannerJoinsNothing, Verdict::Run { moves }) if self.joins(need, moves) => {
