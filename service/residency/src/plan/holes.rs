@@ -3,7 +3,7 @@
 //! The plan by bytes comes first, and is carried out on a copy of the card's [`Layout`]. If an allocation finds no hole there, the
 //! cheapest window over the addresses is cleared: holes and evictable ranges side by side. What turns out not to be needed stays.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use super::{
     Ask, LowMemory, Move, Policy, Survey, WaitCause, cheapest_first, freed_by, seconds_of, seconds_to_read,
@@ -12,6 +12,12 @@ use crate::layout::{Layout, NoHole, Owner, Range};
 use crate::nouns::{Bytes, Component, ComponentId, Millis};
 use crate::parts::Part;
 use crate::resident::Resident;
+
+/// How often windows are cleared one after the other, before all that may leave does.
+const WINDOWS_AT_MOST: usize = 16;
+
+/// How often it is tried whether a victim could stay, so that a plan over a thousand components takes milliseconds.
+const SPARED_AT_MOST: u32 = 32;
 
 /// Whether a stage's allocations find holes.
 pub(super) enum Holes {
@@ -108,7 +114,7 @@ impl<'a> Survey<'a> {
         let mut others = all.clone();
         others.retain(|_, v| !ask.names(v.resident));
         let mut last_resorts = [others, all.clone()].into_iter();
-        loop {
+        for cleared in 1.. {
             if let Some(window) = window {
                 gone.extend(window.into_iter().filter_map(|id| Some((id, *all.get(id)?))));
                 self.add_until_enough(&mut gone, &all, ask, now);
@@ -125,7 +131,8 @@ impl<'a> Survey<'a> {
             let mut left = all.clone();
             left.retain(|id, _| !gone.contains_key(id));
             let next = cheapest_window(&stuck.layout, no_hole.needed, &left);
-            window = next.filter(|window| !window.is_empty() && last_resorts.len() == 2);
+            window = next
+                .filter(|window| !window.is_empty() && last_resorts.len() == 2 && cleared < WINDOWS_AT_MOST);
         }
         Ok(self.clearing(&self.spared(layout, gone.into_values().collect(), ask), ask))
     }
@@ -180,8 +187,11 @@ impl<'a> Survey<'a> {
     /// Those of the victims that have to go: without each of the others, the most expensive first, all allocations find holes.
     /// One that has parts gives up only as much as it must.
     fn spared(&self, layout: &Layout, mut victims: Vec<Victim<'a>>, ask: &Ask<'_>) -> Vec<Victim<'a>> {
-        let suffice = |victims: &[Victim<'a>]| {
-            self.missing(ask) <= self.freed_by_all(victims, ask)
+        let mut left = SPARED_AT_MOST;
+        let mut suffice = |victims: &[Victim<'a>]| {
+            left = left.saturating_sub(1);
+            left > 0
+                && self.missing(ask) <= self.freed_by_all(victims, ask)
                 && carry_out(layout, &self.clearing(victims, ask), ask.scratch).is_ok()
         };
         victims.sort_by_key(|v| (v.must_go, std::cmp::Reverse(v.cost)));
@@ -221,7 +231,12 @@ impl<'a> Survey<'a> {
 
     /// Moves that make victims leave, give slack back, and load what the stage needs, in its order.
     fn clearing(&self, victims: &[Victim<'a>], ask: &Ask<'_>) -> Vec<Move> {
-        let mut moves: Vec<Move> = victims.iter().map(Victim::leaves).collect();
+        let (shrinks, evictions): (Vec<Move>, Vec<Move>) = victims
+            .iter()
+            .map(Victim::leaves)
+            .partition(|m| matches!(m, Move::Resize(..)));
+        let mut moves = evictions;
+        moves.extend(shrinks);
         let leaves = |component: &Component| victims.iter().any(|v| v.resident.component.id == component.id);
         let stays = |m: &&Move| !matches!(m, Move::Resize(component, _) if leaves(component));
         moves.extend(ask.shrinks.iter().filter(stays).cloned());
@@ -306,12 +321,16 @@ fn is_of(range: &Range, victims: &BTreeMap<&ComponentId, Victim<'_>>) -> bool {
 /// Carries moves and the allocation of activations out on a copy of the card.
 fn carry_out(layout: &Layout, moves: &[Move], scratch: Bytes) -> Result<(), Box<Stuck>> {
     let mut layout = layout.clone();
+    // Freed together, before the next move: one pass over the ranges is enough.
+    let mut evicted: HashSet<&ComponentId> = HashSet::new();
     for each in moves {
+        if let Move::Evict(component) = each {
+            evicted.insert(&component.id);
+            continue;
+        }
+        free_all(&mut layout, &mut evicted);
         let held = match each {
-            Move::Evict(component) => {
-                layout.free_component(&component.id);
-                Ok(())
-            }
+            Move::Evict(_) => Ok(()),
             Move::Trim => {
                 layout.free(|range| range.owner == Owner::Slack);
                 Ok(())
@@ -322,9 +341,17 @@ fn carry_out(layout: &Layout, moves: &[Move], scratch: Bytes) -> Result<(), Box<
             return Err(Box::new(Stuck { layout, no_hole }));
         }
     }
+    free_all(&mut layout, &mut evicted);
     match layout.take_scratch(scratch) {
         Ok(_) => Ok(()),
         Err(no_hole) => Err(Box::new(Stuck { layout, no_hole })),
+    }
+}
+
+fn free_all(layout: &mut Layout, evicted: &mut HashSet<&ComponentId>) {
+    if !evicted.is_empty() {
+        layout.free(|range| range.owner.component().is_some_and(|id| evicted.contains(id)));
+        evicted.clear();
     }
 }
 
