@@ -13,8 +13,9 @@ from service import Service
 
 HALF_GIB = 1 << 29
 
-# As reported for a card of 24 GB from AMD: 2 GB are free, in pieces of 500 MB, and 1.5 GB in one piece cannot be had. What is
-# loaded in this order fills the card but for one piece; then all of `gaps` leaves. In units of 512 MiB.
+# As reported for a card of 24 GB from AMD: 2 GB are free, in pieces of 500 MB, and 1.5 GB in one piece
+# cannot be had. What is loaded in this order fills the card but for one piece; then all of `gaps` leaves.
+# In units of 512 MiB.
 REPORT = {
     "film": {"transformer": 24, "text_encoder": 2, "text_encoder_2": 8, "vae": 3},
     "other": {"transformer": 7},
