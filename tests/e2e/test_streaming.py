@@ -25,7 +25,7 @@ PICTURE: dict[str, Any] = {
     "seed": 5,
 }
 # The shipped model has 20 MiB of transformer in f32, 7 of autoencoder, 3 of text encoders.
-CARDS = ("28MiB", "20MiB", "16MiB")
+CARDS = ("28MiB", "20MiB", "16MiB", "20MiB,remaps=no")
 
 
 @pytest.fixture

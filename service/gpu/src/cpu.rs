@@ -160,6 +160,7 @@ impl Gpu for CpuCard {
             workspaces: Bytes::ZERO,
             context,
             holders,
+            layout: None,
         })
     }
 

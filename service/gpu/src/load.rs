@@ -259,6 +259,18 @@ pub enum LoadError {
         /// Bytes free at that moment.
         free: Bytes,
     },
+    /// The card has the memory, and not in one piece.
+    #[error(
+        "out of memory while loading: {needed} needed in one piece, {free} free, at most {largest} of them in one piece"
+    )]
+    Fragmented {
+        /// Bytes of the failed allocation.
+        needed: Bytes,
+        /// Bytes free at that moment.
+        free: Bytes,
+        /// The largest allocation that would have succeeded.
+        largest: Bytes,
+    },
     /// The machine has not enough memory to stream from.
     #[error(
         "to stream its weights, the component needs {needed} of the machine's memory, and {available} are available: end other \

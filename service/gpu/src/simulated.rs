@@ -186,16 +186,13 @@ impl SimulatedCard {
     /// Keeps another part of a component.
     fn change(
         &self,
+        component: &Component,
         held: &mut SimulatedComponent,
         (part, booked): (Part, Bytes),
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
         let grown = booked - held.booked;
-        let taken = self.book.lock().take_component(grown);
-        taken.map_err(|e| LoadError::OutOfMemory {
-            needed: e.needed,
-            free: e.free,
-        })?;
+        let before = self.book.lock().take_component(component, part, grown)?;
         let began_ms = self.clock.now_ms();
         let mut paced = |reported: LoadProgress| {
             self.wait_for_transfer(began_ms, reported.done);
@@ -210,12 +207,13 @@ impl SimulatedCard {
         match outcome {
             Ok(()) => {
                 self.release();
-                self.book.lock().return_component(held.booked - booked, false);
+                let given_up = held.booked - booked;
+                self.book.lock().return_part(&component.id, given_up, before);
                 (held.part, held.booked) = (part, booked);
                 Ok(())
             }
             Err(error) => {
-                self.book.lock().return_component(grown, true);
+                self.book.lock().undo(&component.id, grown, &before);
                 Err(error)
             }
         }
@@ -280,7 +278,8 @@ impl Gpu for SimulatedCard {
 
     fn memory(&mut self) -> Result<DriverTruth, GpuError> {
         self.check_alive().map_err(GpuError::Lost)?;
-        let accounts = self.accounts();
+        let mut book = self.book.lock();
+        let accounts = book.accounts();
         Ok(DriverTruth {
             total: self.settings.capacity,
             free: accounts.free,
@@ -290,6 +289,7 @@ impl Gpu for SimulatedCard {
             workspaces: accounts.workspaces,
             context: accounts.context,
             holders: accounts.foreign,
+            layout: book.layout().cloned(),
         })
     }
 
@@ -326,17 +326,13 @@ impl Gpu for SimulatedCard {
             }
             Some(LoadFailure::OutOfMemory) | None => {}
         }
-        let out_of_memory = |e: OutOfMemory| LoadError::OutOfMemory {
-            needed: e.needed,
-            free: e.free,
-        };
         let streamed = streamed_bytes(component, part);
         let kept = self
             .host
             .take(&component.id)
             .map_or(Bytes::ZERO, |kept| kept.bytes);
         let streamed = streamed.min(kept.max(self.room_on_host(streamed)));
-        self.book.lock().take_component(booked).map_err(out_of_memory)?;
+        self.book.lock().take_component(component, part, booked)?;
 
         let mut failed_at = None;
         let outcome = self.transfer(plan, (part, booked), &mut |reported| {
@@ -366,7 +362,7 @@ impl Gpu for SimulatedCard {
                 Ok(())
             }
             (Err(error), failed_at) => {
-                self.book.lock().return_component(booked, true);
+                self.book.lock().return_component(&component.id, booked, true);
                 match failed_at {
                     Some(done) => Err(LoadError::OutOfMemory {
                         needed: booked - done,
@@ -389,7 +385,7 @@ impl Gpu for SimulatedCard {
         let held = self.held.remove(&component.id);
         let mut held = held.ok_or_else(|| not_there(component))?;
         let booked = bytes_in_part(component, &held.from.plan, part);
-        let outcome = self.change(&mut held, (part, booked), progress);
+        let outcome = self.change(component, &mut held, (part, booked), progress);
         let more = streamed_bytes(component, part) - held.on_host.bytes;
         let more = more.min(self.room_on_host(held.on_host.bytes + more) - held.on_host.bytes);
         if outcome.is_ok() {
@@ -429,7 +425,7 @@ impl Gpu for SimulatedCard {
         if real {
             return_free();
         }
-        self.book.lock().return_component(booked, false);
+        self.book.lock().return_component(id, booked, false);
         // Lagging bytes are not free yet, and a driver would not show them as free.
         let freed = if self.settings.lag_ms == 0 {
             booked
@@ -467,8 +463,9 @@ impl Gpu for SimulatedCard {
     }
 
     fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
-        let free = self.memory()?.free;
-        Ok(free.min(self.settings.largest.unwrap_or(free)).min(enough))
+        let truth = self.memory()?;
+        let hole = truth.layout.map_or(truth.free, |layout| layout.largest_hole());
+        Ok(hole.min(self.settings.largest.unwrap_or(hole)).min(enough))
     }
 
     fn begin_stage(&mut self) {

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::host::HostMemory;
+use crate::layout::Layout;
 use crate::nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
@@ -89,6 +90,8 @@ pub struct Ledger {
     unattributed_baseline: Bytes,
     holders: Vec<Holder>,
     host: HostMemory,
+    /// As the driver reported it last: bookings since then are not in it.
+    layout: Option<Layout>,
 }
 
 impl Ledger {
@@ -113,6 +116,7 @@ impl Ledger {
             unattributed_baseline: Bytes::ZERO,
             holders: Vec::new(),
             host: HostMemory::default(),
+            layout: None,
         }
     }
 
@@ -168,6 +172,7 @@ impl Ledger {
 
         self.book = book;
         self.holders = truth.holders.clone();
+        self.layout = truth.layout.clone();
         self.foreign_before_reservations = self.foreign_before_reservations.min(book.foreign);
     }
 
@@ -203,6 +208,16 @@ impl Ledger {
     /// Bytes that are never planned into.
     pub fn headroom(&self) -> Bytes {
         self.headroom
+    }
+
+    /// Where everything lies, on a card that does not remap memory.
+    pub fn layout(&self) -> Option<&Layout> {
+        self.layout.as_ref()
+    }
+
+    /// The largest allocation that the driver would give: all that is free, on a card that remaps memory.
+    pub fn largest_hole(&self) -> Bytes {
+        self.layout.as_ref().map_or(self.book.free, Layout::largest_hole)
     }
 
     /// Bytes that a plan may use without evicting: free and slack, less headroom, less bookings that are not visible

@@ -8,6 +8,7 @@
 //!   requests that accept a shortage, [`make_room`] for other programs, [`should_trim`] for the janitor.
 //! - [`ScratchBook`]: learned scratch peaks. [`Wait`]: wait budgets as a state. [`fallbacks`]: alternatives that
 //!   would fit. [`predicted_move_seconds`]: the cost by which a stage is placed on one of several cards.
+//! - [`Layout`]: where everything lies on a card that does not remap memory; plans for it find a hole for each allocation.
 //!
 //! # Terms
 //! A *component* is loaded, leased, pinned and evicted as one, whole or in a *part*: then the rest of its *blocks* is streamed
@@ -63,6 +64,7 @@
 
 mod fallback;
 mod host;
+mod layout;
 mod ledger;
 mod nouns;
 mod parts;
@@ -73,6 +75,7 @@ mod scratch;
 
 pub use fallback::{Alternative, Fallback, Fits, fallbacks, peak_of};
 pub use host::{HostMemory, HostShare};
+pub use layout::{Hole, Layout, NoHole, Owner, Range};
 pub use ledger::{
     Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, PinId, ReservationId,
 };

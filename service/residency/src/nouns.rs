@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::layout::Layout;
 use crate::parts::Parts;
 
 /// A number of bytes. Arithmetic saturates: no account can be negative.
@@ -191,6 +192,8 @@ pub struct DriverTruth {
     pub context: Bytes,
     /// Visible holders in other processes.
     pub holders: Vec<Holder>,
+    /// Where everything lies, on a card that does not remap memory; on others free bytes are as good wherever they are.
+    pub layout: Option<Layout>,
 }
 
 impl DriverTruth {

@@ -3,12 +3,16 @@
 //! One pass over the ledger and one sort of the eviction candidates, no nested loops: a thousand components cost well
 //! under a millisecond.
 
+mod holes;
+
 use serde::{Deserialize, Serialize};
 
+use crate::layout::NoHole;
 use crate::ledger::{Claim, Ledger};
 use crate::nouns::{Bytes, Component, ComponentId, Millis, StageNeed};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
+use holes::Holes;
 
 /// Measured: 40 ms until the driver shows 21.5 GB as free on an H100; a few milliseconds at least.
 const EVICT_SECONDS: f64 = 0.005;
@@ -110,9 +114,12 @@ pub fn plan_low_memory(ledger: &Ledger, need: &StageNeed, policy: Policy, now: M
     let ask = Ask::of_stage(ledger, need, &chosen);
     let survey = Survey::of(ledger, &ask);
     let short = survey.missing(&ask) - survey.evictable();
-    LowMemory {
-        moves: survey.moves(&ask, policy, now),
-        short,
+    match survey.holes(&ask, policy, now) {
+        None => LowMemory {
+            moves: survey.moves(&ask, policy, now),
+            short,
+        },
+        Some(holes) => survey.low_memory_with_holes(&ask, policy, now, holes),
     }
 }
 
@@ -184,6 +191,26 @@ fn decide_in_parts(
     let mut spare = ledger.within_reach() + ask.given_back + evictable
         - (ledger.spoken_for() + ask.headroom + ask.at_driver + ask.scratch);
     spare = spare.min(ledger.capacity() - survey.pinned - ask.headroom - ask.peak);
+    // Where memory is not remapped, bytes at the ends of holes serve no block.
+    for _ in 0..if ledger.layout().is_some() {
+        SMALLER_TRIES
+    } else {
+        1
+    } {
+        let chosen = largest_parts(ledger, need, &least, spare);
+        if let run @ Verdict::Run { .. } = verdict_on(ledger, need, &chosen, policy, now) {
+            return (run, chosen);
+        }
+        spare -= Bytes(spare.0 / 8);
+    }
+    (verdict, least)
+}
+
+/// How often parts are chosen for less memory, where they find no holes.
+const SMALLER_TRIES: u32 = 8;
+
+/// The largest parts of a stage's components that have at most `spare` bytes more than the least.
+fn largest_parts(ledger: &Ledger, need: &StageNeed, least: &Chosen, mut spare: Bytes) -> Chosen {
     let mut chosen = least.clone();
     for (index, component) in need.components.iter().enumerate() {
         let is_first = |other: &Component| other.id == component.id;
@@ -195,10 +222,7 @@ fn decide_in_parts(
         chosen[index] = best_part(ledger, component, least[index], most);
         spare -= component.bytes_of(chosen[index]) - component.bytes_of(least[index]);
     }
-    match verdict_on(ledger, need, &chosen, policy, now) {
-        run @ Verdict::Run { .. } => (run, chosen),
-        Verdict::Wait { .. } | Verdict::Never { .. } => (verdict, least),
-    }
+    chosen
 }
 
 /// A part grows only by at least this fraction of its component.
@@ -281,6 +305,7 @@ pub fn predicted_move_seconds(ledger: &Ledger, need: &StageNeed, policy: Policy,
 pub fn make_room(ledger: &Ledger, bytes: Bytes, now: Millis) -> Verdict {
     let ask = Ask {
         ids: Vec::new(),
+        parts: Vec::new(),
         loads: Vec::new(),
         shrinks: Vec::new(),
         at_driver: bytes,
@@ -326,6 +351,8 @@ fn seconds_of(ledger: &Ledger, a_move: &Move) -> f64 {
 struct Ask<'a> {
     /// All components of the stage, sorted by identity.
     ids: Vec<&'a ComponentId>,
+    /// The components with the parts that they are to have, in the stage's order.
+    parts: Vec<(&'a Component, Part)>,
     /// Loads, and parts that grow, in the stage's order.
     loads: Vec<Move>,
     /// Parts of its components that shrink.
@@ -354,6 +381,7 @@ impl<'a> Ask<'a> {
         by_id.sort_unstable_by_key(|(position, _)| *position);
         let mut ask = Ask {
             ids,
+            parts: Vec::new(),
             loads: Vec::new(),
             shrinks: Vec::new(),
             at_driver: Bytes::ZERO,
@@ -368,6 +396,7 @@ impl<'a> Ask<'a> {
             let part = chosen.get(position).copied().unwrap_or_default();
             let bytes = component.bytes_of(part);
             ask.peak += bytes;
+            ask.parts.push((component, part));
             match ledger.resident(&component.id) {
                 None => {
                     ask.at_driver += bytes;
@@ -463,6 +492,13 @@ impl<'a> Survey<'a> {
                 capacity,
             };
         }
+        let holes = self.holes(ask, policy, now);
+        if let Some(Holes::Never(NoHole { needed, largest })) = holes {
+            return Verdict::Never {
+                needed,
+                capacity: largest,
+            };
+        }
         let short = self.missing(ask) - self.evictable();
         if short > Bytes::ZERO {
             return Verdict::Wait {
@@ -476,8 +512,12 @@ impl<'a> Survey<'a> {
                 cause: WaitCause::Leases,
             };
         }
-        Verdict::Run {
-            moves: self.moves(ask, policy, now),
+        match holes {
+            Some(Holes::Made(moves)) => Verdict::Run { moves },
+            Some(Holes::Missing { short, cause }) => Verdict::Wait { short, cause },
+            Some(Holes::Never(_)) | None => Verdict::Run {
+                moves: self.moves(ask, policy, now),
+            },
         }
     }
 
@@ -488,6 +528,12 @@ impl<'a> Survey<'a> {
             return Bytes::ZERO;
         }
         self.ledger.spoken_for() + ask.headroom + wanted - self.ledger.within_reach() - ask.given_back
+    }
+
+    /// Whether the policy evicts it in any case.
+    fn must_go(&self, source: &Source<'_>, policy: Policy) -> bool {
+        let is_large = source.resident.bytes() >= large_from(self.ledger.total());
+        policy == Policy::Exclusive && is_large && !source.is_claimed
     }
 
     fn evictable(&self) -> Bytes {
@@ -531,11 +577,8 @@ impl<'a> Survey<'a> {
     /// and a component that has parts gives up only what is missing.
     fn victims(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<Move> {
         let missing = self.missing(ask);
-        let large = large_from(self.ledger.total());
-        let must_go =
-            |s: &Source<'_>| policy == Policy::Exclusive && !s.is_claimed && s.resident.bytes() >= large;
         let (victims, others): (Vec<Source<'_>>, Vec<Source<'_>>) =
-            self.sources.iter().partition(|s| must_go(s));
+            self.sources.iter().partition(|s| self.must_go(s, policy));
         let freed: Bytes = victims.iter().map(Source::bytes).sum();
         let mut victims: Vec<Move> = victims
             .into_iter()
@@ -545,24 +588,16 @@ impl<'a> Survey<'a> {
         if missing == Bytes::ZERO {
             return victims;
         }
-        let is_later = |s: &Source<'_>| ask.later.contains(&s.resident.component.id);
-        let others = others.into_iter().filter(|s| s.bytes() > Bytes::ZERO);
-        let mut by_cost: Vec<(f64, Source<'_>)> =
-            others.map(|s| (s.resident.cost_per_byte(now), s)).collect();
-        by_cost.sort_by(|(a, r), (b, s)| {
-            let last = (r.is_claimed, is_later(r)).cmp(&(s.is_claimed, is_later(s)));
-            let (here, there) = (r.resident.last_used, s.resident.last_used);
-            last.then(a.total_cmp(b)).then(here.cmp(&there))
-        });
+        let mut by_cost = cheapest_first(others, ask, now);
         let mut sum = Bytes::ZERO;
-        let enough = by_cost.iter().position(|(_, s)| {
+        let enough = by_cost.iter().position(|s| {
             sum += s.bytes();
             sum >= missing
         });
         by_cost.truncate(enough.map_or(by_cost.len(), |last| last + 1));
         let mut spare = sum - missing;
         let mut chosen: Vec<Move> = Vec::with_capacity(by_cost.len());
-        for (_, source) in by_cost.into_iter().rev() {
+        for source in by_cost.into_iter().rev() {
             let component = &source.resident.component;
             if source.bytes() <= spare {
                 spare -= source.bytes();
@@ -576,4 +611,18 @@ impl<'a> Survey<'a> {
         victims.extend(chosen.into_iter().rev());
         victims
     }
+}
+
+/// Components that can give up bytes: the cheapest to reload first, those that the job needs later last, and claimed ones after
+/// them.
+fn cheapest_first<'a>(sources: Vec<Source<'a>>, ask: &Ask<'_>, now: Millis) -> Vec<Source<'a>> {
+    let is_later = |s: &Source<'_>| ask.later.contains(&s.resident.component.id);
+    let sources = sources.into_iter().filter(|s| s.bytes() > Bytes::ZERO);
+    let mut keyed: Vec<(f64, Source<'_>)> = sources.map(|s| (s.resident.cost_per_byte(now), s)).collect();
+    keyed.sort_by(|(a, r), (b, s)| {
+        let last = (r.is_claimed, is_later(r)).cmp(&(s.is_claimed, is_later(s)));
+        let (here, there) = (r.resident.last_used, s.resident.last_used);
+        last.then(a.total_cmp(b)).then(here.cmp(&there))
+    });
+    keyed.into_iter().map(|(_, s)| s).collect()
 }

@@ -74,7 +74,7 @@ impl From<LoadError> for MoveError {
     fn from(error: LoadError) -> MoveError {
         match error {
             LoadError::Cancelled => MoveError::Cancelled,
-            LoadError::OutOfMemory { .. } => MoveError::NoRoom,
+            LoadError::OutOfMemory { .. } | LoadError::Fragmented { .. } => MoveError::NoRoom,
             LoadError::StillInUse(_) => MoveError::Refused(error.to_string()),
             LoadError::Io { .. }
             | LoadError::Damaged { .. }
@@ -235,6 +235,7 @@ impl Card {
             Err(
                 error @ (LoadError::Cancelled
                 | LoadError::OutOfMemory { .. }
+                | LoadError::Fragmented { .. }
                 | LoadError::StillInUse(_)
                 | LoadError::Lost(_)),
             ) => Err(error.into()),

@@ -177,13 +177,13 @@ impl Card {
         Ok(result)
     }
 
-    /// Makes a stage's scratch available as one allocation. The driver's free memory is in one piece; slack is memory that the
-    /// activation pool has kept, in pieces that fit earlier stages. Where the stage would depend on it, slack is returned
-    /// first. A remaining shortage is logged, and the stage finds out whether it needs that much. Returns the largest
+    /// Makes a stage's scratch available as one allocation. The driver's free memory is in one piece where it remaps; slack is
+    /// memory that the activation pool has kept, in pieces that fit earlier stages. Where the stage would depend on it, slack is
+    /// returned first. A remaining shortage is logged, and the stage finds out whether it needs that much. Returns the largest
     /// block that the driver would give, at most `scratch`; `None` if slack and free memory each are enough.
     fn defragment(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<Option<Bytes>, MoveError> {
         let accounts = self.ledger.accounts();
-        if scratch <= accounts.slack && scratch <= accounts.free {
+        if scratch <= accounts.slack && scratch <= self.ledger.largest_hole() {
             return Ok(None);
         }
         let mut largest = self.gpu.largest_allocation(scratch)?;

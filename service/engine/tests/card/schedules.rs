@@ -42,6 +42,9 @@ fn card(random: &mut ChaCha8Rng) -> String {
     if random.random() {
         card += ",speed=1GiB/s";
     }
+    if random.random_ratio(1, 3) {
+        card += ",remaps=no";
+    }
     for how in ["oom", "io", "damaged"] {
         if random.random_ratio(1, 4) {
             card += &format!(",fail-load={}:{how}", random.random_range(1..8));

@@ -385,6 +385,7 @@ impl Gpu for CudaCard {
             workspaces: pools.workspaces + (pools.components_reserved - pools.components),
             context,
             holders: self.nvml.holders(besides - context),
+            layout: None,
         };
         Ok(match self.limit {
             Some(limit) => truth.limited_to(limit),

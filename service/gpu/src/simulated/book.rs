@@ -3,11 +3,12 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use residency::{Bytes, Holder};
+use residency::{Bytes, Component, ComponentId, Holder, Layout, Owner, Part, Range};
 
 use super::clock::SimulatedClock;
 use super::settings::SimulatedSettings;
 use super::world::SimulatedWorld;
+use crate::load::LoadError;
 
 /// The accounts of a simulated card at one moment. They sum up to the capacity.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,14 +27,40 @@ pub struct SimulatedAccounts {
     pub free: Bytes,
 }
 
-/// Not enough memory on a simulated card for scratch.
+/// Not enough memory on a simulated card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("out of memory: {needed} needed, {free} free")]
+#[error("out of memory: {needed} needed, {free} free{}", in_one_piece(*.largest))]
 pub struct OutOfMemory {
     /// Bytes requested.
     pub needed: Bytes,
-    /// Bytes available for scratch.
+    /// Bytes available.
     pub free: Bytes,
+    /// The largest of them in one piece, on a card that does not remap memory.
+    pub largest: Option<Bytes>,
+}
+
+fn in_one_piece(largest: Option<Bytes>) -> String {
+    largest.map_or_else(String::new, |largest| {
+        format!(", at most {largest} of them in one piece")
+    })
+}
+
+impl From<OutOfMemory> for LoadError {
+    fn from(error: OutOfMemory) -> LoadError {
+        let OutOfMemory {
+            needed,
+            free,
+            largest,
+        } = error;
+        match largest {
+            None => LoadError::OutOfMemory { needed, free },
+            Some(largest) => LoadError::Fragmented {
+                needed,
+                free,
+                largest,
+            },
+        }
+    }
 }
 
 /// The book, shared between a card and its scratch guards.
@@ -54,21 +81,33 @@ pub(crate) struct Book {
     scratch: Bytes,
     scratch_peak: Bytes,
     slack: Bytes,
-    /// Time at which bytes become free, and their count.
-    lagging: Vec<(u64, Bytes)>,
+    lagging: Vec<Lagging>,
+    /// Where everything lies, on a card that does not remap memory. Its holes add up to the free bytes.
+    layout: Option<Layout>,
+}
+
+/// Bytes that become free later.
+struct Lagging {
+    due_ms: u64,
+    bytes: Bytes,
+    /// Their ranges in the layout.
+    ranges: Vec<Range>,
 }
 
 impl Book {
     /// Bytes neither ours nor lagging.
     fn beyond_ours(&self) -> Bytes {
-        let lagging: Bytes = self.lagging.iter().map(|(_, bytes)| *bytes).sum();
+        let lagging: Bytes = self.lagging.iter().map(|each| each.bytes).sum();
         let fixed = self.context + self.workspaces;
         self.capacity - fixed - self.components - self.scratch - self.slack - lagging
     }
 
     pub(crate) fn accounts(&mut self) -> SimulatedAccounts {
         let now = self.clock.now_ms();
-        self.lagging.retain(|(due, _)| *due > now);
+        let (late, due) = std::mem::take(&mut self.lagging)
+            .into_iter()
+            .partition(|each| each.due_ms > now);
+        self.lagging = late;
         let mut free = self.beyond_ours();
         let mut foreign = self.world.wanted(now);
         for holder in &mut foreign {
@@ -76,6 +115,11 @@ impl Book {
             free -= holder.bytes;
         }
         foreign.retain(|holder| holder.bytes > Bytes::ZERO);
+        if let Some(layout) = &mut self.layout {
+            let due: Vec<Range> = due.into_iter().flat_map(|each: Lagging| each.ranges).collect();
+            layout.free(|range| due.contains(range));
+            layout.set_foreign(foreign.iter().map(|holder| holder.bytes).sum());
+        }
         SimulatedAccounts {
             components: self.components,
             scratch: self.scratch,
@@ -83,56 +127,132 @@ impl Book {
             workspaces: self.workspaces,
             context: self.context,
             foreign,
-            lagging: self.lagging.iter().map(|(_, bytes)| *bytes).sum(),
+            lagging: self.lagging.iter().map(|each| each.bytes).sum(),
             free,
         }
     }
 
-    /// Allocates a component from free memory: slack belongs to the activation pool.
-    pub(crate) fn take_component(&mut self, bytes: Bytes) -> Result<(), OutOfMemory> {
+    /// Where everything lies, on a card that does not remap memory.
+    pub(crate) fn layout(&self) -> Option<&Layout> {
+        self.layout.as_ref()
+    }
+
+    /// Allocates a part of a component from free memory, in which it grows by `grown` bytes: slack belongs to the activation pool.
+    /// Returns its ranges before.
+    pub(crate) fn take_component(
+        &mut self,
+        component: &Component,
+        part: Part,
+        grown: Bytes,
+    ) -> Result<Vec<Range>, OutOfMemory> {
         let free = self.accounts().free;
-        if bytes > free {
-            return Err(OutOfMemory { needed: bytes, free });
+        if grown > free {
+            return Err(OutOfMemory {
+                needed: grown,
+                free,
+                largest: None,
+            });
         }
-        self.components += bytes;
-        Ok(())
+        let before = self.ranges_of(&component.id);
+        if let Some(layout) = &mut self.layout {
+            layout.hold(component, part).map_err(|no_hole| OutOfMemory {
+                needed: no_hole.needed,
+                free,
+                largest: Some(no_hole.largest),
+            })?;
+        }
+        self.components += grown;
+        Ok(before)
     }
 
     /// Frees a component: at once after a failed load, with the configured lag after an unload.
-    pub(crate) fn return_component(&mut self, bytes: Bytes, at_once: bool) {
+    pub(crate) fn return_component(&mut self, component: &ComponentId, bytes: Bytes, at_once: bool) {
         self.components -= bytes;
+        let layout = self.layout.as_mut();
+        let freed = layout.map_or_else(Vec::new, |layout| layout.free_component(component));
         if !at_once {
-            self.lag(bytes);
+            self.lag(bytes, &freed);
         }
     }
 
-    fn take_scratch(&mut self, bytes: Bytes) -> Result<(), OutOfMemory> {
-        let usable = self.accounts().free + self.slack;
-        let usable = usable.min(self.largest.unwrap_or(usable));
+    /// Frees, with the configured lag, what a component has given up since it had these ranges.
+    pub(crate) fn return_part(&mut self, component: &ComponentId, bytes: Bytes, mut before: Vec<Range>) {
+        self.components -= bytes;
+        let after = self.ranges_of(component);
+        before.retain(|range| !after.contains(range));
+        self.lag(bytes, &before);
+    }
+
+    /// Undoes [`Book::take_component`] of a component that had these ranges.
+    pub(crate) fn undo(&mut self, component: &ComponentId, grown: Bytes, before: &[Range]) {
+        self.components -= grown;
+        if let Some(layout) = &mut self.layout {
+            layout.free_component(component);
+            for range in before {
+                layout.fill(range);
+            }
+        }
+    }
+
+    fn ranges_of(&self, component: &ComponentId) -> Vec<Range> {
+        let used = self.layout.iter().flat_map(Layout::used);
+        used.filter(|range| range.owner.component() == Some(component))
+            .cloned()
+            .collect()
+    }
+
+    /// Returns the address, on a card that does not remap memory.
+    fn take_scratch(&mut self, bytes: Bytes) -> Result<Option<u64>, OutOfMemory> {
+        let free = self.accounts().free + self.slack;
+        let usable = free.min(self.largest.unwrap_or(free));
         if bytes > usable {
             return Err(OutOfMemory {
                 needed: bytes,
                 free: usable,
+                largest: None,
             });
         }
-        self.slack -= bytes.min(self.slack);
+        let (at, from_slack) = match &mut self.layout {
+            None => (None, bytes.min(self.slack)),
+            Some(layout) => {
+                let (at, is_kept) = layout.take_scratch(bytes).map_err(|no_hole| OutOfMemory {
+                    needed: bytes,
+                    free,
+                    largest: Some(no_hole.largest),
+                })?;
+                (Some(at), if is_kept { bytes } else { Bytes::ZERO })
+            }
+        };
+        self.slack -= from_slack;
         self.scratch += bytes;
         self.scratch_peak = self.scratch_peak.max(self.scratch);
-        Ok(())
+        Ok(at)
     }
 
-    fn return_scratch(&mut self, bytes: Bytes) {
+    fn return_scratch(&mut self, bytes: Bytes, at: Option<u64>) {
         self.scratch -= bytes;
+        let range = at.map(|at| Range {
+            at,
+            bytes,
+            owner: Owner::Scratch,
+        });
+        if let (Some(layout), Some(at)) = (&mut self.layout, at) {
+            layout.return_scratch(at, self.keeps_slack);
+        }
         if self.keeps_slack {
             self.slack += bytes;
         } else {
-            self.lag(bytes);
+            self.lag(bytes, range.as_slice());
         }
     }
 
     pub(crate) fn trim(&mut self) -> Bytes {
         let trimmed = std::mem::take(&mut self.slack);
-        self.lag(trimmed);
+        let layout = self.layout.as_mut();
+        let freed = layout.map_or_else(Vec::new, |layout| {
+            layout.free(|range| range.owner == Owner::Slack)
+        });
+        self.lag(trimmed, &freed);
         trimmed
     }
 
@@ -144,11 +264,26 @@ impl Book {
         self.scratch_peak
     }
 
-    fn lag(&mut self, bytes: Bytes) {
-        if self.lag_ms > 0 && bytes > Bytes::ZERO {
-            self.lagging
-                .push((self.clock.now_ms().saturating_add(self.lag_ms), bytes));
+    /// Bytes that were freed from these ranges become free after the configured lag.
+    fn lag(&mut self, bytes: Bytes, freed: &[Range]) {
+        if self.lag_ms == 0 || bytes == Bytes::ZERO {
+            return;
         }
+        let mut lagging = Lagging {
+            due_ms: self.clock.now_ms().saturating_add(self.lag_ms),
+            bytes,
+            ranges: Vec::new(),
+        };
+        if let Some(layout) = &mut self.layout {
+            let late = freed.iter().map(|range| Range {
+                owner: Owner::Late,
+                ..range.clone()
+            });
+            lagging.ranges = late.flat_map(|range| layout.fill(&range)).collect();
+            // What has been allocated again since does not lag.
+            lagging.bytes = lagging.ranges.iter().map(|range| range.bytes).sum();
+        }
+        self.lagging.push(lagging);
     }
 }
 
@@ -159,10 +294,20 @@ impl SharedBook {
         clock: Arc<dyn SimulatedClock>,
     ) -> SharedBook {
         let context = settings.context.min(settings.capacity);
+        let workspaces = settings.workspaces.min(settings.capacity - context);
+        let layout = (!settings.remaps).then(|| {
+            let mut layout = Layout::new(settings.capacity);
+            layout.fill(&Range {
+                at: 0,
+                bytes: context + workspaces,
+                owner: Owner::Fixed,
+            });
+            layout
+        });
         SharedBook(Arc::new(Mutex::new(Book {
             capacity: settings.capacity,
             context,
-            workspaces: settings.workspaces.min(settings.capacity - context),
+            workspaces,
             keeps_slack: settings.keeps_slack,
             lag_ms: settings.lag_ms,
             largest: settings.largest,
@@ -173,6 +318,7 @@ impl SharedBook {
             scratch_peak: Bytes::ZERO,
             slack: Bytes::ZERO,
             lagging: Vec::new(),
+            layout,
         })))
     }
 
@@ -182,10 +328,11 @@ impl SharedBook {
     }
 
     pub(crate) fn use_scratch(&self, bytes: Bytes) -> Result<ScratchGuard, OutOfMemory> {
-        self.lock().take_scratch(bytes)?;
+        let at = self.lock().take_scratch(bytes)?;
         Ok(ScratchGuard {
             book: self.clone(),
             bytes,
+            at,
         })
     }
 
@@ -199,6 +346,8 @@ impl SharedBook {
 pub struct ScratchGuard {
     book: SharedBook,
     bytes: Bytes,
+    /// Its address, on a card that does not remap memory.
+    at: Option<u64>,
 }
 
 impl ScratchGuard {
@@ -210,7 +359,7 @@ impl ScratchGuard {
 
 impl Drop for ScratchGuard {
     fn drop(&mut self) {
-        self.book.lock().return_scratch(self.bytes);
+        self.book.lock().return_scratch(self.bytes, self.at);
     }
 }
 

@@ -30,6 +30,8 @@ pub struct SimulatedSettings {
     pub release_ms: u64,
     /// `largest`: maximum of a single activation allocation, however much is free.
     pub largest: Option<Bytes>,
+    /// `remaps=no`: memory is not remapped, so that each allocation needs free addresses in one piece ([`residency::Layout`]).
+    pub remaps: bool,
     /// `foreign`: bytes held by other processes from the start.
     pub foreign: Bytes,
     /// `world`: a file of foreign holders, read with each memory reading; see [`super::SimulatedWorld::follow`].
@@ -76,7 +78,7 @@ pub enum SettingsError {
     /// An unknown option.
     #[error(
         "a simulated card has no option {given:?}; there are speed=, lag=, release=, largest=, foreign=, context=, workspaces=, \
-         slack=keep, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, die-generations=, world=, \
+         slack=keep, remaps=no, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, die-generations=, world=, \
          index="
     )]
     UnknownOption { given: String },
@@ -106,6 +108,7 @@ impl SimulatedSettings {
             lag_ms: 0,
             release_ms: 0,
             largest: None,
+            remaps: true,
             foreign: Bytes::ZERO,
             world: None,
             fail_loads: Vec::new(),
@@ -140,6 +143,8 @@ impl SimulatedSettings {
             "largest" => self.largest = Some(size(value)?),
             "slack" if value == "keep" => self.keeps_slack = true,
             "slack" => return Err(wrong("slack=keep")),
+            "remaps" if value == "no" => self.remaps = false,
+            "remaps" => return Err(wrong("remaps=no")),
             "world" if value.is_empty() => return Err(wrong("the path of a file")),
             "world" => self.world = Some(PathBuf::from(value)),
             "index" => self.index = value.parse().map_err(|_| wrong("a number"))?,
@@ -242,6 +247,9 @@ impl fmt::Display for SimulatedSettings {
         }
         if let Some(largest) = self.largest {
             write!(f, ",largest={}", exact_bytes(largest))?;
+        }
+        if !self.remaps {
+            f.write_str(",remaps=no")?;
         }
         if let Some(world) = &self.world {
             write!(f, ",world={}", world.display())?;

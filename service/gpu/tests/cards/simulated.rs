@@ -14,7 +14,7 @@ use gpu::{
     simulated_scratch,
 };
 use proptest::prelude::*;
-use residency::{Bytes, Component, ComponentId, Holder, Part};
+use residency::{Bytes, Component, ComponentId, Holder, Owner, Part, PartSize, Parts};
 
 struct Bench {
     card: SimulatedCard,
@@ -132,6 +132,91 @@ fn the_largest_allocation_bounds_scratch_in_fragmented_memory() {
     assert_eq!(
         bench("2GiB").card.largest_allocation(enough).unwrap(),
         Bytes::gib(2)
+    );
+}
+
+#[test]
+fn without_remapping_an_allocation_needs_a_hole_and_is_told_of_the_largest() {
+    let mut b = bench("4GiB,remaps=no");
+    for (name, mib) in [
+        ("a", 1024),
+        ("gap", 512),
+        ("b", 1536),
+        ("second gap", 512),
+        ("c", 512),
+    ] {
+        b.load(name, Bytes::mib(mib)).unwrap();
+    }
+    for gap in ["gap", "second gap"] {
+        b.card.unload(&id(gap)).unwrap();
+    }
+    assert_eq!(b.free(), Bytes::gib(1));
+    assert_eq!(b.card.largest_allocation(Bytes::gib(1)).unwrap(), Bytes::mib(512));
+    let told = b.load("d", Bytes::mib(768)).unwrap_err().to_string();
+    assert_eq!(
+        told,
+        "out of memory while loading: 768.0 MiB needed in one piece, 1.0 GiB free, at most 512.0 MiB of them in one piece"
+    );
+    let told = b.card.use_scratch(Bytes::mib(768)).unwrap_err().to_string();
+    assert_eq!(
+        told,
+        "out of memory: 768.0 MiB needed, 1.0 GiB free, at most 512.0 MiB of them in one piece"
+    );
+    b.card.unload(&id("b")).unwrap();
+    b.card.use_scratch(Bytes::mib(2560)).unwrap();
+}
+
+#[test]
+fn without_remapping_a_component_has_an_allocation_for_each_block() {
+    let mut b = bench("1000,remaps=no,lag=50ms");
+    let size = |streamed: u64| PartSize {
+        bytes: Bytes(600 - 100 * streamed + 200),
+        streamed: Bytes(100 * streamed),
+        streamed_once: Bytes::ZERO,
+    };
+    let component = Component {
+        id: id("a"),
+        name: "a".to_owned(),
+        bytes: Bytes(600),
+        reload_seconds: 0.0,
+        parts: Parts::new(Bytes(600), (1..=6).map(size), |_| {}),
+    };
+    let plan = LoadPlan::Synthetic(Bytes(600));
+    let mut go_on = |_| ControlFlow::Continue(());
+    b.card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
+    let allocations = |b: &mut Bench| -> Vec<(u64, u64)> {
+        let layout = b.card.memory().unwrap().layout.unwrap();
+        let used = layout.used().iter().filter(|range| range.owner != Owner::Late);
+        used.map(|range| (range.at, range.bytes.0)).collect()
+    };
+    let whole = allocations(&mut b);
+    assert_eq!(
+        whole,
+        [(0, 100), (100, 100), (200, 100), (300, 300)],
+        "blocks, and those that leave together"
+    );
+    b.load("b", Bytes(400)).unwrap();
+    b.card.resize(&component, Part(2), &mut go_on).unwrap();
+    // The ring takes a part of what was given up; the rest is late.
+    assert_eq!(
+        allocations(&mut b),
+        [(0, 100), (100, 100), (200, 200), (600, 400)]
+    );
+    assert_eq!((b.free(), b.card.accounts().lagging), (Bytes::ZERO, Bytes(200)));
+    b.clock.advance_ms(50);
+    assert_eq!(b.free(), Bytes(200));
+    // What cannot grow is as it was before.
+    let scratch = b.card.use_scratch(Bytes(60)).unwrap();
+    let before = allocations(&mut b);
+    let refused = b.card.resize(&component, Part::WHOLE, &mut go_on).unwrap_err();
+    assert!(matches!(refused, LoadError::OutOfMemory { .. }), "{refused}");
+    assert_eq!(allocations(&mut b), before);
+    drop(scratch);
+    b.clock.advance_ms(50);
+    b.card.resize(&component, Part::WHOLE, &mut go_on).unwrap();
+    assert_eq!(
+        allocations(&mut b).iter().map(|(_, bytes)| bytes).sum::<u64>(),
+        1000
     );
 }
 
@@ -319,6 +404,7 @@ fn invalid_settings_are_refused_with_the_allowed_values() {
         ("sim:1GiB,die-at=:2", "denoise:2"),
         ("sim:1GiB,die-at=denoise:x", "denoise:2"),
         ("sim:1GiB,slack=no", "slack=keep"),
+        ("sim:1GiB,remaps=yes", "remaps=no"),
         ("sim:1GiB,foreign=2GiB", "exceed"),
         ("sim:0", "too little"),
         ("cpu:24", "too little"),
@@ -427,17 +513,25 @@ proptest! {
         ops in prop::collection::vec(op(), 1..60),
         lag in prop_oneof![Just(0u64), Just(50)],
         keeps in any::<bool>(),
+        remaps in any::<bool>(),
     ) {
         let keep = if keeps { ",slack=keep" } else { "" };
-        let mut b = bench(&format!("1000,context=50,workspaces=20,lag={lag}ms{keep}"));
+        let how = if remaps { "" } else { ",remaps=no" };
+        let mut b = bench(&format!("1000,context=50,workspaces=20,lag={lag}ms{keep}{how}"));
         let mut shadow = Shadow::default();
         let mut scratch: Vec<ScratchGuard> = Vec::new();
         for op in ops {
             let now = b.clock.now_ms();
             let free = shadow.accounts(&scratch, now)[5];
+            let truth = b.card.memory().unwrap();
+            // Where memory is not remapped, an allocation also needs a hole, or slack side by side.
+            let hole = truth.layout.as_ref().map_or(free, |layout| layout.largest_hole().0);
+            let slack = truth.layout.iter().flat_map(|layout| layout.used());
+            let slack = slack.filter(|range| range.owner == Owner::Slack).map(|range| range.bytes.0);
+            let slack = if remaps { free + shadow.slack } else { slack.max().unwrap_or(0).max(hole) };
             match op {
                 Op::Load(name, bytes) => {
-                    let fits = bytes <= free && !shadow.components.contains_key(&name);
+                    let fits = bytes <= hole && !shadow.components.contains_key(&name);
                     prop_assert_eq!(b.load(&name.to_string(), Bytes(bytes)).is_ok(), fits);
                     if fits {
                         shadow.components.insert(name, bytes);
@@ -461,9 +555,12 @@ proptest! {
                 }
                 Op::Scratch(bytes) => {
                     let guard = b.card.use_scratch(Bytes(bytes)).ok();
-                    prop_assert_eq!(guard.is_some(), bytes <= free + shadow.slack);
+                    prop_assert_eq!(guard.is_some(), bytes <= slack);
                     if guard.is_some() {
-                        shadow.slack = shadow.slack.saturating_sub(bytes);
+                        let left = shadow.slack.saturating_sub(bytes);
+                        // In one piece, it is all of slack or all of free memory.
+                        let is_kept = remaps || b.card.accounts().slack == Bytes(left);
+                        shadow.slack = if is_kept { left } else { shadow.slack };
                     }
                     scratch.extend(guard);
                 }
@@ -497,6 +594,19 @@ proptest! {
             prop_assert_eq!(found, shadow.accounts(&scratch, b.clock.now_ms()));
             let truth = b.card.memory().unwrap();
             prop_assert_eq!(truth.free, accounts.free);
+            prop_assert_eq!(truth.layout.is_none(), remaps);
+            if let Some(layout) = truth.layout {
+                prop_assert_eq!(layout.holes().map(|hole| hole.bytes).sum::<Bytes>(), accounts.free);
+                let of = |owner: &dyn Fn(&Owner) -> bool| -> Bytes {
+                    let used = layout.used().iter().filter(|range| owner(&range.owner));
+                    used.map(|range| range.bytes).sum()
+                };
+                prop_assert_eq!(of(&|owner| owner.component().is_some()), accounts.components);
+                prop_assert_eq!(of(&|owner| *owner == Owner::Scratch), accounts.scratch);
+                prop_assert_eq!(of(&|owner| *owner == Owner::Slack), accounts.slack);
+                prop_assert_eq!(of(&|owner| *owner == Owner::Late), accounts.lagging);
+                prop_assert_eq!(of(&|owner| *owner == Owner::Foreign), foreign);
+            }
         }
     }
 
@@ -515,6 +625,7 @@ proptest! {
         settings.release_ms = sizes[5] / 2;
         settings.largest = (sizes[5] % 2 == 0).then_some(Bytes(sizes[3]));
         settings.keeps_slack = slack;
+        settings.remaps = sizes[5] % 3 != 0;
         settings.index = numbers[0] as u32;
         settings.die_generations = numbers[1];
         for (i, how) in [gpu::LoadFailure::OutOfMemory, gpu::LoadFailure::Io, gpu::LoadFailure::Damaged]

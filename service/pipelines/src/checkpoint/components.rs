@@ -98,6 +98,7 @@ pub(crate) fn of_header(path: &Path, error: LoadError) -> ModelError {
         }
         error @ (LoadError::Cancelled
         | LoadError::OutOfMemory { .. }
+        | LoadError::Fragmented { .. }
         | LoadError::NotFinite { .. }
         | LoadError::StillInUse(_)
         | LoadError::HostMemory { .. }

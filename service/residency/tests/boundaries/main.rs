@@ -3,6 +3,7 @@
 
 mod fallback;
 mod given;
+mod holes;
 mod ledger;
 mod patience;
 mod plan;

@@ -291,6 +291,7 @@ proptest! {
             workspaces: bytes(4),
             context: bytes(5),
             holders: Vec::new(),
+            layout: None,
         };
         ledger.reconcile(&truth);
         prop_assert_eq!(ledger.accounts().sum(), TOTAL);

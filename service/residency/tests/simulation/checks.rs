@@ -129,6 +129,9 @@ impl World {
             return Ok(());
         }
         let fits = usable + idle + given_back >= wanted;
+        if self.card.layout.is_some() && !matches!(verdict, Verdict::Run { .. }) {
+            return self.check_apart(need, verdict, fits);
+        }
         let overdrawn = usable == Bytes::ZERO; // by how much cannot be seen from outside
         if fits != matches!(verdict, Verdict::Run { .. }) && !overdrawn {
             let what = format!("usable {usable}, idle {idle}, wanted {wanted}: {verdict:?}");
@@ -139,14 +142,24 @@ impl World {
 
     /// A plan, carried out in order, leaves the driver enough for each load: component pools cannot use slack.
     pub(crate) fn check_plan(&self, job: &Job, moves: &[Move]) -> Result<(), Violation> {
+        if self.card.layout.is_some() && !job.low_memory {
+            self.check_holes(job, moves)?;
+        }
         let mut free = self.card.free();
-        let booked = |c: &Component| self.ledger.resident(&c.id).map_or(Bytes::ZERO, Resident::bytes);
+        let mut gone: Vec<&ComponentId> = Vec::new();
+        let booked = |c: &Component, gone: &[&ComponentId]| {
+            let here = self.ledger.resident(&c.id).filter(|_| !gone.contains(&&c.id));
+            here.map_or(Bytes::ZERO, Resident::bytes)
+        };
         for each in moves {
             match each {
-                Move::Evict(component) => free += booked(component),
+                Move::Evict(component) => {
+                    free += booked(component, &gone);
+                    gone.push(&component.id);
+                }
                 Move::Trim => free += self.card.slack,
                 Move::Load(component, part) | Move::Resize(component, part) => {
-                    let (here, then) = (booked(component), component.bytes_of(*part));
+                    let (here, then) = (booked(component, &gone), component.bytes_of(*part));
                     free += here - then;
                     if then - here > free && !job.low_memory {
                         let what = format!("{free} at the driver for {} of {moves:?}", component.id);

@@ -19,6 +19,9 @@ pub(crate) enum Defect {
     EstimatesOnlyGrow,
     PlannerWaitsForNothing,
     PlannerForgetsToTrim,
+    PlannerForgetsHoles,
+    PlannerJoinsNothing,
+    PlannerRefusesForLeases,
 }
 
 /// Invariants that have to hold on every turn.
@@ -37,10 +40,11 @@ pub(crate) enum Invariant {
     RanOnceRunsAgain,
     WhatFitsIsPlanned,
     PlansSuffice,
+    RefusalsAreForGood,
 }
 
 impl Defect {
-    pub(crate) const ALL: [(Defect, Invariant); 15] = [
+    pub(crate) const ALL: [(Defect, Invariant); 18] = [
         (Defect::PlannerEvictsLeased, Invariant::NothingLeasedIsEvicted),
         (Defect::PlannerEvictsPinned, Invariant::NothingPinnedIsEvicted),
         (Defect::PlannerEvictsHeld, Invariant::NothingHeldIsPlannedAway),
@@ -59,6 +63,9 @@ impl Defect {
         (Defect::EstimatesOnlyGrow, Invariant::RanOnceRunsAgain),
         (Defect::PlannerWaitsForNothing, Invariant::WhatFitsIsPlanned),
         (Defect::PlannerForgetsToTrim, Invariant::PlansSuffice),
+        (Defect::PlannerForgetsHoles, Invariant::PlansSuffice),
+        (Defect::PlannerJoinsNothing, Invariant::WhatFitsIsPlanned),
+        (Defect::PlannerRefusesForLeases, Invariant::RefusalsAreForGood),
     ];
 }
 

@@ -8,6 +8,7 @@
 mod card;
 mod checks;
 mod defect;
+mod holes;
 mod jobs;
 mod mover;
 mod queue;

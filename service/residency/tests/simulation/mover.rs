@@ -20,6 +20,7 @@ pub(crate) struct Mover {
 /// A component that is being loaded, or grows.
 struct Loading {
     component: Component,
+    part: Part,
     /// Bytes that are still to come.
     to_come: Bytes,
     /// Bytes that were on the card before.
@@ -83,6 +84,7 @@ impl World {
                         Ok(()) => {
                             mover.loading = Some(Loading {
                                 component,
+                                part,
                                 to_come: then - before,
                                 before,
                             });
@@ -105,6 +107,7 @@ impl World {
                         mover.loading = Some(Loading {
                             to_come: component.bytes_of(part),
                             component,
+                            part,
                             before: Bytes::ZERO,
                         });
                     }
@@ -125,18 +128,22 @@ impl World {
     fn load_on(&mut self, mut mover: Mover, loading: Loading) -> Result<(), Violation> {
         let Loading {
             component,
+            part,
             to_come,
             before,
         } = loading;
         let id = component.id.clone();
         let grows = before > Bytes::ZERO;
-        let chunk = to_come.min(Bytes(component.bytes.0 / 2 + 1));
+        let chunk = match self.card.layout {
+            None => to_come.min(Bytes(component.bytes.0 / 2 + 1)),
+            Some(_) => to_come,
+        };
         let fails = self.chance(0.01);
-        if fails || !self.card.allocate(&id, chunk) {
+        if fails || !self.card.allocate(&component, part, chunk) {
             self.stats.failed_loads += 1;
             let shown_at = self.late_or_not();
             if grows {
-                self.card.shrink(&id, before, shown_at);
+                self.card.take_back(&id, before, shown_at);
                 self.ledger.abort_resize(&id).unwrap();
             } else {
                 self.card.release(&id, shown_at);
@@ -154,6 +161,7 @@ impl World {
             to_come => {
                 mover.loading = Some(Loading {
                     component,
+                    part,
                     to_come,
                     before,
                 });
@@ -224,7 +232,10 @@ impl World {
             self.check_departure(id, Some(model))?;
         }
         let shown_at = self.late_or_not();
-        self.card.shrink(id, component.bytes_of(part), shown_at);
+        if !self.card.shrink(component, part, shown_at) {
+            self.ledger.abort_resize(id).unwrap();
+            return Ok(false);
+        }
         self.stats.shrinks += 1;
         self.ledger.complete_resize(id, self.now).unwrap();
         Ok(true)
@@ -275,6 +286,13 @@ impl World {
         let peak = self.kinds[job.kind].stages[job.stage].peak;
         let peak = Bytes((peak.0 as f64 * self.share(0.9, 1.0)) as u64);
         let ends = self.now.after(self.up_to(600));
+        // In one piece, it is taken at once: a card has one thread.
+        let taken = if self.card.layout.is_some() && self.card.take_scratch(peak) {
+            peak
+        } else {
+            Bytes::ZERO
+        };
+        self.check_taken(&job, (peak, taken), booked, fits)?;
         job.attempts = 0;
         self.stats.starts += 1;
         self.running.push(Running {
@@ -282,7 +300,7 @@ impl World {
             lease,
             needs,
             booked,
-            taken: Bytes::ZERO,
+            taken,
             peak,
             room,
             ends,
@@ -295,7 +313,7 @@ impl World {
         let mut at = 0;
         while at < self.running.len() {
             let missing = self.running[at].peak - self.running[at].taken;
-            let step = if self.chance(0.5) {
+            let step = if self.chance(0.5) || self.card.layout.is_some() {
                 missing
             } else {
                 Bytes(missing.0 / 2)

@@ -16,6 +16,9 @@ impl World {
         let stage = &self.kinds[job.kind].stages[job.stage];
         let need = &stage.need;
         let mut verdict = plan(&self.ledger, need, self.policy, self.now);
+        if self.card.layout.is_some() {
+            verdict = self.spoil_holes(need, verdict);
+        }
         if self.defect == Defect::PlannerWaitsForNothing
             && matches!(&verdict, Verdict::Run { moves } if moves.len() > 2)
         {
@@ -27,6 +30,8 @@ impl World {
         self.check_verdict(need, &verdict)?;
         let is_there = |l: &Ledger| need.components.iter().all(|c| l.is_resident(&c.id));
         let ran_here = stage.ran_in.is_some_and(|room| room <= self.ledger.usable());
+        // Without remapping, equal free bytes are not equally good.
+        let ran_here = ran_here && self.card.layout.is_none();
         if ran_here && !matches!(verdict, Verdict::Run { .. }) && is_there(&self.ledger) {
             let what = format!(
                 "usable {}, asked {}: {verdict:?}",
@@ -70,6 +75,8 @@ impl World {
             match self.verdict(&self.queue[at])? {
                 Verdict::Run { moves } => {
                     let mut job = self.queue.remove(at);
+                    let need = &self.kinds[job.kind].stages[job.stage].need;
+                    self.stats.joined += u64::from(self.joins(need, &moves));
                     job.wait = None;
                     self.queue[..at].iter_mut().for_each(|older| older.overtaken += 1);
                     self.stats.overtakings += at as u64;
@@ -85,6 +92,8 @@ impl World {
                 Verdict::Wait { cause, short } => {
                     assert!(short > Bytes::ZERO || cause == WaitCause::Leases);
                     self.stats.waits[cause as usize] += 1;
+                    let need = &self.kinds[self.queue[at].kind].stages[self.queue[at].stage].need;
+                    self.stats.apart += u64::from(self.is_apart(need));
                     let now = self.now;
                     let job = &mut self.queue[at];
                     match &mut job.wait {

@@ -34,10 +34,14 @@ pub(crate) struct Stats {
     pub(crate) expired: u64,
     pub(crate) reservations: u64,
     pub(crate) idle_trims: u64,
+    /// Stages for which bytes suffice, and no hole.
+    pub(crate) apart: u64,
+    /// Plans that evict for a hole alone.
+    pub(crate) joined: u64,
 }
 
 impl Stats {
-    fn all(&mut self) -> [&mut u64; 18] {
+    fn all(&mut self) -> [&mut u64; 20] {
         let [late, leases, foreign, reserved] = &mut self.waits;
         [
             &mut self.turns,
@@ -58,6 +62,8 @@ impl Stats {
             &mut self.expired,
             &mut self.reservations,
             &mut self.idle_trims,
+            &mut self.apart,
+            &mut self.joined,
         ]
     }
 
@@ -117,11 +123,14 @@ impl World {
     fn new(seed: u64, defect: Defect) -> World {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let total = Bytes::gib(rng.random_range(8..=32));
-        let card = Card::new(
+        let mut card = Card::new(
             total,
             Bytes::mib(rng.random_range(200..900)),
             Bytes::mib(rng.random_range(0..200)),
         );
+        if seed.is_multiple_of(3) {
+            card = card.without_remapping();
+        }
         let mut ledger = Ledger::new(total, Bytes::mib(rng.random_range(0..700)));
         ledger.reconcile(&card.truth());
         let components = components(&mut rng, total);
