@@ -435,10 +435,11 @@ fn whole_of(ledger: &Ledger, c: &Component) -> Part {
 }
 
 fn least_of(ledger: &Ledger, c: &Component) -> Part {
-    let claimed = ledger
-        .resident(&c.id)
-        .filter(|r| r.leases > 0 || r.pinned || r.held > 0);
-    claimed.map_or(c.least(), |r| r.part.min(c.least()))
+    match ledger.resident(&c.id) {
+        Some(r) if r.leases > 0 => r.part.min(c.least()),
+        Some(r) if (r.pinned || r.held > 0) && r.part == Part::WHOLE => Part::WHOLE,
+        Some(_) | None => c.least(),
+    }
 }
 
 proptest! {
