@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use api::v1;
 use config::{ClientSettings, Config};
 use hub::Reference;
-use hub::catalogue;
+use hub::catalogue::{self, Needs};
 use model::{FULL, Preset};
 use residency::Bytes;
 use serde_json::json;
@@ -238,20 +238,24 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
         if !known.with.is_empty() {
             facts.push(("pulled with", known.with.join(", ")));
         }
-        let sizes = |size: &dyn Fn(Preset) -> Bytes| {
-            let sizes = Preset::ALL.map(|preset| format!("{} {}", preset.as_str(), size(preset)));
-            sizes.join(", ")
+        let sizes = |size: fn(&Needs) -> Bytes| {
+            let sizes = Preset::ALL.into_iter().filter_map(|preset| {
+                let needs = known.needs(preset, false)?;
+                Some(format!("{} {}", preset.as_str(), size(needs)))
+            });
+            sizes.collect::<Vec<_>>().join(", ")
         };
         // The catalogue is used only for a model that the service lacks, as the service's own figures are exact.
         if listed.is_none() {
-            facts.push(("memory", sizes(&|preset| known.memory(preset))));
+            facts.push(("memory", sizes(Needs::weights)));
         }
         facts.push((
             "card",
-            format!(
-                "needs at the least: {}",
-                sizes(&|preset| known.need(preset, false))
-            ),
+            format!("nothing is streamed from {}", sizes(Needs::whole)),
+        ));
+        facts.push((
+            "card, streamed",
+            format!("needs at the least {}", sizes(Needs::least)),
         ));
     }
     if let Some(bytes) = cached {

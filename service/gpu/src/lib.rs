@@ -39,7 +39,7 @@ mod tensors;
 mod timeline;
 
 pub use allocator::CountingAllocator;
-pub use blocks::{BlockPlace, Uses};
+pub use blocks::{BlockPlace, BlockSize, Uses, parts_of_blocks};
 pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 pub use checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry, git_lfs_pointer};
 pub use cpu::{CpuCard, CpuSettings};

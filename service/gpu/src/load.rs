@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::DType;
 use residency::{Bytes, Part, Parts};
 
-use crate::blocks::{BlockPlace, Placement, parts_of};
+use crate::blocks::{BlockPlace, BlockSize, Placement, block_sizes, parts_of};
 use crate::format::{GgufType, WeightFormat, rows_and_columns};
 
 /// How numbers are stored in a checkpoint.
@@ -204,6 +204,14 @@ impl LoadPlan {
         match self {
             LoadPlan::Files(sources) => parts_of(sources),
             LoadPlan::Synthetic(_) => Parts::default(),
+        }
+    }
+
+    /// Sizes of its blocks, in the order of their places.
+    pub fn blocks(&self) -> Vec<BlockSize> {
+        match self {
+            LoadPlan::Files(sources) => block_sizes(sources),
+            LoadPlan::Synthetic(_) => Vec::new(),
         }
     }
 

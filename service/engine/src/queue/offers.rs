@@ -130,7 +130,7 @@ impl View<'_> {
             verdict,
             shortfall: capacity.map(|capacity| Shortfall {
                 capacity,
-                ..self.cards[card].shortfall(&need, need.least().peak())
+                ..self.cards[card].shortfall(&need, need.least().least_peak())
             }),
             chunking: label,
             approximate: chosen.is_some_and(|rung| rung.approximate),

@@ -1,12 +1,15 @@
-//! Compares the sizes of the catalogue with the planner's. Checkpoints of the published shapes, of which only the headers are
-//! written, are opened and planned like any other.
+//! Compares the catalogue with the planner. Checkpoints of the published shapes, of which only the headers are written, are opened and
+//! planned like any other: their sizes are those of the catalogue, and on each card they run as the catalogue says.
 
+use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use engine::library::{Entry, Library};
-use gpu::{CardDescription, CardKind};
+use engine::admission::{Admission, choose_rung};
+use engine::library::{Entry, Library, OpenModel};
+use engine::need::Need;
+use gpu::{CardDescription, CardKind, Uses};
 use pipelines::ace_step::{ConditionConfig, TokenConfig, TransformerConfig as AceTransformer};
 use pipelines::autoencoders::hunyuan::HunyuanVaeConfig;
 use pipelines::autoencoders::kl::VaeConfig;
@@ -19,13 +22,14 @@ use pipelines::text::qwen3::Qwen3Config;
 use pipelines::text::t5::T5Config;
 use pipelines::vision::siglip::SiglipConfig;
 use pipelines::z_image::TransformerConfig as ZImageTransformer;
-use pipelines::{InitImage, Medium, Model, Preset, Quantization, Request, StagePlan};
-use residency::{Bytes, Component};
+use pipelines::{Preset, Quantization, Request, StagePlan};
+use residency::{Bytes, Component, Ledger, Millis, Policy, part_after};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::{ByPreset, all};
+use super::needs::{ComponentSizes, EqualBlocks, Sizes, Smaller, StageSizes, all_sizes};
+use super::{Fit, Model, Room, all, tables};
 
 type Shapes = Vec<(String, Vec<usize>)>;
 
@@ -208,80 +212,321 @@ fn write_ace_step(folder: &Path) {
     });
 }
 
-/// The least that a stage needs on a card: its components, and its scratch on the rung with the least.
-fn need_of(stage: &StagePlan, components: &[Component]) -> Bytes {
-    let named = components
-        .iter()
-        .filter(|component| stage.components.contains(&component.name));
-    let scratch = stage.rungs.iter().map(|rung| rung.scratch).min();
-    named.map(|component| component.bytes).sum::<Bytes>() + scratch.unwrap_or(Bytes::ZERO)
+/// Writes a checkpoint of the published shapes of a model.
+fn write_model(name: &str, folder: &Path) {
+    match name {
+        "flux-schnell" => write_flux(folder, false),
+        "flux-dev" => write_flux(folder, true),
+        "z-image-turbo" => write_z_image(folder),
+        "hunyuan-video" => write_hunyuan(folder),
+        "framepack" => write_framepack(folder),
+        "ace-step" => write_ace_step(folder),
+        other => panic!("write the published shapes of {other} here"),
+    }
 }
 
-/// The default request, from a picture where the model starts from one.
-fn stages_of(model: &dyn Model) -> Vec<StagePlan> {
-    let from_picture = |mut request: Request| {
-        if let Medium::Video(video) = &mut request.medium {
-            video.init_image = Some(InitImage::of_size((video.width, video.height)));
-        }
-        model.plan(&request)
-    };
-    let defaults = model.defaults();
-    let planned = model.plan(&defaults).or_else(|_| from_picture(defaults));
-    planned.expect("a default request")
+/// A model as it is opened for cards that compute in one dtype.
+struct Opened {
+    name: String,
+    preset: Preset,
+    is_f32: bool,
+    open: OpenModel,
 }
 
-/// Weights of all components, and the most that a stage of the default request needs, by preset.
-fn planned(path: &Path, dtype: &str) -> (ByPreset, ByPreset) {
+/// All models of the catalogue, in all presets and dtypes. The folders have their checkpoints.
+fn opened(folders: &mut Vec<TempDir>) -> Vec<Opened> {
     let library = Library::new(pipelines::families(), None);
-    let card = CardDescription {
+    let mut opened = Vec::new();
+    for model in all() {
+        let root = TempDir::new().unwrap();
+        let folder = root.path().join("it");
+        fs::create_dir(&folder).unwrap();
+        write_model(&model.name, &folder);
+        for is_f32 in [false, true] {
+            for preset in Preset::ALL {
+                let formats = Quantization::preset(preset);
+                let entry = Entry::new(String::new(), String::new(), folder.clone(), formats);
+                let open = library.open(&entry, &card(is_f32)).unwrap();
+                opened.push(Opened {
+                    name: model.name.clone(),
+                    preset,
+                    is_f32,
+                    open,
+                });
+            }
+        }
+        folders.push(root);
+    }
+    opened
+}
+
+fn card(is_f32: bool) -> CardDescription {
+    CardDescription {
         id: String::new(),
         kind: CardKind::Simulated,
         name: String::new(),
         total: Bytes::ZERO,
         compute_capability: None,
-        compute_dtype: dtype.to_owned(),
+        compute_dtype: if is_f32 { "f32" } else { "bf16" }.to_owned(),
+    }
+}
+
+impl Opened {
+    fn default_request(&self) -> Request {
+        let model = &self.open.model;
+        model.with_required_pictures(model.defaults())
+    }
+
+    /// The needs of the stages of a request.
+    fn needs_of(&self, request: &Request) -> Vec<Need> {
+        let stages = self.open.model.plan(request).unwrap();
+        let need = |plan: StagePlan| Need {
+            name: plan.name.as_str().into(),
+            components: self.components_of(&plan).cloned().collect(),
+            plan: Some(plan),
+            headroom: Bytes::ZERO,
+            later: Vec::new(),
+        };
+        stages.into_iter().map(need).collect()
+    }
+
+    fn components_of(&self, plan: &StagePlan) -> impl Iterator<Item = &Component> {
+        let named = |component: &&Component| plan.components.contains(&component.name);
+        self.open.components.iter().filter(named)
+    }
+
+    /// What the catalogue has of it.
+    fn sizes(&self) -> Sizes {
+        let request = self.default_request();
+        let mut stages: Vec<StageSizes> = Vec::new();
+        for need in self.needs_of(&request) {
+            let stage = stage_sizes(&need);
+            if !stages.contains(&stage) {
+                stages.push(stage);
+            }
+        }
+        let smaller = self.open.model.smaller(&request).into_iter();
+        Sizes {
+            model: self.name.clone(),
+            preset: self.preset.as_str().to_owned(),
+            is_f32: self.is_f32,
+            components: self
+                .open
+                .components
+                .iter()
+                .map(|c| self.component_sizes(c))
+                .collect(),
+            stages,
+            smaller: smaller
+                .map(|(label, request)| Smaller {
+                    label,
+                    least: self.needs_of(&request).iter().map(least_of).max().unwrap().0,
+                })
+                .collect(),
+        }
+    }
+
+    fn component_sizes(&self, component: &Component) -> ComponentSizes {
+        let mut blocks: Vec<EqualBlocks> = Vec::new();
+        for block in self.open.model.load_plan(&component.name).unwrap().blocks() {
+            let one = EqualBlocks {
+                count: 1,
+                bytes: block.bytes.0,
+                in_ring: block.in_ring.0,
+                once: block.uses == Uses::Once,
+            };
+            match blocks.last_mut() {
+                Some(last)
+                    if *last
+                        == (EqualBlocks {
+                            count: last.count,
+                            ..one.clone()
+                        }) =>
+                {
+                    last.count += 1
+                }
+                _ => blocks.push(one),
+            }
+        }
+        ComponentSizes {
+            name: component.name.clone(),
+            bytes: component.bytes.0,
+            blocks,
+        }
+    }
+}
+
+/// How stages run on a card, as the queue decides it for each of them.
+fn fit_on(needs: &[Need], room: &Room) -> Option<Fit> {
+    let ledger = Ledger::new(room.bytes, Bytes::ZERO);
+    let mut most = Bytes::ZERO;
+    for need in needs {
+        let Admission::Run { moves, .. } = choose_rung(&ledger, need, Policy::Shared, Millis(0)) else {
+            return None;
+        };
+        let part = |c: &Component| c.size_of(part_after(&ledger, &moves, c)).streamed;
+        if need.plan.as_ref().is_some_and(|plan| plan.steps > 1) {
+            most = most.max(need.components.iter().map(part).sum());
+        }
+    }
+    Some(match most {
+        Bytes::ZERO => Fit::Whole,
+        each_step => Fit::Streamed { each_step },
+    })
+}
+
+fn stage_sizes(need: &Need) -> StageSizes {
+    let plan = need.plan.as_ref().unwrap();
+    // Exact ways are tried before approximate ones.
+    let (approximate, exact): (Vec<_>, Vec<_>) = plan.rungs.iter().partition(|rung| rung.approximate);
+    StageSizes {
+        name: plan.name.clone(),
+        components: need.components.iter().map(|c| c.name.clone()).collect(),
+        passes: plan.steps,
+        scratch: exact
+            .into_iter()
+            .chain(approximate)
+            .map(|rung| rung.scratch.0)
+            .collect(),
+    }
+}
+
+/// The least that a stage needs of a card, in any way to run it.
+fn least_of(need: &Need) -> Bytes {
+    let least = |rung: usize| {
+        need.components
+            .iter()
+            .map(|c| c.bytes_of(c.least()))
+            .sum::<Bytes>()
+            + need.rungs()[rung].scratch
     };
-    let mib = |bytes: Bytes| bytes.0.div_ceil(1 << 20);
-    let sizes = Preset::ALL.map(|preset| {
-        let stored = Entry::new(
-            String::new(),
-            String::new(),
-            path.to_owned(),
-            Quantization::preset(preset),
-        );
-        let open = library.open(&stored, &card).unwrap();
-        let stages = stages_of(&*open.model);
-        let need = stages.iter().map(|stage| need_of(stage, &open.components)).max();
-        let memory = open.components.iter().map(|component| component.bytes).sum();
-        (mib(memory), mib(need.unwrap()))
-    });
-    (sizes.map(|(memory, _)| memory), sizes.map(|(_, need)| need))
+    (0..need.rungs().len()).map(least).min().unwrap()
+}
+
+/// Cards on which the catalogue and the planner are compared.
+fn rooms(is_f32: bool) -> impl Iterator<Item = Room> {
+    let mib = (0..16 << 10)
+        .step_by(384)
+        .chain((16 << 10..96 << 10).step_by(4096));
+    mib.map(move |mib| Room {
+        bytes: Bytes::mib(mib),
+        is_f32,
+        is_cpu: false,
+    })
 }
 
 #[test]
-fn the_catalogues_sizes_are_the_planners() {
-    let mut wrong = Vec::new();
-    for model in all() {
-        let root = TempDir::new().unwrap();
-        let folder = root.path().join("it");
-        fs::create_dir(&folder).unwrap();
-        match model.name.as_str() {
-            "flux-schnell" => write_flux(&folder, false),
-            "flux-dev" => write_flux(&folder, true),
-            "z-image-turbo" => write_z_image(&folder),
-            "hunyuan-video" => write_hunyuan(&folder),
-            "framepack" => write_framepack(&folder),
-            "ace-step" => write_ace_step(&folder),
-            other => panic!("write the published shapes of {other} here"),
-        }
-        let (memory, need) = planned(&folder, "bf16");
-        let (_, need_f32) = planned(&folder, "f32");
-        if (memory, need, need_f32) != (model.memory_mib, model.need_mib, model.need_f32_mib) {
-            wrong.push(format!(
-                "{}:\nmemory_mib = {memory:?}\nneed_mib = {need:?}\nneed_f32_mib = {need_f32:?}",
-                model.name
-            ));
+fn the_catalogue_and_the_planner_say_the_same() {
+    let mut folders = Vec::new();
+    let opened = opened(&mut folders);
+    let sizes: Vec<Sizes> = opened.iter().map(Opened::sizes).collect();
+    assert!(
+        sizes == all_sizes(),
+        "catalogue/sizes.toml is not what the planner says: {REFRESH}"
+    );
+    for one in &opened {
+        let model: &Model = super::find(&one.name).unwrap();
+        let needs = model.needs(one.preset, one.is_f32).unwrap();
+        let of_stages = one.needs_of(&one.default_request());
+        assert_eq!(
+            needs.least(),
+            of_stages.iter().map(least_of).max().unwrap(),
+            "{}",
+            one.name
+        );
+        assert_eq!(needs.weights(), one.open.components.iter().map(|c| c.bytes).sum());
+        for room in rooms(one.is_f32) {
+            let (says, runs) = (model.fit(one.preset, &room), fit_on(&of_stages, &room));
+            assert_eq!(
+                says,
+                runs,
+                "{} in {} on {}",
+                one.name,
+                one.preset.as_str(),
+                room.bytes
+            );
         }
     }
-    assert!(wrong.is_empty(), "the planner says:\n{}", wrong.join("\n"));
+}
+
+/// The file of sizes.
+const SIZES: &str = "service/hub/src/catalogue/sizes.toml";
+pub(super) const REFRESH: &str = "run `cargo test -p hub catalogue -- --ignored`";
+
+const HEAD: &str = "\
+# What the models of the catalogue need of a card, in bytes. Made by `cargo test -p hub catalogue -- --ignored`, not to be edited: checkpoints
+# of the published shapes, without their numbers, are opened and planned. A test compares.
+#
+# components: bytes of all of each, and its blocks in the order of their use, which can be streamed; a block that is used once is not
+# streamed again in each step. stages: those of the default request. passes: how often it goes over the blocks. scratch: working memory of each way
+# to run it, the best first. smaller: sizes and lengths less than the default, with the least that each needs of a card.
+";
+
+/// The text of the file.
+fn text_of(all: &[Sizes]) -> String {
+    let mut text = HEAD.to_owned();
+    for sizes in all {
+        write!(
+            text,
+            "\n[[sizes]]\nmodel = {:?}\npreset = {:?}\nis_f32 = {}\ncomponents = [\n",
+            sizes.model, sizes.preset, sizes.is_f32
+        )
+        .unwrap();
+        for component in &sizes.components {
+            write!(
+                text,
+                "    {{ name = {:?}, bytes = {}",
+                component.name, component.bytes
+            )
+            .unwrap();
+            let blocks: Vec<String> = component.blocks.iter().map(line_of_blocks).collect();
+            match blocks.is_empty() {
+                true => text.push_str(" },\n"),
+                false => writeln!(
+                    text,
+                    ", blocks = [\n        {},\n    ] }},",
+                    blocks.join(",\n        ")
+                )
+                .unwrap(),
+            }
+        }
+        text.push_str("]\nstages = [\n");
+        for stage in &sizes.stages {
+            writeln!(
+                text,
+                "    {{ name = {:?}, components = {:?}, passes = {}, scratch = {:?} }},",
+                stage.name, stage.components, stage.passes, stage.scratch
+            )
+            .unwrap();
+        }
+        let smaller = sizes.smaller.iter();
+        let smaller = smaller.map(|one| format!("{{ label = {:?}, least = {} }}", one.label, one.least));
+        writeln!(text, "]\nsmaller = [{}]", smaller.collect::<Vec<_>>().join(", ")).unwrap();
+    }
+    text
+}
+
+fn line_of_blocks(blocks: &EqualBlocks) -> String {
+    let EqualBlocks {
+        count,
+        bytes,
+        in_ring,
+        once,
+    } = blocks;
+    let once = if *once { ", once = true" } else { "" };
+    format!("{{ count = {count}, bytes = {bytes}, in_ring = {in_ring}{once} }}")
+}
+
+/// Writes the sizes of the catalogue and, if they had been written before, the tables of the documents.
+#[test]
+#[ignore = "it writes files of the checkout"]
+fn write_the_sizes_and_the_tables() {
+    let mut folders = Vec::new();
+    let sizes: Vec<Sizes> = opened(&mut folders).iter().map(Opened::sizes).collect();
+    fs::write(checkout(SIZES), text_of(&sizes)).unwrap();
+    assert!(
+        sizes == all_sizes(),
+        "the sizes are written: run this again, for the tables that are made of them"
+    );
+    tables::write(&checkout(""));
 }
