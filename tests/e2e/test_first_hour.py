@@ -26,6 +26,7 @@ LARGE = "hunyuan-video"
 FRAMEPACK = "lllyasviel/FramePackI2V_HY"
 FIXTURES = ROOT / "service/pipelines/fixtures"
 WAIT_S = 60
+TINY_FILM = ("-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
 SMALL = ("-W", "64", "-H", "64", "--steps", "1", "--seed", "3")
 
 
@@ -66,18 +67,30 @@ def available(alone: Run, device: str) -> tuple[dict[str, str], str]:
 def test_the_command_to_try_is_of_a_model_that_fits(alone: Run, device: str) -> None:
     fits, told = available(alone, device)
     (tried,) = re.findall(r"moored run (\S+)", told)
-    assert fits[tried] not in ("no", "unknown")
-    assert "no" in fits.values(), "some of them are too large for so small a card"
+    assert re.match(r"full|8-bit|4-bit", fits[tried]), fits[tried]
     assert tried != "flux-schnell", "it wants a login first"
+    assert re.match(r"no|up to \d+x\d+", fits[LARGE]), "it is too large for so small a card"
+    for word in ("streamed", "up to"):
+        assert (f"{word}: " in told) is any(word in fit for fit in fits.values()), word
 
 
 def test_nothing_is_tried_where_nothing_fits_and_a_cpu_is_called_slow(alone: Run) -> None:
-    fits, told = available(alone, "sim:1GiB")
+    fits, told = available(alone, "sim:512MiB")
     assert set(fits.values()) == {"no"}
     assert "moored run" not in told
     fits, told = available(alone, "cpu:16GiB")
     assert fits[SHORT] == "8-bit, slow"
     assert "slow on a CPU" in told
+
+
+@pytest.mark.parametrize("gib", [6, 24])
+def test_every_model_runs_on_a_card_of_6_gib_in_some_size(alone: Run, gib: int) -> None:
+    fits, _ = available(alone, f"sim:{gib}GiB")
+    assert "no" not in fits.values()
+    found = alone("doctor", "--json", MOORED_CARDS_DEVICES=f"sim:{gib}GiB").stdout
+    checks = map(json.loads, found.splitlines())
+    (said,) = (check["found"] for check in checks if check["check"] == "fits")
+    assert all(f"{name} {fit}" in said for name, fit in fits.items()), said
 
 
 def test_help_names_no_model_that_a_card_may_refuse(alone: Run) -> None:
@@ -87,19 +100,33 @@ def test_help_names_no_model_that_a_card_may_refuse(alone: Run) -> None:
 
 
 def test_a_model_that_will_not_fit_is_not_downloaded_unasked(hub: Hub, alone: Run) -> None:
+    def told(*more: str, device: str = "sim:512MiB") -> Completed:
+        return alone("run", LARGE, "a wave", "--device", device, *more)
+
+    refused = told(device="sim:8GiB")
+    assert refused.returncode == 6, refused.stderr
+    for part in ("GiB", "sim:0", "framepack fits (4-bit, streamed)", "nothing was downloaded"):
+        assert part in refused.stderr
+    assert "--pull" in refused.stderr
+    refused = told(*TINY_FILM)
+    assert refused.returncode == 6, refused.stderr
+    assert "fit" not in refused.stderr, "nor does any other film on this card"
+    assert hub.requests == []
+    good(told("--pull", *TINY_FILM))
+    assert hub.requests != [], "it goes on where it is told to"
+
+
+def test_a_film_is_downloaded_in_a_size_that_fits(hub: Hub, alone: Run) -> None:
     def told(*more: str) -> Completed:
         return alone("run", LARGE, "a wave", "--device", "sim:8GiB", *more)
 
-    refused = told()
-    assert refused.returncode == 6, refused.stderr
+    ((width, height),) = re.findall(r"(\d+)x(\d+) would fit", told().stderr)
+    smaller = ("-W", width, "-H", height)
+    for too_large in ((*smaller, "--frames", "1000"), ("-W", width)):
+        assert told(*too_large).returncode == 6, too_large
     assert hub.requests == []
-    for part in ("GiB", "sim:0", "nothing was downloaded", "--pull"):
-        assert part in refused.stderr
-    assert "framepack" not in told().stderr, "nor does any other film on this card"
-    on_larger = alone("run", LARGE, "a wave", "--device", "sim:16GiB").stderr
-    assert "framepack fits" in on_larger, on_larger
-    told("--pull", "-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
-    assert hub.requests != [], "it goes on where it is told to"
+    good(told(*TINY_FILM))
+    assert hub.requests != []
 
 
 @pytest.mark.parametrize(("answer", "goes_on"), [("y\n", True), ("\n", False)])
@@ -111,8 +138,7 @@ def test_in_a_terminal_it_is_asked(
         "MOORED_SERVICE_STATE": str(tmp_path / "state"),
     }
     mine, theirs = pty.openpty()
-    size = ("-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
-    command = [str(BINARY), "run", LARGE, "a wave", "--device", "sim:8GiB", *size]
+    command = [str(BINARY), "run", LARGE, "a wave", "--device", "sim:512MiB", *TINY_FILM]
     with subprocess.Popen(
         command, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:

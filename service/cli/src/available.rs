@@ -3,7 +3,7 @@
 use api::v1;
 use config::Config;
 use gpu::CardKind;
-use hub::catalogue::{self, Fit, Makes, Model, Needs, Room};
+use hub::catalogue::{self, Extent, Fit, Makes, Model, Needs, Room};
 use model::Preset;
 use residency::Bytes;
 use serde_json::{Map, Value, json};
@@ -263,7 +263,7 @@ fn in_json(model: &Model, card: Option<&Card>, is_here: bool) -> Value {
         .and_then(|card| model.smaller_in(&card.room));
     json!({
         "name": model.name, "id": model.id, "media": model.makes.as_str(), "licence": model.licence,
-        "needs_terms": model.needs_terms, "download_gb": model.download_gb, "about": model.about, "here": is_here,
+        "needs_terms": model.needs_terms, "download_gb": model.download_gb, "about": model.in_words(), "here": is_here,
         "memory_bytes": by_preset(&|preset| bytes(preset, false, Needs::weights)),
         "fits": best.map(|(preset, _)| preset.as_str()),
         "streamed_bytes_per_step": best.map(|(_, fit)| fit.streamed().0),
@@ -296,10 +296,11 @@ pub(super) fn finding(program: &dyn Program, config: &Config) -> Option<Finding>
 }
 
 /// Before a download: says how the model runs on the card. If it does not fit, asks whether to go on, or fails where nobody can be
-/// asked. `preset` is the requested precision, `None` any.
+/// asked. `preset` is the requested precision, `None` any; `asked` the requested size.
 pub(super) async fn confirm_fit(
     model: &Model,
     preset: Option<Preset>,
+    asked: Extent,
     card: &Card,
     as_json: bool,
 ) -> Result<(), CliError> {
@@ -313,6 +314,9 @@ pub(super) async fn confirm_fit(
         {
             screen::note(&told);
         }
+        return Ok(());
+    }
+    if model.runs(asked, preset, &card.room) {
         return Ok(());
     }
     let told = refusal(model, preset, card);

@@ -223,7 +223,7 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
     let mut facts: Vec<(&str, String)> = vec![("model", id.to_owned())];
     if let Some(known) = known {
         facts.push(("short name", known.name.clone()));
-        facts.push(("about", known.about.clone()));
+        facts.push(("about", known.in_words()));
         facts.push(("licence", known.licence.clone()));
         if known.needs_terms {
             facts.push((
@@ -238,7 +238,7 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
         if !known.with.is_empty() {
             facts.push(("pulled with", known.with.join(", ")));
         }
-        let sizes = |size: fn(&Needs) -> Bytes| {
+        let sizes = |size: &dyn Fn(&Needs) -> String| {
             let sizes = Preset::ALL.into_iter().filter_map(|preset| {
                 let needs = known.needs(preset, false)?;
                 Some(format!("{} {}", preset.as_str(), size(needs)))
@@ -247,16 +247,12 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
         };
         // The catalogue is used only for a model that the service lacks, as the service's own figures are exact.
         if listed.is_none() {
-            facts.push(("memory", sizes(Needs::weights)));
+            facts.push(("memory", sizes(&|needs| needs.weights().to_string())));
         }
-        facts.push((
-            "card",
-            format!("nothing is streamed from {}", sizes(Needs::whole)),
-        ));
-        facts.push((
-            "card, streamed",
-            format!("needs at the least {}", sizes(Needs::least)),
-        ));
+        let whole = sizes(&|needs| needs.whole().to_string());
+        facts.push(("card", format!("nothing is streamed from: {whole}")));
+        let least = sizes(&|needs| format!("{} ({} in each step)", needs.least(), needs.streamed_at_least()));
+        facts.push(("streamed", format!("the least: {least}")));
     }
     if let Some(bytes) = cached {
         let state = format!("{} in {}", decimal(bytes), config.hub.cache.display());

@@ -11,7 +11,7 @@ use model::{Medium, Preset};
 use residency::Bytes;
 use serde::Deserialize;
 
-pub use needs::{Fit, Needs};
+pub use needs::{Extent, Fit, Needs};
 
 /// Id of the model that ships with the project, and is the default where no other is configured.
 pub const SHIPPED_ID: &str = "moored/demo";
@@ -77,6 +77,9 @@ pub struct Model {
     /// The medium that it generates.
     #[serde(rename = "medium")]
     pub makes: Makes,
+    /// Its full name.
+    pub title: String,
+    /// What distinguishes it, in a few words.
     pub about: String,
 }
 
@@ -243,6 +246,22 @@ impl Model {
         fitting.min_by_key(|(_, fit)| fit.streamed())
     }
 
+    /// Whether a request of this extent runs on a card in this preset, or in any; as far as one that is no smaller is known to.
+    pub fn runs(&self, asked: Extent, preset: Option<Preset>, room: &Room) -> bool {
+        let mut presets = Preset::ALL
+            .into_iter()
+            .filter(|each| preset.is_none_or(|preset| preset == *each));
+        presets.any(|preset| {
+            let needs = self.needs(preset, room.is_f32);
+            needs.is_some_and(|needs| needs.runs_on(asked, room))
+        })
+    }
+
+    /// Its full name and what distinguishes it: `Z-Image-Turbo, 8 steps`.
+    pub fn in_words(&self) -> String {
+        format!("{}, {}", self.title, self.about)
+    }
+
     /// Where its default request does not fit: the size or length closest to it that does, and a preset in which it does.
     pub fn smaller_in(&self, room: &Room) -> Option<(Preset, &'static str)> {
         let fitting = |preset: Preset| {
@@ -404,6 +423,32 @@ mod tests {
                 assert_eq!(before, Some(Fit::Whole));
             }
         }
+    }
+
+    #[test]
+    fn a_size_that_was_asked_for_is_compared_instead_of_the_default() {
+        let film = find("hunyuan-video").unwrap();
+        let room = Room {
+            bytes: Bytes::mib(5 << 10),
+            ..Room::default()
+        };
+        let runs = |pixels, frames| {
+            let asked = Extent {
+                pixels,
+                frames,
+                seconds: None,
+            };
+            film.runs(asked, None, &room)
+        };
+        assert!(!runs(None, None), "the default is too large");
+        let (_, label) = film.smaller_in(&room).unwrap();
+        let (width, height) = label.split_once('x').unwrap();
+        let pixels: u64 = width.parse::<u64>().unwrap() * height.parse::<u64>().unwrap();
+        assert!(runs(Some(pixels), None));
+        assert!(runs(Some(pixels), Some(1)));
+        assert!(!runs(Some(pixels), Some(10_000)), "no such film is known to run");
+        assert!(!runs(Some(4 * pixels), None));
+        assert!(!film.runs(Extent::default(), Some(Preset::Full), &room));
     }
 
     #[test]

@@ -17,7 +17,7 @@ use serde::Deserialize;
 use super::Room;
 
 /// The bytes of one model in one precision, on cards that compute in one dtype.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Sizes {
     /// Short name.
@@ -28,9 +28,8 @@ pub(super) struct Sizes {
     pub(super) components: Vec<ComponentSizes>,
     /// The stages of the default request; of stages with equal needs, one.
     pub(super) stages: Vec<StageSizes>,
-    /// Smaller requests, each with the least that it needs of a card; the closest to the default first.
-    #[serde(default)]
-    pub(super) smaller: Vec<Smaller>,
+    /// The default request, then smaller ones, the closest to it first.
+    pub(super) requests: Vec<RequestSizes>,
 }
 
 /// The bytes of a component.
@@ -68,14 +67,38 @@ pub(super) struct StageSizes {
     pub(super) scratch: Vec<u64>,
 }
 
-/// A request that is smaller than the default.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+/// A request, and the least that it needs of a card.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Smaller {
-    /// `960x544`, `97 frames`, `30 s`.
+pub(super) struct RequestSizes {
+    /// `960x544`, `97 frames`, `30 s`; empty for the default.
     pub(super) label: String,
-    /// The least that it needs of a card.
+    pub(super) extent: Extent,
     pub(super) least: u64,
+}
+
+/// Size and length of what is generated, as far as they are known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Extent {
+    pub pixels: Option<u64>,
+    pub frames: Option<u32>,
+    pub seconds: Option<f32>,
+}
+
+impl Extent {
+    /// This extent, with what it lacks from another.
+    fn or(self, other: Extent) -> Extent {
+        Extent {
+            pixels: self.pixels.or(other.pixels),
+            frames: self.frames.or(other.frames),
+            seconds: self.seconds.or(other.seconds),
+        }
+    }
+
+    fn is_within(self, other: Extent) -> bool {
+        self.pixels <= other.pixels && self.frames <= other.frames && self.seconds <= other.seconds
+    }
 }
 
 /// What a model needs of a card in one precision.
@@ -83,7 +106,7 @@ pub(super) struct Smaller {
 pub struct Needs {
     weights: Bytes,
     stages: Vec<StageWays>,
-    smaller: Vec<(String, Bytes)>,
+    requests: Vec<RequestSizes>,
 }
 
 /// A stage, once for each way to run it.
@@ -132,11 +155,7 @@ impl Needs {
         Needs {
             weights: components.iter().map(|component| component.bytes).sum(),
             stages: sizes.stages.iter().map(ways).collect(),
-            smaller: sizes
-                .smaller
-                .iter()
-                .map(|smaller| (smaller.label.clone(), Bytes(smaller.least)))
-                .collect(),
+            requests: sizes.requests.clone(),
         }
     }
 
@@ -177,10 +196,25 @@ impl Needs {
         })
     }
 
-    /// The smaller request closest to the default that runs on a card, with its place among the smaller ones.
+    /// The smaller request closest to the default that runs on a card, with its place among them.
     pub(super) fn smaller_on(&self, room: &Room) -> Option<(usize, &str)> {
-        let fitting = self.smaller.iter().position(|(_, least)| *least <= room.bytes)?;
-        Some((fitting, self.smaller[fitting].0.as_str()))
+        let mut smaller = self.requests.iter().enumerate().skip(1);
+        let (index, request) = smaller.find(|(_, request)| Bytes(request.least) <= room.bytes)?;
+        Some((index, &request.label))
+    }
+
+    /// Whether a request of this extent runs on a card, as far as one that is no smaller is known to.
+    pub(super) fn runs_on(&self, asked: Extent, room: &Room) -> bool {
+        let default = self
+            .requests
+            .first()
+            .map_or(Extent::default(), |request| request.extent);
+        let asked = asked.or(default);
+        let mut running = self
+            .requests
+            .iter()
+            .filter(|request| Bytes(request.least) <= room.bytes);
+        running.any(|request| asked.is_within(request.extent))
     }
 
     /// Bytes of all components.

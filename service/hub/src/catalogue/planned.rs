@@ -22,14 +22,14 @@ use pipelines::text::qwen3::Qwen3Config;
 use pipelines::text::t5::T5Config;
 use pipelines::vision::siglip::SiglipConfig;
 use pipelines::z_image::TransformerConfig as ZImageTransformer;
-use pipelines::{Preset, Quantization, Request, StagePlan};
+use pipelines::{Medium, Preset, Quantization, Request, StagePlan};
 use residency::{Bytes, Component, Ledger, Millis, Policy, part_after};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::needs::{ComponentSizes, EqualBlocks, Sizes, Smaller, StageSizes, all_sizes};
-use super::{Fit, Model, Room, all, tables};
+use super::needs::{ComponentSizes, EqualBlocks, RequestSizes, Sizes, StageSizes, all_sizes};
+use super::{Extent, Fit, Model, Room, all, tables};
 
 type Shapes = Vec<(String, Vec<usize>)>;
 
@@ -305,7 +305,8 @@ impl Opened {
                 stages.push(stage);
             }
         }
-        let smaller = self.open.model.smaller(&request).into_iter();
+        let smaller = self.open.model.smaller(&request);
+        let requests = std::iter::once((String::new(), request)).chain(smaller);
         Sizes {
             model: self.name.clone(),
             preset: self.preset.as_str().to_owned(),
@@ -314,12 +315,13 @@ impl Opened {
                 .open
                 .components
                 .iter()
-                .map(|c| self.component_sizes(c))
+                .map(|component| self.component_sizes(component))
                 .collect(),
             stages,
-            smaller: smaller
-                .map(|(label, request)| Smaller {
+            requests: requests
+                .map(|(label, request)| RequestSizes {
                     label,
+                    extent: extent_of(&request),
                     least: self.needs_of(&request).iter().map(least_of).max().unwrap().0,
                 })
                 .collect(),
@@ -353,6 +355,25 @@ impl Opened {
             bytes: component.bytes.0,
             blocks,
         }
+    }
+}
+
+fn extent_of(request: &Request) -> Extent {
+    let pixels = |width: u32, height: u32| Some(u64::from(width) * u64::from(height));
+    match &request.medium {
+        Medium::Image(image) => Extent {
+            pixels: pixels(image.width, image.height),
+            ..Extent::default()
+        },
+        Medium::Video(video) => Extent {
+            pixels: pixels(video.width, video.height),
+            frames: Some(video.frames),
+            seconds: None,
+        },
+        Medium::Audio(audio) => Extent {
+            seconds: Some(audio.seconds),
+            ..Extent::default()
+        },
     }
 }
 
@@ -459,7 +480,7 @@ const HEAD: &str = "\
 #
 # components: bytes of all of each, and its blocks in the order of their use, which can be streamed; a block that is used once is not
 # streamed again in each step. stages: those of the default request. passes: how often it goes over the blocks. scratch: working memory of each way
-# to run it, the best first. smaller: sizes and lengths less than the default, with the least that each needs of a card.
+# to run it, the best first. requests: the default, then smaller ones, with the least that each needs of a card.
 ";
 
 /// The text of the file.
@@ -499,11 +520,27 @@ fn text_of(all: &[Sizes]) -> String {
             )
             .unwrap();
         }
-        let smaller = sizes.smaller.iter();
-        let smaller = smaller.map(|one| format!("{{ label = {:?}, least = {} }}", one.label, one.least));
-        writeln!(text, "]\nsmaller = [{}]", smaller.collect::<Vec<_>>().join(", ")).unwrap();
+        text.push_str("]\nrequests = [\n");
+        for request in &sizes.requests {
+            let extent = line_of_extent(request.extent);
+            writeln!(
+                text,
+                "    {{ label = {:?}, extent = {{ {extent} }}, least = {} }},",
+                request.label, request.least
+            )
+            .unwrap();
+        }
+        text.push_str("]\n");
     }
     text
+}
+
+fn line_of_extent(extent: Extent) -> String {
+    let pixels = extent.pixels.map(|pixels| format!("pixels = {pixels}"));
+    let frames = extent.frames.map(|frames| format!("frames = {frames}"));
+    let seconds = extent.seconds.map(|seconds| format!("seconds = {seconds:?}"));
+    let known: Vec<String> = [pixels, frames, seconds].into_iter().flatten().collect();
+    known.join(", ")
 }
 
 fn line_of_blocks(blocks: &EqualBlocks) -> String {

@@ -58,7 +58,7 @@ fn models() -> String {
         format!(
             "| `{}` | {} | {}{login} | {:.0} GB | {} GiB | {} GiB |",
             model.name,
-            model.about,
+            model.in_words(),
             model.licence,
             model.download_gb,
             by_preset(model, super::Needs::whole),
