@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ import moored
 import pytest
 from commands import LARGE_ID as ID
 from commands import Completed, Run, good
+from gpu import checkpoints
 from hub import Hub, Repository, files_of
 
 from service import BINARY, INSTANT_MODELS, ROOT, ReservedPort, Service, run
@@ -343,3 +345,58 @@ def test_framepack_is_one_pull_and_one_model(
                 client.plan_video("a wave", model="framepack")
     finally:
         assert service.stop() == 0
+
+
+CARDS = (
+    "sim:4GiB",
+    "sim:6GiB,index=1",
+    "sim:8GiB,index=2",
+    "sim:12GiB,index=3",
+    "sim:24GiB,index=4",
+)
+
+
+@pytest.fixture
+def flux_without_numbers(tmp_path: Path) -> Path:
+    """A folder of models with FLUX.1-dev in its published shapes; its weights are holes."""
+    models = tmp_path / "models"
+    full = models / "flux"
+    for place, configuration in checkpoints.configurations(checkpoints.FULL).items():
+        (full / place).parent.mkdir(parents=True, exist_ok=True)
+        (full / place).write_text(json.dumps(configuration))
+    for name in ("tokenizer", "tokenizer_2"):
+        shutil.copytree(ROOT / "demo/model" / name, full / name)
+    for name, shapes_of in {
+        "transformer": checkpoints.transformer,
+        "text_encoder": checkpoints.text_encoder,
+        "text_encoder_2": checkpoints.text_encoder_2,
+        "vae": checkpoints.vae,
+    }.items():
+        header: dict[str, Any] = {}
+        end = 0
+        for tensor, shape in shapes_of(checkpoints.FULL):
+            begin, end = end, end + 2 * math.prod(shape)
+            header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        written = json.dumps(header).encode()
+        stem = "diffusion_pytorch_model" if name in ("transformer", "vae") else "model"
+        with (full / name / f"{stem}.safetensors").open("wb") as file:
+            file.write(len(written).to_bytes(8, "little") + written)
+            file.truncate(8 + len(written) + end)
+    return models
+
+
+def test_auto_takes_what_the_list_says_of_each_card(
+    simulate: Any, alone: Run, flux_without_numbers: Path
+) -> None:
+    service = simulate(*CARDS, arguments=("--models", str(flux_without_numbers)))
+    model = moored.ModelRef("flux", quantization="auto")
+    with service.client() as client:
+        for index, device in enumerate(CARDS):
+            fits, _ = available(alone, device.split(",")[0])
+            plan = client.plan("a cube", model=model, card=f"sim:{index}")
+            assert plan.runs_now, device
+            (denoise,) = (stage for stage in plan.stages if stage.name == "denoise")
+            preset = plan.model.choice.partition(":")[0].partition(" ")[0]
+            is_streamed = any(one.streamed_bytes for one in denoise.streamed)
+            said = f"{preset}, streamed" if is_streamed else preset
+            assert said == fits["flux-dev"], (device, plan.model.choice)
