@@ -311,6 +311,26 @@ def test_a_refusal_names_the_smallest_need_and_a_model_that_fits(simulate: Any) 
         assert "full:" not in chosen
 
 
+def test_a_refusal_of_a_streamed_model_says_the_least_that_it_needs(
+    simulate: Any, tmp_path: Path
+) -> None:
+    model = json.loads((INSTANT_MODELS / "flux-full.instant.json").read_text(encoding="utf-8"))
+    model["name"] = "streamed"
+    for component in model["components"]:
+        component |= {"blocks": 40}
+    (tmp_path / "streamed.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    with simulate("sim:2GiB", arguments=("--models", str(tmp_path))).client() as client:
+        (denoise,) = (
+            stage
+            for stage in client.plan("a cube", model="streamed").stages
+            if stage.name == "denoise"
+        )
+        assert denoise.verdict == "never"
+        assert denoise.shortfall is not None
+        # Two slots of blocks of 0.6 GB, and the scratch.
+        assert 2.7e9 < denoise.shortfall.needed_bytes < 2.9e9, "not the 25 GB of all of it"
+
+
 def test_framepack_is_one_pull_and_one_model(
     hub: Hub, home: Path, alone: Run, tmp_path: Path
 ) -> None:

@@ -117,7 +117,7 @@ impl Need {
     }
 
     /// The demand on the ledger of one way to run it, with its scratch or another.
-    pub(crate) fn on_rung(&self, rung: usize, scratch: Option<Bytes>) -> StageNeed {
+    pub fn on_rung(&self, rung: usize, scratch: Option<Bytes>) -> StageNeed {
         StageNeed {
             components: self.components_on(rung),
             ..self.with_scratch(scratch.unwrap_or_else(|| self.scratch(rung)))

@@ -279,6 +279,8 @@ impl Model {
 #[cfg(test)]
 mod planned;
 #[cfg(test)]
+mod published;
+#[cfg(test)]
 mod tables;
 
 #[cfg(test)]
