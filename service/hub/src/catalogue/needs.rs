@@ -144,6 +144,7 @@ impl Needs {
                 scratch: Bytes::ZERO,
                 headroom: Bytes::ZERO,
                 later: Vec::new(),
+                model: Vec::new(),
                 passes: stage.passes,
             };
             let way = |scratch: &u64| StageNeed {

@@ -77,6 +77,7 @@ impl Opened {
             plan: Some(plan),
             headroom: Bytes::ZERO,
             later: Vec::new(),
+            model: Vec::new(),
         };
         stages.into_iter().map(need).collect()
     }
