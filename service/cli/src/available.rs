@@ -171,9 +171,9 @@ impl Card {
 
     /// How a model runs on it, in words: `8-bit`, `4-bit, streamed`, `up to 640x352`, `no`.
     fn fit_in_words(&self, model: &Model) -> String {
-        let fits = match (model.best_in(&self.room), model.smaller_in(&self.room)) {
+        let fits = match (model.best_in(&self.room), model.smaller_in(None, &self.room)) {
             (Some((preset, fit)), _) => fit.in_words(preset),
-            (None, Some((_, size))) => format!("up to {size}"),
+            (None, Some(size)) => format!("up to {size}"),
             (None, None) => return "no".to_owned(),
         };
         match self.room.is_cpu {
@@ -260,14 +260,14 @@ fn in_json(model: &Model, card: Option<&Card>, is_here: bool) -> Value {
     let best = card.and_then(|card| model.best_in(&card.room));
     let smaller = card
         .filter(|_| best.is_none())
-        .and_then(|card| model.smaller_in(&card.room));
+        .and_then(|card| model.smaller_in(None, &card.room));
     json!({
         "name": model.name, "id": model.id, "media": model.makes.as_str(), "licence": model.licence,
         "needs_terms": model.needs_terms, "download_gb": model.download_gb, "about": model.in_words(), "here": is_here,
         "memory_bytes": by_preset(&|preset| bytes(preset, false, Needs::weights)),
         "fits": best.map(|(preset, _)| preset.as_str()),
         "streamed_bytes_per_step": best.map(|(_, fit)| fit.streamed().0),
-        "smaller": smaller.map(|(_, size)| size),
+        "smaller": smaller,
         "slow": card.is_some_and(|card| card.room.is_cpu),
         "precisions": by_preset(&|preset| {
             let fit = card.and_then(|card| model.fit(preset, &card.room));
@@ -362,8 +362,8 @@ fn refusal(model: &Model, preset: Option<Preset>, card: &Card) -> String {
     let instead = match model.best_in(room) {
         Some((preset, fit)) => format!("; {} fits", fit.in_words(preset)),
         None => {
-            let smaller = model.smaller_in(room);
-            let smaller = smaller.map(|(_, size)| format!("; {size} would fit"));
+            let smaller = model.smaller_in(preset, room);
+            let smaller = smaller.map(|size| format!("; {size} would fit"));
             let other = catalogue::first_that_fits(model.makes, room);
             let other =
                 other.map(|(other, preset, fit)| format!("; {} fits ({})", other.name, fit.in_words(preset)));

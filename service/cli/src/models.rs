@@ -250,9 +250,9 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
             facts.push(("memory", sizes(&|needs| needs.weights().to_string())));
         }
         let whole = sizes(&|needs| needs.whole().to_string());
-        facts.push(("card", format!("nothing is streamed from: {whole}")));
+        facts.push(("card", format!("without streaming: {whole}")));
         let least = sizes(&|needs| format!("{} ({} in each step)", needs.least(), needs.streamed_at_least()));
-        facts.push(("streamed", format!("the least: {least}")));
+        facts.push(("streamed", format!("at the least: {least}")));
     }
     if let Some(bytes) = cached {
         let state = format!("{} in {}", decimal(bytes), config.hub.cache.display());

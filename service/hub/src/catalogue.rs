@@ -246,33 +246,31 @@ impl Model {
         fitting.min_by_key(|(_, fit)| fit.streamed())
     }
 
-    /// Whether a request of this extent runs on a card in this preset, or in any; as far as one that is no smaller is known to.
-    pub fn runs(&self, asked: Extent, preset: Option<Preset>, room: &Room) -> bool {
-        let mut presets = Preset::ALL
-            .into_iter()
-            .filter(|each| preset.is_none_or(|preset| preset == *each));
-        presets.any(|preset| {
-            let needs = self.needs(preset, room.is_f32);
-            needs.is_some_and(|needs| needs.runs_on(asked, room))
-        })
-    }
-
     /// Its full name and what distinguishes it: `Z-Image-Turbo, 8 steps`.
     pub fn in_words(&self) -> String {
         format!("{}, {}", self.title, self.about)
     }
 
-    /// Where its default request does not fit: the size or length closest to it that does, and a preset in which it does.
-    pub fn smaller_in(&self, room: &Room) -> Option<(Preset, &'static str)> {
-        let fitting = |preset: Preset| {
-            let (index, label) = self.needs(preset, room.is_f32)?.smaller_on(room)?;
-            Some((index, preset, label))
-        };
-        let closest = Preset::ALL
-            .into_iter()
-            .filter_map(fitting)
-            .min_by_key(|(index, ..)| *index)?;
-        Some((closest.1, closest.2))
+    /// Whether a request of this extent runs on a card in this preset, or in any; as far as one that is no smaller is known to.
+    pub fn runs(&self, asked: Extent, preset: Option<Preset>, room: &Room) -> bool {
+        self.needs_of(preset, room.is_f32)
+            .any(|needs| needs.runs_on(asked, room))
+    }
+
+    /// Where its default request does not fit in this preset, or in any: the size or length closest to it that does.
+    pub fn smaller_in(&self, preset: Option<Preset>, room: &Room) -> Option<&'static str> {
+        let fitting = self
+            .needs_of(preset, room.is_f32)
+            .filter_map(|needs| needs.smaller_on(room));
+        let closest = fitting.min_by_key(|(index, _)| *index)?;
+        Some(closest.1)
+    }
+
+    /// Its needs in this preset, or in each.
+    fn needs_of(&self, preset: Option<Preset>, is_f32: bool) -> impl Iterator<Item = &'static Needs> {
+        let presets = Preset::ALL.into_iter();
+        let presets = presets.filter(move |each| preset.is_none_or(|preset| preset == *each));
+        presets.filter_map(move |preset| self.needs(preset, is_f32))
     }
 }
 
@@ -443,14 +441,25 @@ mod tests {
             film.runs(asked, None, &room)
         };
         assert!(!runs(None, None), "the default is too large");
-        let (_, label) = film.smaller_in(&room).unwrap();
+        let label = film.smaller_in(None, &room).unwrap();
         let (width, height) = label.split_once('x').unwrap();
         let pixels: u64 = width.parse::<u64>().unwrap() * height.parse::<u64>().unwrap();
         assert!(runs(Some(pixels), None));
         assert!(runs(Some(pixels), Some(1)));
         assert!(!runs(Some(pixels), Some(10_000)), "no such film is known to run");
         assert!(!runs(Some(4 * pixels), None));
-        assert!(!film.runs(Extent::default(), Some(Preset::Full), &room));
+        for preset in Preset::ALL {
+            let smaller = film.smaller_in(Some(preset), &room);
+            let asked = Extent {
+                pixels: Some(pixels),
+                ..Extent::default()
+            };
+            assert_eq!(
+                film.runs(asked, Some(preset), &room),
+                smaller == Some(label),
+                "{preset:?}"
+            );
+        }
     }
 
     #[test]

@@ -78,9 +78,9 @@ fn models() -> String {
 
 /// How a model runs on a card, in a table.
 fn cell(model: &Model, room: &Room) -> String {
-    match (model.best_in(room), model.smaller_in(room)) {
+    match (model.best_in(room), model.smaller_in(None, room)) {
         (Some((preset, fit)), _) => fit.in_words(preset),
-        (None, Some((_, label))) => format!("up to {label}"),
+        (None, Some(label)) => format!("up to {label}"),
         (None, None) => "no".to_owned(),
     }
 }
