@@ -74,7 +74,7 @@ impl FakeModel {
         ];
         let formats = quantization.formats(&LARGE);
         for component in components.into_iter().map(|c| quantized(c, &formats)) {
-            let plan = LoadPlan::Synthetic(component.bytes);
+            let plan = LoadPlan::synthetic(component.bytes);
             parts.push(component, plan, Vec::new());
         }
         FakeModel(parts)

@@ -47,7 +47,7 @@ impl Bench {
             parts: residency::Parts::default(),
         };
         self.card
-            .load(&component, &LoadPlan::Synthetic(bytes), Part::WHOLE, &mut |_| {
+            .load(&component, &LoadPlan::synthetic(bytes), Part::WHOLE, &mut |_| {
                 ControlFlow::Continue(())
             })
     }
@@ -86,7 +86,7 @@ fn a_load_takes_its_transfer_time_and_can_be_cancelled() {
     };
     let outcome = b.card.load(
         &component,
-        &LoadPlan::Synthetic(Bytes::gib(1)),
+        &LoadPlan::synthetic(Bytes::gib(1)),
         Part::WHOLE,
         &mut |p| {
             reported.push(p.done);
@@ -448,7 +448,7 @@ proptest! {
                         id: id(&name.to_string()), name: String::new(), bytes: Bytes(bytes), reload_seconds: 0.0,
                         parts: residency::Parts::default(),
                     };
-                    let plan = LoadPlan::Synthetic(Bytes(bytes));
+                    let plan = LoadPlan::synthetic(Bytes(bytes));
                     prop_assert!(b.card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Break(())).is_err());
                 }
                 Op::Unload(name) => {
@@ -507,7 +507,9 @@ proptest! {
         slack in any::<bool>(),
     ) {
         let mut settings = SimulatedSettings::new(Bytes(sizes[0]));
-        settings.bytes_per_second = Bytes(sizes[1]);
+        settings.link = Bytes(sizes[1]);
+        settings.disk = Bytes(sizes[2]);
+        settings.flops = sizes[5];
         settings.context = Bytes(sizes[2] % (sizes[0] / 4 + 1));
         settings.workspaces = Bytes(sizes[3] % (sizes[0] / 4 + 1));
         settings.foreign = Bytes(sizes[4] % (sizes[0] / 4 + 1));

@@ -108,7 +108,7 @@ fn push(parts: &mut ModelParts, id: String, name: String, (bytes, blocks): (Byte
         reload_seconds: bytes.0 as f64 / LOAD_SPEED,
         parts: parts_of(bytes, blocks),
     };
-    parts.push(component, LoadPlan::Synthetic(bytes), Vec::new());
+    parts.push(component, LoadPlan::synthetic(bytes), Vec::new());
 }
 
 impl InstantModel {
