@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use gpu::CardDescription;
 use model::StagePlan;
-use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
+use residency::{Bytes, Component, ComponentId, Part, RunOutcome, ScratchBook, ScratchKey};
 use tokio::time::Instant;
 
+use super::report::Streamed;
 use crate::job::{JobId, StageName};
 use crate::messages::Completed;
 use crate::need::Need;
@@ -58,6 +59,10 @@ pub(super) struct Learned {
     scratch: ScratchBook,
     /// Milliseconds that stages run, by card.
     stage_ms: BTreeMap<StageKey, BTreeMap<usize, f64>>,
+    /// Seconds of a pass with all components on the card, by card.
+    pass_seconds: BTreeMap<StageKey, BTreeMap<usize, f64>>,
+    /// Components that ran in part, as the last stage had them on a card.
+    streamed: BTreeMap<(usize, ComponentId), Streamed>,
     load_seconds: BTreeMap<ComponentId, f64>,
     /// The longest time between two steps.
     between_steps: BTreeMap<PaceKey, Duration>,
@@ -130,6 +135,38 @@ impl Learned {
             .entry(index)
             .and_modify(|known| *known = *known * 0.7 + ms * 0.3)
             .or_insert(ms);
+    }
+
+    /// Passes of a stage took so many seconds each, with all components on the card. The fastest counts: what a first run waits for
+    /// besides is no part of them.
+    pub(super) fn passed(&mut self, key: StageKey, card: usize, seconds: f64) {
+        if self.pass_seconds.len() >= REMEMBERED && !self.pass_seconds.contains_key(&key) {
+            self.pass_seconds.clear();
+        }
+        let by_card = self.pass_seconds.entry(key).or_default();
+        let known = by_card.entry(card).or_insert(seconds);
+        *known = known.min(seconds);
+    }
+
+    /// Seconds of a pass of a stage with all components on a card, if one like it ran there.
+    pub(super) fn pass_seconds(&self, key: &StageKey, card: usize) -> Option<f64> {
+        self.pass_seconds.get(key)?.get(&card).copied()
+    }
+
+    /// A stage ran with these components in part on a card.
+    pub(super) fn streamed(&mut self, card: usize, streamed: Vec<Streamed>) {
+        if self.streamed.len() >= REMEMBERED {
+            self.streamed.clear();
+        }
+        for each in streamed {
+            self.streamed.insert((card, each.component.id.clone()), each);
+        }
+    }
+
+    /// What streaming the rest of a part costs, as the last stage that ran with it on a card had it.
+    pub(super) fn streamed_in(&self, card: usize, id: &ComponentId, part: Part) -> Option<&Streamed> {
+        let known = self.streamed.get(&(card, id.clone()))?;
+        (known.part == part).then_some(known)
     }
 
     /// A stage ran out of memory: records that its room was not enough.

@@ -294,19 +294,19 @@ mod tests {
     #[test]
     fn copies_hide_behind_the_computation_and_a_card_without_speeds_takes_no_time() {
         let plan = LoadPlan::Synthetic(Synthetic {
-            bytes: Bytes(10_000),
+            bytes: Bytes(10 << 10),
             blocks: 10,
         });
         let part = Part(plan.parts().sizes().len() as u32);
         let all = |card: &str| simulated(card, 10_000_000_000_000, &plan, part, 10);
         // A pass computes for 10 s and copies for 5: the first block is waited for.
-        assert_eq!(all("1MB,speed=2KB/s,compute=1TFLOP/s"), 60_500);
+        assert_eq!(all("1MB,speed=2KiB/s,compute=1TFLOP/s"), 60_500);
         // It copies for 20 s: that is how long a pass takes, and the computation of the last block comes after it.
-        assert_eq!(all("1MB,speed=500B/s,compute=1TFLOP/s"), 121_000);
-        assert_eq!(all("1MB,speed=2KB/s"), 30_000);
+        assert_eq!(all("1MB,speed=512B/s,compute=1TFLOP/s"), 121_000);
+        assert_eq!(all("1MB,speed=2KiB/s"), 30_000);
         assert_eq!(all("1MB"), 0);
         let whole = simulated(
-            "1MB,speed=2KB/s,compute=1TFLOP/s",
+            "1MB,speed=2KiB/s,compute=1TFLOP/s",
             10_000_000_000_000,
             &plan,
             Part::WHOLE,
