@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use gpu::CardDescription;
 use model::StagePlan;
-use residency::{Bytes, Component, ComponentId, Part, RunOutcome, ScratchBook, ScratchKey};
+use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
 use tokio::time::Instant;
 
-use super::report::Streamed;
 use crate::job::{JobId, StageName};
 use crate::messages::Completed;
 use crate::need::Need;
@@ -37,6 +36,14 @@ pub(super) struct KnownPace {
     pub(super) bytes_per_second: Option<f64>,
 }
 
+/// How long the passes of a stage take with all of its components on the card.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct StepPace {
+    pub(super) pass_seconds: f64,
+    pub(super) passes: u32,
+    pub(super) passes_in_step: u32,
+}
+
 /// The measurement of a stage that ran to its end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Took {
@@ -61,8 +68,8 @@ pub(super) struct Learned {
     stage_ms: BTreeMap<StageKey, BTreeMap<usize, f64>>,
     /// Seconds of a pass with all components on the card, by card.
     pass_seconds: BTreeMap<StageKey, BTreeMap<usize, f64>>,
-    /// Components that ran in part, as the last stage had them on a card.
-    streamed: BTreeMap<(usize, ComponentId), Streamed>,
+    /// The pace of the last stage that ran with a component on a card.
+    last_paces: BTreeMap<(usize, ComponentId), StepPace>,
     load_seconds: BTreeMap<ComponentId, f64>,
     /// The longest time between two steps.
     between_steps: BTreeMap<PaceKey, Duration>,
@@ -153,20 +160,18 @@ impl Learned {
         self.pass_seconds.get(key)?.get(&card).copied()
     }
 
-    /// A stage ran with these components in part on a card.
-    pub(super) fn streamed(&mut self, card: usize, streamed: Vec<Streamed>) {
-        if self.streamed.len() >= REMEMBERED {
-            self.streamed.clear();
+    /// A stage of this pace ran with these components on a card.
+    pub(super) fn ran_at(&mut self, card: usize, components: &[Component], pace: StepPace) {
+        if self.last_paces.len() >= REMEMBERED {
+            self.last_paces.clear();
         }
-        for each in streamed {
-            self.streamed.insert((card, each.component.id.clone()), each);
-        }
+        let ids = components.iter().map(|component| component.id.clone());
+        self.last_paces.extend(ids.map(|id| ((card, id), pace)));
     }
 
-    /// What streaming the rest of a part costs, as the last stage that ran with it on a card had it.
-    pub(super) fn streamed_in(&self, card: usize, id: &ComponentId, part: Part) -> Option<&Streamed> {
-        let known = self.streamed.get(&(card, id.clone()))?;
-        (known.part == part).then_some(known)
+    /// The pace of the last stage that ran with a component on a card.
+    pub(super) fn last_pace(&self, card: usize, id: &ComponentId) -> Option<StepPace> {
+        self.last_paces.get(&(card, id.clone())).copied()
     }
 
     /// A stage ran out of memory: records that its room was not enough.

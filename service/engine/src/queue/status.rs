@@ -3,32 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use residency::{ComponentId, Part};
+use residency::ComponentId;
 
 use super::record::{JobRecord, State};
-use super::report::{CardStatus, JobInfo, StatusReport, Streamed};
+use super::report::{CardStatus, JobInfo, StatusReport};
 use super::view::View;
 
 impl View<'_> {
-    /// The components of which a part is on a card.
-    fn streamed_on(&self, index: usize) -> Vec<Streamed> {
-        let card = &self.cards[index];
-        let in_part = card
-            .ledger
-            .residents()
-            .filter(|resident| resident.part != Part::WHOLE);
-        let streamed = in_part.map(|resident| Streamed {
-            component: resident.component.clone(),
-            part: resident.part,
-            link: card.speeds.link,
-            more_seconds: self
-                .learned
-                .streamed_in(index, &resident.component.id, resident.part)
-                .and_then(|known| known.more_seconds),
-        });
-        streamed.collect()
-    }
-
     pub(super) fn status_report(&self) -> StatusReport {
         let cards = self.cards.iter().enumerate().map(|(index, card)| CardStatus {
             description: card.description.clone(),

@@ -284,8 +284,7 @@ impl Core {
         job.attempt.refusals.insert(index, refusal);
     }
 
-    /// A stage ran to its end: records how long a pass of it takes with all components on the card; or, where a part of them was,
-    /// what streaming the rest cost by prediction.
+    /// A stage ran to its end: records how long a pass of it takes with all components on the card, if they were.
     fn learn_pace(
         &mut self,
         id: &JobId,
@@ -301,18 +300,19 @@ impl Core {
             return;
         };
         let (ledger, need) = (&self.cards[index].ledger, &running.need);
-        let parts = need.components.iter();
-        let parts = parts.filter_map(|c| Some((c.clone(), ledger.resident(&c.id)?.part)));
-        let parts: Vec<(Component, Part)> = parts.collect();
-        if parts.len() < need.components.len() {
-            return; // some were read from the machine's memory, which takes its own time
-        }
-        if parts.iter().all(|(_, part)| *part == Part::WHOLE) {
+        let is_whole = |c: &Component| {
+            ledger
+                .resident(&c.id)
+                .is_some_and(|here| here.part == Part::WHOLE)
+        };
+        if need.components.iter().all(is_whole) {
             let seconds = completed.run_ms as f64 / 1000.0 / f64::from(need.passes());
-            return self.learned.passed(key, index, seconds);
+            self.learned.passed(key, index, seconds);
         }
-        let streamed = self.view(now).streamed(job, job.cursor, index, need, &parts);
-        self.learned.streamed(index, streamed);
+        let Some(job) = self.jobs.get(id) else { return };
+        if let Some(pace) = self.view(now).step_pace(job, job.cursor, index, need) {
+            self.learned.ran_at(index, &need.components, pace);
+        }
     }
 
     /// A step ran to its end: records its measurements, takes its values, and goes on to the next step.

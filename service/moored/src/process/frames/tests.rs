@@ -84,7 +84,7 @@ pub(in crate::process) fn stage(medium: Medium) -> StageWork {
             memo: Some(Memo::of(Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1))),
             section: None,
             shared: None,
-            passes: Passes {
+            passes: model::Passes {
                 in_step: 2,
                 flops: 75_000_000_000_000,
             },
