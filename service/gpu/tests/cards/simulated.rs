@@ -312,6 +312,9 @@ fn invalid_settings_are_refused_with_the_allowed_values() {
         ("sim:", "the capacity"),
         ("sim:many", "GiB"),
         ("sim:1GiB,speed=fast", "speed"),
+        ("sim:1GiB,disk=slow", "disk"),
+        ("sim:1GiB,compute=fast", "150TFLOP/s"),
+        ("sim:1GiB,compute=99999999TFLOP/s", "150TFLOP/s"),
         ("sim:1GiB,colour=red", "fail-load="),
         ("sim:1GiB,lag", "lag="),
         ("sim:1GiB,lag=9", "200ms"),
@@ -352,8 +355,9 @@ fn devices_open_by_name() {
         assert_eq!(card.describe().compute_dtype, "f32");
         assert_eq!(card.memory().unwrap().total, card.describe().total);
     }
-    let slow: DeviceSpec = "sim:1.5GiB,lag=2s,speed=1GB/s".parse().unwrap();
-    assert_eq!(slow.to_string(), "sim:1536MiB,speed=1000000000B/s,lag=2000ms");
+    let slow: DeviceSpec = "sim:1.5GiB,lag=2s,speed=1GB/s,compute=2TFLOP/s".parse().unwrap();
+    let written = "sim:1536MiB,speed=1000000000B/s,compute=2000000000000FLOP/s,lag=2000ms";
+    assert_eq!(slow.to_string(), written);
     let cuda: DeviceSpec = "cuda".parse().unwrap();
     assert_eq!(cuda.to_string(), "cuda:0");
     if cfg!(not(feature = "cuda")) {
