@@ -228,6 +228,59 @@ def test_a_file_that_changes_while_it_is_streamed_costs_that_job_alone(
         assert client.generate_image(**PICTURE).images[0].tobytes() == whole
 
 
+def test_a_hold_or_a_pin_of_a_streamed_model_does_not_keep_its_own_stages_waiting(
+    on_card: Callable[[str], Service], whole: bytes
+) -> None:
+    # With a ttl that outlives the test, and a pin that has no end, a stage that waits for one of them waits until its timeout.
+    with on_card("20MiB").client() as client:
+        for claim in (lambda: client.hold("mine", ttl_s=3600), lambda: client.pin("mine")):
+            claim()
+            for prompt in (PICTURE["prompt"], "a prompt that is encoded anew"):
+                again = PICTURE | {"prompt": prompt}
+                plan = client.plan(**again)
+                assert plan.runs_now, plan
+                made = client.generate_image(**again, timeout=60).images[0].tobytes()
+                assert (made == whole) == (prompt == PICTURE["prompt"])
+        (card,) = client.status().cards
+        assert any(one.pinned for one in card.residents)
+
+
+def test_a_pinned_model_that_is_streamed_leaves_room_for_another(
+    on_card: Callable[[str], Service], models: Path, whole: bytes
+) -> None:
+    shutil.copytree(models / "mine", models / "other")
+    file = models / "other/transformer/diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0x80
+    file.write_bytes(data)
+    with on_card("38MiB").client() as client:
+        with client.reserve(12 << 20):
+            client.load("mine")
+        client.pin("mine")
+        before = streamed(client)["transformer"].resident_bytes
+        client.generate_image(**PICTURE | {"model": "other"}, timeout=60)
+        (card,) = client.status().cards
+        pinned = [one for one in card.residents if one.pinned]
+        left = next(one for one in pinned if one.component.name == "transformer")
+        assert left.streamed is not None and left.streamed.resident_bytes < before
+        assert client.generate_image(**PICTURE, timeout=60).images[0].tobytes() == whole
+    with on_card("24MiB").client() as client:
+        client.load("mine")
+        client.pin("mine")
+        with pytest.raises(moored.NeverFits, match=r"MiB that are pinned \(unpin a model"):
+            client.generate_image(**PICTURE | {"model": "other"}, timeout=60)
+
+
+def test_a_session_of_a_model_that_is_larger_than_the_card_plays(simulate: Simulate) -> None:
+    arguments = ("--models", str(ROOT / "demo"), "--set", "cards.headroom=512KiB")
+    with (
+        simulate("sim:19MiB", arguments=arguments).client() as client,
+        client.audio_session(model="moored/demo-sound") as live,
+    ):
+        live.play("a soft pad", seed=1, seconds=2.0).wait(60)
+        live.play("a hard kick", seed=2, seconds=2.0).wait(60)
+
+
 def test_a_model_that_fits_in_no_part_is_refused(on_card: Callable[[str], Service]) -> None:
     with on_card("6MiB").client() as client:
         with pytest.raises(moored.MemoryShortage) as refused:

@@ -8,7 +8,7 @@
 mod claims;
 mod moves;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,8 @@ use crate::nouns::{Bytes, ComponentId, DriverTruth, Holder, Millis};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
 
-pub use claims::{HoldId, ReservationId};
+pub(crate) use claims::Claim;
+pub use claims::{HoldId, PinId, ReservationId};
 pub use moves::{LeaseId, LedgerError};
 
 /// Timeout in milliseconds after which late bytes (freed by us, not shown as free by the driver) are written off as
@@ -73,7 +74,8 @@ pub struct Ledger {
     residents: BTreeMap<ComponentId, Resident>,
     leases: BTreeMap<LeaseId, moves::Lease>,
     next_lease: u64,
-    pins: BTreeSet<ComponentId>,
+    /// Components of each pin, sorted.
+    pins: BTreeMap<PinId, Vec<ComponentId>>,
     /// Components of each hold, sorted.
     holds: BTreeMap<HoldId, Vec<ComponentId>>,
     reservations: BTreeMap<ReservationId, claims::Reservation>,
@@ -100,7 +102,7 @@ impl Ledger {
             residents: BTreeMap::new(),
             leases: BTreeMap::new(),
             next_lease: 0,
-            pins: BTreeSet::new(),
+            pins: BTreeMap::new(),
             holds: BTreeMap::new(),
             reservations: BTreeMap::new(),
             foreign_before_reservations: Bytes::ZERO,

@@ -30,7 +30,7 @@
 //!     reload_seconds: 0.02,
 //!     parts: Parts::default(),
 //! };
-//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO, later: vec![], passes: 1 };
+//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO, later: vec![], model: vec![], passes: 1 };
 //!
 //! let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, now) else { panic!("it fits") };
 //! for each in moves {
@@ -73,7 +73,7 @@ mod scratch;
 
 pub use fallback::{Alternative, Fallback, Fits, fallbacks, peak_of};
 pub use ledger::{
-    Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, ReservationId,
+    Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, PinId, ReservationId,
 };
 pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
 pub use pace::{StagePace, StageSeconds};

@@ -171,8 +171,7 @@ impl Card {
     fn drop_parts(&mut self, need: &Need, link: &mut dyn Link) -> Result<(), Halt> {
         for component in &need.components {
             let is_part = self.ledger.is_resident(&component.id) && !self.ledger.is_whole(&component.id);
-            let may_leave = |r: &residency::Resident| r.leases == 0 && !r.pinned;
-            if is_part && self.ledger.resident(&component.id).is_some_and(may_leave) {
+            if is_part && self.ledger.resident(&component.id).is_some_and(|r| r.leases == 0) {
                 self.evict(component, None, link)?;
             }
         }

@@ -65,7 +65,6 @@ impl From<LedgerError> for MoveError {
             | LedgerError::NotResident(_)
             | LedgerError::WrongState { .. }
             | LedgerError::Leased(_)
-            | LedgerError::Pinned(_)
             | LedgerError::UnknownLease(_) => MoveError::Refused(error.to_string()),
         }
     }

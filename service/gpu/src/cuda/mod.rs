@@ -567,9 +567,8 @@ impl Gpu for CudaCard {
     }
 
     fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
-        self.check_alive()?;
-        let (free, _) = self.driver_memory()?;
-        let most = enough.min(free);
+        // On a card of which only a part may be used, the driver would give more.
+        let most = enough.min(self.memory()?.free);
         let has = has_in_one_piece(&self.context, most);
         if self.latch(has)? {
             return Ok(most);
