@@ -1,8 +1,9 @@
-//! A simulated card: capacity, transfer speed, faults and foreign holders are settings. Higher layers are tested on
+//! A simulated card: capacity, speeds of link and disk, the time of computations, faults and foreign holders are settings. Higher layers are tested on
 //! it, and small real models run on it: their tensors live in system memory and are booked here by size.
 
 mod book;
 mod clock;
+mod pace;
 mod settings;
 mod world;
 
@@ -16,7 +17,7 @@ use candle_core::{DType, Device};
 use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
 
 use crate::allocator::{self, return_free};
-use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::card::{CardDescription, CardKind, CardSpeeds, Gpu, GpuError, Unloaded};
 use crate::cpu::not_there;
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::host_stream::{read_part, resize_on_host};
@@ -27,6 +28,7 @@ use crate::tensors::ComponentTensors;
 use book::SharedBook;
 pub use book::{OutOfMemory, ScratchGuard, SimulatedAccounts, simulated_scratch};
 pub use clock::{ManualClock, RealClock, SimulatedClock};
+use pace::CardPace;
 pub use settings::{FailLoad, LoadFailure, SettingsError, SimulatedSettings};
 pub use world::SimulatedWorld;
 
@@ -40,6 +42,8 @@ pub struct SimulatedCard {
     clock: Arc<dyn SimulatedClock>,
     book: SharedBook,
     held: HashMap<ComponentId, SimulatedComponent>,
+    /// The times of what it copies and computes.
+    pace: CardPace,
     faults: FaultSchedule,
     loads: u64,
     lost: Option<String>,
@@ -74,6 +78,7 @@ impl SimulatedCard {
         SimulatedCard {
             description: SimulatedCard::describe_unopened(&settings),
             book: SharedBook::new(&settings, world, Arc::clone(&clock)),
+            pace: CardPace::new(settings.speeds(), Arc::clone(&clock)),
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
             settings,
             clock,
@@ -140,15 +145,19 @@ impl SimulatedCard {
                         return Err(LoadError::Cancelled);
                     }
                     if done == total {
-                        return Ok((ComponentTensors::default(), LoadedFrom::whole(plan)));
+                        let tensors = self.pace.paced(ComponentTensors::default(), plan, part);
+                        return Ok((tensors, LoadedFrom::whole(plan)));
                     }
                     done = (done + Bytes(SYNTHETIC_CHUNK)).min(total);
                 }
             }
-            LoadPlan::Files(_) => read_part(plan, part, &mut |reported| {
-                self.wait_for_transfer(began_ms, reported.done);
-                progress(reported)
-            }),
+            LoadPlan::Files(_) => {
+                let (tensors, from) = read_part(plan, part, &mut |reported| {
+                    self.wait_for_transfer(began_ms, reported.done);
+                    progress(reported)
+                })?;
+                Ok((self.pace.paced(tensors, plan, part), from))
+            }
         }
     }
 
@@ -178,6 +187,11 @@ impl SimulatedCard {
         };
         match outcome {
             Ok(()) => {
+                let tensors = std::mem::take(&mut held.tensors);
+                held.tensors = match Arc::try_unwrap(tensors) {
+                    Ok(tensors) => Arc::new(self.pace.paced(tensors, &held.from.plan, part)),
+                    Err(in_use) => in_use,
+                };
                 self.release();
                 self.book.lock().return_component(held.booked - booked, false);
                 (held.part, held.booked) = (part, booked);
@@ -199,10 +213,10 @@ impl SimulatedCard {
 
     /// Sleeps until `done` bytes can have been transferred at the card's speed, counted from `began_ms`.
     fn wait_for_transfer(&self, began_ms: u64, done: Bytes) {
-        let speed = u128::from(self.settings.bytes_per_second.0);
-        if speed == 0 {
+        let Some(speed) = self.settings.speeds().link else {
             return;
-        }
+        };
+        let speed = u128::from(speed.0);
         let needs_ms = u64::try_from(u128::from(done.0) * 1000 / speed).unwrap_or(u64::MAX);
         let left_ms = began_ms
             .saturating_add(needs_ms)
@@ -217,7 +231,7 @@ impl SimulatedCard {
 fn bytes_in_part(component: &Component, plan: &LoadPlan, part: Part) -> Bytes {
     match plan {
         LoadPlan::Files(sources) => plan.placement(part).bytes_on_card(sources),
-        LoadPlan::Synthetic(whole) if part == Part::WHOLE => *whole,
+        LoadPlan::Synthetic(whole) if part == Part::WHOLE => whole.bytes,
         LoadPlan::Synthetic(_) => component.bytes_of(part),
     }
 }
@@ -245,6 +259,10 @@ impl Gpu for SimulatedCard {
 
     fn compute_dtype(&self) -> DType {
         DType::F32
+    }
+
+    fn speeds(&self) -> CardSpeeds {
+        self.settings.speeds()
     }
 
     fn memory(&mut self) -> Result<DriverTruth, GpuError> {
@@ -408,7 +426,12 @@ impl Gpu for SimulatedCard {
         self.stage_baseline = allocator::mark();
     }
 
+    fn expect_passes_of(&mut self, flops: u64) {
+        self.pace.expect_passes_of(flops);
+    }
+
     fn stage_peak(&mut self) -> Bytes {
+        self.pace.finish();
         let simulated = self.book.lock().stage_peak();
         if !self.held.values().any(|held| held.real) {
             return simulated;

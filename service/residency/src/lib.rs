@@ -64,6 +64,7 @@
 mod fallback;
 mod ledger;
 mod nouns;
+mod pace;
 mod parts;
 mod patience;
 mod plan;
@@ -75,6 +76,7 @@ pub use ledger::{
     Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, PinId, ReservationId,
 };
 pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
+pub use pace::{StagePace, StageSeconds};
 pub use parts::{Part, PartSize, Parts};
 pub use patience::{Patience, Wait};
 pub use plan::{

@@ -414,6 +414,25 @@ def test_a_report_names_who_has_the_memory(
     assert not [line for line in lines if "(held)" in line], "said once"
 
 
+def test_a_report_says_what_streaming_costs(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    part = {"name": "transformer", "bytes": 20 << 20, "identity": "larger", "blocks": 20}
+    models = tmp_path / "models"
+    models.mkdir()
+    model = json.dumps({"name": "larger", "components": [part]})
+    (models / "larger.instant.json").write_text(model)
+    settings = ("--models", str(models), "--set", "cards.headroom=512KiB")
+    client = simulate("sim:16MiB,speed=100GB/s", *settings)
+    client.load("larger")
+    (resident,) = client.status().cards[0].residents
+    assert resident.streamed and resident.streamed.words.endswith(" streamed at 100 GB/s")
+    node = nowhere.do(nowhere.node("GPUStatus"))
+    succeeds(nowhere)
+    lines = outputs(node)["report"].splitlines()
+    assert f"  transformer {resident.streamed.words}" in lines
+
+
 def test_a_model_is_preloaded_and_leaves_again(simulate: Simulate, nowhere: Headless) -> None:
     client = simulate()
     preload = nowhere.do(nowhere.node("PreloadModel", model="flux-full"))

@@ -10,7 +10,7 @@ use residency::Bytes;
 
 use super::host_blocks::HostRun;
 use super::staging::lost;
-use crate::blocks::{BlockPlace, StreamedBlock, Uses};
+use crate::blocks::{BlockPlace, StreamedBlock};
 use crate::load::LoadError;
 use crate::schedule::Schedule;
 use crate::tensors::{Owner, Streams};
@@ -57,10 +57,6 @@ impl CudaWeightStream {
         on_host: Bytes,
     ) -> Result<CudaWeightStream, DriverError> {
         let context = compute.context();
-        let places = blocks
-            .iter()
-            .map(|block| block.at..block.at + block.bytes)
-            .collect();
         let copy = |runs: Vec<RunTo>| -> Result<BlockCopy, DriverError> {
             Ok(BlockCopy {
                 runs,
@@ -74,7 +70,7 @@ impl CudaWeightStream {
             copies: Arc::clone(copies),
             on_host,
             state: Mutex::new(StreamState {
-                schedule: Schedule::new(places, following(blocks)),
+                schedule: Schedule::of(blocks),
                 blocks: runs.into_iter().map(copy).collect::<Result<_, _>>()?,
             }),
         })
@@ -117,16 +113,6 @@ impl Streams for CudaWeightStream {
     fn bytes_on_host(&self) -> Bytes {
         self.on_host
     }
-}
-
-/// The block that is expected after each: the next of its pass; after the last, the first of the pass that is repeated.
-fn following(blocks: &[StreamedBlock]) -> Vec<usize> {
-    let repeated = blocks.iter().position(|block| block.place.uses == Uses::EachPass);
-    let next = |index: usize| match index + 1 < blocks.len() {
-        true => index + 1,
-        false => repeated.unwrap_or(0),
-    };
-    (0..blocks.len()).map(next).collect()
 }
 
 /// Tensors whose memory is a region's: they must not free it.
