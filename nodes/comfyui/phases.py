@@ -77,9 +77,7 @@ def _resident(one: moored.ResidentComponent) -> str:
 
 
 def _on_card(one: moored.ResidentComponent) -> str:
-    if not one.streamed:
-        return size(one.resident_bytes)
-    return f"{size(one.resident_bytes)} of {size(one.component.bytes)}, the rest streamed"
+    return one.streamed.words if one.streamed else size(one.resident_bytes)
 
 
 def _waiting(event: moored.Waiting) -> str:

@@ -135,7 +135,8 @@ def _entry(key: str, parts: list[ResidentComponent], jobs: list[JobInfo]) -> dic
             {
                 "name": part.component.name,
                 "bytes": part.resident_bytes,
-                "whole_bytes": part.component.bytes,
+                # How much of it is on the card, and what streaming the rest costs; empty: all of it.
+                "streamed": part.streamed.words if part.streamed else "",
                 "state": part.state,
                 "shared_with": [other for other in part.entries if other != key],
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ import moored
 import pytest
 from commands import LARGE_ID as ID
 from commands import Completed, Run, good
+from gpu import checkpoints
 from hub import Hub, Repository, files_of
 
 from service import BINARY, INSTANT_MODELS, ROOT, ReservedPort, Service, run
@@ -26,6 +28,7 @@ LARGE = "hunyuan-video"
 FRAMEPACK = "lllyasviel/FramePackI2V_HY"
 FIXTURES = ROOT / "service/pipelines/fixtures"
 WAIT_S = 60
+TINY_FILM = ("-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
 SMALL = ("-W", "64", "-H", "64", "--steps", "1", "--seed", "3")
 
 
@@ -66,18 +69,30 @@ def available(alone: Run, device: str) -> tuple[dict[str, str], str]:
 def test_the_command_to_try_is_of_a_model_that_fits(alone: Run, device: str) -> None:
     fits, told = available(alone, device)
     (tried,) = re.findall(r"moored run (\S+)", told)
-    assert fits[tried] not in ("no", "unknown")
-    assert "no" in fits.values(), "some of them are too large for so small a card"
+    assert re.match(r"full|8-bit|4-bit", fits[tried]), fits[tried]
     assert tried != "flux-schnell", "it wants a login first"
+    assert re.match(r"no|up to \d+x\d+", fits[LARGE]), "it is too large for so small a card"
+    for word in ("streamed", "up to"):
+        assert (f"{word}: " in told) is any(word in fit for fit in fits.values()), word
 
 
 def test_nothing_is_tried_where_nothing_fits_and_a_cpu_is_called_slow(alone: Run) -> None:
-    fits, told = available(alone, "sim:1GiB")
+    fits, told = available(alone, "sim:512MiB")
     assert set(fits.values()) == {"no"}
     assert "moored run" not in told
     fits, told = available(alone, "cpu:16GiB")
     assert fits[SHORT] == "8-bit, slow"
     assert "slow on a CPU" in told
+
+
+@pytest.mark.parametrize("gib", [6, 24])
+def test_every_model_runs_on_a_card_of_6_gib_in_some_size(alone: Run, gib: int) -> None:
+    fits, _ = available(alone, f"sim:{gib}GiB")
+    assert "no" not in fits.values()
+    found = alone("doctor", "--json", MOORED_CARDS_DEVICES=f"sim:{gib}GiB").stdout
+    checks = map(json.loads, found.splitlines())
+    (said,) = (check["found"] for check in checks if check["check"] == "fits")
+    assert all(f"{name} {fit}" in said for name, fit in fits.items()), said
 
 
 def test_help_names_no_model_that_a_card_may_refuse(alone: Run) -> None:
@@ -87,19 +102,33 @@ def test_help_names_no_model_that_a_card_may_refuse(alone: Run) -> None:
 
 
 def test_a_model_that_will_not_fit_is_not_downloaded_unasked(hub: Hub, alone: Run) -> None:
+    def told(*more: str, device: str = "sim:512MiB") -> Completed:
+        return alone("run", LARGE, "a wave", "--device", device, *more)
+
+    refused = told(device="sim:8GiB")
+    assert refused.returncode == 6, refused.stderr
+    for part in ("GiB", "sim:0", "framepack fits (4-bit, streamed)", "nothing was downloaded"):
+        assert part in refused.stderr
+    assert "--pull" in refused.stderr
+    refused = told(*TINY_FILM)
+    assert refused.returncode == 6, refused.stderr
+    assert "fit" not in refused.stderr, "nor does any other film on this card"
+    assert hub.requests == []
+    good(told("--pull", *TINY_FILM))
+    assert hub.requests != [], "it goes on where it is told to"
+
+
+def test_a_film_is_downloaded_in_a_size_that_fits(hub: Hub, alone: Run) -> None:
     def told(*more: str) -> Completed:
         return alone("run", LARGE, "a wave", "--device", "sim:8GiB", *more)
 
-    refused = told()
-    assert refused.returncode == 6, refused.stderr
+    ((width, height),) = re.findall(r"(\d+)x(\d+) would fit", told().stderr)
+    smaller = ("-W", width, "-H", height)
+    for too_large in ((*smaller, "--frames", "1000"), ("-W", width)):
+        assert told(*too_large).returncode == 6, too_large
     assert hub.requests == []
-    for part in ("GiB", "sim:0", "nothing was downloaded", "--pull"):
-        assert part in refused.stderr
-    assert "framepack" not in told().stderr, "nor does any other film on this card"
-    on_larger = alone("run", LARGE, "a wave", "--device", "sim:16GiB").stderr
-    assert "framepack fits" in on_larger, on_larger
-    told("--pull", "-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
-    assert hub.requests != [], "it goes on where it is told to"
+    good(told(*TINY_FILM))
+    assert hub.requests != []
 
 
 @pytest.mark.parametrize(("answer", "goes_on"), [("y\n", True), ("\n", False)])
@@ -111,8 +140,7 @@ def test_in_a_terminal_it_is_asked(
         "MOORED_SERVICE_STATE": str(tmp_path / "state"),
     }
     mine, theirs = pty.openpty()
-    size = ("-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
-    command = [str(BINARY), "run", LARGE, "a wave", "--device", "sim:8GiB", *size]
+    command = [str(BINARY), "run", LARGE, "a wave", "--device", "sim:512MiB", *TINY_FILM]
     with subprocess.Popen(
         command, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
@@ -283,6 +311,26 @@ def test_a_refusal_names_the_smallest_need_and_a_model_that_fits(simulate: Any) 
         assert "full:" not in chosen
 
 
+def test_a_refusal_of_a_streamed_model_says_the_least_that_it_needs(
+    simulate: Any, tmp_path: Path
+) -> None:
+    model = json.loads((INSTANT_MODELS / "flux-full.instant.json").read_text(encoding="utf-8"))
+    model["name"] = "streamed"
+    for component in model["components"]:
+        component |= {"blocks": 40}
+    (tmp_path / "streamed.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    with simulate("sim:2GiB", arguments=("--models", str(tmp_path))).client() as client:
+        (denoise,) = (
+            stage
+            for stage in client.plan("a cube", model="streamed").stages
+            if stage.name == "denoise"
+        )
+        assert denoise.verdict == "never"
+        assert denoise.shortfall is not None
+        # Two slots of blocks of 0.6 GB, and the scratch.
+        assert 2.7e9 < denoise.shortfall.needed_bytes < 2.9e9, "not the 25 GB of all of it"
+
+
 def test_framepack_is_one_pull_and_one_model(
     hub: Hub, home: Path, alone: Run, tmp_path: Path
 ) -> None:
@@ -317,3 +365,58 @@ def test_framepack_is_one_pull_and_one_model(
                 client.plan_video("a wave", model="framepack")
     finally:
         assert service.stop() == 0
+
+
+CARDS = (
+    "sim:4GiB",
+    "sim:6GiB,index=1",
+    "sim:8GiB,index=2",
+    "sim:12GiB,index=3",
+    "sim:24GiB,index=4",
+)
+
+
+@pytest.fixture
+def flux_without_numbers(tmp_path: Path) -> Path:
+    """A folder of models with FLUX.1-dev in its published shapes; its weights are holes."""
+    models = tmp_path / "models"
+    full = models / "flux"
+    for place, configuration in checkpoints.configurations(checkpoints.FULL).items():
+        (full / place).parent.mkdir(parents=True, exist_ok=True)
+        (full / place).write_text(json.dumps(configuration))
+    for name in ("tokenizer", "tokenizer_2"):
+        shutil.copytree(ROOT / "demo/model" / name, full / name)
+    for name, shapes_of in {
+        "transformer": checkpoints.transformer,
+        "text_encoder": checkpoints.text_encoder,
+        "text_encoder_2": checkpoints.text_encoder_2,
+        "vae": checkpoints.vae,
+    }.items():
+        header: dict[str, Any] = {}
+        end = 0
+        for tensor, shape in shapes_of(checkpoints.FULL):
+            begin, end = end, end + 2 * math.prod(shape)
+            header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        written = json.dumps(header).encode()
+        stem = "diffusion_pytorch_model" if name in ("transformer", "vae") else "model"
+        with (full / name / f"{stem}.safetensors").open("wb") as file:
+            file.write(len(written).to_bytes(8, "little") + written)
+            file.truncate(8 + len(written) + end)
+    return models
+
+
+def test_auto_takes_what_the_list_says_of_each_card(
+    simulate: Any, alone: Run, flux_without_numbers: Path
+) -> None:
+    service = simulate(*CARDS, arguments=("--models", str(flux_without_numbers)))
+    model = moored.ModelRef("flux", quantization="auto")
+    with service.client() as client:
+        for index, device in enumerate(CARDS):
+            fits, _ = available(alone, device.split(",")[0])
+            plan = client.plan("a cube", model=model, card=f"sim:{index}")
+            assert plan.runs_now, device
+            (denoise,) = (stage for stage in plan.stages if stage.name == "denoise")
+            preset = plan.model.choice.partition(":")[0].partition(" ")[0]
+            is_streamed = any(one.streamed_bytes for one in denoise.streamed)
+            said = f"{preset}, streamed" if is_streamed else preset
+            assert said == fits["flux-dev"], (device, plan.model.choice)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import re
 import subprocess
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hub import Hub, Repository
 from PIL import Image
 from test_stored_formats import GgufKind, in_bfl_names, read_safetensors, write_gguf
 
-from service import BINARY, INSTANT_MODELS, ROOT, Service, run
+from service import BINARY, INSTANT_MODELS, ROOT, ReservedPort, Service, run
 
 SHORT = "z-image-turbo"
 SIZE = ("-W", "64", "-H", "64", "--steps", "1", "--seed", "3")
@@ -167,22 +169,65 @@ def test_in_a_terminal_rm_asks(hub: Hub, home: Path, answer: str, removed: bool)
     assert (blobs(home) == []) is removed
 
 
-def test_the_catalogue_lists_what_fits_the_card(tmp_path: Path, alone: Run) -> None:
-    def fits(device: str) -> dict[str, Any]:
+def test_the_catalogue_lists_what_fits_the_card(alone: Run) -> None:
+    def listed(device: str) -> dict[str, Any]:
         told = good(alone("models", "--available", "--json", MOORED_CARDS_DEVICES=device))
-        return {one["name"]: one["fits"] for one in map(json.loads, told.splitlines())}
+        return {one["name"]: one for one in map(json.loads, told.splitlines())}
+
+    def fits(device: str) -> dict[str, Any]:
+        return {name: one["fits"] for name, one in listed(device).items()}
 
     assert set(fits("sim:80GiB").values()) == {"full"}
     assert fits("sim:24GiB")["flux-dev"] == "8-bit"
-    assert fits("sim:12GiB")["flux-dev"] == "4-bit"
-    assert fits("sim:4GiB")["flux-dev"] is None
+    several = '["cpu:64GiB", "sim:24GiB", "sim:8GiB,index=1"]'
+    assert fits(several) == fits("sim:24GiB"), "the largest GPU counts"
+    assert set(fits("sim:1MiB").values()) == {None}
+    on_4 = listed("sim:4GiB")
+    dev = on_4["flux-dev"]
+    assert dev["fits"] == "4-bit"
+    # What a card does not hold crosses the link in each step, so the figure follows the card.
+    four_bit = dev["precisions"]["4-bit"]
+    assert four_bit["least_card_bytes"] < 4 << 30 < four_bit["card_bytes"]
+    assert 0 < dev["streamed_bytes_per_step"] < four_bit["streamed_bytes_per_step_at_least"]
+    assert listed("sim:24GiB")["flux-dev"]["streamed_bytes_per_step"] == 0
+    film = on_4["hunyuan-video"]
+    assert (film["fits"], film["streamed_bytes_per_step"]) == (None, None)
+    assert re.fullmatch(r"\d+x\d+", film["smaller"])
     shown = good(alone("models", "--available", MOORED_CARDS_DEVICES="sim:24GiB"))
     heading, *rows = (line.split("\t") for line in shown.splitlines())
-    (dev,) = (dict(zip(heading, row, strict=True)) for row in rows if row[0] == "flux-dev")
-    assert (dev["fits"], dev["download"], dev["makes"]) == ("8-bit", "34 GB", "pictures")
+    (row,) = (dict(zip(heading, row, strict=True)) for row in rows if row[0] == "flux-dev")
+    assert (row["fits"], row["download"], row["makes"]) == ("8-bit", "34 GB", "pictures")
     told = json.loads(good(alone("info", "flux-dev", "--json")))
     assert "Non-Commercial" in told["licence"]
     assert "8-bit 16.1 GiB" in told["memory"]
+    assert re.search(r"4-bit [\d.]+ MiB \([\d.]+ GiB in each step\)", told["streamed"])
+
+
+@pytest.mark.parametrize("device", ["sim:4GiB", "sim:8GiB"])
+def test_the_list_has_one_line_a_model_in_80_columns(
+    hub: Hub, home: Path, tmp_path: Path, device: str
+) -> None:
+    env = hub.environment(home) | {
+        "MOORED_ENDPOINT": f"http://{ReservedPort().address}",
+        "MOORED_SERVICE_STATE": str(tmp_path / "state"),
+        "MOORED_CARDS_DEVICES": device,
+        "TERM": "xterm",
+    }
+    mine, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    command = [str(BINARY), "models", "--available"]
+    shown = b""
+    with subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):
+            while part := os.read(mine, 1 << 16):
+                shown += part
+        assert process.wait(WAIT_S) == 0
+    os.close(mine)
+    table = [line.rstrip() for line in shown.decode().splitlines() if " GB " in line]
+    assert len(table) == 6, shown.decode()
+    for line in table:
+        assert len(line) <= 80 and re.search("steps|from|with", line), shown.decode()
 
 
 def test_info_prints_the_facts_of_a_model(hub: Hub, alone: Run, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import moored
 import pytest
 from faults import assert_at_rest
+from waiting import wait_until
 
 from service import ROOT, Service
 
@@ -51,11 +54,11 @@ def whole(on_card: Callable[[str], Service]) -> bytes:
     """The pixels of the picture on a card that has all of the model."""
     with on_card("1GiB").client() as client:
         pixels = client.generate_image(**PICTURE).images[0].tobytes()
-        assert streamed(client) == {}
+        assert streamed_parts(client) == {}
     return pixels
 
 
-def streamed(client: moored.Client) -> dict[str, moored.StreamedComponent]:
+def streamed_parts(client: moored.Client) -> dict[str, moored.StreamedComponent]:
     """The components of which a part is on the card."""
     (card,) = client.status().cards
     return {one.component.name: one.streamed for one in card.residents if one.streamed}
@@ -94,13 +97,101 @@ def test_plan_and_status_say_what_is_streamed(
         )
         command = ("plan", PICTURE["prompt"], "--model", "mine", "--width", "64", "--height", "64")
         said = service.run(*command, "--steps", "3").stdout
-        assert "transformer" in said and "streamed in each pass" in said
+        assert f"transformer {part.words}" in said
+        assert "streamed and" in part.words and "once" in part.words and part.more_seconds is None
         client.load("mine", components=("transformer",))
-        found = streamed(client)["transformer"]
+        found = streamed_parts(client)["transformer"]
         assert found.resident_bytes < found.whole_bytes
-        assert "streamed once" in service.run("status").stdout
+        assert found.words in service.run("status").stdout
         client.pin("mine")
-        assert streamed(client)["transformer"] == found, "a pinned part stays as it is"
+        assert streamed_parts(client)["transformer"] == found, "a pinned part stays as it is"
+
+
+def write_blocks(folder: Path, scale: int) -> None:
+    """A model of FLUX's shape, `blocks`, with so many bytes for a billion of its own."""
+    parts = {"transformer": (24 * scale, 57), "text_encoder_2": (10 * scale, 24), "vae": (scale, 0)}
+    description = {
+        "name": "blocks",
+        "step_flops": 74_000 * scale,
+        "components": [
+            {"name": part, "bytes": size, "identity": f"blocks-{part}", "blocks": blocks}
+            for part, (size, blocks) in parts.items()
+        ],
+        "defaults": {"width": 64, "height": 64, "steps": 4},
+    }
+    (folder / "blocks.instant.json").write_text(json.dumps(description))
+
+
+@pytest.mark.parametrize(
+    ("card", "formats", "said"),
+    [
+        ("40GiB,speed=24GB/s,compute=100TFLOP/s", "full", "it fits sim:0$"),
+        # A step computes for 0.74 s: what streams in less adds nothing.
+        ("16GiB,speed=24GB/s,compute=100TFLOP/s", "full", r"full: .* in each step, .*%\)$"),
+        ("16GiB,speed=4GB/s,compute=100TFLOP/s", "8-bit", r"full would have .* \(\d{2,3}%\)$"),
+        ("6GiB,speed=12GB/s,compute=100TFLOP/s", "8-bit", "in each step, .*; full would have "),
+        ("6GiB,speed=12GB/s,compute=900TFLOP/s", "4-bit", "full would have "),
+        ("4GiB,speed=2GB/s,compute=100TFLOP/s", "4-bit", "4-bit would have .* formats more$"),
+        # Without a speed, what streams in each step is too much.
+        ("16GiB", "8-bit", "full would have .* in each step$"),
+        ("16GiB,speed=24GB/s", "8-bit", "full would have .* in each step$"),
+    ],
+)
+def test_auto_keeps_what_streams_in_less_than_a_tenth_of_the_time(
+    on_card: Callable[..., Service], models: Path, card: str, formats: str, said: str
+) -> None:
+    write_blocks(models, 10**9)
+    with on_card(card).client() as client:
+        model = client.plan("a cube", model="blocks+auto").model
+        assert model.key == f"blocks+{formats}", model.choice
+        assert re.search(said, model.choice), model.choice
+
+
+def denoise_part(plan: moored.Plan) -> moored.StreamedComponent:
+    """The transformer that a plan streams."""
+    (part,) = next(stage for stage in plan.stages if stage.name == "denoise").streamed
+    return part
+
+
+def test_plan_and_status_say_what_streaming_costs(
+    on_card: Callable[..., Service], models: Path
+) -> None:
+    write_blocks(models, 10**6)
+    options: dict[str, Any] = {"model": "blocks", "steps": 2}
+    service = on_card("16MiB,speed=400MB/s,compute=7400GFLOP/s")
+    with service.client() as client:
+        part = denoise_part(client.plan("a cube", **options))
+        # A step computes for 10 ms.
+        more = part.streamed_bytes / 400e6 - 0.01
+        assert part.link_bytes_per_second == 400e6
+        assert part.more_seconds == pytest.approx(more)
+        there, streamed = part.resident_bytes / 1e6, part.streamed_bytes / 1e6
+        assert part.words == (
+            f"{there:.1f} of 24.0 MB resident, {streamed:.1f} streamed at 0.4 GB/s: "
+            f"{more:.2f} s more a step than resident"
+        )
+        client.generate_image("a cube", **options)
+        # The decode that came last may have left less of it.
+        found = streamed_parts(client)["transformer"]
+        assert found.more_seconds == pytest.approx(found.streamed_bytes / 400e6 - 0.01)
+        assert found.words.endswith("s more a step than resident")
+        assert found.words in service.run("status").stdout
+
+
+def test_what_a_resident_step_takes_is_learned(
+    on_card: Callable[..., Service], models: Path, tmp_path: Path
+) -> None:
+    write_blocks(models, 10**7)
+    options: dict[str, Any] = {"model": "blocks", "steps": 2}
+    world = tmp_path / "world"
+    with on_card(f"640MiB,speed=4GB/s,world={world}").client() as client:
+        client.generate_image("a cube", **options)
+        client.unload()
+        world.write_text("editor 480MiB")
+        wait_until(lambda: bool(client.status().cards[0].holders), "the editor has its memory")
+        part = denoise_part(client.plan("a cube", **options))
+        # How fast it computes is unknown; what ran took no time.
+        assert part.more_seconds == pytest.approx(part.streamed_bytes / 4e9, abs=0.01)
 
 
 def test_the_machines_memory_that_streamed_blocks_hold_is_shown_and_given_back(

@@ -408,7 +408,8 @@ class StreamedComponent:
     """A component of which a part is on the card: the rest crosses the link while a stage runs.
 
     `streamed_bytes` cross it in each pass (a step, or a prompt), `streamed_once_bytes` once in a
-    stage.
+    stage. A step takes `more_seconds` longer than with all of it on the card, by prediction; None
+    where that is unknown. `words` say all of it.
     """
 
     name: str
@@ -416,6 +417,9 @@ class StreamedComponent:
     resident_bytes: int
     streamed_bytes: int
     streamed_once_bytes: int
+    link_bytes_per_second: int = 0
+    more_seconds: float | None = None
+    words: str = ""
 
 
 @mirrors(residency_pb2.PlannedStage)

@@ -64,8 +64,8 @@ def _card(card: moored.CardStatus) -> list[str]:
         lines.append(f"  attention: {card.attention}")
     for one in card.residents:
         stays = " pinned" * one.pinned + " held" * one.held
-        whole = f" of {in_words(one.component.bytes)}, the rest streamed" if one.streamed else ""
-        lines.append(f"  {one.component.name} {in_words(one.resident_bytes)}{whole}{stays}")
+        there = one.streamed.words if one.streamed else in_words(one.resident_bytes)
+        lines.append(f"  {one.component.name} {there}{stays}")
     if card.on_host:
         held = ", ".join(f"{one.component.name} {in_words(one.bytes)}" for one in card.on_host)
         lines.append(f"  in the machine's memory: {held}")

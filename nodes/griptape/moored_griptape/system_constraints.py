@@ -199,9 +199,13 @@ def _quantized(handle: ModelHandle, options: Options) -> dict[str, Options]:
 
 
 def _peak(plan: moored.Plan) -> tuple[int, str]:
-    """What a job needs at its peak, and when that is."""
-    peaks = [(stage.component_bytes + stage.scratch_bytes, stage.name) for stage in plan.stages]
-    needed, stage = max(peaks, default=(0, ""))
+    """What a job needs at its peak, and when that is. Of a streamed component, a part is there."""
+
+    def peak(stage: moored.PlannedStage) -> int:
+        streamed = sum(one.whole_bytes - one.resident_bytes for one in stage.streamed)
+        return stage.component_bytes - streamed + stage.scratch_bytes
+
+    needed, stage = max(((peak(stage), stage.name) for stage in plan.stages), default=(0, ""))
     return needed, f"at its peak ({stage})"
 
 

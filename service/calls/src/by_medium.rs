@@ -6,6 +6,7 @@ use std::sync::Arc;
 use engine::Error;
 use engine::library::Entry;
 use engine::queue::StatusReport;
+use gpu::CardKind;
 use hub::catalogue::{self, Makes, Room};
 use model::{Medium, Quantization};
 
@@ -83,31 +84,32 @@ impl Entries {
         )
     }
 
-    /// A model of this medium that fits the largest card, where this one may not.
+    /// A model of this medium that fits the best card, where this one may not.
     pub(crate) fn fitting_instead(&self, makes: Makes, id: &str) -> Option<String> {
         let room = room_of(&self.queue.status().borrow())?;
         catalogue::fitting_instead(makes, &room, id)
     }
 
-    /// The command that downloads a model of this medium: the first that fits the largest card.
+    /// The command that downloads a model of this medium: the first that fits the best card.
     fn command_to_get(&self, makes: Makes) -> String {
         let report = self.queue.status();
         let fitting = room_of(&report.borrow()).and_then(|room| catalogue::first_that_fits(makes, &room));
         match fitting {
-            Some((model, _)) => format!("`moored pull {}`", model.name),
+            Some((model, ..)) => format!("`moored pull {}`", model.name),
             None => "`moored models --available` lists some".to_owned(),
         }
     }
 }
 
-/// The room for a model on the largest card.
+/// The room for a model on the best card.
 fn room_of(report: &StatusReport) -> Option<Room> {
     let rooms = report.cards.iter().map(|card| {
         let accounts = card.ledger.accounts();
         Room {
             bytes: card.ledger.total() - accounts.context - accounts.workspaces - card.ledger.headroom(),
             is_f32: card.description.compute_dtype == "f32",
+            is_cpu: card.description.kind == CardKind::Cpu,
         }
     });
-    rooms.max_by_key(|room| room.bytes)
+    rooms.max_by_key(Room::rank)
 }

@@ -54,9 +54,9 @@ pub(crate) fn left_open(model: &ModelRef) -> Result<Option<ModelRef>, Error> {
 
 impl Entries {
     /// The best formats of a model that fit a card beside pins, reservations and other programs. Formats in which the model is in
-    /// use already go first, so that it is not loaded twice. Of the others the best in which no step waits for weights that are
-    /// streamed; where there is none, those of which the fewest bytes are. The measure is the model's default request, with these
-    /// ControlNets.
+    /// use already go first, so that it is not loaded twice. Of the others the best whose steps hardly wait for weights that are
+    /// streamed ([`cost_of`]); where there is none, those of which the fewest bytes are. The measure is the model's default request,
+    /// with these ControlNets.
     /// Where nothing fits, it is the smallest format that may fit once memory becomes free, else the model as stored: its refusal
     /// names the alternatives that would fit.
     ///
@@ -98,21 +98,18 @@ impl Entries {
             let plan = self
                 .plan_default(entry.clone(), controls, options.clone())
                 .await?;
-            let again: Bytes = plan.stages.iter().map(PlannedStage::streamed_again).sum();
-            if plan.fits && again > Bytes::ZERO && !is_in_use(&entry.quantization) {
-                smallest = format!(
-                    "{} would have {again} streamed to {} in each step",
-                    entry.quantization, plan.card
-                );
-                refused.get_or_insert_with(|| smallest.clone());
-                streamed = Some(entry);
-                continue;
-            }
             if plan.fits {
-                let reason = match (is_in_use(&entry.quantization), refused) {
+                let cost = cost_of(&plan);
+                let reason = match (is_in_use(&entry.quantization), cost) {
                     (true, _) => "it is in use in these formats".to_owned(),
-                    (false, Some(refused)) => refused,
-                    (false, None) => format!("it fits {}", plan.card),
+                    (false, Cost::TooMuch(why)) => {
+                        smallest = format!("{} would have {why}", entry.quantization);
+                        refused.get_or_insert_with(|| smallest.clone());
+                        streamed = Some(entry);
+                        continue;
+                    }
+                    (false, Cost::Little(what)) => with_reason_against(what, refused),
+                    (false, Cost::Nothing) => refused.unwrap_or_else(|| format!("it fits {}", plan.card)),
                 };
                 return Ok(Chosen::new(entry, &reason));
             }
@@ -192,6 +189,49 @@ impl Chosen {
     fn new(entry: Arc<Entry>, reason: &str) -> Chosen {
         let reason = format!("{}: {reason}", entry.quantization);
         Chosen { entry, reason }
+    }
+}
+
+/// What the weights that are streamed again in each step of a request cost.
+enum Cost {
+    Nothing,
+    /// Less than a tenth of the request's time: what is streamed, and what it costs.
+    Little(String),
+    /// More than that, or it is unknown: what is streamed, and what it costs.
+    TooMuch(String),
+}
+
+/// The most that streaming may add to a request, as a share of its time with all weights on the card.
+const WORTH_STREAMING: f64 = 0.1;
+
+/// What streaming costs in a plan, by the speeds of its card. Unknown speeds: any weights that are streamed again are too much.
+fn cost_of(plan: &PlanReport) -> Cost {
+    let again: Bytes = plan.stages.iter().map(PlannedStage::streamed_again).sum();
+    if again == Bytes::ZERO {
+        return Cost::Nothing;
+    }
+    let what = format!("{again} streamed to {} in each step", plan.card);
+    let Some(seconds) = plan.seconds().filter(|seconds| seconds.resident > 0.0) else {
+        return Cost::TooMuch(what);
+    };
+    let share = seconds.more() / seconds.resident;
+    let what = format!(
+        "{what}, which takes {:.1} s more than the {:.1} s of a request without ({:.0}%)",
+        seconds.more(),
+        seconds.resident,
+        share * 100.0
+    );
+    match share < WORTH_STREAMING {
+        true => Cost::Little(what),
+        false => Cost::TooMuch(what),
+    }
+}
+
+/// What formats have streamed, and why better ones were refused.
+fn with_reason_against(streamed: String, refused: Option<String>) -> String {
+    match refused {
+        Some(refused) => format!("{streamed}; {refused}"),
+        None => streamed,
     }
 }
 

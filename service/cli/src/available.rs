@@ -3,13 +3,14 @@
 use api::v1;
 use config::Config;
 use gpu::CardKind;
-use hub::catalogue::{self, Makes, Model, Room};
+use hub::catalogue::{self, Extent, Fit, Makes, Model, Needs, Room};
 use model::Preset;
 use residency::Bytes;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use crate::Program;
 use crate::connection::Connection;
+use crate::doctor::Finding;
 use crate::{CliError, screen};
 
 /// Dtype of cards on which weights take twice the bytes.
@@ -19,7 +20,7 @@ const F32: &str = "f32";
 pub(super) struct Inventory {
     program: &'static dyn Program,
     place: Place,
-    /// The largest card.
+    /// The card that models are compared with: see [`Room::rank`].
     pub(super) card: Option<Card>,
 }
 
@@ -36,7 +37,6 @@ pub(super) struct Card {
     id: String,
     total: Bytes,
     pub(super) room: Room,
-    is_cpu: bool,
 }
 
 impl Inventory {
@@ -99,7 +99,7 @@ impl Inventory {
 }
 
 impl Card {
-    /// The largest card of a service. `headroom` bytes of each card stay free.
+    /// The best card of a service. `headroom` bytes of each card stay free.
     pub(super) async fn of_service(
         connection: &Connection,
         headroom: Bytes,
@@ -120,14 +120,14 @@ impl Card {
             room: Room {
                 bytes: Bytes(card.total_bytes) - taken(&card.id) - headroom,
                 is_f32: card.compute_dtype == F32,
+                is_cpu: card.kind == "cpu",
             },
-            is_cpu: card.kind == "cpu",
             id: card.id,
         });
-        Ok(cards.max_by_key(|card| card.total))
+        Ok(cards.max_by_key(|card| card.room.rank()))
     }
 
-    /// The largest card of this machine.
+    /// The best card of this machine.
     fn of_this_machine(program: &dyn Program, config: &Config) -> Option<Card> {
         let headroom = config.cards.headroom;
         let cards = program.cards(config).into_iter().map(|card| Card {
@@ -139,16 +139,16 @@ impl Card {
                 CardKind::Cpu | CardKind::Simulated => Room {
                     bytes: card.total - headroom,
                     is_f32: card.compute_dtype == F32,
+                    is_cpu: card.kind == CardKind::Cpu,
                 },
             },
             total: card.total,
-            is_cpu: card.kind == CardKind::Cpu,
             id: card.id,
         });
-        cards.max_by_key(|card| card.total)
+        cards.max_by_key(|card| card.room.rank())
     }
 
-    /// A command to start with, for the first model that fits and needs no login.
+    /// A command to start with, for a model that fits and needs no login: the first picture model, else the first music model.
     pub(super) fn first_command(&self) -> Option<String> {
         let fits = |model: &&Model| !model.needs_terms && model.best_in(&self.room).is_some();
         let of = |makes: Makes| {
@@ -162,25 +162,42 @@ impl Card {
             (None, Some(music)) => (music, "a slow waltz"),
             (None, None) => return None,
         };
-        let slow = if self.is_cpu {
-            ", which is slow on a CPU"
-        } else {
-            ""
+        let slow = match self.room.is_cpu {
+            true => ", which is slow on a CPU",
+            false => "",
         };
         Some(format!("`moored run {} \"{prompt}\"`{slow}", model.name))
     }
+
+    /// How a model runs on it, in words: `8-bit`, `4-bit, streamed`, `up to 640x352`, `no`.
+    fn fit_in_words(&self, model: &Model) -> String {
+        let fits = match (model.best_in(&self.room), model.smaller_in(None, &self.room)) {
+            (Some((preset, fit)), _) => fit.in_words(preset),
+            (None, Some(size)) => format!("up to {size}"),
+            (None, None) => return "no".to_owned(),
+        };
+        match self.room.is_cpu {
+            true => format!("{fits}, slow"),
+            false => fits,
+        }
+    }
 }
 
-/// In which precision a model fits a card, in words.
-fn fit_in_words(model: &Model, card: Option<&Card>) -> String {
-    let Some(card) = card else {
-        return "unknown".to_owned();
-    };
-    match (model.best_in(&card.room), card.is_cpu) {
-        (None, _) => "no".to_owned(),
-        (Some(preset), false) => preset.as_str().to_owned(),
-        (Some(preset), true) => format!("{}, slow", preset.as_str()),
-    }
+/// What the words of [`Card::fit_in_words`] mean, as far as they are among `said`.
+fn explained(said: &[String]) -> Vec<&'static str> {
+    let words = [
+        (
+            "streamed",
+            "streamed: larger than the card; a part of the weights is copied to it in each step, which takes time",
+        ),
+        (
+            "up to",
+            "up to: its default size needs more memory; this size or length runs",
+        ),
+    ];
+    let is_said = |word: &str| said.iter().any(|fits| fits.contains(word));
+    let explained = words.into_iter().filter(|(word, _)| is_said(word));
+    explained.map(|(_, meaning)| meaning).collect()
 }
 
 /// Lists the models of the catalogue, and which fit the card.
@@ -193,25 +210,19 @@ pub(super) async fn list(
     let ids = place.ids();
     let is_here = |model: &Model| ids.contains(&model.id);
     if as_json {
-        return catalogue::all().iter().try_for_each(|model| {
-            let card = place.card.as_ref();
-            let fits = card.and_then(|card| model.best_in(&card.room)).map(Preset::as_str);
-            let memory: serde_json::Map<String, serde_json::Value> = Preset::ALL
-                .into_iter()
-                .map(|preset| (preset.as_str().to_owned(), model.memory(preset).0.into()))
-                .collect();
-            screen::json(
-                &json!({"name": model.name, "id": model.id, "media": model.makes.as_str(), "licence": model.licence,
-                "needs_terms": model.needs_terms, "download_gb": model.download_gb, "memory_bytes": memory,
-                "fits": fits, "slow": card.is_some_and(|card| card.is_cpu), "here": is_here(model),
-                "about": model.about}),
-            )
-        });
+        return catalogue::all()
+            .iter()
+            .try_for_each(|model| screen::json(&in_json(model, place.card.as_ref(), is_here(model))));
     }
-    let rows = catalogue::all().iter().map(|model| {
+    let fits = |model: &Model| match &place.card {
+        Some(card) => card.fit_in_words(model),
+        None => "unknown".to_owned(),
+    };
+    let said: Vec<String> = catalogue::all().iter().map(fits).collect();
+    let rows = catalogue::all().iter().zip(&said).map(|(model, fits)| {
         vec![
             model.name.clone(),
-            fit_in_words(model, place.card.as_ref()),
+            fits.clone(),
             match is_here(model) {
                 true => "is here".to_owned(),
                 false => format!("{:.0} GB", model.download_gb),
@@ -221,6 +232,9 @@ pub(super) async fn list(
         ]
     });
     screen::table(&["name", "fits", "download", "makes", "about"], rows.collect())?;
+    for meaning in explained(&said) {
+        screen::note(meaning);
+    }
     screen::note("`moored info NAME` shows licence, memory, and whether a login is needed");
     if let Some(card) = &place.card {
         screen::note(&format!("this card: {}, {}", card.id, card.total));
@@ -231,37 +245,81 @@ pub(super) async fn list(
     Ok(())
 }
 
-/// Warns, before a download, if the model does not fit the card: asks whether to go on, or fails where nobody can be
-/// asked. `preset` is the requested precision, `None` any.
+/// A model of the catalogue, and how it runs on a card.
+fn in_json(model: &Model, card: Option<&Card>, is_here: bool) -> Value {
+    let is_f32 = card.is_some_and(|card| card.room.is_f32);
+    let by_preset = |value: &dyn Fn(Preset) -> Value| -> Map<String, Value> {
+        let values = Preset::ALL.into_iter();
+        values
+            .map(|preset| (preset.as_str().to_owned(), value(preset)))
+            .collect()
+    };
+    let bytes = |preset: Preset, is_f32: bool, of: fn(&Needs) -> Bytes| -> Value {
+        model.needs(preset, is_f32).map(|needs| of(needs).0).into()
+    };
+    let best = card.and_then(|card| model.best_in(&card.room));
+    let smaller = card
+        .filter(|_| best.is_none())
+        .and_then(|card| model.smaller_in(None, &card.room));
+    json!({
+        "name": model.name, "id": model.id, "media": model.makes.as_str(), "licence": model.licence,
+        "needs_terms": model.needs_terms, "download_gb": model.download_gb, "about": model.in_words(), "here": is_here,
+        "memory_bytes": by_preset(&|preset| bytes(preset, false, Needs::weights)),
+        "fits": best.map(|(preset, _)| preset.as_str()),
+        "streamed_bytes_per_step": best.map(|(_, fit)| fit.streamed().0),
+        "smaller": smaller,
+        "slow": card.is_some_and(|card| card.room.is_cpu),
+        "precisions": by_preset(&|preset| {
+            let fit = card.and_then(|card| model.fit(preset, &card.room));
+            json!({
+                "card_bytes": bytes(preset, is_f32, Needs::whole),
+                "least_card_bytes": bytes(preset, is_f32, Needs::least),
+                "streamed_bytes_per_step_at_least": bytes(preset, is_f32, Needs::streamed_at_least),
+                "fits": fit.is_some(),
+                "streamed_bytes_per_step": fit.map(|fit| fit.streamed().0),
+            })
+        }),
+    })
+}
+
+/// For `moored doctor`: how the models of the catalogue run on the best card of this machine.
+pub(super) fn finding(program: &dyn Program, config: &Config) -> Option<Finding> {
+    let card = Card::of_this_machine(program, config)?;
+    let models = catalogue::all().iter();
+    let models: Vec<String> = models
+        .map(|model| format!("{} {}", model.name, card.fit_in_words(model)))
+        .collect();
+    Some(Finding::good(
+        "fits",
+        format!("{}: {}", card.id, models.join("; ")),
+    ))
+}
+
+/// Before a download: says how the model runs on the card. If it does not fit, asks whether to go on, or fails where nobody can be
+/// asked. `preset` is the requested precision, `None` any; `asked` the requested size.
 pub(super) async fn confirm_fit(
     model: &Model,
     preset: Option<Preset>,
+    asked: Extent,
     card: &Card,
     as_json: bool,
 ) -> Result<(), CliError> {
-    let is_f32 = card.room.is_f32;
-    let (least, needed) = match preset {
-        Some(preset) => (preset, model.need(preset, is_f32)),
-        None => model.least_need(is_f32),
+    let fit = match preset {
+        Some(preset) => model.fit(preset, &card.room).map(|fit| (preset, fit)),
+        None => model.best_in(&card.room),
     };
-    if needed <= card.room.bytes {
-        if card.is_cpu {
-            screen::note("it runs on the CPU, which is slow: minutes and more for a result");
+    if let Some((preset, fit)) = fit {
+        if let Some(told) = told_of(preset, fit, card)
+            && !as_json
+        {
+            screen::note(&told);
         }
         return Ok(());
     }
-    let instead = match catalogue::first_that_fits(model.makes, &card.room) {
-        Some((other, preset)) if other.name == model.name => format!("; {} fits", preset.as_str()),
-        Some((other, preset)) => format!("; {} fits ({})", other.name, preset.as_str()),
-        None => String::new(),
-    };
-    let told = format!(
-        "in its default size {} needs {needed} of a card in {}, and {} has {} for it{instead}",
-        model.name,
-        least.as_str(),
-        card.id,
-        card.room.bytes
-    );
+    if model.runs(asked, preset, &card.room) {
+        return Ok(());
+    }
+    let told = refusal(model, preset, card);
     if !screen::can_ask(as_json) {
         return Err(CliError::DoesNotFit(format!(
             "{told}: nothing was downloaded; --pull goes on all the same"
@@ -273,4 +331,47 @@ pub(super) async fn confirm_fit(
         true => Ok(()),
         false => Err(CliError::DoesNotFit("nothing was downloaded".to_owned())),
     }
+}
+
+/// What somebody should know of a model that fits; `None` if it fits without a drawback.
+fn told_of(preset: Preset, fit: Fit, card: &Card) -> Option<String> {
+    if card.room.is_cpu {
+        return Some("it runs on the CPU, which is slow: minutes and more for a result".to_owned());
+    }
+    match fit {
+        Fit::Whole => None,
+        Fit::Streamed { each_step } => Some(format!(
+            "it is larger than {}: in {} {each_step} of its weights are copied to the card in each step, which takes time",
+            card.id,
+            preset.as_str()
+        )),
+    }
+}
+
+/// Why a model does not fit a card, and what does.
+fn refusal(model: &Model, preset: Option<Preset>, card: &Card) -> String {
+    let room = &card.room;
+    let of_preset = |preset: Preset| Some((preset, model.needs(preset, room.is_f32)?.least()));
+    let least = match preset {
+        Some(preset) => of_preset(preset),
+        None => model.least_need(room.is_f32),
+    };
+    let needs = least.map_or_else(String::new, |(preset, needed)| {
+        format!(" needs {needed} of a card in {}, and", preset.as_str())
+    });
+    let instead = match model.best_in(room) {
+        Some((preset, fit)) => format!("; {} fits", fit.in_words(preset)),
+        None => {
+            let smaller = model.smaller_in(preset, room);
+            let smaller = smaller.map(|size| format!("; {size} would fit"));
+            let other = catalogue::first_that_fits(model.makes, room);
+            let other =
+                other.map(|(other, preset, fit)| format!("; {} fits ({})", other.name, fit.in_words(preset)));
+            smaller.into_iter().chain(other).collect()
+        }
+    };
+    format!(
+        "in its default size {}{needs} {} has {} for it{instead}",
+        model.name, card.id, room.bytes
+    )
 }

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::Program;
 use crate::connection::Connection;
-use crate::{CliError, screen};
+use crate::{CliError, available, screen};
 
 /// The result of one check.
 #[derive(Clone, Debug)]
@@ -50,6 +50,7 @@ impl Finding {
 /// Checks the cards, the state folder, the folder of downloads, the models and the service. Fails when a check does.
 pub(super) async fn run(program: &dyn Program, config: Config, as_json: bool) -> Result<(), CliError> {
     let mut findings = program.examine(config.clone()).await;
+    findings.extend(available::finding(program, &config));
     findings.push(service(&config).await);
     for finding in &findings {
         if as_json {

@@ -17,7 +17,7 @@ use crate::files::{Target, Writing};
 use crate::pull::WhenMissing;
 use crate::request::{Asked, Wanted, medium_of, prompts_of, recipe_of, request_of};
 use crate::results::{Bounds, Results};
-use crate::show::{self, Show};
+use crate::show::Show;
 use crate::track_uploads::{RequestTracks, Uploads};
 use crate::{CliError, connection, interrupt, screen};
 
@@ -301,7 +301,12 @@ fn show_plan(plan: &v1::PlanResponse, instead: Option<&str>) -> Result<(), CliEr
     )?;
     for stage in &plan.stages {
         for part in &stage.streamed {
-            screen::text(&format!("{}: {} {}", stage.name, part.name, show::streamed(part)))?;
+            screen::text(&format!(
+                "{}: {} {}",
+                stage.name,
+                part.name,
+                wording::one_line(&part.words)
+            ))?;
         }
     }
     let mut told: Vec<String> = Vec::new();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use api::v1;
 use config::{ClientSettings, Config};
 use hub::Reference;
-use hub::catalogue;
+use hub::catalogue::{self, Needs};
 use model::{FULL, Preset};
 use residency::Bytes;
 use serde_json::json;
@@ -223,7 +223,7 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
     let mut facts: Vec<(&str, String)> = vec![("model", id.to_owned())];
     if let Some(known) = known {
         facts.push(("short name", known.name.clone()));
-        facts.push(("about", known.about.clone()));
+        facts.push(("about", known.in_words()));
         facts.push(("licence", known.licence.clone()));
         if known.needs_terms {
             facts.push((
@@ -238,21 +238,21 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
         if !known.with.is_empty() {
             facts.push(("pulled with", known.with.join(", ")));
         }
-        let sizes = |size: &dyn Fn(Preset) -> Bytes| {
-            let sizes = Preset::ALL.map(|preset| format!("{} {}", preset.as_str(), size(preset)));
-            sizes.join(", ")
+        let sizes = |size: &dyn Fn(&Needs) -> String| {
+            let sizes = Preset::ALL.into_iter().filter_map(|preset| {
+                let needs = known.needs(preset, false)?;
+                Some(format!("{} {}", preset.as_str(), size(needs)))
+            });
+            sizes.collect::<Vec<_>>().join(", ")
         };
         // The catalogue is used only for a model that the service lacks, as the service's own figures are exact.
         if listed.is_none() {
-            facts.push(("memory", sizes(&|preset| known.memory(preset))));
+            facts.push(("memory", sizes(&|needs| needs.weights().to_string())));
         }
-        facts.push((
-            "card",
-            format!(
-                "needs at the least: {}",
-                sizes(&|preset| known.need(preset, false))
-            ),
-        ));
+        let whole = sizes(&|needs| needs.whole().to_string());
+        facts.push(("card", format!("without streaming: {whole}")));
+        let least = sizes(&|needs| format!("{} ({} in each step)", needs.least(), needs.streamed_at_least()));
+        facts.push(("streamed", format!("at the least: {least}")));
     }
     if let Some(bytes) = cached {
         let state = format!("{} in {}", decimal(bytes), config.hub.cache.display());

@@ -4,8 +4,6 @@ use api::v1;
 use console::{Style, measure_text_width, pad_str, truncate_str};
 use residency::Bytes;
 
-use crate::show;
-
 use crate::names::short_key;
 use crate::total_of;
 
@@ -303,7 +301,7 @@ fn resident_notes(resident: &v1::ResidentComponent) -> Vec<String> {
         notes.push(format!("idle {}", seconds(resident.idle_ms)));
     }
     if let Some(part) = &resident.streamed {
-        notes.push(show::streamed(part));
+        notes.push(wording::one_line(&part.words).into_owned());
     }
     if resident.pinned {
         notes.push("pinned".to_owned());

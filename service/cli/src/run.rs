@@ -8,7 +8,7 @@ use std::time::Duration;
 use api::v1;
 use config::Config;
 use hub::Reference;
-use hub::catalogue;
+use hub::catalogue::{self, Extent};
 use model::Preset;
 
 use crate::Program;
@@ -130,7 +130,16 @@ async fn confirm_fit(options: &Run, place: &Inventory, json: bool) -> Result<(),
             None => return Ok(()), // formats by component: the planner says
         },
     };
-    available::confirm_fit(model, preset, card, json).await
+    let settings = &options.settings;
+    let asked = Extent {
+        pixels: settings
+            .width
+            .zip(settings.height)
+            .map(|(width, height)| u64::from(width) * u64::from(height)),
+        frames: settings.frames,
+        seconds: settings.seconds,
+    };
+    available::confirm_fit(model, preset, asked, card, json).await
 }
 
 /// Has the service pull the model where it is missing, and prints the formats that the service chooses. A refusal of the plan for

@@ -309,25 +309,6 @@ impl Drop for Show {
     }
 }
 
-/// How much of a component is on the card, and how much crosses the link:
-/// `6.7 of 22.2 GiB on the card, 10.3 GiB streamed in each pass and 5.2 GiB once`.
-pub(crate) fn streamed(part: &v1::StreamedComponent) -> String {
-    let mut crosses = Vec::new();
-    if part.streamed_bytes > 0 {
-        crosses.push(format!("{} streamed in each pass", Bytes(part.streamed_bytes)));
-    }
-    if part.streamed_once_bytes > 0 {
-        let streamed = if crosses.is_empty() { " streamed" } else { "" };
-        crosses.push(format!("{}{streamed} once", Bytes(part.streamed_once_bytes)));
-    }
-    format!(
-        "{} of {} on the card, {}",
-        Bytes(part.resident_bytes),
-        Bytes(part.whole_bytes),
-        crosses.join(" and ")
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -222,6 +222,7 @@ mod tests {
             memo: None,
             section: None,
             shared: None,
+            passes: model::Passes::default(),
             reads_media: true,
             preview: None,
         };

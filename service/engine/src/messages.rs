@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use gpu::{CardDescription, Unloaded};
+use gpu::{CardDescription, CardSpeeds, Unloaded};
 use model::{AdapterFile, Piece, Quantization, Request, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId, Holder, Ledger, MemorySummary, Policy, WaitCause};
 use serde::{Deserialize, Serialize};
@@ -207,6 +207,8 @@ pub enum Event {
         card: CardDescription,
         /// Implementation of attention on it ([`ops::attention_by`]).
         attention: String,
+        /// What the time of stages on it is predicted from.
+        speeds: CardSpeeds,
         /// Its ledger, with the memory that the start of the worker took.
         ledger: Arc<Ledger>,
     },

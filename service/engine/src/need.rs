@@ -111,7 +111,8 @@ impl Need {
 
     /// How often it goes over the blocks of its components. What is loaded for later stages is worth what it costs.
     pub(crate) fn passes(&self) -> u32 {
-        self.plan.as_ref().map_or(u32::MAX, |plan| plan.steps.max(1))
+        let passes = |plan: &StagePlan| plan.steps.max(1).saturating_mul(plan.passes.in_step.max(1));
+        self.plan.as_ref().map_or(u32::MAX, passes)
     }
 
     /// The components that must be resident for one way to run it.
@@ -122,7 +123,7 @@ impl Need {
     }
 
     /// The demand on the ledger of one way to run it, with its scratch or another.
-    pub(crate) fn on_rung(&self, rung: usize, scratch: Option<Bytes>) -> StageNeed {
+    pub fn on_rung(&self, rung: usize, scratch: Option<Bytes>) -> StageNeed {
         StageNeed {
             components: self.components_on(rung),
             ..self.with_scratch(scratch.unwrap_or_else(|| self.scratch(rung)))
@@ -157,7 +158,7 @@ pub(crate) fn named(names: &[String], all: &[Component]) -> Vec<Component> {
 
 #[cfg(test)]
 mod tests {
-    use model::Role;
+    use model::{Passes, Role};
 
     use super::*;
 
@@ -182,6 +183,7 @@ mod tests {
             memo: None,
             section: None,
             shared: None,
+            passes: Passes::default(),
             reads_media: false,
             preview: None,
         };

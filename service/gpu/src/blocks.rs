@@ -51,10 +51,31 @@ impl BlockPlace {
     }
 }
 
+/// Sizes of a block, from which the parts of its component follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockSize {
+    pub uses: Uses,
+    /// Bytes of its tensors.
+    pub bytes: Bytes,
+    /// Bytes of them in the ring, where each begins at a multiple of the alignment.
+    pub in_ring: Bytes,
+}
+
+/// The parts of a component of `whole` bytes with these blocks, which are in the order of their places.
+pub fn parts_of_blocks(whole: Bytes, blocks: &[BlockSize]) -> Parts {
+    let order = streaming_order(blocks);
+    Parts::new(whole, sizes_of_levels(whole, blocks, &order), |_| {})
+}
+
+/// Sizes of the blocks of these tensors, in the order of their places.
+pub(crate) fn block_sizes(sources: &[TensorSource]) -> Vec<BlockSize> {
+    sizes_of_large(sources, &large_of(sources))
+}
+
 /// The parts in which a component of these tensors can be on a card.
 pub(crate) fn parts_of(sources: &[TensorSource]) -> Parts {
     let whole = sources.iter().map(TensorSource::bytes_on_card).sum();
-    Parts::new(whole, levels(sources).into_iter().map(|level| level.size), |_| {})
+    parts_of_blocks(whole, &block_sizes(sources))
 }
 
 /// The large tensors of each block, by index.
@@ -79,49 +100,68 @@ fn large_of(sources: &[TensorSource]) -> Large {
     blocks
 }
 
-/// All levels of streaming, each with one block more than the one before it. Blocks that are used once come first; those of every
-/// step are spread over the pass, so that each arrives while blocks that stay are computed.
-fn levels(sources: &[TensorSource]) -> Vec<Level> {
-    let large = large_of(sources);
-    let mut order: Vec<BlockPlace> = Vec::with_capacity(large.len());
-    for uses in [Uses::Once, Uses::EachPass] {
-        let pass: Vec<BlockPlace> = large.keys().filter(|place| place.uses == uses).copied().collect();
-        let of_block = |place: &BlockPlace| {
-            let tensors = large.get(place).into_iter().flatten();
-            tensors.map(|tensor| sources[*tensor].bytes_on_card().0).sum()
-        };
-        let bytes: Vec<u64> = pass.iter().map(of_block).collect();
-        order.extend(spread(&bytes).into_iter().map(|block| pass[block]));
-    }
-    let whole: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
-    let mut streamed = Vec::with_capacity(order.len());
-    let level = |place: BlockPlace| {
-        streamed.push(place);
-        let placement = Placement::with(sources, &large, &streamed);
-        let bytes_of = |uses: Uses| {
-            let blocks = placement.streamed.iter().filter(|block| block.place.uses == uses);
-            let tensors = blocks.flat_map(|block| &block.tensors);
-            tensors
-                .map(|(tensor, _)| sources[*tensor].bytes_on_card())
-                .sum::<Bytes>()
-        };
-        let (each_pass, once) = (bytes_of(Uses::EachPass), bytes_of(Uses::Once));
-        Level {
-            size: PartSize {
-                bytes: whole - each_pass - once + Bytes(placement.ring_bytes),
-                streamed: each_pass,
-                streamed_once: once,
-            },
-            streamed: streamed.clone(),
+fn sizes_of_large(sources: &[TensorSource], large: &Large) -> Vec<BlockSize> {
+    let size = |(place, tensors): (&BlockPlace, &Vec<usize>)| {
+        let bytes = |tensor: &usize| sources[*tensor].bytes_on_card();
+        BlockSize {
+            uses: place.uses,
+            bytes: tensors.iter().map(bytes).sum(),
+            in_ring: Bytes(StreamedBlock::of(*place, tensors, sources).bytes),
         }
     };
-    order.into_iter().map(level).collect()
+    large.iter().map(size).collect()
 }
 
-/// One level of streaming.
-struct Level {
-    size: PartSize,
-    streamed: Vec<BlockPlace>,
+/// All blocks, by index, in the order in which they are streamed as the part on the card gets smaller. Blocks that are used once
+/// come first; those of every step are spread over the pass, so that each arrives while blocks that stay are computed.
+fn streaming_order(blocks: &[BlockSize]) -> Vec<usize> {
+    let mut order = Vec::with_capacity(blocks.len());
+    for uses in [Uses::Once, Uses::EachPass] {
+        let pass: Vec<usize> = (0..blocks.len())
+            .filter(|block| blocks[*block].uses == uses)
+            .collect();
+        let bytes: Vec<u64> = pass.iter().map(|block| blocks[*block].bytes.0).collect();
+        order.extend(spread(&bytes).into_iter().map(|block| pass[block]));
+    }
+    order
+}
+
+/// The sizes of all levels of streaming, each with one block of this order more than the one before it.
+fn sizes_of_levels(whole: Bytes, blocks: &[BlockSize], order: &[usize]) -> Vec<PartSize> {
+    let (mut size, mut ring) = (PartSize::default(), Ring::default());
+    let level = |block: &usize| {
+        let block = blocks[*block];
+        match block.uses {
+            Uses::Once => size.streamed_once += block.bytes,
+            Uses::EachPass => size.streamed += block.bytes,
+        }
+        ring.add(block.uses, block.in_ring);
+        size.bytes = whole - size.streamed - size.streamed_once + ring.bytes();
+        size
+    };
+    order.iter().map(level).collect()
+}
+
+/// The ring of some streamed blocks: it has space for two of the largest, and for no more than the blocks of a pass.
+#[derive(Clone, Copy, Debug, Default)]
+struct Ring {
+    largest: Bytes,
+    once: Bytes,
+    each_pass: Bytes,
+}
+
+impl Ring {
+    fn add(&mut self, uses: Uses, in_ring: Bytes) {
+        self.largest = self.largest.max(in_ring);
+        match uses {
+            Uses::Once => self.once += in_ring,
+            Uses::EachPass => self.each_pass += in_ring,
+        }
+    }
+
+    fn bytes(self) -> Bytes {
+        Bytes(RING_BLOCKS * self.largest.0).min(self.once.max(self.each_pass))
+    }
 }
 
 /// All blocks of a pass, of these bytes each, in the order in which they are streamed. Each beginning of it spreads the streamed bytes
@@ -203,14 +243,18 @@ impl Placement {
             return Placement::default();
         };
         let whole: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
-        let (levels, mut kept) = (levels(sources), Vec::new());
-        Parts::new(whole, levels.iter().map(|level| level.size), |index| {
+        let large = large_of(sources);
+        let sizes = sizes_of_large(sources, &large);
+        let (order, mut kept) = (streaming_order(&sizes), Vec::new());
+        Parts::new(whole, sizes_of_levels(whole, &sizes, &order), |index| {
             kept.push(index)
         });
-        match kept.get(index).or(kept.last()) {
-            Some(level) => Placement::with(sources, &large_of(sources), &levels[*level].streamed),
-            None => Placement::default(),
-        }
+        let Some(level) = kept.get(index).or(kept.last()) else {
+            return Placement::default();
+        };
+        let places: Vec<BlockPlace> = large.keys().copied().collect();
+        let streamed: Vec<BlockPlace> = order[..=*level].iter().map(|block| places[*block]).collect();
+        Placement::with(sources, &large, &streamed)
     }
 
     fn with(sources: &[TensorSource], large: &Large, streamed: &[BlockPlace]) -> Placement {
@@ -218,12 +262,11 @@ impl Placement {
         in_order.sort_unstable();
         let block = |place: BlockPlace| Some(StreamedBlock::of(place, large.get(&place)?, sources));
         let mut blocks: Vec<StreamedBlock> = in_order.into_iter().filter_map(block).collect();
-        let largest = blocks.iter().map(|block| block.bytes).max().unwrap_or(0);
-        let of_pass = |uses: Uses| {
-            let pass = blocks.iter().filter(|block| block.place.uses == uses);
-            pass.map(|block| block.bytes).sum::<u64>()
-        };
-        let ring_bytes = (RING_BLOCKS * largest).min(of_pass(Uses::Once).max(of_pass(Uses::EachPass)));
+        let mut ring = Ring::default();
+        for block in &blocks {
+            ring.add(block.place.uses, Bytes(block.bytes));
+        }
+        let ring_bytes = ring.bytes().0;
         let (mut uses, mut next) = (Uses::Once, 0);
         for block in &mut blocks {
             if block.place.uses != uses || next + block.bytes > ring_bytes {

@@ -39,6 +39,15 @@ pub struct CardDescription {
     pub compute_dtype: String,
 }
 
+/// How fast a card is, as far as that is known: what the time of a stage is predicted from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CardSpeeds {
+    /// Bytes a second at which streamed blocks reach the card.
+    pub link: Option<Bytes>,
+    /// Floating-point operations a second, of large products in the dtype that the card computes in.
+    pub flops: Option<u64>,
+}
+
 /// Result of an unload.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unloaded {
@@ -85,6 +94,11 @@ pub trait Gpu {
 
     /// The dtype that pipelines compute in on this card.
     fn compute_dtype(&self) -> DType;
+
+    /// How fast the card is, as it was measured when it was opened, or as its settings say.
+    fn speeds(&self) -> CardSpeeds {
+        CardSpeeds::default()
+    }
 
     /// The driver's current memory figures.
     ///
@@ -176,6 +190,10 @@ pub trait Gpu {
 
     /// Starts measuring the activation peak of a stage; [`Gpu::stage_peak`] ends it.
     fn begin_stage(&mut self);
+
+    /// Says how many floating-point operations a pass of the stage that begins takes; 0 where that is unknown. A simulated card,
+    /// which computes nothing, takes the time for them.
+    fn expect_passes_of(&mut self, _flops: u64) {}
 
     /// Ends the measurement: the maximum of activation bytes since [`Gpu::begin_stage`]. Called once per stage, after
     /// its tensors were dropped.

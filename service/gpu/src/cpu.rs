@@ -93,8 +93,8 @@ pub(crate) fn read_on_host(
     progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
 ) -> Result<ComponentTensors, LoadError> {
     match plan {
-        LoadPlan::Synthetic(total) => {
-            let (done, total) = (*total, *total);
+        LoadPlan::Synthetic(synthetic) => {
+            let (done, total) = (synthetic.bytes, synthetic.bytes);
             match progress(LoadProgress { done, total }) {
                 ControlFlow::Break(()) => Err(LoadError::Cancelled),
                 ControlFlow::Continue(()) => Ok(ComponentTensors::default()),

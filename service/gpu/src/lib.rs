@@ -31,8 +31,6 @@ mod profile;
 #[allow(unsafe_code)] // Wider registers are asked for.
 mod quantize;
 mod reader;
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-// A card whose memory is the machine's reads blocks as they come.
 mod schedule;
 mod simulated;
 mod size;
@@ -42,8 +40,8 @@ mod tensors;
 mod timeline;
 
 pub use allocator::CountingAllocator;
-pub use blocks::{BlockPlace, Uses};
-pub use card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+pub use blocks::{BlockPlace, BlockSize, Uses, parts_of_blocks};
+pub use card::{CardDescription, CardKind, CardSpeeds, Gpu, GpuError, Unloaded};
 pub use checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry, git_lfs_pointer};
 pub use cpu::{CpuCard, CpuSettings};
 #[cfg(feature = "cuda")]
@@ -60,7 +58,9 @@ pub use format::{
 };
 pub use holders::{CardProcess, UNLISTED, UNSEEN, foreign_holders, process_name};
 pub use kept::{KeepError, KeptFolder, keep, kept_bytes, kept_plan};
-pub use load::{ByteRange, LoadError, LoadPlan, LoadProgress, SourcePiece, Stored, Target, TensorSource};
+pub use load::{
+    ByteRange, LoadError, LoadPlan, LoadProgress, SourcePiece, Stored, Synthetic, Target, TensorSource,
+};
 pub use profile::{MemoryProfile, ProfileError, ProfileName};
 pub use quantize::{QuantizeError, nested_table, nf4_table, quantize};
 pub use simulated::{

@@ -1,12 +1,13 @@
 //! Load plans: which bytes of which files become which tensors.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::DType;
 use residency::{Bytes, Part, Parts};
 
-use crate::blocks::{BlockPlace, Placement, parts_of};
+use crate::blocks::{BlockPlace, BlockSize, Placement, block_sizes, parts_of};
 use crate::format::{GgufType, WeightFormat, rows_and_columns};
 
 /// How numbers are stored in a checkpoint.
@@ -182,10 +183,48 @@ impl TensorSource {
 pub enum LoadPlan {
     Files(Vec<TensorSource>),
     /// Bytes without content, on a simulated card only.
-    Synthetic(Bytes),
+    Synthetic(Synthetic),
+}
+
+/// A component without content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Synthetic {
+    pub bytes: Bytes,
+    /// Blocks of equal size, of which it consists; 0: it has none.
+    pub blocks: u32,
+}
+
+impl Synthetic {
+    /// Its blocks, and the rest, as tensors that no file has.
+    fn tensors(self) -> Vec<TensorSource> {
+        let nowhere: Arc<Path> = Path::new("").into();
+        let each = self.bytes.0 / u64::from(self.blocks.max(1));
+        let tensor = |bytes: u64, block| TensorSource {
+            block,
+            // Of two dimensions: what has one is small, and stays.
+            ..TensorSource::full("", &nowhere, [], Stored::U8, vec![1, bytes as usize], DType::U8)
+        };
+        let blocks =
+            (0..self.blocks as usize).map(|number| tensor(each, Some(BlockPlace::each_pass(number))));
+        let rest = self.bytes.0 - each * u64::from(self.blocks);
+        blocks.chain([tensor(rest, None)]).collect()
+    }
 }
 
 impl LoadPlan {
+    /// The plan of bytes without content, in no blocks.
+    pub fn synthetic(bytes: Bytes) -> LoadPlan {
+        LoadPlan::Synthetic(Synthetic { bytes, blocks: 0 })
+    }
+
+    /// What it consists of, whether it has content or not.
+    pub(crate) fn tensors(&self) -> Cow<'_, [TensorSource]> {
+        match self {
+            LoadPlan::Files(sources) => Cow::Borrowed(sources),
+            LoadPlan::Synthetic(synthetic) => Cow::Owned(synthetic.tensors()),
+        }
+    }
+
     /// The tensor sources.
     ///
     /// # Errors
@@ -201,18 +240,20 @@ impl LoadPlan {
 
     /// The parts in which the component can be on a card.
     pub fn parts(&self) -> Parts {
+        parts_of(&self.tensors())
+    }
+
+    /// Sizes of its blocks, in the order of their places.
+    pub fn blocks(&self) -> Vec<BlockSize> {
         match self {
-            LoadPlan::Files(sources) => parts_of(sources),
-            LoadPlan::Synthetic(_) => Parts::default(),
+            LoadPlan::Files(sources) => block_sizes(sources),
+            LoadPlan::Synthetic(_) => Vec::new(),
         }
     }
 
     /// Where the tensors are in a part.
     pub(crate) fn placement(&self, part: Part) -> Placement {
-        match self {
-            LoadPlan::Files(sources) => Placement::of(sources, part),
-            LoadPlan::Synthetic(_) => Placement::default(),
-        }
+        Placement::of(&self.tensors(), part)
     }
 
     /// Says to which blocks the tensors belong, by their names.
@@ -228,7 +269,7 @@ impl LoadPlan {
     pub fn bytes(&self) -> Bytes {
         match self {
             LoadPlan::Files(sources) => sources.iter().map(TensorSource::bytes_on_card).sum(),
-            LoadPlan::Synthetic(bytes) => *bytes,
+            LoadPlan::Synthetic(synthetic) => synthetic.bytes,
         }
     }
 }

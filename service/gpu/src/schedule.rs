@@ -3,6 +3,8 @@
 //! A stage enters its blocks in order. Of each it is known which follows, so that blocks are copied ahead as far as the ring has
 //! room: into bytes that no block needs any more that is used or on its way.
 
+use crate::blocks::{StreamedBlock, Uses};
+
 /// Where a block is that has bytes in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -45,6 +47,15 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
+    /// The schedule of these blocks, in the order of their use.
+    pub(crate) fn of(blocks: &[StreamedBlock]) -> Schedule {
+        let places = blocks
+            .iter()
+            .map(|block| block.at..block.at + block.bytes)
+            .collect();
+        Schedule::new(places, following(blocks))
+    }
+
     /// A schedule of blocks with these places in the ring, and the block that follows each.
     pub(crate) fn new(places: Vec<std::ops::Range<u64>>, next: Vec<usize>) -> Schedule {
         Schedule {
@@ -118,6 +129,16 @@ impl Schedule {
             _ => false,
         }
     }
+}
+
+/// The block that is expected after each: the next of its pass; after the last, the first of the pass that is repeated.
+fn following(blocks: &[StreamedBlock]) -> Vec<usize> {
+    let repeated = blocks.iter().position(|block| block.place.uses == Uses::EachPass);
+    let next = |index: usize| match index + 1 < blocks.len() {
+        true => index + 1,
+        false => repeated.unwrap_or(0),
+    };
+    (0..blocks.len()).map(next).collect()
 }
 
 #[cfg(test)]

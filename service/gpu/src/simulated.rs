@@ -1,8 +1,9 @@
-//! A simulated card: capacity, transfer speed, faults and foreign holders are settings. Higher layers are tested on
+//! A simulated card: capacity, speeds of link and disk, the time of computations, faults and foreign holders are settings. Higher layers are tested on
 //! it, and small real models run on it: their tensors live in system memory and are booked here by size.
 
 mod book;
 mod clock;
+mod pace;
 mod settings;
 mod world;
 
@@ -16,7 +17,7 @@ use candle_core::{DType, Device};
 use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, HostShare, Part};
 
 use crate::allocator::{self, return_free};
-use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::card::{CardDescription, CardKind, CardSpeeds, Gpu, GpuError, Unloaded};
 use crate::cpu::not_there;
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::host_stream::{read_part, resize_on_host};
@@ -28,6 +29,7 @@ use crate::tensors::ComponentTensors;
 use book::SharedBook;
 pub use book::{OutOfMemory, ScratchGuard, SimulatedAccounts, simulated_scratch};
 pub use clock::{ManualClock, RealClock, SimulatedClock};
+use pace::CardPace;
 pub use settings::{FailLoad, LoadFailure, SettingsError, SimulatedSettings};
 pub use world::SimulatedWorld;
 
@@ -43,6 +45,8 @@ pub struct SimulatedCard {
     held: HashMap<ComponentId, SimulatedComponent>,
     /// Blocks of components that left the card.
     host: HostTier<HostShare>,
+    /// The times of what it copies and computes.
+    pace: CardPace,
     faults: FaultSchedule,
     loads: u64,
     lost: Option<String>,
@@ -91,6 +95,7 @@ impl SimulatedCard {
         SimulatedCard {
             description: SimulatedCard::describe_unopened(&settings),
             book: SharedBook::new(&settings, world, Arc::clone(&clock)),
+            pace: CardPace::new(settings.speeds(), Arc::clone(&clock)),
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
             settings,
             clock,
@@ -171,15 +176,19 @@ impl SimulatedCard {
                         return Err(LoadError::Cancelled);
                     }
                     if done == total {
-                        return Ok((ComponentTensors::default(), LoadedFrom::whole(plan)));
+                        let tensors = self.pace.paced(ComponentTensors::default(), plan, part);
+                        return Ok((tensors, LoadedFrom::whole(plan)));
                     }
                     done = (done + Bytes(SYNTHETIC_CHUNK)).min(total);
                 }
             }
-            LoadPlan::Files(_) => read_part(plan, part, &mut |reported| {
-                self.wait_for_transfer(began_ms, reported.done);
-                progress(reported)
-            }),
+            LoadPlan::Files(_) => {
+                let (tensors, from) = read_part(plan, part, &mut |reported| {
+                    self.wait_for_transfer(began_ms, reported.done);
+                    progress(reported)
+                })?;
+                Ok((self.pace.paced(tensors, plan, part), from))
+            }
         }
     }
 
@@ -206,6 +215,11 @@ impl SimulatedCard {
         };
         match outcome {
             Ok(()) => {
+                let tensors = std::mem::take(&mut held.tensors);
+                held.tensors = match Arc::try_unwrap(tensors) {
+                    Ok(tensors) => Arc::new(self.pace.paced(tensors, &held.from.plan, part)),
+                    Err(in_use) => in_use,
+                };
                 self.release();
                 let given_up = held.booked - booked;
                 self.book.lock().return_part(&component.id, given_up, before);
@@ -228,10 +242,10 @@ impl SimulatedCard {
 
     /// Sleeps until `done` bytes can have been transferred at the card's speed, counted from `began_ms`.
     fn wait_for_transfer(&self, began_ms: u64, done: Bytes) {
-        let speed = u128::from(self.settings.bytes_per_second.0);
-        if speed == 0 {
+        let Some(speed) = self.settings.speeds().link else {
             return;
-        }
+        };
+        let speed = u128::from(speed.0);
         let needs_ms = u64::try_from(u128::from(done.0) * 1000 / speed).unwrap_or(u64::MAX);
         let left_ms = began_ms
             .saturating_add(needs_ms)
@@ -246,7 +260,7 @@ impl SimulatedCard {
 fn bytes_in_part(component: &Component, plan: &LoadPlan, part: Part) -> Bytes {
     match plan {
         LoadPlan::Files(sources) => plan.placement(part).bytes_on_card(sources),
-        LoadPlan::Synthetic(whole) if part == Part::WHOLE => *whole,
+        LoadPlan::Synthetic(whole) if part == Part::WHOLE => whole.bytes,
         LoadPlan::Synthetic(_) => component.bytes_of(part),
     }
 }
@@ -274,6 +288,10 @@ impl Gpu for SimulatedCard {
 
     fn compute_dtype(&self) -> DType {
         DType::F32
+    }
+
+    fn speeds(&self) -> CardSpeeds {
+        self.settings.speeds()
     }
 
     fn memory(&mut self) -> Result<DriverTruth, GpuError> {
@@ -474,7 +492,12 @@ impl Gpu for SimulatedCard {
         self.stage_baseline = allocator::mark();
     }
 
+    fn expect_passes_of(&mut self, flops: u64) {
+        self.pace.expect_passes_of(flops);
+    }
+
     fn stage_peak(&mut self) -> Bytes {
+        self.pace.finish();
         let simulated = self.book.lock().stage_peak();
         if !self.held.values().any(|held| held.real) {
             return simulated;

@@ -43,6 +43,11 @@ impl Weight {
 pub(crate) trait Streams: fmt::Debug + Send + Sync {
     /// As [`WeightStream::enter`].
     fn enter(&self, place: BlockPlace) -> Result<(), LoadError>;
+
+    /// Whether all blocks are on the card, and it only takes the time for them.
+    fn is_whole(&self) -> bool {
+        false
+    }
 }
 
 /// The streamed blocks of a component: those that are on the card only while a stage uses them. Clones are one stream.
@@ -65,7 +70,7 @@ impl WeightStream {
 
     /// Whether all of the component is on the card.
     pub fn is_whole(&self) -> bool {
-        self.0.is_none()
+        self.0.as_ref().is_none_or(|stream| stream.is_whole())
     }
 }
 

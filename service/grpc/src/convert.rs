@@ -7,7 +7,7 @@ use calls::{
     ServiceStatus, millis, policy_name,
 };
 use engine::job::{JobEventKind, JobReport, LatentInfo, Priority, StageReport};
-use engine::queue::{CardStatus, JobInfo, PlannedStage, StatusReport};
+use engine::queue::{CardStatus, JobInfo, PlannedStage, StatusReport, Streamed};
 use engine::{Change, ChangedTo, Fallback, Freed, Kept, Shortfall};
 use gpu::{CardKind, WeightFormat};
 use model::{AdapterReport, FULL, LeftOut, MediaFormat, Medium, Request, ValueShape};
@@ -570,7 +570,11 @@ fn resident_out(resident: &Resident, card: &CardStatus, report: &StatusReport) -
         held: resident.held > 0,
         idle_ms: card.ledger_now.since(resident.last_used),
         entries: entries_of(&resident.component, report),
-        streamed: (resident.part != Part::WHOLE).then(|| streamed_out(&resident.component, resident.part)),
+        streamed: card
+            .streamed
+            .iter()
+            .find(|streamed| streamed.component.id == resident.component.id)
+            .map(streamed_out),
     }
 }
 
@@ -579,15 +583,19 @@ fn entries_of(component: &Component, report: &StatusReport) -> Vec<String> {
     report.users.get(&component.id).cloned().unwrap_or_default()
 }
 
-/// A component of which this part is on the card.
-fn streamed_out(component: &Component, part: Part) -> v1::StreamedComponent {
-    let size = component.size_of(part);
+/// A component of which a part is on the card.
+fn streamed_out(streamed: &Streamed) -> v1::StreamedComponent {
+    let component = &streamed.component;
+    let size = component.size_of(streamed.part);
     v1::StreamedComponent {
         name: component.name.clone(),
         whole_bytes: component.bytes.0,
         resident_bytes: size.bytes.0,
         streamed_bytes: size.streamed.0,
         streamed_once_bytes: size.streamed_once.0,
+        link_bytes_per_second: streamed.link.map_or(0, |link| link.0),
+        more_seconds: streamed.more_seconds,
+        words: streamed.to_string(),
     }
 }
 
@@ -623,11 +631,7 @@ fn planned_out(stage: &PlannedStage) -> v1::PlannedStage {
         shortfall: stage.shortfall.as_ref().map(shortfall_out),
         chunking: stage.chunking.clone(),
         approximate: stage.approximate,
-        streamed: stage
-            .streamed
-            .iter()
-            .map(|(component, part)| streamed_out(component, *part))
-            .collect(),
+        streamed: stage.streamed.iter().map(streamed_out).collect(),
     }
 }
 

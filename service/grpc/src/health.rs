@@ -113,6 +113,7 @@ mod tests {
                 ledger: Arc::new(Ledger::new(total, Bytes::ZERO)),
                 ledger_now: Millis(0),
                 job: None,
+                streamed: Vec::new(),
                 reservations: Vec::new(),
             }],
             ..StatusReport::default()

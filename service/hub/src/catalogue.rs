@@ -1,6 +1,8 @@
 //! The models that have a short name: sizes, licences and memory needs, also of models that are not downloaded. Service and command line
 //! take short names wherever they take a model.
 
+mod needs;
+
 use std::sync::LazyLock;
 
 use figment::Figment;
@@ -8,6 +10,8 @@ use figment::providers::{Format as _, Toml};
 use model::{Medium, Preset};
 use residency::Bytes;
 use serde::Deserialize;
+
+pub use needs::{Extent, Fit, Needs};
 
 /// Id of the model that ships with the project, and is the default where no other is configured.
 pub const SHIPPED_ID: &str = "moored/demo";
@@ -55,9 +59,6 @@ impl Makes {
     }
 }
 
-/// Sizes in MiB by preset, in the order of [`Preset::ALL`].
-type ByPreset = [u64; Preset::ALL.len()];
-
 /// One model of the catalogue.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -73,25 +74,24 @@ pub struct Model {
     /// Whether the hub requires a login and accepted terms.
     pub needs_terms: bool,
     pub download_gb: f64,
-    /// Weights of all components on a card that computes in bf16.
-    memory_mib: ByPreset,
-    /// The most that a stage of its default request needs on such a card.
-    need_mib: ByPreset,
-    /// The same on a card that computes in f32.
-    need_f32_mib: ByPreset,
     /// The medium that it generates.
     #[serde(rename = "medium")]
     pub makes: Makes,
+    /// Its full name.
+    pub title: String,
+    /// What distinguishes it, in a few words.
     pub about: String,
 }
 
 /// The memory of a card, as far as it decides what fits.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Room {
     /// Bytes for a stage when nothing else is in the card's memory.
     pub bytes: Bytes,
     /// Whether the card computes in f32.
     pub is_f32: bool,
+    /// Whether it is the processor, which computes far slower than a GPU.
+    pub is_cpu: bool,
 }
 
 impl Room {
@@ -101,8 +101,14 @@ impl Room {
         const CONTEXT: Bytes = Bytes::mib(768);
         Room {
             bytes: total - CONTEXT - headroom,
-            is_f32: false,
+            ..Room::default()
         }
+    }
+
+    /// Of several cards, models are compared with the one of the highest rank: the largest GPU, or the processor if it is the
+    /// only one.
+    pub fn rank(&self) -> (bool, Bytes) {
+        (!self.is_cpu, self.bytes)
     }
 }
 
@@ -187,58 +193,93 @@ pub fn did_you_mean<'a>(name: &str, others: impl IntoIterator<Item = &'a str>) -
     }
 }
 
-/// The first model of this medium that fits, with the preset in which it does.
-pub fn first_that_fits(makes: Makes, room: &Room) -> Option<(&'static Model, Preset)> {
-    let fitting = |model: &'static Model| Some((model, model.best_in(room)?));
-    all()
-        .iter()
-        .filter(|model| model.makes == makes)
-        .find_map(fitting)
+/// A model of this medium that fits, with the preset and the way in which it does: the first of which no weights are streamed,
+/// else the first that fits.
+pub fn first_that_fits(makes: Makes, room: &Room) -> Option<(&'static Model, Preset, Fit)> {
+    let fitting = all().iter().filter(|model| model.makes == makes);
+    let fitting = fitting.filter_map(|model| {
+        let (preset, fit) = model.best_in(room)?;
+        Some((model, preset, fit))
+    });
+    fitting.min_by_key(|(_, _, fit)| *fit != Fit::Whole)
 }
 
 /// A model of this medium that fits, to suggest in place of the model with this id, in words.
 pub fn fitting_instead(makes: Makes, room: &Room, id: &str) -> Option<String> {
-    let (model, preset) = first_that_fits(makes, room)?;
-    (model.id != id).then(|| format!("{} fits this card in {}", model.name, preset.as_str()))
+    let (model, preset, fit) = first_that_fits(makes, room)?;
+    (model.id != id).then(|| format!("{} fits this card in {}", model.name, fit.in_words(preset)))
+}
+
+impl Fit {
+    /// The preset, and whether weights are streamed: `8-bit`, `8-bit, streamed`.
+    pub fn in_words(self, preset: Preset) -> String {
+        match self {
+            Fit::Whole => preset.as_str().to_owned(),
+            Fit::Streamed { .. } => format!("{}, streamed", preset.as_str()),
+        }
+    }
 }
 
 impl Model {
-    /// Weights of all components in a preset, on a card that computes in bf16.
-    pub fn memory(&self, preset: Preset) -> Bytes {
-        of_preset(&self.memory_mib, preset)
+    /// Its needs in a preset; `None` if they are not known.
+    pub fn needs(&self, preset: Preset, is_f32: bool) -> Option<&'static Needs> {
+        needs::needs_of(&self.name, preset, is_f32)
     }
 
-    /// The most that a stage of its default request needs.
-    pub fn need(&self, preset: Preset, is_f32: bool) -> Bytes {
-        let by_preset = if is_f32 {
-            &self.need_f32_mib
-        } else {
-            &self.need_mib
-        };
-        of_preset(by_preset, preset)
+    /// How its default request runs on a card in a preset; `None` if it does not.
+    pub fn fit(&self, preset: Preset, room: &Room) -> Option<Fit> {
+        self.needs(preset, room.is_f32)?.on(room)
     }
 
-    /// The least that any preset needs.
-    pub fn least_need(&self, is_f32: bool) -> (Preset, Bytes) {
-        let needs = Preset::ALL.map(|preset| (preset, self.need(preset, is_f32)));
-        let least = needs.into_iter().min_by_key(|(_, need)| *need);
-        least.unwrap_or((Preset::Full, Bytes::ZERO))
+    /// The preset with the least need, and that need.
+    pub fn least_need(&self, is_f32: bool) -> Option<(Preset, Bytes)> {
+        let need = |preset: Preset| Some((preset, self.needs(preset, is_f32)?.least()));
+        let needs = Preset::ALL.into_iter().filter_map(need);
+        needs.min_by_key(|(_, need)| *need)
     }
 
-    /// The most accurate preset that fits, by the planner's own numbers.
-    pub fn best_in(&self, room: &Room) -> Option<Preset> {
-        let fits = |preset: &Preset| self.need(*preset, room.is_f32) <= room.bytes;
-        Preset::ALL.into_iter().find(fits)
+    /// The preset that `auto` takes on a card with nothing else on it: the most accurate in which no step waits for streamed
+    /// weights; where there is none, the one of which the fewest bytes are streamed. `None` if its default request fits in none.
+    pub fn best_in(&self, room: &Room) -> Option<(Preset, Fit)> {
+        let fitting = |preset: Preset| Some((preset, self.fit(preset, room)?));
+        let fitting = Preset::ALL.into_iter().filter_map(fitting);
+        fitting.min_by_key(|(_, fit)| fit.streamed())
     }
-}
 
-fn of_preset(sizes: &ByPreset, preset: Preset) -> Bytes {
-    let index = Preset::ALL.iter().position(|each| *each == preset);
-    Bytes::mib(index.map_or(0, |index| sizes[index]))
+    /// Its full name and what distinguishes it: `Z-Image-Turbo, 8 steps`.
+    pub fn in_words(&self) -> String {
+        format!("{}, {}", self.title, self.about)
+    }
+
+    /// Whether a request of this extent runs on a card in this preset, or in any; as far as one that is no smaller is known to.
+    pub fn runs(&self, asked: Extent, preset: Option<Preset>, room: &Room) -> bool {
+        self.needs_of(preset, room.is_f32)
+            .any(|needs| needs.runs_on(asked, room))
+    }
+
+    /// Where its default request does not fit in this preset, or in any: the size or length closest to it that does.
+    pub fn smaller_in(&self, preset: Option<Preset>, room: &Room) -> Option<&'static str> {
+        let fitting = self
+            .needs_of(preset, room.is_f32)
+            .filter_map(|needs| needs.smaller_on(room));
+        let closest = fitting.min_by_key(|(index, _)| *index)?;
+        Some(closest.1)
+    }
+
+    /// Its needs in this preset, or in each.
+    fn needs_of(&self, preset: Option<Preset>, is_f32: bool) -> impl Iterator<Item = &'static Needs> {
+        let presets = Preset::ALL.into_iter();
+        let presets = presets.filter(move |each| preset.is_none_or(|preset| preset == *each));
+        presets.filter_map(move |preset| self.needs(preset, is_f32))
+    }
 }
 
 #[cfg(test)]
 mod planned;
+#[cfg(test)]
+mod published;
+#[cfg(test)]
+mod tables;
 
 #[cfg(test)]
 mod tests {
@@ -253,8 +294,24 @@ mod tests {
             for part in &model.with {
                 part.parse::<Reference>().unwrap();
             }
-            assert!(model.memory_mib.is_sorted_by(|a, b| a > b), "{}", model.name);
-            assert!(model.need_mib.is_sorted_by(|a, b| a >= b), "{}", model.name);
+            for is_f32 in [false, true] {
+                let needs = Preset::ALL.map(|preset| model.needs(preset, is_f32).unwrap());
+                assert!(
+                    needs.is_sorted_by(|a, b| a.weights() > b.weights()),
+                    "{}",
+                    model.name
+                );
+                assert!(
+                    needs.is_sorted_by(|a, b| a.whole() >= b.whole()),
+                    "{}",
+                    model.name
+                );
+                assert!(
+                    needs.iter().all(|needs| needs.least() <= needs.whole()),
+                    "{}",
+                    model.name
+                );
+            }
             assert_eq!(find(&model.name).unwrap().id, model.id);
             assert_eq!(find(&model.id.to_uppercase()).unwrap().id, model.id);
         }
@@ -294,70 +351,126 @@ mod tests {
         assert!(similar("qwertz", []).is_empty());
     }
 
-    /// The two tables of the README.
-    fn tables() -> String {
-        let mut lines = vec![
-            "| name | what it is | licence | download | memory full / 8-bit / 4-bit |".to_owned(),
-            "|---|---|---|---|---|".to_owned(),
-        ];
-        for model in all() {
-            let login = if model.needs_terms { "; needs a login" } else { "" };
-            let gib =
-                Preset::ALL.map(|preset| format!("{:.1}", model.memory(preset).0 as f64 / (1 << 30) as f64));
-            lines.push(format!(
-                "| `{}` | {} | {}{login} | {:.0} GB | {} GiB |",
-                model.name,
-                model.about,
-                model.licence,
-                model.download_gb,
-                gib.join(" / ")
-            ));
-        }
-        let columns: Vec<&Model> = [
-            "z-image-turbo",
-            "flux-dev",
-            "framepack",
-            "hunyuan-video",
-            "ace-step",
-        ]
-        .into_iter()
-        .filter_map(find)
-        .collect();
-        lines.push(String::new());
-        lines.push("| card | pictures: Z-Image | pictures: FLUX.1 | film from a picture: FramePack | film from text: HunyuanVideo | music: ACE-Step |".to_owned());
-        lines.push("|---|---|---|---|---|---|".to_owned());
-        for gib in [48, 24, 16, 12, 8, 6, 4] {
-            let room = Room::expected(Bytes::gib(gib), Bytes::mib(256));
-            let fits = columns
-                .iter()
-                .map(|model| model.best_in(&room).map_or("no", Preset::as_str));
-            lines.push(format!("| {gib} GB | {} |", fits.collect::<Vec<_>>().join(" | ")));
-        }
-        lines.join("\n")
-    }
-
     #[test]
-    fn the_readmes_tables_are_the_catalogues() {
-        let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md");
-        let readme = std::fs::read_to_string(readme).unwrap();
-        for table in tables().split("\n\n") {
-            assert!(readme.contains(table), "the README is to have:\n{}", tables());
-        }
-    }
-
-    #[test]
-    fn the_best_preset_is_chosen_by_the_memory_of_the_card() {
+    fn auto_takes_the_most_accurate_preset_that_is_not_streamed_else_the_one_that_is_streamed_least() {
         let flux = find("flux-dev").unwrap();
-        let on = |gib| {
+        let on = |mib| {
             let room = Room {
-                bytes: Bytes::gib(gib),
-                is_f32: false,
+                bytes: Bytes::mib(mib),
+                ..Room::default()
             };
-            flux.best_in(&room).map(Preset::as_str)
+            let best = flux.best_in(&room);
+            best.map(|(preset, fit)| fit.in_words(preset))
         };
-        assert_eq!(on(80), Some("full"));
-        assert_eq!(on(16), Some("8-bit"));
-        assert_eq!(on(10), Some("4-bit"));
-        assert_eq!(on(5), None);
+        assert_eq!(on(80 << 10).as_deref(), Some("full"));
+        assert_eq!(
+            on(20 << 10).as_deref(),
+            Some("full"),
+            "its modulation is streamed once, and no step waits"
+        );
+        assert_eq!(on(10 << 10).as_deref(), Some("8-bit"));
+        assert_eq!(on(6 << 10).as_deref(), Some("4-bit"));
+        assert_eq!(on(3 << 10).as_deref(), Some("4-bit, streamed"));
+        assert_eq!(on(300), None);
+        assert_eq!(on(0), None);
+    }
+
+    #[test]
+    fn a_model_that_is_not_streamed_is_suggested_before_one_that_is() {
+        let room = |mib| Room {
+            bytes: Bytes::mib(mib),
+            ..Room::default()
+        };
+        for mib in (0..64 << 10).step_by(512) {
+            let room = room(mib);
+            for makes in [Makes::Image, Makes::Video, Makes::Audio] {
+                let any = || all().iter().filter(|model| model.makes == makes);
+                let is_whole =
+                    |model: &&Model| model.best_in(&room).is_some_and(|(_, fit)| fit == Fit::Whole);
+                let found = first_that_fits(makes, &room);
+                assert_eq!(found.is_some(), any().any(|model| model.best_in(&room).is_some()));
+                assert_eq!(
+                    found.is_some_and(|(_, _, fit)| fit == Fit::Whole),
+                    any().any(|model| is_whole(&model)),
+                    "{mib} MiB"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn more_memory_never_makes_a_model_fit_worse() {
+        for model in all() {
+            for preset in Preset::ALL {
+                let mut before: Option<Fit> = None;
+                for mib in (0..48 << 10).step_by(256) {
+                    let room = Room {
+                        bytes: Bytes::mib(mib),
+                        ..Room::default()
+                    };
+                    let fit = model.fit(preset, &room);
+                    let needs = model.needs(preset, false).unwrap();
+                    assert_eq!(fit.is_some(), room.bytes >= needs.least(), "{} {mib}", model.name);
+                    if let Some(before) = before {
+                        assert!(
+                            fit.unwrap().streamed() <= before.streamed(),
+                            "{} {mib}",
+                            model.name
+                        );
+                    }
+                    before = fit;
+                }
+                assert_eq!(before, Some(Fit::Whole));
+            }
+        }
+    }
+
+    #[test]
+    fn a_size_that_was_asked_for_is_compared_instead_of_the_default() {
+        let film = find("hunyuan-video").unwrap();
+        let room = Room {
+            bytes: Bytes::mib(5 << 10),
+            ..Room::default()
+        };
+        let runs = |pixels, frames| {
+            let asked = Extent {
+                pixels,
+                frames,
+                seconds: None,
+            };
+            film.runs(asked, None, &room)
+        };
+        assert!(!runs(None, None), "the default is too large");
+        let label = film.smaller_in(None, &room).unwrap();
+        let (width, height) = label.split_once('x').unwrap();
+        let pixels: u64 = width.parse::<u64>().unwrap() * height.parse::<u64>().unwrap();
+        assert!(runs(Some(pixels), None));
+        assert!(runs(Some(pixels), Some(1)));
+        assert!(!runs(Some(pixels), Some(10_000)), "no such film is known to run");
+        assert!(!runs(Some(4 * pixels), None));
+        for preset in Preset::ALL {
+            let smaller = film.smaller_in(Some(preset), &room);
+            let asked = Extent {
+                pixels: Some(pixels),
+                ..Extent::default()
+            };
+            assert_eq!(
+                film.runs(asked, Some(preset), &room),
+                smaller == Some(label),
+                "{preset:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_gpu_goes_before_a_larger_processor() {
+        let room = |gib, is_cpu| Room {
+            bytes: Bytes::gib(gib),
+            is_f32: is_cpu,
+            is_cpu,
+        };
+        let rooms = [room(12, false), room(64, true), room(24, false), room(8, false)];
+        assert_eq!(rooms.iter().max_by_key(|room| room.rank()), Some(&rooms[2]));
+        assert_eq!(rooms[1..2].iter().max_by_key(|room| room.rank()), Some(&rooms[1]));
     }
 }

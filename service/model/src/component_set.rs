@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use candle_core::DType;
-use gpu::{BlockPlace, LoadPlan, Target, TensorSource, WeightFormat};
+use gpu::{BlockPlace, LoadPlan, Target, TensorSource, Uses, WeightFormat};
 use residency::{Bytes, Component};
 
 use crate::{Formats, ModelFile, digest_of_names, provisional_identity};
@@ -151,6 +151,19 @@ impl ComponentSet {
         };
         let run = self.sources(name).iter().filter(|source| is_run(&source.name));
         Bytes(run.filter_map(of_layer).max().unwrap_or_default())
+    }
+
+    /// Floating-point operations of a pass over a component's blocks: of the products of its weights with the rows that
+    /// `rows_of` says of each, by name. What its blocks share between passes does not count.
+    pub fn flops_of_products(&self, name: &str, rows_of: impl Fn(&str) -> usize) -> u64 {
+        let of_weight = |source: &TensorSource| match source.block {
+            Some(block) if block.uses == Uses::EachPass && source.shape.len() > 1 => {
+                let numbers = source.shape.iter().product::<usize>() as u64;
+                2 * numbers * rows_of(&source.name) as u64
+            }
+            Some(_) | None => 0,
+        };
+        self.sources(name).iter().map(of_weight).sum()
     }
 
     /// Whether any weight of a component is quantized.

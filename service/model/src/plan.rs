@@ -162,9 +162,33 @@ pub struct StagePlan {
     pub section: Option<Section>,
     /// How the stage shares passes of the model with stages of other requests; `None`: it runs alone.
     pub shared: Option<SharedPass>,
+    /// How much its steps compute, as far as the family says.
+    pub passes: Passes,
     /// Whether the stage reads the pictures, films and tracks of the request; otherwise it gets their formats and sizes,
     /// without data.
     pub reads_media: bool,
+}
+
+/// How a stage goes over the blocks of its components, and how much it computes on the way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Passes {
+    /// Passes over all blocks in each step.
+    pub in_step: u32,
+    /// Floating-point operations of one pass, in products and attention; 0 where the family does not say.
+    pub flops: u64,
+}
+
+impl Default for Passes {
+    fn default() -> Passes {
+        Passes::of(0)
+    }
+}
+
+impl Passes {
+    /// One pass in each step, of so many operations.
+    pub fn of(flops: u64) -> Passes {
+        Passes { in_step: 1, flops }
+    }
 }
 
 /// Makes a stage run together with stages of other requests to the same model, in shared passes ([`Model::run_shared`]).
@@ -229,6 +253,7 @@ impl StagePlan {
             preview: None,
             section: None,
             shared: None,
+            passes: Passes::default(),
             reads_media: false,
         }
     }

@@ -153,6 +153,9 @@ struct Description {
     real_scratch: StageBytes,
     #[serde(default)]
     steps_ms: u64,
+    /// Floating-point operations of a step of sampling at the default size, which a simulated card may take time for.
+    #[serde(default)]
+    step_flops: u64,
     #[serde(default)]
     sections: Option<NonZeroU32>,
     #[serde(default)]

@@ -56,6 +56,16 @@ impl Denoiser<'_> {
     }
 }
 
+/// Floating-point operations of attention in so many layers: every token attends to every other, in heads of this width together.
+pub(crate) fn flops_of_attention(layers: usize, tokens: usize, width: usize) -> u64 {
+    4 * layers as u64 * (tokens as u64).pow(2) * width as u64
+}
+
+/// Passes over the blocks in a step: one for each condition that a step predicts under.
+pub(crate) fn passes_in_step(request: &Request) -> u32 {
+    1 + u32::from(request.negative().is_some())
+}
+
 /// A value for the prompt of a request, and one for its negative prompt where that has an effect
 /// ([`Request::negative`]).
 #[derive(Clone, Copy, Debug)]

@@ -67,6 +67,7 @@ mod host;
 mod layout;
 mod ledger;
 mod nouns;
+mod pace;
 mod parts;
 mod patience;
 mod plan;
@@ -80,6 +81,7 @@ pub use ledger::{
     Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, PinId, ReservationId,
 };
 pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
+pub use pace::{StagePace, StageSeconds};
 pub use parts::{Part, PartSize, Parts};
 pub use patience::{Patience, Wait};
 pub use plan::{

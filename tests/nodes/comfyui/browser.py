@@ -132,8 +132,11 @@ def opened(browser: Browser, panel: PanelPage, query: str = "") -> Iterator[Page
         page.close()
 
 
-def instant_model(folder: Path, name: str, steps_ms: int = 0) -> None:
-    """Writes a model for simulated cards: the sizes of a large one, and steps that take their time."""
+def instant_model(folder: Path, name: str, steps_ms: int = 0, blocks: int = 0) -> None:
+    """Writes a model for simulated cards: the sizes of a large one, and steps that take their time.
+
+    With blocks its transformer may be larger than the card.
+    """
     path = folder / f"{name}.instant.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     sizes = {
@@ -142,9 +145,10 @@ def instant_model(folder: Path, name: str, steps_ms: int = 0) -> None:
         "text_encoder_2": 4_900_000_000,
         "vae": 167_000_000,
     }
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"name": part, "bytes": size, "identity": f"{name}-{part}"} for part, size in sizes.items()
     ]
+    parts[0]["blocks"] = blocks
     scratch = {
         "encode_text": 536_870_912,
         "encode_image": 2_147_483_648,

@@ -84,6 +84,21 @@ def test_a_snapshot_has_every_account_and_every_model(panel: PanelPage, start: S
         assert panel.ask("/api/moored/status")[1]["cards"][0]["entries"][0]["key"] == KEY
 
 
+def test_a_snapshot_says_what_streaming_costs(
+    panel: PanelPage, start: Start, tmp_path: Path
+) -> None:
+    instant_model(tmp_path / "models", "owner/larger", blocks=20)
+    service = start(device="sim:8GiB,speed=100GB/s")
+    with service.client() as client:
+        client.load("owner/larger", components=("transformer",))
+        (resident,) = client.status().cards[0].residents
+        assert resident.streamed
+        (entry,) = panel.ask("/moored/status")[1]["cards"][0]["entries"]
+        (part,) = entry["components"]
+        assert part["streamed"] == resident.streamed.words
+        assert part["streamed"].endswith(" streamed at 100 GB/s")
+
+
 def test_a_model_that_left_is_not_shown_for_what_others_share_with_it(
     panel: PanelPage, start: Start
 ) -> None:

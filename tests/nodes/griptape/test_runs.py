@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -412,6 +414,25 @@ def test_a_report_names_who_has_the_memory(
     assert not [line for line in lines if "(held)" in line], "said once"
 
 
+def test_a_report_says_what_streaming_costs(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    part = {"name": "transformer", "bytes": 20 << 20, "identity": "larger", "blocks": 20}
+    models = tmp_path / "models"
+    models.mkdir()
+    model = json.dumps({"name": "larger", "components": [part]})
+    (models / "larger.instant.json").write_text(model)
+    settings = ("--models", str(models), "--set", "cards.headroom=512KiB")
+    client = simulate("sim:16MiB,speed=100GB/s", *settings)
+    client.load("larger")
+    (resident,) = client.status().cards[0].residents
+    assert resident.streamed and resident.streamed.words.endswith(" streamed at 100 GB/s")
+    node = nowhere.do(nowhere.node("GPUStatus"))
+    succeeds(nowhere)
+    lines = outputs(node)["report"].splitlines()
+    assert f"  transformer {resident.streamed.words}" in lines
+
+
 def test_a_model_is_preloaded_and_leaves_again(simulate: Simulate, nowhere: Headless) -> None:
     client = simulate()
     preload = nowhere.do(nowhere.node("PreloadModel", model="flux-full"))
@@ -509,6 +530,28 @@ def test_a_budget_refuses_with_an_alternative_that_fits(
     nowhere.do(nowhere.set(limits, gpu_memory_fraction=0.8, allow_low_memory=True))
     succeeds(nowhere)
     assert "it runs all the same, by allow_low_memory" in outputs(node)["logs"]
+
+
+def test_a_budget_counts_the_part_of_a_streamed_model_that_is_on_the_card(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    model = json.loads((INSTANT_MODELS / "flux-full.instant.json").read_text(encoding="utf-8"))
+    model["name"] = "streamed"
+    model["components"][0]["blocks"] = 40
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/streamed.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    simulate("sim:12GiB", "--models", str(tmp_path / "models"))
+    node = nowhere.do(
+        nowhere.node(
+            "GenerateImage",
+            prompt="x",
+            model="streamed",
+            system_constraints={"gpu_memory_fraction": 0.99},
+        )
+    )
+    succeeds(nowhere)
+    nowhere.do(nowhere.set(node, system_constraints={"gpu_memory_fraction": 0.5}))
+    assert re.search(r"needs 12\.\d GB of .* allows 6\.4 GB of 12\.9 GB", fails(nowhere, node))
 
 
 def test_main_memory_bounds_a_card_that_is_the_cpu(connected: Headless) -> None:

@@ -106,8 +106,7 @@ class EntryView {
     this.badges.update(badges);
     const named = entry.components.map((part) => {
       const name = part.shared_with.length ? fill(words.entries.shared, { name: part.name }) : part.name;
-      if (part.bytes >= part.whole_bytes) return name;
-      return fill(words.entries.streamed, { name, bytes: size(part.bytes), whole: size(part.whole_bytes) });
+      return part.streamed ? `${name}: ${part.streamed}` : name;
     });
     write(this.components, named.join(", "));
     write(this.pin, entry.pinned ? words.entries.unpin : words.entries.pin);

@@ -48,7 +48,6 @@ export const words = {
     loading: "loading",
     evicting: "leaving",
     shared: "{name} (shared)",
-    streamed: "{name}: {bytes} of {whole}, the rest streamed",
     confirm: "Jobs use it: {count}. Unloading cancels them.",
     confirm_yes: "Cancel jobs and unload",
     confirm_no: "Keep",

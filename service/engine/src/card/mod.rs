@@ -201,6 +201,7 @@ impl Card {
         link.emit(Event::Ready {
             card: self.gpu.describe().clone(),
             attention: ops::attention_by(self.gpu.device()),
+            speeds: self.gpu.speeds(),
             ledger,
         });
     }

@@ -147,6 +147,8 @@ impl Card {
         let at_rest = self.own_bytes() - self.ledger.accounts().scratch;
         self.inject_fault(&run.need.name)?;
         self.gpu.begin_stage();
+        let flops = run.need.plan.as_ref().map_or(0, |plan| plan.passes.flops);
+        self.gpu.expect_passes_of(flops);
         timeline.part("see that scratch can be had");
         let paths = AttentionPaths::now();
         let result = self.compute(run, rung, &on_host, link);

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpu::CardDescription;
+use gpu::{CardDescription, CardSpeeds};
 use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis};
 use tokio::time::Instant;
 
@@ -180,6 +180,8 @@ pub(super) struct CardRecord {
     pub(super) description: CardDescription,
     /// Implementation of attention on it; empty until a worker has reported it.
     pub(super) attention: String,
+    /// How fast it is, as its worker has reported.
+    pub(super) speeds: CardSpeeds,
     /// Messages that are sent at the end of the core's turn.
     pub(super) outbox: Vec<ToWorker>,
     pub(super) health: Health,
@@ -218,6 +220,7 @@ impl CardRecord {
             ledger: Arc::new(Ledger::new(description.total, headroom)),
             description,
             attention: String::new(),
+            speeds: CardSpeeds::default(),
             outbox: Vec::new(),
             health: Health::Starting,
             generation: 0,
@@ -294,7 +297,7 @@ impl CardRecord {
         &mut self,
         generation: u64,
         description: CardDescription,
-        attention: String,
+        (attention, speeds): (String, CardSpeeds),
         ledger: Arc<Ledger>,
         now: Instant,
     ) {
@@ -305,6 +308,7 @@ impl CardRecord {
         self.generation = generation;
         self.description = description;
         self.attention = attention;
+        self.speeds = speeds;
         self.recycled = false;
         self.retiring = None;
         self.problem.clear();

@@ -36,6 +36,14 @@ pub(super) struct KnownPace {
     pub(super) bytes_per_second: Option<f64>,
 }
 
+/// How long the passes of a stage take with all of its components on the card.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct StepPace {
+    pub(super) pass_seconds: f64,
+    pub(super) passes: u32,
+    pub(super) passes_in_step: u32,
+}
+
 /// The measurement of a stage that ran to its end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Took {
@@ -58,6 +66,10 @@ pub(super) struct Learned {
     scratch: ScratchBook,
     /// Milliseconds that stages run, by card.
     stage_ms: BTreeMap<StageKey, BTreeMap<usize, f64>>,
+    /// Seconds of a pass with all components on the card, by card.
+    pass_seconds: BTreeMap<StageKey, BTreeMap<usize, f64>>,
+    /// The pace of the last stage that ran with a component on a card.
+    last_paces: BTreeMap<(usize, ComponentId), StepPace>,
     load_seconds: BTreeMap<ComponentId, f64>,
     /// The longest time between two steps.
     between_steps: BTreeMap<PaceKey, Duration>,
@@ -130,6 +142,36 @@ impl Learned {
             .entry(index)
             .and_modify(|known| *known = *known * 0.7 + ms * 0.3)
             .or_insert(ms);
+    }
+
+    /// Passes of a stage took so many seconds each, with all components on the card. The fastest counts: what a first run waits for
+    /// besides is no part of them.
+    pub(super) fn passed(&mut self, key: StageKey, card: usize, seconds: f64) {
+        if self.pass_seconds.len() >= REMEMBERED && !self.pass_seconds.contains_key(&key) {
+            self.pass_seconds.clear();
+        }
+        let by_card = self.pass_seconds.entry(key).or_default();
+        let known = by_card.entry(card).or_insert(seconds);
+        *known = known.min(seconds);
+    }
+
+    /// Seconds of a pass of a stage with all components on a card, if one like it ran there.
+    pub(super) fn pass_seconds(&self, key: &StageKey, card: usize) -> Option<f64> {
+        self.pass_seconds.get(key)?.get(&card).copied()
+    }
+
+    /// A stage of this pace ran with these components on a card.
+    pub(super) fn ran_at(&mut self, card: usize, components: &[Component], pace: StepPace) {
+        if self.last_paces.len() >= REMEMBERED {
+            self.last_paces.clear();
+        }
+        let ids = components.iter().map(|component| component.id.clone());
+        self.last_paces.extend(ids.map(|id| ((card, id), pace)));
+    }
+
+    /// The pace of the last stage that ran with a component on a card.
+    pub(super) fn last_pace(&self, card: usize, id: &ComponentId) -> Option<StepPace> {
+        self.last_paces.get(&(card, id.clone())).copied()
     }
 
     /// A stage ran out of memory: records that its room was not enough.

@@ -6,7 +6,7 @@
 //!
 //! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `replay`, `shares`,
 //! `swap`, `unloads`, `watchdog`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`,
-//! `passes`, `placing`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
+//! `pace`, `passes`, `placing`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
 //!
 //! # Terms
 //! *Queued* is after other jobs of this service: it is bounded by the deadline and spends no patience. *Waiting* is for memory
@@ -27,6 +27,7 @@ mod listener;
 mod memos;
 mod offers;
 mod order;
+mod pace;
 mod passes;
 mod placing;
 mod record;
@@ -64,7 +65,7 @@ pub use listener::Job;
 use reductions::{open_reductions, open_upgrades};
 pub use report::{
     CardState, CardStatus, JobInfo, PlanReport, PlannedStage, ReservationStatus, StageVerdict, StatusReport,
-    UnloadReport,
+    Streamed, UnloadReport,
 };
 use request::{OpenModels, Reply, Submission};
 pub use shared_bound::{Exceeded, SharedBound};

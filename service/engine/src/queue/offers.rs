@@ -106,13 +106,12 @@ impl View<'_> {
         let family = job.models.get(dtype)?.model.family();
         let label = chosen.map(|rung| rung.label.clone()).unwrap_or_default();
         let here = |c: &&residency::Component| ledger.is_resident(&c.id);
-        let streamed = need
-            .components
-            .iter()
-            .map(|c| (c.clone(), part_after(ledger, &moves, c)));
-        let streamed =
-            streamed.filter(|(_, part)| *part != Part::WHOLE && verdict == StageVerdict::Run && !cached);
-        let streamed = streamed.collect();
+        let part = |c: &Component| match verdict {
+            StageVerdict::Run if !cached => part_after(ledger, &moves, c),
+            _ => Part::WHOLE,
+        };
+        let parts: Vec<(Component, Part)> = need.components.iter().map(|c| (c.clone(), part(c))).collect();
+        let seconds = self.seconds_of(job, step, card, &need, &parts);
         Some(PlannedStage {
             name: need.name.clone(),
             resident_already: need
@@ -124,13 +123,14 @@ impl View<'_> {
             component_bytes: need.components.iter().map(|c| c.bytes).sum(),
             scratch,
             scratch_learned: self.learned.knows_scratch(&need, &label, family, description),
-            streamed,
+            streamed: self.streamed(self.step_pace(job, step, card, &need), card, &parts),
+            seconds: if cached { None } else { seconds },
             passes: need.passes(),
             moves,
             verdict,
             shortfall: capacity.map(|capacity| Shortfall {
                 capacity,
-                ..self.cards[card].shortfall(&need, need.least().peak())
+                ..self.cards[card].shortfall(&need, need.least().least_peak())
             }),
             chunking: label,
             approximate: chosen.is_some_and(|rung| rung.approximate),

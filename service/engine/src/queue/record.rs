@@ -10,6 +10,7 @@ use model::{
 use residency::{Bytes, Component, ComponentId, Wait};
 use tokio::time::Instant;
 
+use super::learned::StageKey;
 use super::listener::{Mailbox, Unread};
 use super::reductions::{Reduction, Reductions};
 use super::replay::Replay;
@@ -213,6 +214,13 @@ impl JobRecord {
             return None;
         };
         self.plans.values().next()?.get(stage)
+    }
+
+    /// The key of the stage at `index`, without previews; `None` for a step that is no stage.
+    pub(super) fn stage_key(&self, index: usize) -> Option<StageKey> {
+        let step = *self.steps.get(index)?;
+        let shape = self.stage(step)?.shape.clone();
+        Some((self.entry.key.clone(), self.name_of(step), shape))
     }
 
     /// How the step at `index` shares passes with stages of other jobs.

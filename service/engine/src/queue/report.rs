@@ -1,11 +1,12 @@
 //! Reports of the queue: jobs, plans, unloads, cards.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gpu::CardDescription;
-use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, Part, WaitCause};
+use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, Part, StageSeconds, WaitCause};
 
 use super::claims::Reserver;
 use crate::error::{Error, Fallback, Shortfall};
@@ -101,8 +102,10 @@ pub struct PlannedStage {
     pub scratch_learned: bool,
     /// The moves before it.
     pub moves: Vec<Move>,
-    /// Its components of which a part would be on the card, with the part.
-    pub streamed: Vec<(Component, Part)>,
+    /// Its components of which a part would be on the card.
+    pub streamed: Vec<Streamed>,
+    /// Its predicted time, where the speeds of the card are known and how much it computes.
+    pub seconds: Option<StageSeconds>,
     /// How often it goes over the blocks of its components.
     pub passes: u32,
     /// Whether it would run.
@@ -117,10 +120,72 @@ pub struct PlannedStage {
     pub cached: bool,
 }
 
+/// A component of which a part is on a card, while the rest of its blocks is streamed. Displayed as
+/// `14.2 of 23.8 GB resident, 9.6 streamed at 24 GB/s: 0.21 s more a step than resident`, as far as that is known.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Streamed {
+    pub component: Component,
+    pub part: Part,
+    /// Bytes a second at which blocks reach the card.
+    pub link: Option<Bytes>,
+    /// Predicted seconds that a step takes longer than with all of it on the card; `None` where that is unknown, or where a stage
+    /// goes over its blocks once.
+    pub more_seconds: Option<f64>,
+}
+
+impl fmt::Display for Streamed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (size, whole) = (self.component.size_of(self.part), self.component.bytes);
+        let units = [("GB", 1e9), ("MB", 1e6), ("kB", 1e3)];
+        let fits = |(_, scale): &(&str, f64)| whole.0 as f64 >= *scale;
+        let (unit, scale) = units.into_iter().find(fits).unwrap_or(("B", 1.0));
+        let number = |bytes: Bytes| format!("{:.1}", bytes.0 as f64 / scale);
+        let (stays, whole) = (number(size.bytes), number(whole));
+        write!(f, "{stays} of {whole} {unit} resident, ")?;
+        match (size.streamed, size.streamed_once) {
+            (each, Bytes::ZERO) => write!(f, "{} streamed", number(each))?,
+            (Bytes::ZERO, once) => write!(f, "{} streamed once", number(once))?,
+            (each, once) => write!(f, "{} streamed and {} once", number(each), number(once))?,
+        }
+        if let Some(link) = self.link {
+            let speed = link.0 as f64 / 1e9;
+            match speed < 10.0 {
+                true => write!(f, " at {speed:.1} GB/s")?,
+                false => write!(f, " at {speed:.0} GB/s")?,
+            }
+        }
+        match self.more_seconds {
+            Some(more) if more < 0.005 => f.write_str(": a step takes no longer than resident"),
+            Some(more) => write!(f, ": {more:.2} s more a step than resident"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl PlanReport {
+    /// The predicted time of the request, with and without what is streamed; `None` where that of a stage which streams in several
+    /// passes is unknown. Of other stages what is unknown does not count.
+    pub fn seconds(&self) -> Option<StageSeconds> {
+        let mut all = StageSeconds::default();
+        for stage in &self.stages {
+            let Some(seconds) = stage.seconds else {
+                if stage.streamed_again() > Bytes::ZERO {
+                    return None;
+                }
+                continue;
+            };
+            all.resident += seconds.resident;
+            all.streamed += seconds.streamed;
+        }
+        Some(all)
+    }
+}
+
 impl PlannedStage {
     /// Bytes that would cross the link in each of several passes, and so be waited for again and again.
     pub fn streamed_again(&self) -> Bytes {
-        let each_pass = self.streamed.iter().map(|(c, part)| c.size_of(*part).streamed);
+        let streamed = self.streamed.iter();
+        let each_pass = streamed.map(|each| each.component.size_of(each.part).streamed);
         match self.passes > 1 {
             true => each_pass.sum(),
             false => Bytes::ZERO,
@@ -211,6 +276,8 @@ pub struct CardStatus {
     pub ledger_now: Millis,
     /// The job that runs.
     pub job: Option<JobId>,
+    /// Components of which a part is on it.
+    pub streamed: Vec<Streamed>,
     /// Reservations of memory for other programs.
     pub reservations: Vec<ReservationStatus>,
 }

@@ -22,6 +22,7 @@ impl View<'_> {
             ledger_now: card.ledger_now(self.now),
             job: card.in_flight.as_ref().and_then(|running| running.job.clone()),
             reservations: self.claims.reservations(index, self.now),
+            streamed: self.streamed_on(index),
         });
         let mut users: BTreeMap<ComponentId, Vec<String>> = BTreeMap::new();
         for (key, known) in self.claims.known() {

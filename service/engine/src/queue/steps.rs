@@ -219,6 +219,7 @@ mod tests {
             memo: None,
             section: None,
             shared: None,
+            passes: model::Passes::default(),
             reads_media: true,
             preview: None,
         }

@@ -4,6 +4,7 @@
 mod claims;
 mod faults;
 mod moves;
+mod paced;
 mod schedules;
 mod stages;
 mod support;

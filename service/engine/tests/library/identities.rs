@@ -41,7 +41,7 @@ impl Family for Folders {
         let model = ["transformer", "vae"]
             .into_iter()
             .fold(IdleModel::new(precision), |model, name| {
-                model.with(component(name), LoadPlan::Synthetic(Bytes(1)), file(name))
+                model.with(component(name), LoadPlan::synthetic(Bytes(1)), file(name))
             });
         Ok(Some(Arc::new(model)))
     }

@@ -10,8 +10,8 @@ use engine::library::Entry;
 use gpu::{CheckpointFile, LoadPlan, WeightFormat};
 use model::{
     Field, Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer,
-    Precision, Preset, PreviewNeed, Quantization, Reads, Request, RequestError, Role, Rung, SharedPass,
-    StageError, StagePlan, StageRun, ValueShape, Values,
+    Passes, Precision, Preset, PreviewNeed, Quantization, Reads, Request, RequestError, Role, Rung,
+    SharedPass, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 use pipelines::Family;
 use residency::{Bytes, Component, ComponentId};
@@ -74,7 +74,7 @@ impl FakeModel {
         ];
         let formats = quantization.formats(&LARGE);
         for component in components.into_iter().map(|c| quantized(c, &formats)) {
-            let plan = LoadPlan::Synthetic(component.bytes);
+            let plan = LoadPlan::synthetic(component.bytes);
             parts.push(component, plan, Vec::new());
         }
         FakeModel(parts)
@@ -94,6 +94,7 @@ impl FakeModel {
             memo: None,
             section: None,
             shared: None,
+            passes: Passes::default(),
             reads_media: true,
             preview: None,
         }

@@ -12,7 +12,7 @@ use engine::messages::{
 };
 use engine::need::Need;
 use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
-use gpu::{CardDescription, CardKind, Unloaded};
+use gpu::{CardDescription, CardKind, CardSpeeds, Unloaded};
 use model::{Piece, Rung, StagePlan, Values};
 use pipelines::FamilyList;
 use residency::{
@@ -164,6 +164,7 @@ impl Worker {
         Event::Ready {
             card: self.description.clone(),
             attention: "own kernels: for a test".to_owned(),
+            speeds: CardSpeeds::default(),
             ledger: Arc::new(self.ledger.clone()),
         }
     }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device};
 use gpu::{
-    CardDescription, ComponentTensors, FaultAction, Gpu, GpuError, LoadError, LoadPlan, LoadProgress,
-    Unloaded,
+    CardDescription, CardSpeeds, ComponentTensors, FaultAction, Gpu, GpuError, LoadError, LoadPlan,
+    LoadProgress, Unloaded,
 };
 use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
 
@@ -117,6 +117,12 @@ impl<G: Gpu, W: Watch<G>> Gpu for Watched<G, W> {
     }
     fn begin_stage(&mut self) {
         self.card.begin_stage();
+    }
+    fn expect_passes_of(&mut self, flops: u64) {
+        self.card.expect_passes_of(flops);
+    }
+    fn speeds(&self) -> CardSpeeds {
+        self.card.speeds()
     }
     fn stage_peak(&mut self) -> Bytes {
         self.card.stage_peak()

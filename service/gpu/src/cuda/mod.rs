@@ -11,6 +11,7 @@ mod placer;
 mod pool;
 mod quantize;
 mod region;
+mod speeds;
 mod staging;
 mod streaming;
 
@@ -24,7 +25,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, PushKernelArg as _, sys};
 use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, Part};
 
-use crate::card::{CardDescription, Gpu, GpuError, Unloaded};
+use crate::card::{CardDescription, CardSpeeds, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::host_tier::HostTier;
@@ -56,6 +57,7 @@ const PROBE_STEP: Bytes = Bytes::mib(16);
 /// An NVIDIA card, with its context in this process.
 pub(crate) struct CudaCard {
     description: CardDescription,
+    speeds: CardSpeeds,
     dtype: DType,
     device: Device,
     context: Arc<CudaContext>,
@@ -217,10 +219,13 @@ impl CudaCard {
         let staging = Staging::new(&stream, kernels, pinned).map_err(lost)?;
         let copies = context.new_stream().map_err(lost)?;
         timeline.part("the rest of the pinned memory, streams");
+        let speeds = speeds::measure(&staging, &activations, (&device, dtype), &stream);
+        timeline.part("how fast it copies and multiplies");
         let mut description = nvml.describe();
         dtype.as_str().clone_into(&mut description.compute_dtype);
         let mut card = CudaCard {
             description,
+            speeds,
             dtype,
             device,
             context,
@@ -250,7 +255,7 @@ impl CudaCard {
         card.description.total = card.limit.map_or(total, |limit| total.min(limit));
         tracing::info!(
             card = card.description.id, context = %card.context_bytes, pinned = %card.staging.bytes(), %profile,
-            "the card is open"
+            link = card.speeds.link.map_or(0, |link| link.0), flops = card.speeds.flops.unwrap_or(0), "the card is open"
         );
         timeline.part("measure the context");
         timeline.end();
@@ -367,6 +372,10 @@ impl Gpu for CudaCard {
 
     fn compute_dtype(&self) -> DType {
         self.dtype
+    }
+
+    fn speeds(&self) -> CardSpeeds {
+        self.speeds
     }
 
     fn memory(&mut self) -> Result<DriverTruth, GpuError> {

@@ -192,6 +192,17 @@ impl Staging {
         Bytes((slots * self.chunk) as u64)
     }
 
+    /// Bytes of each buffer of pinned memory.
+    pub(super) fn chunk(&self) -> usize {
+        self.chunk
+    }
+
+    /// The buffers of pinned memory.
+    pub(super) fn pinned(&self) -> impl Iterator<Item = &PinnedBuffer> {
+        let slots = self.lanes.iter().flat_map(|lane| &lane.slots);
+        slots.map(|slot| &slot.memory)
+    }
+
     /// Minimum of temporary bytes on the card during a load of these sources, in addition to the tensors: those of one lane.
     ///
     /// # Errors

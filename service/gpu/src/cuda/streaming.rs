@@ -13,7 +13,7 @@ use residency::Bytes;
 use super::host_blocks::{DiskRun, HostRun};
 use super::pool::PinnedRegion;
 use super::staging::lost;
-use crate::blocks::{BlockPlace, StreamedBlock, Uses};
+use crate::blocks::{BlockPlace, StreamedBlock};
 use crate::load::LoadError;
 use crate::reader;
 use crate::schedule::Schedule;
@@ -83,10 +83,6 @@ impl CudaWeightStream {
         (compute, copies): (&Arc<CudaStream>, &Arc<CudaStream>),
     ) -> Result<CudaWeightStream, LoadError> {
         let context = compute.context();
-        let places = blocks
-            .iter()
-            .map(|block| block.at..block.at + block.bytes)
-            .collect();
         let event = || context.new_event(None).map_err(lost);
         let largest = runs.iter().map(Runs::disk_bytes).max().unwrap_or(0);
         let through = |_| -> Result<Through, LoadError> {
@@ -113,7 +109,7 @@ impl CudaWeightStream {
             compute: Arc::clone(compute),
             copies: Arc::clone(copies),
             state: Mutex::new(StreamState {
-                schedule: Schedule::new(places, following(blocks)),
+                schedule: Schedule::of(blocks),
                 blocks: runs.into_iter().map(copy).collect::<Result<_, _>>()?,
                 through,
             }),
@@ -235,16 +231,6 @@ impl Streams for CudaWeightStream {
     fn enter(&self, place: BlockPlace) -> Result<(), LoadError> {
         self.turn(place)
     }
-}
-
-/// The block that is expected after each: the next of its pass; after the last, the first of the pass that is repeated.
-fn following(blocks: &[StreamedBlock]) -> Vec<usize> {
-    let repeated = blocks.iter().position(|block| block.place.uses == Uses::EachPass);
-    let next = |index: usize| match index + 1 < blocks.len() {
-        true => index + 1,
-        false => repeated.unwrap_or(0),
-    };
-    (0..blocks.len()).map(next).collect()
 }
 
 /// Tensors whose memory is a region's: they must not free it.

@@ -6,18 +6,24 @@ use std::str::FromStr;
 
 use residency::Bytes;
 
+use crate::card::CardSpeeds;
 use crate::faults::{Fault, FaultAction};
 use crate::size::{SizeError, exact_bytes, parse_bytes};
 
 /// Capacity, speed and faults of a simulated card. As text: `24GiB`, then options after commas:
-/// `24GiB,speed=50GiB/s,lag=200ms,fail-load=3,die-at=denoise:2,hang-at=decode:1,foreign=4GiB`.
+/// `24GiB,speed=24GB/s,compute=150TFLOP/s,lag=200ms,fail-load=3,die-at=denoise:2,hang-at=decode:1,foreign=4GiB`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimulatedSettings {
     pub capacity: Bytes,
     /// `index`: ordinal in its id; default `sim:0`.
     pub index: u32,
-    /// `speed`: bytes per second of a load; 0 for instant.
-    pub bytes_per_second: Bytes,
+    /// `speed`: bytes per second of the link, for loads and streamed blocks; 0 for instant.
+    pub link: Bytes,
+    /// `disk`: bytes per second at which files are read; 0 for instant. What reaches the card comes at the speed of the slower of
+    /// both, as that of a model larger than the machine's memory does.
+    pub disk: Bytes,
+    /// `compute`: floating-point operations per second; 0 for instant.
+    pub flops: u64,
     /// `context`: bytes of the process's context on the card.
     pub context: Bytes,
     /// `workspaces`: bytes of library workspaces.
@@ -77,7 +83,7 @@ pub enum SettingsError {
     },
     /// An unknown option.
     #[error(
-        "a simulated card has no option {given:?}; there are speed=, lag=, release=, largest=, foreign=, context=, workspaces=, \
+        "a simulated card has no option {given:?}; there are speed=, disk=, compute=, lag=, release=, largest=, foreign=, context=, workspaces=, \
          slack=keep, remaps=no, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, die-generations=, world=, \
          index="
     )]
@@ -101,7 +107,9 @@ impl SimulatedSettings {
         SimulatedSettings {
             capacity,
             index: 0,
-            bytes_per_second: Bytes::ZERO,
+            link: Bytes::ZERO,
+            disk: Bytes::ZERO,
+            flops: 0,
             context: Bytes::ZERO,
             workspaces: Bytes::ZERO,
             keeps_slack: false,
@@ -114,6 +122,17 @@ impl SimulatedSettings {
             fail_loads: Vec::new(),
             faults: Vec::new(),
             die_generations: 1,
+        }
+    }
+
+    /// How fast the card is; what is instant is unknown, as nothing can be predicted from it.
+    pub fn speeds(&self) -> CardSpeeds {
+        let slower = [self.link, self.disk]
+            .into_iter()
+            .filter(|speed| *speed > Bytes::ZERO);
+        CardSpeeds {
+            link: slower.min(),
+            flops: (self.flops > 0).then_some(self.flops),
         }
     }
 
@@ -130,7 +149,11 @@ impl SimulatedSettings {
             })
         };
         match option {
-            "speed" => self.bytes_per_second = size(value.strip_suffix("/s").unwrap_or(value))?,
+            "speed" => self.link = size(value.strip_suffix("/s").unwrap_or(value))?,
+            "disk" => self.disk = size(value.strip_suffix("/s").unwrap_or(value))?,
+            "compute" => {
+                self.flops = flops(value).ok_or_else(|| wrong("a speed such as 150TFLOP/s or 800GFLOP/s"))?;
+            }
             "context" => self.context = size(value)?,
             "workspaces" => self.workspaces = size(value)?,
             "foreign" => self.foreign = size(value)?,
@@ -166,6 +189,21 @@ impl SimulatedSettings {
         }
         Ok(())
     }
+}
+
+/// Floating-point operations per second, as in `150TFLOP/s`.
+fn flops(text: &str) -> Option<u64> {
+    let number = text.strip_suffix("/s").unwrap_or(text).strip_suffix("FLOP")?;
+    let scales = [
+        ("T", 1_000_000_000_000),
+        ("G", 1_000_000_000),
+        ("M", 1_000_000),
+        ("", 1),
+    ];
+    let (number, scale) = scales
+        .iter()
+        .find_map(|(unit, scale)| Some((number.strip_suffix(unit)?, scale)))?;
+    number.parse::<u64>().ok()?.checked_mul(*scale)
 }
 
 fn milliseconds(text: &str) -> Option<u64> {
@@ -224,8 +262,13 @@ impl fmt::Display for SimulatedSettings {
         if self.index != 0 {
             write!(f, ",index={}", self.index)?;
         }
-        if self.bytes_per_second != Bytes::ZERO {
-            write!(f, ",speed={}/s", exact_bytes(self.bytes_per_second))?;
+        for (option, speed) in [("speed", self.link), ("disk", self.disk)] {
+            if speed != Bytes::ZERO {
+                write!(f, ",{option}={}/s", exact_bytes(speed))?;
+            }
+        }
+        if self.flops != 0 {
+            write!(f, ",compute={}FLOP/s", self.flops)?;
         }
         for (option, bytes) in [
             ("context", self.context),

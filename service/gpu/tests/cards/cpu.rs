@@ -337,7 +337,7 @@ fn the_configured_capacity_limits_loads() {
     assert!(matches!(outcome, Err(LoadError::OutOfMemory { needed, .. }) if needed == Bytes::mib(2)));
     let outcome = card.load(
         &component("c", &plan),
-        &LoadPlan::Synthetic(Bytes(1)),
+        &LoadPlan::synthetic(Bytes(1)),
         Part::WHOLE,
         &mut go_on,
     );

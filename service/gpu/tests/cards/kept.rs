@@ -300,7 +300,7 @@ fn a_plan_that_cannot_be_copied_is_refused_with_the_reason() {
     let nowhere = checkpoint.folder.path().join("nowhere/copy");
     let outcome = keep(&checkpoint.plan(), &nowhere, &always);
     assert!(matches!(outcome, Err(KeepError::Write { .. })), "{outcome:?}");
-    let plan = LoadPlan::Synthetic(Bytes(5));
+    let plan = LoadPlan::synthetic(Bytes(5));
     let outcome = keep(&plan, &checkpoint.copy(), &always);
     assert!(
         matches!(outcome, Err(KeepError::Load(LoadError::Unsupported(_)))),

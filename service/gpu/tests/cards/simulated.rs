@@ -47,7 +47,7 @@ impl Bench {
             parts: residency::Parts::default(),
         };
         self.card
-            .load(&component, &LoadPlan::Synthetic(bytes), Part::WHOLE, &mut |_| {
+            .load(&component, &LoadPlan::synthetic(bytes), Part::WHOLE, &mut |_| {
                 ControlFlow::Continue(())
             })
     }
@@ -86,7 +86,7 @@ fn a_load_takes_its_transfer_time_and_can_be_cancelled() {
     };
     let outcome = b.card.load(
         &component,
-        &LoadPlan::Synthetic(Bytes::gib(1)),
+        &LoadPlan::synthetic(Bytes::gib(1)),
         Part::WHOLE,
         &mut |p| {
             reported.push(p.done);
@@ -181,7 +181,7 @@ fn without_remapping_a_component_has_an_allocation_for_each_block() {
         reload_seconds: 0.0,
         parts: Parts::new(Bytes(600), (1..=6).map(size), |_| {}),
     };
-    let plan = LoadPlan::Synthetic(Bytes(600));
+    let plan = LoadPlan::synthetic(Bytes(600));
     let mut go_on = |_| ControlFlow::Continue(());
     b.card.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
     let allocations = |b: &mut Bench| -> Vec<(u64, u64)> {
@@ -397,6 +397,9 @@ fn invalid_settings_are_refused_with_the_allowed_values() {
         ("sim:", "the capacity"),
         ("sim:many", "GiB"),
         ("sim:1GiB,speed=fast", "speed"),
+        ("sim:1GiB,disk=slow", "disk"),
+        ("sim:1GiB,compute=fast", "150TFLOP/s"),
+        ("sim:1GiB,compute=99999999TFLOP/s", "150TFLOP/s"),
         ("sim:1GiB,colour=red", "fail-load="),
         ("sim:1GiB,lag", "lag="),
         ("sim:1GiB,lag=9", "200ms"),
@@ -438,8 +441,9 @@ fn devices_open_by_name() {
         assert_eq!(card.describe().compute_dtype, "f32");
         assert_eq!(card.memory().unwrap().total, card.describe().total);
     }
-    let slow: DeviceSpec = "sim:1.5GiB,lag=2s,speed=1GB/s".parse().unwrap();
-    assert_eq!(slow.to_string(), "sim:1536MiB,speed=1000000000B/s,lag=2000ms");
+    let slow: DeviceSpec = "sim:1.5GiB,lag=2s,speed=1GB/s,compute=2TFLOP/s".parse().unwrap();
+    let written = "sim:1536MiB,speed=1000000000B/s,compute=2000000000000FLOP/s,lag=2000ms";
+    assert_eq!(slow.to_string(), written);
     let cuda: DeviceSpec = "cuda".parse().unwrap();
     assert_eq!(cuda.to_string(), "cuda:0");
     if cfg!(not(feature = "cuda")) {
@@ -542,7 +546,7 @@ proptest! {
                         id: id(&name.to_string()), name: String::new(), bytes: Bytes(bytes), reload_seconds: 0.0,
                         parts: residency::Parts::default(),
                     };
-                    let plan = LoadPlan::Synthetic(Bytes(bytes));
+                    let plan = LoadPlan::synthetic(Bytes(bytes));
                     prop_assert!(b.card.load(&component, &plan, Part::WHOLE, &mut |_| ControlFlow::Break(())).is_err());
                 }
                 Op::Unload(name) => {
@@ -617,7 +621,9 @@ proptest! {
         slack in any::<bool>(),
     ) {
         let mut settings = SimulatedSettings::new(Bytes(sizes[0]));
-        settings.bytes_per_second = Bytes(sizes[1]);
+        settings.link = Bytes(sizes[1]);
+        settings.disk = Bytes(sizes[2]);
+        settings.flops = sizes[5];
         settings.context = Bytes(sizes[2] % (sizes[0] / 4 + 1));
         settings.workspaces = Bytes(sizes[3] % (sizes[0] / 4 + 1));
         settings.foreign = Bytes(sizes[4] % (sizes[0] / 4 + 1));

@@ -12,8 +12,8 @@
 
 use candle_core::DType;
 use model::LeftOut;
-use model::Memo;
 use model::plan::{names, rungs_of};
+use model::{Memo, Passes};
 use residency::Bytes;
 
 use super::buffers::{denoise_scratch, request_scratch};
@@ -489,6 +489,10 @@ impl AceStepModel {
                 takes,
                 gives,
                 shared: shared.clone(),
+                passes: Passes {
+                    in_step: 1 + u32::from(self.is_guided(request)),
+                    flops: self.parts.components.flops_of_products(TRANSFORMER, |_| tokens),
+                },
                 ..denoiser.stage(DENOISE, request, scratch)
             }
         };

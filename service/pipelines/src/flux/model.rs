@@ -7,7 +7,7 @@ use std::sync::Arc;
 use model::Memo;
 use model::bounds::{self, PIXELS_PER_TOKEN, problems};
 use model::plan::names;
-use model::{LeftOut, Reads, smaller_sides};
+use model::{LeftOut, Passes, Reads, smaller_sides};
 use residency::Bytes;
 
 use super::adapter_targets::adapter_targets;
@@ -21,8 +21,8 @@ use crate::adapters::{AdapterFile, AdapterKind, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
-use crate::mmdit::is_modulator;
-use crate::sampling::{Denoiser, Prompts};
+use crate::mmdit::{flops_of_pass, is_modulator};
+use crate::sampling::{Denoiser, Prompts, passes_in_step};
 use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -171,6 +171,11 @@ impl FluxModel {
                 adapters: self.adapters.text_uses(&bases, uses),
                 ..request.of_prompt(Medium::Image(Image::of(0, 0)))
             })),
+            passes: Passes::of(
+                self.parts
+                    .components
+                    .flops_of_products("text_encoder_2", |_| tokens),
+            ),
             ..StagePlan::of(ENCODE_TEXT, Role::Encode, components, vec![Rung::whole(scratch)])
         })
     }
@@ -257,6 +262,15 @@ impl FluxModel {
                 .chain(self.editing_values(request, image))
                 .collect(),
             gives: names(&[LATENT]),
+            passes: Passes {
+                in_step: passes_in_step(request),
+                flops: flops_of_pass(
+                    &self.transformer.blocks(),
+                    &self.parts.components,
+                    "transformer",
+                    (tokens as usize, picture),
+                ),
+            },
             // After every step the unmasked part is restored from the start picture.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),

@@ -1,16 +1,16 @@
 //! The stages of a request. FramePack's are, section by section, one that samples and one that decodes: each section can be
 //! seen as soon as it is sampled, and a later failure loses no finished section.
 
-use model::Memo;
 use model::plan::{names, only_value, rungs_of};
+use model::{Memo, Passes};
 use residency::Bytes;
 
 use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{TokenCounts, denoise_scratch};
 use crate::autoencoders::hunyuan::{decode_ladder, encode_ladder};
-use crate::mmdit::is_modulator;
-use crate::sampling::Denoiser;
+use crate::mmdit::{flops_of_pass, is_modulator};
+use crate::sampling::{Denoiser, passes_in_step};
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{Medium, PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
 
@@ -168,6 +168,7 @@ impl HunyuanModel {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(LLAMA)),
             gives: names(&[POOLED, TEXT]),
             memo: Some(Memo::of(request.of_prompt(Medium::Video(Video::default())))),
+            passes: Passes::of(self.parts.components.flops_of_products(LLAMA, |_| tokens)),
             ..StagePlan::of(
                 ENCODE_TEXT,
                 Role::Encode,
@@ -250,6 +251,15 @@ impl HunyuanModel {
             steps: request.steps,
             takes,
             gives: vec![gives],
+            passes: Passes {
+                in_step: passes_in_step(request),
+                flops: flops_of_pass(
+                    &self.transformer.blocks(),
+                    &self.parts.components,
+                    TRANSFORMER,
+                    (tokens.text + tokens.vision, tokens.seen + tokens.sampled),
+                ),
+            },
             preview: request.preview.then_some(PreviewNeed::NOTHING),
             section: section.map(of_film),
             // Previews have the colours of the picture that the film begins with.

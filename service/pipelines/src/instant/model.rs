@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpu::{ComponentTensors, LoadPlan, ScratchGuard, WeightFormat, simulated_scratch};
+use gpu::{BlockPlace, ComponentTensors, LoadPlan, ScratchGuard, Synthetic, WeightFormat, simulated_scratch};
 use model::Memo;
 use model::ModelParts;
 use model::bounds::{decode_from_problem, slots_problem};
@@ -12,8 +12,8 @@ use model::{Audio, Image, Medium, Request, RequestError, Video};
 use model::{Field, Reads};
 use model::{MediaFormat, Piece, SampleFormat};
 use model::{Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides};
-use model::{PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
-use residency::{Bytes, Component, ComponentId, PartSize, Parts};
+use model::{Passes, PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
+use residency::{Bytes, Component, ComponentId};
 
 use super::colour::{
     Colour, colour_of, encode, encoded_shapes, latent_of, loudness_of, mean_of_start, read_latent,
@@ -89,26 +89,16 @@ fn nothing_of(medium: &Medium) -> Medium {
     }
 }
 
-/// The parts of a component of so many blocks of equal size, with two slots for those that are streamed.
-fn parts_of(bytes: Bytes, blocks: u32) -> Parts {
-    let block = bytes.0 / u64::from(blocks.max(1));
-    let size = |streamed: u32| PartSize {
-        bytes: bytes - Bytes(block * u64::from(streamed)) + Bytes(2 * block),
-        streamed: Bytes(block * u64::from(streamed)),
-        streamed_once: Bytes::ZERO,
-    };
-    Parts::new(bytes, (1..=blocks).map(size), |_| {})
-}
-
 fn push(parts: &mut ModelParts, id: String, name: String, (bytes, blocks): (Bytes, u32)) {
+    let plan = LoadPlan::Synthetic(Synthetic { bytes, blocks });
     let component = Component {
         id: ComponentId::new(id),
         name,
         bytes,
         reload_seconds: bytes.0 as f64 / LOAD_SPEED,
-        parts: parts_of(bytes, blocks),
+        parts: plan.parts(),
     };
-    parts.push(component, LoadPlan::Synthetic(bytes), Vec::new());
+    parts.push(component, plan, Vec::new());
 }
 
 impl InstantModel {
@@ -161,9 +151,14 @@ impl InstantModel {
 
     /// Scales bytes for a result of the default size to this request's size.
     fn scaled(&self, bytes: Option<Bytes>, request: &Request) -> Bytes {
+        Bytes(self.scaled_number(bytes.unwrap_or_default().0, request))
+    }
+
+    /// Scales what a result of the default size takes to this request's size.
+    fn scaled_number(&self, number: u64, request: &Request) -> u64 {
         let usual = u128::from(units_of(&self.description.medium_of_defaults())).max(1);
         let units = u128::from(units_of(&request.medium));
-        Bytes((u128::from(bytes.unwrap_or_default().0) * units / usual) as u64)
+        (u128::from(number) * units / usual) as u64
     }
 
     fn rungs(&self, stage: &str, request: &Request) -> Vec<Rung> {
@@ -319,6 +314,10 @@ impl InstantModel {
             gives,
             per_item: !is_text,
             memo: is_text.then(|| Memo::of(request.of_prompt(nothing_of(&request.medium)))),
+            passes: match name {
+                DENOISE => Passes::of(self.scaled_number(self.description.step_flops, request)),
+                _ => Passes::default(),
+            },
             preview: (name == DENOISE && request.preview).then(|| PreviewNeed {
                 components: self.named(&["vae"]),
                 scratch: Bytes::ZERO,
@@ -384,6 +383,7 @@ impl InstantModel {
         let (round, colour) = self.begun(stage)?;
         let has_previews = request.preview && stage.plan.shared.is_none();
         for step in round.steps.clone().map(|step| step + 1) {
+            self.pass(stage)?;
             sleep(self.time_of_step(), observer)?;
             self.check_step(step)?;
             observer.step(step, round.of);
@@ -432,6 +432,19 @@ impl InstantModel {
         }
         let colours = begun.into_iter();
         colours.map(|found| found.map(|(_, colour)| colour)).collect()
+    }
+
+    /// A pass over all blocks of the stage's components.
+    fn pass(&self, stage: &StageRun<'_>) -> Result<(), StageError> {
+        for described in &self.description.components {
+            if described.blocks > 0 && stage.plan.components.contains(&described.name) {
+                let stream = (stage.tensors)(&described.name)?.stream();
+                for number in 0..described.blocks as usize {
+                    stream.enter(BlockPlace::each_pass(number))?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Delivers the result in a few pieces, each of which takes the time of a step if pieces are slow.
@@ -769,7 +782,10 @@ impl Model for InstantModel {
             Values::from([(LATENT.to_owned(), latent)])
         };
         match plan.name.as_str() {
-            ENCODE_TEXT => Ok(encode(request)),
+            ENCODE_TEXT => {
+                self.pass(stage)?;
+                Ok(encode(request))
+            }
             ENCODE_IMAGE => {
                 let mean = mean_of_start(&request.medium);
                 let mean =

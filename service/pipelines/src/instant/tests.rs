@@ -219,7 +219,7 @@ fn the_sample_models_open_and_share_equal_components() {
     let other = open(&sample("flux-other"));
     for (ours, theirs) in full.components().iter().zip(other.components()) {
         assert_eq!(ours.id == theirs.id, ours.name != "transformer", "{}", ours.name);
-        assert_eq!(full.load_plan(&ours.name), Some(&LoadPlan::Synthetic(ours.bytes)));
+        assert_eq!(full.load_plan(&ours.name), Some(&LoadPlan::synthetic(ours.bytes)));
     }
     assert_eq!(&*full.components()[0].id.0, "instant:flux-full-transformer");
     assert_eq!(open(&sample("huge")).components()[0].bytes, Bytes::gib(40));
@@ -752,7 +752,7 @@ fn a_quantized_component_has_fewer_bytes_and_another_identity() {
         assert_eq!(held.bytes, Bytes(bytes), "{format}");
         assert_eq!(
             model.load_plan("transformer"),
-            Some(&LoadPlan::Synthetic(held.bytes))
+            Some(&LoadPlan::synthetic(held.bytes))
         );
         assert_ne!(held.id, plain.id);
         assert_eq!(model.format_of("transformer").unwrap().to_string(), format);

@@ -2,10 +2,12 @@
 
 use candle_core::DType;
 use gpu::BlockPlace;
+use model::ComponentSet;
 use ops::Planned;
 
 use super::buffers::Buffers;
 use crate::checkpoint::{QuantizeRole, numbered};
+use crate::sampling::flops_of_attention;
 
 /// Sizes of a stack of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +83,27 @@ pub(crate) fn block_of(shape: &BlocksShape, name: &str) -> Option<BlockPlace> {
         true => BlockPlace::once(number),
         false => BlockPlace::each_pass(number),
     })
+}
+
+/// Floating-point operations of a pass over the blocks of a component, with so many tokens of text and others.
+pub(crate) fn flops_of_pass(
+    shape: &BlocksShape,
+    components: &ComponentSet,
+    name: &str,
+    (text, others): (usize, usize),
+) -> u64 {
+    let is_of_text = |weight: &str| {
+        [".add_", ".to_add_out", "_context."]
+            .iter()
+            .any(|part| weight.contains(part))
+    };
+    let rows_of = |weight: &str| match weight.starts_with("transformer_blocks.") {
+        true if is_of_text(weight) => text,
+        true => others,
+        false => text + others,
+    };
+    components.flops_of_products(name, rows_of)
+        + flops_of_attention(shape.double + shape.single, text + others, shape.width())
 }
 
 /// Whether a tensor is the weight of a modulator, which steps do not use.

@@ -4,7 +4,7 @@ use gpu::CheckpointFile;
 use model::Memo;
 use model::bounds::{self, PIXELS_PER_TOKEN};
 use model::plan::names;
-use model::{Field, LeftOut, Reads, smaller_sides};
+use model::{Field, LeftOut, Passes, Reads, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
-use crate::sampling::{Denoiser, Prompts};
+use crate::sampling::{Denoiser, Prompts, flops_of_attention, passes_in_step};
 use crate::stage::Stage;
 use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
@@ -186,6 +186,23 @@ impl ZImageModel {
         }
     }
 
+    /// How a step goes over the blocks: those of the picture alone, then those of picture and text.
+    fn passes(&self, request: &Request, lengths: &Lengths) -> Passes {
+        let (picture, all) = (lengths.picture(), lengths.all());
+        let [of_picture, _, of_both] = self.transformer.blocks();
+        let rows_of = |weight: &str| match weight.starts_with(of_picture.name) {
+            true => picture,
+            false => all,
+        };
+        let width = self.transformer.dim;
+        Passes {
+            in_step: passes_in_step(request),
+            flops: self.parts.components.flops_of_products(TRANSFORMER, rows_of)
+                + flops_of_attention(of_picture.count, picture, width)
+                + flops_of_attention(of_both.count, all, width),
+        }
+    }
+
     fn denoise_stage(&self, request: &Request, image: &Image, tokens: &Prompts<usize>) -> StagePlan {
         let &Image { width, height, .. } = image;
         let named = captions(request);
@@ -224,6 +241,7 @@ impl ZImageModel {
             steps,
             takes: captions.chain(latent).collect(),
             gives: names(&[LATENT]),
+            passes: self.passes(request, &lengths),
             // After every step the unmasked part is restored from the start picture.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),

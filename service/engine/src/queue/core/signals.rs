@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use gpu::{CardDescription, CardKind};
 use model::{RequestError, Role, Values};
-use residency::Bytes;
+use residency::{Bytes, Component, Part};
 use tokio::time::Instant;
 
 use super::{Core, Effect, TICK};
@@ -56,9 +56,10 @@ impl Core {
             Signal::Event(Event::Ready {
                 card,
                 attention,
+                speeds,
                 ledger,
             }) => {
-                self.cards[index].ready(generation, card, attention, ledger, now);
+                self.cards[index].ready(generation, card, (attention, speeds), ledger, now);
                 self.send_claims(index, true, now);
                 self.recycled(index);
                 self.replan = true;
@@ -283,6 +284,37 @@ impl Core {
         job.attempt.refusals.insert(index, refusal);
     }
 
+    /// A stage ran to its end: records how long a pass of it takes with all components on the card, if they were.
+    fn learn_pace(
+        &mut self,
+        id: &JobId,
+        index: usize,
+        running: &InFlight,
+        completed: &Completed,
+        now: Instant,
+    ) {
+        let Some(job) = self.jobs.get(id).filter(|_| !running.was_shared()) else {
+            return;
+        };
+        let Some(key) = job.stage_key(job.cursor) else {
+            return;
+        };
+        let (ledger, need) = (&self.cards[index].ledger, &running.need);
+        let is_whole = |c: &Component| {
+            ledger
+                .resident(&c.id)
+                .is_some_and(|here| here.part == Part::WHOLE)
+        };
+        if need.components.iter().all(is_whole) {
+            let seconds = completed.run_ms as f64 / 1000.0 / f64::from(need.passes());
+            self.learned.passed(key, index, seconds);
+        }
+        let Some(job) = self.jobs.get(id) else { return };
+        if let Some(pace) = self.view(now).step_pace(job, job.cursor, index, need) {
+            self.learned.ran_at(index, &need.components, pace);
+        }
+    }
+
     /// A step ran to its end: records its measurements, takes its values, and goes on to the next step.
     fn completed(
         &mut self,
@@ -292,6 +324,7 @@ impl Core {
         completed: Completed,
         now: Instant,
     ) -> Result<(), Error> {
+        self.learn_pace(id, index, running, &completed, now);
         let card = &self.cards[index].description;
         let Some(job) = self.jobs.get_mut(id) else {
             return Ok(());

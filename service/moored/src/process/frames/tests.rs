@@ -84,6 +84,10 @@ pub(in crate::process) fn stage(medium: Medium) -> StageWork {
             memo: Some(Memo::of(Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1))),
             section: None,
             shared: None,
+            passes: model::Passes {
+                in_step: 2,
+                flops: 75_000_000_000_000,
+            },
             reads_media: true,
             preview: None,
         },
@@ -223,6 +227,7 @@ fn ledger() -> Ledger {
         slack: Bytes::mib(100),
         workspaces: Bytes::mib(32),
         context: Bytes::mib(400),
+        layout: None,
         holders: vec![holder()],
     });
     ledger.begin_evict(&t5.id).unwrap();
@@ -366,6 +371,10 @@ fn from_worker() -> Vec<FromWorker> {
                 compute_dtype: "bf16".to_owned(),
             },
             attention: "own kernels: libcudnn.so.9 cannot be loaded".to_owned(),
+            speeds: gpu::CardSpeeds {
+                link: Some(Bytes(24_000_000_000)),
+                flops: Some(150_000_000_000_000),
+            },
             ledger: Arc::new(ledger()),
         },
         Event::Snapshot(Arc::new(ledger())),

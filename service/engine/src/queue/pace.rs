@@ -1,0 +1,92 @@
+//! The predicted time of stages on a card, with and without what is streamed to it.
+
+use residency::{Bytes, Component, Part, StagePace, StageSeconds};
+
+use super::learned::StepPace;
+use super::record::JobRecord;
+use super::report::Streamed;
+use super::view::View;
+use crate::need::Need;
+
+impl View<'_> {
+    /// How long a pass of a step's stage takes on a card with all components there, if a stage like it ran there, or by the
+    /// operations that it says and the speed of the card.
+    pub(super) fn step_pace(
+        &self,
+        job: &JobRecord,
+        index: usize,
+        card: usize,
+        need: &Need,
+    ) -> Option<StepPace> {
+        let plan = need.plan.as_ref()?;
+        let learned = self.learned.pass_seconds(&job.stage_key(index)?, card);
+        let by_flops = || Some(plan.passes.flops as f64 / self.cards[card].speeds.flops? as f64);
+        let pass_seconds = learned.or_else(|| by_flops().filter(|seconds| *seconds > 0.0))?;
+        Some(StepPace {
+            pass_seconds,
+            passes: need.passes(),
+            passes_in_step: plan.passes.in_step,
+        })
+    }
+
+    /// The time of a step's stage with these parts of its components, as far as the speeds of the card are known.
+    pub(super) fn seconds_of(
+        &self,
+        job: &JobRecord,
+        index: usize,
+        card: usize,
+        need: &Need,
+        parts: &[(Component, Part)],
+    ) -> Option<StageSeconds> {
+        let pace = self.step_pace(job, index, card, need)?;
+        self.predict(pace, card, parts)
+    }
+
+    fn predict(&self, pace: StepPace, card: usize, parts: &[(Component, Part)]) -> Option<StageSeconds> {
+        let pace = StagePace {
+            passes: pace.passes,
+            pass_seconds: pace.pass_seconds,
+            link: match parts.iter().any(|(_, part)| *part != Part::WHOLE) {
+                true => self.cards[card].speeds.link?,
+                false => Bytes::ZERO, // nothing crosses it
+            },
+        };
+        Some(pace.predict(parts.iter().map(|(component, part)| (component, *part))))
+    }
+
+    /// Those of these components of a stage of which a part is on a card, with what that costs at this pace.
+    pub(super) fn streamed(
+        &self,
+        pace: Option<StepPace>,
+        card: usize,
+        parts: &[(Component, Part)],
+    ) -> Vec<Streamed> {
+        let pace = pace.filter(|pace| pace.passes > 1);
+        let more = pace.and_then(|pace| {
+            let more = self.predict(pace, card, parts)?.more_each_pass;
+            Some(more * f64::from(pace.passes_in_step))
+        });
+        let each_pass = |(component, part): &(Component, Part)| component.size_of(*part).streamed;
+        let all: Bytes = parts.iter().map(each_pass).sum();
+        let in_part = parts.iter().filter(|(_, part)| *part != Part::WHOLE);
+        let streamed = in_part.map(|each| Streamed {
+            component: each.0.clone(),
+            part: each.1,
+            link: self.cards[card].speeds.link,
+            // Components that are streamed together share what it costs.
+            more_seconds: more.map(|more| more * each_pass(each).0 as f64 / all.0.max(1) as f64),
+        });
+        streamed.collect()
+    }
+
+    /// The components of which a part is on a card, with what that cost the last stage that ran with them.
+    pub(super) fn streamed_on(&self, card: usize) -> Vec<Streamed> {
+        let residents = self.cards[card].ledger.residents();
+        let streamed = residents.flat_map(|resident| {
+            let (component, part) = (&resident.component, resident.part);
+            let pace = self.learned.last_pace(card, &component.id);
+            self.streamed(pace, card, &[(component.clone(), part)])
+        });
+        streamed.collect()
+    }
+}

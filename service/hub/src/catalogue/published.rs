@@ -1,0 +1,214 @@
+//! Checkpoints of the published shapes of the catalogue's models, of which only the headers are written: their numbers are holes.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use pipelines::ace_step::{ConditionConfig, TokenConfig, TransformerConfig as AceTransformer};
+use pipelines::autoencoders::hunyuan::HunyuanVaeConfig;
+use pipelines::autoencoders::kl::VaeConfig;
+use pipelines::autoencoders::oobleck::OobleckConfig;
+use pipelines::flux::TransformerConfig as FluxTransformer;
+use pipelines::hunyuan::TransformerConfig as HunyuanTransformer;
+use pipelines::text::clip::ClipConfig;
+use pipelines::text::llama::LlamaConfig;
+use pipelines::text::qwen3::Qwen3Config;
+use pipelines::text::t5::T5Config;
+use pipelines::vision::siglip::SiglipConfig;
+use pipelines::z_image::TransformerConfig as ZImageTransformer;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+type Shapes = Vec<(String, Vec<usize>)>;
+
+/// A folder of the checkout.
+pub(super) fn checkout(place: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(place)
+}
+
+fn fixture(place: &str) -> PathBuf {
+    checkout("service/pipelines/fixtures").join(place)
+}
+
+/// Copies the files of a folder, but for weights and configurations of components.
+fn copy_rest(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).unwrap() {
+        let (source, name) = (entry.as_ref().unwrap().path(), entry.unwrap().file_name());
+        let is_left_out = |name: &str| {
+            name.ends_with(".safetensors") || ["config.json", "moored.json", "expected"].contains(&name)
+        };
+        if is_left_out(&name.to_string_lossy()) {
+            continue;
+        }
+        if source.is_dir() {
+            fs::create_dir_all(to.join(&name)).unwrap();
+            copy_rest(&source, &to.join(&name));
+        } else {
+            fs::copy(&source, to.join(&name)).unwrap();
+        }
+    }
+}
+
+/// Writes a component: its configuration, and a checkpoint of which all but the header is a hole.
+fn write<C: DeserializeOwned>(folder: &Path, config: Value, stem: &str, shapes: impl FnOnce(C) -> Shapes) {
+    fs::create_dir_all(folder).unwrap();
+    fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (name, shape) in shapes(serde_json::from_value(config).unwrap()) {
+        let begin = end;
+        end += 2 * shape.iter().product::<usize>() as u64;
+        header.insert(
+            name,
+            json!({"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}),
+        );
+    }
+    let header = Value::Object(header).to_string();
+    let mut file = File::create(folder.join(format!("{stem}.safetensors"))).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len(8 + header.len() as u64 + end).unwrap();
+}
+
+/// File names of weights, by diffusers and by transformers.
+const DIFFUSERS: &str = "diffusion_pytorch_model";
+const TRANSFORMERS: &str = "model";
+
+/// The autoencoder of FLUX.1 and Z-Image.
+fn write_vae(folder: &Path) {
+    let (down, up) = (["DownEncoderBlock2D"; 4], ["UpDecoderBlock2D"; 4]);
+    let config = json!({"latent_channels": 16, "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2,
+        "sample_size": 1024, "scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": false,
+        "use_post_quant_conv": false, "down_block_types": down, "up_block_types": up});
+    write(&folder.join("vae"), config, DIFFUSERS, |config: VaeConfig| {
+        config.tensor_shapes()
+    });
+}
+
+fn write_clip(folder: &Path, name: &str) {
+    let config = json!({"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12});
+    write(&folder.join(name), config, TRANSFORMERS, |config: ClipConfig| {
+        config.tensor_shapes(&|_| false)
+    });
+}
+
+fn write_flux(folder: &Path, has_guidance: bool) {
+    copy_rest(&checkout("demo/model"), folder);
+    let config = json!({"guidance_embeds": has_guidance});
+    let shapes = |config: FluxTransformer| config.tensor_shapes().collect();
+    write(&folder.join("transformer"), config, DIFFUSERS, shapes);
+    write_vae(folder);
+    write_clip(folder, "text_encoder");
+    let config = json!({"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+        "feed_forward_proj": "gated-gelu"});
+    let shapes = |config: T5Config| config.tensor_shapes(&|_| false);
+    write(&folder.join("text_encoder_2"), config, TRANSFORMERS, shapes);
+}
+
+fn write_z_image(folder: &Path) {
+    copy_rest(&fixture("z-image-tiny"), folder);
+    let shapes = |config: ZImageTransformer| config.tensor_shapes().collect();
+    write(&folder.join("transformer"), json!({}), DIFFUSERS, shapes);
+    write_vae(folder);
+    let config = json!({"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"}});
+    let shapes = |config: Qwen3Config| config.tensor_shapes(config.num_hidden_layers, &|_| false);
+    write(&folder.join("text_encoder"), config, TRANSFORMERS, shapes);
+}
+
+fn write_hunyuan(folder: &Path) {
+    copy_rest(&fixture("hunyuan-tiny"), folder);
+    fs::create_dir_all(folder.join("tokenizer_2")).unwrap();
+    copy_rest(&checkout("demo/model/tokenizer"), &folder.join("tokenizer_2"));
+    let shapes = |config: HunyuanTransformer| config.tensor_shapes().collect();
+    write(&folder.join("transformer"), json!({}), DIFFUSERS, shapes);
+    write(
+        &folder.join("vae"),
+        json!({}),
+        DIFFUSERS,
+        |config: HunyuanVaeConfig| config.tensor_shapes(),
+    );
+    let config = json!({"vocab_size": 128_320, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 500_000.0, "rope_type": "default"}});
+    let shapes = |config: LlamaConfig| config.tensor_shapes(&|_| false);
+    write(&folder.join("text_encoder"), config, TRANSFORMERS, shapes);
+    write_clip(folder, "text_encoder_2");
+}
+
+/// FramePack's transformer, and the parts of other repositories that are pulled with it.
+fn write_framepack(folder: &Path) {
+    let config = json!({"_class_name": "HunyuanVideoTransformer3DModelPacked", "has_image_proj": true,
+        "has_clean_x_embedder": true});
+    let shapes = |config: HunyuanTransformer| config.tensor_shapes().collect();
+    write(folder, config, DIFFUSERS, shapes);
+    let beside = folder.parent().unwrap();
+    let base = beside.join("HunyuanVideo");
+    fs::create_dir_all(&base).unwrap();
+    write_hunyuan(&base);
+    let vision = beside.join("flux_redux_bfl");
+    let processor = vision.join("feature_extractor");
+    fs::create_dir_all(&processor).unwrap();
+    let text = fs::read(fixture(
+        "framepack-tiny/feature_extractor/preprocessor_config.json",
+    ))
+    .unwrap();
+    let mut config: Value = serde_json::from_slice(&text).unwrap();
+    config["size"] = json!({"height": 384, "width": 384});
+    fs::write(processor.join("preprocessor_config.json"), config.to_string()).unwrap();
+    let config = json!({"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "image_size": 384, "patch_size": 14});
+    let shapes = |config: SiglipConfig| config.tensor_shapes(&|_| false);
+    write(&vision.join("image_encoder"), config, TRANSFORMERS, shapes);
+}
+
+fn write_ace_step(folder: &Path) {
+    /// Frames of silence that come with the condition encoder.
+    const SILENCE_FRAMES: usize = 15_000;
+    copy_rest(&fixture("ace-tiny"), folder);
+    let config = json!({"is_turbo": true, "model_version": "turbo"});
+    write(
+        &folder.join("transformer"),
+        config,
+        DIFFUSERS,
+        |config: AceTransformer| config.tensor_shapes(),
+    );
+    let shapes = |config: ConditionConfig| {
+        let silence = (
+            "silence_latent".to_owned(),
+            vec![1, SILENCE_FRAMES, config.timbre_hidden_dim],
+        );
+        [config.tensor_shapes(), vec![silence]].concat()
+    };
+    write(&folder.join("condition_encoder"), json!({}), DIFFUSERS, shapes);
+    let shapes = |config: TokenConfig| config.tokenizer_shapes();
+    write(&folder.join("audio_tokenizer"), json!({}), DIFFUSERS, shapes);
+    let shapes = |config: TokenConfig| config.detokenizer_shapes();
+    write(
+        &folder.join("audio_token_detokenizer"),
+        json!({}),
+        DIFFUSERS,
+        shapes,
+    );
+    let config = json!({"vocab_size": 151_669, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8,
+        "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"}});
+    let shapes = |config: Qwen3Config| config.tensor_shapes_with_norm(&|_| false);
+    write(&folder.join("text_encoder"), config, TRANSFORMERS, shapes);
+    let config = json!({"downsampling_ratios": [2, 4, 4, 6, 10], "sampling_rate": 48_000});
+    write(&folder.join("vae"), config, DIFFUSERS, |config: OobleckConfig| {
+        config.tensor_shapes()
+    });
+}
+
+/// Writes a checkpoint of the published shapes of a model.
+pub(super) fn write_model(name: &str, folder: &Path) {
+    match name {
+        "flux-schnell" => write_flux(folder, false),
+        "flux-dev" => write_flux(folder, true),
+        "z-image-turbo" => write_z_image(folder),
+        "hunyuan-video" => write_hunyuan(folder),
+        "framepack" => write_framepack(folder),
+        "ace-step" => write_ace_step(folder),
+        other => panic!("write the published shapes of {other} here"),
+    }
+}
