@@ -231,7 +231,8 @@ def test_a_file_that_changes_while_it_is_streamed_costs_that_job_alone(
 def test_a_hold_or_a_pin_of_a_streamed_model_does_not_keep_its_own_stages_waiting(
     on_card: Callable[[str], Service], whole: bytes
 ) -> None:
-    # With a ttl that outlives the test, and a pin that has no end, a stage that waits for one of them waits until its timeout.
+    # With a ttl that outlives the test, and a pin that has no end, a stage that waits for one of them
+    # waits until its timeout.
     with on_card("20MiB").client() as client:
         for claim in (lambda: client.hold("mine", ttl_s=3600), lambda: client.pin("mine")):
             claim()
