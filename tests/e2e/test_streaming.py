@@ -279,7 +279,7 @@ def test_a_pinned_model_that_is_streamed_leaves_room_for_another(
         with client.reserve(12 << 20):
             client.load("mine")
         client.pin("mine")
-        before = streamed(client)["transformer"].resident_bytes
+        before = streamed_parts(client)["transformer"].resident_bytes
         client.generate_image(**PICTURE | {"model": "other"}, timeout=60)
         (card,) = client.status().cards
         pinned = [one for one in card.residents if one.pinned]

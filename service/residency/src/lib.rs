@@ -67,12 +67,12 @@ mod host;
 mod layout;
 mod ledger;
 mod nouns;
-mod pace;
 mod parts;
 mod patience;
 mod plan;
 mod resident;
 mod scratch;
+mod stage_time;
 
 pub use fallback::{Alternative, Fallback, Fits, fallbacks, peak_of};
 pub use host::{HostMemory, HostShare};
@@ -81,7 +81,6 @@ pub use ledger::{
     Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, PinId, ReservationId,
 };
 pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
-pub use pace::{StagePace, StageSeconds};
 pub use parts::{Part, PartSize, Parts};
 pub use patience::{Patience, Wait};
 pub use plan::{
@@ -90,3 +89,4 @@ pub use plan::{
 };
 pub use resident::{HEAT_HALF_LIFE_MS, Resident, ResidentState};
 pub use scratch::{KEYS_REMEMBERED, RUNS_REMEMBERED, RunOutcome, ScratchBook, ScratchKey};
+pub use stage_time::{StageSeconds, StageTime};

@@ -38,7 +38,7 @@ pub(super) struct KnownPace {
 
 /// How long the passes of a stage take with all of its components on the card.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct StepPace {
+pub(super) struct PassTime {
     pub(super) pass_seconds: f64,
     pub(super) passes: u32,
     pub(super) passes_in_step: u32,
@@ -68,8 +68,8 @@ pub(super) struct Learned {
     stage_ms: BTreeMap<StageKey, BTreeMap<usize, f64>>,
     /// Seconds of a pass with all components on the card, by card.
     pass_seconds: BTreeMap<StageKey, BTreeMap<usize, f64>>,
-    /// The pace of the last stage that ran with a component on a card.
-    last_paces: BTreeMap<(usize, ComponentId), StepPace>,
+    /// The time of passes of the last stage that ran with a component on a card.
+    last_pass_times: BTreeMap<(usize, ComponentId), PassTime>,
     load_seconds: BTreeMap<ComponentId, f64>,
     /// The longest time between two steps.
     between_steps: BTreeMap<PaceKey, Duration>,
@@ -160,18 +160,18 @@ impl Learned {
         self.pass_seconds.get(key)?.get(&card).copied()
     }
 
-    /// A stage of this pace ran with these components on a card.
-    pub(super) fn ran_at(&mut self, card: usize, components: &[Component], pace: StepPace) {
-        if self.last_paces.len() >= REMEMBERED {
-            self.last_paces.clear();
+    /// A stage whose passes take this time ran with these components on a card.
+    pub(super) fn ran_in(&mut self, card: usize, components: &[Component], time: PassTime) {
+        if self.last_pass_times.len() >= REMEMBERED {
+            self.last_pass_times.clear();
         }
         let ids = components.iter().map(|component| component.id.clone());
-        self.last_paces.extend(ids.map(|id| ((card, id), pace)));
+        self.last_pass_times.extend(ids.map(|id| ((card, id), time)));
     }
 
-    /// The pace of the last stage that ran with a component on a card.
-    pub(super) fn last_pace(&self, card: usize, id: &ComponentId) -> Option<StepPace> {
-        self.last_paces.get(&(card, id.clone())).copied()
+    /// The time of passes of the last stage that ran with a component on a card.
+    pub(super) fn last_pass_time(&self, card: usize, id: &ComponentId) -> Option<PassTime> {
+        self.last_pass_times.get(&(card, id.clone())).copied()
     }
 
     /// A stage ran out of memory: records that its room was not enough.

@@ -6,7 +6,7 @@
 //!
 //! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `replay`, `shares`,
 //! `swap`, `unloads`, `watchdog`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`,
-//! `pace`, `passes`, `placing`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
+//! `passes`, `placing`, `stage_time`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
 //!
 //! # Terms
 //! *Queued* is after other jobs of this service: it is bounded by the deadline and spends no patience. *Waiting* is for memory
@@ -27,7 +27,6 @@ mod listener;
 mod memos;
 mod offers;
 mod order;
-mod pace;
 mod passes;
 mod placing;
 mod record;
@@ -40,6 +39,7 @@ mod shared_bound;
 mod shared_store;
 mod shares;
 mod shell;
+mod stage_time;
 mod status;
 mod steps;
 mod swap;

@@ -123,7 +123,7 @@ impl View<'_> {
             component_bytes: need.components.iter().map(|c| c.bytes).sum(),
             scratch,
             scratch_learned: self.learned.knows_scratch(&need, &label, family, description),
-            streamed: self.streamed(self.step_pace(job, step, card, &need), card, &parts),
+            streamed: self.streamed(self.pass_time(job, step, card, &need), card, &parts),
             seconds: if cached { None } else { seconds },
             passes: need.passes(),
             moves,

@@ -47,7 +47,7 @@ fn a_stage_takes_as_long_as_predicted() {
             let order = bench.stage(&path, "denoise");
             let completed = bench.completed(order);
             let resident = bench.card.ledger().residents().next().unwrap();
-            let pace = StagePace {
+            let pace = StageTime {
                 passes: STEPS,
                 pass_seconds: STEP_FLOPS as f64 / speeds.flops.unwrap() as f64,
                 link: speeds.link.unwrap(),

@@ -188,7 +188,7 @@ mod tests {
     use std::path::Path;
 
     use candle_core::DType;
-    use residency::{Component, ComponentId, StagePace};
+    use residency::{Component, ComponentId, StageTime};
 
     use super::*;
     use crate::load::{Stored, Synthetic, TensorSource};
@@ -271,7 +271,7 @@ mod tests {
                     let part = part.unwrap_or(component.least());
                     let card = format!("80GiB,{link},compute={speed}TFLOP/s");
                     let speeds = card.parse::<crate::SimulatedSettings>().unwrap().speeds();
-                    let pace = StagePace {
+                    let pace = StageTime {
                         passes: STEPS,
                         pass_seconds: tflop as f64 / speed as f64,
                         link: speeds.link.unwrap(),

@@ -105,6 +105,19 @@ fn a_load_takes_its_transfer_time_and_can_be_cancelled() {
 }
 
 #[test]
+fn a_load_is_as_slow_as_the_slower_of_link_and_disk() {
+    for (speeds, ms) in [
+        ("speed=4GiB/s,disk=1GiB/s", 2000),
+        ("speed=1GiB/s,disk=4GiB/s", 2000),
+        ("disk=4GiB/s", 500),
+    ] {
+        let mut b = bench(&format!("8GiB,{speeds}"));
+        b.load("a", Bytes::gib(2)).unwrap();
+        assert_eq!(b.clock.now_ms(), ms, "{speeds}");
+    }
+}
+
+#[test]
 fn freeing_memory_takes_the_configured_time() {
     let mut b = bench("4GiB,slack=keep,release=300ms");
     b.load("a", Bytes::gib(1)).unwrap();

@@ -285,7 +285,7 @@ impl Core {
     }
 
     /// A stage ran to its end: records how long a pass of it takes with all components on the card, if they were.
-    fn learn_pace(
+    fn learn_pass_time(
         &mut self,
         id: &JobId,
         index: usize,
@@ -310,8 +310,8 @@ impl Core {
             self.learned.passed(key, index, seconds);
         }
         let Some(job) = self.jobs.get(id) else { return };
-        if let Some(pace) = self.view(now).step_pace(job, job.cursor, index, need) {
-            self.learned.ran_at(index, &need.components, pace);
+        if let Some(time) = self.view(now).pass_time(job, job.cursor, index, need) {
+            self.learned.ran_in(index, &need.components, time);
         }
     }
 
@@ -324,7 +324,7 @@ impl Core {
         completed: Completed,
         now: Instant,
     ) -> Result<(), Error> {
-        self.learn_pace(id, index, running, &completed, now);
+        self.learn_pass_time(id, index, running, &completed, now);
         let card = &self.cards[index].description;
         let Some(job) = self.jobs.get_mut(id) else {
             return Ok(());

@@ -1,8 +1,8 @@
 //! The predicted time of stages on a card, with and without what is streamed to it.
 
-use residency::{Bytes, Component, Part, StagePace, StageSeconds};
+use residency::{Bytes, Component, Part, StageSeconds, StageTime};
 
-use super::learned::StepPace;
+use super::learned::PassTime;
 use super::record::JobRecord;
 use super::report::Streamed;
 use super::view::View;
@@ -11,18 +11,18 @@ use crate::need::Need;
 impl View<'_> {
     /// How long a pass of a step's stage takes on a card with all components there, if a stage like it ran there, or by the
     /// operations that it says and the speed of the card.
-    pub(super) fn step_pace(
+    pub(super) fn pass_time(
         &self,
         job: &JobRecord,
         index: usize,
         card: usize,
         need: &Need,
-    ) -> Option<StepPace> {
+    ) -> Option<PassTime> {
         let plan = need.plan.as_ref()?;
         let learned = self.learned.pass_seconds(&job.stage_key(index)?, card);
         let by_flops = || Some(plan.passes.flops as f64 / self.cards[card].speeds.flops? as f64);
         let pass_seconds = learned.or_else(|| by_flops().filter(|seconds| *seconds > 0.0))?;
-        Some(StepPace {
+        Some(PassTime {
             pass_seconds,
             passes: need.passes(),
             passes_in_step: plan.passes.in_step,
@@ -38,33 +38,33 @@ impl View<'_> {
         need: &Need,
         parts: &[(Component, Part)],
     ) -> Option<StageSeconds> {
-        let pace = self.step_pace(job, index, card, need)?;
-        self.predict(pace, card, parts)
+        let time = self.pass_time(job, index, card, need)?;
+        self.predict(time, card, parts)
     }
 
-    fn predict(&self, pace: StepPace, card: usize, parts: &[(Component, Part)]) -> Option<StageSeconds> {
-        let pace = StagePace {
-            passes: pace.passes,
-            pass_seconds: pace.pass_seconds,
+    fn predict(&self, time: PassTime, card: usize, parts: &[(Component, Part)]) -> Option<StageSeconds> {
+        let time = StageTime {
+            passes: time.passes,
+            pass_seconds: time.pass_seconds,
             link: match parts.iter().any(|(_, part)| *part != Part::WHOLE) {
                 true => self.cards[card].speeds.link?,
                 false => Bytes::ZERO, // nothing crosses it
             },
         };
-        Some(pace.predict(parts.iter().map(|(component, part)| (component, *part))))
+        Some(time.predict(parts.iter().map(|(component, part)| (component, *part))))
     }
 
-    /// Those of these components of a stage of which a part is on a card, with what that costs at this pace.
+    /// Those of these components of a stage of which a part is on a card, with what that costs where its passes take this time.
     pub(super) fn streamed(
         &self,
-        pace: Option<StepPace>,
+        time: Option<PassTime>,
         card: usize,
         parts: &[(Component, Part)],
     ) -> Vec<Streamed> {
-        let pace = pace.filter(|pace| pace.passes > 1);
-        let more = pace.and_then(|pace| {
-            let more = self.predict(pace, card, parts)?.more_each_pass;
-            Some(more * f64::from(pace.passes_in_step))
+        let time = time.filter(|time| time.passes > 1);
+        let more = time.and_then(|time| {
+            let more = self.predict(time, card, parts)?.more_each_pass;
+            Some(more * f64::from(time.passes_in_step))
         });
         let each_pass = |(component, part): &(Component, Part)| component.size_of(*part).streamed;
         let all: Bytes = parts.iter().map(each_pass).sum();
@@ -84,8 +84,8 @@ impl View<'_> {
         let residents = self.cards[card].ledger.residents();
         let streamed = residents.flat_map(|resident| {
             let (component, part) = (&resident.component, resident.part);
-            let pace = self.learned.last_pace(card, &component.id);
-            self.streamed(pace, card, &[(component.clone(), part)])
+            let time = self.learned.last_pass_time(card, &component.id);
+            self.streamed(time, card, &[(component.clone(), part)])
         });
         streamed.collect()
     }

@@ -8,7 +8,7 @@ use crate::parts::Part;
 
 /// What the time of a stage depends on, besides the parts of its components.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StagePace {
+pub struct StageTime {
     /// Passes over the blocks.
     pub passes: u32,
     /// Seconds of a pass with all components whole on the card.
@@ -35,7 +35,7 @@ impl StageSeconds {
     }
 }
 
-impl StagePace {
+impl StageTime {
     /// The time of a stage with these parts of its components. Streamed blocks are spread over the pass and copied ahead, so all
     /// copies hide behind the computation as far as it lasts; only the first block is waited for, and the blocks that are used
     /// once. In a single pass streaming adds nothing: its blocks cross the link once either way, now or in a load.
@@ -98,12 +98,12 @@ mod tests {
     }
 
     fn predicted(passes: u32, pass_seconds: f64, part: u32) -> StageSeconds {
-        let pace = StagePace {
+        let time = StageTime {
             passes,
             pass_seconds,
             link: Bytes(100),
         };
-        pace.predict([(&component(), Part(part))])
+        time.predict([(&component(), Part(part))])
     }
 
     #[test]
