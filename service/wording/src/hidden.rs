@@ -3,8 +3,8 @@
 
 use icu_properties::props::{
     BidiControl, BinaryProperty, CanonicalCombiningClass, DefaultIgnorableCodePoint, Emoji, EmojiModifier,
-    EnumeratedProperty, ExtendedPictographic, GeneralCategory, GeneralCategoryGroup, Ideographic, JoinControl,
-    JoiningType, PrependedConcatenationMark, VariationSelector,
+    EnumeratedProperty, ExtendedPictographic, GeneralCategory, GeneralCategoryGroup, Ideographic,
+    JoinControl, JoiningType, PrependedConcatenationMark, VariationSelector,
 };
 
 /// Most marks on one character: no written language has more of them, and more reach into the lines beside.
@@ -125,7 +125,8 @@ fn is_invisible(character: char) -> bool {
 /// Whether a character is drawn over or around the one before it. Selectors are not, although they are in the same category.
 fn is_mark(character: char) -> bool {
     let drawn_over = GeneralCategoryGroup::NonspacingMark.union(GeneralCategoryGroup::EnclosingMark);
-    drawn_over.contains(GeneralCategory::for_char(character)) && !DefaultIgnorableCodePoint::for_char(character)
+    drawn_over.contains(GeneralCategory::for_char(character))
+        && !DefaultIgnorableCodePoint::for_char(character)
 }
 
 /// Whether a character is a space that is not the ordinary one, or looks like one.

@@ -36,7 +36,8 @@ pub fn name_problem(name: &str) -> Option<String> {
         match reason {
             Some(Hidden::Obeyed) => {
                 return Some(
-                    "has control characters, or such that turn the direction of text: leave them out".to_owned(),
+                    "has control characters, or such that turn the direction of text: leave them out"
+                        .to_owned(),
                 );
             }
             Some(Hidden::Unseen) => {
@@ -236,7 +237,10 @@ mod tests {
     fn what_is_shown_has_nothing_hidden() {
         bolero::check!().with_type::<String>().for_each(|text| {
             assert!(!has_hidden(&one_line(text)));
-            assert_eq!(serde_json::from_str::<String>(&json(&text.as_str().into())).unwrap(), *text);
+            assert_eq!(
+                serde_json::from_str::<String>(&json(&text.as_str().into())).unwrap(),
+                *text
+            );
         });
     }
 
