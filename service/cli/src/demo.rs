@@ -101,7 +101,7 @@ async fn generate_all(
         let request = Asked::Generate(v1::GenerateImageRequest {
             model: Some(shipped(SHIPPED_ID)),
             prompt: prompt.to_owned(),
-            seed: Some(options.seed + index as u64),
+            seed: Some(options.seed.wrapping_add(index as u64)),
             options: Some(of_demo()),
             ..Default::default()
         });
