@@ -70,9 +70,8 @@ impl Target {
             force,
             stream: None,
         };
-        match target.ending() {
-            Some(ending) => check_ending(&ending, out.unwrap_or_default(), medium)?,
-            None => {}
+        if let Some(ending) = target.ending() {
+            check_ending(&ending, out.unwrap_or_default(), medium)?;
         }
         Ok(target)
     }
