@@ -67,6 +67,7 @@ def _card(card: CardStatus, jobs: list[JobInfo]) -> dict[str, Any]:
         "memory": asdict(card.memory),
         "entries": _entries(card.residents, jobs),
         "holders": [asdict(holder) for holder in _foreign(card)],
+        "host_bytes": sum(one.bytes for one in card.on_host),
         "reservations": [asdict(reservation) for reservation in card.reservations],
     }
 

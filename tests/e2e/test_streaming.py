@@ -103,6 +103,28 @@ def test_plan_and_status_say_what_is_streamed(
         assert streamed(client)["transformer"] == found, "a pinned part stays as it is"
 
 
+def test_the_machines_memory_that_streamed_blocks_hold_is_shown_and_given_back(
+    on_card: Callable[[str], Service], whole: bytes
+) -> None:
+    def held(client: moored.Client) -> dict[str, int]:
+        (card,) = client.status().cards
+        return {one.component.name: one.bytes for one in card.on_host}
+
+    service = on_card("20MiB")
+    with service.client() as client:
+        assert client.generate_image(**PICTURE).images[0].tobytes() == whole
+        part = streamed(client)["transformer"]
+        assert held(client)["transformer"] >= part.streamed_bytes + part.streamed_once_bytes
+        assert "machine's memory: " in service.run("status").stdout
+        client.unload("mine")
+        assert held(client) == {}
+    with on_card("20MiB", "--set", "cards.host_memory=1MiB").client() as client:
+        assert client.generate_image(**PICTURE).images[0].tobytes() == whole
+        (card,) = client.status().cards
+        assert card.host_limit_bytes == 1 << 20
+        assert 0 < sum(held(client).values()) <= 1 << 20
+
+
 def test_a_streamed_model_whose_file_is_replaced_is_read_anew(
     on_card: Callable[[str], Service], models: Path, whole: bytes
 ) -> None:
@@ -163,6 +185,59 @@ def test_a_job_begins_again_if_a_file_changes_while_it_is_streamed(
             changed_meanwhile(client, 2, replace)
         assert changed_meanwhile(client, 0, replace) == undisturbed
         assert_at_rest(client)
+
+
+def test_a_hold_or_a_pin_of_a_streamed_model_does_not_keep_its_own_stages_waiting(
+    on_card: Callable[[str], Service], whole: bytes
+) -> None:
+    # They outlive the test: a stage that waits for one of them waits until its timeout.
+    with on_card("20MiB").client() as client:
+        for claim in (lambda: client.hold("mine", ttl_s=3600), lambda: client.pin("mine")):
+            claim()
+            for prompt in (PICTURE["prompt"], "a prompt that is encoded anew"):
+                again = PICTURE | {"prompt": prompt}
+                plan = client.plan(**again)
+                assert plan.runs_now, plan
+                made = client.generate_image(**again, timeout=60).images[0].tobytes()
+                assert (made == whole) == (prompt == PICTURE["prompt"])
+        (card,) = client.status().cards
+        assert any(one.pinned for one in card.residents)
+
+
+def test_a_pinned_model_that_is_streamed_leaves_room_for_another(
+    on_card: Callable[[str], Service], models: Path, whole: bytes
+) -> None:
+    shutil.copytree(models / "mine", models / "other")
+    file = models / "other/transformer/diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0x80
+    file.write_bytes(data)
+    with on_card("38MiB").client() as client:
+        with client.reserve(12 << 20):
+            client.load("mine")
+        client.pin("mine")
+        before = streamed(client)["transformer"].resident_bytes
+        client.generate_image(**PICTURE | {"model": "other"}, timeout=60)
+        (card,) = client.status().cards
+        pinned = [one for one in card.residents if one.pinned]
+        left = next(one for one in pinned if one.component.name == "transformer")
+        assert left.streamed is not None and left.streamed.resident_bytes < before
+        assert client.generate_image(**PICTURE, timeout=60).images[0].tobytes() == whole
+    with on_card("24MiB").client() as client:
+        client.load("mine")
+        client.pin("mine")
+        with pytest.raises(moored.NeverFits, match=r"MiB that are pinned \(unpin a model"):
+            client.generate_image(**PICTURE | {"model": "other"}, timeout=60)
+
+
+def test_a_session_of_a_model_that_is_larger_than_the_card_plays(simulate: Simulate) -> None:
+    arguments = ("--models", str(ROOT / "demo"), "--set", "cards.headroom=512KiB")
+    with (
+        simulate("sim:19MiB", arguments=arguments).client() as client,
+        client.audio_session(model="moored/demo-sound") as live,
+    ):
+        live.play("a soft pad", seed=1, seconds=2.0).wait(60)
+        live.play("a hard kick", seed=2, seconds=2.0).wait(60)
 
 
 def test_a_model_that_fits_in_no_part_is_refused(on_card: Callable[[str], Service]) -> None:

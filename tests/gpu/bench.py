@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import moored
-from figures import Recorder
+from figures import MIB, Recorder
 from processes import Companion
 
 from service import INSTANT_MODELS, ROOT, START_TIMEOUT_S, Service, clean_environment
 
 BESIDE = Path(__file__).with_name("beside.py")
 SIMULATED_WORLD = "world.txt"
+GIB = 1 << 30
 
 
 class NeedsCard(Exception):
@@ -81,6 +82,14 @@ class Scale:
     """New processes, with empty caches and with those that the one before left."""
     cpu_rounds: int
     """Pictures of each size on the CPU."""
+    stream_jobs: int
+    """Mixed jobs on each small card."""
+    stream_swaps: int
+    """Swaps there and back, of which each part is timed."""
+    cold_rounds: int
+    """Loads of a cold model, alone and with the first step."""
+    film_llama_layers: int
+    """Layers of the text encoder of films, of which two are not computed."""
     settings: tuple[str, ...] = ()
 
 
@@ -116,6 +125,10 @@ FULL = Scale(
     request_rounds=3,
     first_rounds=2,
     cpu_rounds=7,
+    stream_jobs=50,
+    stream_swaps=10,
+    cold_rounds=5,
+    film_llama_layers=32,
 )
 SMALL = Scale(
     load_rounds=3,
@@ -148,6 +161,10 @@ SMALL = Scale(
     request_rounds=2,
     first_rounds=1,
     cpu_rounds=1,
+    stream_jobs=30,
+    stream_swaps=2,
+    cold_rounds=2,
+    film_llama_layers=3,
     settings=("cards.headroom=1MiB",),
 )
 
@@ -232,6 +249,24 @@ class Bench:
         if self.simulated:
             told.append(f"world={self.world}")
         return ",".join([self.device, *told])
+
+    def small_card(self, size: int) -> str:
+        """The device with no more than so many bytes of memory."""
+        card, *options = self.device.split(",")
+        memory = f"{size // GIB}GiB" if size % GIB == 0 else f"{size // MIB}MiB"
+        if not self.simulated:
+            return ",".join([f"{card}={memory}", *options])
+        return ",".join([f"sim:{memory}", *options, f"world={self.world}"])
+
+    def foreign_bytes(self) -> int:
+        """What the card shows as used while this program has nothing on it."""
+        if self.simulated:
+            return 0
+        witness = self.witness()
+        try:
+            return int(witness.ask("used")["used"])
+        finally:
+            witness.end()
 
     @property
     def world(self) -> Path:

@@ -106,23 +106,30 @@ SMALL = Sizes(
 )
 
 
-class _List:
+class Layers:
     """Names and shapes as they are listed."""
 
     def __init__(self) -> None:
+        """None yet."""
         self.shapes: Shapes = []
 
+    def tensor(self, name: str, *shape: int) -> None:
+        """A tensor of this very name."""
+        self.shapes.append((name, shape))
+
     def weight(self, name: str, *shape: int) -> None:
-        self.shapes.append((f"{name}.weight", shape))
+        """A weight without a bias."""
+        self.tensor(f"{name}.weight", *shape)
 
     def layer(self, name: str, *shape: int) -> None:
+        """A weight with a bias."""
         self.weight(name, *shape)
-        self.shapes.append((f"{name}.bias", shape[:1]))
+        self.tensor(f"{name}.bias", shape[0])
 
 
 def transformer(s: Sizes) -> Shapes:
     """diffusers' FluxTransformer2DModel."""
-    width, made = s.head * s.heads, _List()
+    width, made = s.head * s.heads, Layers()
     made.layer("x_embedder", width, 64)
     made.layer("context_embedder", width, s.t5)
     for name, inputs in [("timestep", 256), ("guidance", 256), ("text", s.clip)]:
@@ -156,7 +163,7 @@ def transformer(s: Sizes) -> Shapes:
 
 def text_encoder(s: Sizes) -> Shapes:
     """transformers' CLIPTextModel."""
-    made = _List()
+    made = Layers()
     made.weight("text_model.embeddings.token_embedding", s.clip_words, s.clip)
     made.weight("text_model.embeddings.position_embedding", 77, s.clip)
     for i in range(s.clip_layers):
@@ -173,7 +180,7 @@ def text_encoder(s: Sizes) -> Shapes:
 
 def text_encoder_2(s: Sizes) -> Shapes:
     """transformers' T5EncoderModel."""
-    inner, made = s.t5_key * s.t5_heads, _List()
+    inner, made = s.t5_key * s.t5_heads, Layers()
     made.weight("shared", s.t5_words, s.t5)
     attention = "encoder.block.0.layer.0.SelfAttention"
     made.weight(f"{attention}.relative_attention_bias", 32, s.t5_heads)
@@ -193,7 +200,7 @@ def text_encoder_2(s: Sizes) -> Shapes:
 
 def vae(s: Sizes) -> Shapes:
     """diffusers' AutoencoderKL."""
-    made, channels = _List(), s.vae_channels
+    made, channels = Layers(), s.vae_channels
 
     def resnet(name: str, before: int, width: int) -> None:
         made.layer(f"{name}.norm1", before)

@@ -40,6 +40,7 @@ from full_size import (
     write,
     write_index,
 )
+from start_picture import start_picture
 
 MODELS = ("framepack", "hunyuan")
 # What FramePack's transformer has beside HunyuanVideo's.
@@ -207,15 +208,6 @@ def _decode_peer(_text: int) -> None:
         ms, peak = timed(decode, 3), peak_gib(decode)
         name = f"decode of 5 latents, {width}x{height}"
         tell(name, ms, "ms", who="diffusers eager", peak_gib=round(peak, 2))
-
-
-def start_picture(size: tuple[int, int]) -> Any:
-    import numpy as np
-    from PIL import Image
-
-    width, height = size
-    y, x = np.mgrid[0:height, 0:width]
-    return Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
 
 
 def film(service: Service, model: str, size: tuple[int, int], frames: int, steps: int) -> Any:

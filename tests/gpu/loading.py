@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import checkpoints
@@ -37,16 +40,29 @@ def make(bench: Bench) -> None:
 
 
 def wait_for_hashes(client: moored.Client, names: tuple[str, ...]) -> None:
-    """Waits until the service knows these checkpoints by their content, or raises a TimeoutError."""
+    """Waits until the service knows these checkpoints by their content, or raises a TimeoutError.
+
+    They are of one size: all but their transformers is the same.
+    """
+    wait_until_known(client, names)
+    models = {model.id: model for model in client.list_models(timeout=60)}
+    by_name = [{c.name: c.id for c in models[name].components} for name in names]
+    shared = [part for part in by_name[0] if len({one[part] for one in by_name}) == 1]
+    if len(names) > 1 and sorted(shared) != ["text_encoder", "text_encoder_2", "vae"]:
+        raise RuntimeError(f"the models share {', '.join(shared) or 'nothing'}")
+
+
+def wait_until_known(client: moored.Client, names: tuple[str, ...]) -> None:
+    """Waits until the service knows the files of these models by their content, or raises a TimeoutError."""
     until = time.monotonic() + HASH_TIMEOUT_S
-    while not _files_are_known(client, names):
+    while not _are_known(client, names):
         if time.monotonic() > until:
             raise TimeoutError("the service has not hashed the files in time")
         time.sleep(0.5)
 
 
-def _files_are_known(client: moored.Client, names: tuple[str, ...]) -> bool:
-    """Once two models go by the content of their files, they name the same text encoder.
+def _are_known(client: moored.Client, names: tuple[str, ...]) -> bool:
+    """Whether no component goes by its path any more.
 
     They change over when somebody asks something of them: to be unloaded, which here does nothing.
     """
@@ -56,12 +72,8 @@ def _files_are_known(client: moored.Client, names: tuple[str, ...]) -> bool:
     problems = [f"{m.id}: {m.problem}" for m in models.values() if m.problem]
     if problems:
         raise RuntimeError("; ".join(problems))
-    by_name = [{c.name: c.id for c in models[name].components} for name in names]
-    shared = ("vae", "text_encoder", "text_encoder_2")
-    same = all(len({one[part] for one in by_name}) == 1 for part in shared)
-    transformers = {one["transformer"] for one in by_name}
-    known = not any(c.startswith("path:") for one in by_name for c in one.values())
-    return same and len(transformers) == len(names) and known
+    known = (c.id for name in names for c in models[name].components)
+    return not any(one.startswith("path:") for one in known)
 
 
 def link(bench: Bench) -> None:
@@ -168,37 +180,71 @@ def swap(bench: Bench) -> None:
         add(f"swap.{what}.worst", f"{text}, worst", max(seconds), "s", target=0.8)
 
 
+@dataclass(frozen=True)
+class Swap:
+    """One model in the place of the other."""
+
+    old: str
+    new: str
+    seconds: float
+    stages: tuple[moored.StageReport, ...]
+    freed: list[tuple[int, int]]
+    """Bytes of what left, as booked and as the driver confirmed."""
+    log: list[str]
+    """What the service wrote meanwhile."""
+
+
 def swap_seconds(bench: Bench) -> tuple[dict[str, list[float]], str]:
     """Seconds of each swap there and back, by direction, and how a swap is done."""
     first, second = checkpoints.MODELS
-    for model in checkpoints.MODELS:
-        checkpoints.warm(bench.models / model / "transformer", bench.threads)
     times: dict[str, list[float]] = {f"{first} -> {second}": [], f"{second} -> {first}": []}
-    with bench.serve() as running:
-        client = running.client
-        whole = takes_replace(client)
-        # As a model that serves: it has computed before.
-        client.load(first, prove=True, timeout=120)
-        for _ in range(bench.scale.swap_rounds):
-            for old, new in ((first, second), (second, first)):
-                began = time.perf_counter()
-                _swap(client, old, new, whole)
-                times[f"{old} -> {new}"].append(time.perf_counter() - began)
-                _assert_resident(running, new, old)
+    with serve_for_swaps(bench) as running:
+        whole = takes_replace(running.client)
+        for one in swaps(running, bench.scale.swap_rounds):
+            times[f"{one.old} -> {one.new}"].append(one.seconds)
     if not whole:
         bench.record.note("this client's load has no `replace`: swaps were put together by hand")
     return times, "proof included" if whole else "by a smallest picture and an unload"
 
 
-def _swap(client: moored.Client, old: str, new: str, whole: bool) -> None:
+@contextmanager
+def serve_for_swaps(bench: Bench, settings: tuple[str, ...] = ()) -> Iterator[Running]:
+    """A service whose first model has computed, as one that serves; both are in the page cache."""
+    for model in checkpoints.MODELS:
+        checkpoints.warm(bench.models / model / "transformer", bench.threads)
+    with bench.serve(settings=settings) as running:
+        running.client.load(checkpoints.MODELS[0], prove=True, timeout=120)
+        yield running
+
+
+def swaps(running: Running, rounds: int, log_s: float = 0.0) -> Iterator[Swap]:
+    """Swaps there and back; each is followed by so long a wait for what the service writes."""
+    first, second = checkpoints.MODELS
+    whole = takes_replace(running.client)
+    for _ in range(rounds):
+        for old, new in ((first, second), (second, first)):
+            lines = len(running.service.log)
+            began = time.perf_counter()
+            done = _swap(running.client, old, new, whole)
+            seconds = time.perf_counter() - began
+            _assert_resident(running, new, old)
+            time.sleep(log_s)
+            freed = [(one.booked_bytes, one.freed_bytes) for one in done.freed] if done else []
+            stages = done.stages if done else ()
+            yield Swap(old, new, seconds, stages, freed, running.service.log[lines:])
+
+
+def _swap(client: moored.Client, old: str, new: str, whole: bool) -> moored.Done | None:
+    """The job's last event, where it is one job."""
     if whole:
         # Of a client that has it; see takes_replace.
         load: Any = client.load
-        load(new, replace=old, timeout=120)
-        return
+        done: moored.Done = load(new, replace=old, timeout=120).done
+        return done
     client.load(new, timeout=120)
     client.generate_image("a canary", model=new, width=64, height=64, steps=1, timeout=120)
     client.unload(old, timeout=60)
+    return None
 
 
 def _assert_resident(running: Running, there: str, gone: str) -> None:

@@ -23,10 +23,15 @@ import loading
 import others
 import pressure
 import speed
+import stream_films
+import stream_host
+import stream_mixed
+import stream_start
 import streaming
 from bench import FULL, ROOT, SMALL, Bench, NeedsCard, Scale
 from figures import PartResult, Recorder, Results, read_part, table
 
+STREAMED = (streaming, stream_host, stream_start, stream_films, stream_mixed)
 PARTS = (
     loading.PARTS
     | pressure.PARTS
@@ -35,8 +40,9 @@ PARTS = (
     | formats.PARTS
     | speed.PARTS
     | adapters.PARTS
-    | streaming.PARTS
 )
+for module in STREAMED:
+    PARTS |= module.PARTS
 # Sets of parts, by the name of the file of figures that they make in docs/benchmarks.
 SUITES = {
     "card": (
@@ -45,7 +51,7 @@ SUITES = {
     "quantization": "make link formats kept cold mixed bitsandbytes".split(),
     "speed": ["make", "link", *speed.PARTS],
     "adapters": ["make", "link", *adapters.PARTS],
-    "streaming": ["make", "link", *streaming.PARTS],
+    "streaming": ["make", "link", *(part for module in STREAMED for part in module.PARTS)],
 }
 ORDER = list(dict.fromkeys(name for suite in SUITES.values() for name in suite))
 assert sorted(ORDER) == sorted(PARTS)
@@ -61,8 +67,9 @@ LIMITS_S = (
     }
     | speed.LIMITS_S
     | adapters.LIMITS_S
-    | streaming.LIMITS_S
 )
+for module in STREAMED:
+    LIMITS_S |= module.LIMITS_S
 LAST_LINES = 25
 LEAST_S = 5.0
 AFTER_FAILURE_S = 2.0

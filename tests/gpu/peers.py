@@ -8,6 +8,7 @@ clock on a CPU.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -156,6 +157,43 @@ def step(peer: Peer, ways: list[str], shapes: list[str]) -> None:
             say(way=way, shape=shape, ms=ms, first_s=first_s, versions=versions)
 
 
+# How diffusers keeps weights in the machine's memory and brings them to the card while it computes.
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "leaf": {"offload_type": "leaf_level"},
+    "block": {"offload_type": "block_level", "num_blocks_per_group": 1},
+}
+
+
+def film(peer: Peer, ways: list[str], frames: int) -> None:
+    """diffusers' transformer of HunyuanVideo at 832x480: forward passes, `resident` and offloaded."""
+    import diffusers
+    from film import inputs, transformer
+
+    for way in ways:
+        model: Any = transformer(framepack=False)
+        ready_s, began = 0.0, time.perf_counter()
+        if way != "resident":
+            model.to("cpu")
+            torch.cuda.empty_cache()
+            places = {
+                "onload_device": torch.device(peer.place),
+                "offload_device": torch.device("cpu"),
+            }
+            model.enable_group_offload(**places, use_stream=True, **OFFLOADED[way])
+            ready_s = time.perf_counter() - began
+        given = inputs(model.config, (832, 480), (frames - 1) // 4 + 1, 16)
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            ms = peer.median_ms(lambda model=model, given=given: model(**given, return_dict=False))
+        told = "resident" if way == "resident" else f"group offloading by {way}, with a stream"
+        peak = torch.cuda.max_memory_allocated()
+        versions = f"diffusers {diffusers.__version__}, torch {torch.__version__}"
+        say(way=way, told=told, ms=ms, peak=peak, ready_s=ready_s, versions=versions)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def vae(peer: Peer, side: int) -> None:
     """diffusers' AutoencoderKL: decodes and encodes, and their peak memory."""
     import diffusers
@@ -229,12 +267,15 @@ def demo(peer: Peer, sides: list[int], prompts: list[str]) -> None:
 def main() -> None:
     """Runs one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("program", choices=["rates", "step", "vae", "text", "demo"])
+    parser.add_argument("program", choices=["rates", "step", "film", "vae", "text", "demo"])
     parser.add_argument("--place", default="cuda:0")
     parser.add_argument("--small", action="store_true", help="tiny models")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--ways", default="eager", help="for step: eager, compiled")
+    parser.add_argument(
+        "--ways", default="eager", help="step: eager, compiled; film: resident, leaf, block"
+    )
     parser.add_argument("--shapes", default="1024x1024x1", help="for step: WIDTHxHEIGHTxPICTURES")
+    parser.add_argument("--frames", type=int, default=49, help="for film")
     parser.add_argument("--sides", default="1024", help="for vae and demo: pixels")
     parser.add_argument("--tokens", type=int, default=512, help="for text")
     parser.add_argument("--prompts", type=Path, help="for demo: a line each")
@@ -243,6 +284,8 @@ def main() -> None:
     sides = [int(side) for side in told.sides.split(",")]
     if told.program == "step":
         step(peer, told.ways.split(","), told.shapes.split(","))
+    elif told.program == "film":
+        film(peer, told.ways.split(","), told.frames)
     elif told.program == "vae":
         vae(peer, sides[0])
     elif told.program == "text":

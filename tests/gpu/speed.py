@@ -84,7 +84,7 @@ class Denoising:
 
 def rates(bench: Bench) -> None:
     """What the card's own libraries reach: the ceiling of everything below."""
-    for found in _peer(bench, "rates", PEER_SECONDS["rates"]):
+    for found in answers_of_peer(bench, "rates", PEER_SECONDS["rates"]):
         what, rate = found["what"], found["tflops"]
         bench.record.add(f"speed.rate.{found['rate']}", what, rate, "TFLOP/s", "higher")
 
@@ -296,7 +296,7 @@ def peers(bench: Bench) -> None:
 def _peer_steps(bench: Bench, known: dict[str, float]) -> None:
     side, add = bench.scale.picture, bench.record.add
     options = ["--ways", "eager,compiled", "--shapes", _shape(side, side, 1)]
-    for one in _peer(bench, "step", PEER_SECONDS["step"], *options):
+    for one in answers_of_peer(bench, "step", PEER_SECONDS["step"], *options):
         known[one["way"]] = one["ms"]
         if one["way"] == "eager":
             add(EAGER, f"diffusers, eager: step, {side}x{side}", one["ms"], "ms")
@@ -309,7 +309,7 @@ def _peer_steps(bench: Bench, known: dict[str, float]) -> None:
 
 def _peer_vae(bench: Bench, known: dict[str, float]) -> None:
     options = ["--sides", str(bench.scale.picture)]
-    for one in _peer(bench, "vae", PEER_SECONDS["vae"], *options):
+    for one in answers_of_peer(bench, "vae", PEER_SECONDS["vae"], *options):
         known[one["vae"]] = one["ms"]
         key, of = f"speed.peer.vae.{one['vae']}", f"speed.vae.{one['vae']}"
         what = f"diffusers, {one['vae']}"
@@ -319,7 +319,7 @@ def _peer_vae(bench: Bench, known: dict[str, float]) -> None:
 
 
 def _peer_text(bench: Bench, known: dict[str, float]) -> None:
-    for one in _peer(bench, "text", PEER_SECONDS["text"], "--tokens", str(TOKENS)):
+    for one in answers_of_peer(bench, "text", PEER_SECONDS["text"], "--tokens", str(TOKENS)):
         known["text"] = one["ms"]
         what = "transformers, text encoders"
         bench.record.add("speed.peer.text", what, one["ms"], "ms", peer_of="speed.text")
@@ -331,7 +331,7 @@ def sizes_peers(bench: Bench) -> None:
     side = bench.scale.picture
     shapes = [_shape(*size, 1) for size in _sizes(bench)] + [_shape(side, side, BATCH)]
     options = ["--ways", "compiled", "--shapes", ",".join(shapes)]
-    for one in _peer(bench, "step", PEER_SECONDS["sizes"], *options):
+    for one in answers_of_peer(bench, "step", PEER_SECONDS["sizes"], *options):
         key, of = f"{COMPILED}.{one['shape']}", f"speed.step.{one['shape']}"
         what = f"diffusers, compiled, {one['shape']}"
         bench.record.add(key, what, one["ms"], "ms", peer_of=of)
@@ -391,7 +391,7 @@ def cpu(bench: Bench) -> None:
     _say_processor(bench)
     options = ["--sides", ",".join(map(str, CPU_SIDES)), "--prompts", str(PROMPTS)]
     options += ["--rounds", str(rounds)]
-    for one in _peer(bench, "demo", PEER_SECONDS["demo"], *options, place="cpu"):
+    for one in answers_of_peer(bench, "demo", PEER_SECONDS["demo"], *options, place="cpu"):
         key, of = f"speed.peer.cpu.{one['side']}", f"speed.cpu.{one['side']}"
         seconds = statistics.median(one["seconds"])
         bench.record.note(f"{one['side']}, diffusers: best: {min(one['seconds']):.3f} s")
@@ -485,7 +485,7 @@ def _shape(width: int, height: int, pictures: int) -> str:
     return f"{width}x{height}x{pictures}"
 
 
-def _peer(
+def answers_of_peer(
     bench: Bench, program: str, limit_s: float, *options: str, place: str = ""
 ) -> Iterator[dict[str, Any]]:
     """What a program of peers.py finds, as it comes. A RuntimeError if it fails, or if its time is up."""

@@ -6,15 +6,15 @@ import hashlib
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import checkpoints
 import moored
-from bench import Bench, Running, gigabytes
+from bench import GIB, Bench, Running, gigabytes
 from formats import FULL, in_format
 from speed import step_times
 
 FLUX = checkpoints.MODELS[0]
-GIB = 1 << 30
 # Format of the transformer, GiB of the card, and the most that a step may take, as a share of a
 # resident one.
 CAPS = (
@@ -27,6 +27,8 @@ CAPS = (
 )
 STEPS = 8
 SIDE = 1024
+BOUND_SHARE = 1.08
+"""The most that a step may take, as a share of the longer of its computation and its copies."""
 AUTO_CAP = 8
 AUTO_STEPS = 28
 AUTO_ROUNDS = 3
@@ -34,49 +36,79 @@ AUTO_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Made:
-    """One picture: its bytes, its steps, and what it took."""
+    """One picture or film: a digest of its bytes, its steps, and what it took."""
 
     digest: str
     step_ms: list[float]
+    first_step_s: float
+    """From the request to the end of the first step."""
     seconds: float
     most_used: int
-    stages: dict[str, float]
-    """Milliseconds of moves and of the computation, by stage."""
+    done: moored.Done
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Milliseconds of moves and of the computation, by stage."""
+        return {one.name: float(one.move_ms + one.run_ms) for one in self.done.stages}
 
 
-def make(running: Running, name: str) -> Made:
-    """A picture in few steps, and its figures."""
+@dataclass(frozen=True)
+class Beside:
+    """What a small card is held against."""
+
+    whole: Made
+    """The same on the whole card."""
+    nothing: int
+    """Bytes of the card that are used while nothing of ours is on it."""
+    link: float | None
+    """GB/s from pinned memory to the card, by PyTorch in the same run; None without PyTorch."""
+
+
+def followed(running: Running, stream: moored.EventStream[Any]) -> Made:
+    """A job to its end, with its figures."""
     at: list[tuple[int, float]] = []
-    pixels = hashlib.sha256()
     most, done = running.used(), None
     began = time.perf_counter()
-    options = {"width": SIDE, "height": SIDE, "seed": 7, "steps": STEPS, "output": "raw"}
-    call = running.client.stream_image(
-        "a lighthouse in the rain", model=in_format(name), timeout=300, **options
-    )
-    with call as stream:
+    with stream:
         for event in stream:
             if isinstance(event, moored.Step):
                 at.append((event.n, time.perf_counter()))
                 most = max(most, running.used())
-            elif isinstance(event, moored.Artifact):
-                pixels.update(event.chunk)
             elif isinstance(event, moored.Done):
                 done = event
-    if done is None:
-        raise RuntimeError(f"{name}: a job ended without its last event")
-    seconds = time.perf_counter() - began
-    stages = {stage.name: float(stage.move_ms + stage.run_ms) for stage in done.stages}
-    return Made(pixels.hexdigest(), step_times(at), seconds, max(most, running.used()), stages)
+    if done is None or not at:
+        raise RuntimeError("a job ended without its last event, or without a step")
+    seconds, first = time.perf_counter() - began, at[0][1] - began
+    made = digest(stream)
+    return Made(made, step_times(at), first, seconds, max(most, running.used()), done)
 
 
-def streaming(bench: Bench) -> None:
+def digest(stream: moored.EventStream[Any]) -> str:
+    """Of the bytes of a job's pictures and films."""
+    found = hashlib.sha256()
+    for one in (*stream.pictures, *stream.films):
+        found.update(one.data)
+    return found.hexdigest()
+
+
+def make(running: Running, name: str) -> Made:
+    """A picture in few steps, and its figures."""
+    options: dict[str, Any] = {"width": SIDE, "height": SIDE, "seed": 7, "output": "raw"}
+    options["steps"] = STEPS
+    model = in_format(name)
+    return followed(
+        running,
+        running.client.stream_image(
+            "a lighthouse in the rain", model=model, timeout=300, **options
+        ),
+    )
+
+
+def pictures(bench: Bench) -> None:
     """Steps and pictures on small cards, each format beside its own on the whole card."""
     bench.needs_card()
-    # What the driver keeps for itself counts as used, whoever is on the card.
-    witness = bench.witness()
-    nothing = int(witness.ask("used")["used"])
-    witness.end()
+    nothing = bench.foreign_bytes()
+    link = _link(bench)
     checkpoints.warm(bench.models / FLUX, bench.threads)
     whole: dict[str, Made] = {}
     for name in dict.fromkeys(name for name, *_ in CAPS):
@@ -90,7 +122,7 @@ def streaming(bench: Bench) -> None:
     failed = []
     for name, cap, share in CAPS:
         try:
-            _on_small_card(bench, name, cap, share, (whole[name], nothing))
+            _on_small_card(bench, name, cap, share, Beside(whole[name], nothing, link))
         except (moored.MooredError, RuntimeError) as error:
             bench.record.note(f"{name} on {cap} GiB failed: {type(error).__name__}: {error}")
             failed.append(f"{name} on {cap} GiB")
@@ -103,10 +135,18 @@ def streaming(bench: Bench) -> None:
         raise RuntimeError(f"failed: {', '.join(failed)}")
 
 
+def _link(bench: Bench) -> float | None:
+    try:
+        return float(bench.beside("link")["pinned_to_card"])
+    except RuntimeError as error:
+        bench.record.note(f"the link was not measured: {error}")
+        return None
+
+
 def _by_itself(bench: Bench) -> None:
     """Prompt to PNG on a small card, in formats that the service chooses, from the page cache."""
     options = {"model": f"{FLUX}+auto", "width": SIDE, "height": SIDE, "seed": 7, "timeout": 300}
-    with bench.serve(f"{bench.device}={AUTO_CAP}GiB") as running:
+    with bench.serve(bench.small_card(AUTO_CAP * GIB)) as running:
         running.client.generate_image("a lighthouse in the rain", steps=1, **options)
         taken = []
         for number in range(AUTO_ROUNDS):
@@ -121,13 +161,11 @@ def _by_itself(bench: Bench) -> None:
     bench.record.note(f"{what}: {made.model.key}: {stages}")
 
 
-def _on_small_card(
-    bench: Bench, name: str, cap: int, share: float | None, beside: tuple[Made, int]
-) -> None:
-    whole, nothing = beside
+def _on_small_card(bench: Bench, name: str, cap: int, share: float | None, beside: Beside) -> None:
+    whole, nothing = beside.whole, beside.nothing
     key, what = f"stream.{name}.{cap}", f"{name} on a card of {cap} GiB"
     settings = ("log.filter=info,timeline=debug",)
-    with bench.serve(f"{bench.device}={cap}GiB", settings=settings) as running:
+    with bench.serve(bench.small_card(cap * GIB), settings=settings) as running:
         before = running.used()
         first = make(running, name)
         again = make(running, name)
@@ -149,6 +187,10 @@ def _on_small_card(
     add(f"{key}.once", f"streamed once, {what}", gigabytes(once), "GB")
     rate = gigabytes(each) / ms * 1e3
     add(f"{key}.rate", f"streamed in each step, by its time, {what}", rate, "GB/s", "higher")
+    if beside.link and each:
+        bound = max(resident, 1e3 * gigabytes(each) / beside.link)
+        told = f"step, {what}: of the longer of its computation and its copies"
+        add(f"{key}.bound", told, ms / bound, "", target=BOUND_SHARE)
     add(f"{key}.first", f"first picture, {what}, {STEPS} steps", first.seconds, "s")
     add(f"{key}.again", f"the same again, {what}", again.seconds, "s")
     used = gigabytes(max(first.most_used, again.most_used) - nothing)
@@ -161,5 +203,5 @@ def _on_small_card(
 
 
 # Cheap ones first.
-PARTS = {"streaming": streaming}
-LIMITS_S = {"streaming": 420.0}
+PARTS = {"stream-pictures": pictures}
+LIMITS_S = {"stream-pictures": 420.0}

@@ -107,7 +107,7 @@ def test_every_relative_target_names_a_measured_figure(monkeypatch: pytest.Monke
         needs_card=lambda: None,
         beside=lambda *words, **more: beside,
     )
-    monkeypatch.setattr(speed, "_peer", finds)
+    monkeypatch.setattr(speed, "answers_of_peer", finds)
     monkeypatch.setattr(speed.checkpoints, "warm", lambda *where: 0)
     for one in (speed.peers, speed.sizes_peers, speed.bitsandbytes):
         one(bench)
@@ -179,7 +179,7 @@ def test_what_a_peer_found_before_its_time_was_over_is_kept(
     text = "import time\nprint('noise')\nprint('{\"ms\": 1}', flush=True)\ntime.sleep(60)\n"
     monkeypatch.setattr(speed, "PEERS", program(tmp_path, text))
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: name)
-    found = speed._peer(peer_bench(), "step", 3.0)
+    found = speed.answers_of_peer(peer_bench(), "step", 3.0)
     assert next(found) == {"ms": 1}
     with pytest.raises(RuntimeError, match="its 3 s were over"):
         next(found)
@@ -189,4 +189,4 @@ def test_a_peer_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(speed, "PEERS", program(tmp_path, "import sys\nsys.exit(3)\n"))
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(RuntimeError, match="ended with 3$"):
-        list(speed._peer(peer_bench(), "vae", 30.0))
+        list(speed.answers_of_peer(peer_bench(), "vae", 30.0))

@@ -476,6 +476,20 @@ class ResidentComponent:
         return self.streamed.resident_bytes if self.streamed else self.component.bytes
 
 
+@mirrors(residency_pb2.HostComponent)
+@dataclass(frozen=True, slots=True)
+class HostComponent:
+    """The machine's memory that a component holds, on a card or after it has left it.
+
+    `bytes` of its blocks are streamed from there, or come back from there. `entries` are the keys
+    of the models that use it.
+    """
+
+    component: Component
+    bytes: int
+    entries: tuple[str, ...]
+
+
 @mirrors(residency_pb2.Reservation)
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -499,7 +513,8 @@ class CardStatus:
     `attention` is what computes attention on it: `cudnn 9.19.0`, `own kernels: ` with the reason
     why cuDNN does not, `cpu loops`. For a shape that cuDNN has no plan for, own kernels compute all
     the same: `StageReport.attention` says what a stage went by. Empty while no worker is ready;
-    then `problem` says why.
+    then `problem` says why. `on_host` is the machine's memory that components hold, at most
+    `host_limit_bytes`; 0: what is available, less a share for others.
     """
 
     id: str
@@ -516,6 +531,8 @@ class CardStatus:
     policy: str
     attention: str
     problem: str = ""
+    on_host: tuple[HostComponent, ...] = ()
+    host_limit_bytes: int = 0
 
 
 @mirrors(residency_pb2.JobInfo)

@@ -66,6 +66,9 @@ def _card(card: moored.CardStatus) -> list[str]:
         stays = " pinned" * one.pinned + " held" * one.held
         whole = f" of {in_words(one.component.bytes)}, the rest streamed" if one.streamed else ""
         lines.append(f"  {one.component.name} {in_words(one.resident_bytes)}{whole}{stays}")
+    if card.on_host:
+        held = ", ".join(f"{one.component.name} {in_words(one.bytes)}" for one in card.on_host)
+        lines.append(f"  in the machine's memory: {held}")
     # Our own components are among the holders, too, with why they stay in brackets.
     ours = tuple(f"{one.component.name} (" for one in card.residents)
     for holder in card.holders:

@@ -145,6 +145,9 @@ fn card_lines(card: &v1::CardStatus, job: Option<&v1::JobInfo>, canvas: Canvas) 
         Bytes(memory.total),
         canvas.bold(&Bytes(memory.usable).to_string())
     )));
+    if let Some(note) = host_note(card) {
+        lines.push(canvas.fit(&note));
+    }
     if !card.attention.is_empty() {
         lines.push(canvas.fit(&format!("attention: {}", card.attention)));
     }
@@ -265,6 +268,28 @@ fn foreign_parts(card: &v1::CardStatus, foreign: u64) -> Vec<MemoryUser> {
         });
     }
     parts
+}
+
+/// `12.3 GiB of the machine's memory: transformer 11.2, text_encoder_2 1.1 (left the card)`, if components hold any.
+fn host_note(card: &v1::CardStatus) -> Option<String> {
+    let on_card = |held: &v1::HostComponent| {
+        let mut residents = card.residents.iter();
+        residents.any(|resident| {
+            resident.component.as_ref().map(|c| &c.id) == held.component.as_ref().map(|c| &c.id)
+        })
+    };
+    let all: u64 = card.on_host.iter().map(|held| held.bytes).sum();
+    let each = card.on_host.iter().map(|held| {
+        let name = held.component.as_ref().map_or("", |component| &component.name);
+        let left = if on_card(held) { "" } else { ", for its next use" };
+        format!("{name} {}{left}", Bytes(held.bytes))
+    });
+    let limit = match card.host_limit_bytes {
+        0 => String::new(),
+        limit => format!(" of at most {}", Bytes(limit)),
+    };
+    let each: Vec<String> = each.collect();
+    (all > 0).then(|| format!("machine's memory: {}{limit} ({})", Bytes(all), each.join("; ")))
 }
 
 fn resident_notes(resident: &v1::ResidentComponent) -> Vec<String> {
@@ -470,6 +495,19 @@ mod tests {
                     usable: 9 * GIB,
                     ..Default::default()
                 }),
+                on_host: vec![
+                    v1::HostComponent {
+                        component: transformer.component.clone(),
+                        bytes: 12 * GIB,
+                        ..Default::default()
+                    },
+                    v1::HostComponent {
+                        component: resident("text_encoder", 9).component,
+                        bytes: GIB,
+                        ..Default::default()
+                    },
+                ],
+                host_limit_bytes: 64 * GIB,
                 residents: vec![transformer, vae],
                 holders: vec![
                     holder("blender", 4242, 16),
@@ -519,6 +557,7 @@ mod tests {
 GPU-1a  NVIDIA H100  busy, shared, worker 77, restarted once
 AAAAAAAAAAAAAAAAAAAAAAABBBBBBBB%%%%%%%%wcxxxxxxxxxxxxxxxxyyyy...................
 80.0 GiB in all, 9.0 GiB usable
+machine's memory: 13.0 GiB of at most 64.0 GiB (transformer 12.0 GiB; text_encoder 1.0 GiB, for its next use)
 attention: own kernels: libcudnn.so.9 cannot be loaded
   A transformer     ███████▏                   24.0 GiB  in use, me/model+full
   B vae             ██▍                         8.0 GiB  idle 12 s, pinned, me/model+full

@@ -126,6 +126,8 @@ pub struct CardSettings {
     /// `None`: that of the profile.
     pub policy: Option<Policy>,
     pub headroom: Bytes,
+    /// The most of the machine's memory for streamed blocks of each card; `None`: what is available, less a share for others.
+    pub host_memory: Option<Bytes>,
     /// `None`: that of the profile. So are the next three.
     pub slack_limit: Option<Bytes>,
     pub release_threshold: Option<Bytes>,

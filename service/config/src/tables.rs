@@ -73,6 +73,7 @@ impl CardSettings {
                 ],
             ),
             headroom: r.size("cards.headroom"),
+            host_memory: r.optional_size("cards.host_memory"),
             slack_limit: r.optional_size("cards.slack_limit"),
             release_threshold: r.optional_size("cards.release_threshold"),
             staging: r.optional_size("cards.staging"),

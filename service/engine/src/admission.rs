@@ -231,6 +231,7 @@ mod tests {
             plan: (!rungs.is_empty()).then_some(plan),
             headroom: Bytes::ZERO,
             later: Vec::new(),
+            model: Vec::new(),
         }
     }
 

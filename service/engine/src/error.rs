@@ -43,6 +43,8 @@ pub struct Shortfall {
     pub free: Bytes,
     /// The most that the card can provide.
     pub capacity: Bytes,
+    /// Bytes of the card that pins of other models keep, beyond what it can provide.
+    pub pinned: Bytes,
     /// Holders of memory that is not available.
     pub holders: Vec<Holder>,
     /// Alternatives that would fit, the closest first.
@@ -54,6 +56,14 @@ pub struct Shortfall {
 }
 
 impl Shortfall {
+    /// ` beside 3.2 GiB that are pinned (unpin a model to have them)`, if anything is.
+    fn beside_pins(&self) -> String {
+        match self.pinned {
+            Bytes::ZERO => String::new(),
+            pinned => format!(" beside {pinned} that are pinned (unpin a model to have them)"),
+        }
+    }
+
     /// `; quantization 4-bit (nf4), the smallest, needs 6.7 GiB; NAME fits this card`, as far as that is known.
     fn alternatives(&self) -> String {
         let smallest = self.smallest.as_ref();
@@ -160,8 +170,8 @@ pub enum Error {
     ModelUnsupported(String),
     /// The job exceeds the capacity of the card.
     #[error(
-        "{} needs {} at its peak, and the card can give {} at the most{}",
-        .0.stage, .0.needed, .0.capacity, .0.alternatives()
+        "{} needs {} at its peak, and the card can give {} at the most{}{}",
+        .0.stage, .0.needed, .0.capacity, .0.beside_pins(), .0.alternatives()
     )]
     NeverFits(Box<Shortfall>),
     /// The patience for foreign or late memory is exhausted.

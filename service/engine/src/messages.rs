@@ -47,6 +47,8 @@ pub struct Order {
     pub allow_low_memory: bool,
     /// Bytes of the card that stay free while it runs, if that is more than the card's own headroom.
     pub headroom: Bytes,
+    /// All components of the model, sorted: see [`StageNeed::model`](residency::StageNeed::model).
+    pub components: Vec<ComponentId>,
     /// Stages of other jobs that are run in the same passes of the model, in the memory of the order's own. Each has its own
     /// progress and its own end, before that of the order.
     pub sharing: Vec<Sharing>,
@@ -142,8 +144,8 @@ impl Command {
 /// Claims on a card: what must stay resident, and what must stay free.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Standing {
-    /// Components that are never evicted.
-    pub pins: Vec<ComponentId>,
+    /// Pinned: (entry, components).
+    pub pins: Vec<(String, Vec<ComponentId>)>,
     /// Held for clients: (hold, components).
     pub holds: Vec<(String, Vec<ComponentId>)>,
     /// Kept free for other programs: (reservation, label, bytes).

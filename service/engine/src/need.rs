@@ -20,6 +20,8 @@ pub struct Need {
     pub headroom: Bytes,
     /// Components that later stages of the job need.
     pub later: Vec<ComponentId>,
+    /// All components of the model, sorted: see [`StageNeed::model`].
+    pub model: Vec<ComponentId>,
 }
 
 impl Need {
@@ -36,6 +38,7 @@ impl Need {
             plan: Some(plan),
             headroom,
             later,
+            model: ids_of(all),
         }
     }
 
@@ -64,6 +67,7 @@ impl Need {
                 Work::Load(_) => Vec::new(),
                 Work::Stage(work) => work.later.clone(),
             },
+            model: order.components.clone(),
         }
     }
 
@@ -100,6 +104,7 @@ impl Need {
             scratch,
             headroom: self.headroom,
             later: self.later.clone(),
+            model: self.model.clone(),
             passes: self.passes(),
         }
     }
@@ -133,6 +138,13 @@ impl Need {
         let least = exact.or_else(|| all.min_by_key(peak));
         least.map_or_else(|| self.with_scratch(Bytes::ZERO), |rung| self.on_rung(rung, None))
     }
+}
+
+/// The identities of these components, sorted.
+pub(crate) fn ids_of(components: &[Component]) -> Vec<ComponentId> {
+    let mut ids: Vec<ComponentId> = components.iter().map(|c| c.id.clone()).collect();
+    ids.sort_unstable();
+    ids
 }
 
 /// The components of these names.

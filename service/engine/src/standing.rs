@@ -2,32 +2,37 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use residency::{Bytes, ComponentId, HoldId, Ledger, ReservationId};
+use residency::{Bytes, ComponentId, HoldId, Ledger, PinId, ReservationId};
 
 use crate::messages::Standing;
 
 /// Claims by their identities.
 #[derive(PartialEq)]
 struct ClaimSet {
-    pins: BTreeSet<ComponentId>,
+    pins: BTreeMap<PinId, BTreeSet<ComponentId>>,
     holds: BTreeMap<HoldId, BTreeSet<ComponentId>>,
     reservations: BTreeMap<ReservationId, (String, Bytes)>,
 }
 
 impl ClaimSet {
     fn of_ledger(ledger: &Ledger) -> ClaimSet {
+        let pins = ledger.pins();
+        let pins = pins.map(|(id, components)| (id.clone(), components.iter().cloned().collect()));
         let holds = ledger.holds();
         let holds = holds.map(|(id, components)| (id.clone(), components.iter().cloned().collect()));
         let reservations = ledger.reservations();
         let reservations = reservations.map(|(id, label, bytes)| (id.clone(), (label.to_owned(), bytes)));
         ClaimSet {
-            pins: ledger.pins().cloned().collect(),
+            pins: pins.collect(),
             holds: holds.collect(),
             reservations: reservations.collect(),
         }
     }
 
     fn of(standing: &Standing) -> ClaimSet {
+        let pins = standing.pins.iter();
+        let pins =
+            pins.map(|(id, components)| (PinId::new(id.as_str()), components.iter().cloned().collect()));
         let holds = standing.holds.iter();
         let holds =
             holds.map(|(id, components)| (HoldId::new(id.as_str()), components.iter().cloned().collect()));
@@ -35,7 +40,7 @@ impl ClaimSet {
         let reservations =
             reservations.map(|(id, label, bytes)| (ReservationId::new(id.as_str()), (label.clone(), *bytes)));
         ClaimSet {
-            pins: standing.pins.iter().cloned().collect(),
+            pins: pins.collect(),
             holds: holds.collect(),
             reservations: reservations.collect(),
         }
@@ -52,11 +57,13 @@ impl Standing {
     /// how much of it is in use.
     pub(crate) fn apply_to(&self, ledger: &mut Ledger) {
         let (was, now) = (ClaimSet::of_ledger(ledger), ClaimSet::of(self));
-        for gone in was.pins.difference(&now.pins) {
+        for gone in was.pins.keys().filter(|id| !now.pins.contains_key(id)) {
             ledger.unpin(gone);
         }
-        for id in now.pins {
-            ledger.pin(id);
+        for (id, components) in now.pins {
+            if was.pins.get(&id) != Some(&components) {
+                ledger.pin(id, components.into_iter().collect());
+            }
         }
         for gone in was.holds.keys().filter(|id| !now.holds.contains_key(id)) {
             ledger.release_hold(gone);
@@ -93,7 +100,7 @@ mod tests {
     fn standing(pins: &[&str], hold: &[&str], reserved_gib: u64) -> Standing {
         let ids = |names: &[&str]| names.iter().map(|name| ComponentId::new(*name)).collect();
         Standing {
-            pins: ids(pins),
+            pins: vec![("pin".to_owned(), ids(pins))],
             holds: vec![("hold".to_owned(), ids(hold))],
             reservations: vec![("room".to_owned(), "training".to_owned(), Bytes::gib(reserved_gib))],
             foreign_before: None,

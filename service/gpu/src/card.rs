@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
+use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, Part};
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::read_on_host;
@@ -144,6 +144,20 @@ pub trait Gpu {
     /// [`GpuError::StillInUse`] if tensor handles are alive; nothing is freed then. [`GpuError::Leaked`] if the
     /// component was removed and its memory was not freed.
     fn unload(&mut self, id: &ComponentId) -> Result<Unloaded, GpuError>;
+
+    /// The machine's memory that components hold: see [`HostMemory`].
+    fn on_host(&self) -> HostMemory {
+        HostMemory::default()
+    }
+
+    /// The most of the machine's memory that components may hold; `None`: what is available, less a share for others.
+    fn limit_on_host(&mut self, _limit: Option<Bytes>) {}
+
+    /// Frees the memory of the machine that is kept for a component that is not on the card.
+    fn forget_on_host(&mut self, _id: &ComponentId) {}
+
+    /// Frees memory of the machine that is kept for components that are not on the card, as far as others are short of it.
+    fn relieve_host(&mut self) {}
 
     /// Returns slack to the driver and returns its bytes.
     ///

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor};
-use residency::{Bytes, Part};
+use residency::Part;
 
 use crate::blocks::{BlockPlace, Placement};
 use crate::convert::Numbers;
@@ -153,10 +153,6 @@ impl Streams for HostStream {
             *inside = Some(place);
         }
         Ok(())
-    }
-
-    fn bytes_on_host(&self) -> Bytes {
-        Bytes::ZERO
     }
 }
 

@@ -262,7 +262,7 @@ pub enum LoadError {
     /// The machine has not enough memory to stream from.
     #[error(
         "to stream its weights, the component needs {needed} of the machine's memory, and {available} are available: end other \
-         programs, or choose a smaller quantization"
+         programs, raise cards.host_memory if it is set, or choose a smaller quantization"
     )]
     HostMemory {
         needed: Bytes,

@@ -356,6 +356,13 @@ impl LoadedFrom {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    /// Whether it was loaded by this plan from these versions of its files.
+    pub(crate) fn is_of(&self, plan: &LoadPlan, files: &OpenFiles) -> bool {
+        let mut all = files.iter();
+        self.plan == *plan && all.all(|(path, open)| self.stamps.get(path) == Some(&open.stamp))
+    }
+
     /// Checks that open files are the versions that the component was loaded from.
     ///
     /// # Errors

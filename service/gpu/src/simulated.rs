@@ -13,13 +13,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
+use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, HostShare, Part};
 
 use crate::allocator::{self, return_free};
 use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
 use crate::cpu::not_there;
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::host_stream::{read_part, resize_on_host};
+use crate::host_tier::{HoldsMemory, HostTier};
 use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
 use crate::reader::{LoadedFrom, Progress, report_progress};
 use crate::tensors::ComponentTensors;
@@ -40,6 +41,8 @@ pub struct SimulatedCard {
     clock: Arc<dyn SimulatedClock>,
     book: SharedBook,
     held: HashMap<ComponentId, SimulatedComponent>,
+    /// Blocks of components that left the card.
+    host: HostTier<HostShare>,
     faults: FaultSchedule,
     loads: u64,
     lost: Option<String>,
@@ -54,6 +57,20 @@ struct SimulatedComponent {
     booked: Bytes,
     /// Whether it has tensors, and not only bytes.
     real: bool,
+    /// Bytes of the machine's memory that a card would hold for its streamed blocks: those of the smallest part that it was in.
+    on_host: HostShare,
+}
+
+impl HoldsMemory for HostShare {
+    fn bytes(&self) -> Bytes {
+        self.bytes
+    }
+}
+
+/// Bytes of a part that are streamed.
+fn streamed_bytes(component: &Component, part: Part) -> Bytes {
+    let size = component.size_of(part);
+    size.streamed + size.streamed_once
 }
 
 impl SimulatedCard {
@@ -78,6 +95,7 @@ impl SimulatedCard {
             settings,
             clock,
             held: HashMap::new(),
+            host: HostTier::default(),
             loads: 0,
             lost: None,
             stage_baseline: Bytes::ZERO,
@@ -107,6 +125,19 @@ impl SimulatedCard {
     /// [`OutOfMemory`]; nothing is allocated then.
     pub fn use_scratch(&self, bytes: Bytes) -> Result<ScratchGuard, OutOfMemory> {
         self.book.use_scratch(bytes)
+    }
+
+    /// How many of these bytes of streamed blocks the machine has memory for, beside those of other components. The rest is read from
+    /// files.
+    fn room_on_host(&mut self, wanted: Bytes) -> Bytes {
+        match self.host.make_room(wanted, self.in_use_on_host(), None) {
+            Err(LoadError::HostMemory { available, .. }) => available,
+            Ok(()) | Err(_) => wanted,
+        }
+    }
+
+    fn in_use_on_host(&self) -> Bytes {
+        self.held.values().map(|held| held.on_host.bytes).sum()
     }
 
     fn check_alive(&self) -> Result<(), String> {
@@ -299,6 +330,12 @@ impl Gpu for SimulatedCard {
             needed: e.needed,
             free: e.free,
         };
+        let streamed = streamed_bytes(component, part);
+        let kept = self
+            .host
+            .take(&component.id)
+            .map_or(Bytes::ZERO, |kept| kept.bytes);
+        let streamed = streamed.min(kept.max(self.room_on_host(streamed)));
         self.book.lock().take_component(booked).map_err(out_of_memory)?;
 
         let mut failed_at = None;
@@ -320,6 +357,10 @@ impl Gpu for SimulatedCard {
                         part,
                         booked,
                         real,
+                        on_host: HostShare {
+                            component: component.clone(),
+                            bytes: kept.max(streamed),
+                        },
                     },
                 );
                 Ok(())
@@ -349,6 +390,11 @@ impl Gpu for SimulatedCard {
         let mut held = held.ok_or_else(|| not_there(component))?;
         let booked = bytes_in_part(component, &held.from.plan, part);
         let outcome = self.change(&mut held, (part, booked), progress);
+        let more = streamed_bytes(component, part) - held.on_host.bytes;
+        let more = more.min(self.room_on_host(held.on_host.bytes + more) - held.on_host.bytes);
+        if outcome.is_ok() {
+            held.on_host.bytes += more;
+        }
         self.held.insert(component.id.clone(), held);
         outcome
     }
@@ -368,7 +414,10 @@ impl Gpu for SimulatedCard {
         }
         let (booked, real) = (held.booked, held.real);
         self.release();
-        self.held.remove(id);
+        if let Some(left) = self.held.remove(id) {
+            let in_use = self.in_use_on_host();
+            self.host.keep(id.clone(), left.on_host, in_use);
+        }
         if self.faults.at("unload") == Some(FaultAction::Leak) {
             // The bytes stay allocated until the process ends.
             return Err(GpuError::Leaked {
@@ -395,6 +444,26 @@ impl Gpu for SimulatedCard {
         self.release();
         return_free();
         Ok(self.book.lock().trim())
+    }
+
+    fn on_host(&self) -> HostMemory {
+        let on_card = self.held.values().map(|held| &held.on_host);
+        let all = on_card.chain(self.host.kept().map(|(_, kept)| kept));
+        let held = all.filter(|share| share.bytes > Bytes::ZERO);
+        HostMemory {
+            limit: self.host.limit,
+            components: held
+                .map(|share| (share.component.id.clone(), share.clone()))
+                .collect(),
+        }
+    }
+
+    fn limit_on_host(&mut self, limit: Option<Bytes>) {
+        self.host.limit = limit;
+    }
+
+    fn forget_on_host(&mut self, id: &ComponentId) {
+        self.host.forget(id);
     }
 
     fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {

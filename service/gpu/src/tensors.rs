@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
-use residency::Bytes;
 
 use crate::blocks::BlockPlace;
 use crate::format::WeightFormat;
@@ -44,9 +43,6 @@ impl Weight {
 pub(crate) trait Streams: fmt::Debug + Send + Sync {
     /// As [`WeightStream::enter`].
     fn enter(&self, place: BlockPlace) -> Result<(), LoadError>;
-
-    /// Bytes of the machine's memory that it keeps for blocks.
-    fn bytes_on_host(&self) -> Bytes;
 }
 
 /// The streamed blocks of a component: those that are on the card only while a stage uses them. Clones are one stream.
@@ -70,13 +66,6 @@ impl WeightStream {
     /// Whether all of the component is on the card.
     pub fn is_whole(&self) -> bool {
         self.0.is_none()
-    }
-
-    /// Bytes of the machine's memory that are kept for its blocks.
-    pub fn bytes_on_host(&self) -> Bytes {
-        self.0
-            .as_ref()
-            .map_or(Bytes::ZERO, |stream| stream.bytes_on_host())
     }
 }
 

@@ -538,6 +538,18 @@ fn card_out(card: &CardStatus, report: &StatusReport) -> v1::CardStatus {
             })
             .collect(),
         worker_restarts: card.restarts,
+        on_host: card
+            .ledger
+            .host()
+            .components
+            .values()
+            .map(|share| v1::HostComponent {
+                component: Some(component_out(&share.component)),
+                bytes: share.bytes.0,
+                entries: entries_of(&share.component, report),
+            })
+            .collect(),
+        host_limit_bytes: card.ledger.host().limit.map_or(0, |limit| limit.0),
         problem: card.problem.clone(),
         job_id: card.job.as_ref().map(ToString::to_string).unwrap_or_default(),
         ..Default::default()
@@ -557,13 +569,14 @@ fn resident_out(resident: &Resident, card: &CardStatus, report: &StatusReport) -
         pinned: resident.pinned,
         held: resident.held > 0,
         idle_ms: card.ledger_now.since(resident.last_used),
-        entries: report
-            .users
-            .get(&resident.component.id)
-            .cloned()
-            .unwrap_or_default(),
+        entries: entries_of(&resident.component, report),
         streamed: (resident.part != Part::WHOLE).then(|| streamed_out(&resident.component, resident.part)),
     }
+}
+
+/// The keys of the entries that use a component.
+fn entries_of(component: &Component, report: &StatusReport) -> Vec<String> {
+    report.users.get(&component.id).cloned().unwrap_or_default()
 }
 
 /// A component of which this part is on the card.

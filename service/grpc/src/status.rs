@@ -364,6 +364,7 @@ mod tests {
             fallbacks: Vec::new(),
             smallest: None,
             instead: None,
+            pinned: residency::Bytes::ZERO,
         };
         let status = status_of(&Error::MemoryTaken(Box::new(shortfall)));
         assert_eq!(status.code(), Code::ResourceExhausted);

@@ -373,6 +373,7 @@ fn start_card_tasks(
         let settings = WorkerSettings {
             device: device.clone(),
             headroom: config.cards.headroom,
+            host_memory: config.cards.host_memory,
             memory,
             log: config.log.clone(),
             lock_file: worker_lock(&config.service.state, card),

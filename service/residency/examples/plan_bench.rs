@@ -48,6 +48,7 @@ fn full_card() -> Result<Ledger, LedgerError> {
             scratch: Bytes::ZERO,
             headroom: Bytes::ZERO,
             later: Vec::new(),
+            model: Vec::new(),
             passes: 2,
         };
         for _ in 0..n % 5 {
@@ -82,6 +83,7 @@ fn main() -> Result<(), LedgerError> {
             scratch: Bytes::mib(n * 13 % 40_000),
             headroom: Bytes::ZERO,
             later: Vec::new(),
+            model: Vec::new(),
             passes: 2,
         };
         let policy = if n % 2 == 0 {

@@ -8,16 +8,18 @@
 mod claims;
 mod moves;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::nouns::{Bytes, ComponentId, DriverTruth, Holder, Millis};
+use crate::host::HostMemory;
+use crate::nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
 
-pub use claims::{HoldId, ReservationId};
+pub(crate) use claims::Claim;
+pub use claims::{HoldId, PinId, ReservationId};
 pub use moves::{LeaseId, LedgerError};
 
 /// Timeout in milliseconds after which late bytes (freed by us, not shown as free by the driver) are written off as
@@ -73,7 +75,8 @@ pub struct Ledger {
     residents: BTreeMap<ComponentId, Resident>,
     leases: BTreeMap<LeaseId, moves::Lease>,
     next_lease: u64,
-    pins: BTreeSet<ComponentId>,
+    /// Components of each pin, sorted.
+    pins: BTreeMap<PinId, Vec<ComponentId>>,
     /// Components of each hold, sorted.
     holds: BTreeMap<HoldId, Vec<ComponentId>>,
     reservations: BTreeMap<ReservationId, claims::Reservation>,
@@ -85,6 +88,7 @@ pub struct Ledger {
     /// Unattributed bytes (foreign or leaked) when last nothing was late: the excess over this is late.
     unattributed_baseline: Bytes,
     holders: Vec<Holder>,
+    host: HostMemory,
 }
 
 impl Ledger {
@@ -100,7 +104,7 @@ impl Ledger {
             residents: BTreeMap::new(),
             leases: BTreeMap::new(),
             next_lease: 0,
-            pins: BTreeSet::new(),
+            pins: BTreeMap::new(),
             holds: BTreeMap::new(),
             reservations: BTreeMap::new(),
             foreign_before_reservations: Bytes::ZERO,
@@ -108,6 +112,7 @@ impl Ledger {
             late_since: None,
             unattributed_baseline: Bytes::ZERO,
             holders: Vec::new(),
+            host: HostMemory::default(),
         }
     }
 
@@ -164,6 +169,16 @@ impl Ledger {
         self.book = book;
         self.holders = truth.holders.clone();
         self.foreign_before_reservations = self.foreign_before_reservations.min(book.foreign);
+    }
+
+    /// Replaces the record of the machine's memory that the card's components hold.
+    pub fn record_host(&mut self, host: HostMemory) {
+        self.host = host;
+    }
+
+    /// The machine's memory that the card's components hold.
+    pub fn host(&self) -> &HostMemory {
+        &self.host
     }
 
     /// All accounts.
@@ -251,6 +266,14 @@ impl Ledger {
         self.residents
             .get(id)
             .is_some_and(|r| r.state == ResidentState::Resident)
+    }
+
+    /// All components that have bytes booked on the card or hold memory of the machine.
+    pub fn on_card_or_host(&self) -> impl Iterator<Item = &Component> {
+        let on_card = self.residents.values().map(|r| &r.component);
+        let on_host = self.host.components.iter();
+        let on_host = on_host.filter(|(id, _)| !self.residents.contains_key(*id));
+        on_card.chain(on_host.map(|(_, share)| &share.component))
     }
 
     /// Whether a component is loaded, and all of it is on the card.

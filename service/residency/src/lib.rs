@@ -30,7 +30,7 @@
 //!     reload_seconds: 0.02,
 //!     parts: Parts::default(),
 //! };
-//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO, later: vec![], passes: 1 };
+//! let need = StageNeed { name: "decode".into(), components: vec![vae], scratch: Bytes::gib(3), headroom: Bytes::ZERO, later: vec![], model: vec![], passes: 1 };
 //!
 //! let Verdict::Run { moves } = plan(&ledger, &need, Policy::Shared, now) else { panic!("it fits") };
 //! for each in moves {
@@ -62,6 +62,7 @@
 #![deny(unsafe_code)]
 
 mod fallback;
+mod host;
 mod ledger;
 mod nouns;
 mod parts;
@@ -71,8 +72,9 @@ mod resident;
 mod scratch;
 
 pub use fallback::{Alternative, Fallback, Fits, fallbacks, peak_of};
+pub use host::{HostMemory, HostShare};
 pub use ledger::{
-    Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, ReservationId,
+    Accounts, HoldId, LATE_AT_MOST_MS, LeaseId, Ledger, LedgerError, MemorySummary, PinId, ReservationId,
 };
 pub use nouns::{Bytes, Component, ComponentId, DriverTruth, Holder, Millis, StageNeed};
 pub use parts::{Part, PartSize, Parts};

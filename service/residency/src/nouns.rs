@@ -143,6 +143,9 @@ pub struct StageNeed {
     pub headroom: Bytes,
     /// Components that later stages of the job need: they are evicted last, since they would be reloaded at once.
     pub later: Vec<ComponentId>,
+    /// All components of its model, sorted. Pins and holds of these alone do not keep the stage from running: its model's components
+    /// make room for each other, after those of all others.
+    pub model: Vec<ComponentId>,
     /// How often the stage goes over the blocks of its components. What is streamed crosses the link in each pass.
     pub passes: u32,
 }

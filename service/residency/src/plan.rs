@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::ledger::Ledger;
+use crate::ledger::{Claim, Ledger};
 use crate::nouns::{Bytes, Component, ComponentId, Millis, StageNeed};
 use crate::parts::Part;
 use crate::resident::{Resident, ResidentState};
@@ -131,7 +131,10 @@ fn decide(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> (Ve
     if !streams_instead || need.components.iter().all(|c| c.parts.sizes().is_empty()) {
         return (verdict, whole);
     }
-    let in_parts = decide_in_parts(ledger, need, policy, now);
+    let mut in_parts = decide_in_parts(ledger, need, true, policy, now);
+    if !matches!(in_parts.0, Verdict::Run { .. }) {
+        in_parts = decide_in_parts(ledger, need, false, policy, now);
+    }
     let is_late = matches!(
         verdict,
         Verdict::Wait {
@@ -154,9 +157,17 @@ fn verdict_on(ledger: &Ledger, need: &StageNeed, chosen: &Chosen, policy: Policy
     Survey::of(ledger, &ask).verdict(&ask, policy, now)
 }
 
-/// The plan in which components that have parts get what the card has for them.
-fn decide_in_parts(ledger: &Ledger, need: &StageNeed, policy: Policy, now: Millis) -> (Verdict, Chosen) {
-    let least: Chosen = need.components.iter().map(|c| least_of(ledger, c)).collect();
+/// The plan in which components that have parts get what the card has for them. Claimed components of the stage do not shrink in it
+/// if `keep_claimed` says so.
+fn decide_in_parts(
+    ledger: &Ledger,
+    need: &StageNeed,
+    keep_claimed: bool,
+    policy: Policy,
+    now: Millis,
+) -> (Verdict, Chosen) {
+    let least = need.components.iter();
+    let least: Chosen = least.map(|c| least_of(ledger, need, c, keep_claimed)).collect();
     let ask = Ask::of_stage(ledger, need, &least);
     let survey = Survey::of(ledger, &ask);
     let verdict = survey.verdict(&ask, policy, now);
@@ -217,13 +228,19 @@ fn whole_of(ledger: &Ledger, component: &Component) -> Part {
     leased.map_or(Part::WHOLE, |r| r.part)
 }
 
-/// The smallest part of a component that a stage may be given: no smaller than what is in use, pinned or held.
-fn least_of(ledger: &Ledger, component: &Component) -> Part {
+/// The smallest part of a component that a stage may be given: no smaller than what is in use, or claimed for others.
+fn least_of(ledger: &Ledger, need: &StageNeed, component: &Component, keep_claimed: bool) -> Part {
     let least = component.least();
-    match ledger.resident(&component.id) {
-        Some(r) if r.leases > 0 || r.pinned || r.held > 0 => r.part.min(least),
-        Some(_) | None => least,
-    }
+    let Some(here) = ledger.resident(&component.id) else {
+        return least;
+    };
+    let stays = here.leases > 0
+        || match ledger.claim_on(here, &need.model) {
+            None => false,
+            Some(Claim::OfOthers) if here.part == Part::WHOLE => true,
+            Some(Claim::OfOthers | Claim::OfItsModel) => keep_claimed,
+        };
+    if stays { here.part.min(least) } else { least }
 }
 
 /// Bytes that a move gives back to the card.
@@ -272,6 +289,7 @@ pub fn make_room(ledger: &Ledger, bytes: Bytes, now: Millis) -> Verdict {
         peak: bytes,
         headroom: Bytes::ZERO,
         later: &[],
+        model: &[],
     };
     Survey::of(ledger, &ask).verdict(&ask, Policy::Shared, now)
 }
@@ -322,6 +340,8 @@ struct Ask<'a> {
     headroom: Bytes,
     /// Components that the job needs later.
     later: &'a [ComponentId],
+    /// All components of the stage's model.
+    model: &'a [ComponentId],
 }
 
 impl<'a> Ask<'a> {
@@ -342,6 +362,7 @@ impl<'a> Ask<'a> {
             peak: need.scratch,
             headroom: need.headroom - ledger.headroom(),
             later: &need.later,
+            model: &need.model,
         };
         for (position, component) in by_id {
             let part = chosen.get(position).copied().unwrap_or_default();
@@ -370,13 +391,30 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// The supply, from one pass over the ledger: the components that can be evicted, and the bytes that cannot.
+/// A component that can give up bytes for a stage.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    resident: &'a Resident,
+    /// The bytes that it keeps, because they are claimed; zero if it can be evicted.
+    keeps: Bytes,
+    /// Whether it is pinned or held.
+    is_claimed: bool,
+}
+
+impl Source<'_> {
+    /// The bytes that it can give up.
+    fn bytes(&self) -> Bytes {
+        self.resident.bytes() - self.keeps
+    }
+}
+
+/// The supply, from one pass over the ledger: the components that can give up bytes, and the bytes that cannot be given up.
 struct Survey<'a> {
     ledger: &'a Ledger,
-    idle: Vec<&'a Resident>,
-    /// Our own bytes that the stage does not need and that are neither idle nor pinned.
+    sources: Vec<Source<'a>>,
+    /// Our own bytes that the stage does not need, and that are in use or held for others.
     busy: Bytes,
-    /// Pinned bytes that the stage does not need.
+    /// Bytes that the stage does not need, and that are pinned for others.
     pinned: Bytes,
     /// Whether a component that the stage needs is being loaded or evicted.
     needed_is_moving: bool,
@@ -384,26 +422,37 @@ struct Survey<'a> {
 
 impl<'a> Survey<'a> {
     fn of(ledger: &'a Ledger, ask: &Ask<'_>) -> Survey<'a> {
-        let (mut idle, mut busy, mut pinned) = (Vec::new(), Bytes::ZERO, Bytes::ZERO);
-        let mut needed_is_moving = false;
+        let mut survey = Survey {
+            ledger,
+            sources: Vec::new(),
+            busy: Bytes::ZERO,
+            pinned: Bytes::ZERO,
+            needed_is_moving: false,
+        };
         for resident in ledger.residents() {
+            let is_still = resident.state == ResidentState::Resident;
             if ask.names(resident) {
-                needed_is_moving |= resident.state != ResidentState::Resident;
-            } else if resident.is_idle() {
-                idle.push(resident);
-            } else if resident.pinned {
-                pinned += resident.bytes();
+                survey.needed_is_moving |= !is_still;
+                continue;
+            }
+            let source = Source {
+                resident,
+                keeps: ledger.kept_for_others(resident, ask.model),
+                is_claimed: resident.pinned || resident.held > 0,
+            };
+            let kept_for = if resident.pinned {
+                &mut survey.pinned
             } else {
-                busy += resident.bytes();
+                &mut survey.busy
+            };
+            *kept_for += source.keeps;
+            if is_still && resident.leases == 0 {
+                survey.sources.push(source);
+            } else {
+                survey.busy += source.bytes();
             }
         }
-        Survey {
-            ledger,
-            idle,
-            busy,
-            pinned,
-            needed_is_moving,
-        }
+        survey
     }
 
     fn verdict(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Verdict {
@@ -442,7 +491,7 @@ impl<'a> Survey<'a> {
     }
 
     fn evictable(&self) -> Bytes {
-        self.idle.iter().map(|r| r.bytes()).sum()
+        self.sources.iter().map(Source::bytes).sum()
     }
 
     /// The first claim whose release, together with those before it, would be enough.
@@ -477,44 +526,48 @@ impl<'a> Survey<'a> {
         moves
     }
 
-    /// Evictions: first those that the policy requires, then of the cheapest to reload until enough is free. Components
-    /// that the job itself needs later come last. Evictions that later choices made unnecessary are left out, and a component
-    /// that has parts gives up only what is missing.
+    /// Evictions: first those that the policy requires, then of the cheapest to reload until enough is free. Components that the
+    /// job itself needs later come last, and claimed ones after them. Evictions that later choices made unnecessary are left out,
+    /// and a component that has parts gives up only what is missing.
     fn victims(&self, ask: &Ask<'_>, policy: Policy, now: Millis) -> Vec<Move> {
         let missing = self.missing(ask);
         let large = large_from(self.ledger.total());
-        let must_go = |r: &Resident| policy == Policy::Exclusive && r.bytes() >= large;
-        let (victims, others): (Vec<&Resident>, Vec<&Resident>) = self.idle.iter().partition(|r| must_go(r));
-        let freed: Bytes = victims.iter().map(|r| r.bytes()).sum();
+        let must_go =
+            |s: &Source<'_>| policy == Policy::Exclusive && !s.is_claimed && s.resident.bytes() >= large;
+        let (victims, others): (Vec<Source<'_>>, Vec<Source<'_>>) =
+            self.sources.iter().partition(|s| must_go(s));
+        let freed: Bytes = victims.iter().map(Source::bytes).sum();
         let mut victims: Vec<Move> = victims
             .into_iter()
-            .map(|r| Move::Evict(r.component.clone()))
+            .map(|s| Move::Evict(s.resident.component.clone()))
             .collect();
         let missing = missing - freed;
         if missing == Bytes::ZERO {
             return victims;
         }
-        let is_later = |r: &Resident| ask.later.contains(&r.component.id);
-        let mut by_cost: Vec<(f64, &Resident)> =
-            others.into_iter().map(|r| (r.cost_per_byte(now), r)).collect();
+        let is_later = |s: &Source<'_>| ask.later.contains(&s.resident.component.id);
+        let others = others.into_iter().filter(|s| s.bytes() > Bytes::ZERO);
+        let mut by_cost: Vec<(f64, Source<'_>)> =
+            others.map(|s| (s.resident.cost_per_byte(now), s)).collect();
         by_cost.sort_by(|(a, r), (b, s)| {
-            let later = is_later(r).cmp(&is_later(s));
-            later.then(a.total_cmp(b)).then(r.last_used.cmp(&s.last_used))
+            let last = (r.is_claimed, is_later(r)).cmp(&(s.is_claimed, is_later(s)));
+            let (here, there) = (r.resident.last_used, s.resident.last_used);
+            last.then(a.total_cmp(b)).then(here.cmp(&there))
         });
         let mut sum = Bytes::ZERO;
-        let enough = by_cost.iter().position(|(_, r)| {
-            sum += r.bytes();
+        let enough = by_cost.iter().position(|(_, s)| {
+            sum += s.bytes();
             sum >= missing
         });
         by_cost.truncate(enough.map_or(by_cost.len(), |last| last + 1));
         let mut spare = sum - missing;
         let mut chosen: Vec<Move> = Vec::with_capacity(by_cost.len());
-        for (_, resident) in by_cost.into_iter().rev() {
-            let (component, bytes) = (&resident.component, resident.bytes());
-            if bytes <= spare {
-                spare -= bytes;
-            } else if let Some(part) = component.largest_within(spare) {
-                spare -= component.bytes_of(part);
+        for (_, source) in by_cost.into_iter().rev() {
+            let component = &source.resident.component;
+            if source.bytes() <= spare {
+                spare -= source.bytes();
+            } else if let Some(part) = component.largest_within(source.keeps + spare) {
+                spare -= component.bytes_of(part) - source.keeps;
                 chosen.push(Move::Resize(component.clone(), part));
             } else {
                 chosen.push(Move::Evict(component.clone()));

@@ -750,6 +750,8 @@ class CardStatus(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     ATTENTION_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    ON_HOST_FIELD_NUMBER: builtins.int
+    HOST_LIMIT_BYTES_FIELD_NUMBER: builtins.int
     id: builtins.str
     name: builtins.str
     kind: builtins.str
@@ -770,6 +772,8 @@ class CardStatus(google.protobuf.message.Message):
     """
     problem: builtins.str
     """Why the card has no worker: how the last one ended, or that it is stuck in the driver. Empty while a worker is ready."""
+    host_limit_bytes: builtins.int
+    """The most that they may hold; 0: what is available, less a sixteenth of the machine's memory."""
     @property
     def memory(self) -> events_pb2.MemoryAccounts: ...
     @property
@@ -778,6 +782,12 @@ class CardStatus(google.protobuf.message.Message):
     def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[events_pb2.Holder]: ...
     @property
     def reservations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Reservation]: ...
+    @property
+    def on_host(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HostComponent]:
+        """Components that hold memory of the machine: blocks that are streamed from it, also of components that left the card, so that they
+        come back from there. Memory that the system can take back at any time (cached pages of files) does not count.
+        """
+
     def __init__(
         self,
         *,
@@ -795,11 +805,41 @@ class CardStatus(google.protobuf.message.Message):
         policy: builtins.str = ...,
         attention: builtins.str = ...,
         problem: builtins.str = ...,
+        on_host: collections.abc.Iterable[global___HostComponent] | None = ...,
+        host_limit_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention", b"attention", "holders", b"holders", "id", b"id", "job_id", b"job_id", "kind", b"kind", "memory", b"memory", "name", b"name", "policy", b"policy", "problem", b"problem", "reservations", b"reservations", "residents", b"residents", "state", b"state", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention", b"attention", "holders", b"holders", "host_limit_bytes", b"host_limit_bytes", "id", b"id", "job_id", b"job_id", "kind", b"kind", "memory", b"memory", "name", b"name", "on_host", b"on_host", "policy", b"policy", "problem", b"problem", "reservations", b"reservations", "residents", b"residents", "state", b"state", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]) -> None: ...
 
 global___CardStatus = CardStatus
+
+@typing.final
+class HostComponent(google.protobuf.message.Message):
+    """The machine's memory that one component holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPONENT_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    bytes: builtins.int
+    @property
+    def component(self) -> model_pb2.Component: ...
+    @property
+    def entries(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Entry keys that use it."""
+
+    def __init__(
+        self,
+        *,
+        component: model_pb2.Component | None = ...,
+        bytes: builtins.int = ...,
+        entries: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["component", b"component"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "component", b"component", "entries", b"entries"]) -> None: ...
+
+global___HostComponent = HostComponent
 
 @typing.final
 class ResidentComponent(google.protobuf.message.Message):

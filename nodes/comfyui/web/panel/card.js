@@ -192,7 +192,8 @@ function notesOf(card) {
   const reserved = card.reservations.map((one) =>
     fill(words.memory.reserved, { bytes: size(one.bytes), label: one.label || one.id, time: time(one.expires_in_ms) }),
   );
+  const host = card.host_bytes ? [fill(words.memory.host, { bytes: size(card.host_bytes) })] : [];
   const restarts = card.worker_restarts ? [fill(words.memory.restarts, { count: card.worker_restarts })] : [];
   // Two alike are one line: the list is kept by what it says.
-  return [...new Set([...holds, ...reserved, ...restarts])];
+  return [...new Set([...holds, ...reserved, ...host, ...restarts])];
 }

@@ -23,6 +23,7 @@ export const words = {
     of: "{used} of {total} used",
     holds: "{bytes} held by {name}",
     reserved: "{bytes} reserved for {label}, {time} left",
+    host: "The machine's memory holds {bytes} of streamed models",
     restarts: "Worker restarts: {count}",
   },
   card_states: {

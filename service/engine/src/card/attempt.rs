@@ -206,7 +206,7 @@ impl Card {
             for component in parts {
                 let is_free = |r: &residency::Resident| r.leases == 0;
                 if self.ledger.resident(&component.id).is_some_and(is_free) {
-                    self.evict_unreadable(component, None, link)?;
+                    self.evict(component, None, link)?;
                 }
             }
         }

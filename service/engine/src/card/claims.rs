@@ -42,16 +42,17 @@ impl Card {
         link: &mut dyn Link,
     ) -> Result<(), MoveError> {
         for id in asked {
-            let Some(resident) = self.ledger.resident(id) else {
-                continue;
-            };
-            let component = resident.component.clone();
-            match reason_to_stay(resident) {
-                Some(reason) => left.kept.push((component, reason)),
-                None => self.unload_one(component, left, link)?,
+            let resident = self.ledger.resident(id);
+            match resident.map(|r| (r.component.clone(), reason_to_stay(r))) {
+                Some((component, Some(reason))) => left.kept.push((component, reason)),
+                Some((component, None)) => {
+                    self.unload_one(component, left, link)?;
+                    self.gpu.forget_on_host(id);
+                }
+                None => self.gpu.forget_on_host(id),
             }
         }
-        Ok(())
+        self.reconcile_after_change()
     }
 
     fn unload_one(

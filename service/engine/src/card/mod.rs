@@ -51,6 +51,9 @@ pub struct CardSettings {
     /// Bytes of components that are kept in the machine's memory for the next stage that reads them from there, until the card is
     /// idle.
     pub on_host: Bytes,
+    /// The most of the machine's memory that components may hold for their streamed blocks; `None`: what is available, less a
+    /// share for others.
+    pub host_limit: Option<Bytes>,
 }
 
 impl Default for CardSettings {
@@ -63,6 +66,7 @@ impl Default for CardSettings {
             poll_while_late: Duration::from_millis(25),
             progress_interval: Duration::from_millis(50),
             on_host: Bytes::gib(2),
+            host_limit: None,
         }
     }
 }
@@ -148,11 +152,13 @@ impl Card {
         clock: Box<dyn Clock>,
     ) -> Result<Card, CardError> {
         let mut timeline = Timeline::begin("take the card into service");
+        gpu.limit_on_host(settings.host_limit);
         prove_and_prepare(&mut *gpu, &mut timeline)?;
         let truth = gpu.memory()?;
         timeline.part("ask the driver");
         let mut ledger = Ledger::new(gpu.describe().total, settings.headroom);
         ledger.reconcile(&truth);
+        ledger.record_host(gpu.on_host());
         let dtype = gpu.compute_dtype();
         let now = clock.now();
         Ok(Card {

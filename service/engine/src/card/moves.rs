@@ -83,7 +83,6 @@ impl From<LedgerError> for MoveError {
             | LedgerError::NotResident(_)
             | LedgerError::WrongState { .. }
             | LedgerError::Leased(_)
-            | LedgerError::Pinned(_)
             | LedgerError::UnknownLease(_) => MoveError::Refused(error.to_string()),
         }
     }
@@ -112,6 +111,7 @@ impl Card {
     pub(super) fn reconcile(&mut self) -> Result<(), MoveError> {
         let truth = self.gpu.memory()?;
         self.ledger.reconcile(&truth);
+        self.ledger.record_host(self.gpu.on_host());
         Ok(())
     }
 
@@ -258,7 +258,7 @@ impl Card {
             ) => Err(error.into()),
             Err(error) => {
                 tracing::warn!(component = component.name, %error, "more of a component cannot be read: it is loaded anew");
-                self.evict_unreadable(component, ticket, link)?;
+                self.evict(component, ticket, link)?;
                 Err(MoveError::NoRoom)
             }
         }
@@ -319,25 +319,6 @@ impl Card {
         Ok(unloaded)
     }
 
-    /// Evicts a component of which nothing more can be read, so that it is loaded anew from the files that are there now. A pin does
-    /// not prevent it, and holds again once it is loaded.
-    pub(super) fn evict_unreadable(
-        &mut self,
-        component: &Component,
-        ticket: Option<Ticket>,
-        link: &mut dyn Link,
-    ) -> Result<(), MoveError> {
-        let is_pinned = self.ledger.pins().any(|id| *id == component.id);
-        if is_pinned {
-            self.ledger.unpin(&component.id);
-        }
-        let evicted = self.evict(component, ticket, link);
-        if is_pinned {
-            self.ledger.pin(component.id.clone());
-        }
-        evicted.map(drop)
-    }
-
     /// Returns slack to the driver. The result is the number of bytes.
     pub(super) fn trim_slack(&mut self, link: &mut dyn Link) -> Result<Bytes, MoveError> {
         // Memory that other processes allocated meanwhile must not count as trimmed.
@@ -385,6 +366,7 @@ impl Card {
     /// The janitor, run on a card that has been idle for a while.
     pub(super) fn run_janitor(&mut self, link: &mut dyn Link) -> Result<(), MoveError> {
         self.on_host.clear();
+        self.gpu.relieve_host();
         if should_trim(&self.ledger, self.settings.slack_limit)
             && self.ledger.accounts().slack > self.untrimmable_slack
         {

@@ -257,6 +257,7 @@ impl CardRecord {
             needed: needed.max(not_there),
             free: self.ledger.usable(),
             capacity: self.ledger.total(),
+            pinned: self.ledger.pinned_for_others(&need.model),
             holders: self.ledger.holders(),
             fallbacks: Vec::new(),
             smallest: None,

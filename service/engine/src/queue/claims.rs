@@ -157,13 +157,6 @@ impl Claims {
         holds.map(|(id, _)| id.as_str())
     }
 
-    /// Whether another pinned entry has this component too.
-    pub(super) fn is_pinned_by_another(&self, key: &str, id: &ComponentId) -> bool {
-        let others = self.pins.iter().filter(|other| *other != key);
-        let mut known = others.filter_map(|other| self.entries.get(other));
-        known.any(|known| known.names(id))
-    }
-
     /// Transfers the pins and holds of the entry `from` to the entry `to`, which replaces it.
     pub(super) fn pass_on(&mut self, from: &str, to: &str) {
         if self.pins.remove(from) {
@@ -289,14 +282,13 @@ impl Claims {
     ) -> Standing {
         let ids = |key: &String| self.component_ids(key, dtype);
         let pins = self.pins.iter().filter(|key| !away.contains(*key));
-        let pins: BTreeSet<ComponentId> = pins.flat_map(ids).collect();
         let holds = self.holds.iter().filter(|(_, hold)| !away.contains(&hold.key));
         let reservations = self
             .reservations
             .iter()
             .filter(|(_, reservation)| reservation.card == card);
         Standing {
-            pins: pins.into_iter().collect(),
+            pins: pins.map(|key| (key.clone(), ids(key))).collect(),
             holds: holds
                 .map(|(id, hold)| (id.clone(), ids(&hold.key)))
                 .chain(beside)

@@ -284,6 +284,7 @@ impl Latents {
                     fallbacks: Vec::new(),
                     smallest: None,
                     instead: None,
+                    pinned: Bytes::ZERO,
                 })));
             }
             Err(Exceeded::Account) => "jobs need all the latents that one client may have",

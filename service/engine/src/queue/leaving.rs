@@ -115,12 +115,16 @@ impl<'a> View<'a> {
             return Vec::new();
         }
         let dtype = &card.description.compute_dtype;
-        let known = idle.iter().filter_map(|key| self.claims.get(key));
-        let mut residents: Vec<Component> = known
-            .flat_map(|known| known.components(dtype))
-            .filter(|c| card.ledger.is_resident(&c.id))
-            .cloned()
-            .collect();
+        let known: Vec<&Known> = idle.iter().filter_map(|key| self.claims.get(key)).collect();
+        let is_idle = |c: &&Component| {
+            known
+                .iter()
+                .any(|known| known.components(dtype).iter().any(|own| own.id == c.id))
+        };
+        let moving =
+            |c: &&Component| card.ledger.resident(&c.id).is_some() && !card.ledger.is_resident(&c.id);
+        let there = card.ledger.on_card_or_host();
+        let mut residents: Vec<Component> = there.filter(|c| is_idle(c) && !moving(c)).cloned().collect();
         residents.sort_by(|a, b| a.id.cmp(&b.id));
         residents.dedup_by(|a, b| a.id == b.id);
         self.partition_leaving(&Leaving::Idle(idle), residents, index).0

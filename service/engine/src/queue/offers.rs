@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 
 use model::Request;
 use residency::{
-    Alternative, Bytes, Component, ComponentId, Fits, Move, Part, Parts, StageNeed, WaitCause, fallbacks,
-    part_after, peak_of,
+    Alternative, Bytes, Component, ComponentId, Fits, Move, Part, Parts, PinId, StageNeed, WaitCause,
+    fallbacks, part_after, peak_of,
 };
 
 use super::placing::Placement;
@@ -20,7 +20,7 @@ use crate::error::{Change, ChangedTo, Error, Fallback, Shortfall};
 use crate::job::JobWork;
 use crate::library::OpenModel;
 use crate::messages::Shortage;
-use crate::need::Need;
+use crate::need::{Need, ids_of};
 
 impl View<'_> {
     /// The plan of a job that was not submitted, on a card or on the card that would be chosen.
@@ -177,6 +177,7 @@ impl View<'_> {
             fallbacks: self.fallbacks(job, &self.usable_cards(job)),
             smallest: None,
             instead: None,
+            pinned: Bytes::ZERO,
         }
     }
 
@@ -231,16 +232,14 @@ impl View<'_> {
         let pinned = self.claims.pinned().into_iter().map(|key| {
             let ids = self.claims.component_ids(&key, dtype);
             let ids: Vec<ComponentId> = ids.into_iter().filter(|id| !needed.contains(id)).collect();
-            (bytes_here(&ids), key, ids)
+            (bytes_here(&ids), key)
         });
-        let mut pinned: Vec<_> = pinned.filter(|(bytes, ..)| *bytes > Bytes::ZERO).collect();
-        pinned.sort_by_key(|(bytes, ..)| std::cmp::Reverse(*bytes));
+        let mut pinned: Vec<_> = pinned.filter(|(bytes, _)| *bytes > Bytes::ZERO).collect();
+        pinned.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
         let (policy, now) = (self.policy(job, card), self.cards[card].ledger_now(self.now));
         let mut keys = Vec::new();
-        for (_, key, ids) in pinned {
-            for id in &ids {
-                ledger.unpin(id);
-            }
+        for (_, key) in pinned {
+            ledger.unpin(&PinId::new(key.as_str()));
             keys.push(key);
             let without = Alternative {
                 change: Change {
@@ -345,6 +344,7 @@ impl View<'_> {
                     scratch: Bytes::ZERO,
                     headroom: job.options.headroom,
                     later: Vec::new(),
+                    model: ids_of(&open.components),
                     passes: u32::MAX,
                 })
             }
@@ -388,6 +388,7 @@ impl View<'_> {
                 scratch: Bytes::ZERO,
                 headroom: job.options.headroom,
                 later: Vec::new(),
+                model: need.model.clone(),
                 passes: u32::MAX,
             };
             let change = Change {

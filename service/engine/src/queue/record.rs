@@ -21,7 +21,7 @@ use crate::job::{Call, JobEvent, JobEventKind, JobId, JobOptions, JobReport, Job
 use crate::job_state::JobState;
 use crate::library::Entry;
 use crate::messages::Shortage;
-use crate::need::{Need, named};
+use crate::need::{Need, ids_of, named};
 
 /// The state of a job.
 #[derive(Debug)]
@@ -297,24 +297,27 @@ impl JobRecord {
         else {
             return None;
         };
-        let all = self.models.get(dtype)?.components.iter();
-        let named = all.filter(|c| names.is_empty() || names.contains(&c.name));
+        let all = &self.models.get(dtype)?.components;
+        let named = all.iter().filter(|c| names.is_empty() || names.contains(&c.name));
         Some(Need {
             name: "load".into(),
             components: named.cloned().collect(),
             plan: None,
             headroom: self.options.headroom,
             later: Vec::new(),
+            model: ids_of(all),
         })
     }
 
     fn restore_need(&self, step: JobStep) -> Option<Need> {
+        let components = &self.swap.as_ref()?.begun.as_ref()?.before;
         Some(Need {
             name: self.name_of(step),
-            components: self.swap.as_ref()?.begun.as_ref()?.before.clone(),
+            components: components.clone(),
             plan: None,
             headroom: Bytes::ZERO, // a restored component was there before, so the new model's headroom does not apply
             later: Vec::new(),
+            model: ids_of(components),
         })
     }
 

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
-use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Parts, StageNeed, Verdict, plan};
+use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Parts, PinId, StageNeed, Verdict, plan};
 
 use super::leaving::Leaving;
 use super::record::JobRecord;
@@ -12,6 +12,7 @@ use super::steps::{JobStepKind, Model};
 use super::swap::{Begun, hold_of, ids};
 use super::view::View;
 use crate::moved::Kept;
+use crate::need::ids_of;
 
 impl View<'_> {
     /// The card that a swap is tied to: where it has begun, else where most of the replaced entry is.
@@ -58,11 +59,7 @@ impl View<'_> {
             return ledger;
         };
         let mut ledger = ledger.into_owned();
-        for component in job.replaced_alone(&card.description.compute_dtype) {
-            if !self.claims.is_pinned_by_another(&swap.old.key, &component.id) {
-                ledger.unpin(&component.id);
-            }
-        }
+        ledger.unpin(&PinId::new(swap.old.key.as_str()));
         for hold in self.claims.holds_of(&swap.old.key) {
             ledger.release_hold(&HoldId::new(hold));
         }
@@ -134,6 +131,7 @@ impl View<'_> {
             scratch,
             headroom: job.options.headroom,
             later: Vec::new(),
+            model: ids_of(&open.components),
             passes: 1,
         };
         let verdict = plan(

@@ -30,7 +30,7 @@ fn claims_are_replaced_in_full() {
     let folder = tempfile::tempdir().unwrap();
     let (mut bench, _) = full_bench(&folder);
     bench.handle(Command::Standing(Standing {
-        pins: vec![id("instant:m-vae"), id("instant:later")],
+        pins: vec![("m".to_owned(), vec![id("instant:m-vae"), id("instant:later")])],
         holds: vec![
             ("h".into(), vec![id("instant:m-transformer")]),
             ("i".into(), vec![id("instant:m-vae")]),
@@ -42,14 +42,14 @@ fn claims_are_replaced_in_full() {
     assert!(ledger.resident(&id("instant:m-vae")).unwrap().pinned);
     assert_eq!(ledger.resident(&id("instant:m-transformer")).unwrap().held, 1);
     assert_eq!(
-        ledger.pins().count(),
+        ledger.pins().map(|(_, ids)| ids.len()).sum::<usize>(),
         2,
         "what is not there yet is pinned when it comes"
     );
     assert_eq!(ledger.usable(), Bytes::mib(20));
 
     bench.handle(Command::Standing(Standing {
-        pins: vec![id("instant:m-transformer")],
+        pins: vec![("m".to_owned(), vec![id("instant:m-transformer")])],
         holds: vec![("h".into(), vec![id("instant:m-text_encoder")])],
         reservations: vec![("s".into(), "krita".into(), Bytes::mib(5))],
         ..Standing::default()
@@ -98,7 +98,7 @@ fn an_unload_reports_freed_bytes_and_why_components_stayed() {
     let folder = tempfile::tempdir().unwrap();
     let (mut bench, _) = full_bench(&folder);
     bench.handle(Command::Standing(Standing {
-        pins: vec![id("instant:m-vae")],
+        pins: vec![("m".to_owned(), vec![id("instant:m-vae")])],
         holds: vec![("h".into(), vec![id("instant:m-text_encoder")])],
         reservations: vec![],
         ..Standing::default()
@@ -205,7 +205,7 @@ fn a_pinned_component_is_never_evicted_for_a_stage() {
     let (mut bench, _) = full_bench(&folder);
     let other = write_model(folder.path(), "other", "");
     bench.handle(Command::Standing(Standing {
-        pins: vec![id("instant:m-transformer")],
+        pins: vec![("m".to_owned(), vec![id("instant:m-transformer")])],
         ..Standing::default()
     }));
     assert!(matches!(
@@ -338,7 +338,7 @@ fn making_room_stops_waiting_for_bytes_that_never_become_free() {
         let order = bench.load(&sample("flux-full"), &["transformer", "vae"]);
         bench.completed(order);
         bench.handle(Command::Standing(Standing {
-            pins: vec![id("instant:flux-vae")],
+            pins: vec![("m".to_owned(), vec![id("instant:flux-vae")])],
             reservations: vec![("r".into(), "blender".into(), Bytes::gib(2))],
             ..Standing::default()
         }));

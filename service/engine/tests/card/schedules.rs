@@ -111,7 +111,7 @@ fn turn(bench: &mut Bench, models: &[PathBuf], ids: &[ComponentId], random: &mut
         }
         6 => {
             let standing = Standing {
-                pins: some(random, ids, 1),
+                pins: vec![("pinned".to_owned(), some(random, ids, 1))],
                 holds: vec![("h".into(), some(random, ids, 2))],
                 reservations: some(random, &[("r".into(), "x".into(), Bytes::mib(30))], 1),
                 foreign_before: None,

@@ -224,6 +224,7 @@ impl Bench {
             policy: Policy::Shared,
             allow_low_memory: false,
             headroom: Bytes::ZERO,
+            components: Vec::new(),
             sharing: Vec::new(),
         }
     }

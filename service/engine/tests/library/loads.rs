@@ -63,6 +63,7 @@ pub(crate) fn run(card: &mut Card, ticket: u64, model: ModelLocation, work: Work
         policy: Policy::Shared,
         allow_low_memory: false,
         headroom: Bytes::ZERO,
+        components: Vec::new(),
         sharing: Vec::new(),
     };
     carry_out(card, Command::Run(Box::new(order)))

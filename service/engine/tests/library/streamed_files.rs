@@ -85,7 +85,7 @@ fn run(happens: fn(&Path), is_pinned: bool) -> Ends {
     let entry = Entry::new("model".into(), String::new(), path.clone(), Quantization::NONE);
     let open = library.open(&entry, &description).unwrap();
     let pins = match is_pinned {
-        true => vec![open.components[0].id.clone()],
+        true => vec![("model".to_owned(), vec![open.components[0].id.clone()])],
         false => Vec::new(),
     };
     loads::carry_out(

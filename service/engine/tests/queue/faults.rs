@@ -590,7 +590,7 @@ async fn a_new_worker_gets_the_claims_and_reloads_pinned_components_first() {
     worker.standing = Default::default();
     worker.ready();
     let order = worker.order().await;
-    assert_eq!(worker.standing.pins.len(), 3);
+    assert_eq!(worker.standing.pins[0].1.len(), 3);
     assert!(order.job.contains("restore") && crate::worker::needs(&order).0.len() == 1);
     worker.complete(&order);
     worker.work(1).await;

@@ -551,6 +551,7 @@ async fn patience_is_not_spent_while_own_jobs_block() {
         scratch: Bytes::ZERO,
         headroom: Bytes::ZERO,
         later: Vec::new(),
+        model: Vec::new(),
         passes: u32::MAX,
     };
     let lease = worker.ledger.lease(&need, worker.now()).unwrap();

@@ -111,8 +111,12 @@ fn stages(seen: &[JobEventKind]) -> Vec<&str> {
     report(seen).stages.iter().map(|stage| &*stage.name).collect()
 }
 
+fn pins(worker: &Worker) -> impl Iterator<Item = &residency::ComponentId> {
+    worker.standing.pins.iter().flat_map(|(_, ids)| ids)
+}
+
 fn pinned_by_worker(worker: &Worker) -> BTreeSet<String> {
-    worker.standing.pins.iter().map(|id| id.0.to_string()).collect()
+    pins(worker).map(|id| id.0.to_string()).collect()
 }
 
 /// Model `a` is resident, pinned, and held by a client.
@@ -195,13 +199,7 @@ async fn a_swap_keeps_the_old_model_until_the_new_one_is_proven_if_both_fit() {
     assert_eq!(on_card(&worker), whole("small"));
     assert_eq!(pinned(&queue).await, ["small"]);
     assert!(worker.receives_no_command().await);
-    assert!(
-        worker
-            .standing
-            .pins
-            .iter()
-            .all(|id| worker.ledger.is_resident(id))
-    );
+    assert!(pins(&worker).all(|id| worker.ledger.is_resident(id)));
     let [(held, ids)] = &worker.standing.holds[..] else {
         panic!()
     };

@@ -16,7 +16,7 @@ use gpu::{CardDescription, CardKind, Unloaded};
 use model::{Piece, Rung, StagePlan, Values};
 use pipelines::FamilyList;
 use residency::{
-    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Policy, ReservationId,
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, PinId, Policy, ReservationId,
 };
 use tokio::sync::mpsc;
 
@@ -246,8 +246,8 @@ impl Worker {
     }
 
     fn stand(&mut self, standing: Standing) {
-        for id in &self.standing.pins {
-            self.ledger.unpin(id);
+        for (model, _) in &self.standing.pins {
+            self.ledger.unpin(&PinId::new(model.as_str()));
         }
         for (hold, _) in &self.standing.holds {
             self.ledger.release_hold(&HoldId::new(hold.as_str()));
@@ -256,8 +256,8 @@ impl Worker {
             self.ledger
                 .release_reservation(&ReservationId::new(reservation.as_str()));
         }
-        for id in &standing.pins {
-            self.ledger.pin(id.clone());
+        for (model, ids) in &standing.pins {
+            self.ledger.pin(PinId::new(model.as_str()), ids.clone());
         }
         for (hold, ids) in &standing.holds {
             self.ledger.hold(HoldId::new(hold.as_str()), ids.clone());

@@ -12,7 +12,7 @@ use gpu::{SimulatedSettings, SimulatedWorld, Unloaded};
 use model::{Piece, Role, Values};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
-use residency::{Bytes, ComponentId, DriverTruth, Ledger, Millis, ResidentState, StageNeed};
+use residency::{Bytes, ComponentId, DriverTruth, Ledger, Millis, Part, ResidentState, StageNeed};
 use tokio::sync::mpsc;
 
 use crate::defect::{Defect, Invariant};
@@ -102,8 +102,8 @@ pub(crate) struct Slot {
     /// The order that the worker has not answered.
     order: Option<Order>,
     tickets: BTreeSet<Ticket>,
-    /// Pins that the worker knows.
-    pins: BTreeSet<ComponentId>,
+    /// Pins that the worker knows, by entry.
+    pins: Vec<(String, Vec<ComponentId>)>,
     pub(crate) ledger: Option<Arc<Ledger>>,
     /// Messages of stale workers.
     past: Vec<CardSignal>,
@@ -136,7 +136,7 @@ impl Slot {
             inbox: VecDeque::new(),
             order: None,
             tickets: BTreeSet::new(),
-            pins: BTreeSet::new(),
+            pins: Vec::new(),
             ledger: None,
             past: Vec::new(),
         }
@@ -250,7 +250,7 @@ impl Slot {
     fn tampered(&mut self, command: Command) -> Option<Command> {
         match command {
             Command::Standing(standing) => {
-                self.pins = standing.pins.iter().cloned().collect();
+                self.pins.clone_from(&standing.pins);
                 let pins = if self.defect == Defect::ForgetsPins {
                     Vec::new()
                 } else {
@@ -560,6 +560,7 @@ impl Slot {
                     scratch: Bytes::ZERO,
                     headroom: Bytes::ZERO,
                     later: Vec::new(),
+                    model: Vec::new(),
                     passes: u32::MAX,
                 };
                 leased.lease(&need, Millis(0)).ok()?;
@@ -586,15 +587,20 @@ impl Slot {
             return Err((Invariant::AccountsAddUp, what));
         }
         let Some(before) = &self.ledger else { return Ok(()) };
+        // An order has what its own model has, as if there were no pin.
+        let order = self.order.as_ref();
+        let is_of_order = |id: &ComponentId| order.is_some_and(|order| order.components.contains(id));
         let gone = before.residents().find(|r| {
             let id = &r.component.id;
-            // It may grow, and does not shrink.
+            // What is whole stays whole.
             let stays = |now: &&residency::Resident| {
                 matches!(now.state, ResidentState::Resident | ResidentState::Resizing)
-                    && now.bytes() >= r.bytes()
+                    && (r.part != Part::WHOLE || now.bytes() >= r.bytes())
             };
+            let pins = self.pins.iter().filter(|(_, pinned)| pinned.contains(id));
+            let mut of_others = pins.filter(|(_, pinned)| !pinned.iter().all(is_of_order));
             r.state == ResidentState::Resident
-                && self.pins.contains(id)
+                && of_others.next().is_some()
                 && ledger.resident(id).filter(stays).is_none()
         });
         match gone {

@@ -2,7 +2,8 @@
 //!
 //! What lies in a file as it is used is copied from the page cache: the file is mapped, and the pages that hold streamed tensors are
 //! registered with the driver, in cells of a fixed size. It costs no memory beside the page cache, and registered pages stay there.
-//! What is made at load (quantized, converted, put together), or where the driver does not register pages, has a pinned copy.
+//! What is made at load (quantized, converted, put together), or where the driver does not register pages, has a pinned copy. What the
+//! machine has no memory for is read from its file each time that it is used, if it lies there as it is used.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::c_void;
@@ -18,9 +19,10 @@ use residency::Bytes;
 
 use super::pool::PinnedRegion;
 use crate::files::open_regular;
-use crate::load::{LoadError, SourcePiece, Target, TensorSource};
+use crate::host_tier::HoldsMemory;
+use crate::load::{ByteRange, LoadError, SourcePiece, Target, TensorSource};
 use crate::reader;
-use crate::system::SystemReader;
+use crate::system::{SystemMemory, SystemReader};
 
 /// Bytes of a file that are registered at a time.
 const CELL: u64 = 64 << 20;
@@ -44,11 +46,43 @@ pub(super) struct HostBlocks {
     files: HashMap<Arc<Path>, MappedFile>,
     /// Pinned copies, by tensor.
     copies: HashMap<usize, PinnedRegion>,
+    /// Files of which tensors are read when they are used.
+    on_disk: HashMap<Arc<Path>, Arc<File>>,
+}
+
+/// A run of bytes of a file.
+#[derive(Clone, Debug)]
+pub(super) struct DiskRun {
+    pub(super) path: Arc<Path>,
+    pub(super) file: Arc<File>,
+    pub(super) offset: u64,
+    pub(super) length: u64,
 }
 
 impl HostBlocks {
-    /// The runs of bytes of a tensor, in order; none if it is not held.
+    /// The runs of bytes of a tensor that is read from its file when it is used, in order; none if it is held.
+    pub(super) fn disk_runs(&self, tensor: usize, source: &TensorSource) -> Vec<DiskRun> {
+        if self.has(tensor, source) {
+            return Vec::new();
+        }
+        let pieces = source.pieces.iter();
+        let runs = pieces.filter_map(|piece| match piece {
+            SourcePiece::File { file: path, range } => Some(DiskRun {
+                path: Arc::clone(path),
+                file: Arc::clone(self.on_disk.get(path)?),
+                offset: range.offset,
+                length: range.length,
+            }),
+            SourcePiece::Inline(_) => None,
+        });
+        runs.collect()
+    }
+
+    /// The runs of bytes of a tensor that is held, in order.
     pub(super) fn runs(&self, tensor: usize, source: &TensorSource) -> Vec<HostRun> {
+        if !self.has(tensor, source) {
+            return Vec::new();
+        }
         if let Some(copy) = self.copies.get(&tensor) {
             return vec![HostRun {
                 from: copy.address().as_ptr().cast(),
@@ -66,19 +100,106 @@ impl HostBlocks {
         runs
     }
 
-    /// Bytes of the machine's memory that cannot be taken from it: registered pages and copies.
-    pub(super) fn bytes(&self) -> Bytes {
-        let cells: u64 = self.files.values().map(MappedFile::registered).sum();
-        let copies: u64 = self.copies.values().map(|copy| copy.length() as u64).sum();
-        Bytes(cells + copies)
+    /// Whether all bytes of a tensor are held: copied, or in registered pages.
+    pub(super) fn has(&self, tensor: usize, source: &TensorSource) -> bool {
+        let in_registered_pages = |piece: &SourcePiece| match piece {
+            SourcePiece::File { file, range } => {
+                let mapped = self.files.get(file);
+                mapped.is_some_and(|mapped| cells_of(*range).all(|cell| mapped.cells.contains(&cell)))
+            }
+            SourcePiece::Inline(_) => false,
+        };
+        self.copies.contains_key(&tensor)
+            || is_as_stored(source) && source.pieces.iter().all(in_registered_pages)
     }
 
     /// Holds these tensors, and those that it has already: blocks that come back to the card are streamed again when it is short
-    /// of memory. Returns those that need a pinned copy ([`HostBlocks::keep`]).
+    /// of memory. `make_room` is asked first for what that takes from the machine. Where there is less, tensors that lie in files as
+    /// they are used are read from there, the last first. Returns those that need a pinned copy ([`HostBlocks::keep`]).
     ///
     /// # Errors
-    /// [`LoadError::Io`]; [`LoadError::HostMemory`] if the machine has too little memory, and nothing is held more then.
+    /// [`LoadError::Io`]; [`LoadError::HostMemory`] if there is no room for the copies, and nothing more is held then.
     pub(super) fn hold(
+        &mut self,
+        context: &Arc<CudaContext>,
+        tensors: &[usize],
+        sources: &[TensorSource],
+        mut make_room: impl FnMut(Bytes) -> Result<(), LoadError>,
+    ) -> Result<Vec<usize>, LoadError> {
+        let mut held = tensors;
+        let mut left: &[usize] = &[];
+        while let Err(refused) = make_room(self.bytes_to_hold(held, sources)) {
+            let LoadError::HostMemory { available, .. } = refused else {
+                return Err(refused);
+            };
+            let fits = |count: &usize| self.bytes_to_hold(&tensors[..*count], sources) <= available;
+            // Bytes grow with the number of tensors.
+            let count = (0..held.len())
+                .collect::<Vec<_>>()
+                .partition_point(fits)
+                .saturating_sub(1);
+            (held, left) = tensors.split_at(count);
+            if held.is_empty() {
+                break;
+            }
+        }
+        if let Some(made) = left.iter().find(|tensor| !is_as_stored(&sources[**tensor])) {
+            let needed = self.bytes_to_hold(tensors, sources);
+            let available = self.bytes_to_hold(held, sources);
+            tracing::debug!(
+                name = sources[*made].name,
+                "a copy of what is made at load has no room"
+            );
+            return Err(LoadError::HostMemory { needed, available });
+        }
+        self.read_from_files(left, sources)?;
+        self.hold_all(context, held, sources)
+    }
+
+    /// Opens the files of tensors that are read when they are used.
+    fn read_from_files(&mut self, tensors: &[usize], sources: &[TensorSource]) -> Result<(), LoadError> {
+        for piece in tensors.iter().flat_map(|tensor| &sources[*tensor].pieces) {
+            if let SourcePiece::File { file: path, .. } = piece
+                && !self.on_disk.contains_key(path)
+            {
+                let file = open_regular(path).map_err(|source| LoadError::Io {
+                    file: path.to_path_buf(),
+                    source,
+                })?;
+                self.on_disk.insert(Arc::clone(path), Arc::new(file));
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes that holding these tensors takes from the machine, beyond what is held already.
+    fn bytes_to_hold(&self, tensors: &[usize], sources: &[TensorSource]) -> Bytes {
+        let mut cells: BTreeSet<(&Path, u64)> = BTreeSet::new();
+        let mut copies = Bytes::ZERO;
+        for tensor in tensors {
+            let source = &sources[*tensor];
+            if !is_as_stored(source) {
+                let is_new = !self.copies.contains_key(tensor);
+                copies += if is_new {
+                    source.bytes_on_card()
+                } else {
+                    Bytes::ZERO
+                };
+                continue;
+            }
+            for piece in &source.pieces {
+                if let SourcePiece::File { file, range } = piece {
+                    let here = self.files.get(file).map(|mapped| &mapped.cells);
+                    let new = cells_of(*range).filter(|cell| here.is_none_or(|here| !here.contains(cell)));
+                    cells.extend(new.map(|cell| (&**file, cell)));
+                }
+            }
+        }
+        Bytes(cells.len() as u64 * CELL) + copies
+    }
+
+    /// Holds these tensors, for which there is room.
+    fn hold_all(
         &mut self,
         context: &Arc<CudaContext>,
         tensors: &[usize],
@@ -90,24 +211,13 @@ impl HostBlocks {
         let mut wanted: HashMap<Arc<Path>, BTreeSet<u64>> = HashMap::new();
         for tensor in &mapped {
             for piece in &sources[*tensor].pieces {
-                if let SourcePiece::File { file, range } = piece
-                    && range.length > 0
-                {
-                    let cells = range.offset / CELL..=(range.offset + range.length - 1) / CELL;
-                    wanted.entry(Arc::clone(file)).or_default().extend(cells);
+                if let SourcePiece::File { file, range } = piece {
+                    let cells = wanted.entry(Arc::clone(file)).or_default();
+                    cells.extend(cells_of(*range));
                 }
             }
         }
         copied.retain(|tensor| !self.copies.contains_key(tensor));
-        let new_cells = wanted.iter().map(|(file, cells)| {
-            let here = self.files.get(file).map(|mapped| &mapped.cells);
-            cells
-                .iter()
-                .filter(|cell| here.is_none_or(|here| !here.contains(cell)))
-                .count() as u64
-        });
-        let to_copy = copied.iter().map(|tensor| sources[*tensor].bytes_on_card());
-        check_available(Bytes(new_cells.sum::<u64>() * CELL) + to_copy.sum::<Bytes>())?;
         let mut is_registered = true;
         for (file, cells) in wanted {
             if !self.files.contains_key(&file) {
@@ -135,23 +245,38 @@ impl HostBlocks {
     }
 }
 
+impl HoldsMemory for HostBlocks {
+    /// Bytes of the machine's memory that cannot be taken from it: registered pages and copies.
+    fn bytes(&self) -> Bytes {
+        let cells: u64 = self.files.values().map(MappedFile::registered).sum();
+        let copies: u64 = self.copies.values().map(|copy| copy.length() as u64).sum();
+        Bytes(cells + copies)
+    }
+}
+
 /// Share of the machine's memory that stays available to others.
 const LEFT_TO_OTHERS: u64 = 16;
 
-/// Checks that so many bytes can be taken from the machine without making it swap. (Registered pages of files count as available
-/// until they are registered.)
-fn check_available(needed: Bytes) -> Result<(), LoadError> {
-    if needed == Bytes::ZERO {
-        return Ok(());
-    }
-    let Ok(memory) = SystemReader::new().and_then(|mut system| system.read()) else {
-        return Ok(()); // where the system says nothing, the driver refuses what it cannot pin
-    };
-    let available = memory.available - Bytes(memory.total.0 / LEFT_TO_OTHERS);
-    match needed > available {
-        true => Err(LoadError::HostMemory { needed, available }),
-        false => Ok(()),
-    }
+/// Bytes that can be taken from the machine without making it swap; `None` where the system does not say: the driver refuses what it
+/// cannot pin. (Registered pages of files count as available until they are registered.)
+pub(super) fn available() -> Option<Bytes> {
+    let memory = SystemReader::new().and_then(|mut system| system.read()).ok()?;
+    Some(memory.available - left_to_others(memory))
+}
+
+/// Bytes that others are short of: they have less than their share of the machine's memory.
+pub(super) fn short() -> Bytes {
+    let memory = SystemReader::new().and_then(|mut system| system.read());
+    memory.map_or(Bytes::ZERO, |memory| left_to_others(memory) - memory.available)
+}
+
+fn left_to_others(memory: SystemMemory) -> Bytes {
+    Bytes(memory.total.0 / LEFT_TO_OTHERS)
+}
+
+/// The cells of a file that these bytes lie in.
+fn cells_of(range: ByteRange) -> Range<u64> {
+    range.offset / CELL..(range.offset + range.length).div_ceil(CELL)
 }
 
 /// Whether the bytes of a tensor lie in files as they are used.

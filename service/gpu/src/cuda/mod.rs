@@ -22,18 +22,19 @@ use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, PushKernelArg as _, sys};
-use residency::{Bytes, Component, ComponentId, DriverTruth, Part};
+use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, Part};
 
 use crate::card::{CardDescription, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
 use crate::faults::{FaultAction, FaultSchedule};
+use crate::host_tier::HostTier;
 use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
 use crate::nvml::NvmlCard;
 use crate::profile::MemoryProfile;
 use crate::reader;
 use crate::tensors::{ComponentTensors, Pinning};
 use crate::timeline::Timeline;
-use parted::PartedComponent;
+use parted::{KeptBlocks, PartedComponent};
 use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
 use staging::{Allocation, PinnedRing, Staging};
@@ -68,6 +69,8 @@ pub(crate) struct CudaCard {
     held: HashMap<ComponentId, CudaComponent>,
     /// Components that can be on the card in part.
     parted: HashMap<ComponentId, PartedComponent>,
+    /// Blocks of those that left the card.
+    host: HostTier<KeptBlocks>,
     nvml: NvmlCard,
     context_bytes: Bytes,
     /// Bytes used by the activation pool when the current stage began.
@@ -228,6 +231,7 @@ impl CudaCard {
             copies,
             held: HashMap::new(),
             parted: HashMap::new(),
+            host: HostTier::default(),
             nvml,
             context_bytes: Bytes::ZERO,
             stage_baseline: Bytes::ZERO,
@@ -557,10 +561,25 @@ impl Gpu for CudaCard {
         Ok(before - self.latch(after)?)
     }
 
+    fn on_host(&self) -> HostMemory {
+        self.memory_on_host()
+    }
+
+    fn limit_on_host(&mut self, limit: Option<Bytes>) {
+        self.host.limit = limit;
+    }
+
+    fn forget_on_host(&mut self, id: &ComponentId) {
+        self.host.forget(id);
+    }
+
+    fn relieve_host(&mut self) {
+        self.host.relieve(host_blocks::short());
+    }
+
     fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
-        self.check_alive()?;
-        let (free, _) = self.driver_memory()?;
-        let most = enough.min(free);
+        // On a card of which only a part may be used, the driver would give more.
+        let most = enough.min(self.memory()?.free);
         let has = has_in_one_piece(&self.context, most);
         if self.latch(has)? {
             return Ok(most);

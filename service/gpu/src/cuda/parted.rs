@@ -6,17 +6,18 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use cudarc::driver::{DriverError, sys};
-use residency::{Bytes, Component, Part};
+use residency::{Bytes, Component, HostMemory, HostShare, Part};
 
-use super::host_blocks::HostBlocks;
+use super::host_blocks::{self, HostBlocks};
 use super::placer::Places;
 use super::pool::is_out_of_memory;
 use super::region::Region;
 use super::staging::lost;
-use super::streaming::{CudaWeightStream, RunTo, Unowned};
+use super::streaming::{CudaWeightStream, RunTo, Runs, Unowned};
 use super::{CudaCard, POOL_ROUNDING, tensor_at};
 use crate::blocks::{ALIGNMENT, Placement, RING_BLOCKS, StreamedBlock};
 use crate::card::{GpuError, Unloaded};
+use crate::host_tier::HoldsMemory;
 use crate::load::{LoadError, LoadPlan, TensorSource};
 use crate::reader::{self, LoadedFrom, OpenFiles, Progress};
 use crate::tensors::{ComponentTensors, WeightStream};
@@ -24,6 +25,7 @@ use crate::timeline::Timeline;
 
 /// A component that can be on the card in part.
 pub(super) struct PartedComponent {
+    component: Component,
     pub(super) tensors: Arc<ComponentTensors>,
     pub(super) booked: Bytes,
     part: Part,
@@ -37,6 +39,19 @@ impl PartedComponent {
     /// Bytes that its region has from the driver.
     pub(super) fn reserved(&self) -> Bytes {
         self.region.allocated()
+    }
+}
+
+/// The blocks of a component in the machine's memory, with what they were read from.
+pub(super) struct KeptBlocks {
+    component: Component,
+    from: LoadedFrom,
+    host: HostBlocks,
+}
+
+impl HoldsMemory for KeptBlocks {
+    fn bytes(&self) -> Bytes {
+        self.host.bytes()
     }
 }
 
@@ -132,11 +147,6 @@ impl CudaCard {
         let placement = plan.placement(part);
         let booked = placement.bytes_on_card(sources);
         reader::report_progress(progress, Bytes::ZERO, booked)?;
-        let staying: Vec<TensorSource> = placement
-            .staying(sources)
-            .into_iter()
-            .map(|tensor| sources[tensor].clone())
-            .collect();
         let needed = booked + self.staging.min_workspace(sources)?;
         let (free, _) = self
             .driver_memory()
@@ -147,7 +157,19 @@ impl CudaCard {
         let room = free - booked - POOL_ROUNDING;
         let (layout, mut region) = RegionLayout::new(&self.context, sources).map_err(lost)?;
         timeline.part("open files, reserve addresses");
-        let mut host = HostBlocks::default();
+        let kept = self.host.take(&component.id);
+        let mut host = kept
+            .filter(|kept| kept.from.is_of(plan, &files))
+            .map_or_else(HostBlocks::default, |kept| kept.host);
+        let (from_host, staying): (Vec<usize>, Vec<usize>) = placement
+            .staying(sources)
+            .into_iter()
+            .partition(|tensor| host.has(*tensor, &sources[*tensor]));
+        let staying: Vec<TensorSource> = staying
+            .into_iter()
+            .map(|tensor| sources[tensor].clone())
+            .collect();
+        let in_use = self.in_use_on_host();
         let filled = layout
             .allocate(&mut region, &placement)
             .map_err(|error| match is_out_of_memory(error) {
@@ -157,9 +179,18 @@ impl CudaCard {
             .and_then(|()| {
                 timeline.part("map memory");
                 let addresses = layout.addresses(&region, &placement);
+                for tensor in &from_host {
+                    if let Some(to) = addresses.get(tensor) {
+                        self.copy_from_host(&host, *tensor, &sources[*tensor], *to)?;
+                    }
+                }
                 self.fill(&staying, sources, &addresses, &files, room, progress)?;
+                self.copies.synchronize().map_err(lost)?;
                 timeline.part("read and copy");
-                let missing = host.hold(&self.context, &streamed(&placement), sources)?;
+                let in_use = in_use + host.bytes();
+                let missing = host.hold(&self.context, &streamed(&placement), sources, |needed| {
+                    self.host.make_room(needed, in_use, host_blocks::available())
+                })?;
                 self.keep_made(&mut host, &missing, &placement, sources, &addresses, &files, room)?;
                 timeline.part("hold streamed blocks in the machine's memory");
                 reader::check_unchanged(&files)?;
@@ -171,6 +202,7 @@ impl CudaCard {
                 self.parted.insert(
                     component.id.clone(),
                     PartedComponent {
+                        component: component.clone(),
                         tensors: Arc::new(tensors),
                         booked,
                         part,
@@ -250,6 +282,30 @@ impl CudaCard {
         Ok(())
     }
 
+    /// Bytes of the machine's memory that components on the card hold.
+    fn in_use_on_host(&self) -> Bytes {
+        self.parted.values().map(|parted| parted.host.bytes()).sum()
+    }
+
+    /// Queues the copy of a tensor from the machine's memory to its place on the card. The caller waits for it.
+    fn copy_from_host(
+        &self,
+        host: &HostBlocks,
+        tensor: usize,
+        source: &TensorSource,
+        mut to: sys::CUdeviceptr,
+    ) -> Result<(), LoadError> {
+        for run in host.runs(tensor, source) {
+            // SAFETY: pinned memory of the component, and a place of as many bytes; both outlive the copy, which the caller waits
+            // for.
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to, run.from, run.length, self.copies.cu_stream()) }
+                .result()
+                .map_err(lost)?;
+            to += run.length as u64;
+        }
+        Ok(())
+    }
+
     /// Copies tensors from the card to pinned memory of the machine.
     fn keep_from(
         &self,
@@ -312,20 +368,25 @@ impl CudaCard {
             return Ok(tensors);
         }
         let runs = placement.streamed.iter().map(|block| {
-            let of_tensor = |(tensor, _): &(usize, u64)| {
+            let mut runs = Runs::default();
+            for (tensor, _) in &block.tensors {
+                let source = &sources[*tensor];
                 let mut to = addresses.get(tensor).copied().unwrap_or_default();
-                let runs = host.runs(*tensor, &sources[*tensor]).into_iter().map(move |run| {
-                    let at = to;
+                for run in host.runs(*tensor, source) {
+                    runs.on_host.push(RunTo { run, to });
                     to += run.length as u64;
-                    RunTo { run, to: at }
-                });
-                runs.collect::<Vec<_>>()
-            };
-            block.tensors.iter().flat_map(of_tensor).collect()
+                }
+                for run in host.disk_runs(*tensor, source) {
+                    let length = run.length;
+                    runs.on_disk.push((run, to));
+                    to += length;
+                }
+            }
+            runs
         });
         let on = (&self.stream, &self.copies);
-        let stream = CudaWeightStream::new(&placement.streamed, runs.collect(), on, host.bytes());
-        Ok(tensors.streaming(WeightStream::new(Arc::new(stream.map_err(lost)?))))
+        let stream = CudaWeightStream::new(&placement.streamed, runs.collect(), on)?;
+        Ok(tensors.streaming(WeightStream::new(Arc::new(stream))))
     }
 
     /// As [`crate::Gpu::resize`]. Blocks that stay from now on are copied from the machine's memory, where they were for the
@@ -375,7 +436,7 @@ impl CudaCard {
         reader::report_progress(progress, Bytes::ZERO, grown)?;
         self.settle().map_err(lost)?;
         // What is there from now on comes from where it was streamed from.
-        let mut new = Vec::new();
+        let (mut new, mut from_files) = (Vec::new(), Vec::new());
         for (block, offset) in held.layout.staying(&after) {
             if before.streams(block.place) {
                 if let Err(error) = held.region.allocate(offset, block.bytes) {
@@ -389,23 +450,32 @@ impl CudaCard {
                 }
                 new.push(offset);
                 for (tensor, at) in &block.tensors {
-                    let mut to = held.region.at(offset + at);
-                    for run in held.host.runs(*tensor, &sources[*tensor]) {
-                        // SAFETY: pinned memory of the component, and a place of as many bytes; waited for below.
-                        unsafe {
-                            sys::cuMemcpyHtoDAsync_v2(to, run.from, run.length, self.copies.cu_stream())
-                        }
-                        .result()
-                        .map_err(lost)?;
-                        to += run.length as u64;
+                    let to = held.region.at(offset + at);
+                    match held.host.has(*tensor, &sources[*tensor]) {
+                        true => self.copy_from_host(&held.host, *tensor, &sources[*tensor], to)?,
+                        false => from_files.push((sources[*tensor].clone(), to)),
                     }
                 }
             }
         }
+        if !from_files.is_empty() {
+            let (wanted, places): (Vec<TensorSource>, Vec<sys::CUdeviceptr>) = from_files.into_iter().unzip();
+            let files = reader::open(&wanted)?;
+            held.from.check_versions(&files)?;
+            let addresses = (0..).zip(places).collect();
+            let mut go_on = |_| std::ops::ControlFlow::Continue(());
+            self.fill(&wanted, &wanted, &addresses, &files, free - grown, &mut go_on)?;
+        }
         self.copies.synchronize().map_err(lost)?;
         timeline.part("copy blocks that stay");
         let addresses = held.layout.addresses(&held.region, &before);
-        let missing = held.host.hold(&self.context, &streamed(&after), sources)?;
+        // The component itself is not among those on the card now.
+        let in_use = self.in_use_on_host() + held.host.bytes();
+        let missing = held
+            .host
+            .hold(&self.context, &streamed(&after), sources, |needed| {
+                self.host.make_room(needed, in_use, host_blocks::available())
+            })?;
         self.keep_from(&mut held.host, &missing, sources, &addresses)?;
         timeline.part("hold streamed blocks in the machine's memory");
         for (block, offset) in held.layout.staying(&before) {
@@ -441,8 +511,10 @@ impl CudaCard {
         self.latch(settled)?;
         timeline.part("synchronise");
         let PartedComponent {
+            component,
             tensors,
             booked,
+            from,
             region,
             host,
             ..
@@ -452,10 +524,35 @@ impl CudaCard {
         let closed = region.close();
         self.latch(closed)?;
         timeline.part("free the memory");
-        drop(host);
-        timeline.part("free the machine's memory");
+        let in_use = self.in_use_on_host();
+        self.host.keep(
+            id.clone(),
+            KeptBlocks {
+                component,
+                from,
+                host,
+            },
+            in_use,
+        );
+        timeline.part("keep its blocks in the machine's memory");
         // Every piece has been given back to the driver, each by its own call.
         let freed = booked;
         Ok(Unloaded { booked, freed })
+    }
+
+    /// As [`crate::Gpu::on_host`].
+    pub(super) fn memory_on_host(&self) -> HostMemory {
+        let on_card = self.parted.values();
+        let on_card = on_card.map(|parted| (&parted.component, parted.host.bytes()));
+        let kept = self.host.kept().map(|(_, kept)| (&kept.component, kept.bytes()));
+        let held = on_card.chain(kept).filter(|(_, bytes)| *bytes > Bytes::ZERO);
+        let held = held.map(|(component, bytes)| {
+            let component = component.clone();
+            (component.id.clone(), HostShare { component, bytes })
+        });
+        HostMemory {
+            limit: self.host.limit,
+            components: held.collect(),
+        }
     }
 }

@@ -23,6 +23,8 @@ pub(crate) struct WorkerSettings {
     pub(crate) device: DeviceSpec,
     /// Bytes that are never planned into.
     pub(crate) headroom: Bytes,
+    /// The most of the machine's memory for streamed blocks; `None`: what is available, less a share for others.
+    pub(crate) host_memory: Option<Bytes>,
     /// How the card's memory is managed.
     pub(crate) memory: MemoryProfile,
     /// Settings of the worker's log, whose lines mix with the supervisor's.

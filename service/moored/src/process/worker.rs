@@ -180,6 +180,7 @@ fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Resu
         })?;
         let settings = CardSettings {
             headroom: settings.headroom,
+            host_limit: settings.host_memory,
             slack_limit: memory.slack_limit,
             ..CardSettings::default()
         };

@@ -7,6 +7,13 @@ use serde::{Deserialize, Serialize};
 
 use super::{Ledger, Name};
 use crate::nouns::{Bytes, ComponentId};
+use crate::parts::Part;
+use crate::resident::Resident;
+
+/// Identifies the pin of a model.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct PinId(pub Name);
 
 /// Identifies a client's hold.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -17,6 +24,13 @@ pub struct HoldId(pub Name);
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ReservationId(pub Name);
+
+impl PinId {
+    /// A pin's identifier from its text.
+    pub fn new(text: impl Into<Name>) -> PinId {
+        PinId(text.into())
+    }
+}
 
 impl HoldId {
     /// A hold's identifier from its text.
@@ -50,33 +64,93 @@ pub(crate) struct Reservation {
     pub(crate) bytes: Bytes,
 }
 
+/// For whom a component is pinned or held, as a stage sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Claim {
+    /// For the model of the stage, all of it: the stage may do with it as if there were no claim.
+    OfItsModel,
+    /// For another model, or for another one too.
+    OfOthers,
+}
+
 impl Ledger {
-    /// Keeps a component on the card until it is unpinned. Also valid for a component that is loaded later.
-    pub fn pin(&mut self, id: ComponentId) {
-        if let Some(resident) = self.residents.get_mut(&id) {
-            resident.pinned = true;
+    /// Who has a claim on a component, for a stage of a model with these components, which are sorted. A pin or a hold that keeps
+    /// other components too is of others.
+    pub(crate) fn claim_on(&self, resident: &Resident, model: &[ComponentId]) -> Option<Claim> {
+        if !resident.pinned && resident.held == 0 {
+            return None;
         }
-        self.pins.insert(id);
+        let id = &resident.component.id;
+        let all = self.pins.values().chain(self.holds.values());
+        let mut on_it = all.filter(|kept| kept.binary_search(id).is_ok());
+        let is_of_model = |id: &ComponentId| model.binary_search(id).is_ok();
+        let is_own = on_it.all(|kept| kept.iter().all(is_of_model));
+        Some(if is_own {
+            Claim::OfItsModel
+        } else {
+            Claim::OfOthers
+        })
+    }
+
+    /// Bytes that pins keep from stages of a model with these components, which are sorted.
+    pub fn pinned_for_others(&self, model: &[ComponentId]) -> Bytes {
+        let pinned = self.residents.values().filter(|r| r.pinned);
+        pinned.map(|r| self.kept_for_others(r, model)).sum()
+    }
+
+    /// Bytes that a component keeps for those who claimed it, while a stage of a model with these components wants them: all of one
+    /// that is whole; of one that is streamed already, more may be streamed.
+    pub(crate) fn kept_for_others(&self, resident: &Resident, model: &[ComponentId]) -> Bytes {
+        let component = &resident.component;
+        match (self.claim_on(resident, model), resident.part) {
+            (Some(Claim::OfOthers), Part::WHOLE) => resident.bytes(),
+            (Some(Claim::OfOthers), _) => resident.bytes().min(component.bytes_of(component.least())),
+            (Some(Claim::OfItsModel) | None, _) => Bytes::ZERO,
+        }
+    }
+
+    /// Keeps the components of a model on the card until it is unpinned, those that are loaded later too. Replaces a pin with the
+    /// same id.
+    pub fn pin(&mut self, model: PinId, components: Vec<ComponentId>) {
+        self.unpin(&model);
+        let components = sorted(components);
+        for id in &components {
+            if let Some(resident) = self.residents.get_mut(id) {
+                resident.pinned = true;
+            }
+        }
+        self.pins.insert(model, components);
     }
 
     /// Removes a pin. False if there was none.
-    pub fn unpin(&mut self, id: &ComponentId) -> bool {
-        if let Some(resident) = self.residents.get_mut(id) {
-            resident.pinned = false;
+    pub fn unpin(&mut self, model: &PinId) -> bool {
+        let Some(components) = self.pins.remove(model) else {
+            return false;
+        };
+        for id in components {
+            let is_pinned = self.is_pinned(&id);
+            if let Some(resident) = self.residents.get_mut(&id) {
+                resident.pinned = is_pinned;
+            }
         }
-        self.pins.remove(id)
+        true
     }
 
-    /// All pins, including those of components that are not loaded.
-    pub fn pins(&self) -> impl Iterator<Item = &ComponentId> {
-        self.pins.iter()
+    /// All pins with their components, which are sorted, including those that are not loaded.
+    pub fn pins(&self) -> impl Iterator<Item = (&PinId, &[ComponentId])> {
+        self.pins.iter().map(|(id, components)| (id, &components[..]))
+    }
+
+    pub(crate) fn is_pinned(&self, id: &ComponentId) -> bool {
+        self.pins
+            .values()
+            .any(|components| components.binary_search(id).is_ok())
     }
 
     /// Keeps components on the card for a client until the hold is released. Replaces a hold with the same id.
-    pub fn hold(&mut self, hold: HoldId, mut components: Vec<ComponentId>) {
+    pub fn hold(&mut self, hold: HoldId, components: Vec<ComponentId>) {
         self.release_hold(&hold);
-        components.sort_unstable();
-        components.dedup();
+        let components = sorted(components);
         for id in &components {
             if let Some(resident) = self.residents.get_mut(id) {
                 resident.held += 1;
@@ -157,4 +231,10 @@ impl Ledger {
             .filter(|components| components.binary_search(id).is_ok())
             .count() as u32
     }
+}
+
+fn sorted(mut components: Vec<ComponentId>) -> Vec<ComponentId> {
+    components.sort_unstable();
+    components.dedup();
+    components
 }

@@ -39,9 +39,6 @@ pub enum LedgerError {
     /// An eviction of a component that a stage runs on, or a change of its part.
     #[error("{0} is in use")]
     Leased(ComponentId),
-    /// An eviction of a pinned component, or one of its blocks.
-    #[error("{0} is pinned")]
-    Pinned(ComponentId),
     /// A load of more bytes than are free or slack.
     #[error("{needed} needed, {available} available")]
     NoRoom {
@@ -66,7 +63,7 @@ impl Ledger {
         }
         self.claim(c.bytes_of(part))?;
         let mut resident = Resident::loading(c.clone(), part, now);
-        resident.pinned = self.pins.contains(&c.id);
+        resident.pinned = self.is_pinned(&c.id);
         resident.held = self.holds_on(&c.id);
         self.residents.insert(c.id.clone(), resident);
         Ok(())
@@ -99,16 +96,13 @@ impl Ledger {
     ///
     /// # Errors
     /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if it is not resident,
-    /// [`LedgerError::Leased`]; [`LedgerError::Pinned`] if it is pinned and would shrink; [`LedgerError::NoRoom`].
+    /// [`LedgerError::Leased`]; [`LedgerError::NoRoom`].
     pub fn begin_resize(&mut self, c: &Component, part: Part) -> Result<(), LedgerError> {
         let resident = self.in_state(&c.id, ResidentState::Resident)?;
         if resident.leases > 0 {
             return Err(LedgerError::Leased(c.id.clone()));
         }
         let (now, then) = (resident.bytes(), resident.component.bytes_of(part));
-        if resident.pinned && then < now {
-            return Err(LedgerError::Pinned(c.id.clone()));
-        }
         self.claim(then - now)?;
         let resident = self.in_state(&c.id, ResidentState::Resident)?;
         resident.state = ResidentState::Resizing;
@@ -146,19 +140,16 @@ impl Ledger {
         Ok(())
     }
 
-    /// Starts an eviction: from here on no stage can lease the component. A hold does not prevent an explicit unload;
-    /// plans never evict a held component.
+    /// Starts an eviction: from here on no stage can lease the component. Neither a pin nor a hold prevents it: the planner leaves
+    /// claimed components to their models, and an unload keeps pinned ones.
     ///
     /// # Errors
     /// [`LedgerError::Unknown`] if it is not booked, [`LedgerError::WrongState`] if it is not resident,
-    /// [`LedgerError::Leased`] and [`LedgerError::Pinned`].
+    /// [`LedgerError::Leased`].
     pub fn begin_evict(&mut self, id: &ComponentId) -> Result<(), LedgerError> {
         let resident = self.in_state(id, ResidentState::Resident)?;
         if resident.leases > 0 {
             return Err(LedgerError::Leased(id.clone()));
-        }
-        if resident.pinned {
-            return Err(LedgerError::Pinned(id.clone()));
         }
         resident.state = ResidentState::Evicting;
         Ok(())

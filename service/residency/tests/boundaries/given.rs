@@ -37,6 +37,7 @@ pub(crate) fn stage(components: &[&Component], scratch: Bytes) -> StageNeed {
         scratch,
         headroom: Bytes::ZERO,
         later: Vec::new(),
+        model: Vec::new(),
         passes: 2,
     }
 }

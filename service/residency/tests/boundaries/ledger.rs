@@ -1,6 +1,6 @@
 use residency::{
     Accounts, Bytes, ComponentId, DriverTruth, HoldId, Holder, LATE_AT_MOST_MS, Ledger, LedgerError, Millis,
-    Part, ReservationId, ResidentState,
+    Part, PinId, ReservationId, ResidentState,
 };
 
 use crate::given::{card_with, component, evict, load, stage, truth, use_at};
@@ -284,15 +284,19 @@ fn a_lease_that_is_refused_leaves_no_trace() {
 }
 
 #[test]
-fn a_pin_prevents_eviction_and_applies_to_a_later_load() {
+fn a_pin_applies_to_a_later_load_and_again_after_an_eviction() {
     let c = component("c", 1);
     let mut ledger = card_with(&[]);
-    ledger.pin(c.id.clone());
+    ledger.pin(PinId::new("pin"), vec![c.id.clone()]);
     load(&mut ledger, &c, T0);
-    assert_eq!(ledger.begin_evict(&c.id), Err(LedgerError::Pinned(c.id.clone())));
-    assert!(ledger.unpin(&c.id));
-    assert!(!ledger.unpin(&c.id));
+    let is_pinned = |ledger: &Ledger| ledger.resident(&c.id).is_some_and(|r| r.pinned);
+    assert!(is_pinned(&ledger));
     evict(&mut ledger, &c, T0);
+    load(&mut ledger, &c, T0);
+    assert!(is_pinned(&ledger));
+    assert!(ledger.unpin(&PinId::new("pin")));
+    assert!(!ledger.unpin(&PinId::new("pin")));
+    assert!(!is_pinned(&ledger));
 }
 
 #[test]
@@ -406,7 +410,7 @@ fn holders_are_listed_by_name_with_their_bytes() {
     let (a, b, c) = (component("a", 1), component("b", 2), component("c", 3));
     let mut ledger = card_with(&[&a, &b, &c]);
     ledger.lease(&stage(&[&a], Bytes::gib(1)), T0).unwrap();
-    ledger.pin(b.id.clone());
+    ledger.pin(PinId::new("pin"), vec![b.id.clone()]);
     ledger.reserve(ReservationId::new("r"), "a game".into(), Bytes::gib(5));
     let python = Holder {
         name: "python".into(),
@@ -462,7 +466,7 @@ fn a_snapshot_survives_serialization() {
     let mut ledger = card_with(&[&a, &b]);
     use_at(&mut ledger, &a, 3, Millis(5));
     ledger.lease(&stage(&[&a], Bytes::gib(1)), Millis(6)).unwrap();
-    ledger.pin(b.id.clone());
+    ledger.pin(PinId::new("pin"), vec![b.id.clone()]);
     ledger.hold(HoldId::new("h"), vec![a.id.clone()]);
     ledger.reserve(ReservationId::new("r"), "r".into(), Bytes::gib(1));
     let text = serde_json::to_string(&ledger).unwrap();

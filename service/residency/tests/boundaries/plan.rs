@@ -1,7 +1,7 @@
 use residency::{
-    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Part, Policy, ReservationId,
-    StageNeed, Verdict, WaitCause, large_from, make_room, plan, plan_low_memory, predicted_move_seconds,
-    should_trim,
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Ledger, Millis, Move, Part, PinId, Policy,
+    ReservationId, StageNeed, Verdict, WaitCause, large_from, make_room, plan, plan_low_memory,
+    predicted_move_seconds, should_trim,
 };
 
 use crate::given::{card_with, component, evict, in_blocks, load, stage, truth, use_at};
@@ -157,7 +157,7 @@ fn exclusive_evicts_all_large_components_and_trims_before_loading() {
     );
     assert_eq!(plan(&ledger, &decode, Policy::Shared, NOW), run([load_of(&vae)]));
     // A pinned component is left alone: the stage fits anyway.
-    ledger.pin(transformer.id.clone());
+    ledger.pin(PinId::new("pin"), vec![transformer.id.clone()]);
     assert_eq!(exclusive(&ledger), run([Move::Trim, load_of(&vae)]));
 }
 
@@ -248,7 +248,7 @@ fn capacity_excludes_context_pins_and_leaks_but_not_idle_components() {
         component("new", 10),
     );
     let mut ledger = card_with(&[&pinned, &leased]);
-    ledger.pin(pinned.id.clone());
+    ledger.pin(PinId::new("pin"), vec![pinned.id.clone()]);
     ledger.lease(&stage(&[&leased], Bytes::ZERO), NOW).unwrap();
     let leak_and_context = |ledger: &Ledger, foreign: u64| DriverTruth {
         components: Bytes::gib(13),
@@ -300,7 +300,7 @@ fn a_stage_without_demand_runs_on_an_overdrawn_card() {
 fn low_memory_evicts_all_idle_components_and_reports_the_shortage() {
     let (a, b, new) = (component("a", 8), component("b", 8), component("new", 20));
     let mut ledger = card_with(&[&a, &b]);
-    ledger.pin(a.id.clone());
+    ledger.pin(PinId::new("pin"), vec![a.id.clone()]);
     let plan =
         |ledger: &Ledger, scratch| plan_low_memory(ledger, &stage(&[&new], scratch), Policy::Shared, NOW);
     let short = plan(&ledger, Bytes::gib(1));
@@ -308,7 +308,7 @@ fn low_memory_evicts_all_idle_components_and_reports_the_shortage() {
         (short.short, short.moves),
         (Bytes::gib(5), vec![evict_of(&b), load_of(&new)])
     );
-    ledger.unpin(&a.id);
+    ledger.unpin(&PinId::new("pin"));
     let ordinary = plan(&ledger, Bytes::ZERO);
     assert_eq!(ordinary.short, Bytes::ZERO);
     assert_eq!(run(ordinary.moves), shared(&ledger, &[&new], 0));
@@ -326,7 +326,7 @@ fn room_for_other_programs_is_free_at_the_driver() {
         ..truth(&ledger)
     });
     assert_eq!(make_room(&ledger, Bytes::gib(16), NOW), run([Move::Trim]));
-    ledger.pin(a.id.clone());
+    ledger.pin(PinId::new("pin"), vec![a.id.clone()]);
     let never = Verdict::Never {
         needed: Bytes::gib(17),
         capacity: Bytes::gib(16),
@@ -465,16 +465,12 @@ fn a_part_shrinks_by_what_another_stage_lacks_and_grows_again() {
 }
 
 #[test]
-fn a_pinned_part_does_not_shrink_and_a_leased_one_does_not_change() {
+fn a_pinned_component_that_is_whole_stays_whole_and_a_leased_part_does_not_change() {
     let (model, other) = (in_blocks("model", 20), component("other", 8));
     let mut ledger = card_with(&[&model]);
-    ledger.pin(model.id.clone());
+    ledger.pin(PinId::new("pin"), vec![model.id.clone()]);
     assert!(matches!(shared(&ledger, &[&other], 4), Verdict::Never { .. }));
-    assert!(matches!(
-        ledger.begin_resize(&model, Part(4)),
-        Err(residency::LedgerError::Pinned(_))
-    ));
-    ledger.unpin(&model.id);
+    ledger.unpin(&PinId::new("pin"));
     let lease = ledger.lease(&stage(&[&model], Bytes::ZERO), NOW).unwrap();
     assert!(matches!(
         ledger.begin_resize(&model, Part(4)),
@@ -483,6 +479,72 @@ fn a_pinned_part_does_not_shrink_and_a_leased_one_does_not_change() {
     assert!(matches!(shared(&ledger, &[&other], 4), Verdict::Wait { .. }));
     ledger.release(lease, NOW).unwrap();
     assert!(matches!(shared(&ledger, &[&other], 4), Verdict::Run { .. }));
+}
+
+#[test]
+fn stages_of_a_pinned_or_held_model_run_as_if_it_were_not() {
+    let (encoder, transformer, vae) = (
+        component("t5", 16),
+        component("transformer", 20),
+        component("vae", 2),
+    );
+    let model = [&encoder, &transformer, &vae].map(|c| c.id.clone());
+    let mut model = model.to_vec();
+    model.sort_unstable();
+    let of_model = |components: &[&Component]| StageNeed {
+        model: model.clone(),
+        ..passes(components, 2, 28)
+    };
+    let claims: [fn(&mut Ledger, &[ComponentId]); 2] = [
+        |ledger, model| ledger.hold(HoldId::new("h"), model.to_vec()),
+        |ledger, model| ledger.pin(PinId::new("pin"), model.to_vec()),
+    ];
+    for claim in claims {
+        let other = component("other", 1);
+        let mut ledger = card_with(&[&transformer, &other]);
+        claim(&mut ledger, &model);
+        // Others leave first, and then what is claimed.
+        let verdict = plan(&ledger, &of_model(&[&vae]), Policy::Shared, NOW);
+        assert_eq!(verdict, run([evict_of(&other), load_of(&vae)]));
+        let verdict = plan(&ledger, &of_model(&[&encoder]), Policy::Shared, NOW);
+        let moves = [evict_of(&transformer), load_of(&encoder)];
+        assert_eq!(verdict, run(moves), "what is claimed is enough by itself");
+        // Nobody else may take it.
+        let verdict = shared(&ledger, &[&encoder], 2);
+        assert!(!matches!(verdict, Verdict::Run { .. }), "{verdict:?}");
+    }
+    // A hold that keeps more than the model of the stage is of others too.
+    let mut ledger = card_with(&[&transformer]);
+    let more = model.iter().cloned().chain([ComponentId::new("more")]);
+    ledger.hold(HoldId::new("h"), more.collect());
+    let verdict = plan(&ledger, &of_model(&[&encoder]), Policy::Shared, NOW);
+    assert_eq!(verdict, wait(14, WaitCause::Leases));
+}
+
+#[test]
+fn of_a_claimed_component_that_is_streamed_more_may_be_streamed() {
+    let (large, other) = (in_blocks("large", 40), component("other", 10));
+    let mut ledger = card_with(&[]);
+    ledger.begin_load(&large, Part(5), NOW).unwrap();
+    ledger.complete_load(&large.id, NOW).unwrap();
+    ledger.pin(PinId::new("pin"), vec![large.id.clone()]);
+    ledger.reconcile(&truth(&ledger));
+    let smaller = [Move::Resize(large.clone(), Part(7)), load_of(&other)];
+    assert_eq!(large.bytes_of(Part(7)), Bytes::gib(12));
+    assert_eq!(shared(&ledger, &[&other], 0), run(smaller));
+    let never = Verdict::Never {
+        needed: Bytes::gib(17),
+        capacity: Bytes::gib(16),
+    };
+    assert_eq!(large.bytes_of(large.least()), Bytes::gib(8));
+    assert_eq!(shared(&ledger, &[&other], 7), never);
+    // A pinned encoder stays as it is while something else can leave, although it is read in a single pass.
+    let text = in_blocks("text", 10);
+    let mut ledger = card_with(&[&text, &other]);
+    ledger.pin(PinId::new("pin"), vec![text.id.clone()]);
+    let of_text = |passes_over| plan(&ledger, &passes(&[&text], 8, passes_over), Policy::Shared, NOW);
+    assert_eq!(of_text(1), run([evict_of(&other)]));
+    assert_eq!(of_text(28), run([evict_of(&other)]));
 }
 
 #[test]

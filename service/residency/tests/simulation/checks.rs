@@ -1,7 +1,7 @@
 //! The invariants, each checked against the model of the card and never by the code under test.
 
 use residency::{
-    Bytes, Component, ComponentId, Move, Resident, ResidentState, StageNeed, Verdict, WaitCause,
+    Bytes, Component, ComponentId, Move, Part, Resident, ResidentState, StageNeed, Verdict, WaitCause,
 };
 
 use crate::defect::{Defect, Invariant, Violation};
@@ -103,8 +103,7 @@ impl World {
                     }
                     Some(r) if r.state != ResidentState::Resident => return Ok(()),
                     Some(r) => {
-                        let stays = r.leases > 0 || r.pinned || r.held > 0;
-                        given_back += if stays { Bytes::ZERO } else { r.bytes() - least };
+                        given_back += (r.bytes() - least) - self.kept_for_others(r, &need.model);
                         let grows = component.bytes - r.bytes();
                         whole += if r.leases > 0 { Bytes::ZERO } else { grows };
                     }
@@ -116,8 +115,7 @@ impl World {
             .residents()
             .filter(|r| !seen.contains(&&r.component.id))
         {
-            let stays = r.leases > 0 || r.pinned || r.held > 0 || r.state != ResidentState::Resident;
-            idle += if stays { Bytes::ZERO } else { r.bytes() };
+            idle += r.bytes() - self.kept_for_others(r, &need.model);
         }
         let usable = self.ledger.usable();
         let is_late = matches!(
@@ -161,20 +159,44 @@ impl World {
         Ok(())
     }
 
-    /// Checks that an evicted component was allowed to leave.
-    pub(crate) fn check_departure(&self, id: &ComponentId, planned: bool) -> Result<(), Violation> {
+    /// Whether pins and holds of a component are of this model alone, or there are none.
+    pub(crate) fn is_unclaimed(&self, id: &ComponentId, model: &[ComponentId]) -> bool {
+        let is_pinned = self.pins.contains(id) && !model.contains(id);
+        let mut holds = self
+            .holds
+            .values()
+            .filter(|(ids, until)| *until > self.now && ids.contains(id));
+        !is_pinned && holds.all(|(ids, _)| ids.iter().all(|id| model.contains(id)))
+    }
+
+    /// Bytes that a component does not give up for a stage of this model: all that is in use or moves, all of what is claimed and
+    /// whole, the smallest part of what is claimed and streamed already.
+    fn kept_for_others(&self, r: &Resident, model: &[ComponentId]) -> Bytes {
+        let id = &r.component.id;
+        if r.leases > 0 || r.state != ResidentState::Resident {
+            return r.bytes();
+        }
+        match (self.is_unclaimed(id, model), r.part) {
+            (true, _) => Bytes::ZERO,
+            (false, Part::WHOLE) => r.bytes(),
+            (false, _) => r.component.bytes_of(r.component.least()),
+        }
+    }
+
+    /// Checks that a component was allowed to leave, or to shrink, for a stage of a model with these components; `None`: on request.
+    pub(crate) fn check_departure(
+        &self,
+        id: &ComponentId,
+        planned_for: Option<&[ComponentId]>,
+    ) -> Result<(), Violation> {
         if self.running.iter().any(|stage| stage.needs.contains(id)) {
             return Err(self.violation(Invariant::NothingLeasedIsEvicted, format!("a stage runs on {id}")));
         }
-        if self.pins.contains(id) {
+        let model = planned_for.unwrap_or_default();
+        if self.pins.contains(id) && !model.contains(id) {
             return Err(self.violation(Invariant::NothingPinnedIsEvicted, format!("{id} is pinned")));
         }
-        if planned
-            && self
-                .holds
-                .values()
-                .any(|(ids, until)| *until > self.now && ids.contains(id))
-        {
+        if planned_for.is_some() && !self.is_unclaimed(id, model) {
             return Err(self.violation(Invariant::NothingHeldIsPlannedAway, format!("{id} is held")));
         }
         Ok(())
@@ -213,8 +235,10 @@ impl World {
     }
 
     /// The plan that a planner with the current defect would make.
-    pub(crate) fn spoil(&mut self, mut moves: Vec<Move>) -> Vec<Move> {
-        if let Some(victim) = self.ledger.residents().find(|r| self.is_wrong_victim(r)) {
+    pub(crate) fn spoil(&mut self, job: &Job, mut moves: Vec<Move>) -> Vec<Move> {
+        let model = self.model_of(job);
+        let mut residents = self.ledger.residents();
+        if let Some(victim) = residents.find(|r| self.is_wrong_victim(r, &model)) {
             moves.insert(0, Move::Evict(victim.component.clone()));
         }
         if self.defect == Defect::PlannerForgetsToTrim {
@@ -228,12 +252,13 @@ impl World {
     }
 
     /// Whether a planner with the current defect evicts it where a correct one never would.
-    pub(crate) fn is_wrong_victim(&self, r: &Resident) -> bool {
+    pub(crate) fn is_wrong_victim(&self, r: &Resident, model: &[ComponentId]) -> bool {
         let is_there = r.state == ResidentState::Resident;
+        let is_claimed = !self.is_unclaimed(&r.component.id, model);
         match self.defect {
             Defect::PlannerEvictsLeased => is_there && r.leases > 0,
-            Defect::PlannerEvictsPinned => is_there && r.pinned && r.leases == 0,
-            Defect::PlannerEvictsHeld => is_there && r.held > 0 && r.leases == 0 && !r.pinned,
+            Defect::PlannerEvictsPinned => is_there && is_claimed && r.pinned && r.leases == 0,
+            Defect::PlannerEvictsHeld => is_there && is_claimed && r.leases == 0 && !r.pinned,
             _ => false,
         }
     }

@@ -1,5 +1,7 @@
 //! The jobs of clients in the simulation.
 
+use std::collections::BTreeSet;
+
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
@@ -73,8 +75,14 @@ pub(crate) fn components(rng: &mut ChaCha8Rng, total: Bytes) -> Vec<Component> {
 
 pub(crate) fn kinds(rng: &mut ChaCha8Rng, components: &[Component], total: Bytes) -> Vec<Kind> {
     (0..6)
-        .map(|kind| Kind {
-            stages: stages(rng, kind, components, total),
+        .map(|kind| {
+            let mut stages = stages(rng, kind, components, total);
+            let all = stages.iter().flat_map(|stage| &stage.need.components);
+            let model: BTreeSet<ComponentId> = all.map(|c| c.id.clone()).collect();
+            for stage in &mut stages {
+                stage.need.model = model.iter().cloned().collect();
+            }
+            Kind { stages }
         })
         .collect()
 }
@@ -100,6 +108,7 @@ fn stages(rng: &mut ChaCha8Rng, kind: usize, components: &[Component], total: By
             scratch: predicted,
             headroom: Bytes::ZERO,
             later: Vec::new(),
+            model: Vec::new(),
             passes: if rng.random_bool(0.5) { 1 } else { 28 },
         };
         Stage {

@@ -62,7 +62,7 @@ impl World {
             None => return self.start(mover.job),
             Some(Move::Trim) => self.trim(),
             Some(Move::Evict(component)) => {
-                if !self.evict(&component, true)? {
+                if !self.evict(&component, Some(&self.model_of(&mover.job)))? {
                     self.wait_again(mover.job);
                     return Ok(());
                 }
@@ -74,7 +74,7 @@ impl World {
                     .map_or(Bytes::ZERO, Resident::bytes);
                 let then = component.bytes_of(part);
                 if then < before {
-                    if !self.shrink(&component, part)? {
+                    if !self.shrink(&component, part, &self.model_of(&mover.job))? {
                         self.wait_again(mover.job);
                         return Ok(());
                     }
@@ -164,17 +164,30 @@ impl World {
         Ok(())
     }
 
-    /// Evicts, if it is still idle. False if it is not any more.
-    pub(crate) fn evict(&mut self, component: &Component, planned: bool) -> Result<bool, Violation> {
+    /// The components of a job's model.
+    pub(crate) fn model_of(&self, job: &Job) -> Vec<ComponentId> {
+        self.kinds[job.kind].stages[job.stage].need.model.clone()
+    }
+
+    /// Evicts for a stage of a model with these components, or on request, if it may leave still. False if it may not any more.
+    pub(crate) fn evict(
+        &mut self,
+        component: &Component,
+        planned_for: Option<&[ComponentId]>,
+    ) -> Result<bool, Violation> {
         let id = &component.id;
         let resident = self.ledger.resident(id);
-        let forced = planned && resident.is_some_and(|r| self.is_wrong_victim(r));
-        let is_idle = resident.is_some_and(|r| if planned { r.is_idle() } else { r.held == 0 });
+        let is_wrong = |model| resident.is_some_and(|r| self.is_wrong_victim(r, model));
+        let forced = planned_for.is_some_and(is_wrong);
+        let is_idle = resident.is_some_and(|r| match planned_for {
+            Some(model) => r.leases == 0 && self.is_unclaimed(id, model),
+            None => !r.pinned && r.held == 0,
+        });
         if !forced && (!is_idle || self.ledger.begin_evict(id).is_err()) {
             self.stats.refused_evictions += 1;
             return Ok(false);
         }
-        self.check_departure(id, planned)?;
+        self.check_departure(id, planned_for)?;
         let shown_at = self.late_or_not();
         self.card.release(id, shown_at);
         self.stats.evictions += 1;
@@ -190,15 +203,26 @@ impl World {
         Ok(true)
     }
 
-    /// Makes a part smaller, if nothing uses, pins or holds it. False if something does.
-    pub(crate) fn shrink(&mut self, component: &Component, part: Part) -> Result<bool, Violation> {
+    /// Makes a part smaller for a stage of a model with these components, if it may still. False if it may not any more.
+    pub(crate) fn shrink(
+        &mut self,
+        component: &Component,
+        part: Part,
+        model: &[ComponentId],
+    ) -> Result<bool, Violation> {
         let id = &component.id;
-        let is_idle = self.ledger.resident(id).is_some_and(Resident::is_idle);
-        if !is_idle || self.ledger.begin_resize(component, part).is_err() {
+        let is_unclaimed = self.is_unclaimed(id, model);
+        let may_shrink = self
+            .ledger
+            .resident(id)
+            .is_some_and(|r| is_unclaimed || r.part != Part::WHOLE);
+        if !may_shrink || self.ledger.begin_resize(component, part).is_err() {
             self.stats.refused_evictions += 1;
             return Ok(false);
         }
-        self.check_departure(id, true)?;
+        if is_unclaimed {
+            self.check_departure(id, Some(model))?;
+        }
         let shown_at = self.late_or_not();
         self.card.shrink(id, component.bytes_of(part), shown_at);
         self.stats.shrinks += 1;

@@ -56,7 +56,7 @@ impl World {
                 return Ok(());
             };
             self.count_overtaking(&job)?;
-            let moves = self.spoil(moves);
+            let moves = self.spoil(&job, moves);
             self.check_plan(&job, &moves)?;
             self.mover = Some(Mover::new(job, moves));
             self.carry_on()?;

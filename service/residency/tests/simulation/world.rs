@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use residency::{
-    Bytes, Component, ComponentId, HoldId, Ledger, Millis, Move, Policy, ReservationId, ScratchBook, Verdict,
-    make_room, should_trim,
+    Bytes, Component, ComponentId, HoldId, Ledger, Millis, Move, PinId, Policy, ReservationId, ScratchBook,
+    Verdict, make_room, should_trim,
 };
 
 use crate::card::Card;
@@ -208,10 +208,10 @@ impl World {
                 self.card.foreign = Bytes((self.card.foreign.0 as f64 * share) as u64);
             }
             11 if self.pins.len() < 2 && self.chance(0.3) => {
-                self.ledger.pin(id.clone());
+                self.ledger.pin(PinId::new(&*id.0), vec![id.clone()]);
                 self.pins.insert(id);
             }
-            11 | 12 => assert_eq!(self.ledger.unpin(&id), self.pins.remove(&id)),
+            11 | 12 => assert_eq!(self.ledger.unpin(&PinId::new(&*id.0)), self.pins.remove(&id)),
             13 => {
                 let hold = HoldId::new(format!("{}", self.up_to(2)));
                 let until = self.now.after(1 + self.up_to(4_000));
@@ -235,7 +235,7 @@ impl World {
             }
             17 => {
                 let component = self.components[any].clone();
-                self.evict(&component, false)?; // an explicit unload
+                self.evict(&component, None)?; // an explicit unload
             }
             _ => self.janitor(),
         }
@@ -277,10 +277,16 @@ impl World {
             match each {
                 Move::Trim => self.trim(),
                 Move::Evict(component) => {
-                    assert!(self.evict(component, true)?, "nothing changed since the plan")
+                    assert!(
+                        self.evict(component, Some(&[]))?,
+                        "nothing changed since the plan"
+                    )
                 }
                 Move::Resize(component, part) => {
-                    assert!(self.shrink(component, *part)?, "nothing changed since the plan");
+                    assert!(
+                        self.shrink(component, *part, &[])?,
+                        "nothing changed since the plan"
+                    );
                 }
                 Move::Load(component, _) => panic!("nobody asked for {component:?}"),
             }
@@ -294,7 +300,7 @@ impl World {
     fn come_to_rest(&mut self) -> Result<(), Violation> {
         self.card.foreign = Bytes::ZERO;
         for id in std::mem::take(&mut self.pins) {
-            self.ledger.unpin(&id);
+            self.ledger.unpin(&PinId::new(&*id.0));
         }
         for id in std::mem::take(&mut self.holds).into_keys() {
             self.ledger.release_hold(&id);
@@ -315,7 +321,7 @@ impl World {
             let kept = self.defect == Defect::KeepsAComponentAtRest && component.id == self.components[5].id;
             if self.ledger.is_resident(&component.id) && !kept {
                 assert!(
-                    self.evict(&component, true)?,
+                    self.evict(&component, Some(&[]))?,
                     "something still needs {}",
                     component.id
                 );

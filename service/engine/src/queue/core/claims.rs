@@ -215,6 +215,7 @@ impl Core {
                     fallbacks: less_of(bytes - short),
                     smallest: None,
                     instead: None,
+                    pinned: Bytes::ZERO,
                 });
                 Err(match bytes > ledger.capacity() {
                     true => Error::NeverFits(shortfall),

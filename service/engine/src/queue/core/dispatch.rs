@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::library::Entry;
 use crate::messages::{ModelLocation, Order, Sharing, StageWork, Work};
-use crate::need::Need;
+use crate::need::{Need, ids_of};
 use crate::queue::cards::InFlight;
 use crate::queue::decide::{Decision, Pass};
 use crate::queue::record::{JobRecord, Patience, State};
@@ -89,6 +89,7 @@ impl Core {
                 plan: None,
                 headroom: Bytes::ZERO,
                 later: Vec::new(),
+                model: ids_of(&components),
             };
             let order = Order {
                 ticket: self.ticket(),
@@ -98,6 +99,7 @@ impl Core {
                 policy: self.settings.policy.unwrap_or_default(),
                 allow_low_memory: false,
                 headroom: Bytes::ZERO,
+                components: need.model.clone(),
                 sharing: Vec::new(),
             };
             let in_flight = InFlight::new(order.ticket, None, &entry.key, need, 1000.0, now);
@@ -241,6 +243,7 @@ impl Core {
             policy,
             allow_low_memory: low_memory,
             headroom,
+            components: need.model.clone(),
             sharing: sharing.into_iter().map(|(_, sharing)| sharing).collect(),
         };
         let Some(job) = self.jobs.get_mut(id) else { return };

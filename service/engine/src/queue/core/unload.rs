@@ -81,8 +81,7 @@ impl Core {
             let (view, unload) = (self.view(now), &self.unloads[position]);
             let card = &self.cards[index];
             let dtype = &card.description.compute_dtype;
-            let residents = card.ledger.residents().map(|r| &r.component);
-            let concerned = unload.concerned(residents, dtype);
+            let concerned = unload.concerned(card.ledger.on_card_or_host(), dtype);
             let (leave, keep) = view.partition_leaving(&unload.leaving(dtype), concerned, index);
             self.unloads[position].report.kept.extend(keep);
             if !leave.is_empty() && self.cards[index].is_ready() {
@@ -156,7 +155,7 @@ impl Core {
             jobs.values().any(|job| job.concerns(key))
                 || cards
                     .iter()
-                    .any(|card| card.ledger.residents().any(|r| known.names(&r.component.id)))
+                    .any(|card| card.ledger.on_card_or_host().any(|c| known.names(&c.id)))
         });
     }
 }

@@ -13,8 +13,8 @@ use pipelines::{
     Preset, Quantization, Request, Role, Rung, StagePlan, ValueShape, Values, Video,
 };
 use residency::{
-    Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Part, Policy, ReservationId,
-    StageNeed, WaitCause,
+    Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Part, PinId, Policy,
+    ReservationId, StageNeed, WaitCause,
 };
 
 use super::super::{Configuration, FromWorker, WorkerSettings};
@@ -162,6 +162,7 @@ pub(in crate::process) fn order(work: Work) -> Command {
         policy: Policy::Exclusive,
         allow_low_memory: true,
         headroom: Bytes::gib(2),
+        components: Vec::new(),
         sharing: Vec::new(),
     }))
 }
@@ -173,7 +174,7 @@ fn commands() -> Vec<Command> {
         order(Work::Load(vec![component("vae")])),
         Command::Cancel(Ticket(u64::MAX)),
         Command::Standing(Standing {
-            pins: ids(),
+            pins: vec![("flux".to_owned(), ids())],
             holds: vec![("hold-1".to_owned(), ids())],
             reservations: vec![("r-1".to_owned(), "a game".to_owned(), Bytes::gib(6))],
             foreign_before: Some(Bytes::gib(1)),
@@ -206,10 +207,11 @@ fn ledger() -> Ledger {
         scratch: Bytes::gib(2),
         headroom: Bytes::ZERO,
         later: Vec::new(),
+        model: Vec::new(),
         passes: u32::MAX,
     };
     ledger.lease(&need, Millis(7)).unwrap();
-    ledger.pin(vae.id.clone());
+    ledger.pin(PinId::new("flux"), vec![vae.id.clone()]);
     ledger.hold(HoldId::new("hold-1"), vec![clip.id.clone()]);
     let label = "a game".to_owned();
     ledger.reserve(ReservationId::new("r-1"), label, Bytes::gib(6));
@@ -384,6 +386,7 @@ fn configurations() -> [Configuration; 2] {
     let settings = |device: &str, lock_file: Option<&str>| WorkerSettings {
         device: device.parse().unwrap(),
         headroom: Bytes::mib(512),
+        host_memory: Some(Bytes::gib(32)),
         memory: MemoryProfile::of(ProfileName::Balanced, Bytes::gib(24)),
         log: LogSettings {
             filter: Some("json:info,gpu=debug".to_owned()),
