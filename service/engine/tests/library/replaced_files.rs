@@ -69,7 +69,7 @@ fn replace(path: &Path, how: Replaced, weight: f32, size: u64) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum When {
     BeforeItIsRead,
-    WhenItWasRead,
+    AfterItWasRead,
     /// As that, and the card's answer to an unload is an error.
     AndUnloadsFail,
 }
@@ -141,7 +141,7 @@ struct Bench {
 
 impl Bench {
     fn new(size: u64) -> Bench {
-        Bench::with(size, When::WhenItWasRead, |_| None)
+        Bench::with(size, When::AfterItWasRead, |_| None)
     }
 
     fn with(size: u64, when: When, replace: impl FnOnce(PathBuf) -> Option<Box<dyn FnMut()>>) -> Bench {
@@ -321,7 +321,7 @@ fn an_order_for_a_replaced_version_uses_its_resident_components() {
 
 #[test]
 fn a_file_that_is_replaced_while_it_is_read_is_not_kept() {
-    let mut bench = Bench::with(4, When::WhenItWasRead, |path| {
+    let mut bench = Bench::with(4, When::AfterItWasRead, |path| {
         Some(Box::new(move || replace(&path, Replaced::ByRename, 2.0, 4)))
     });
     let first = bench.open();
@@ -356,7 +356,7 @@ fn a_load_that_cannot_be_taken_back_leaves_the_ledger_at_rest() {
 
 #[test]
 fn a_file_that_is_replaced_while_it_is_read_into_the_machines_memory_is_not_used() {
-    let mut bench = Bench::with(4, When::WhenItWasRead, |path| {
+    let mut bench = Bench::with(4, When::AfterItWasRead, |path| {
         Some(Box::new(move || replace(&path, Replaced::ByRename, 2.0, 4)))
     });
     let first = bench.open();
