@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import random
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +72,25 @@ def test_raw_pixels(service: Service, ask: Ask, tmp_path: Path) -> None:
     result.save(tmp_path / "raw.png")
     assert moored.read_recipe(tmp_path / "raw.png") == {}
     assert (tmp_path / "raw.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_pipe_takes_a_picture_if_somebody_reads_it(
+    service: Service, ask: Ask, png: bytes, tmp_path: Path
+) -> None:
+    service.on("GenerateImage", [accepted(), *pieces(png), done()])
+    result = ask("generate_image", "x")
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="start its reader first"):
+        result.save(pipe)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket.png"))
+        with pytest.raises(OSError, match="socket"):
+            result.save(tmp_path / "socket.png")
+    # Without waiting for a writer.
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        result.save(pipe)
+        assert reader.read() == png
 
 
 def test_a_png_is_saved_as_it_came(service: Service, ask: Ask, png: bytes, tmp_path: Path) -> None:

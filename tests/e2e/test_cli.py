@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import struct
 import subprocess
 import termios
@@ -153,6 +154,34 @@ def test_generate_writes_to_standard_output(service: Service) -> None:
     assert b"\x1b" not in result.stderr
     several = service.run(*command, "-n", "2")
     assert "-o" in bad(several), "what to do is told"
+
+
+def test_a_pipe_that_somebody_reads_takes_a_result_and_no_other(
+    service: Service, client: moored.Client, tmp_path: Path
+) -> None:
+    """What would fail when a result is written fails before it is computed."""
+    pipe, socket_path = tmp_path / "pipe", tmp_path / "socket.png"
+    os.mkfifo(pipe)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(socket_path))
+    given = ["generate", PROMPT, "-m", "small"]
+    jobs = client.jobs(include_ended=True)
+    assert "start its reader first" in bad(service.run(*given, "-o", str(pipe)), 8)
+    assert "it is a socket" in bad(service.run(*given, "-o", str(socket_path)), 8)
+    assert "takes one result" in bad(service.run(*given, "-o", str(pipe), "-n", "2"), 2)
+    (tmp_path / "a-0001.png").mkdir()
+    assert "a folder" in bad(
+        service.run(*given, "-o", str(tmp_path / "a.png"), "-n", "2", "--force"), 8
+    )
+    assert client.jobs(include_ended=True) == jobs, "before anything is computed"
+    listener.close()
+
+    # Without waiting for a writer.
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        good(service.run(*given, "-o", str(pipe)))
+        with Image.open(io.BytesIO(reader.read())) as image:
+            assert image.size == (64, 64)
+    good(service.run(*given, "-o", "/dev/null"))
 
 
 @pytest.mark.parametrize("words", [[], ["-"]], ids=["left out", "dash"])

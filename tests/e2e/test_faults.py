@@ -178,13 +178,17 @@ def test_a_key_without_a_seed_joins_its_job(simulate: Simulate) -> None:
         assert (first.job_id, first.seed) == (again.job_id, again.seed)
 
 
-def test_names_that_are_too_long_are_refused(simulate: Simulate) -> None:
+def test_names_that_are_too_long_or_hide_something_are_refused(simulate: Simulate) -> None:
+    """Every name that a client gives is shown to others, or told back to it."""
     with simulate("sim:24GiB").client() as client:
-        for option in ("client_id", "card", "idempotency_key"):
-            with pytest.raises(moored.InvalidRequest, match=option):
-                client.generate_image("x", model="small", **{option: "x" * 1000})
-        with pytest.raises(moored.InvalidRequest, match="label"):
-            client.reserve(1 << 20, label="x" * 1000)
+        for name in ("x" * 1000, "a\u200b", "\u3164", "\U000e0061", "a" + "\u0301" * 30, "\u202ea"):
+            for option in ("client_id", "card", "idempotency_key"):
+                with pytest.raises(moored.InvalidRequest, match=option):
+                    client.generate_image("x", model="small", **{option: name})
+            with pytest.raises(moored.InvalidRequest, match="label"):
+                client.reserve(1 << 20, label=name)
+            with pytest.raises(moored.InvalidRequest, match="client_id"):
+                client.hold("small", client_id=name)
 
 
 def test_a_hung_stage_can_be_cancelled(simulate: Simulate) -> None:

@@ -172,6 +172,7 @@ def test_no_number_of_a_service_ends_a_command_in_a_fault(
         ("status",),
         ("models",),
         ("models", "--adapters"),
+        ("models", "--available"),
         ("jobs", "--all"),
         ("plan", "a cat", "-m", "any"),
         ("load", "any"),

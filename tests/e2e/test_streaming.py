@@ -234,20 +234,48 @@ def test_a_streamed_model_whose_file_is_replaced_is_read_anew(
         assert client.generate_image(**PICTURE).images[0].tobytes() == after
 
 
-def test_a_file_that_changes_while_it_is_streamed_costs_that_job_alone(
-    on_card: Callable[[str], Service], models: Path, whole: bytes
+def changed_meanwhile(
+    client: moored.Client, times: int, change: Callable[[], None]
+) -> tuple[list[str], bytes]:
+    """A picture of many steps, with a change of a file in the second step of the first attempts: the
+    reasons for which it was tried again, and its pixels."""
+    changes, reasons = 0, list[str]()
+    with client.stream_image(**PICTURE | {"steps": 60}) as stream:
+        for event in stream:
+            if isinstance(event, moored.Retrying):
+                reasons.append(event.reason)
+            if isinstance(event, moored.Step) and changes == len(reasons) < times:
+                changes += 1
+                change()
+        return reasons, stream.result().images[0].tobytes()
+
+
+def test_a_job_begins_again_if_a_file_changes_while_it_is_streamed(
+    on_card: Callable[[str], Service], models: Path
 ) -> None:
+    """Nothing tells a change of times alone from a change of the file, as times can be set back."""
     file = models / "mine/transformer/diffusion_pytorch_model.safetensors"
+
+    def replace() -> None:
+        beside = file.with_suffix(".new")
+        shutil.copy(file, beside)
+        beside.rename(file)
+
+    def link() -> None:
+        file.with_suffix(".link").unlink(missing_ok=True)
+        os.link(file, file.with_suffix(".link"))
+
     with on_card("20MiB").client() as client:
-        assert client.generate_image(**PICTURE).images[0].tobytes() == whole
-        with (
-            pytest.raises((moored.ModelDamaged, moored.ModelChanged)),
-            client.stream_image(**PICTURE | {"steps": 60}) as stream,
-        ):
-            for event in stream:
-                if isinstance(event, moored.Step) and event.n == 2:
-                    os.utime(file)
-        assert client.generate_image(**PICTURE).images[0].tobytes() == whole
+        undisturbed = changed_meanwhile(client, 0, replace)
+        assert undisturbed[0] == []
+        for change in (lambda: os.utime(file), replace, link):
+            again = changed_meanwhile(client, 1, change)
+            assert again == (["MODEL_CHANGED"], undisturbed[1])
+        # Twice: it does not go on for ever.
+        with pytest.raises(moored.ModelChanged, match="submit the request again"):
+            changed_meanwhile(client, 2, replace)
+        assert changed_meanwhile(client, 0, replace) == undisturbed
+        assert_at_rest(client)
 
 
 def test_a_hold_or_a_pin_of_a_streamed_model_does_not_keep_its_own_stages_waiting(

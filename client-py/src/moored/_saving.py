@@ -10,11 +10,13 @@ writes, as the comment `COMMENT`. The command line writes and reads the same
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
 import os
 import secrets
+import stat
 import struct
 import warnings
 import wave
@@ -55,7 +57,7 @@ def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: boo
     """
     target = _possible(path)
     if target.exists() and not target.is_file():
-        target.write_bytes(data)  # a pipe or a device; of a folder it says so
+        _write_to(target, data)
         return target
     if target.is_symlink() and overwrite:
         target = target.resolve()
@@ -68,6 +70,28 @@ def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: boo
         return _named(beside, target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _write_to(target: Path, data: bytes | memoryview) -> None:
+    """Writes to a pipe or a device, which has no name to be lost; of a folder it says so."""
+    kind = target.stat().st_mode
+    if stat.S_ISBLK(kind):
+        raise OSError(f"{target} is a disk, and would lose what is on it: name a file")
+    if stat.S_ISSOCK(kind):
+        raise OSError(f"{target} is a socket, which takes no files: name a file")
+    # A pipe without a reader is waited for where it is opened, and so it is not opened that way.
+    try:
+        opened = os.open(target, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError as problem:
+        if problem.errno == errno.ENXIO and stat.S_ISFIFO(kind):
+            raise OSError(
+                errno.ENXIO, "no program reads this pipe: start its reader first", str(target)
+            ) from None
+        raise
+    with os.fdopen(opened, "wb") as file:
+        if hasattr(os, "set_blocking"):
+            os.set_blocking(opened, True)
+        file.write(data)
 
 
 def _possible(path: str | os.PathLike[str]) -> Path:

@@ -282,7 +282,7 @@ fn read(
     };
     let media = match (info.media_type.as_str(), info.format) {
         ("image/png" | "image/jpeg" | "image/webp", _) => {
-            pictures::decode(&data, None).map_err(|problem| wrong(problem.to_string()))?;
+            pictures::decode(&data, None, cancel).map_err(|problem| wrong(problem.to_string()))?;
             Ok(Media::Picture(data))
         }
         // The file itself shows which of the two it is.

@@ -194,10 +194,10 @@ impl Generation {
         client: Client,
     ) -> Result<Vec<u8>, Error> {
         let RequestPicture { field, data, .. } = pictures;
-        let decode = move |_: &_| match slot {
-            PictureSlot::Mask => pictures::decode_mask(&data, size),
+        let decode = move |cancel: &_| match slot {
+            PictureSlot::Mask => pictures::decode_mask(&data, size, cancel),
             PictureSlot::Start | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
-                pictures::decode(&data, Some(size)).map(|pixels| pixels.rgb)
+                pictures::decode(&data, Some(size), cancel).map(|pixels| pixels.rgb)
             }
         };
         let decoded = self.decoding.run_of((PICTURES, client), decode).await?;

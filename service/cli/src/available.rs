@@ -113,7 +113,7 @@ impl Card {
         let taken = |id: &str| {
             let card = status.cards.iter().find(|card| card.id == id);
             let memory = card.and_then(|card| card.memory).unwrap_or_default();
-            Bytes(memory.context + memory.workspaces)
+            Bytes(memory.context) + Bytes(memory.workspaces)
         };
         let cards = info.into_inner().cards.into_iter().map(|card| Card {
             total: Bytes(card.total_bytes),

@@ -1,13 +1,14 @@
 //! `moored demo`: everything in one command. It starts a service with the shipped models, asks it for pictures, a film and a
 //! sound as any client would, and ends it.
 
+use std::io::Cursor;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use api::v1;
 use config::Config;
 use hub::catalogue::{SHIPPED_FILM_ID, SHIPPED_ID, SHIPPED_SOUND_ID};
-use image::{Rgb, RgbImage, imageops};
+use image::{ImageFormat, Rgb, RgbImage, imageops};
 use residency::Bytes;
 use serde_json::json;
 
@@ -15,7 +16,7 @@ use crate::Program;
 use crate::arguments::{Demo, Verbosity};
 use crate::available::Card;
 use crate::connection::Connection;
-use crate::files::write;
+use crate::destination::{check_files, write};
 use crate::generate::{Generated, generate, summary};
 use crate::local::LocalService;
 use crate::picture::{Canvas, picture};
@@ -80,16 +81,11 @@ fn prompts() -> impl Iterator<Item = (usize, &'static str)> {
     PROMPTS.lines().filter(|line| !line.is_empty()).enumerate()
 }
 
-/// Refuses, before anything is generated, to overwrite files of an earlier run.
+/// Refuses, before anything is generated, what could not be written, such as files of an earlier run.
 fn check_free(options: &Demo) -> Result<(), CliError> {
     let pictures = prompts().map(|(index, _)| picture_path(options, index));
-    let there = pictures
-        .chain([contact_sheet(options), film_path(options), sound_path(options)])
-        .find(|path| path.exists());
-    match there {
-        Some(path) if !options.force => Err(CliError::Exists(path.display().to_string())),
-        _ => Ok(()),
-    }
+    let others = [contact_sheet(options), film_path(options), sound_path(options)];
+    check_files(pictures.chain(others), options.force)
 }
 
 async fn generate_all(
@@ -105,7 +101,7 @@ async fn generate_all(
         let request = Asked::Generate(v1::GenerateImageRequest {
             model: Some(shipped(SHIPPED_ID)),
             prompt: prompt.to_owned(),
-            seed: Some(options.seed + index as u64),
+            seed: Some(options.seed.wrapping_add(index as u64)),
             options: Some(of_demo()),
             ..Default::default()
         });
@@ -146,7 +142,7 @@ async fn generate_all(
     let sound = generate(&connection, request, &mut show(as_json)).await?;
     write_result(&sound_path(options), SOUND_PROMPT, &sound, options, as_json)?;
     let path = contact_sheet(options);
-    write_sheet(&sheet, &path)?;
+    write_sheet(&sheet, &path, options.force)?;
     let seconds = started.elapsed().as_secs_f64();
     if as_json {
         return screen::json(
@@ -223,7 +219,7 @@ fn write_result(
     Ok(file)
 }
 
-fn write_sheet(pictures: &[RgbImage], path: &Path) -> Result<(), CliError> {
+fn write_sheet(pictures: &[RgbImage], path: &Path, force: bool) -> Result<(), CliError> {
     let Some(first) = pictures.first() else {
         return Ok(());
     };
@@ -243,5 +239,8 @@ fn write_sheet(pictures: &[RgbImage], path: &Path) -> Result<(), CliError> {
         );
         imageops::replace(&mut sheet, picture, x.into(), y.into());
     }
-    sheet.save(path).map_err(|problem| CliError::file(path, problem))
+    let mut file = Cursor::new(Vec::new());
+    let encoded = sheet.write_to(&mut file, ImageFormat::Png);
+    encoded.map_err(|problem| CliError::Failed(problem.to_string()))?;
+    write(path, file.get_ref(), force)
 }

@@ -1,18 +1,17 @@
 //! Files of results: their names and formats. A file that exists is not overwritten.
 
-use std::fs::OpenOptions;
-use std::io::{ErrorKind, Write as _};
+use std::fs::File;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use api::v1;
 use media::pictures::{self, PictureFormat};
 
 use crate::CliError;
 use crate::arguments::MediumChoice;
+use crate::destination::{Part, check_files, check_folder, is_stdout, is_stream, stream, write, write_to};
 use crate::results::Arrived;
-
-/// Bytes that are written to probe a folder: a disk without room for a picture counts as full.
-const PROBE_BYTES: usize = 1 << 20;
 
 /// Destination of the results of a command.
 #[derive(Clone, Debug)]
@@ -20,11 +19,15 @@ pub(super) struct Target {
     place: Place,
     medium: MediumChoice,
     force: bool,
+    /// The pipe or the device, from the check on.
+    stream: Option<Arc<File>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Place {
     Stdout,
+    /// This pipe or device.
+    Stream(PathBuf),
     /// This folder, with generated names.
     Folder(PathBuf),
     /// This file; several results are numbered beside it.
@@ -50,35 +53,53 @@ impl Target {
     pub(super) fn of(out: Option<&str>, medium: MediumChoice, force: bool) -> Result<Target, CliError> {
         let place = match out {
             None => Place::Folder(PathBuf::new()),
-            Some("-") => Place::Stdout,
+            Some(out) if is_stdout(out) => Place::Stdout,
             Some(out) => {
                 let path = PathBuf::from(out);
                 match path.extension() {
+                    _ if is_stream(&path) => Place::Stream(path),
                     _ if path.is_dir() || out.ends_with('/') => Place::Folder(path),
                     None => Place::Folder(path),
                     Some(_) => Place::File(path),
                 }
             }
         };
-        if let Place::File(path) = &place {
-            check_ending(path, medium)?;
+        let target = Target {
+            place,
+            medium,
+            force,
+            stream: None,
+        };
+        if let Some(ending) = target.ending() {
+            check_ending(&ending, out.unwrap_or_default(), medium)?;
         }
-        Ok(Target { place, medium, force })
+        Ok(target)
+    }
+
+    /// The ending of the file, or of the pipe or device where its name has one.
+    fn ending(&self) -> Option<String> {
+        match &self.place {
+            Place::File(path) | Place::Stream(path) => {
+                let ending = path.extension()?.to_string_lossy();
+                Some(ending.to_ascii_lowercase())
+            }
+            Place::Folder(_) | Place::Stdout => None,
+        }
     }
 
     /// The format in which films are requested: that of the file, or raw frames, from which an animated PNG is made here.
     pub(super) fn film_format(&self) -> v1::FilmFormat {
-        match &self.place {
-            Place::File(path) if ending_of(path) != "mp4" => v1::FilmFormat::RawFrames,
-            Place::File(_) | Place::Folder(_) | Place::Stdout => v1::FilmFormat::Mp4,
+        match self.ending().as_deref() {
+            None | Some("mp4") => v1::FilmFormat::Mp4,
+            Some(_) => v1::FilmFormat::RawFrames,
         }
     }
 
     /// The format in which tracks are requested: that of the file.
     pub(super) fn track_format(&self) -> v1::AudioFormat {
-        match &self.place {
-            Place::File(path) if ending_of(path) == "flac" => v1::AudioFormat::Flac,
-            Place::File(_) | Place::Folder(_) | Place::Stdout => v1::AudioFormat::Wav,
+        match self.ending().as_deref() {
+            Some("flac") => v1::AudioFormat::Flac,
+            _ => v1::AudioFormat::Wav,
         }
     }
 
@@ -86,42 +107,52 @@ impl Target {
         self.place == Place::Stdout
     }
 
-    /// Refuses an existing file, and a folder in which none can be written, before anything is generated. Names of tracks are
-    /// not known yet, and not checked.
-    pub(super) fn check(&self, results: u32) -> Result<(), CliError> {
-        let path = match &self.place {
-            Place::Stdout => return Ok(()),
-            Place::Folder(folder) => return try_folder(folder),
-            Place::File(path) => path,
-        };
-        if !path.exists() {
-            try_folder(path.parent().unwrap_or(Path::new("")))?;
-        }
-        let there = (0..results)
-            .map(|item| numbered(path, item, results, ""))
-            .find(|path| path.is_file());
-        match there {
-            Some(path) if !self.force => Err(CliError::Exists(path.display().to_string())),
-            _ => Ok(()),
+    /// Refuses what would fail when it is written, before anything is generated: an existing file, a folder in which none can be
+    /// written, a pipe that nobody reads, several results for one pipe. Names of tracks are not known yet, and not checked.
+    pub(super) fn check(&mut self, results: u32) -> Result<(), CliError> {
+        match &self.place {
+            Place::Stdout if results > 1 => Err(one_alone("standard output")),
+            Place::Stream(path) if results > 1 => Err(one_alone(&path.display().to_string())),
+            Place::Stdout => Ok(()),
+            Place::Stream(path) => {
+                self.stream = Some(Arc::new(stream(path)?));
+                Ok(())
+            }
+            Place::Folder(folder) => check_folder(folder),
+            Place::File(path) => {
+                let paths = (0..results).map(|item| numbered(path, item, results, ""));
+                check_files(paths, self.force)
+            }
         }
     }
 
     /// The file of a result, in the format of its ending.
     pub(super) fn encode(&self, result: &Arrived) -> Result<Vec<u8>, CliError> {
         let file = result.file().map_err(CliError::Failed)?;
-        match (&self.place, self.medium) {
-            (Place::File(path), MediumChoice::Image) => match encoding_of(path) {
-                Some(encoding) => pictures::encode_as(encoding, &file).map_err(CliError::Failed),
-                None => Ok(file),
-            },
-            _ => Ok(file),
+        let encoding = match self.medium {
+            MediumChoice::Image => self.ending().and_then(|ending| encoding_of(&ending)),
+            MediumChoice::Video | MediumChoice::Audio => None,
+        };
+        match encoding {
+            Some(encoding) => pictures::encode_as(encoding, &file).map_err(CliError::Failed),
+            None => Ok(file),
         }
     }
 
     /// Writes a result, and returns its path.
     pub(super) fn write(&self, what: &Writing<'_>, contents: &[u8]) -> Result<PathBuf, CliError> {
         match &self.place {
-            Place::Stdout => Ok(PathBuf::from("-")), // the caller writes to standard output
+            Place::Stdout => {
+                std::io::stdout().write_all(contents)?;
+                Ok(PathBuf::from("-"))
+            }
+            Place::Stream(path) => {
+                match &self.stream {
+                    Some(stream) => write_to(stream, path, contents)?,
+                    None => write(path, contents, self.force)?,
+                }
+                Ok(path.clone())
+            }
             Place::File(path) => {
                 let path = numbered(path, what.item, what.of, what.track);
                 write(&path, contents, self.force)?;
@@ -149,36 +180,31 @@ impl Target {
     }
 }
 
+fn one_alone(place: &str) -> CliError {
+    CliError::Usage(format!("{place} takes one result: use -o FOLDER for several"))
+}
+
 /// The encoding of a picture's ending; `None`: PNG, which the service sends.
-fn encoding_of(path: &Path) -> Option<PictureFormat> {
-    match ending_of(path).as_str() {
+fn encoding_of(ending: &str) -> Option<PictureFormat> {
+    match ending {
         "jpg" | "jpeg" => Some(PictureFormat::Jpeg),
         "webp" => Some(PictureFormat::WebP),
         _ => None,
     }
 }
 
-fn ending_of(path: &Path) -> String {
-    path.extension()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .to_ascii_lowercase()
-}
-
-fn check_ending(path: &Path, medium: MediumChoice) -> Result<(), CliError> {
+fn check_ending(ending: &str, out: &str, medium: MediumChoice) -> Result<(), CliError> {
     let (what, endings): (_, &[&str]) = match medium {
         MediumChoice::Image => ("a picture", &["png", "jpg", "jpeg", "webp"]),
         MediumChoice::Video => ("a film", &["mp4", "apng", "png"]),
         MediumChoice::Audio => ("a track", &["wav", "flac"]),
     };
-    let ending = ending_of(path);
-    if endings.contains(&ending.as_str()) {
+    if endings.contains(&ending) {
         return Ok(());
     }
     let known: Vec<String> = endings.iter().map(|ending| format!(".{ending}")).collect();
     Err(CliError::Usage(format!(
-        "{}: {what} is written as {}, not as .{ending}",
-        path.display(),
+        "{out}: {what} is written as {}, not as .{ending}",
         known.join(", ")
     )))
 }
@@ -221,110 +247,6 @@ fn slug(model: &str) -> String {
         "" => "moored".to_owned(),
         slug => slug.to_owned(),
     }
-}
-
-/// Writes a file, and makes its folder. Only `force` overwrites a file.
-pub(super) fn write(path: &Path, contents: &[u8], force: bool) -> Result<(), CliError> {
-    // A device or a pipe is written to directly, as it holds nothing that could be lost.
-    if path.metadata().is_ok_and(|found| !found.is_file()) {
-        let opened = OpenOptions::new().write(true).open(path);
-        let written = opened.and_then(|mut there| there.write_all(contents));
-        return written.map_err(|problem| CliError::file(path, problem));
-    }
-    match force {
-        true => {
-            let target = target_of(path);
-            Part::write(&target, contents)?.name(&target)
-        }
-        false => Part::write(path, contents)?.name_unless_taken(path),
-    }
-}
-
-/// A file that has been written and has no name yet: a full disk leaves neither a part of a file nor an old one emptied. It
-/// lies beside the file that it becomes, since a file keeps its file system when it is renamed. Dropped, it is removed.
-struct Part(PathBuf);
-
-impl Part {
-    /// Writes it beside a file, and makes the folder of both.
-    fn write(path: &Path, contents: &[u8]) -> Result<Part, CliError> {
-        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            std::fs::create_dir_all(folder).map_err(|problem| CliError::file(folder, problem))?;
-        }
-        let beside = beside(path);
-        let failed = |problem| CliError::file(path, problem);
-        let _ = std::fs::remove_file(&beside); // left by a killed process with the same id
-        let created = OpenOptions::new().write(true).create_new(true).open(&beside);
-        let mut file = created.map_err(failed)?;
-        let part = Part(beside);
-        file.write_all(contents).map_err(failed)?;
-        Ok(part)
-    }
-
-    /// Renames it to its final name, and replaces a file of that name.
-    fn name(&self, path: &Path) -> Result<(), CliError> {
-        std::fs::rename(&self.0, path).map_err(|problem| CliError::file(path, problem))
-    }
-
-    /// Renames it to its final name, unless a file of that name exists.
-    fn name_unless_taken(&self, path: &Path) -> Result<(), CliError> {
-        rename_unless_there(&self.0, path).map_err(|problem| match problem.kind() {
-            ErrorKind::AlreadyExists => CliError::Exists(path.display().to_string()),
-            _ => CliError::file(path, problem),
-        })
-    }
-}
-
-impl Drop for Part {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0); // it is gone if it was renamed; else the error of the write is reported
-    }
-}
-
-/// A name beside a file, of this process alone.
-fn beside(path: &Path) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.{}.part", std::process::id()))
-}
-
-/// The file that a path names: a link is followed, as it is when a file is overwritten in place.
-fn target_of(path: &Path) -> PathBuf {
-    std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
-}
-
-/// Renames a file, unless a file of that name exists.
-fn rename_unless_there(from: &Path, to: &Path) -> std::io::Result<()> {
-    use rustix::fs::{CWD, RenameFlags, renameat_with};
-    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        Ok(()) => Ok(()),
-        // The file system lacks this call. Here two commands at the same moment could both find the name free.
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if to.symlink_metadata().is_err() => {
-            std::fs::rename(from, to)
-        }
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => Err(ErrorKind::AlreadyExists.into()),
-        Err(problem) => Err(problem.into()),
-    }
-}
-
-/// Checks that a file can be written in a folder, before anything is computed for it.
-fn try_folder(folder: &Path) -> Result<(), CliError> {
-    let folder = match folder.as_os_str().is_empty() {
-        true => Path::new("."),
-        false => folder,
-    };
-    if !folder.exists() {
-        return match folder.parent() {
-            Some(above) => try_folder(above),
-            None => Ok(()),
-        };
-    }
-    let probe = folder.join(format!(".moored.{}.part", std::process::id()));
-    let tried = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .open(&probe)
-        .and_then(|mut file| file.write_all(&[0; PROBE_BYTES]));
-    let _ = std::fs::remove_file(&probe); // if it is there
-    tried.map_err(|problem| CliError::file(folder, problem))
 }
 
 #[cfg(test)]
@@ -385,26 +307,6 @@ mod tests {
         assert!(target(true).check(1).is_ok());
         write(&path, b"new", true).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"new");
-    }
-
-    #[test]
-    fn the_target_of_a_link_is_overwritten_by_a_file_that_was_written_beside_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let (links, files) = (folder.path().join("links"), folder.path().join("files"));
-        std::fs::create_dir(&links).unwrap();
-        std::fs::create_dir(&files).unwrap();
-        let (link, file) = (links.join("a.png"), files.join("b.png"));
-        std::fs::write(&file, b"old").unwrap();
-        std::os::unix::fs::symlink(&file, &link).unwrap();
-        // A folder in place of the part is in the way there alone.
-        std::fs::create_dir(beside(&link)).unwrap();
-        write(&link, b"new", true).unwrap();
-        assert_eq!(std::fs::read(&file).unwrap(), b"new");
-        assert!(link.is_symlink());
-        assert_eq!(std::fs::read_dir(&files).unwrap().count(), 1, "no part stays");
-        std::fs::create_dir(beside(&std::fs::canonicalize(&file).unwrap())).unwrap();
-        assert!(write(&link, b"newer", true).is_err());
-        assert_eq!(std::fs::read(&file).unwrap(), b"new");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `moored generate` and `moored plan`.
 
-use std::io::{IsTerminal as _, Write as _};
+use std::io::IsTerminal as _;
 
 use api::v1;
 use api::v1::event::Event as Kind;
@@ -90,7 +90,7 @@ impl Order {
         let requests = prompts
             .into_iter()
             .map(|prompt| request.clone().with_prompt(prompt));
-        let order = Order {
+        let mut order = Order {
             count: settings.sampling.count,
             tracks: match medium {
                 MediumChoice::Audio => RequestTracks::of(settings)?,
@@ -99,11 +99,6 @@ impl Order {
             requests: requests.collect(),
             target,
         };
-        if order.target.is_stdout() && order.results() > 1 {
-            return Err(CliError::Usage(
-                "standard output takes one result: use -o FOLDER for several".to_owned(),
-            ));
-        }
         order.target.check(order.results())?;
         Ok(order)
     }
@@ -192,10 +187,6 @@ impl Order {
         }
         for (item, track, result) in generated.results.iter() {
             let file = self.target.encode(result)?;
-            if self.target.is_stdout() {
-                std::io::stdout().write_all(&file)?;
-                continue;
-            }
             let path = self.target.write(
                 &Writing {
                     item: first + item,
@@ -206,6 +197,9 @@ impl Order {
                 },
                 &file,
             )?;
+            if self.target.is_stdout() {
+                continue; // the result is all of it
+            }
             if json {
                 screen::json(&json!({"event": "written", "item": item, "path": path.display().to_string()}))?;
             } else {

@@ -7,6 +7,7 @@ mod available;
 mod cards;
 mod connection;
 mod demo;
+mod destination;
 mod doctor;
 mod exit;
 mod files;

@@ -276,7 +276,7 @@ fn host_note(card: &v1::CardStatus) -> Option<String> {
             resident.component.as_ref().map(|c| &c.id) == held.component.as_ref().map(|c| &c.id)
         })
     };
-    let all: u64 = card.on_host.iter().map(|held| held.bytes).sum();
+    let all: Bytes = card.on_host.iter().map(|held| Bytes(held.bytes)).sum();
     let each = card.on_host.iter().map(|held| {
         let name = held.component.as_ref().map_or("", |component| &component.name);
         let left = if on_card(held) { "" } else { ", for its next use" };
@@ -287,7 +287,7 @@ fn host_note(card: &v1::CardStatus) -> Option<String> {
         limit => format!(" of at most {}", Bytes(limit)),
     };
     let each: Vec<String> = each.collect();
-    (all > 0).then(|| format!("machine's memory: {}{limit} ({})", Bytes(all), each.join("; ")))
+    (all > Bytes::ZERO).then(|| format!("machine's memory: {all}{limit} ({})", each.join("; ")))
 }
 
 fn resident_notes(resident: &v1::ResidentComponent) -> Vec<String> {

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,6 +55,15 @@ impl Lock {
             Err(TryLockError::Error(problem)) => Err(problem),
         }
     }
+}
+
+/// Opens the file of a lock, or makes it. No link is followed: what it names may be anybody's, and nothing to write to.
+fn lock_file(path: &Path) -> std::io::Result<File> {
+    let mut options = File::options();
+    options.write(true).create(true).truncate(false);
+    options
+        .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
+        .open(path)
 }
 
 impl Drop for Lock {
@@ -134,7 +143,7 @@ impl ModelCache {
             let (folder, path) = (folder.clone(), path.clone());
             let attempt = move || {
                 create_folder(&folder)?;
-                let locked = File::create(&path).and_then(Lock::of);
+                let locked = lock_file(&path).and_then(Lock::of);
                 locked.map_err(|problem| failed(&path, &problem))
             };
             match disk.short(attempt).await? {
@@ -353,6 +362,19 @@ mod tests {
         let _ours = cache.lock(&disk, &oid).await.unwrap();
         let there = File::open(&path).expect("what is locked has a name");
         assert!(there.try_lock().is_err(), "nobody else gets it");
+    }
+
+    #[tokio::test]
+    async fn a_lock_that_is_a_link_is_refused_and_what_it_names_is_kept() {
+        let root = tempfile::tempdir().unwrap();
+        let (cache, oid, path) = cache_with_lock(root.path());
+        let named = root.path().join("named");
+        std::fs::write(&named, "mine").unwrap();
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(&named, &path).unwrap();
+        let refused = cache.lock(&Disk::of(root.path()), &oid).await;
+        assert!(matches!(refused, Err(PullError::Disk { .. })));
+        assert_eq!(std::fs::read(&named).unwrap(), b"mine");
     }
 
     /// A pipe without a reader simulates a disk that does not answer: opening it blocks.

@@ -9,7 +9,7 @@ use model::{Model, ModelError, ModelFile, Values};
 use ops::Planned;
 use residency::{Bytes, Component, ComponentId, Move, WaitCause};
 
-use super::moves::{MoveError, Source};
+use super::moves::{MoveError, Source, replaced_while_read};
 use super::stage::StageAttempt;
 use super::{Card, Flow, Link};
 use crate::admission::{Admission, choose_rung, choose_rung_low_memory, not_resident_yet};
@@ -151,13 +151,9 @@ impl Card {
                     need,
                     model: &*model,
                 };
-                let outcomes = self.run_stage(&run, rung, completed, link);
-                if let Err(Halt::With(outcome)) = &outcomes
-                    && matches!(**outcome, Outcome::Failed(Failure::Model { .. }))
-                {
-                    self.drop_parts(need, link)?;
-                }
-                let outcomes = outcomes?;
+                let parts: Vec<Component> = self.parts_of(need).cloned().collect();
+                let ended = self.run_stage(&run, rung, completed, link);
+                let outcomes = self.check_parts(&parts, &*model, ended, link)?;
                 timeline.part("run");
                 outcomes
             }
@@ -166,16 +162,55 @@ impl Card {
         Ok(outcomes)
     }
 
-    /// Evicts the stage's components of which a part is on the card: their blocks could not be read, and a later stage has to open
-    /// the files anew.
-    fn drop_parts(&mut self, need: &Need, link: &mut dyn Link) -> Result<(), Halt> {
-        for component in &need.components {
-            let is_part = self.ledger.is_resident(&component.id) && !self.ledger.is_whole(&component.id);
-            if is_part && self.ledger.resident(&component.id).is_some_and(|r| r.leases == 0) {
-                self.evict(component, None, link)?;
+    /// The components of a stage of which a part is on the card: the rest is read while the stage runs.
+    fn parts_of<'a>(&self, need: &'a Need) -> impl Iterator<Item = &'a Component> {
+        let is_part = |c: &&Component| self.ledger.is_resident(&c.id) && !self.ledger.is_whole(&c.id);
+        need.components.iter().filter(is_part)
+    }
+
+    /// The outcomes of a stage that read these components while it ran. If their files were replaced meanwhile, what it read is of no
+    /// one version, whether it could be read or not. Components whose files are not as they were leave the card: a later stage has to
+    /// open them anew.
+    fn check_parts(
+        &mut self,
+        parts: &[Component],
+        model: &dyn Model,
+        ended: Result<Vec<Outcome>, Halt>,
+        link: &mut dyn Link,
+    ) -> Result<Vec<Outcome>, Halt> {
+        if parts.is_empty() || matches!(ended, Err(Halt::Lost(_))) {
+            return ended;
+        }
+        let is_replaced = |c: &&Component| !model.files_of(&c.name).iter().all(ModelFile::is_current);
+        let replaced = parts.iter().find(is_replaced);
+        let mut is_unread = replaced.is_some();
+        let mut check = |outcome: Outcome| {
+            is_unread |= matches!(outcome, Outcome::Failed(Failure::Model { .. }));
+            let depends_on_files = matches!(
+                outcome,
+                Outcome::Completed(_) | Outcome::Failed(Failure::Model { .. } | Failure::NotFinite { .. })
+            );
+            match replaced.filter(|_| depends_on_files) {
+                Some(component) => Outcome::Failed(Failure::Replaced {
+                    message: replaced_while_read(&component.name),
+                }),
+                None => outcome,
+            }
+        };
+        let ended = match ended {
+            Ok(outcomes) => Ok(outcomes.into_iter().map(check).collect()),
+            Err(Halt::With(outcome)) => Err(Halt::With(Box::new(check(*outcome)))),
+            Err(lost @ Halt::Lost(_)) => Err(lost),
+        };
+        if is_unread {
+            for component in parts {
+                let is_free = |r: &residency::Resident| r.leases == 0;
+                if self.ledger.resident(&component.id).is_some_and(is_free) {
+                    self.evict(component, None, link)?;
+                }
             }
         }
-        Ok(())
+        ended
     }
 
     /// The model of an order, of the versions that it names. If its files have been replaced since, the order goes on with

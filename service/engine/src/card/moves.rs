@@ -28,10 +28,28 @@ pub(super) enum MoveError {
 
 impl MoveError {
     pub(super) fn replaced_while_read(component: &str) -> MoveError {
-        MoveError::Replaced(format!(
-            "the files of {component} were replaced while they were read"
-        ))
+        MoveError::Replaced(replaced_while_read(component))
     }
+
+    /// The error of files that could not be read. Files that are replaced meanwhile are not damaged.
+    pub(super) fn of_read(error: LoadError, component: &str, files: &[ModelFile]) -> MoveError {
+        match MoveError::from(error) {
+            MoveError::Model(_) if !files.iter().all(ModelFile::is_current) => {
+                MoveError::replaced_while_read(component)
+            }
+            error @ (MoveError::Model(_)
+            | MoveError::Cancelled
+            | MoveError::NoRoom
+            | MoveError::Replaced(_)
+            | MoveError::Refused(_)
+            | MoveError::Lost(_)) => error,
+        }
+    }
+}
+
+/// The words for files that are not the versions any more that a component was read from.
+pub(super) fn replaced_while_read(component: &str) -> String {
+    format!("the files of {component} were replaced while they were read")
 }
 
 /// Where a component is read from.
@@ -164,7 +182,7 @@ impl Card {
             self.reconcile_after_change()?;
             self.publish(link);
             tracing::warn!(component = component.name, id = %component.id, %error, "a load failed");
-            return Err(error.into());
+            return Err(MoveError::of_read(error, &component.name, source.files));
         }
         if !source.files.iter().all(ModelFile::is_current) {
             return Err(self.take_back(component, link)?);

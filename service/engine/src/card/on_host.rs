@@ -112,8 +112,9 @@ impl Card {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         });
-        let tensors = Arc::new(read?);
-        if !run.model.files_of(name).iter().all(ModelFile::is_current) {
+        let files = run.model.files_of(name);
+        let tensors = Arc::new(read.map_err(|error| MoveError::of_read(error, name, &files))?);
+        if !files.iter().all(ModelFile::is_current) {
             return Err(MoveError::replaced_while_read(name));
         }
         tracing::debug!(component = name, bytes = %component.bytes, "read into the machine's memory");

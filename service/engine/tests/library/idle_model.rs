@@ -1,4 +1,6 @@
-//! A model with components and without stages, for tests of components.
+//! A model with components, whose stages compute nothing, for tests of components.
+
+use std::sync::Arc;
 
 use gpu::LoadPlan;
 use model::{
@@ -7,24 +9,37 @@ use model::{
 };
 use residency::Component;
 
-pub(crate) struct IdleModel(ModelParts);
+pub(crate) struct IdleModel {
+    parts: ModelParts,
+    /// What happens while a stage runs. Without it stages fail.
+    meanwhile: Option<Arc<dyn Fn() + Send + Sync>>,
+}
 
 impl IdleModel {
     pub(crate) fn new(precision: &Precision) -> IdleModel {
         let defaults = Request::of(Medium::Image(Image::of(16, 16)), 1, 0.0, 1);
-        IdleModel(ModelParts::new("idle", defaults, &["transformer"], precision))
+        IdleModel {
+            parts: ModelParts::new("idle", defaults, &["transformer"], precision),
+            meanwhile: None,
+        }
+    }
+
+    /// With something that happens while a stage runs.
+    pub(crate) fn meanwhile(mut self, happens: Arc<dyn Fn() + Send + Sync>) -> IdleModel {
+        self.meanwhile = Some(happens);
+        self
     }
 
     /// With a further component, which is one file.
     pub(crate) fn with(mut self, component: Component, plan: LoadPlan, file: ModelFile) -> IdleModel {
-        self.0.push(component, plan, vec![file]);
+        self.parts.push(component, plan, vec![file]);
         self
     }
 }
 
 impl Model for IdleModel {
     fn parts(&self) -> &ModelParts {
-        &self.0
+        &self.parts
     }
     fn reads(&self) -> Reads {
         Reads::NOTHING
@@ -42,6 +57,8 @@ impl Model for IdleModel {
         self.defaults()
     }
     fn run(&self, _stage: &StageRun<'_>, _observer: &mut dyn Observer) -> Result<Values, StageError> {
-        Err(StageError::Cancelled)
+        let happens = self.meanwhile.as_ref().ok_or(StageError::Cancelled)?;
+        happens();
+        Ok(Values::new())
     }
 }

@@ -8,5 +8,6 @@ mod loads;
 mod one_tensor;
 mod opened_once;
 mod replaced_files;
+mod streamed_files;
 #[path = "../watched/mod.rs"]
 mod watched;

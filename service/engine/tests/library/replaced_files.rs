@@ -40,7 +40,8 @@ fn write(path: &Path, weight: f32, size: u64, seconds: u64) {
         .open(path)
         .unwrap();
     file.set_len(size).unwrap();
-    std::os::unix::fs::FileExt::write_all_at(&file, &weight.to_le_bytes(), 0).unwrap();
+    let bytes = &weight.to_le_bytes()[..size.min(4) as usize];
+    std::os::unix::fs::FileExt::write_all_at(&file, bytes, 0).unwrap();
     let time = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000 + seconds);
     file.set_modified(time).unwrap();
 }
@@ -64,6 +65,15 @@ fn replace(path: &Path, how: Replaced, weight: f32, size: u64) {
     }
 }
 
+/// When a file becomes another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
+    BeforeItIsRead,
+    AfterItWasRead,
+    /// As that, and the card's answer to an unload is an error.
+    AndUnloadsFail,
+}
+
 fn entry(path: &Path) -> Entry {
     Entry::new("model".into(), String::new(), path.to_owned(), Quantization::NONE)
 }
@@ -71,6 +81,8 @@ fn entry(path: &Path) -> Entry {
 /// Replaces a file while it is read.
 struct Meanwhile {
     replace: Option<Box<dyn FnMut()>>,
+    /// Before its first byte is read, and not after the last.
+    is_early: bool,
     /// Whether the card's answer to an unload is an error.
     unloads_fail: bool,
 }
@@ -84,10 +96,9 @@ impl Watch<CpuCard> for Meanwhile {
         part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
+        self.replace_if(self.is_early);
         card.load(component, plan, part, progress)?;
-        if let Some(replace) = &mut self.replace {
-            replace();
-        }
+        self.replace_if(!self.is_early);
         Ok(())
     }
     fn read_on_host(
@@ -96,10 +107,9 @@ impl Watch<CpuCard> for Meanwhile {
         plan: &LoadPlan,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<ComponentTensors, LoadError> {
+        self.replace_if(self.is_early);
         let read = card.read_on_host(plan, progress)?;
-        if let Some(replace) = &mut self.replace {
-            replace();
-        }
+        self.replace_if(!self.is_early);
         Ok(read)
     }
     fn unload(&mut self, card: &mut CpuCard, id: &ComponentId) -> Result<Unloaded, GpuError> {
@@ -107,6 +117,14 @@ impl Watch<CpuCard> for Meanwhile {
         match self.unloads_fail {
             true => Err(GpuError::Truth("the driver does not answer".into())),
             false => Ok(unloaded),
+        }
+    }
+}
+
+impl Meanwhile {
+    fn replace_if(&mut self, is_time: bool) {
+        if let Some(replace) = self.replace.as_mut().filter(|_| is_time) {
+            replace();
         }
     }
 }
@@ -123,14 +141,10 @@ struct Bench {
 
 impl Bench {
     fn new(size: u64) -> Bench {
-        Bench::with(size, false, |_| None)
+        Bench::with(size, When::AfterItWasRead, |_| None)
     }
 
-    fn with(
-        size: u64,
-        unloads_fail: bool,
-        replace: impl FnOnce(PathBuf) -> Option<Box<dyn FnMut()>>,
-    ) -> Bench {
+    fn with(size: u64, when: When, replace: impl FnOnce(PathBuf) -> Option<Box<dyn FnMut()>>) -> Bench {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model");
         write(&path, 1.0, size, 0);
@@ -138,7 +152,8 @@ impl Bench {
             card: cpu(),
             watch: Meanwhile {
                 replace: replace(path.clone()),
-                unloads_fail,
+                is_early: when == When::BeforeItIsRead,
+                unloads_fail: when == When::AndUnloadsFail,
             },
         };
         Bench {
@@ -306,7 +321,7 @@ fn an_order_for_a_replaced_version_uses_its_resident_components() {
 
 #[test]
 fn a_file_that_is_replaced_while_it_is_read_is_not_kept() {
-    let mut bench = Bench::with(4, false, |path| {
+    let mut bench = Bench::with(4, When::AfterItWasRead, |path| {
         Some(Box::new(move || replace(&path, Replaced::ByRename, 2.0, 4)))
     });
     let first = bench.open();
@@ -318,7 +333,7 @@ fn a_file_that_is_replaced_while_it_is_read_is_not_kept() {
 #[test]
 fn a_load_that_cannot_be_taken_back_leaves_the_ledger_at_rest() {
     let mut replaced = false;
-    let mut bench = Bench::with(4, true, |path| {
+    let mut bench = Bench::with(4, When::AndUnloadsFail, |path| {
         Some(Box::new(move || {
             if !std::mem::replace(&mut replaced, true) {
                 replace(&path, Replaced::InPlace, 2.0, 4);
@@ -341,10 +356,26 @@ fn a_load_that_cannot_be_taken_back_leaves_the_ledger_at_rest() {
 
 #[test]
 fn a_file_that_is_replaced_while_it_is_read_into_the_machines_memory_is_not_used() {
-    let mut bench = Bench::with(4, false, |path| {
+    let mut bench = Bench::with(4, When::AfterItWasRead, |path| {
         Some(Box::new(move || replace(&path, Replaced::ByRename, 2.0, 4)))
     });
     let first = bench.open();
     let ends = bench.run_from_host(&first);
     assert!(refusal(&ends).contains("were replaced while they were read"));
+}
+
+#[test]
+fn a_file_that_is_cut_off_while_it_is_read_is_not_called_damaged() {
+    for from_host in [false, true] {
+        let mut bench = Bench::with(4, When::BeforeItIsRead, |path| {
+            Some(Box::new(move || replace(&path, Replaced::ByRename, 2.0, 2)))
+        });
+        let first = bench.open();
+        let ends = match from_host {
+            true => bench.run_from_host(&first),
+            false => bench.load(&first),
+        };
+        assert!(refusal(&ends).contains("were replaced while they were read"));
+        assert_eq!(ends.resident, []);
+    }
 }

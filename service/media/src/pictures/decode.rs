@@ -5,6 +5,8 @@ use std::io::Cursor;
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageReader, Limits};
 
+use crate::{CancelToken, Cancelled};
+
 /// Longest side of a picture that a client may send.
 pub(super) const LONGEST_SIDE_PIXELS: u32 = 8192;
 /// Bytes that decoding a picture may take, against decompression bombs.
@@ -40,6 +42,15 @@ pub enum PictureError {
     /// A download that ended early.
     #[error("is a JPEG that is cut off: its end is missing")]
     CutOff,
+    /// Its caller no longer waits for it.
+    #[error("is no longer asked for: its client has gone")]
+    Cancelled,
+}
+
+impl From<Cancelled> for PictureError {
+    fn from(Cancelled: Cancelled) -> PictureError {
+        PictureError::Cancelled
+    }
 }
 
 /// The media type of an encoded picture, by its first bytes.
@@ -47,9 +58,17 @@ pub fn media_type(data: &[u8]) -> &'static str {
     image::guess_format(data).map_or("application/octet-stream", |format| format.to_mime_type())
 }
 
-/// Decodes a picture that a client sent, upright, and scales it as the references do.
-pub fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels, PictureError> {
-    let rgb = upright(data)?.into_rgb8();
+/// Decodes a picture that a client sent, upright, and scales it as the references do. Few bytes may be many pixels, so each of the
+/// two ends before it begins when it is cancelled.
+///
+/// # Errors
+/// [`PictureError`].
+pub fn decode(
+    data: &[u8],
+    scale_to: Option<(u32, u32)>,
+    cancel: &CancelToken,
+) -> Result<Pixels, PictureError> {
+    let rgb = upright(data, cancel)?.into_rgb8();
     let size = rgb.dimensions();
     let (width, height) = scale_to.unwrap_or(size);
     let rgb = match (width, height) == size {
@@ -61,8 +80,11 @@ pub fn decode(data: &[u8], scale_to: Option<(u32, u32)>) -> Result<Pixels, Pictu
 
 /// Decodes a mask that a client sent: its grey, a byte for each pixel of this size. Colours are weighed as ITU-R 601 does. For
 /// white paint on a transparent ground, the paint is the mask.
-pub fn decode_mask(data: &[u8], size: (u32, u32)) -> Result<Vec<u8>, PictureError> {
-    let picture = upright(data)?;
+///
+/// # Errors
+/// As [`decode`].
+pub fn decode_mask(data: &[u8], size: (u32, u32), cancel: &CancelToken) -> Result<Vec<u8>, PictureError> {
+    let picture = upright(data, cancel)?;
     let from = (picture.width(), picture.height());
     if let Some(painted) = white_paint(&picture) {
         return Ok(model::resized(&painted, 1, from, size));
@@ -103,12 +125,14 @@ pub fn size_of(data: &[u8]) -> Result<(u32, u32), PictureError> {
 }
 
 /// Decodes a picture within limits, and turns it as its orientation says.
-fn upright(data: &[u8]) -> Result<DynamicImage, PictureError> {
+fn upright(data: &[u8], cancel: &CancelToken) -> Result<DynamicImage, PictureError> {
+    cancel.check()?;
     let (decoder, orientation) = opened(data)?;
     if is_cut_jpeg(data) {
         return Err(PictureError::CutOff);
     }
     let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
+    cancel.check()?;
     picture.apply_orientation(orientation);
     Ok(picture)
 }

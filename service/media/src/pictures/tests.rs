@@ -6,7 +6,7 @@ use serde::Deserialize;
 use super::encode::encode_by;
 use super::*;
 use crate::recipe::{Recipe, parameters};
-use crate::{recipe_of, tracks};
+use crate::{CancelToken, recipe_of, tracks};
 
 fn recipe() -> Recipe {
     Recipe {
@@ -23,7 +23,7 @@ fn a_png_gives_back_its_pixels_and_its_recipe() {
     let rgb: Vec<u8> = (0..32 * 16 * 3).map(|i| (i % 251) as u8).collect();
     let file = png(32, 16, &rgb, Some(&recipe())).unwrap();
     assert_eq!(
-        decode(&file, None).unwrap(),
+        decode(&file, None, &CancelToken::default()).unwrap(),
         Pixels {
             width: 32,
             height: 16,
@@ -51,7 +51,7 @@ fn turned(orientation: u8, width: u32, height: u32) -> Vec<u8> {
 fn the_size_of_a_picture_is_that_in_which_it_is_decoded() {
     for orientation in 1..=8 {
         let file = turned(orientation, 32, 16);
-        let decoded = decode(&file, None).unwrap();
+        let decoded = decode(&file, None, &CancelToken::default()).unwrap();
         assert_eq!(
             size_of(&file).unwrap(),
             (decoded.width, decoded.height),
@@ -79,7 +79,11 @@ fn the_recipe_survives_in_every_format() {
     let rgb: Vec<u8> = (0..32 * 16 * 3).map(|i| (i % 251) as u8).collect();
     let file = png(32, 16, &rgb, Some(&recipe())).unwrap();
     let webp = encode_as(PictureFormat::WebP, &file).unwrap();
-    assert_eq!(decode(&webp, None).unwrap().rgb, rgb, "without loss");
+    assert_eq!(
+        decode(&webp, None, &CancelToken::default()).unwrap().rgb,
+        rgb,
+        "without loss"
+    );
     let jpeg = encode_as(PictureFormat::Jpeg, &file).unwrap();
     for (file, format) in [(webp, image::ImageFormat::WebP), (jpeg, image::ImageFormat::Jpeg)] {
         assert_eq!(image::guess_format(&file).unwrap(), format);
@@ -208,7 +212,7 @@ fn white_paint_on_a_transparent_ground_is_a_mask_of_the_paint() {
         let mut file = Cursor::new(Vec::new());
         let drawn = image::RgbaImage::from_fn(4, 4, pixel);
         drawn.write_to(&mut file, image::ImageFormat::Png).unwrap();
-        decode_mask(&file.into_inner(), (4, 4)).unwrap()[..4].to_vec()
+        decode_mask(&file.into_inner(), (4, 4), &CancelToken::default()).unwrap()[..4].to_vec()
     };
     assert_eq!(drawn([255; 3], [255, 255, 255, 0]), [255, 255, 0, 0]);
     // Any other mask is read by its colours, and its transparency is ignored.
@@ -238,26 +242,35 @@ fn every_format_refuses_a_file_that_is_cut_off() {
     }
     files.push(("PNG of ours", png));
     for (name, file) in files {
-        assert!(decode(&file, None).is_ok(), "{name}");
+        assert!(decode(&file, None, &CancelToken::default()).is_ok(), "{name}");
         // The pixels that are decoded of an animation are those of its first frame.
         let tenths = if name == "APNG" { 4 } else { 10 };
         for tenth in 0..tenths {
             let cut = &file[..file.len() * tenth / 10];
-            assert!(decode(cut, None).is_err(), "{name}, {tenth} tenths");
+            assert!(
+                decode(cut, None, &CancelToken::default()).is_err(),
+                "{name}, {tenth} tenths"
+            );
         }
     }
 }
 
 #[test]
 fn unreadable_pictures_are_refused() {
-    assert!(matches!(decode(b"", None), Err(PictureError::NoBytes)));
     assert!(matches!(
-        decode(b"not a picture at all", None),
+        decode(b"", None, &CancelToken::default()),
+        Err(PictureError::NoBytes)
+    ));
+    assert!(matches!(
+        decode(b"not a picture at all", None, &CancelToken::default()),
         Err(PictureError::Unreadable(_))
     ));
     let mut cut = png(32, 16, &[7; 32 * 16 * 3], None).unwrap();
     cut.truncate(cut.len() / 2);
-    assert!(matches!(decode(&cut, None), Err(PictureError::Unreadable(_))));
+    assert!(matches!(
+        decode(&cut, None, &CancelToken::default()),
+        Err(PictureError::Unreadable(_))
+    ));
 }
 
 #[test]
@@ -267,15 +280,32 @@ fn a_decompression_bomb_is_refused_before_it_is_decoded() {
     encoder.set_color(png::ColorType::Rgb);
     drop(encoder.write_header().unwrap());
     assert!(
-        matches!(decode(&file, None), Err(PictureError::TooLarge)),
+        matches!(
+            decode(&file, None, &CancelToken::default()),
+            Err(PictureError::TooLarge)
+        ),
         "{:?}",
-        decode(&file, None)
+        decode(&file, None, &CancelToken::default())
     );
 }
 
 #[test]
 fn a_preview_is_scaled_to_512_pixels() {
     let file = preview_jpeg(1024, 512, vec![9; 1024 * 512 * 3].into()).unwrap();
-    let small = decode(&file, None).unwrap();
+    let small = decode(&file, None, &CancelToken::default()).unwrap();
     assert_eq!((small.width, small.height), (512, 256));
+}
+
+#[test]
+fn decoding_ends_when_the_client_has_gone() {
+    let file = png(2, 2, &[0; 12], None).unwrap();
+    let (cancelled, _) = CancelToken::new();
+    assert!(matches!(
+        decode(&file, None, &cancelled),
+        Err(PictureError::Cancelled)
+    ));
+    assert!(matches!(
+        decode_mask(&file, (2, 2), &cancelled),
+        Err(PictureError::Cancelled)
+    ));
 }
