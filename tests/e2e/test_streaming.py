@@ -204,7 +204,7 @@ def test_the_machines_memory_that_streamed_blocks_hold_is_shown_and_given_back(
     service = on_card("20MiB")
     with service.client() as client:
         assert client.generate_image(**PICTURE).images[0].tobytes() == whole
-        part = streamed(client)["transformer"]
+        part = streamed_parts(client)["transformer"]
         assert held(client)["transformer"] >= part.streamed_bytes + part.streamed_once_bytes
         assert "machine's memory: " in service.run("status").stdout
         client.unload("mine")

@@ -187,7 +187,7 @@ impl CudaWeightStream {
                                     source,
                                 })?;
                         }
-                        Ok(())
+                        Ok::<(), LoadError>(())
                     })
                 })
                 .collect();
