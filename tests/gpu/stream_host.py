@@ -23,8 +23,6 @@ SAMPLE_S = 0.05
 REST_S = 1.0
 APART = 1.0
 """Percent that what is measured may be apart from what is booked."""
-BOOKED_FIELDS = ("streamed_bytes", "tier_bytes", "locked_bytes", "registered_bytes", "booked_bytes")
-"""Names that the bytes which the service has of the machine's memory for streaming may have in its status."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Reading:
     """The kernel's figures and the service's of a moment."""
 
     memory: host_memory.Memory
-    booked: int | None
+    booked: int
     workers: int | None
     """What the service says that its workers have."""
     away: int
@@ -44,16 +42,9 @@ class Reading:
         return self.memory.resident + self.memory.pages_pinned
 
 
-def booked_bytes(status: moored.Status) -> int | None:
-    """What the service has of the machine's memory for weights, as it says; None where it does not.
-
-    The one place that knows what the field is called.
-    """
-    for owner in (status.host, *status.cards):
-        for name in BOOKED_FIELDS:
-            if (found := getattr(owner, name, None)) is not None:
-                return int(found)
-    return None
+def booked_bytes(status: moored.Status) -> int:
+    """What the components of all cards hold of the machine's memory, as the service says."""
+    return sum(held.bytes for card in status.cards for held in card.on_host)
 
 
 class Watch:
@@ -152,9 +143,6 @@ def _tell_booked(
 ) -> None:
     """What the service says beside what was measured: before, at the most, and at the end."""
     before, held, after = moments
-    if before.booked is None or held.booked is None or after.booked is None:
-        bench.record.note(f"{what}: the status does not say what the service has for streaming")
-        return
     booked = held.booked - before.booked
     add, told = bench.record.add, "memory for streaming"
     add(f"{key}.booked", f"{told}, as booked, {what}", gigabytes(booked), "GB")

@@ -203,5 +203,34 @@ def _on_small_card(bench: Bench, name: str, cap: int, share: float | None, besid
 
 
 # Cheap ones first.
-PARTS = {"stream-pictures": pictures}
-LIMITS_S = {"stream-pictures": 420.0}
+def from_disk(bench: Bench) -> None:
+    """A model for which the machine's memory is too small: the rest is read from its files."""
+    bench.needs_card()
+    checkpoints.warm(bench.models / FLUX, bench.threads)
+    with bench.serve() as running:
+        whole = make(running, FULL)
+    budget = 4 * GIB
+    what = f"{FULL} on a card of 6 GiB, with {gigabytes(budget):.1f} GB of the machine's memory"
+    device = f"{bench.device}=6GiB"
+    with bench.serve(device, settings=("cards.host_memory=4GiB",)) as running:
+        make(running, FULL)
+        again = make(running, FULL)
+        (card,) = running.client.status().cards
+        held = sum(one.bytes for one in card.on_host)
+    add = bench.record.add
+    add("stream.disk", f"step, {what}", statistics.median(again.step_ms), "ms")
+    target = gigabytes(budget)
+    add(
+        "stream.disk.held",
+        f"held of the machine's memory, {what}",
+        gigabytes(held),
+        "GB",
+        target=target,
+    )
+    same = again.digest == whole.digest
+    add("stream.disk.same", f"pictures equal, {what}", float(same), "", "higher", 1.0)
+
+
+# Cheap ones first.
+PARTS = {"stream-pictures": pictures, "stream-disk": from_disk}
+LIMITS_S = {"stream-pictures": 420.0, "stream-disk": 120.0}

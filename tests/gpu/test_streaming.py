@@ -110,12 +110,12 @@ def test_growth_and_the_most_are_of_each_figure() -> None:
     assert (most.resident, most.locked) == (9, 3)
 
 
-def test_what_the_service_books_is_found_where_it_says_so() -> None:
-    card: Any = SimpleNamespace(id="a card")
-    status: Any = SimpleNamespace(host=None, cards=(card,))
-    assert stream_host.booked_bytes(status) is None
-    status.host = SimpleNamespace(**{stream_host.BOOKED_FIELDS[0]: 0})
-    assert stream_host.booked_bytes(status) == 0
+def test_what_the_service_books_is_that_of_all_cards() -> None:
+    held = [SimpleNamespace(bytes=5), SimpleNamespace(bytes=7)]
+    status: Any = SimpleNamespace(
+        cards=[SimpleNamespace(on_host=held), SimpleNamespace(on_host=[])]
+    )
+    assert stream_host.booked_bytes(status) == 12
 
 
 def test_z_image_has_the_sizes_of_the_published_one() -> None:
