@@ -107,7 +107,6 @@ def make(running: Running, name: str) -> Made:
 def pictures(bench: Bench) -> None:
     """Steps and pictures on small cards, each format beside its own on the whole card."""
     bench.needs_card()
-    nothing = bench.foreign_bytes()
     link = _link(bench)
     checkpoints.warm(bench.models / FLUX, bench.threads)
     whole: dict[str, Made] = {}
@@ -122,6 +121,9 @@ def pictures(bench: Bench) -> None:
     failed = []
     for name, cap, share in CAPS:
         try:
+            # What the driver has on an empty card differs from time to time.
+            nothing = bench.foreign_bytes()
+            bench.record.note(f"used before {name} on {cap} GiB: {gigabytes(nothing):.3f} GB")
             _on_small_card(bench, name, cap, share, Beside(whole[name], nothing, link))
         except (moored.MooredError, RuntimeError) as error:
             bench.record.note(f"{name} on {cap} GiB failed: {type(error).__name__}: {error}")
