@@ -500,7 +500,11 @@ mod tests {
                         ..Default::default()
                     },
                     v1::HostComponent {
-                        component: resident("text_encoder", 9).component,
+                        component: Some(v1::Component {
+                            id: "of another component".to_owned(),
+                            name: "text_encoder".to_owned(),
+                            bytes: 9 * GIB,
+                        }),
                         bytes: GIB,
                         ..Default::default()
                     },

@@ -48,7 +48,8 @@ pub struct LowAdmission {
     pub short: Bytes,
 }
 
-/// Chooses a rung: the first exact one that runs without evictions, else the first exact one that runs; those that leave
+/// Chooses a rung: the first exact one that runs without evictions, else the first exact one that runs (exact ones differ in the last
+/// bits where a library computes pieces of other sizes by other algorithms, so the first is preferred); those that leave
 /// components in the machine's memory by the same rule only if no other exact one runs, and approximate ones after that. An
 /// empty list is a plain load: the components without scratch, rung 0.
 pub fn choose_rung(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) -> Admission {
@@ -135,8 +136,13 @@ fn ways(need: &Need) -> impl Iterator<Item = (Kind, StageNeed)> {
     plain_load.into_iter().chain(on_rungs)
 }
 
+/// Whether moves take something from the card that is to be read again. Of a component that is streamed already a few blocks more or
+/// less are cheap, and results do not depend on them.
 fn evicts(ledger: &Ledger, moves: &[Move]) -> bool {
-    moves.iter().any(|m| freed_by(ledger, m) > Bytes::ZERO)
+    moves.iter().any(|m| match m {
+        Move::Resize(component, _) if !ledger.is_whole(&component.id) => false,
+        Move::Evict(_) | Move::Resize(..) | Move::Load(..) | Move::Trim => freed_by(ledger, m) > Bytes::ZERO,
+    })
 }
 
 fn least_short(verdicts: &[(Kind, Verdict)]) -> Admission {
@@ -164,7 +170,7 @@ fn least_short(verdicts: &[(Kind, Verdict)]) -> Admission {
 mod tests {
     use super::*;
     use model::{Role, StagePlan};
-    use residency::{ComponentId, DriverTruth, Part};
+    use residency::{ComponentId, DriverTruth, Part, PartSize, Parts};
 
     const CARD: Bytes = Bytes::gib(10);
 
@@ -256,6 +262,30 @@ mod tests {
         assert!(matches!(chosen(&full, &rungs), Admission::Run { rung: 1, moves } if moves.is_empty()));
         let rungs = [rung("whole", 6, false), rung("tiles", 1, true)];
         assert!(matches!(chosen(&full, &rungs), Admission::Run { rung: 0, moves } if moves.len() == 1));
+    }
+
+    #[test]
+    fn a_part_that_shrinks_further_is_preferred_to_another_rung() {
+        let size = |streamed: u64| PartSize {
+            bytes: Bytes::gib(7 - streamed),
+            streamed: Bytes::gib(streamed),
+            streamed_once: Bytes::ZERO,
+        };
+        let transformer = Component {
+            parts: Parts::new(Bytes::gib(7), (1..=5).map(size), |_| {}),
+            ..component("transformer", 7)
+        };
+        let rungs = [rung("whole", 4, false), rung("strips", 2, false)];
+        let with = |part: Part| {
+            let mut ledger = ledger_with(&[component("vae", 1)]);
+            ledger.begin_load(&transformer, part, Millis(0)).unwrap();
+            ledger.complete_load(&transformer.id, Millis(0)).unwrap();
+            chosen(&ledger, &rungs)
+        };
+        let shrinks = |moves: &[Move]| matches!(moves, [Move::Resize(..)]);
+        assert!(matches!(with(Part(1)), Admission::Run { rung: 0, moves } if shrinks(&moves)));
+        // What is whole stays so, if another exact rung fits beside it.
+        assert!(matches!(with(Part::WHOLE), Admission::Run { rung: 1, moves } if moves.is_empty()));
     }
 
     #[test]

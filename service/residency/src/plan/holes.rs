@@ -116,16 +116,29 @@ impl<'a> Survey<'a> {
         cleared.free(|range| range.owner == Owner::Slack || is_of(range, &gone));
         let mut window = cheapest_window(&cleared, self.largest_allocation(ask), &all);
         // Where no window is large enough, what the stage's own components give back may join with all others that leave; and if it
-        // does not, its own are loaded elsewhere. At last, claimed components give up what they may.
-        let mut others = all.clone();
-        others.retain(|_, v| !ask.names(v.resident));
+        // does not, its own are loaded elsewhere. So for components that nobody claims, then for those of the stage's model, and at last
+        // claimed components give up what they may.
+        let only = |may: &dyn Fn(&Victim<'a>) -> bool| {
+            let mut some = all.clone();
+            some.retain(|_, v| may(v));
+            some
+        };
         let mut everything = all.clone();
         let claimed = self
             .sources
             .iter()
             .filter(|s| s.keeps > Bytes::ZERO && s.bytes() > Bytes::ZERO);
         everything.extend(claimed.map(|s| (&s.resident.component.id, self.victim(s, ask, policy, now))));
-        let mut last_resorts = [others, all.clone(), everything].into_iter();
+        let is_own = |v: &Victim<'_>| ask.names(v.resident);
+        let resorts = [
+            only(&|v| v.resident.is_idle() && !is_own(v)),
+            only(&|v| v.resident.is_idle()),
+            only(&|v| !is_own(v)),
+            all.clone(),
+            everything,
+        ];
+        let all_resorts = resorts.len();
+        let mut last_resorts = resorts.into_iter();
         for cleared in 1.. {
             if let Some(window) = window {
                 gone.extend(window.into_iter().filter_map(|id| Some((id, *all.get(id)?))));
@@ -149,8 +162,9 @@ impl<'a> Survey<'a> {
             let mut left = all.clone();
             left.retain(|id, _| !gone.contains_key(id));
             let next = cheapest_window(&stuck.layout, no_hole.needed, &left);
-            window = next
-                .filter(|window| !window.is_empty() && last_resorts.len() == 3 && cleared < WINDOWS_AT_MOST);
+            window = next.filter(|window| {
+                !window.is_empty() && last_resorts.len() == all_resorts && cleared < WINDOWS_AT_MOST
+            });
         }
         Ok(self.clearing(&self.spared(layout, gone.into_values().collect(), ask), ask))
     }
