@@ -1,6 +1,7 @@
 //! Scaling of pictures, equal to Pillow 13 in every byte: the references scale their input pictures with it, and a difference
 //! in one pixel changes the result.
 
+use std::convert::Infallible;
 use std::f64::consts::PI;
 
 /// Fraction bits of the weights (`PRECISION_BITS` in Pillow's `Resample.c`, for bytes).
@@ -57,9 +58,29 @@ pub fn resized_by(
     filter: Filter,
     bytes: &[u8],
     channels: usize,
+    from: (u32, u32),
+    to: (u32, u32),
+) -> Vec<u8> {
+    let Ok(bytes) = resized_while(|| Ok::<(), Infallible>(()), filter, bytes, channels, from, to);
+    bytes
+}
+
+/// [`resized_by`], which ends with the first error of `check`. It is called before each row of a pass.
+///
+/// # Errors
+/// Those of `check`.
+///
+/// # Panics
+/// As [`resized`].
+pub fn resized_while<E>(
+    mut check: impl FnMut() -> Result<(), E>,
+    filter: Filter,
+    bytes: &[u8],
+    channels: usize,
     (width, height): (u32, u32),
     (to_width, to_height): (u32, u32),
-) -> Vec<u8> {
+) -> Result<Vec<u8>, E> {
+    let check = &mut check;
     let (width, height) = (width as usize, height as usize);
     let (to_width, to_height) = (to_width as usize, to_height as usize);
     // The order of the passes, each of which rounds. Signed: a side may grow.
@@ -67,11 +88,11 @@ pub fn resized_by(
     let is_vertical_first =
         to_height < height && shrinks_by(height, to_height) > 2 * shrinks_by(width, to_width);
     if is_vertical_first {
-        let rows = vertical(filter, bytes, channels * width, (height, to_height));
-        horizontal(filter, &rows, channels, to_height, (width, to_width))
+        let rows = vertical(check, filter, bytes, channels * width, (height, to_height))?;
+        horizontal(check, filter, &rows, channels, to_height, (width, to_width))
     } else {
-        let columns = horizontal(filter, bytes, channels, height, (width, to_width));
-        vertical(filter, &columns, channels * to_width, (height, to_height))
+        let columns = horizontal(check, filter, bytes, channels, height, (width, to_width))?;
+        vertical(check, filter, &columns, channels * to_width, (height, to_height))
     }
 }
 
@@ -113,35 +134,44 @@ fn sum(bytes: &[u8], begin: usize, stride: usize, weights: &[i32]) -> u8 {
     (sum >> PRECISION).clamp(0, 255) as u8
 }
 
-fn horizontal(
+fn horizontal<E>(
+    check: &mut impl FnMut() -> Result<(), E>,
     filter: Filter,
     bytes: &[u8],
     channels: usize,
     rows: usize,
     (from, to): (usize, usize),
-) -> Vec<u8> {
+) -> Result<Vec<u8>, E> {
     if from == to {
-        return bytes[..rows * from * channels].to_vec();
+        return Ok(bytes[..rows * from * channels].to_vec());
     }
     let weights = weights(filter, from, to);
     let mut out = Vec::with_capacity(rows * to * channels);
     for row in bytes[..rows * from * channels].chunks_exact(from * channels) {
+        check()?;
         for Weights { first, weights } in &weights {
             out.extend((0..channels).map(|channel| sum(row, first * channels + channel, channels, weights)));
         }
     }
-    out
+    Ok(out)
 }
 
-fn vertical(filter: Filter, bytes: &[u8], row_bytes: usize, (from, to): (usize, usize)) -> Vec<u8> {
+fn vertical<E>(
+    check: &mut impl FnMut() -> Result<(), E>,
+    filter: Filter,
+    bytes: &[u8],
+    row_bytes: usize,
+    (from, to): (usize, usize),
+) -> Result<Vec<u8>, E> {
     if from == to {
-        return bytes[..from * row_bytes].to_vec();
+        return Ok(bytes[..from * row_bytes].to_vec());
     }
     let mut out = Vec::with_capacity(to * row_bytes);
     for Weights { first, weights } in &weights(filter, from, to) {
+        check()?;
         out.extend((0..row_bytes).map(|at| sum(bytes, first * row_bytes + at, row_bytes, weights)));
     }
-    out
+    Ok(out)
 }
 
 #[cfg(test)]
@@ -171,6 +201,20 @@ mod tests {
             checked += 1;
         }
         assert!(checked > 3, "{checked}");
+    }
+
+    #[test]
+    fn scaling_ends_in_the_row_in_which_it_is_told_to() {
+        let bytes = vec![7; 64 * 64];
+        for end_at in [1, 40, 70] {
+            let mut rows = 0;
+            let check = || {
+                rows += 1;
+                if rows < end_at { Ok(()) } else { Err(end_at) }
+            };
+            let ended = resized_while(check, Filter::Lanczos, &bytes, 1, (64, 64), (32, 32));
+            assert_eq!(ended, Err(end_at));
+        }
     }
 
     #[test]

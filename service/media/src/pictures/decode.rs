@@ -12,6 +12,11 @@ pub(super) const LONGEST_SIDE_PIXELS: u32 = 8192;
 /// Bytes that decoding a picture may take, against decompression bombs.
 const DECODE_LIMIT_BYTES: u64 = 256 << 20;
 
+/// Pixels that the scans of a JPEG may go over together: sixteen scans of the largest picture. Progressive files have a dozen.
+const DECODE_LIMIT_SAMPLES: u64 = 1 << 30;
+/// Marker of a JPEG.
+const START_OF_SCAN: u8 = 0xda;
+
 /// A picture as pixels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pixels {
@@ -33,6 +38,9 @@ pub enum PictureError {
         DECODE_LIMIT_BYTES >> 20
     )]
     TooLarge,
+    /// A progressive JPEG of so many scans that few bytes would take long.
+    #[error("is a progressive JPEG of too many scans for its size: save it as another JPEG, or as a PNG")]
+    TooManyScans,
     /// It has no pixels.
     #[error("has no pixels")]
     Empty,
@@ -58,8 +66,8 @@ pub fn media_type(data: &[u8]) -> &'static str {
     image::guess_format(data).map_or("application/octet-stream", |format| format.to_mime_type())
 }
 
-/// Decodes a picture that a client sent, upright, and scales it as the references do. Few bytes may be many pixels, so each of the
-/// two ends before it begins when it is cancelled.
+/// Decodes a picture that a client sent, upright, and scales it as the references do. Few bytes may be many pixels: what is cancelled is
+/// not decoded, and scaling ends in the row in which it is cancelled.
 ///
 /// # Errors
 /// [`PictureError`].
@@ -73,7 +81,7 @@ pub fn decode(
     let (width, height) = scale_to.unwrap_or(size);
     let rgb = match (width, height) == size {
         true => rgb.into_raw(),
-        false => model::resized(&rgb, 3, size, (width, height)),
+        false => scaled(&rgb, 3, size, (width, height), cancel)?,
     };
     Ok(Pixels { width, height, rgb })
 }
@@ -87,10 +95,10 @@ pub fn decode_mask(data: &[u8], size: (u32, u32), cancel: &CancelToken) -> Resul
     let picture = upright(data, cancel)?;
     let from = (picture.width(), picture.height());
     if let Some(painted) = white_paint(&picture) {
-        return Ok(model::resized(&painted, 1, from, size));
+        return scaled(&painted, 1, from, size, cancel);
     }
     if picture.color().has_color() {
-        let rgb = model::resized(&picture.into_rgb8(), 3, from, size);
+        let rgb = scaled(&picture.into_rgb8(), 3, from, size, cancel)?;
         let grey = |pixel: &[u8]| {
             let weighed = pixel.iter().zip([19_595u32, 38_470, 7_471]);
             let sum: u32 = weighed.map(|(&byte, weight)| u32::from(byte) * weight).sum();
@@ -98,7 +106,25 @@ pub fn decode_mask(data: &[u8], size: (u32, u32), cancel: &CancelToken) -> Resul
         };
         return Ok(rgb.chunks_exact(3).map(grey).collect());
     }
-    Ok(model::resized(&picture.into_luma8(), 1, from, size))
+    scaled(&picture.into_luma8(), 1, from, size, cancel)
+}
+
+fn scaled(
+    bytes: &[u8],
+    channels: usize,
+    from: (u32, u32),
+    to: (u32, u32),
+    cancel: &CancelToken,
+) -> Result<Vec<u8>, PictureError> {
+    let check = || cancel.check();
+    Ok(model::resized_while(
+        check,
+        model::Filter::Lanczos,
+        bytes,
+        channels,
+        from,
+        to,
+    )?)
 }
 
 /// The opacity of each pixel, if all pixels are white and some are transparent: such a mask was painted on an
@@ -131,15 +157,30 @@ fn upright(data: &[u8], cancel: &CancelToken) -> Result<DynamicImage, PictureErr
     if is_cut_jpeg(data) {
         return Err(PictureError::CutOff);
     }
+    let (width, height) = decoder.dimensions();
+    if u64::from(width) * u64::from(height) * scans_of_jpeg(data) > DECODE_LIMIT_SAMPLES {
+        return Err(PictureError::TooManyScans);
+    }
     let mut picture = DynamicImage::from_decoder(decoder).map_err(unreadable)?;
     cancel.check()?;
     picture.apply_orientation(orientation);
     Ok(picture)
 }
 
+/// How many scans a JPEG has (ITU-T T.81, annex B): each goes over all of its pixels. 1 for other formats.
+pub(super) fn scans_of_jpeg(data: &[u8]) -> u64 {
+    let is_jpeg = data.starts_with(&[0xff, 0xd8]);
+    // In coded data 0xff has a zero after it or begins a marker. Two bytes of a thumbnail in a segment may look like a scan; a
+    // camera's has a few.
+    let scans = data
+        .windows(2)
+        .filter(|bytes| *bytes == [0xff, START_OF_SCAN])
+        .count();
+    if is_jpeg { scans.max(1) as u64 } else { 1 }
+}
+
 /// Whether a JPEG has no end (ITU-T T.81, annex B): a decoder would fill the missing part with grey.
 pub(super) fn is_cut_jpeg(data: &[u8]) -> bool {
-    const START_OF_SCAN: u8 = 0xda;
     const END: [u8; 2] = [0xff, 0xd9];
     let Some(mut rest) = data.strip_prefix(&[0xff, 0xd8]) else {
         return false;

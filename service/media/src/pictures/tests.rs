@@ -296,6 +296,27 @@ fn a_preview_is_scaled_to_512_pixels() {
     assert_eq!((small.width, small.height), (512, 256));
 }
 
+/// A progressive JPEG of these sides with so many scans, none of which has anything.
+fn jpeg_of_scans(side: u16, scans: usize) -> Vec<u8> {
+    let mut file = vec![0xff, 0xd8];
+    let [high, low] = side.to_be_bytes();
+    file.extend([0xff, 0xc2, 0, 11, 8, high, low, high, low, 1, 1, 0x11, 0]);
+    for _ in 0..scans {
+        file.extend([0xff, 0xda, 0, 8, 1, 1, 0, 0, 63, 0]);
+    }
+    file.extend([0xff, 0xd9]);
+    file
+}
+
+#[test]
+fn a_jpeg_of_too_many_scans_for_its_size_is_refused_before_it_is_decoded() {
+    let outcome = |side, scans| decode(&jpeg_of_scans(side, scans), None, &CancelToken::default());
+    let too_many = |side, scans| matches!(outcome(side, scans), Err(PictureError::TooManyScans));
+    assert!(too_many(8192, 17) && too_many(4096, 65));
+    // These are refused for what they lack, after that.
+    assert!(!too_many(4096, 64) && !too_many(64, 200));
+}
+
 #[test]
 fn decoding_ends_when_the_client_has_gone() {
     let file = png(2, 2, &[0; 12], None).unwrap();
