@@ -113,19 +113,17 @@ impl HostBlocks {
             || is_as_stored(source) && source.pieces.iter().all(in_registered_pages)
     }
 
-    /// Holds these tensors, and those that it has already: blocks that come back to the card are streamed again when it is short
-    /// of memory. `make_room` is asked first for what that takes from the machine. Where there is less, tensors that lie in files as
-    /// they are used are read from there, the last first. Returns those that need a pinned copy ([`HostBlocks::keep`]).
+    /// Which of these tensors are to be held ([`HostBlocks::hold`]): all of them, as far as `make_room` has room for what that takes from
+    /// the machine. The others, the last ones, are read from their files when they are used.
     ///
     /// # Errors
-    /// [`LoadError::Io`]; [`LoadError::HostMemory`] if there is no room for the copies, and nothing more is held then.
-    pub(super) fn hold(
+    /// [`LoadError::Io`]; [`LoadError::HostMemory`] if there is no room for the copies of what is made at load.
+    pub(super) fn fit<'t>(
         &mut self,
-        context: &Arc<CudaContext>,
-        tensors: &[usize],
+        tensors: &'t [usize],
         sources: &[TensorSource],
         mut make_room: impl FnMut(Bytes) -> Result<(), LoadError>,
-    ) -> Result<Vec<usize>, LoadError> {
+    ) -> Result<&'t [usize], LoadError> {
         let mut held = tensors;
         let mut left: &[usize] = &[];
         while let Err(refused) = make_room(self.bytes_to_hold(held, sources)) {
@@ -153,7 +151,7 @@ impl HostBlocks {
             return Err(LoadError::HostMemory { needed, available });
         }
         self.read_from_files(left, sources)?;
-        self.hold_all(context, held, sources)
+        Ok(held)
     }
 
     /// Opens the files of tensors that are read when they are used.
@@ -198,8 +196,12 @@ impl HostBlocks {
         Bytes(cells.len() as u64 * CELL) + copies
     }
 
-    /// Holds these tensors, for which there is room.
-    fn hold_all(
+    /// Holds these tensors, for which there is room, and those that it has already: blocks that come back to the card are streamed again
+    /// when it is short of memory. Returns those that need a pinned copy ([`HostBlocks::keep`]).
+    ///
+    /// # Errors
+    /// [`LoadError::Io`].
+    pub(super) fn hold(
         &mut self,
         context: &Arc<CudaContext>,
         tensors: &[usize],

@@ -427,7 +427,7 @@ impl Gpu for CudaCard {
         reader::report_progress(progress, Bytes::ZERO, booked)?;
         // Temporary memory of this load, out of the planned headroom: a load that quantizes works with the free memory.
         let needed = booked + self.staging.min_workspace(sources)?;
-        let (free, _) = self.driver_memory().map_err(gone)?;
+        let free = self.free()?;
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
         }

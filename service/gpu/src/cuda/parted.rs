@@ -148,9 +148,7 @@ impl CudaCard {
         let booked = placement.bytes_on_card(sources);
         reader::report_progress(progress, Bytes::ZERO, booked)?;
         let needed = booked + self.staging.min_workspace(sources)?;
-        let (free, _) = self
-            .driver_memory()
-            .map_err(|error| LoadError::Lost(error.to_string()))?;
+        let free = self.free()?;
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
         }
@@ -184,15 +182,24 @@ impl CudaCard {
                         self.copy_from_host(&host, *tensor, &sources[*tensor], *to)?;
                     }
                 }
-                self.fill(&staying, sources, &addresses, &files, room, progress)?;
-                self.copies.synchronize().map_err(lost)?;
-                timeline.part("read and copy");
-                let in_use = in_use + host.bytes();
-                let missing = host.hold(&self.context, &streamed(&placement), sources, |needed| {
+                let (streamed, in_use) = (streamed(&placement), in_use + host.bytes());
+                let held = host.fit(&streamed, sources, |needed| {
                     self.host.make_room(needed, in_use, host_blocks::available())
                 })?;
+                // Pages are registered while others are read.
+                let context = Arc::clone(&self.context);
+                let missing = std::thread::scope(|scope| {
+                    let host = &mut host;
+                    let registering = scope.spawn(move || host.hold(&context, held, sources));
+                    let filled = self.fill(&staying, sources, &addresses, &files, room, progress);
+                    let gone = || LoadError::Lost("a thread that registers pages has ended".to_owned());
+                    let missing = registering.join().map_err(|_| gone())?;
+                    filled.and(missing)
+                })?;
+                self.copies.synchronize().map_err(lost)?;
+                timeline.part("read and copy, hold streamed blocks in the machine's memory");
                 self.keep_made(&mut host, &missing, &placement, sources, &addresses, &files, room)?;
-                timeline.part("hold streamed blocks in the machine's memory");
+                timeline.part("copy what was made to the machine's memory");
                 reader::check_unchanged(&files)?;
                 reader::report_progress(progress, booked, booked)
             })
@@ -280,6 +287,15 @@ impl CudaCard {
             self.keep_from(host, &tensors, sources, addresses)?;
         }
         Ok(())
+    }
+
+    /// Bytes that may be allocated on the card.
+    pub(super) fn free(&mut self) -> Result<Bytes, LoadError> {
+        // The driver has more where only a part of the card may be used.
+        let truth = crate::card::Gpu::memory(self);
+        truth
+            .map(|truth| truth.free)
+            .map_err(|error| LoadError::Lost(error.to_string()))
     }
 
     /// Bytes of the machine's memory that components on the card hold.
@@ -427,9 +443,7 @@ impl CudaCard {
         let (before, after) = (plan.placement(held.part), plan.placement(part));
         let booked = after.bytes_on_card(sources);
         let grown = booked - held.booked;
-        let (free, _) = self
-            .driver_memory()
-            .map_err(|error| LoadError::Lost(error.to_string()))?;
+        let free = self.free()?;
         if grown > free {
             return Err(LoadError::OutOfMemory { needed: grown, free });
         }
@@ -471,11 +485,11 @@ impl CudaCard {
         let addresses = held.layout.addresses(&held.region, &before);
         // The component itself is not among those on the card now.
         let in_use = self.in_use_on_host() + held.host.bytes();
-        let missing = held
-            .host
-            .hold(&self.context, &streamed(&after), sources, |needed| {
-                self.host.make_room(needed, in_use, host_blocks::available())
-            })?;
+        let wanted = streamed(&after);
+        let fitting = held.host.fit(&wanted, sources, |needed| {
+            self.host.make_room(needed, in_use, host_blocks::available())
+        })?;
+        let missing = held.host.hold(&self.context, fitting, sources)?;
         self.keep_from(&mut held.host, &missing, sources, &addresses)?;
         timeline.part("hold streamed blocks in the machine's memory");
         for (block, offset) in held.layout.staying(&before) {
