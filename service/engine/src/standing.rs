@@ -16,35 +16,34 @@ struct ClaimSet {
 
 impl ClaimSet {
     fn of_ledger(ledger: &Ledger) -> ClaimSet {
-        let pins = ledger.pins();
-        let pins = pins.map(|(id, components)| (id.clone(), components.iter().cloned().collect()));
-        let holds = ledger.holds();
-        let holds = holds.map(|(id, components)| (id.clone(), components.iter().cloned().collect()));
         let reservations = ledger.reservations();
         let reservations = reservations.map(|(id, label, bytes)| (id.clone(), (label.to_owned(), bytes)));
         ClaimSet {
-            pins: pins.collect(),
-            holds: holds.collect(),
+            pins: sets(ledger.pins().map(|(id, components)| (id.clone(), components))),
+            holds: sets(ledger.holds().map(|(id, components)| (id.clone(), components))),
             reservations: reservations.collect(),
         }
     }
 
     fn of(standing: &Standing) -> ClaimSet {
-        let pins = standing.pins.iter();
-        let pins =
-            pins.map(|(id, components)| (PinId::new(id.as_str()), components.iter().cloned().collect()));
-        let holds = standing.holds.iter();
-        let holds =
-            holds.map(|(id, components)| (HoldId::new(id.as_str()), components.iter().cloned().collect()));
+        let (pins, holds) = (standing.pins.iter(), standing.holds.iter());
         let reservations = standing.reservations.iter();
         let reservations =
             reservations.map(|(id, label, bytes)| (ReservationId::new(id.as_str()), (label.clone(), *bytes)));
         ClaimSet {
-            pins: pins.collect(),
-            holds: holds.collect(),
+            pins: sets(pins.map(|(id, components)| (PinId::new(id.as_str()), &components[..]))),
+            holds: sets(holds.map(|(id, components)| (HoldId::new(id.as_str()), &components[..]))),
             reservations: reservations.collect(),
         }
     }
+}
+
+/// The components of each pin, or of each hold.
+fn sets<'a, I: Ord>(
+    claims: impl Iterator<Item = (I, &'a [ComponentId])>,
+) -> BTreeMap<I, BTreeSet<ComponentId>> {
+    let sets = claims.map(|(id, components)| (id, components.iter().cloned().collect()));
+    sets.collect()
 }
 
 impl Standing {

@@ -136,7 +136,7 @@ fn sizes_of_levels(whole: Bytes, blocks: &[BlockSize], order: &[usize]) -> Vec<P
             Uses::EachPass => size.streamed += block.bytes,
         }
         ring.add(block.uses, block.in_ring);
-        size.bytes = whole - size.streamed - size.streamed_once + ring.bytes();
+        size.bytes = whole - size.all_streamed() + ring.bytes();
         size
     };
     order.iter().map(level).collect()
@@ -368,7 +368,7 @@ mod tests {
             assert!(size.bytes.0 < before);
             before = size.bytes.0;
             let streamed: u64 = placement.streamed.iter().map(|block| block.bytes).sum();
-            assert_eq!(size.streamed.0 + size.streamed_once.0, streamed);
+            assert_eq!(size.all_streamed().0, streamed);
             let whole: u64 = sources.iter().map(|source| source.bytes_on_card().0).sum();
             assert_eq!(size.bytes.0, whole - streamed + placement.ring_bytes);
         }

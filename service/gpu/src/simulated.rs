@@ -71,12 +71,6 @@ impl HoldsMemory for HostShare {
     }
 }
 
-/// Bytes of a part that are streamed.
-fn streamed_bytes(component: &Component, part: Part) -> Bytes {
-    let size = component.size_of(part);
-    size.streamed + size.streamed_once
-}
-
 impl SimulatedCard {
     /// Opens a card. `generation` counts the processes of this card from 1 (0 counts as 1): faults happen in the
     /// first `die-generations` only.
@@ -344,7 +338,7 @@ impl Gpu for SimulatedCard {
             }
             Some(LoadFailure::OutOfMemory) | None => {}
         }
-        let streamed = streamed_bytes(component, part);
+        let streamed = component.size_of(part).all_streamed();
         let kept = self
             .host
             .take(&component.id)
@@ -404,7 +398,7 @@ impl Gpu for SimulatedCard {
         let mut held = held.ok_or_else(|| not_there(component))?;
         let booked = bytes_in_part(component, &held.from.plan, part);
         let outcome = self.change(component, &mut held, (part, booked), progress);
-        let more = streamed_bytes(component, part) - held.on_host.bytes;
+        let more = component.size_of(part).all_streamed() - held.on_host.bytes;
         let more = more.min(self.room_on_host(held.on_host.bytes + more) - held.on_host.bytes);
         if outcome.is_ok() {
             held.on_host.bytes += more;

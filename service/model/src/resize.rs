@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn scaling_ends_in_the_row_in_which_it_is_told_to() {
+    fn scaling_ends_at_the_row_whose_check_fails() {
         let bytes = vec![7; 64 * 64];
         for end_at in [1, 40, 70] {
             let mut rows = 0;

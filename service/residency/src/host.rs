@@ -22,10 +22,3 @@ pub struct HostShare {
     pub component: Component,
     pub bytes: Bytes,
 }
-
-impl HostMemory {
-    /// Bytes of all components.
-    pub fn bytes(&self) -> Bytes {
-        self.components.values().map(|held| held.bytes).sum()
-    }
-}

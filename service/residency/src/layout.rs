@@ -77,10 +77,7 @@ impl Component {
     pub fn allocations_of(&self, part: Part) -> Vec<(u32, Bytes)> {
         let least = self.least().0;
         let part = part.0.min(least);
-        let streamed = |part: u32| {
-            let size = self.size_of(Part(part));
-            size.streamed + size.streamed_once
-        };
+        let streamed = |part: u32| self.size_of(Part(part)).all_streamed();
         let mut all = vec![(0, self.bytes - streamed(least))];
         all.extend(
             (part + 1..=least)

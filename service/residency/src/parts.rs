@@ -31,6 +31,13 @@ pub struct PartSize {
     pub streamed_once: Bytes,
 }
 
+impl PartSize {
+    /// Bytes of all blocks that are streamed, whether once or in each pass.
+    pub fn all_streamed(&self) -> Bytes {
+        self.streamed + self.streamed_once
+    }
+}
+
 /// The parts of a component other than the whole, each with fewer bytes on the card than the one before it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]

@@ -140,10 +140,6 @@ impl JobRecord {
     }
 }
 
-pub(super) fn ids(components: &[Component]) -> Vec<ComponentId> {
-    components.iter().map(|c| c.id.clone()).collect()
-}
-
 /// Id of the hold on the replaced entry while both entries are on the card.
 pub(super) fn hold_of(job: &JobId) -> String {
     format!("swap of {job}")

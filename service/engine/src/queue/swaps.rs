@@ -9,7 +9,7 @@ use residency::{Bytes, Component, ComponentId, HoldId, Ledger, Parts, PinId, Sta
 use super::leaving::Leaving;
 use super::record::JobRecord;
 use super::steps::{JobStepKind, Model};
-use super::swap::{Begun, hold_of, ids};
+use super::swap::{Begun, hold_of};
 use super::view::View;
 use crate::moved::Kept;
 use crate::need::ids_of;
@@ -77,7 +77,7 @@ impl View<'_> {
             if job.displaces_from(index) {
                 away.insert(swap.old.key.clone());
             } else if !job.is_proven() {
-                beside.push((hold_of(&job.id), ids(&begun.alone)));
+                beside.push((hold_of(&job.id), ids_of(&begun.alone)));
             }
         }
         (away, beside)
@@ -116,7 +116,7 @@ impl View<'_> {
             .max()
             .unwrap_or(Bytes::ZERO);
         let mut ledger = (*card.ledger).clone();
-        ledger.hold(HoldId::new(hold_of(&job.id)), ids(alone));
+        ledger.hold(HoldId::new(hold_of(&job.id)), ids_of(alone));
         let whole = StageNeed {
             name: "load".to_owned(),
             // Beside the old one the new one is whole, or it comes after it.

@@ -1,8 +1,10 @@
 //! Loads by a worker's half.
 
 use engine::card::{Card, CardSettings, Flow, Link, SystemClock};
-use engine::messages::{Command, Event, ModelLocation, Order, Outcome, Ticket, Work};
+use engine::library::OpenModel;
+use engine::messages::{Command, Event, ModelLocation, Order, Outcome, StageWork, Ticket, Work};
 use gpu::{CpuCard, CpuSettings, Gpu};
+use model::{Role, Rung, StagePlan, Values};
 use pipelines::FamilyList;
 use residency::{Bytes, Component, ComponentId, Policy};
 
@@ -51,6 +53,20 @@ pub(crate) fn carry_out(card: &mut Card, command: Command) -> Ends {
 /// Has a card load components of a model.
 pub(crate) fn load(card: &mut Card, ticket: u64, model: ModelLocation, components: Vec<Component>) -> Ends {
     run(card, ticket, model, Work::Load(components))
+}
+
+/// A stage that samples on all components of a model, in this way.
+pub(crate) fn stage(open: &OpenModel, rung: Rung) -> Work {
+    let names: Vec<String> = open.components.iter().map(|c| c.name.clone()).collect();
+    Work::Stage(Box::new(StageWork {
+        plan: StagePlan::of("denoise", Role::Sample, names, vec![rung]),
+        components: open.components.clone(),
+        later_stages: Vec::new(),
+        later: Vec::new(),
+        request: open.model.defaults(),
+        values: Values::new(),
+        preview_interval_ms: 0,
+    }))
 }
 
 /// Has a card run an order.

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use engine::card::Card;
 use engine::library::{Entry, Library, OpenModel};
-use engine::messages::{Command, Failure, Outcome, StageWork, Work};
+use engine::messages::{Command, Failure, Outcome, Work};
 use gpu::{
     CardDescription, ComponentTensors, CpuCard, Gpu, GpuError, LoadError, LoadPlan, LoadProgress, Unloaded,
 };
-use model::{Quantization, Role, Rung, StagePlan, Values};
+use model::{Quantization, Rung};
 use residency::{Bytes, Component, ComponentId, Part};
 
 use crate::loads::{self, Ends, card, carry_out, cpu};
@@ -177,21 +177,11 @@ impl Bench {
 
     /// Has the worker run a stage that reads a model's components from the machine's memory.
     fn run_from_host(&mut self, open: &OpenModel) -> Ends {
-        let names: Vec<String> = open.components.iter().map(|c| c.name.clone()).collect();
         let rung = Rung {
-            from_host: names.clone(),
+            from_host: open.components.iter().map(|c| c.name.clone()).collect(),
             ..Rung::whole(Bytes::ZERO)
         };
-        let plan = StagePlan::of("denoise", Role::Sample, names, vec![rung]);
-        self.run(Work::Stage(Box::new(StageWork {
-            plan,
-            components: open.components.clone(),
-            later_stages: Vec::new(),
-            later: Vec::new(),
-            request: open.model.defaults(),
-            values: Values::new(),
-            preview_interval_ms: 0,
-        })))
+        self.run(loads::stage(open, rung))
     }
 
     fn run(&mut self, work: Work) -> Ends {

@@ -8,14 +8,11 @@ use std::time::SystemTime;
 
 use engine::card::Card;
 use engine::library::{Entry, Library};
-use engine::messages::{Command, Failure, Outcome, StageWork, Standing, Work};
+use engine::messages::{Command, Failure, Outcome, Standing};
 use gpu::{
     BlockPlace, ByteRange, CheckpointFile, CpuCard, CpuSettings, Gpu as _, LoadPlan, Stored, TensorSource,
 };
-use model::{
-    Model, ModelError, ModelFile, Precision, Quantization, Role, Rung, StagePlan, Values,
-    provisional_identity,
-};
+use model::{Model, ModelError, ModelFile, Precision, Quantization, Rung, provisional_identity};
 use pipelines::{Family, FamilyList};
 use residency::{Bytes, Component};
 
@@ -95,19 +92,8 @@ fn run(happens: fn(&Path), is_pinned: bool) -> Ends {
             ..Standing::default()
         }),
     );
-    let names = vec!["transformer".to_owned()];
-    let plan = StagePlan::of("denoise", Role::Sample, names, vec![Rung::whole(Bytes::ZERO)]);
-    let work = StageWork {
-        plan,
-        components: open.components.clone(),
-        later_stages: Vec::new(),
-        later: Vec::new(),
-        request: open.model.defaults(),
-        values: Values::new(),
-        preview_interval_ms: 0,
-    };
     let model = library.location(&entry, &description.compute_dtype);
-    let ends = loads::run(&mut card, 1, model, Work::Stage(Box::new(work)));
+    let ends = loads::run(&mut card, 1, model, loads::stage(&open, Rung::whole(Bytes::ZERO)));
     let residents = card.ledger().residents().map(|r| r.component.id.clone());
     assert_eq!(residents.collect::<Vec<_>>(), ends.resident);
     assert_eq!(

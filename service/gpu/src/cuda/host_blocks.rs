@@ -160,10 +160,7 @@ impl HostBlocks {
             if let SourcePiece::File { file: path, .. } = piece
                 && !self.on_disk.contains_key(path)
             {
-                let file = open_regular(path).map_err(|source| LoadError::Io {
-                    file: path.to_path_buf(),
-                    source,
-                })?;
+                let file = open_regular(path).map_err(|error| unreadable(path, error))?;
                 self.on_disk.insert(Arc::clone(path), Arc::new(file));
             }
         }
@@ -276,6 +273,13 @@ fn left_to_others(memory: SystemMemory) -> Bytes {
     Bytes(memory.total.0 / LEFT_TO_OTHERS)
 }
 
+pub(super) fn unreadable(path: &Path, source: std::io::Error) -> LoadError {
+    LoadError::Io {
+        file: path.to_owned(),
+        source,
+    }
+}
+
 /// The cells of a file that these bytes lie in.
 fn cells_of(range: ByteRange) -> Range<u64> {
     range.offset / CELL..(range.offset + range.length).div_ceil(CELL)
@@ -321,10 +325,7 @@ unsafe impl Sync for MappedFile {}
 
 impl MappedFile {
     fn open(context: &Arc<CudaContext>, path: &Path) -> Result<MappedFile, LoadError> {
-        let io = |source| LoadError::Io {
-            file: path.to_owned(),
-            source,
-        };
+        let io = |error| unreadable(path, error);
         let file: File = open_regular(path).map_err(io)?;
         let length = file.metadata().map_err(io)?.len();
         // SAFETY: a new mapping at an address of the system's choice, of a file that stays open until it is mapped. Shared: of a

@@ -10,7 +10,7 @@ use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
-use super::host_blocks::{DiskRun, HostRun};
+use super::host_blocks::{DiskRun, HostRun, unreadable};
 use super::pool::PinnedRegion;
 use super::staging::lost;
 use crate::blocks::{BlockPlace, StreamedBlock};
@@ -180,12 +180,8 @@ impl CudaWeightStream {
                             let into = unsafe {
                                 std::slice::from_raw_parts_mut(address.0.add(*at), run.length as usize)
                             };
-                            run.file
-                                .read_exact_at(into, run.offset)
-                                .map_err(|source| LoadError::Io {
-                                    file: run.path.to_path_buf(),
-                                    source,
-                                })?;
+                            let read = run.file.read_exact_at(into, run.offset);
+                            read.map_err(|error| unreadable(&run.path, error))?;
                         }
                         Ok::<(), LoadError>(())
                     })

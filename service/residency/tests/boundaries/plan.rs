@@ -482,7 +482,7 @@ fn a_pinned_component_that_is_whole_stays_whole_and_a_leased_part_does_not_chang
 }
 
 #[test]
-fn stages_of_a_pinned_or_held_model_run_as_if_it_were_not() {
+fn pins_and_holds_do_not_count_for_stages_of_their_own_model() {
     let (encoder, transformer, vae) = (
         component("t5", 16),
         component("transformer", 20),
@@ -522,7 +522,7 @@ fn stages_of_a_pinned_or_held_model_run_as_if_it_were_not() {
 }
 
 #[test]
-fn of_a_claimed_component_that_is_streamed_more_may_be_streamed() {
+fn a_claimed_component_that_is_streamed_gives_up_blocks_for_other_models() {
     let (large, other) = (in_blocks("large", 40), component("other", 10));
     let mut ledger = card_with(&[]);
     ledger.begin_load(&large, Part(5), NOW).unwrap();

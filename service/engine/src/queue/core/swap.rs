@@ -7,10 +7,11 @@ use crate::error::Error;
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Answer, Command};
 use crate::moved::{Freed, Kept};
+use crate::need::ids_of;
 use crate::queue::cards::PendingRequest;
 use crate::queue::record::State;
 use crate::queue::steps::{JobSteps, Model, undo_of_swap};
-use crate::queue::swap::{Unloading, ids};
+use crate::queue::swap::Unloading;
 
 impl Core {
     /// Before a step of a swap: begins it, and puts an unload of the replaced model before the step where both do not fit.
@@ -81,7 +82,7 @@ impl Core {
         for (index, components) in leave {
             self.send_claims(index, false, now);
             let request_id = self.number();
-            let components = ids(&components);
+            let components = ids_of(&components);
             let command = Command::Unload {
                 id: request_id,
                 components: components.clone(),
