@@ -217,7 +217,8 @@ impl CudaCard {
         let pinned = pinned
             .map_err(|_| GpuError::Lost("pinning memory panicked".to_owned()))?
             .map_err(lost)?;
-        let staging = Staging::new(&stream, kernels, pinned).map_err(lost)?;
+        let staging =
+            Staging::new(&stream, kernels, pinned).map_err(|error| GpuError::Lost(error.to_string()))?;
         let copies = context.new_stream().map_err(lost)?;
         timeline.part("the rest of the pinned memory, streams");
         let speeds = speeds::measure(&staging, &activations, (&device, dtype), &stream);

@@ -39,6 +39,9 @@ pub(super) const READING: &str = "read and copy";
 #[derive(Debug)]
 pub(super) struct Staging {
     lanes: Vec<Lane>,
+    /// One for each lane, and one that maps memory. They stay: the driver's first call of a thread takes a millisecond, during which
+    /// others wait.
+    threads: rayon::ThreadPool,
     chunk: usize,
     /// The computing stream: memory is allocated in its order.
     stream: Arc<CudaStream>,
@@ -165,7 +168,7 @@ impl Staging {
         stream: &Arc<CudaStream>,
         kernels: Kernels,
         ring: PinnedRing,
-    ) -> Result<Staging, DriverError> {
+    ) -> Result<Staging, LoadError> {
         let context = stream.context();
         let slot = |memory: PinnedBuffer| -> Result<Slot, DriverError> {
             Ok(Slot {
@@ -183,11 +186,14 @@ impl Staging {
                 spent: LaneTiming::default(),
             })
         };
+        let lanes: Result<Vec<Lane>, DriverError> = ring.lanes.into_iter().map(lane).collect();
+        let lanes = lanes.map_err(lost)?;
         Ok(Staging {
-            lanes: ring.lanes.into_iter().map(lane).collect::<Result<_, _>>()?,
+            threads: reader::start_threads(lanes.len() + 1)?,
+            lanes,
             chunk: ring.chunk,
             stream: Arc::clone(stream),
-            allocated: context.new_event(None)?,
+            allocated: context.new_event(None).map_err(lost)?,
             kernels,
         })
     }
@@ -347,14 +353,10 @@ impl Staging {
             answer
         };
         let mut timeline = Timeline::begin(READING);
-        let outcome = std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("moored-map".to_owned());
-            thread
-                .spawn_scoped(scope, move || placer.run(&to_lanes))
-                .map_err(|error| {
-                    LoadError::Lost(format!("no thread can be started to map memory with: {error}"))
-                })?;
-            reader::run(pieces, workers, total, &mut listening)
+        let threads = &self.threads;
+        let outcome = threads.in_place_scope(|scope| {
+            scope.spawn(move |_| placer.run(&to_lanes));
+            reader::run(threads, pieces, workers, total, &mut listening)
         });
         timeline.part("until all is read");
         for lane in &mut self.lanes {
