@@ -22,6 +22,7 @@ use cudarc::driver::{CudaContext, DriverError, sys};
 use residency::Bytes;
 
 use super::pool::{PinnedRegion, UnpinnedRegion};
+use crate::card::Arrival;
 use crate::files::open_regular;
 use crate::host_tier::HoldsMemory;
 use crate::load::{ByteRange, LoadError, SourcePiece, Target, TensorSource};
@@ -49,6 +50,8 @@ pub(super) struct HostBlocks {
     copies: HashMap<usize, PinnedCopy>,
     /// The memory of all copies.
     regions: Vec<Arc<PinnedRegion>>,
+    /// Cells of files that a stage registers when it comes to them.
+    promised: HashMap<Arc<Path>, BTreeSet<u64>>,
 }
 
 /// A copy of a tensor, in pinned memory of several.
@@ -155,8 +158,10 @@ impl HostBlocks {
             }
             for piece in &source.pieces {
                 if let SourcePiece::File { file, range } = piece {
-                    let here = self.files.get(file).map(|mapped| &mapped.cells);
-                    let new = cells_of(*range).filter(|cell| here.is_none_or(|here| !here.contains(cell)));
+                    let registered = self.files.get(file).map(|mapped| &mapped.cells);
+                    let held = [registered, self.promised.get(file)];
+                    let is_new = |cell: &u64| held.iter().flatten().all(|held| !held.contains(cell));
+                    let new = cells_of(*range).filter(is_new);
                     cells.extend(new.map(|cell| (&**file, cell)));
                 }
             }
@@ -175,7 +180,7 @@ impl HostBlocks {
         tensors: &[usize],
         sources: &[TensorSource],
     ) -> Result<Option<RoomForCopies>, LoadError> {
-        for (file, cells) in mapped_cells(tensors, sources) {
+        for (file, cells) in mapped_cells(tensors.iter().map(|tensor| &sources[*tensor])) {
             let mapped = match self.files.entry(file) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => {
@@ -192,7 +197,8 @@ impl HostBlocks {
     }
 
     /// Holds these tensors, for which there is room and which are [prepared](HostBlocks::prepare), and those that it has already: blocks
-    /// that come back to the card are streamed again when it is short of memory. Returns those whose copies are to be filled.
+    /// that come back to the card are streamed again when it is short of memory. Returns those whose copies are to be filled. What lies in
+    /// files may be left to the stage that comes next ([`HostBlocks::hold_promised`]); it counts as held from now on.
     ///
     /// # Errors
     /// [`LoadError::HostMemory`].
@@ -201,15 +207,22 @@ impl HostBlocks {
         tensors: &[usize],
         sources: &[TensorSource],
         room: Option<RoomForCopies>,
+        arrival: Arrival,
     ) -> Result<Vec<usize>, LoadError> {
         let mut missing = self.pin(room)?;
-        let mut is_registered = true;
-        for (file, cells) in mapped_cells(tensors, sources) {
-            if let Some(mapped) = self.files.get_mut(&file) {
-                is_registered &= mapped.register(&cells);
+        let of_files = || tensors.iter().map(|tensor| &sources[*tensor]);
+        if arrival == Arrival::WithFirstPass {
+            for (file, mut cells) in mapped_cells(of_files()) {
+                if let Some(mapped) = self.files.get(&file) {
+                    cells.retain(|cell| !mapped.cells.contains(cell));
+                    self.promised.entry(file).or_default().extend(cells);
+                }
             }
+            return Ok(missing);
         }
-        if !is_registered {
+        // What was left to a stage is among these tensors, or is not streamed any more.
+        self.promised.clear();
+        if !self.register(of_files()) {
             tracing::info!("pages of files cannot be registered with the driver: blocks have pinned copies");
             self.files.clear();
             let others = tensors.iter().filter(|tensor| !self.copies.contains_key(tensor));
@@ -217,6 +230,41 @@ impl HostBlocks {
             missing.extend(self.pin(room_for_copies(&others, sources)?)?);
         }
         Ok(missing)
+    }
+
+    /// Whether a tensor is left to a stage ([`HostBlocks::hold_promised`]).
+    pub(super) fn has_promised(&self, source: &TensorSource) -> bool {
+        let is_promised = |piece: &SourcePiece| match piece {
+            SourcePiece::File { file, range } => {
+                let promised = self.promised.get(file);
+                promised.is_some_and(|promised| cells_of(*range).any(|cell| promised.contains(&cell)))
+            }
+            SourcePiece::Inline(_) => false,
+        };
+        is_as_stored(source) && source.pieces.iter().any(is_promised)
+    }
+
+    /// Registers the pages of tensors that were left to a stage. False if the driver refuses: they are not held then.
+    pub(super) fn hold_promised<'s>(&mut self, sources: impl Iterator<Item = &'s TensorSource>) -> bool {
+        self.register(sources)
+    }
+
+    /// Forgets what was left to a stage that has not come to it.
+    pub(super) fn forget_promised(&mut self) {
+        self.promised.clear();
+    }
+
+    fn register<'s>(&mut self, sources: impl Iterator<Item = &'s TensorSource>) -> bool {
+        let mut is_registered = true;
+        for (file, cells) in mapped_cells(sources) {
+            if let Some(promised) = self.promised.get_mut(&file) {
+                promised.retain(|cell| !cells.contains(cell));
+            }
+            if let Some(mapped) = self.files.get_mut(&file) {
+                is_registered &= mapped.register(&cells);
+            }
+        }
+        is_registered
     }
 
     /// Pins memory for copies. Returns the tensors.
@@ -269,12 +317,9 @@ fn room_for_copies(tensors: &[usize], sources: &[TensorSource]) -> Result<Option
 }
 
 /// The cells of files that the tensors which lie there as they are used are in.
-fn mapped_cells(tensors: &[usize], sources: &[TensorSource]) -> HashMap<Arc<Path>, BTreeSet<u64>> {
+fn mapped_cells<'s>(sources: impl Iterator<Item = &'s TensorSource>) -> HashMap<Arc<Path>, BTreeSet<u64>> {
     let mut wanted: HashMap<Arc<Path>, BTreeSet<u64>> = HashMap::new();
-    let mapped = tensors
-        .iter()
-        .map(|tensor| &sources[*tensor])
-        .filter(|source| is_as_stored(source));
+    let mapped = sources.filter(|source| is_as_stored(source));
     for piece in mapped.flat_map(|source| &source.pieces) {
         if let SourcePiece::File { file, range } = piece {
             let cells = wanted.entry(Arc::clone(file)).or_default();
@@ -287,7 +332,11 @@ fn mapped_cells(tensors: &[usize], sources: &[TensorSource]) -> HashMap<Arc<Path
 impl HoldsMemory for HostBlocks {
     /// Bytes of the machine's memory that cannot be taken from it: registered pages and copies.
     fn bytes(&self) -> Bytes {
-        let cells: u64 = self.files.values().map(MappedFile::registered).sum();
+        let promised = self.promised.iter().filter_map(|(file, cells)| {
+            let mapped = self.files.get(file)?;
+            Some(cells.iter().map(|cell| mapped.cell(*cell).1 as u64).sum::<u64>())
+        });
+        let cells: u64 = self.files.values().map(MappedFile::registered).sum::<u64>() + promised.sum::<u64>();
         let copies: u64 = self.regions.iter().map(|region| region.length() as u64).sum();
         Bytes(cells + copies)
     }

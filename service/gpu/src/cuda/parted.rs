@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::{ControlFlow, Range};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use cudarc::driver::{CudaEvent, DriverError, sys};
@@ -37,7 +37,8 @@ pub(super) struct PartedComponent {
     pub(super) stream: Option<Arc<CudaWeightStream>>,
     layout: RegionLayout,
     region: Region,
-    host: HostBlocks,
+    /// Shared with the stream.
+    host: Arc<Mutex<HostBlocks>>,
 }
 
 /// Tensors of blocks that have a place and are not there yet.
@@ -54,12 +55,17 @@ impl PartedComponent {
 pub(super) struct KeptBlocks {
     component: Component,
     from: LoadedFrom,
-    host: HostBlocks,
+    host: Arc<Mutex<HostBlocks>>,
+}
+
+fn locked(host: &Mutex<HostBlocks>) -> MutexGuard<'_, HostBlocks> {
+    // Each of its changes is whole, even if what came after it panicked.
+    host.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl HoldsMemory for KeptBlocks {
     fn bytes(&self) -> Bytes {
-        self.host.bytes()
+        locked(&self.host).bytes()
     }
 }
 
@@ -212,6 +218,7 @@ impl Staying {
     fn unread(&self, sources: &[TensorSource], addresses: &HashMap<usize, sys::CUdeviceptr>) -> Unread {
         let read_to = |tensor: &usize| {
             Some(ReadTo {
+                tensor: *tensor,
                 source: sources[*tensor].clone(),
                 to: *addresses.get(tensor)?,
             })
@@ -271,9 +278,9 @@ impl CudaCard {
         let (layout, mut region) = RegionLayout::new(&self.context, sources).map_err(lost)?;
         timeline.part("open files, reserve addresses");
         let kept = self.host.take(&component.id);
-        let mut host = kept
+        let host = kept
             .filter(|kept| kept.from.is_of(plan, &files))
-            .map_or_else(HostBlocks::default, |kept| kept.host);
+            .map_or_else(Arc::default, |kept| kept.host);
         let in_use = self.in_use_on_host();
         // What is quantized needs memory of the card meanwhile, which belongs to the stage once the load is over.
         let arrival = if workspace > Bytes::ZERO {
@@ -289,6 +296,7 @@ impl CudaCard {
             })
             .and_then(|()| {
                 timeline.part("map memory");
+                let mut held_on_host = locked(&host);
                 let filling = Filling {
                     sources,
                     addresses: layout.addresses(&region, &placement),
@@ -296,21 +304,21 @@ impl CudaCard {
                     room,
                 };
                 for tensor in placement.staying(sources) {
-                    if host.has(tensor, &sources[tensor])
+                    if held_on_host.has(tensor, &sources[tensor])
                         && let Some(to) = filling.addresses.get(&tensor)
                     {
-                        self.copy_from_host(&host, tensor, &sources[tensor], *to)?;
+                        self.copy_from_host(&held_on_host, tensor, &sources[tensor], *to)?;
                     }
                 }
-                let staying = Staying::of(&layout, &placement, &host, sources, arrival);
-                let (wanted, in_use) = (to_hold(&placement, sources), in_use + host.bytes());
-                let held = host.fit(&wanted, sources, |needed| {
+                let staying = Staying::of(&layout, &placement, &held_on_host, sources, arrival);
+                let (wanted, in_use) = (to_hold(&placement, sources), in_use + held_on_host.bytes());
+                let held = held_on_host.fit(&wanted, sources, |needed| {
                     self.host.make_room(needed, in_use, host_blocks::available())
                 })?;
                 let context = Arc::clone(&self.context);
                 // Pages are made present while others are read.
                 let (unread, room) = std::thread::scope(|scope| {
-                    let host = &mut host;
+                    let host = &mut *held_on_host;
                     let preparing = scope.spawn(move || host.prepare(&context, held, sources));
                     let unread = self.read_staying(staying, &filling, progress);
                     let gone = || LoadError::Lost("a thread that reads pages of files has ended".to_owned());
@@ -319,9 +327,9 @@ impl CudaCard {
                 })?;
                 self.copies.synchronize().map_err(lost)?;
                 timeline.part("read and copy");
-                let missing = host.hold(held, sources, room)?;
+                let missing = held_on_host.hold(held, sources, room, arrival)?;
                 timeline.part("hold streamed blocks in the machine's memory");
-                self.keep_made(&mut host, &missing, &placement, &filling)?;
+                self.keep_made(&held_on_host, &missing, &placement, &filling)?;
                 timeline.part("copy what was made to the machine's memory");
                 reader::check_unchanged(&files)?;
                 reader::report_progress(progress, booked, booked)?;
@@ -331,6 +339,7 @@ impl CudaCard {
                     .map(|tensor| tensor.source.bytes_on_card())
                     .sum();
                 let reading = (unread, Arc::clone(&files));
+                drop(held_on_host);
                 let made = self.parted_tensors(&layout, &region, &placement, &host, sources, reading)?;
                 Ok((made, left))
             });
@@ -422,7 +431,7 @@ impl CudaCard {
     /// copied from there while the next is made.
     fn keep_made(
         &mut self,
-        host: &mut HostBlocks,
+        host: &HostBlocks,
         missing: &[usize],
         placement: &Placement,
         filling: &Filling<'_>,
@@ -483,7 +492,10 @@ impl CudaCard {
 
     /// Bytes of the machine's memory that components on the card hold.
     fn in_use_on_host(&self) -> Bytes {
-        self.parted.values().map(|parted| parted.host.bytes()).sum()
+        self.parted
+            .values()
+            .map(|parted| locked(&parted.host).bytes())
+            .sum()
     }
 
     /// Queues the copy of a tensor from the machine's memory to its place on the card. The caller waits for it.
@@ -539,7 +551,7 @@ impl CudaCard {
         layout: &RegionLayout,
         region: &Region,
         placement: &Placement,
-        host: &HostBlocks,
+        shared: &Arc<Mutex<HostBlocks>>,
         sources: &[TensorSource],
         (unread, files): (Unread, Arc<OpenFiles>),
     ) -> Result<(ComponentTensors, Option<Arc<CudaWeightStream>>), LoadError> {
@@ -547,6 +559,7 @@ impl CudaCard {
             return Err(LoadError::Lost("the card is not a CUDA device".to_owned()));
         };
         let addresses = layout.addresses(region, placement);
+        let host = locked(shared);
         let mut weights = HashMap::with_capacity(sources.len());
         let mut unowned = Unowned(Vec::with_capacity(sources.len()));
         for (tensor, source) in sources.iter().enumerate() {
@@ -571,8 +584,15 @@ impl CudaCard {
                     to += run.length as u64;
                 }
                 if !host.has(*tensor, source) {
-                    let source = source.clone();
-                    runs.read.push(ReadTo { source, to });
+                    let read = ReadTo {
+                        tensor: *tensor,
+                        source: source.clone(),
+                        to,
+                    };
+                    match host.has_promised(source) {
+                        true => runs.promised.push(read),
+                        false => runs.read.push(read),
+                    }
                 }
             }
             runs
@@ -582,7 +602,9 @@ impl CudaCard {
             staging: Arc::clone(&self.staging),
             files,
         };
-        let stream = CudaWeightStream::new(&placement.streamed, runs.collect(), unread, source, on)?;
+        let runs = runs.collect();
+        let host = Arc::clone(shared);
+        let stream = CudaWeightStream::new(&placement.streamed, runs, unread, (source, host), on)?;
         let stream = Arc::new(stream);
         let streaming = WeightStream::new(Arc::clone(&stream) as Arc<dyn Streams>);
         Ok((tensors.streaming(streaming), Some(stream)))
@@ -651,8 +673,9 @@ impl CudaCard {
                 new.push(offset);
                 for (tensor, at) in &block.tensors {
                     let to = held.region.at(offset + at);
-                    match held.host.has(*tensor, &sources[*tensor]) {
-                        true => self.copy_from_host(&held.host, *tensor, &sources[*tensor], to)?,
+                    let host = locked(&held.host);
+                    match host.has(*tensor, &sources[*tensor]) {
+                        true => self.copy_from_host(&host, *tensor, &sources[*tensor], to)?,
                         false => from_files.push((sources[*tensor].clone(), to)),
                     }
                 }
@@ -672,16 +695,18 @@ impl CudaCard {
         self.copies.synchronize().map_err(lost)?;
         timeline.part("copy blocks that stay");
         let addresses = held.layout.addresses(&held.region, &before);
+        let mut host = locked(&held.host);
         // The component itself is not among those on the card now.
-        let in_use = self.in_use_on_host() + held.host.bytes();
+        let in_use = self.in_use_on_host() + host.bytes();
         let wanted = to_hold(&after, sources);
-        let fitting = held.host.fit(&wanted, sources, |needed| {
+        let fitting = host.fit(&wanted, sources, |needed| {
             self.host.make_room(needed, in_use, host_blocks::available())
         })?;
-        let room = held.host.prepare(&self.context, fitting, sources)?;
-        let missing = held.host.hold(fitting, sources, room)?;
-        self.copy_to_host(&held.host, &missing, sources, &addresses)?;
+        let room = host.prepare(&self.context, fitting, sources)?;
+        let missing = host.hold(fitting, sources, room, Arrival::Now)?;
+        self.copy_to_host(&host, &missing, sources, &addresses)?;
         self.copies.synchronize().map_err(lost)?;
+        drop(host);
         timeline.part("hold streamed blocks in the machine's memory");
         for (block, offset) in held.layout.staying(&before) {
             if after.streams(block.place) {
@@ -732,6 +757,7 @@ impl CudaCard {
         let closed = region.close();
         self.latch(closed)?;
         timeline.part("free the memory");
+        locked(&host).forget_promised();
         let in_use = self.in_use_on_host();
         self.host.keep(
             id.clone(),
@@ -751,7 +777,7 @@ impl CudaCard {
     /// As [`crate::Gpu::on_host`].
     pub(super) fn memory_on_host(&self) -> HostMemory {
         let on_card = self.parted.values();
-        let on_card = on_card.map(|parted| (&parted.component, parted.host.bytes()));
+        let on_card = on_card.map(|parted| (&parted.component, locked(&parted.host).bytes()));
         let kept = self.host.kept().map(|(_, kept)| (&kept.component, kept.bytes()));
         let held = on_card.chain(kept).filter(|(_, bytes)| *bytes > Bytes::ZERO);
         let held = held.map(|(component, bytes)| {

@@ -10,7 +10,7 @@ use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
-use super::host_blocks::HostRun;
+use super::host_blocks::{HostBlocks, HostRun};
 use super::placer::Places;
 use super::staging::{Staging, lost};
 use crate::blocks::{BlockPlace, StreamedBlock};
@@ -29,6 +29,8 @@ pub(super) struct RunTo {
 /// A tensor that is read from its files, and its place on the card.
 #[derive(Clone, Debug)]
 pub(super) struct ReadTo {
+    /// Index of the tensor in its component.
+    pub(super) tensor: usize,
     pub(super) source: TensorSource,
     pub(super) to: sys::CUdeviceptr,
 }
@@ -40,6 +42,40 @@ pub(super) struct Runs {
     pub(super) on_host: Vec<RunTo>,
     /// Tensors that are held nowhere.
     pub(super) read: Vec<ReadTo>,
+    /// Tensors that are to be held. They are read when a stage first comes to them, so that a first pass waits for no registration, and
+    /// held when it comes again.
+    pub(super) promised: Vec<ReadTo>,
+    has_come: bool,
+}
+
+impl Runs {
+    /// A stage comes to the block: what it came to before is held from now on.
+    fn come(&mut self, host: &Mutex<HostBlocks>) {
+        if !std::mem::replace(&mut self.has_come, true) || self.promised.is_empty() {
+            return;
+        }
+        let promised = std::mem::take(&mut self.promised);
+        let mut host = host.lock().unwrap_or_else(PoisonError::into_inner);
+        if !host.hold_promised(promised.iter().map(|tensor| &tensor.source)) {
+            tracing::info!(
+                "pages of files cannot be registered with the driver: blocks are read from their files"
+            );
+            self.read.extend(promised);
+            return;
+        }
+        for ReadTo { tensor, source, to } in promised {
+            let mut to = to;
+            for run in host.runs(tensor, &source) {
+                self.on_host.push(RunTo { run, to });
+                to += run.length as u64;
+            }
+        }
+    }
+
+    /// What is read now.
+    fn to_read(&self) -> Vec<&ReadTo> {
+        self.read.iter().chain(&self.promised).collect()
+    }
 }
 
 /// Reads tensors from the files of a component while a stage runs. The files stay open, so that one that is replaced by another keeps
@@ -60,7 +96,7 @@ const ROOM_TO_MAKE: Bytes = Bytes::mib(64);
 
 impl FileSource {
     /// Reads tensors to their places, which no work uses. When it returns they are there.
-    fn read(&self, tensors: &[ReadTo]) -> Result<(), LoadError> {
+    fn read(&self, tensors: &[&ReadTo]) -> Result<(), LoadError> {
         let sources: Vec<TensorSource> = tensors.iter().map(|tensor| tensor.source.clone()).collect();
         let places = sources.iter().map(|source| source.name.as_str());
         let places = Places(places.zip(tensors.iter().map(|tensor| tensor.to)).collect());
@@ -86,6 +122,7 @@ pub(super) struct CudaWeightStream {
     compute: Arc<CudaStream>,
     copies: Arc<CudaStream>,
     files: FileSource,
+    host: Arc<Mutex<HostBlocks>>,
     state: Mutex<StreamState>,
 }
 
@@ -113,7 +150,7 @@ impl CudaWeightStream {
         blocks: &[StreamedBlock],
         runs: Vec<Runs>,
         unread: BTreeMap<BlockPlace, Vec<ReadTo>>,
-        files: FileSource,
+        (files, host): (FileSource, Arc<Mutex<HostBlocks>>),
         (compute, copies): (&Arc<CudaStream>, &Arc<CudaStream>),
     ) -> Result<CudaWeightStream, LoadError> {
         let context = compute.context();
@@ -130,6 +167,7 @@ impl CudaWeightStream {
             compute: Arc::clone(compute),
             copies: Arc::clone(copies),
             files,
+            host,
             state: Mutex::new(StreamState {
                 schedule: Schedule::of(blocks),
                 blocks: runs.into_iter().map(copy).collect::<Result<_, _>>()?,
@@ -158,7 +196,7 @@ impl CudaWeightStream {
         let Some(tensors) = state.unread.get(&place) else {
             return Ok(());
         };
-        self.files.read(tensors)?;
+        self.files.read(&tensors.iter().collect::<Vec<_>>())?;
         state.unread.remove(&place);
         match state.unread.is_empty() {
             true => reader::check_unchanged(&self.files.files),
@@ -170,6 +208,11 @@ impl CudaWeightStream {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let index = self.index.get(&place).copied();
         let turn = state.schedule.enter(index);
+        for copy in &turn.copies {
+            if let Some(block) = state.blocks.get_mut(copy.block) {
+                block.runs.come(&self.host);
+            }
+        }
         let blocks = &state.blocks;
         if let Some(left) = turn.left.and_then(|left| blocks.get(left)) {
             left.used.record(&self.compute).map_err(lost)?;
@@ -187,13 +230,14 @@ impl CudaWeightStream {
                 // copy, since whoever frees them waits for this stream. The work that used these bytes before is over by then.
                 unsafe { self.queue(run.from, run.length, *to) }.map_err(lost)?;
             }
-            if !block.runs.read.is_empty() {
+            let read = block.runs.to_read();
+            if !read.is_empty() {
                 // The streams that these copies are on know nothing of the other two.
                 for before in before() {
                     before.arrived.synchronize().map_err(lost)?;
                     before.used.synchronize().map_err(lost)?;
                 }
-                self.files.read(&block.runs.read)?;
+                self.files.read(&read)?;
             }
             block.arrived.record(&self.copies).map_err(lost)?;
         }
