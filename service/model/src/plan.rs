@@ -1,7 +1,7 @@
 //! The plan of a request: its stages, their inputs and outputs, and their rungs.
 
 use std::collections::BTreeMap;
-use std::ops::Add;
+use std::ops::{Add, Mul};
 
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
@@ -207,6 +207,17 @@ impl Add<u64> for Flops {
         Flops {
             all: self.all + others,
             ..self
+        }
+    }
+}
+
+impl Mul<u64> for Flops {
+    type Output = Flops;
+
+    fn mul(self, times: u64) -> Flops {
+        Flops {
+            all: self.all * times,
+            fp8: self.fp8 * times,
         }
     }
 }
