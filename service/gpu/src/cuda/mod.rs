@@ -38,7 +38,7 @@ use crate::timeline::Timeline;
 use parted::{KeptBlocks, PartedComponent};
 use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
-use staging::{Allocation, PinnedRing, Staging};
+use staging::{Allocation, PinnedRing, Reading, Staging};
 
 /// cuBLAS allocates a hidden workspace unless the caller sets one. This is its size on compute capability 9; older cards
 /// need less and lose nothing.
@@ -76,6 +76,8 @@ pub(crate) struct CudaCard {
     host: HostTier<KeptBlocks>,
     nvml: NvmlCard,
     context_bytes: Bytes,
+    /// Bytes of the context when the card was opened.
+    context_at_start: Bytes,
     /// Bytes used by the activation pool when the current stage began.
     stage_baseline: Bytes,
     /// Maximum bytes of the card's memory that the service uses.
@@ -241,6 +243,7 @@ impl CudaCard {
             host: HostTier::default(),
             nvml,
             context_bytes: Bytes::ZERO,
+            context_at_start: Bytes::ZERO,
             stage_baseline: Bytes::ZERO,
             limit: settings.limit,
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
@@ -253,6 +256,7 @@ impl CudaCard {
             .free;
         let pools = card.pools()?;
         card.context_bytes = (free_before - free_now) - pools.reserved();
+        card.context_at_start = card.context_bytes;
         let total = card.driver_memory()?.1;
         card.description.total = card.limit.map_or(total, |limit| total.min(limit));
         tracing::info!(
@@ -316,11 +320,17 @@ impl CudaCard {
         let (free, total) = self.driver_memory()?;
         let besides = total - free - pools.reserved();
         let own = self.nvml.own_bytes().map(|own| own - pools.reserved());
-        self.context_bytes = match own {
+        let measured = match own {
             Some(own) => own.min(besides),
             None if may_have_grown && besides - self.context_bytes <= CONTEXT_GROWTH => besides,
             None => self.context_bytes.min(besides),
         };
+        // Code that is loaded stays: less is a reading of NVML that is late.
+        let context = measured.max(self.context_at_start.min(besides));
+        if context != self.context_bytes {
+            tracing::debug!(%context, %measured, before = %self.context_bytes, %besides, own = ?own, reserved = %pools.reserved(), "the context");
+        }
+        self.context_bytes = context;
         Ok(())
     }
 
@@ -445,9 +455,16 @@ impl Gpu for CudaCard {
         let pool = self.latch(pool).map_err(gone)?;
         timeline.part("open files, make a pool");
         let mut made = Vec::with_capacity(sources.len());
-        let loaded = self
-            .staging()
-            .load(sources, &files, &pool, &mut made, room, progress);
+        let loaded = self.staging().load(
+            Reading {
+                sources,
+                files: &files,
+                memory: &pool,
+            },
+            &mut made,
+            room,
+            progress,
+        );
         timeline.part("read and copy");
         let outcome = loaded
             .and_then(|()| reader::check_unchanged(&files))

@@ -14,7 +14,7 @@ use super::host_blocks::{self, HostBlocks};
 use super::placer::Places;
 use super::pool::is_out_of_memory;
 use super::region::Region;
-use super::staging::{Staging, Temporary, lost};
+use super::staging::{Reading, Staging, Temporary, lost};
 use super::streaming::{CudaWeightStream, FileSource, ReadTo, RunTo, Runs, Unowned};
 use super::{CudaCard, POOL_ROUNDING, tensor_at};
 use crate::blocks::{ALIGNMENT, BlockPlace, Placement, RING_BLOCKS, StreamedBlock, Uses};
@@ -423,8 +423,12 @@ impl CudaCard {
     ) -> Result<(), LoadError> {
         let mut made = Vec::with_capacity(wanted.len());
         let places = filling.places();
-        self.staging()
-            .load(wanted, filling.files, &places, &mut made, filling.room, progress)
+        let reading = Reading {
+            sources: wanted,
+            files: filling.files,
+            memory: &places,
+        };
+        self.staging().load(reading, &mut made, filling.room, progress)
     }
 
     /// Makes the pinned copies of streamed tensors that do not lie in files as they are used: each block is made in the ring, and
@@ -473,7 +477,12 @@ impl CudaCard {
             let wanted = filling.cloned(tensors.iter().copied());
             let mut go_on = |_| ControlFlow::Continue(());
             let mut made = Vec::with_capacity(wanted.len());
-            staging.load_with(temporary, &wanted, filling.files, &places, &mut made, &mut go_on)?;
+            let reading = Reading {
+                sources: &wanted,
+                files: filling.files,
+                memory: &places,
+            };
+            staging.load_with(temporary, reading, &mut made, &mut go_on)?;
             self.copy_to_host(host, &tensors, filling.sources, &filling.addresses)?;
             let done = self.copies.record_event(None).map_err(lost)?;
             copied.push((range, done));

@@ -55,6 +55,8 @@ struct Lane {
     stream: Arc<CudaStream>,
     slots: Vec<Slot>,
     next: usize,
+    /// Recorded when a load that is not waited for has queued its copies.
+    queued: CudaEvent,
     /// Tensors that its stream has waited for: their memory is usable.
     waited_for: usize,
     /// Timing of its thread in this load.
@@ -77,6 +79,14 @@ struct Slot {
     memory: PinnedBuffer,
     /// Recorded after the last copy out of it, and the kernels that use the copy.
     copied: CudaEvent,
+}
+
+/// What a load reads, and where to.
+#[derive(Clone, Copy)]
+pub(super) struct Reading<'a, 'm> {
+    pub(super) sources: &'a [TensorSource],
+    pub(super) files: &'a OpenFiles,
+    pub(super) memory: &'m dyn Allocates,
 }
 
 /// Memory on the card for what is quantized, and the number of lanes that it is enough for.
@@ -182,6 +192,7 @@ impl Staging {
                 stream: context.new_stream()?,
                 slots: slots.into_iter().map(slot).collect::<Result<_, _>>()?,
                 next: 0,
+                queued: context.new_event(None)?,
                 waited_for: 0,
                 spent: LaneTiming::default(),
             })
@@ -281,19 +292,48 @@ impl Staging {
     /// of one lane, and is freed when this returns (unless the card is lost).
     pub(super) fn load<'a>(
         &mut self,
-        sources: &'a [TensorSource],
-        files: &'a OpenFiles,
-        memory: &dyn Allocates,
+        reading: Reading<'a, '_>,
         made: &mut Vec<Allocation<'a>>,
         room: Bytes,
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
-        let temporary = self.temporary(sources, room)?;
-        let outcome = self.load_with(&temporary, sources, files, memory, made, progress);
+        let temporary = self.temporary(reading.sources, room)?;
+        let outcome = self.load_with(&temporary, reading, made, progress);
         match outcome {
             Err(LoadError::Lost(_)) => outcome,
             outcome => self.end(temporary).and(outcome),
         }
+    }
+
+    /// Reads sources to places that are usable once these events have happened, and has `then` wait for their copies, which may be under
+    /// way when this returns. What is quantized is there by then: its temporary memory, of at most `room` or that of one lane, is freed.
+    pub(super) fn load_between(
+        &mut self,
+        after: &[&CudaEvent],
+        reading: Reading<'_, '_>,
+        room: Bytes,
+        then: &CudaStream,
+    ) -> Result<(), LoadError> {
+        for lane in &self.lanes {
+            for event in after {
+                lane.stream.wait(event).map_err(lost)?;
+            }
+        }
+        let mut made = Vec::with_capacity(reading.sources.len());
+        let mut go_on = |_| ControlFlow::Continue(());
+        if self.min_workspace(reading.sources)? > Bytes::ZERO {
+            return self.load(reading, &mut made, room, &mut go_on);
+        }
+        let temporary = Temporary {
+            workspace: None,
+            lanes: self.lanes.len(),
+        };
+        self.read(&temporary, reading, &mut made, &mut go_on)?;
+        for lane in &mut self.lanes {
+            lane.queued.record(&lane.stream).map_err(lost)?;
+            then.wait(&lane.queued).map_err(lost)?;
+        }
+        Ok(())
     }
 
     /// Allocates every source from `memory` and fills it. Each allocation is pushed to `made` as soon as it exists, even if the
@@ -302,12 +342,52 @@ impl Staging {
     pub(super) fn load_with<'a>(
         &mut self,
         temporary: &Temporary,
-        sources: &'a [TensorSource],
-        files: &'a OpenFiles,
-        memory: &dyn Allocates,
+        reading: Reading<'a, '_>,
         made: &mut Vec<Allocation<'a>>,
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
+        let outcome = self.read(temporary, reading, made, progress);
+        self.finish()?;
+        if matches!(outcome, Err(LoadError::Lost(_))) {
+            return outcome;
+        }
+        let not_finite = match &temporary.workspace {
+            Some(workspace) => workspace.take_not_finite().map_err(lost)?,
+            None => None,
+        };
+        outcome?;
+        match not_finite.and_then(|number| reading.sources.get(number)) {
+            Some(source) => Err(LoadError::NotFinite {
+                tensor: source.name.clone(),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until no copy and no kernel of the lanes is in flight.
+    fn finish(&mut self) -> Result<(), LoadError> {
+        let mut timeline = Timeline::begin(READING);
+        for lane in &mut self.lanes {
+            lane.stream.synchronize().map_err(lost)?;
+            lane.waited_for = 0;
+        }
+        timeline.part("until all is copied");
+        Ok(())
+    }
+
+    /// Reads every source and queues its copy.
+    fn read<'a>(
+        &mut self,
+        temporary: &Temporary,
+        reading: Reading<'a, '_>,
+        made: &mut Vec<Allocation<'a>>,
+        progress: Progress<'_>,
+    ) -> Result<(), LoadError> {
+        let Reading {
+            sources,
+            files,
+            memory,
+        } = reading;
         let total = sources.iter().map(TensorSource::bytes_on_card).sum();
         let makings = self.makings(sources)?;
         let workspace = temporary.workspace.as_ref();
@@ -359,26 +439,12 @@ impl Staging {
             reader::run(threads, pieces, workers, total, &mut listening)
         });
         timeline.part("until all is read");
-        for lane in &mut self.lanes {
-            lane.stream.synchronize().map_err(lost)?;
-            lane.waited_for = 0;
-        }
-        timeline.part("until all is copied");
         self.log_timing();
-        if matches!(outcome, Err(LoadError::Lost(_))) {
-            return outcome;
+        if outcome.is_err() {
+            // Whoever frees the places waits for no lane.
+            self.finish()?;
         }
-        let not_finite = match workspace {
-            Some(workspace) => workspace.take_not_finite().map_err(lost)?,
-            None => None,
-        };
-        outcome?;
-        match not_finite.and_then(|number| sources.get(number)) {
-            Some(source) => Err(LoadError::NotFinite {
-                tensor: source.name.clone(),
-            }),
-            None => Ok(()),
-        }
+        outcome
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
-use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::cuda_backend::CudaStorageSlice;
@@ -12,7 +11,7 @@ use residency::Bytes;
 
 use super::host_blocks::{HostBlocks, HostRun};
 use super::placer::Places;
-use super::staging::{Staging, lost};
+use super::staging::{Reading, Staging, lost};
 use crate::blocks::{BlockPlace, StreamedBlock};
 use crate::load::{LoadError, TensorSource};
 use crate::reader::{self, OpenFiles};
@@ -95,22 +94,18 @@ impl std::fmt::Debug for FileSource {
 const ROOM_TO_MAKE: Bytes = Bytes::mib(64);
 
 impl FileSource {
-    /// Reads tensors to their places, which no work uses. When it returns they are there.
-    fn read(&self, tensors: &[&ReadTo]) -> Result<(), LoadError> {
+    /// Reads tensors to their places, which are usable once these events have happened, and has `then` wait for them.
+    fn read(&self, tensors: &[&ReadTo], after: &[&CudaEvent], then: &CudaStream) -> Result<(), LoadError> {
         let sources: Vec<TensorSource> = tensors.iter().map(|tensor| tensor.source.clone()).collect();
         let places = sources.iter().map(|source| source.name.as_str());
         let places = Places(places.zip(tensors.iter().map(|tensor| tensor.to)).collect());
+        let reading = Reading {
+            sources: &sources,
+            files: &self.files,
+            memory: &places,
+        };
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut made = Vec::with_capacity(sources.len());
-        let mut go_on = |_| ControlFlow::Continue(());
-        staging.load(
-            &sources,
-            &self.files,
-            &places,
-            &mut made,
-            ROOM_TO_MAKE,
-            &mut go_on,
-        )
+        staging.load_between(after, reading, ROOM_TO_MAKE, then)
     }
 }
 
@@ -196,7 +191,8 @@ impl CudaWeightStream {
         let Some(tensors) = state.unread.get(&place) else {
             return Ok(());
         };
-        self.files.read(&tensors.iter().collect::<Vec<_>>())?;
+        let tensors: Vec<&ReadTo> = tensors.iter().collect();
+        self.files.read(&tensors, &[], &self.compute)?;
         state.unread.remove(&place);
         match state.unread.is_empty() {
             true => reader::check_unchanged(&self.files.files),
@@ -232,12 +228,10 @@ impl CudaWeightStream {
             }
             let read = block.runs.to_read();
             if !read.is_empty() {
-                // The streams that these copies are on know nothing of the other two.
-                for before in before() {
-                    before.arrived.synchronize().map_err(lost)?;
-                    before.used.synchronize().map_err(lost)?;
-                }
-                self.files.read(&read)?;
+                let after: Vec<&CudaEvent> = before()
+                    .flat_map(|before| [&before.arrived, &before.used])
+                    .collect();
+                self.files.read(&read, &after, &self.copies)?;
             }
             block.arrived.record(&self.copies).map_err(lost)?;
         }
