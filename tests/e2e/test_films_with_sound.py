@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,25 +20,27 @@ from test_media import CHANNELS, FRAMES, RATE, SAMPLE_RATE, SIDE, assert_film
 
 from service import INSTANT_MODELS, Service
 
-Simulate = Callable[..., Service]
-
 # As long as the frames, to the nearest sample.
 SAMPLES = round(FRAMES / RATE * SAMPLE_RATE)
 SOUND = moored.AudioTrackFormat(SAMPLE_RATE, CHANNELS, SAMPLES)
 
 
-@pytest.fixture
-def client(simulate: Simulate, tmp_path: Path) -> Iterator[moored.Client]:
-    """A client of a service with films that have sound, whole or in sections."""
-    models = tmp_path / "models"
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moored.Client]:
+    """A client of one service with films that have sound, whole or in sections."""
+    folder = tmp_path_factory.mktemp("films")
+    models = folder / "models"
     models.mkdir()
     model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
     model |= {"sound": True, "steps_ms": 30}
     for name, more in (("talkie", {}), ("sections", {"sections": 3})):
         text = json.dumps(model | more | {"name": name})
         (models / f"{name}.instant.json").write_text(text, encoding="utf-8")
-    with simulate(arguments=("--models", str(models))).client() as client:
+    folders = ("--models", str(INSTANT_MODELS), "--models", str(models))
+    service = Service(*folders, state=folder / "state", devices=("sim:24GiB",))
+    with service.client() as client:
         yield client
+    service.kill()
 
 
 def pieces_of(events: list[moored.Event], track: str) -> list[moored.Artifact]:
