@@ -79,7 +79,7 @@ def test_a_film_and_its_sound_are_whole(client: moored.Client, tmp_path: Path, m
     assert stages[-2:] == ["decode", "decode_sound"]
     frames, samples = (pieces_of(events, track) for track in ("", "sound"))
     assert {piece.media_type for piece in frames} == {"video/x-raw-rgb"}
-    assert {piece.media_type for piece in samples} == {"audio/x-raw-s16le"}
+    assert {piece.media_type for piece in samples} == {"audio/wav"}
     # Both lengths are told with the first piece, before the sound is decoded.
     assert frames[0].video == moored.VideoFormat(SIDE, SIDE, FRAMES, RATE, SOUND)
     assert samples[0].audio == SOUND
