@@ -341,7 +341,8 @@ class StageStarted(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`encode_text`, `encode_image`, `denoise`, `decode`, `load`, `restore`; by family also `encode_reference`, `encode_source`,
-    `encode_condition`, `encode_vision`, `encode_masked`, `encode_control_N`, `quantize_source`. Others may follow.
+    `encode_condition`, `encode_vision`, `encode_end`, `encode_masked`, `encode_control_N`, `quantize_source`, `decode_sound`. Others
+    may follow.
     """
     index: builtins.int
     """From 1."""
