@@ -17,7 +17,7 @@ mod streaming;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::op::BackpropOp;
@@ -25,7 +25,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, PushKernelArg as _, sys};
 use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, Part};
 
-use crate::card::{CardDescription, CardSpeeds, Gpu, GpuError, Unloaded};
+use crate::card::{Arrival, CardDescription, CardSpeeds, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::host_tier::HostTier;
@@ -65,7 +65,8 @@ pub(crate) struct CudaCard {
     activations: Pool,
     /// Pool of library workspaces, allocated once.
     workspaces: Pool,
-    staging: Staging,
+    /// Streams of components read with it too, while a stage runs.
+    staging: Arc<Mutex<Staging>>,
     /// Copies of streamed blocks, beside the computation.
     copies: Arc<CudaStream>,
     held: HashMap<ComponentId, CudaComponent>,
@@ -216,7 +217,8 @@ impl CudaCard {
         let pinned = pinned
             .map_err(|_| GpuError::Lost("pinning memory panicked".to_owned()))?
             .map_err(lost)?;
-        let staging = Staging::new(&stream, kernels, pinned).map_err(lost)?;
+        let staging =
+            Staging::new(&stream, kernels, pinned).map_err(|error| GpuError::Lost(error.to_string()))?;
         let copies = context.new_stream().map_err(lost)?;
         timeline.part("the rest of the pinned memory, streams");
         let speeds = speeds::measure(&staging, &activations, (&device, dtype), &stream);
@@ -232,7 +234,7 @@ impl CudaCard {
             stream,
             activations,
             workspaces,
-            staging,
+            staging: Arc::new(Mutex::new(staging)),
             copies,
             held: HashMap::new(),
             parted: HashMap::new(),
@@ -254,12 +256,17 @@ impl CudaCard {
         let total = card.driver_memory()?.1;
         card.description.total = card.limit.map_or(total, |limit| total.min(limit));
         tracing::info!(
-            card = card.description.id, context = %card.context_bytes, pinned = %card.staging.bytes(), %profile,
+            card = card.description.id, context = %card.context_bytes, pinned = %card.staging().bytes(), %profile,
             link = card.speeds.link.map_or(0, |link| link.0), flops = card.speeds.flops.unwrap_or(0), "the card is open"
         );
         timeline.part("measure the context");
         timeline.end();
         Ok(card)
+    }
+
+    fn staging(&self) -> MutexGuard<'_, Staging> {
+        // A load that panicked left lanes that wait for nothing: the next begins with its own work.
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn check_alive(&self) -> Result<(), GpuError> {
@@ -420,13 +427,15 @@ impl Gpu for CudaCard {
             )));
         }
         if !plan.parts().sizes().is_empty() {
-            return self.load_parted(component, plan, part, progress);
+            return self
+                .load_parted(component, plan, part, Arrival::Now, progress)
+                .map(|_| ());
         }
         let booked = plan.bytes();
         let files = reader::open(sources)?;
         reader::report_progress(progress, Bytes::ZERO, booked)?;
         // Temporary memory of this load, out of the planned headroom: a load that quantizes works with the free memory.
-        let needed = booked + self.staging.min_workspace(sources)?;
+        let needed = booked + self.staging().min_workspace(sources)?;
         let free = self.free()?;
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
@@ -437,7 +446,7 @@ impl Gpu for CudaCard {
         timeline.part("open files, make a pool");
         let mut made = Vec::with_capacity(sources.len());
         let loaded = self
-            .staging
+            .staging()
             .load(sources, &files, &pool, &mut made, room, progress);
         timeline.part("read and copy");
         let outcome = loaded
@@ -474,6 +483,27 @@ impl Gpu for CudaCard {
                 Err(error)
             }
         }
+    }
+
+    fn load_for_a_stage(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        part: Part,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<Bytes, LoadError> {
+        let is_there = self.held.contains_key(&component.id) || self.parted.contains_key(&component.id);
+        if is_there || plan.parts().sizes().is_empty() {
+            return self.load(component, plan, part, progress).map(|()| Bytes::ZERO);
+        }
+        self.check_alive()
+            .map_err(|error| LoadError::Lost(error.to_string()))?;
+        self.load_parted(component, plan, part, Arrival::WithFirstPass, progress)
+    }
+
+    fn has_unread(&self, id: &ComponentId) -> bool {
+        let stream = self.parted.get(id).and_then(|parted| parted.stream.as_ref());
+        stream.is_some_and(|stream| stream.has_unread())
     }
 
     fn resize(

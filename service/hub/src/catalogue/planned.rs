@@ -269,7 +269,7 @@ fn a_step_computes_what_was_counted_by_hand() {
         for one in opened.iter().filter(|one| one.name == name) {
             let stages = one.open.model.plan(&one.default_request()).unwrap();
             let sampling = stages.iter().find(|stage| stage.role == Role::Sample).unwrap();
-            let found = sampling.passes.flops as f64 / 1e12;
+            let found = sampling.passes.flops.all as f64 / 1e12;
             let preset = one.preset.as_str();
             assert!(
                 (found / tflop - 1.0).abs() < 0.05,

@@ -86,7 +86,7 @@ pub(in crate::process) fn stage(medium: Medium) -> StageWork {
             shared: None,
             passes: model::Passes {
                 in_step: 2,
-                flops: 75_000_000_000_000,
+                flops: 75_000_000_000_000.into(),
             },
             reads_media: true,
             preview: None,
