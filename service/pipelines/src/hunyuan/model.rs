@@ -1,7 +1,7 @@
 //! An open HunyuanVideo or FramePack checkpoint: its answers to a planner, and the stages of a request.
 
 use gpu::CheckpointFile;
-use model::bounds::{PIXELS_PER_TOKEN, common_problems, picture_problem, side_problems, start_problem};
+use model::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
 use model::{Field, LeftOut, Reads, nearest_frames, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
@@ -147,7 +147,8 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
         (_, None) => {}
     }
     if let Some(image) = &video.end_image {
-        problems.extend(picture_problem("end_image", image, (video.width, video.height)));
+        let size = (video.width, video.height);
+        problems.extend(model::bounds::picture_problem("end_image", image, size));
     }
     problems
 }
