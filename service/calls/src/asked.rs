@@ -68,6 +68,8 @@ pub enum OfMedium {
         /// Length in seconds, in place of `frames`; 0: not set.
         seconds: f32,
         frames_at_a_time: u32,
+        /// The picture that it ends with.
+        end_image: Option<PictureInput>,
     },
     Audio(AskedTrack),
 }
@@ -96,6 +98,14 @@ impl Asked {
         match &self.of_medium {
             OfMedium::Audio(track) => track.reference_media.as_deref(),
             OfMedium::Image | OfMedium::Video { .. } => None,
+        }
+    }
+
+    /// The picture that a film ends with.
+    pub(crate) fn end_image(&self) -> Option<&PictureInput> {
+        match &self.of_medium {
+            OfMedium::Video { end_image, .. } => end_image.as_ref(),
+            OfMedium::Image | OfMedium::Audio(_) => None,
         }
     }
 
@@ -229,6 +239,7 @@ fn start_size(medium: &mut Medium, format: &MediaFormat, size_near: impl Fn(u32,
                 height,
                 frames,
                 frames_per_second,
+                sound: _,
             },
         ) => {
             (video.width, video.height) = size_near(width, height);
@@ -297,6 +308,7 @@ mod tests {
             frames_per_second: 0.0,
             seconds: 0.0,
             frames_at_a_time: 0,
+            end_image: None,
         }
     }
 
@@ -325,6 +337,7 @@ mod tests {
                 height: 33,
                 frames,
                 frames_per_second: 12.0,
+                sound: None,
             },
             data: bytes::Bytes::new(),
         };

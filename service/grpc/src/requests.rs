@@ -214,6 +214,7 @@ pub(crate) fn film_in(request: v1::GenerateVideoRequest) -> Asked {
             frames_per_second: request.frames_per_second,
             seconds: request.seconds,
             frames_at_a_time: request.frames_at_a_time,
+            end_image: request.end_image.map(picture_in),
         },
     }
 }
@@ -337,11 +338,14 @@ pub(crate) fn media_in(info: v1::MediaInfo) -> MediaDescription {
                 height,
                 frames,
                 frames_per_second,
+                // A film to start from is frames alone.
+                sound: _,
             }) => MediaFormat::Video {
                 width,
                 height,
                 frames,
                 frames_per_second,
+                sound: None,
             },
             Format::Audio(v1::AudioTrackFormat {
                 samples_per_second,

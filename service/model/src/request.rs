@@ -6,7 +6,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::adapter::AdapterUse;
-use crate::media::MediaFormat;
+use crate::media::{MediaFormat, SOUND_OF_FILM, Sound};
 
 pub use pictures::{Picture, PictureMut, PictureSlot};
 
@@ -131,6 +131,8 @@ pub struct Video {
     pub frames_at_a_time: u32,
     /// Image to video: the first frame; already of `width` x `height`.
     pub init_image: Option<InitImage>,
+    /// The picture that the film ends with; already of `width` x `height`.
+    pub end_image: Option<InitImage>,
     /// Video to video: the film to start from, in its own size and length.
     pub init_video: Option<Clip>,
 }
@@ -222,6 +224,20 @@ impl Medium {
             Medium::Video(video) => Some((video.width, video.height)),
             Medium::Audio(_) => None,
         }
+    }
+
+    /// Whether whole results of these formats, each with the name of its track, are what the request asks for: one or several, and
+    /// of a film the sound that it says it has, and no other.
+    pub fn is_made_of<'a>(&self, tracks: impl Iterator<Item = (&'a str, MediaFormat)> + Clone) -> bool {
+        let sound = tracks.clone().find_map(|(_, format)| format.sound());
+        let mut others = tracks.clone().filter(|(name, _)| !name.is_empty());
+        let has_its_sound = match self {
+            Medium::Video(_) => others.eq(sound.map(|sound| (SOUND_OF_FILM, sound.track()))),
+            Medium::Image(_) => others.next().is_none(),
+            Medium::Audio(_) => true,
+        };
+        let mut formats = tracks.map(|(_, format)| format).peekable();
+        formats.peek().is_some() && has_its_sound && formats.all(|format| self.is_made_as(&format))
     }
 
     /// Whether a whole result of this format satisfies the request. The length of a track need not be exact.
@@ -418,6 +434,19 @@ impl Request {
         let clips = clips.map(|clip| &clip.data);
         let all = pictures.iter().map(|picture| picture.data).chain(clips);
         all.map(|data| data.len() as u64).sum()
+    }
+}
+
+impl Video {
+    /// The format of the film that is asked for, with this sound.
+    pub fn format(&self, sound: Option<Sound>) -> MediaFormat {
+        MediaFormat::Video {
+            width: self.width,
+            height: self.height,
+            frames: self.frames,
+            frames_per_second: self.frames_per_second,
+            sound,
+        }
     }
 }
 
