@@ -39,6 +39,8 @@ from situations.people_files import (
     shards,
     single_file,
     single_weights,
+    umt5_in_wans_names,
+    wan_in_names,
     z_image_single,
 )
 
@@ -177,6 +179,12 @@ def comfys_film(place: Place) -> None:
     )
     comfy = {"model.diffusion_model." + in_comfys_name(name): one for name, one in tensors.items()}
     write_safetensors(based(place.models / "h-comfy.safetensors", film_base(place)), full(comfy))
+
+
+def wans_films(place: Place) -> None:
+    """Wan with either of the two spellings of its text encoder."""
+    wan_in_names(place, "w-hf", "umt5_xxl_bf16", str)
+    wan_in_names(place, "w-authors", "umt5-xxl-enc-bf16", umt5_in_wans_names)
 
 
 def in_tencents_names(ours: Numbers) -> Numbers:
@@ -423,6 +431,14 @@ RENAMED = [
         call=lambda place: ("h-tencent", "h-comfy"),
         make=comfys_film,
     ),
+    Situation(
+        "wan-with-a-text-encoder-in-other-names",
+        "snicolast/ComfyUI-Ovi#10",
+        "the text encoder is published in the names of transformers and in those of Wan's authors",
+        Check(films_are_near),
+        call=lambda place: ("w-hf", "w-authors"),
+        make=wans_films,
+    ),
 ]
 
 SETS = [
@@ -606,12 +622,12 @@ RELATIVES = [
         make=gguf_of("qwen2vl", "blk.0.attn_q.weight", "q-text"),
     ),
     Situation(
-        "a-pipeline-of-wan-is-named",
+        "a-pipeline-of-another-kind-of-wan-is-named",
         "kijai/ComfyUI-WanVideoWrapper#56",
         "a folder of another pipeline lies among the models",
-        Refused(("it is Wan 2.1 or 2.2 (WanPipeline)", "FLUX.1")),
+        Refused(("it is another kind of Wan", "(WanVACEPipeline)", "FLUX.1")),
         generate=("-m", "wan-folder"),
-        make=pipeline_of("wan-folder", "WanPipeline"),
+        make=pipeline_of("wan-folder", "WanVACEPipeline"),
     ),
 ]
 

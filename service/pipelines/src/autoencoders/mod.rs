@@ -19,6 +19,7 @@
 
 mod attention;
 mod convolution;
+mod frames;
 mod half;
 mod kernels;
 mod moments;
@@ -36,6 +37,7 @@ mod tiles;
 pub mod hunyuan;
 pub mod kl;
 pub mod oobleck;
+pub mod wan;
 
 pub(crate) use role::role;
 
