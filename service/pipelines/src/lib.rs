@@ -8,6 +8,7 @@ mod checkpoint;
 mod defaults;
 mod family;
 mod files;
+mod film_lengths;
 pub mod flow_match;
 pub mod flux;
 pub mod hunyuan;
@@ -25,7 +26,9 @@ mod stage;
 mod start;
 mod tensors;
 pub mod text;
+pub mod unipc;
 pub mod vision;
+pub mod wan;
 pub mod z_image;
 
 pub use family::{Family, FamilyList};
@@ -41,6 +44,7 @@ pub fn families() -> FamilyList {
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
         Box::new(hunyuan::Hunyuan),
+        Box::new(wan::Wan),
         Box::new(ace_step::AceStep),
         Box::new(instant::Instant),
     ])
