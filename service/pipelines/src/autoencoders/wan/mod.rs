@@ -13,6 +13,7 @@
 //! walk itself.
 
 mod arithmetic;
+mod colours;
 mod config;
 mod decoder;
 mod encoder;
@@ -25,6 +26,7 @@ mod stream;
 mod table;
 mod tensors;
 
+pub use colours::LinearColours;
 pub use config::WanVaeConfig;
 pub use decoder::{Decoding, FrameDecoding, WanVaeDecoder};
 pub use encoder::WanVaeEncoder;
