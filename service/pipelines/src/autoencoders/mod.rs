@@ -35,6 +35,7 @@ mod tiles;
 
 pub mod hunyuan;
 pub mod kl;
+pub mod mmaudio;
 pub mod oobleck;
 
 pub(crate) use role::role;
