@@ -25,7 +25,9 @@ mod stage;
 mod start;
 mod tensors;
 pub mod text;
+pub mod unipc;
 pub mod vision;
+pub mod wan;
 pub mod z_image;
 
 pub use family::{Family, FamilyList};

@@ -204,6 +204,15 @@ impl<'a> Prediction<'a> {
         }
     }
 
+    /// The combination `negative + scale * (prompt - negative)` of predictions under two conditions.
+    pub(crate) fn guided(prompt: &'a Tensor, negative: &'a Tensor, scale: f64) -> Prediction<'a> {
+        Prediction {
+            prompt,
+            by: 1.0,
+            negative: Some((negative, scale)),
+        }
+    }
+
     /// The negated prediction, for a transformer that predicts from noise to picture: the velocity of the schedule is the negative of that.
     pub(crate) fn negated(self) -> Self {
         let by = -self.by;
@@ -212,7 +221,10 @@ impl<'a> Prediction<'a> {
 
     /// Adds the prediction times `by` to the latent. With two conditions these are two additions, so the combination needs no
     /// separate buffer.
-    fn add_to(
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn add_to(
         &self,
         latent: &Tensor,
         by: f64,

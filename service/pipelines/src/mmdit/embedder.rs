@@ -11,9 +11,10 @@ use crate::sinusoids::sinusoids;
 /// Width of the sinusoidal embedding of timesteps and guidance.
 pub(crate) const SINUSOIDS: usize = 256;
 
-/// Linear, SiLU, linear: diffusers' `TimestepEmbedding` and `PixArtAlphaTextProjection`.
-struct TwoLayers {
+/// Linear, nonlinearity, linear: diffusers' `TimestepEmbedding` and `PixArtAlphaTextProjection`.
+pub(crate) struct TwoLayers {
     first: Linear,
+    between: Nonlinearity,
     second: Linear,
 }
 
@@ -22,25 +23,26 @@ impl TwoLayers {
     ///
     /// # Errors
     /// When one of them is missing or of another shape.
-    fn new(
+    pub(crate) fn new(
         tensors: &AdaptedTensors<'_>,
         name: &str,
-        inputs: usize,
-        width: usize,
+        (inputs, width): (usize, usize),
+        between: Nonlinearity,
     ) -> std::result::Result<TwoLayers, MissingTensor> {
         Ok(TwoLayers {
             first: Linear::new(tensors, &format!("{name}.linear_1"), inputs, width)?,
+            between,
             second: Linear::new(tensors, &format!("{name}.linear_2"), width, width)?,
         })
     }
 
-    /// `x` is `[rows, inputs]`; the result is `[rows, width]`.
+    /// `x` is `[.., inputs]`; the result is `[.., width]`.
     ///
     /// # Errors
     /// Errors of the layers.
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let hidden = self.first.forward(x)?;
-        ops::activate(&hidden, Nonlinearity::Silu)?;
+        ops::activate(&hidden, self.between)?;
         self.second.forward(&hidden)
     }
 }
@@ -64,8 +66,14 @@ impl StepEmbedder {
         (pooled, width): (usize, usize),
         has_guidance: bool,
     ) -> std::result::Result<StepEmbedder, MissingTensor> {
-        let embedder =
-            |part: &str, inputs| TwoLayers::new(tensors, &format!("{name}.{part}_embedder"), inputs, width);
+        let embedder = |part: &str, inputs| {
+            TwoLayers::new(
+                tensors,
+                &format!("{name}.{part}_embedder"),
+                (inputs, width),
+                Nonlinearity::Silu,
+            )
+        };
         Ok(StepEmbedder {
             timestep: embedder("timestep", SINUSOIDS)?,
             guidance: has_guidance

@@ -12,7 +12,7 @@ mod stack;
 
 pub(crate) use blocks::Modulator;
 pub(crate) use buffers::{Added, Buffers, Next, Part};
-pub(crate) use embedder::{SINUSOIDS, StepEmbedder};
+pub(crate) use embedder::{SINUSOIDS, StepEmbedder, TwoLayers};
 pub(crate) use layout::{BlockNames, SingleNames, StreamNames};
 pub(crate) use shape::{BlocksShape, block_of, flops_of_pass, is_modulator, role};
 pub(crate) use stack::{BlockHook, BlockPlace, Blocks, Modulations, NoHook, Pass};

@@ -9,3 +9,4 @@ pub mod qwen3;
 mod shared;
 pub mod t5;
 pub mod tokenizers;
+pub mod umt5;

@@ -1,5 +1,6 @@
-//! T5's encoder, version 1.1: transformers' `T5EncoderModel`. FLUX pads prompts and passes no mask, so padding takes
-//! part in attention.
+//! T5's encoder, version 1.1, and UMT5's: transformers' `T5EncoderModel` and `UMT5EncoderModel`, which differ in the biases
+//! of positions: T5 has one table for all layers, UMT5 one in each. FLUX pads prompts and passes no mask, so padding takes
+//! part in attention; for UMT5 see [`super::umt5`].
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{BlockPlace, ComponentTensors, MissingTensor, WeightStream};
@@ -20,8 +21,8 @@ use crate::linear::{Linear, largest_scratch};
 /// Maximum tokens of a prompt: attention is quadratic.
 const MAX_TOKENS: usize = 4096;
 
-/// The first layer has the relative position biases of all layers.
-const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
+/// The end of the name of a table of relative position biases.
+const BIASES: &str = ".layer.0.SelfAttention.relative_attention_bias.weight";
 
 const LAST_NORM: &str = "encoder.final_layer_norm.weight";
 
@@ -53,6 +54,8 @@ pub struct T5Config {
     pub layer_norm_epsilon: f64,
     /// Feed-forward type: only `gated-gelu` is supported.
     pub feed_forward_proj: String,
+    /// `t5`, or `umt5`, each of whose layers has biases of positions.
+    pub model_type: String,
 }
 
 impl Default for T5Config {
@@ -68,6 +71,7 @@ impl Default for T5Config {
             relative_attention_max_distance: 128,
             layer_norm_epsilon: 1e-6,
             feed_forward_proj: "relu".to_owned(),
+            model_type: "t5".to_owned(),
         }
     }
 }
@@ -109,16 +113,28 @@ impl T5Config {
         Ok(())
     }
 
+    /// The names of the tables of position biases: of the first layer for all, or of each.
+    fn biases(&self) -> impl Iterator<Item = String> {
+        let tables = match self.has_biases_in_layers() {
+            true => self.num_layers,
+            false => 1,
+        };
+        (0..tables).map(|layer| format!("encoder.block.{layer}{BIASES}"))
+    }
+
+    fn has_biases_in_layers(&self) -> bool {
+        self.model_type == "umt5"
+    }
+
+    fn biases_shape(&self) -> [usize; 2] {
+        [self.relative_attention_num_buckets, self.num_heads]
+    }
+
     /// Names and shapes of all tensors of this configuration. The token embedding has the name that `has` knows.
     pub fn tensor_shapes(&self, has: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<usize>)> {
         let (width, inner) = (self.d_model, self.num_heads * self.d_kv);
-        let mut list = vec![
-            (table(has).to_owned(), vec![self.vocab_size, width]),
-            (
-                BIASES.to_owned(),
-                vec![self.relative_attention_num_buckets, self.num_heads],
-            ),
-        ];
+        let mut list = vec![(table(has).to_owned(), vec![self.vocab_size, width])];
+        list.extend(self.biases().map(|name| (name, self.biases_shape().to_vec())));
         for i in 0..self.num_layers {
             let block = format!("encoder.block.{i}");
             let mut add = |name: &str, shape: &[usize]| {
@@ -189,8 +205,8 @@ impl T5Config {
 
 /// The block of a tensor: each layer is one.
 pub(crate) fn block_of(name: &str) -> Option<BlockPlace> {
-    // Its biases of positions serve all layers.
-    let (number, _) = numbered(name, "encoder.block.").filter(|_| name != BIASES)?;
+    // Biases of positions are small, and T5's serve all layers.
+    let (number, _) = numbered(name, "encoder.block.").filter(|_| !name.ends_with(BIASES))?;
     Some(BlockPlace::each_pass(number))
 }
 
@@ -352,8 +368,8 @@ impl T5Buffers {
 #[derive(Clone, Debug)]
 pub struct T5Encoder {
     tokens: Tensor,
-    /// `[buckets, heads]`, of the first layer, used by all.
-    biases: Tensor,
+    /// `[buckets, heads]`, of the first layer and used by all, or of each layer.
+    biases: Vec<Tensor>,
     layers: Vec<T5Layer>,
     norm: Tensor,
     /// Brings the layers that are not on the card.
@@ -386,11 +402,13 @@ impl T5Encoder {
         config.check().map_err(bad)?;
         let read = || -> Result<T5Encoder, MissingTensor> {
             let table = table(&|name| tensors.contains(name));
+            let biases = config.biases();
+            let biases = biases.map(|name| tensors.shaped(&name, &config.biases_shape()));
             let layers = 0..config.num_layers;
             let layers = layers.map(|i| T5Layer::new(tensors, &format!("encoder.block.{i}"), config));
             Ok(T5Encoder {
                 tokens: tensors.shaped(table, &[config.vocab_size, config.d_model])?,
-                biases: tensors.shaped(BIASES, &[config.relative_attention_num_buckets, config.num_heads])?,
+                biases: biases.collect::<Result<_, _>>()?,
                 layers: layers.collect::<Result<_, _>>()?,
                 norm: tensors.shaped(LAST_NORM, &[config.d_model])?,
                 stream: tensors.stream(),
@@ -401,7 +419,7 @@ impl T5Encoder {
         read().map_err(StageError::missing_in(component))
     }
 
-    /// Encodes the tokens of one prompt, padding included: `[1, tokens, d_model]` in the dtype of the weights. The
+    /// Encodes the tokens of one prompt, with padding if it takes part in attention: `[1, tokens, d_model]` in the dtype of the weights. The
     /// residual stream is f32, since it exceeds the range of f16. `cancelled` is called before every layer.
     ///
     /// # Errors
@@ -414,7 +432,7 @@ impl T5Encoder {
         let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
         let buffers = T5Buffers::new(&self.config, ids.len(), dtype, scratch, device)?;
         ops::embed(&self.tokens, &Tensor::new(ids, device)?, &buffers.sum)?;
-        ops::relative_bias(&self.biases, &self.buckets(ids.len())?, &buffers.bias)?;
+        let distances = self.buckets(ids.len(), device)?;
         let first = Norm::Rms {
             weight: Some(self.layers.first().map_or(&self.norm, |layer| &layer.norm1)),
             eps: self.config.layer_norm_epsilon,
@@ -426,6 +444,9 @@ impl T5Encoder {
                 return Err(StageError::Cancelled);
             }
             self.stream.enter(BlockPlace::each_pass(number))?;
+            if let Some(biases) = self.biases.get(number) {
+                ops::relative_bias(biases, &distances, &buffers.bias)?;
+            }
             layer.forward(&buffers, next)?;
         }
         let encoded = buffers.normed.unsqueeze(0)?;
@@ -434,11 +455,11 @@ impl T5Encoder {
     }
 
     /// u32 `[2 * tokens - 1]`: the buckets of all distances from key to query, ascending.
-    fn buckets(&self, tokens: usize) -> candle_core::Result<Tensor> {
+    fn buckets(&self, tokens: usize, device: &Device) -> candle_core::Result<Tensor> {
         let last = tokens.saturating_sub(1);
         let buckets: Vec<u32> = (0..tokens + last)
             .map(|key| self.config.bucket(key, last) as u32)
             .collect();
-        Tensor::new(buckets, self.biases.device())
+        Tensor::new(buckets, device)
     }
 }

@@ -182,7 +182,7 @@ impl ClipTokenizer {
     }
 }
 
-/// T5's tokenizer.
+/// T5's tokenizer, and UMT5's, whose file says which piece is the unknown one and whether bytes are in its place.
 #[derive(Clone, Debug)]
 pub struct T5Tokenizer {
     words: Words,
@@ -213,6 +213,8 @@ impl T5Tokenizer {
         let end = tokenizer_config.token("eos_token", "</s>");
         let pad = tokenizer_config.token("pad_token", "<pad>");
         let vocabulary = take(&mut description, "/model/vocab");
+        let unknown_id = description["model"]["unk_id"].as_u64().unwrap_or(2);
+        let has_bytes = description["model"]["byte_fallback"].as_bool().unwrap_or(false);
         let baked = take(&mut description, "/added_tokens");
         let added = tokenizer_config.added_tokens(baked, &vocabulary, &[&end, &unknown, &pad]);
         let space = json!({
@@ -227,7 +229,9 @@ impl T5Tokenizer {
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]},
             "post_processor": null,
             "decoder": null,
-            "model": {"type": "Unigram", "unk_id": 2, "vocab": vocabulary, "byte_fallback": false},
+            "model": {
+                "type": "Unigram", "unk_id": unknown_id, "vocab": vocabulary, "byte_fallback": has_bytes,
+            },
         });
         let tokenizer = build(&file, &description)?;
         Ok(T5Tokenizer {
@@ -259,10 +263,19 @@ impl T5Tokenizer {
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
     pub fn encode(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
-        let mut ids = words(&self.words.tokenizer, prompt)?;
-        ids.truncate(max_sequence_length.saturating_sub(1));
-        ids.push(self.end);
+        let mut ids = self.encode_unpadded(prompt, max_sequence_length)?;
         ids.resize(max_sequence_length.max(1), self.pad);
+        Ok(ids)
+    }
+
+    /// The ids of a prompt: prompt (truncated) and end token.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub fn encode_unpadded(&self, prompt: &str, most: usize) -> Result<Vec<u32>, TokenizeError> {
+        let mut ids = words(&self.words.tokenizer, prompt)?;
+        ids.truncate(most.saturating_sub(1));
+        ids.push(self.end);
         Ok(ids)
     }
 }
