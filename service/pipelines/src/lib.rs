@@ -16,6 +16,7 @@ mod layer_norm;
 mod linear;
 mod mmdit;
 pub mod noise;
+pub mod ovi;
 mod resident;
 pub mod rotary;
 mod rounds;

@@ -11,4 +11,5 @@ pub(crate) mod shape;
 mod transformer;
 
 pub use config::TransformerConfig;
+pub(crate) use layout::layout;
 pub use transformer::{Seen, StepBuffers, Texts, Times, TokenCounts, Transformer, denoise_scratch};
