@@ -202,6 +202,7 @@ class FilmAssembly(_InPlace):
             self._buffer,
             first.metadata,
             first.track,
+            sound=format_.sound,
         )
 
 

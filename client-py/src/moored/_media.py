@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
+    from ._records import AudioTrackFormat
+
 PNG = "image/png"
 RAW_RGB = "image/x-raw-rgb"
 RAW_VIDEO = "video/x-raw-rgb"
@@ -201,6 +203,8 @@ class Film(_Made):
     track: str = ""
     """Which of several films of one item; empty where there is one alone."""
     _file: bytes | None = field(default=None, repr=False)
+    sound: AudioTrackFormat | None = None
+    """What its sound is; None: it is silent. The samples are in the result's `audio`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return _kept(self)
@@ -245,7 +249,7 @@ class Film(_Made):
         """Writes it to a file, in the format of its ending.
 
         `.mp4` is the file that came by `output="raw+mp4"`, the default, or by `output="mp4"`, and
-        then the only one. Of frames, `.png` or `.apng`, `.webp` and `.gif` are animations, at the
+        then the only one; it alone has the sound. Of frames, `.png` or `.apng`, `.webp` and `.gif` are animations, at the
         film's rate to the nearest millisecond (`.gif`: hundredth of a second); they need
         `moored[images]`. `.rgb` and `.raw` are its bytes as they are. Other formats are for other
         libraries: they take `array`, or the frames as they come. `.mp4`, `.png` and `.webp` have

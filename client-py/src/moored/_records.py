@@ -118,17 +118,6 @@ class ImageFormat:
     height: int
 
 
-@mirrors(events_pb2.VideoFormat)
-@dataclass(frozen=True, slots=True)
-class VideoFormat:
-    """What a film is: pixels across and down, frames in all, frames a second."""
-
-    width: int
-    height: int
-    frames: int
-    frames_per_second: float
-
-
 @mirrors(events_pb2.AudioTrackFormat)
 @dataclass(frozen=True, slots=True)
 class AudioTrackFormat:
@@ -137,6 +126,21 @@ class AudioTrackFormat:
     samples_per_second: int
     channels: int
     samples: int
+
+
+@mirrors(events_pb2.VideoFormat)
+@dataclass(frozen=True, slots=True)
+class VideoFormat:
+    """What a film is: pixels across and down, frames in all, frames a second, its sound.
+
+    The sound begins with the first frame, and has its own length; None: the film is silent.
+    """
+
+    width: int
+    height: int
+    frames: int
+    frames_per_second: float
+    sound: AudioTrackFormat | None = None
 
 
 @mirrors(generation_pb2.MediaInfo)

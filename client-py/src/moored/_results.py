@@ -195,7 +195,7 @@ class VideoResult(JobResult):
     films: tuple[Film, ...] = ()
     """The films as they came, in order."""
     tracks: tuple[Track, ...] = ()
-    """Their sound, where the model makes any, in order."""
+    """Their sound, where the model makes any, in order; by `output="mp4"` it is in the file alone."""
 
     @property
     def data(self) -> memoryview:
@@ -210,13 +210,18 @@ class VideoResult(JobResult):
                 "height": one.height,
                 "frames": one.frame_count,
                 "frames_per_second": one.frames_per_second,
+                "sound": None if one.sound is None else asdict(one.sound),
             }
             for one in self.films
         ]
         return {"films": films, "tracks": [_description(one) for one in self.tracks]}
 
     def _says(self) -> list[str]:
-        return [f"{one.frame_count} frames of {one.width}x{one.height}" for one in self.films]
+        return [
+            f"{one.frame_count} frames of {one.width}x{one.height}"
+            + ("" if one.sound is None else " with sound")
+            for one in self.films
+        ]
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {
@@ -230,6 +235,22 @@ class VideoResult(JobResult):
         if not self.films:
             raise self._without("film")
         return self.films[0]
+
+    @property
+    def audio(self) -> Track | None:
+        """The sound of the first film: its samples, their rate; None: the film is silent.
+
+        It begins with the first frame. Of the others, `tracks` has the sound by `index`.
+        """
+        film = self.film
+        for track in self.tracks:
+            if (track.index, track.name) == (film.index, SOUND):
+                return track
+        if film.sound is None:
+            return None
+        raise ValueError(
+            'Its sound came in the MP4 alone: ask for output="raw+mp4", the default, or "raw"'
+        )
 
     @property
     def array(self) -> NDArray[Any]:
@@ -355,6 +376,9 @@ def _description(made: Picture | Film | Track) -> dict[str, Any]:
         "recipe": dict(made.recipe),
     }
 
+
+# The name of the track that has the sound of a film.
+SOUND = "sound"
 
 # A result that comes as pieces, and the file of it that may come after them.
 _FILES = {RAW_VIDEO: MP4, WAV: FLAC}

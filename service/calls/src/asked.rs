@@ -229,6 +229,7 @@ fn start_size(medium: &mut Medium, format: &MediaFormat, size_near: impl Fn(u32,
                 height,
                 frames,
                 frames_per_second,
+                sound: _,
             },
         ) => {
             (video.width, video.height) = size_near(width, height);
@@ -325,6 +326,7 @@ mod tests {
                 height: 33,
                 frames,
                 frames_per_second: 12.0,
+                sound: None,
             },
             data: bytes::Bytes::new(),
         };

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use gpu::Timeline;
 use media::tracks::{TrackFormat, wav_header};
 use media::{EncodedFile, FilePosition, Recipe, pictures};
-use model::{LeftOut, MediaFormat, Piece};
+use model::{LeftOut, MediaFormat, Piece, SOUND_OF_FILM};
 
 /// Bytes of one chunk of a result or a latent. A stream that is not read holds a few of them.
 pub const CHUNK_BYTES: usize = 256 << 10;
@@ -50,9 +50,9 @@ pub enum Encoding {
     Wav,
     /// A track as FLAC, once it is complete; other media raw.
     Flac,
-    /// A film as MP4, once it is complete; a track as WAV; a picture raw.
+    /// A film as MP4 with its sound, once it is complete; a track as WAV; a picture raw.
     Mp4,
-    /// A film raw, and then as MP4; a track as WAV; a picture raw.
+    /// A film raw and its sound as WAV, and then both as MP4; a track as WAV; a picture raw.
     FramesAndMp4,
     /// A track as WAV, and then as FLAC; other media raw.
     WavAndFlac,
@@ -68,14 +68,25 @@ pub(crate) enum AsFile {
 }
 
 impl Encoding {
-    pub(crate) fn as_file(self, format: &MediaFormat) -> AsFile {
-        match (format, self) {
-            (MediaFormat::Video { .. }, Encoding::Mp4) | (MediaFormat::Audio { .. }, Encoding::Flac) => {
-                AsFile::Instead
-            }
-            (MediaFormat::Video { .. }, Encoding::FramesAndMp4)
-            | (MediaFormat::Audio { .. }, Encoding::WavAndFlac) => AsFile::Beside,
+    pub(crate) fn as_file(self, track: &str, format: &MediaFormat) -> AsFile {
+        let is_audio = matches!(format, MediaFormat::Audio { .. });
+        let is_of_film = matches!(format, MediaFormat::Video { .. }) || (is_audio && track == SOUND_OF_FILM);
+        match self {
+            Encoding::Mp4 if is_of_film => AsFile::Instead,
+            Encoding::FramesAndMp4 if is_of_film => AsFile::Beside,
+            Encoding::Flac if is_audio => AsFile::Instead,
+            Encoding::WavAndFlac if is_audio => AsFile::Beside,
             _ => AsFile::No,
+        }
+    }
+
+    /// The track whose file has this one: the sound of a film is in the file of its frames.
+    pub(crate) fn track_of_file(self, track: &str) -> String {
+        match self {
+            Encoding::Mp4 | Encoding::FramesAndMp4 => String::new(),
+            Encoding::Raw | Encoding::Png | Encoding::Wav | Encoding::Flac | Encoding::WavAndFlac => {
+                track.to_owned()
+            }
         }
     }
 }

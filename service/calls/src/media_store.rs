@@ -418,6 +418,7 @@ mod tests {
                 height: 2,
                 frames,
                 frames_per_second: 8.0,
+                sound: None,
             })
         };
         let sound = |samples_per_second, channels, samples| {

@@ -10,7 +10,7 @@ use engine::job::{JobEvent, JobEventKind, JobId};
 use engine::queue::Job;
 use futures::Stream;
 use media::pictures;
-use model::{Covered, LeftOut, MediaFormat, Piece};
+use model::{Covered, LeftOut, MediaFormat, Piece, SOUND_OF_FILM};
 
 use crate::budget::Client;
 use crate::chunks::{AsFile, Chunk, Encoding, Envelope, Output, file_chunks};
@@ -118,22 +118,33 @@ struct ResultStream {
     encoder: ResultEncoder,
     /// The received parts of each result, by item and track.
     come: HashMap<(u32, String), ReceivedResult>,
+    /// Files that are made of results, by item and track; `None` where nothing more is sent of one: all of it was, or a file beside
+    /// the pieces could not be made.
+    files: HashMap<(u32, String), Option<Arc<SharedFile>>>,
 }
 
 /// The parts of one result that have arrived.
-#[derive(Default)]
 struct ReceivedResult {
+    format: MediaFormat,
     /// In units.
     covered: Covered,
     /// Where its pieces are sent as they arrive.
     envelope: Option<Envelope>,
-    /// Where it is sent as one file.
-    file: Option<Arc<SharedFile>>,
-    /// A file beside the pieces could not be made.
-    has_no_file: bool,
 }
 
 impl ReceivedResult {
+    fn of(format: MediaFormat) -> ReceivedResult {
+        ReceivedResult {
+            format,
+            covered: Covered::default(),
+            envelope: None,
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        self.covered.is_whole(self.format.units())
+    }
+
     /// The envelope of the result, which its first piece begins.
     fn envelope(
         &mut self,
@@ -159,6 +170,7 @@ impl ResultStream {
             output,
             encoder,
             come: HashMap::new(),
+            files: HashMap::new(),
         }
     }
 
@@ -167,27 +179,27 @@ impl ResultStream {
         let units = piece
             .units()
             .ok_or_else(|| internal("a piece that is no whole units"))?;
-        let come = self.come.entry((item, piece.track.clone())).or_default();
+        let come = self.come.entry((item, piece.track.clone()));
+        let come = come.or_insert_with(|| ReceivedResult::of(piece.format));
         let added = come.covered.add_once(piece.first..piece.first + units);
         added.map_err(|twice| internal(format!("a result: {twice}")))?;
-        let is_last = come.covered.is_whole(piece.format.units());
+        let is_last = come.is_whole();
         let (encodings, client) = (&self.encoder.encodings, self.encoder.client);
         match (
-            self.output.encoding.as_file(&piece.format),
+            self.output.encoding.as_file(&piece.track, &piece.format),
             &piece.format,
             self.output.encoding,
         ) {
-            (AsFile::Instead, ..) => self.piece_of_file(item, seed, piece, is_last).await,
-            (AsFile::Beside, ..) if !come.has_no_file => {
+            (AsFile::Instead, ..) => self.piece_of_file(item, seed, piece).await,
+            (AsFile::Beside, ..) => {
                 let envelope = come.envelope(item, seed, &piece, &self.output)?;
                 let chunks = envelope.chunks(&piece, is_last);
-                let key = (item, piece.track.clone());
-                match self.piece_of_file(item, seed, piece, is_last).await {
+                let key = (item, self.output.encoding.track_of_file(&piece.track));
+                match self.piece_of_file(item, seed, piece).await {
                     Ok(file) => Ok(Box::new(chunks.into_iter().chain(file))),
                     Err(refused) => {
                         tracing::debug!(%refused, "a result is sent without its file");
-                        let come = self.come.entry(key).or_default();
-                        (come.file, come.has_no_file) = (None, true);
+                        self.files.insert(key, None);
                         Ok(Box::new(chunks.into_iter()))
                     }
                 }
@@ -207,44 +219,53 @@ impl ResultStream {
         }
     }
 
-    /// Adds a piece to the file of its result, and returns the chunks of the file once it is complete.
-    async fn piece_of_file(
-        &mut self,
-        item: u32,
-        seed: u64,
-        piece: Piece,
-        is_last: bool,
-    ) -> Result<Chunks, Error> {
-        let come = self.come.entry((item, piece.track.clone())).or_default();
-        let file = match &come.file {
-            Some(file) => file.clone(),
+    /// Adds a piece to the file that has it, and returns the chunks of the file once it is complete.
+    async fn piece_of_file(&mut self, item: u32, seed: u64, piece: Piece) -> Result<Chunks, Error> {
+        let track = self.output.encoding.track_of_file(&piece.track);
+        let key = (item, track.clone());
+        let file = match self.files.get(&key) {
+            Some(Some(file)) => file.clone(),
+            Some(None) => return Ok(Box::new(std::iter::empty())),
             None => {
                 let of = FileOf {
                     job: self.job.clone(),
                     item,
                     seed,
-                    track: piece.track.clone(),
+                    track: track.clone(),
                     output: self.output.clone(),
                 };
-                let encodings = &self.encoder.encodings;
-                let file = encodings.file(of, &piece.format, self.encoder.client)?;
-                come.file.insert(file).clone()
+                let file = self.encoder.encodings.file(of, self.encoder.client);
+                self.files.insert(key.clone(), Some(file.clone()));
+                file
             }
         };
-        let (format, track) = (piece.format, piece.track.clone());
         file.add(piece).await?;
-        if !is_last {
+        let Some(format) = self.whole(item, &track) else {
             return Ok(Box::new(std::iter::empty()));
-        }
-        come.file = None;
+        };
+        self.files.insert(key, None);
         let whole = file.whole().await?;
         file_chunks(item, seed, track, format, &self.output, whole).map_err(internal)
+    }
+
+    /// The format of a result that is whole, with its sound if it has any.
+    fn whole(&self, item: u32, track: &str) -> Option<MediaFormat> {
+        let result = |track: &str| {
+            let result = self.come.get(&(item, track.to_owned()));
+            result.filter(|result| result.is_whole())
+        };
+        let format = result(track)?.format;
+        match format.sound() {
+            Some(_) => result(SOUND_OF_FILM).map(|_| format),
+            None => Some(format),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use media::Recipe;
+    use model::Sound;
 
     use super::*;
     use crate::budget::Budget;
@@ -254,6 +275,7 @@ mod tests {
         height: 16,
         frames: 6,
         frames_per_second: 8.0,
+        sound: None,
     };
 
     /// Frames of a film, each of one grey.
@@ -362,6 +384,86 @@ mod tests {
         let encodings = Arc::new(Encodings::new(Budget::new(100, 100)));
         let mut stream = results(Encoding::FramesAndMp4, &encodings);
         assert_eq!(joined(&sent(&mut stream, &[3..6, 0..3]).await), expected);
+    }
+
+    const SOUND: Sound = Sound {
+        samples_per_second: 48_000,
+        channels: 1,
+        samples: 36_000,
+    };
+
+    /// Frames and sound of a film, in this order of pieces: ranges of frames, or of samples.
+    async fn sent_with_sound(
+        results: &mut ResultStream,
+        pieces: &[(&str, std::ops::Range<u64>)],
+    ) -> Vec<Chunk> {
+        let MediaFormat::Video { width, height, .. } = FILM else {
+            unreachable!()
+        };
+        let mut sent = Vec::new();
+        for (track, units) in pieces {
+            let mut piece = frames(units.start.min(5)..units.end.min(6));
+            match *track {
+                SOUND_OF_FILM => {
+                    piece.format = SOUND.track();
+                    piece.first = units.start;
+                    piece.data = vec![3; 2 * (units.end - units.start) as usize].into();
+                    piece.track = SOUND_OF_FILM.to_owned();
+                }
+                _ => {
+                    piece.format = MediaFormat::Video {
+                        width,
+                        height,
+                        frames: 6,
+                        frames_per_second: 8.0,
+                        sound: Some(SOUND),
+                    }
+                }
+            }
+            sent.extend(results.piece(0, 7, piece).await.unwrap());
+        }
+        sent
+    }
+
+    #[tokio::test]
+    async fn frames_and_sound_are_one_file_whichever_come_first() {
+        let bound = Budget::new(1 << 20, 1 << 20);
+        let encodings = Arc::new(Encodings::new(bound.clone()));
+        let orders = [
+            [("", 0..6), ("sound", 0..9000), ("sound", 9000..36_000)],
+            [("sound", 9000..36_000), ("", 0..6), ("sound", 0..9000)],
+            [("sound", 0..9000), ("sound", 9000..36_000), ("", 0..6)],
+        ];
+        let mut files = Vec::new();
+        for order in &orders {
+            let mut stream = results(Encoding::Mp4, &encodings);
+            let before = sent_with_sound(&mut stream, &order[..2]).await;
+            assert_eq!(before, [], "nothing is sent before all is there");
+            let file = sent_with_sound(&mut stream, &order[2..]).await;
+            assert!(
+                file.iter()
+                    .all(|chunk| chunk.media_type == "video/mp4" && chunk.track.is_empty())
+            );
+            let head = file[0].head.as_ref().unwrap();
+            assert_eq!(head.format.sound(), Some(SOUND));
+            files.push(joined(&file));
+            drop(stream);
+            assert_eq!(bound.taken(), 0, "nothing is left");
+        }
+        assert!(files.iter().all(|file| *file == files[0]));
+        // Beside the file both are sent as they come.
+        for order in &orders {
+            let mut stream = results(Encoding::FramesAndMp4, &encodings);
+            let sent = sent_with_sound(&mut stream, order).await;
+            let of = |media_type: &str| {
+                let own = sent.iter().filter(|chunk| chunk.media_type == media_type);
+                own.cloned().collect::<Vec<_>>()
+            };
+            assert_eq!(joined(&of("video/x-raw-rgb")).len(), 6 * 3 * 32 * 16);
+            assert!(joined(&of("audio/wav")).starts_with(b"RIFF"));
+            assert_eq!(joined(&of("video/mp4")), files[0]);
+            assert!(sent.last().unwrap().media_type == "video/mp4");
+        }
     }
 
     #[tokio::test]

@@ -6,9 +6,9 @@ use engine::Error;
 use gpu::Timeline;
 use media::EncodedFile;
 use media::Recipe;
-use media::films::{FilmFile, FilmFormat};
+use media::films::{FilmFile, FilmFormat, FilmSound};
 use media::tracks::{TrackFile, TrackFormat};
-use model::{MediaFormat, Piece};
+use model::Piece;
 
 use crate::budget::{Client, Taken};
 use crate::chunks::Output;
@@ -37,7 +37,6 @@ pub(crate) struct SharedFile {
 struct State {
     unfinished: Option<Unfinished>,
     whole: Option<Arc<EncodedFile>>,
-    recipe: Option<Recipe>,
     /// Bytes that are held.
     taken: Taken,
 }
@@ -48,72 +47,90 @@ impl std::fmt::Debug for State {
     }
 }
 
-/// A file that is not complete yet.
-enum Unfinished {
-    Film(Box<FilmFile>),
-    Track(Box<TrackFile>),
+/// The parts of a file that is not complete yet, each begun by its first piece. Frames and sound come in any order.
+#[derive(Default)]
+struct Unfinished {
+    frames: Option<Box<FilmFile>>,
+    /// Whether the frames have sound with them.
+    has_sound: bool,
+    sound: Option<Box<FilmSound>>,
+    track: Option<Box<TrackFile>>,
 }
 
 impl Unfinished {
-    fn new(format: &MediaFormat, recipe: Option<&Recipe>) -> Result<Unfinished, Error> {
-        if let Some(film) = FilmFormat::of(format) {
-            let film = FilmFile::new(film).map_err(internal)?;
-            return Ok(Unfinished::Film(Box::new(film)));
-        }
-        let track = TrackFormat::of(format).ok_or_else(|| internal("neither a film nor a track"))?;
-        let track = TrackFile::new(track, recipe).map_err(internal)?;
-        Ok(Unfinished::Track(Box::new(track)))
-    }
-
     /// Encodes a piece, and charges the encoded bytes.
-    fn add(&mut self, piece: &Piece, taken: &mut Taken) -> Result<(), Error> {
-        match self {
-            Unfinished::Film(film) => {
-                let bytes = film.add(piece.first, &piece.data).map_err(internal)?;
-                taken.grow(bytes).map_err(refused)
-            }
-            Unfinished::Track(track) => {
+    fn add(&mut self, piece: &Piece, of: &FileOf, taken: &mut Taken) -> Result<(), Error> {
+        if let Some(format) = FilmFormat::of(&piece.format) {
+            let frames = begun(&mut self.frames, || FilmFile::new(format))?;
+            frames.add(piece.first, &piece.data).map_err(internal)?;
+            self.has_sound = piece.format.sound().is_some();
+        } else {
+            let format = TrackFormat::of(&piece.format);
+            let format = format.ok_or_else(|| internal("neither a film nor a track"))?;
+            if of.track == piece.track {
+                let recipe = of.output.recipe_of(of.seed);
+                let track = begun(&mut self.track, || TrackFile::new(format, recipe.as_ref()))?;
                 track.add(piece.first, &piece.data).map_err(internal)?;
-                taken.set(track.bytes()).map_err(refused)
+            } else {
+                let sound = begun(&mut self.sound, || FilmSound::new(format))?;
+                sound.add(piece.first, &piece.data).map_err(internal)?;
             }
         }
+        let bytes = [
+            self.frames.as_ref().map(|frames| frames.bytes()),
+            self.sound.as_ref().map(|sound| sound.bytes()),
+            self.track.as_ref().map(|track| track.bytes()),
+        ];
+        taken.set(bytes.into_iter().flatten().sum()).map_err(refused)
     }
 
     fn is_complete(&self) -> bool {
-        match self {
-            Unfinished::Film(film) => film.is_complete(),
-            Unfinished::Track(track) => track.is_complete(),
-        }
+        let has_sound = || {
+            let sound = self.sound.as_ref();
+            !self.has_sound || sound.is_some_and(|sound| sound.is_complete())
+        };
+        let track = self.track.as_ref();
+        let frames = self.frames.as_ref();
+        track.is_some_and(|track| track.is_complete())
+            || (frames.is_some_and(|frames| frames.is_complete()) && has_sound())
     }
 
     fn finish(self, recipe: Option<&Recipe>) -> Result<EncodedFile, Error> {
-        match self {
-            Unfinished::Film(film) => film.finish(recipe).map_err(internal),
-            Unfinished::Track(track) => track.finish().map_err(internal),
+        match (self.frames, self.track) {
+            (Some(frames), _) => {
+                let sound = self.sound.filter(|_| self.has_sound);
+                frames.finish(sound.map(|sound| *sound), recipe).map_err(internal)
+            }
+            (None, Some(track)) => track.finish().map_err(internal),
+            (None, None) => Err(internal("a file without a part")),
         }
     }
+}
+
+/// A part of a file, which is begun where it is not there yet.
+fn begun<T, E: std::fmt::Display>(
+    part: &mut Option<Box<T>>,
+    begin: impl FnOnce() -> Result<T, E>,
+) -> Result<&mut T, Error> {
+    Ok(match part {
+        Some(part) => part,
+        none => none.insert(Box::new(begin().map_err(internal)?)),
+    })
 }
 
 impl Encodings {
     /// The file that other streams encode already, or a new one, which counts against this client.
-    pub(crate) fn file(
-        &self,
-        of: FileOf,
-        format: &MediaFormat,
-        client: Client,
-    ) -> Result<Arc<SharedFile>, Error> {
+    pub(crate) fn file(&self, of: FileOf, client: Client) -> Arc<SharedFile> {
         // A panic while the lock was held leaves the list valid.
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         files.retain(|each| each.strong_count() > 0);
         let found = files.iter().filter_map(Weak::upgrade).find(|file| file.of == of);
         if let Some(file) = found {
-            return Ok(file);
+            return file;
         }
-        let recipe = of.output.recipe_of(of.seed);
         let state = State {
-            unfinished: Some(Unfinished::new(format, recipe.as_ref())?),
+            unfinished: Some(Unfinished::default()),
             whole: None,
-            recipe,
             taken: self.bound.nothing(client),
         };
         let file = Arc::new(SharedFile {
@@ -121,7 +138,7 @@ impl Encodings {
             state: Arc::new(tokio::sync::Mutex::new(state)),
         });
         files.push(Arc::downgrade(&file));
-        Ok(file)
+        file
     }
 }
 
@@ -129,21 +146,21 @@ impl SharedFile {
     /// Encodes the part of a piece that no stream has added yet.
     pub(crate) async fn add(&self, piece: Piece) -> Result<(), Error> {
         let mut state = self.state.clone().lock_owned().await;
+        let of = self.of.clone();
         let added = ENCODING.run(move || {
             let timeline = Timeline::begin("encode a file");
             let State {
                 unfinished,
                 whole,
-                recipe,
                 taken,
             } = &mut *state;
             let Some(file) = unfinished else { return Ok(()) };
-            file.add(&piece, taken)?;
+            file.add(&piece, &of, taken)?;
             drop(piece);
             if file.is_complete()
                 && let Some(file) = unfinished.take()
             {
-                let file = file.finish(recipe.as_ref())?;
+                let file = file.finish(of.output.recipe_of(of.seed).as_ref())?;
                 *whole = Some(Arc::new(file));
             }
             timeline.end();

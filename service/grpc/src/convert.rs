@@ -10,7 +10,7 @@ use engine::job::{JobEventKind, JobReport, LatentInfo, Priority, StageReport};
 use engine::queue::{CardStatus, JobInfo, PlannedStage, StatusReport, Streamed};
 use engine::{Change, ChangedTo, Fallback, Freed, Kept, Shortfall};
 use gpu::{CardKind, WeightFormat};
-use model::{AdapterReport, FULL, LeftOut, MediaFormat, Medium, Request, ValueShape};
+use model::{AdapterReport, FULL, LeftOut, MediaFormat, Medium, Request, Sound, ValueShape};
 use residency::{Component, Fits, Holder, MemorySummary, Move, Part, Resident, ResidentState};
 use wording::cut;
 
@@ -340,23 +340,33 @@ macro_rules! format_out {
                 height,
                 frames,
                 frames_per_second,
+                sound,
             } => Out::Video(v1::VideoFormat {
                 width,
                 height,
                 frames,
                 frames_per_second,
+                sound: sound.map(track_format),
             }),
             MediaFormat::Audio {
                 samples_per_second,
                 channels,
                 samples,
-            } => Out::Audio(v1::AudioTrackFormat {
+            } => Out::Audio(track_format(Sound {
                 samples_per_second,
                 channels,
                 samples,
-            }),
+            })),
         }
     }};
+}
+
+fn track_format(sound: Sound) -> v1::AudioTrackFormat {
+    v1::AudioTrackFormat {
+        samples_per_second: sound.samples_per_second,
+        channels: sound.channels,
+        samples: sound.samples,
+    }
 }
 
 fn artifact_format(format: MediaFormat) -> v1::artifact::Format {

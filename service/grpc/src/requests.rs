@@ -337,11 +337,14 @@ pub(crate) fn media_in(info: v1::MediaInfo) -> MediaDescription {
                 height,
                 frames,
                 frames_per_second,
+                // A film to start from is frames alone.
+                sound: _,
             }) => MediaFormat::Video {
                 width,
                 height,
                 frames,
                 frames_per_second,
+                sound: None,
             },
             Format::Audio(v1::AudioTrackFormat {
                 samples_per_second,

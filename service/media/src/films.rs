@@ -1,4 +1,4 @@
-//! Films as MP4 files: H.264, with their recipe, made from pieces of frames in any order.
+//! Films as MP4 files: H.264, with AAC where they have sound, and their recipe, made from pieces in any order.
 //!
 //! A [`FilmFile`] encodes each piece on arrival and keeps the encoded frames by number: FramePack makes the end of a film
 //! first. Consecutive frames are one group of pictures; any other piece begins with a key frame, so that groups
@@ -6,18 +6,25 @@
 
 mod colour;
 mod h264;
+mod layout;
+mod metadata;
 mod mp4;
+mod sound;
 
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use model::MediaFormat;
 
-pub use mp4::{is_mp4, recipe_of};
+pub use metadata::recipe_of;
+pub use mp4::is_mp4;
+pub use sound::FilmSound;
 
 use crate::EncodedFile;
 use crate::Recipe;
+use crate::tracks::TrackError;
 use h264::Encoder;
+use layout::Track;
 
 /// Sides that the encoder takes: its own limits are 3840 x 2160, in either orientation, and chroma has half the resolution.
 const LONGER_SIDE_PIXELS: u32 = 3840;
@@ -44,6 +51,12 @@ pub enum FilmError {
     /// The encoder failed.
     #[error("the H.264 encoder failed: {0}")]
     Encoder(String),
+    /// Samples that are not of the film's sound.
+    #[error(transparent)]
+    Sound(TrackError),
+    /// The encoder of sound failed.
+    #[error("the AAC encoder failed: {0}")]
+    SoundEncoder(String),
     /// The file cannot be written.
     #[error("the MP4 file cannot be written: {0}")]
     Container(String),
@@ -70,6 +83,7 @@ impl FilmFormat {
                 height,
                 frames,
                 frames_per_second,
+                sound: _,
             } => Some(FilmFormat {
                 width,
                 height,
@@ -119,6 +133,8 @@ pub struct FilmFile {
     encoder: Encoder,
     /// By number.
     samples: BTreeMap<u32, Sample>,
+    /// Bytes of these.
+    bytes: u64,
     /// The number of the frame that would continue the open group of pictures.
     next: Option<u32>,
 }
@@ -134,6 +150,7 @@ impl FilmFile {
             encoder: Encoder::new(&format)?,
             format,
             samples: BTreeMap::new(),
+            bytes: 0,
             next: None,
         })
     }
@@ -165,7 +182,13 @@ impl FilmFile {
             bytes += sample.data.len() as u64;
             self.samples.insert(number, sample);
         }
+        self.bytes += bytes;
         Ok(bytes)
+    }
+
+    /// Bytes of the encoded frames.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// Whether every frame has been added.
@@ -173,20 +196,39 @@ impl FilmFile {
         self.samples.len() == self.format.frames as usize
     }
 
-    /// The whole file, with the recipe, if there is one, in its metadata.
+    /// The whole file, with its sound, if it has any, and the recipe, if there is one, in its metadata.
     ///
     /// # Errors
-    /// When frames are missing.
-    pub fn finish(self, recipe: Option<&Recipe>) -> Result<EncodedFile, FilmError> {
+    /// When frames or samples are missing.
+    pub fn finish(self, sound: Option<FilmSound>, recipe: Option<&Recipe>) -> Result<EncodedFile, FilmError> {
         if !self.is_complete() {
             let missing = self.format.frames as usize - self.samples.len();
             return Err(FilmError::Container(format!("{missing} frames are missing")));
         }
         let sets = self.encoder.parameter_sets()?;
         let samples: Vec<Sample> = self.samples.into_values().collect();
-        let head = mp4::head(&self.format, &sets, &samples, recipe)?;
-        let mut parts = vec![Bytes::from(head)];
-        parts.extend(samples.into_iter().map(|sample| sample.data));
+        let sound = sound.map(FilmSound::finish).transpose()?;
+        let contents = mp4::Contents {
+            format: &self.format,
+            sets: &sets,
+            samples: &samples,
+            sound: sound.as_ref(),
+        };
+        let chunks = contents.chunks();
+        let mut parts = vec![Bytes::from(mp4::head(&contents, &chunks, recipe)?)];
+        for chunk in chunks {
+            match (chunk.track, &sound) {
+                (Track::Frames, _) => {
+                    parts.extend(samples[chunk.samples].iter().map(|sample| sample.data.clone()))
+                }
+                (Track::Sound, sound) => {
+                    let packets = sound
+                        .iter()
+                        .flat_map(|sound| &sound.packets[chunk.samples.clone()]);
+                    parts.extend(packets.cloned());
+                }
+            }
+        }
         Ok(EncodedFile::of(parts))
     }
 }

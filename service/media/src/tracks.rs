@@ -5,6 +5,7 @@
 
 mod containers;
 mod flac;
+pub(crate) mod in_order;
 mod wav;
 
 use model::{Clip, MediaFormat};
@@ -74,6 +75,9 @@ pub enum TrackError {
     /// Its caller no longer waits for it.
     #[error("is no longer asked for: its client has gone")]
     Cancelled,
+    /// Bytes that are not samples of the track.
+    #[error("{bytes} bytes from sample {first} on are not whole samples of the track")]
+    NotSamples { first: u64, bytes: u64 },
     /// It cannot be written.
     #[error("the FLAC encoder failed: {0}")]
     Encoder(String),

@@ -39,7 +39,7 @@ pub use families::{BASE_CONFIGURATION, Families, OwnLayout};
 pub use host::{HostTensor, HostType};
 pub use identity::{ModelFile, digest_of_names, provisional_identity};
 pub use left_out::LeftOut;
-pub use media::{MediaFormat, Piece, SampleFormat};
+pub use media::{MediaFormat, Piece, SOUND_OF_FILM, SampleFormat, Sound};
 pub use memo::{Memo, identity_of_values};
 pub use model::{Model, ModelOpener, format_of_plan};
 pub use out_of_memory::is_out_of_memory;

@@ -5,6 +5,9 @@ use std::ops::Range;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+/// Name of the track ([`Piece::track`]) that has the sound of a film.
+pub const SOUND_OF_FILM: &str = "sound";
+
 /// Format of a whole result, known before it is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum MediaFormat {
@@ -16,6 +19,8 @@ pub enum MediaFormat {
         height: u32,
         frames: u32,
         frames_per_second: f32,
+        /// The sound that is delivered with the frames, as pieces of the track [`SOUND_OF_FILM`]; `None`: the film is silent.
+        sound: Option<Sound>,
     },
     /// Samples of one track: 16-bit little-endian integers, channels interleaved.
     Audio {
@@ -47,9 +52,43 @@ impl MediaFormat {
         }
     }
 
-    /// Bytes of a whole result; `None` on overflow.
+    /// Bytes of a whole result, of a film those of its frames; `None` on overflow.
     pub fn bytes(&self) -> Option<u64> {
         self.units().checked_mul(self.unit_bytes())
+    }
+
+    /// The sound of a film, where it has any.
+    pub fn sound(&self) -> Option<Sound> {
+        match *self {
+            MediaFormat::Video { sound, .. } => sound,
+            MediaFormat::Image { .. } | MediaFormat::Audio { .. } => None,
+        }
+    }
+}
+
+/// The sound of a film: it begins with the first frame, and has its own length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sound {
+    /// Sample rate per channel.
+    pub samples_per_second: u32,
+    pub channels: u32,
+    /// Total samples per channel.
+    pub samples: u64,
+}
+
+impl Sound {
+    /// The format of the track that has this sound.
+    pub fn track(self) -> MediaFormat {
+        let Sound {
+            samples_per_second,
+            channels,
+            samples,
+        } = self;
+        MediaFormat::Audio {
+            samples_per_second,
+            channels,
+            samples,
+        }
     }
 }
 
@@ -65,7 +104,7 @@ pub struct SampleFormat {
 /// section by section is delivered in the order in which its sections are made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Piece {
-    /// Name of the track, if a request has several (a stem of a song, the sound of a video); empty for a single one.
+    /// Name of the track, if a request has several (a stem of a song, [`SOUND_OF_FILM`]); empty for a single one, and for frames.
     pub track: String,
     /// Format of the whole result.
     pub format: MediaFormat,
@@ -138,6 +177,7 @@ impl Piece {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::{Audio, Medium, Video};
 
     fn frames(first: u64, count: usize) -> Piece {
         let format = MediaFormat::Video {
@@ -145,6 +185,7 @@ mod tests {
             height: 1,
             frames: 5,
             frames_per_second: 24.0,
+            sound: None,
         };
         let data: Vec<u8> = (0..count * 6).map(|byte| byte as u8).collect();
         Piece {
@@ -175,6 +216,51 @@ mod tests {
         let joined: Vec<u8> = cut.iter().flat_map(|piece| piece.data.to_vec()).collect();
         assert_eq!(joined, frames(0, 5).data);
         assert_eq!(frames(1, 2).cut(1).count(), 2, "a unit is never cut");
+    }
+
+    #[test]
+    fn a_film_is_made_with_the_sound_that_it_says_it_has() {
+        let asked = Medium::Video(Video {
+            width: 2,
+            height: 1,
+            frames: 5,
+            frames_per_second: 24.0,
+            ..Video::default()
+        });
+        let Medium::Video(video) = &asked else {
+            unreachable!()
+        };
+        let sound = |samples| Sound {
+            samples_per_second: 48_000,
+            channels: 2,
+            samples,
+        };
+        let (silent, loud) = (video.format(None), video.format(Some(sound(10_000))));
+        assert_eq!(loud.bytes(), silent.bytes(), "frames and sound are counted apart");
+        let made = |tracks: &[(&'static str, MediaFormat)]| asked.is_made_of(tracks.iter().copied());
+        assert!(made(&[("", silent)]));
+        assert!(made(&[("", loud), ("sound", sound(10_000).track())]));
+        assert!(!made(&[]), "nothing");
+        assert!(!made(&[("", loud)]), "its sound is missing");
+        assert!(
+            !made(&[("sound", sound(10_000).track())]),
+            "its frames are missing"
+        );
+        assert!(
+            !made(&[("", loud), ("sound", sound(9_999).track())]),
+            "another length"
+        );
+        assert!(
+            !made(&[("", silent), ("sound", sound(10_000).track())]),
+            "sound of a silent film"
+        );
+        assert!(
+            !made(&[("", loud), ("drums", sound(10_000).track())]),
+            "another track"
+        );
+        let song = Medium::Audio(Audio::default());
+        let stems = [("drums", sound(5).track()), ("vocals", sound(5).track())];
+        assert!(song.is_made_of(stems.into_iter()));
     }
 
     #[test]

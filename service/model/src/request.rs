@@ -6,7 +6,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::adapter::AdapterUse;
-use crate::media::MediaFormat;
+use crate::media::{MediaFormat, SOUND_OF_FILM, Sound};
 
 pub use pictures::{Picture, PictureMut, PictureSlot};
 
@@ -224,6 +224,20 @@ impl Medium {
         }
     }
 
+    /// Whether whole results of these formats, each with the name of its track, are what the request asks for: one or several, and
+    /// of a film the sound that it says it has, and no other.
+    pub fn is_made_of<'a>(&self, tracks: impl Iterator<Item = (&'a str, MediaFormat)> + Clone) -> bool {
+        let sound = tracks.clone().find_map(|(_, format)| format.sound());
+        let mut others = tracks.clone().filter(|(name, _)| !name.is_empty());
+        let has_its_sound = match self {
+            Medium::Video(_) => others.eq(sound.map(|sound| (SOUND_OF_FILM, sound.track()))),
+            Medium::Image(_) => others.next().is_none(),
+            Medium::Audio(_) => true,
+        };
+        let mut formats = tracks.map(|(_, format)| format).peekable();
+        formats.peek().is_some() && has_its_sound && formats.all(|format| self.is_made_as(&format))
+    }
+
     /// Whether a whole result of this format satisfies the request. The length of a track need not be exact.
     pub fn is_made_as(&self, format: &MediaFormat) -> bool {
         match (self, format) {
@@ -418,6 +432,19 @@ impl Request {
         let clips = clips.map(|clip| &clip.data);
         let all = pictures.iter().map(|picture| picture.data).chain(clips);
         all.map(|data| data.len() as u64).sum()
+    }
+}
+
+impl Video {
+    /// The format of the film that is asked for, with this sound.
+    pub fn format(&self, sound: Option<Sound>) -> MediaFormat {
+        MediaFormat::Video {
+            width: self.width,
+            height: self.height,
+            frames: self.frames,
+            frames_per_second: self.frames_per_second,
+            sound,
+        }
     }
 }
 

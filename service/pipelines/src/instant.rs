@@ -21,7 +21,8 @@
 //! With `"medium": "video"` it generates frames, with `"audio"` samples of two channels, in a few pieces; `steps_ms`
 //! then also applies between pieces. Defaults may have `frames`, `frames_per_second` and `seconds`. With `"sections": 3`
 //! a video is sampled and decoded in as many sections, the last part of the film first, as FramePack does: each decode
-//! leaves its first frame's colour for the next, which checks the colour.
+//! leaves its first frame's colour for the next, which checks the colour. With `"sound": true` a video has sound, as long as its
+//! frames, which a stage of its own decodes after them (`decode_sound`).
 //!
 //! A request with more than one slot is sampled in rounds, unless it has sections. The first round finds the colour, the others
 //! take it from the state of the round before. Rounds of several requests in one pass take its time once.
@@ -59,6 +60,7 @@ const ENCODE_TEXT: &str = "encode_text";
 const ENCODE_IMAGE: &str = "encode_image";
 const DENOISE: &str = "denoise";
 const DECODE: &str = "decode";
+const DECODE_SOUND: &str = "decode_sound";
 
 /// Name of the value from sampling to decoding. The number of a section follows it.
 const LATENT: &str = "latent";
@@ -158,6 +160,9 @@ struct Description {
     step_flops: u64,
     #[serde(default)]
     sections: Option<NonZeroU32>,
+    /// Whether a video has sound.
+    #[serde(default)]
+    sound: bool,
     #[serde(default)]
     defaults: DescribedDefaults,
     #[serde(default)]

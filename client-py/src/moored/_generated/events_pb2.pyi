@@ -488,7 +488,7 @@ global___Preview = Preview
 @typing.final
 class Artifact(google.protobuf.message.Message):
     """A piece of a result. The first chunk of an artifact that comes carries its metadata. Chunks come as the result is made, each
-    byte once: those of several tracks of an item may alternate, and frames may come in any order, for a film whose end is made
+    byte once: those of several tracks of an item may alternate, as those of a film and of its sound do, and frames may come in any order, for a film whose end is made
     first. `offset` says where a chunk belongs.
     """
 
@@ -605,6 +605,7 @@ class VideoFormat(google.protobuf.message.Message):
     HEIGHT_FIELD_NUMBER: builtins.int
     FRAMES_FIELD_NUMBER: builtins.int
     FRAMES_PER_SECOND_FIELD_NUMBER: builtins.int
+    SOUND_FIELD_NUMBER: builtins.int
     width: builtins.int
     """Pixels across."""
     height: builtins.int
@@ -613,6 +614,12 @@ class VideoFormat(google.protobuf.message.Message):
     """Frames in all."""
     frames_per_second: builtins.float
     """Frames a second."""
+    @property
+    def sound(self) -> global___AudioTrackFormat:
+        """The sound of the film, which begins with its first frame and has its own length; absent: the film is silent. Raw frames are
+        followed or accompanied by it as an artifact of the same index and the track `sound`; an MP4 has it inside.
+        """
+
     def __init__(
         self,
         *,
@@ -620,8 +627,10 @@ class VideoFormat(google.protobuf.message.Message):
         height: builtins.int = ...,
         frames: builtins.int = ...,
         frames_per_second: builtins.float = ...,
+        sound: global___AudioTrackFormat | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "frames_per_second", b"frames_per_second", "height", b"height", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["sound", b"sound"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "frames_per_second", b"frames_per_second", "height", b"height", "sound", b"sound", "width", b"width"]) -> None: ...
 
 global___VideoFormat = VideoFormat
 

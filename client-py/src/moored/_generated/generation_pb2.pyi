@@ -58,14 +58,16 @@ class _FilmFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     FILM_FORMAT_UNSPECIFIED: _FilmFormat.ValueType  # 0
     """Raw frames."""
     RAW_FRAMES: _FilmFormat.ValueType  # 1
-    """RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded."""
+    """RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded. Sound comes as samples, 16-bit
+    little-endian.
+    """
     MP4: _FilmFormat.ValueType  # 2
-    """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front), with the recipe as its comment. Sides are even and
-    at most 3840 and 2160. It comes when the last frame is decoded; sound comes as WAV.
+    """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front; AAC where the film has sound), with the recipe as its
+    comment. Sides are even and at most 3840 and 2160. It comes when the last frame and the last sample are decoded.
     """
     RAW_FRAMES_AND_MP4: _FilmFormat.ValueType  # 3
-    """Both: the raw frames as one artifact, and after it the MP4 as another of the same index and track. No MP4 comes where it
-    cannot be made, for its size or for the bytes that are unread.
+    """Both: the raw frames as one artifact, with sound as a WAV of the track `sound`, and after them the MP4 as another of the same
+    index and track as the frames. No MP4 comes where it cannot be made, for its size or for the bytes that are unread.
     """
 
 class FilmFormat(_FilmFormat, metaclass=_FilmFormatEnumTypeWrapper):
@@ -74,14 +76,16 @@ class FilmFormat(_FilmFormat, metaclass=_FilmFormatEnumTypeWrapper):
 FILM_FORMAT_UNSPECIFIED: FilmFormat.ValueType  # 0
 """Raw frames."""
 RAW_FRAMES: FilmFormat.ValueType  # 1
-"""RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded."""
+"""RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded. Sound comes as samples, 16-bit
+little-endian.
+"""
 MP4: FilmFormat.ValueType  # 2
-"""One MP4 file (H.264, yuv420p in the colours of BT.709, index in front), with the recipe as its comment. Sides are even and
-at most 3840 and 2160. It comes when the last frame is decoded; sound comes as WAV.
+"""One MP4 file (H.264, yuv420p in the colours of BT.709, index in front; AAC where the film has sound), with the recipe as its
+comment. Sides are even and at most 3840 and 2160. It comes when the last frame and the last sample are decoded.
 """
 RAW_FRAMES_AND_MP4: FilmFormat.ValueType  # 3
-"""Both: the raw frames as one artifact, and after it the MP4 as another of the same index and track. No MP4 comes where it
-cannot be made, for its size or for the bytes that are unread.
+"""Both: the raw frames as one artifact, with sound as a WAV of the track `sound`, and after them the MP4 as another of the same
+index and track as the frames. No MP4 comes where it cannot be made, for its size or for the bytes that are unread.
 """
 global___FilmFormat = FilmFormat
 

@@ -556,12 +556,16 @@ impl JobRecord {
     /// Checks that an item has been delivered completely, in the requested format.
     pub(super) fn check_delivered(&self, step: JobStep) -> Result<(), Error> {
         let of_item = self.delivered.iter().filter(|((item, _), _)| *item == step.item);
-        let tracks: Vec<_> = of_item.map(|(_, delivered)| delivered).collect();
+        let tracks: Vec<_> = of_item
+            .map(|((_, track), (format, covered))| (track.as_str(), format, covered))
+            .collect();
         let asked = self.run().map(|run| &run.request.medium);
-        let is_whole = |(format, covered): &&(MediaFormat, Covered)| {
-            covered.is_whole(format.units()) && asked.is_some_and(|asked| asked.is_made_as(format))
-        };
-        if !tracks.is_empty() && tracks.iter().all(is_whole) {
+        let formats = tracks.iter().map(|(track, format, _)| (*track, **format));
+        if asked.is_some_and(|asked| asked.is_made_of(formats))
+            && tracks
+                .iter()
+                .all(|(_, format, covered)| covered.is_whole(format.units()))
+        {
             return Ok(());
         }
         let (key, stage) = (&self.entry.key, self.name_of(step));

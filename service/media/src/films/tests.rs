@@ -8,6 +8,8 @@ use super::*;
 use crate::FilePosition;
 use crate::edits::Changes;
 
+mod sound;
+
 const FORMAT: FilmFormat = FilmFormat {
     width: 96,
     height: 48,
@@ -54,7 +56,7 @@ fn film(format: FilmFormat, pieces: &[std::ops::Range<u32>], recipe: Option<&Rec
         let data = frames(&format, piece.clone());
         file.add(u64::from(piece.start), &data).unwrap();
     }
-    bytes_of(&file.finish(recipe).unwrap(), 1000)
+    bytes_of(&file.finish(None, recipe).unwrap(), 1000)
 }
 
 /// The file, read in chunks of this many bytes.
@@ -297,7 +299,7 @@ fn bytes_that_are_no_frames_of_the_film_are_refused() {
     file.add(0, &two).unwrap();
     assert_eq!(file.add(0, &two), Ok(0), "what is there is left out");
     assert!(file.add(1, &two).unwrap() > 0);
-    let missing = file.finish(None).unwrap_err().to_string();
+    let missing = file.finish(None, None).unwrap_err().to_string();
     assert!(missing.contains("26 frames are missing"), "{missing}");
 }
 

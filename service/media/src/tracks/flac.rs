@@ -1,6 +1,5 @@
 //! FLAC (RFC 9639): files that are read, and a file that is made of pieces of samples.
 
-use std::collections::BTreeMap;
 use std::io::{self, Cursor, Read as _, Seek, SeekFrom, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,6 +10,7 @@ use flac_codec::metadata::VorbisComment;
 use model::Clip;
 
 use super::containers::{refusal, without_id3};
+use super::in_order::InOrder;
 use super::{SAMPLE_BYTES, Tags, TrackError, TrackFormat, to_16_bits};
 use crate::CancelToken;
 use crate::EncodedFile;
@@ -160,13 +160,10 @@ pub(super) fn recipe_of(file: &[u8]) -> Option<String> {
 /// A track that is being encoded, from pieces in any order. It holds the encoded frames, and the samples of pieces that arrived
 /// before earlier ones.
 pub struct TrackFile {
-    format: TrackFormat,
     writer: FlacSampleWriter<SharedWriter>,
     output: SharedWriter,
-    /// The first sample that is not encoded yet.
-    next: u64,
-    /// Pieces that begin later than the next sample to encode, by their first sample.
-    waiting: BTreeMap<u64, Bytes>,
+    /// Pieces that begin later than the next sample to encode.
+    pieces: InOrder,
 }
 
 impl TrackFile {
@@ -193,11 +190,9 @@ impl TrackFile {
             Some(format.samples.saturating_mul(u64::from(channels))),
         );
         Ok(TrackFile {
-            format,
             writer: writer.map_err(|problem| failed(problem.to_string()))?,
             output,
-            next: 0,
-            waiting: BTreeMap::new(),
+            pieces: InOrder::new(format),
         })
     }
 
@@ -207,24 +202,8 @@ impl TrackFile {
     /// # Errors
     /// When these are not whole samples of the track, or the encoder fails.
     pub fn add(&mut self, first: u64, samples: &Bytes) -> Result<(), TrackError> {
-        let unit_bytes = self.format.unit_bytes();
-        let count = samples.len() as u64 / unit_bytes;
-        let end = first.saturating_add(count);
-        if !(samples.len() as u64).is_multiple_of(unit_bytes) || end > self.format.samples {
-            let problem = format!("{} bytes from sample {first} on are not of it", samples.len());
-            return Err(TrackError::Encoder(problem));
-        }
-        if end > self.next {
-            self.waiting.entry(first).or_insert_with(|| samples.clone());
-        }
-        while let Some(entry) = self.waiting.first_entry()
-            && *entry.key() <= self.next
-        {
-            let (first, samples) = entry.remove_entry();
-            let there = (self.next - first) * unit_bytes;
-            if let Some(new) = samples.get(there as usize..) {
-                self.encode(new)?;
-            }
+        for samples in self.pieces.add(first, samples)? {
+            self.encode(&samples)?;
         }
         Ok(())
     }
@@ -233,20 +212,17 @@ impl TrackFile {
         let numbers = samples.as_chunks::<2>().0;
         let numbers = numbers.iter().map(|&bytes| i16::from_le_bytes(bytes).into());
         let written = self.writer.write(&numbers.collect::<Vec<i32>>());
-        written.map_err(|problem| TrackError::Encoder(problem.to_string()))?;
-        self.next += samples.len() as u64 / self.format.unit_bytes();
-        Ok(())
+        written.map_err(|problem| TrackError::Encoder(problem.to_string()))
     }
 
     /// Bytes of memory that it holds.
     pub fn bytes(&self) -> u64 {
-        let waiting = self.waiting.values().map(|samples| samples.len() as u64);
-        self.output.lock().get_ref().len() as u64 + waiting.sum::<u64>()
+        self.output.lock().get_ref().len() as u64 + self.pieces.waiting_bytes()
     }
 
     /// Whether every sample has been added.
     pub fn is_complete(&self) -> bool {
-        self.next == self.format.samples
+        self.pieces.is_complete()
     }
 
     /// The whole file. Its beginning has data that is known only at the end: the checksum of the samples, and the seek points.

@@ -29,12 +29,7 @@ impl Film {
     /// `before` are the last frames of the section before.
     pub(super) fn new(video: &Video, parts: Vec<(Range<usize>, FilmPart)>, before: Option<Tensor>) -> Film {
         Film {
-            format: MediaFormat::Video {
-                width: video.width,
-                height: video.height,
-                frames: video.frames,
-                frames_per_second: video.frames_per_second,
-            },
+            format: video.format(None),
             parts,
             before,
             kept: Vec::new(),

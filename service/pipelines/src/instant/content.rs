@@ -1,7 +1,7 @@
 //! Conversion of an instant model's request to media formats, latents, and bytes.
 
-use model::MediaFormat;
 use model::{Audio, Image, Medium, Video};
+use model::{MediaFormat, Sound};
 
 use super::colour::CHANNELS;
 
@@ -13,6 +13,9 @@ const LATENTS_PER_SECOND: f32 = 10.0;
 
 /// Samples per latent element of a track.
 const SAMPLES_PER_LATENT: u64 = 4_800;
+
+/// Samples per second of a track, and of the sound of a video.
+const SAMPLES_PER_SECOND: u32 = 48_000;
 
 /// Shape of the latent of a request: `[1, channels, height / 8, width / 8]`, with frames before the height for a
 /// video, or tenths of a second for a track.
@@ -56,21 +59,27 @@ pub(super) fn medium_of(shape: &[usize], defaults: &Medium) -> Option<Medium> {
     }
 }
 
-/// The format of the result.
+/// The sound of a video: as long as its frames, to the nearest sample.
+pub(super) fn sound_of(video: &Video) -> Sound {
+    let samples_per_second = SAMPLES_PER_SECOND;
+    let seconds = f64::from(video.frames) / f64::from(video.frames_per_second);
+    Sound {
+        samples_per_second,
+        channels: 2,
+        samples: (seconds * f64::from(samples_per_second)).round() as u64,
+    }
+}
+
+/// The format of the result, of a video without its sound.
 pub(super) fn format_of(medium: &Medium) -> MediaFormat {
     match medium {
         Medium::Image(image) => MediaFormat::Image {
             width: image.width,
             height: image.height,
         },
-        Medium::Video(video) => MediaFormat::Video {
-            width: video.width,
-            height: video.height,
-            frames: video.frames,
-            frames_per_second: video.frames_per_second,
-        },
+        Medium::Video(video) => video.format(None),
         Medium::Audio(audio) => MediaFormat::Audio {
-            samples_per_second: (SAMPLES_PER_LATENT as f32 * LATENTS_PER_SECOND) as u32,
+            samples_per_second: SAMPLES_PER_SECOND,
             channels: 2,
             samples: tenths(audio) as u64 * SAMPLES_PER_LATENT,
         },

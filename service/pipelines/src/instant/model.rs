@@ -1,5 +1,6 @@
 //! The instant model: plans, and simulated computation.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use model::bounds::{decode_from_problem, slots_problem};
 use model::plan::only_value;
 use model::{Audio, Image, Medium, Request, RequestError, Video};
 use model::{Field, Reads};
-use model::{MediaFormat, Piece, SampleFormat};
+use model::{MediaFormat, Piece, SOUND_OF_FILM, SampleFormat, Sound};
 use model::{Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides};
 use model::{Passes, PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
 use residency::{Bytes, Component, ComponentId};
@@ -18,10 +19,10 @@ use residency::{Bytes, Component, ComponentId};
 use super::colour::{
     Colour, colour_of, encode, encoded_shapes, latent_of, loudness_of, mean_of_start, read_latent,
 };
-use super::content::{content_of, format_of, latent_shape, medium_of, units_of};
+use super::content::{content_of, format_of, latent_shape, medium_of, sound_of, units_of};
 use super::{
-    DECODE, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE, ENCODE_TEXT, FAMILY,
-    LATENT, LEFT, SAMPLING,
+    DECODE, DECODE_SOUND, DENOISE, DescribedAdapter, DescribedComponent, Description, ENCODE_IMAGE,
+    ENCODE_TEXT, FAMILY, LATENT, LEFT, SAMPLING,
 };
 use crate::adapters::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::files::read_json;
@@ -204,8 +205,40 @@ impl InstantModel {
         }
     }
 
+    /// The sound of a request's video, if the model makes any.
+    fn sound(&self, request: &Request) -> Option<Sound> {
+        match &request.medium {
+            Medium::Video(video) if self.description.sound => Some(sound_of(video)),
+            Medium::Image(_) | Medium::Video(_) | Medium::Audio(_) => None,
+        }
+    }
+
+    /// The format of the result, with its sound.
+    fn format(&self, request: &Request) -> MediaFormat {
+        match &request.medium {
+            Medium::Video(video) => video.format(self.sound(request)),
+            medium @ (Medium::Image(_) | Medium::Audio(_)) => format_of(medium),
+        }
+    }
+
     /// The stages that sample and decode.
     fn stages_of_result(&self, request: &Request) -> Vec<StagePlan> {
+        let mut stages = self.stages_of_frames(request);
+        if self.sound(request).is_some() {
+            // Of a film in sections the last one is there at the end.
+            let sampled = self
+                .sections(request)
+                .map_or(LATENT.to_owned(), latent_of_section);
+            stages.push(StagePlan {
+                takes: vec![ValueShape::new(&sampled, latent_shape(&request.medium))],
+                ..self.stage(DECODE_SOUND, request)
+            });
+        }
+        stages
+    }
+
+    /// The stages that sample, and decode all but the sound of a film.
+    fn stages_of_frames(&self, request: &Request) -> Vec<StagePlan> {
         let Some(of) = self.sections(request) else {
             let rounds = Round::all(request, self.steps_of(request));
             let mut stages: Vec<StagePlan> = rounds
@@ -449,8 +482,7 @@ impl InstantModel {
 
     /// Delivers the result in a few pieces, each of which takes the time of a step if pieces are slow.
     fn decode(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
-        let format = format_of(&stage.request.medium);
-        let unit_bytes = format.unit_bytes() as usize;
+        let format = self.format(stage.request);
         let latent = match stage.plan.section {
             None => stage.value(LATENT)?,
             Some(section) => stage.value(&latent_of_section(section.number))?,
@@ -493,11 +525,48 @@ impl InstantModel {
                 .position(|&first| (first..first + at_once).contains(&from));
             firsts.rotate_left(piece.unwrap_or(0));
         }
-        for (number, first) in firsts.into_iter().enumerate() {
+        let pieces = firsts
+            .into_iter()
+            .map(|first| first..(first + at_once).min(units.end));
+        self.deliver(stage, (format, ""), colour, pieces, observer)?;
+        let gives_left = stage.plan.gives.iter().any(|name| name == LEFT);
+        Ok(gives_left.then(|| (LEFT.to_owned(), left)).into_iter().collect())
+    }
+
+    /// Delivers the sound of a film in a few pieces.
+    fn decode_sound(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
+        let missing = || StageError::BadInput("the film has no sound".to_owned());
+        let sound = self.sound(stage.request).ok_or_else(missing)?;
+        let taken = stage.plan.takes.first().ok_or_else(missing)?;
+        let colour = read_latent(stage.value(&taken.name)?)?;
+        let at_once = sound.samples.div_ceil(PIECES).max(1);
+        let firsts = (0..sound.samples).step_by(at_once as usize);
+        let pieces = firsts.map(|first| first..(first + at_once).min(sound.samples));
+        self.deliver(stage, (sound.track(), SOUND_OF_FILM), colour, pieces, observer)?;
+        Ok(Values::new())
+    }
+
+    /// Delivers these pieces of a track of one colour, each in the time of a step.
+    fn deliver(
+        &self,
+        stage: &StageRun<'_>,
+        (format, track): (MediaFormat, &str),
+        colour: Colour,
+        pieces: impl Iterator<Item = Range<u64>>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), StageError> {
+        let unit_bytes = format.unit_bytes() as usize;
+        for (
+            number,
+            Range {
+                start: first,
+                end: last,
+            },
+        ) in pieces.enumerate()
+        {
             if number > 0 {
                 sleep(self.time_of_step(), observer)?;
             }
-            let last = (first + at_once).min(units.end);
             let mut data = Vec::with_capacity((last - first) as usize * unit_bytes);
             for unit in first..last {
                 match format {
@@ -517,14 +586,13 @@ impl InstantModel {
                 image.keep_unmasked(&mut data);
             }
             observer.deliver(Piece {
-                track: String::new(),
+                track: track.to_owned(),
                 format,
                 first,
                 data: data.into(),
             });
         }
-        let gives_left = stage.plan.gives.iter().any(|name| name == LEFT);
-        Ok(gives_left.then(|| (LEFT.to_owned(), left)).into_iter().collect())
+        Ok(())
     }
 
     /// A fault for tests.
@@ -794,6 +862,7 @@ impl Model for InstantModel {
             }
             DENOISE => Ok(sampled(stage, self.denoise(stage, observer)?)),
             DECODE => self.decode(stage, observer),
+            DECODE_SOUND => self.decode_sound(stage, observer),
             other => Err(StageError::BadInput(format!("there is no stage {other}"))),
         }
     }

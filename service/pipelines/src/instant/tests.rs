@@ -11,7 +11,7 @@ use super::*;
 use crate::Preset;
 use crate::{Clip, InitImage, Request};
 use crate::{MAX_SLOTS, Memo, Quantization};
-use crate::{MediaFormat, Piece};
+use crate::{MediaFormat, Piece, SOUND_OF_FILM};
 use crate::{Observer, StageError, StageRun, Unobserved};
 use crate::{Role, StagePlan, ValueShape, Values};
 
@@ -325,6 +325,7 @@ fn a_video_runs_through_all_stages_and_is_delivered_in_pieces() {
         height: 32,
         frames: 10,
         frames_per_second: 12.0,
+        sound: None,
     };
     assert_eq!(format, expected);
     assert!(request.medium.is_made_as(&format));
@@ -346,6 +347,39 @@ fn a_video_runs_through_all_stages_and_is_delivered_in_pieces() {
         rgb[..3].iter().all(|byte| byte.abs_diff(128) <= 2),
         "{:?}",
         &rgb[..3]
+    );
+}
+
+#[test]
+fn the_sound_of_a_video_is_decoded_after_its_frames() {
+    let defaults = r#", "sound": true, "defaults": {"width": 64, "height": 32, "frames": 10, "frames_per_second": 12.0}"#;
+    for (more, latent) in [("", "latent"), (r#", "sections": 2"#, "latent_2")] {
+        let model = described("video", &format!("{defaults}{more}"));
+        let request = request(&*model);
+        let plans = model.plan(&request).unwrap();
+        let last = plans.last().unwrap();
+        assert_eq!((last.name.as_str(), last.role), ("decode_sound", Role::Decode));
+        assert_eq!(last.takes[0].name, latent);
+        let (mut values, mut notes) = (Values::new(), Notes::default());
+        for plan in &plans {
+            values.extend(run(&*model, plan, &request, &values, &mut notes).unwrap());
+        }
+        let (sound, frames): (Vec<Piece>, Vec<Piece>) = notes
+            .pieces
+            .into_iter()
+            .partition(|piece| piece.track == SOUND_OF_FILM);
+        let told = frames[0].format.sound().unwrap();
+        // 10 frames of 12 a second are 5/6 of a second.
+        assert_eq!((told.samples_per_second, told.samples), (48_000, 40_000));
+        assert!(sound.len() > 1 && sound.iter().all(|piece| piece.format == told.track()));
+        let units: Vec<u64> = sound.iter().map(|piece| piece.units().unwrap()).collect();
+        assert_eq!(units.iter().sum::<u64>(), told.samples);
+        let formats = [("", frames[0].format), (SOUND_OF_FILM, sound[0].format)];
+        assert!(request.medium.is_made_of(formats.into_iter()));
+    }
+    assert_eq!(
+        names(&*of_films(), &request(&*of_films())).last().unwrap(),
+        "decode"
     );
 }
 

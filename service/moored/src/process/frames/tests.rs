@@ -10,7 +10,7 @@ use engine::messages::{
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
     Audio, Clip, Fp8Products, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Memo, Piece,
-    Preset, Quantization, Request, Role, Rung, StagePlan, ValueShape, Values, Video,
+    Preset, Quantization, Request, Role, Rung, Sound, StagePlan, ValueShape, Values, Video,
 };
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Part, PinId, Policy,
@@ -135,6 +135,7 @@ pub(in crate::process) fn media() -> [Medium; 3] {
                     height: 1,
                     frames: 2,
                     frames_per_second: 8.0,
+                    sound: None,
                 },
                 data: vec![7; 12].into(),
             }),
@@ -330,6 +331,22 @@ fn progress() -> Vec<Progress> {
             },
             first: 1,
             data: vec![1; 8].into(),
+        }),
+        Progress::Piece(Piece {
+            track: String::new(),
+            format: MediaFormat::Video {
+                width: 2,
+                height: 1,
+                frames: 2,
+                frames_per_second: 23.976,
+                sound: Some(Sound {
+                    samples_per_second: 16_000,
+                    channels: 1,
+                    samples: 1335,
+                }),
+            },
+            first: 1,
+            data: vec![5; 6].into(),
         }),
         Progress::Retrying {
             reason: "out_of_memory".to_owned(),
