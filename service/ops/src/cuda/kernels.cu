@@ -68,6 +68,7 @@ FINISH_PRODUCT(bf16, __nv_bfloat16)
 
 // Maps whose channels lie side by side.
 #include "apply_norm.cuh"
+#include "blocks.cuh"
 #include "convolve.cuh"
 #include "moments.cuh"
 #include "pictures.cuh"
@@ -83,6 +84,10 @@ FINISH_PRODUCT(bf16, __nv_bfloat16)
     MAP_KERNEL(apply_norm_wide_##dtype, ApplyArguments, apply_norm<T, true>)                                     \
     MAP_KERNEL(apply_length_##dtype, ApplyArguments, apply_length<T, false>)                                     \
     MAP_KERNEL(apply_length_wide_##dtype, ApplyArguments, apply_length<T, true>)                                 \
+    MAP_KERNEL(average_blocks_##dtype, BlocksArguments, average_blocks<T, false>)                                \
+    MAP_KERNEL(average_blocks_wide_##dtype, BlocksArguments, average_blocks<T, true>)                            \
+    MAP_KERNEL(add_repeated_##dtype, BlocksArguments, add_repeated<T, false>)                                    \
+    MAP_KERNEL(add_repeated_wide_##dtype, BlocksArguments, add_repeated<T, true>)                                \
     MAP_KERNEL(taps_first_##dtype, TapsArguments, taps_first<T>)                                                 \
     MAP_KERNEL(unroll_##dtype, UnrollArguments, unroll<T, false>)                                                \
     MAP_KERNEL(unroll_wide_##dtype, UnrollArguments, unroll<T, true>)                                            \

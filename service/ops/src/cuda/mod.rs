@@ -4,6 +4,7 @@
 
 mod apply_norm;
 mod attention;
+mod blocks;
 mod code;
 mod convolve;
 mod elementwise;
@@ -35,6 +36,7 @@ use crate::planned::Planned;
 
 pub(crate) use apply_norm::{add_rows, apply_norm};
 pub(crate) use attention::attention;
+pub(crate) use blocks::{add_repeated, average_blocks};
 pub(crate) use code::Recorder;
 pub(crate) use convolve::{convolve, taps_first, unwritten};
 pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};

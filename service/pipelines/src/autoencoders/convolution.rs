@@ -44,6 +44,11 @@ impl Convolution {
         })
     }
 
+    /// The filter for maps whose axes are in the order of the weight's: `[h, w, c]` or `[t, h, w, c]`.
+    pub(super) fn frames_first(&self, dtype: DType) -> Result<Filter> {
+        Filter::new(&self.weight, dtype)
+    }
+
     /// A convolution of single positions, of a contiguous map `[.., in]` to `[.., out]`.
     pub(super) fn of_positions(&self, map: &Tensor, out: &Tensor, onto: Onto) -> Result<()> {
         let filter = Filter::new(&self.weight, map.dtype())?;

@@ -10,7 +10,7 @@ use super::convolution::Convolution;
 use super::kernels::Resize;
 use super::norm::GroupNorm;
 use super::resnet::{Maps, Resnet, norm_and_convolve_to_frames};
-use super::source::LayerSource;
+use super::source::{LayerSource, TensorSource};
 use super::strips::{Reading, Walk, convolve};
 use super::table::{Layer, Layers};
 
@@ -44,8 +44,7 @@ impl Half {
     /// [`StageError::Missing`] for a tensor that is missing or of another shape.
     pub(super) fn new(layers: &Layers, tensors: &ComponentTensors, dtype: DType) -> Result<Half, StageError> {
         let source = LayerSource {
-            tensors,
-            dtype,
+            tensors: TensorSource { tensors, dtype },
             kernels: layers.kernels,
             groups: layers.groups,
         };

@@ -19,6 +19,7 @@
 
 mod attention;
 mod convolution;
+mod frames;
 mod half;
 mod kernels;
 mod moments;
@@ -37,6 +38,7 @@ pub mod hunyuan;
 pub mod kl;
 pub mod mmaudio;
 pub mod oobleck;
+pub mod wan;
 
 pub(crate) use role::role;
 

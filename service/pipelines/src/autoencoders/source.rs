@@ -9,24 +9,21 @@ use super::convolution::Convolution;
 use super::kernels::Kernels;
 use super::norm::GroupNorm;
 
-/// Takes the tensors of one layer out of a component.
+/// Takes tensors out of a component, in the dtype of maps.
 #[derive(Clone, Copy)]
-pub(super) struct LayerSource<'a> {
+pub(super) struct TensorSource<'a> {
     pub(super) tensors: &'a ComponentTensors,
     pub(super) dtype: DType,
-    pub(super) kernels: Kernels,
-    /// Groups of group norms.
-    pub(super) groups: usize,
 }
 
-impl LayerSource<'_> {
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, StageError> {
+impl TensorSource<'_> {
+    pub(super) fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, StageError> {
         let tensor = self.tensors.shaped(name, shape).map_err(missing)?;
         Ok(tensor.to_dtype(self.dtype)?)
     }
 
     /// A layer with a weight of this shape: if in full precision, in the dtype of maps.
-    fn layer(&self, name: &str, shape: &[usize]) -> Result<Convolution, StageError> {
+    pub(super) fn layer(&self, name: &str, shape: &[usize]) -> Result<Convolution, StageError> {
         let weight = format!("{name}.weight");
         let weight = match self.tensors.shaped_weight(&weight, shape).map_err(missing)? {
             Weight::Full(tensor) => Weight::Full(tensor.to_dtype(self.dtype)?),
@@ -35,38 +32,52 @@ impl LayerSource<'_> {
         let bias = self.tensor(&format!("{name}.bias"), &shape[..1])?;
         Ok(Convolution::new(weight, bias)?)
     }
+}
 
+/// Takes the tensors of one layer out of a component.
+#[derive(Clone, Copy)]
+pub(super) struct LayerSource<'a> {
+    pub(super) tensors: TensorSource<'a>,
+    pub(super) kernels: Kernels,
+    /// Groups of group norms.
+    pub(super) groups: usize,
+}
+
+impl LayerSource<'_> {
     /// A convolution of neighbourhoods.
     pub(super) fn convolution(
         &self,
         name: &str,
         channels: (usize, usize),
     ) -> Result<Convolution, StageError> {
-        self.layer(&self.kernels.layer(name), &self.kernels.filter(channels))
+        self.tensors
+            .layer(&self.kernels.layer(name), &self.kernels.filter(channels))
     }
 
     /// A convolution of single positions that is named as one of neighbourhoods.
     pub(super) fn shortcut(&self, name: &str, channels: (usize, usize)) -> Result<Convolution, StageError> {
-        self.layer(&self.kernels.layer(name), &self.kernels.weight(channels, 1))
+        self.tensors
+            .layer(&self.kernels.layer(name), &self.kernels.weight(channels, 1))
     }
 
     /// A convolution of single positions.
     pub(super) fn of_positions(&self, name: &str, channels: usize) -> Result<Convolution, StageError> {
-        self.layer(name, &self.kernels.weight((channels, channels), 1))
+        self.tensors
+            .layer(name, &self.kernels.weight((channels, channels), 1))
     }
 
     /// A linear layer `[c, c]`, which BFL's checkpoints store as a convolution of single positions `[c, c, 1, 1]`.
     pub(super) fn square(&self, name: &str, channels: usize) -> Result<Convolution, StageError> {
-        let found = self.tensors.weight(&format!("{name}.weight"));
+        let found = self.tensors.tensors.weight(&format!("{name}.weight"));
         match found.is_ok_and(|weight| weight.dims().len() > 2) {
             true => self.of_positions(name, channels),
-            false => self.layer(name, &[channels, channels]),
+            false => self.tensors.layer(name, &[channels, channels]),
         }
     }
 
     pub(super) fn norm(&self, name: &str, channels: usize) -> Result<GroupNorm, StageError> {
-        let weight = self.tensor(&format!("{name}.weight"), &[channels])?;
-        let bias = self.tensor(&format!("{name}.bias"), &[channels])?;
+        let weight = self.tensors.tensor(&format!("{name}.weight"), &[channels])?;
+        let bias = self.tensors.tensor(&format!("{name}.bias"), &[channels])?;
         Ok(GroupNorm::new(weight, bias, self.groups)?)
     }
 }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{Device, Tensor};
 use pipelines::autoencoders::hunyuan::HunyuanVaeConfig;
+use pipelines::autoencoders::wan::WanVaeConfig;
 
 /// Numbers of unit variance: splitmix64 of the name's FNV-1a hash and the index, uniform.
 pub(crate) fn numbers(name: &str, count: usize) -> Vec<f64> {
@@ -26,18 +27,31 @@ pub(crate) fn tensor(name: &str, shape: &[usize], gain: f64, centre: f64) -> Ten
     Tensor::from_vec(numbers, shape, &Device::Cpu).expect("a tensor")
 }
 
-/// An autoencoder of this configuration with everything randomised.
+/// An autoencoder of HunyuanVideo's kind with everything randomised.
 pub(crate) fn weights(config: &HunyuanVaeConfig) -> HashMap<String, Tensor> {
+    randomised(config.tensor_shapes(), |_| 1.0)
+}
+
+/// One of Wan's kinds: attention is not uniform, and frames are hardly clamped.
+pub(crate) fn weights_of_wan(config: &WanVaeConfig) -> HashMap<String, Tensor> {
+    randomised(config.tensor_shapes(), |name| match name {
+        _ if name.contains("to_qkv") => 3.0,
+        _ if name.starts_with("decoder.conv_out") => 0.25,
+        _ => 1.0,
+    })
+}
+
+fn randomised(shapes: Vec<(String, Vec<usize>)>, times: impl Fn(&str) -> f64) -> HashMap<String, Tensor> {
     let weight = |(name, shape): (String, Vec<usize>)| {
         let (gain, centre) = match shape.len() {
             1 if name.ends_with("bias") => (0.2, 0.0),
-            1 => (0.3, 1.0),
+            _ if shape.len() == 1 || name.ends_with("gamma") => (0.3, 1.0),
             _ => ((shape[1..].iter().product::<usize>() as f64).powf(-0.5), 0.0),
         };
-        let tensor = tensor(&name, &shape, gain, centre);
+        let tensor = tensor(&name, &shape, gain * times(&name), centre);
         (name, tensor)
     };
-    config.tensor_shapes().into_iter().map(weight).collect()
+    shapes.into_iter().map(weight).collect()
 }
 
 /// Latents of a film.

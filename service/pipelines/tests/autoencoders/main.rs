@@ -15,6 +15,7 @@ mod numbers;
 mod oobleck;
 #[path = "../shapes_asked/mod.rs"]
 mod shapes_asked;
+mod wan;
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 

@@ -6,7 +6,6 @@ use model::StageError;
 use super::decoder::HunyuanVaeDecoder;
 use super::scratch::Chunking;
 use super::time::decode_tiles;
-use crate::autoencoders::source::finite;
 use crate::autoencoders::tiles::copy;
 
 /// How a film is decoded. Only tiles in space change its frames.
@@ -31,7 +30,7 @@ impl HunyuanVaeDecoder {
     ///
     /// # Errors
     /// [`StageError::Cancelled`]; [`StageError::BadInput`] for latents of another shape; errors of `deliver`. Whether
-    /// values are finite is found by [`frames_to_rgb8`].
+    /// values are finite is found by [`super::frames_to_rgb8`].
     pub fn decode_frames(
         &self,
         latents: &Tensor,
@@ -90,17 +89,4 @@ pub(super) fn blend(before: &Tensor, outputs: &Tensor, count: usize) -> Result<(
     let (_, height, width, channels) = first.dims4()?;
     let lines = |map: &Tensor| map.reshape((count, height * width, channels));
     Ok(ops::blend(&lines(&last)?, &lines(&first)?, true)?)
-}
-
-/// Frames `[n, h, w, c]` of -1 to 1 to bytes in that order, as diffusers' `VideoProcessor.postprocess_video` rounds
-/// them. Synchronizes on a card.
-///
-/// # Errors
-/// [`StageError::NotFinite`].
-pub fn frames_to_rgb8(frames: &Tensor) -> Result<Vec<u8>, StageError> {
-    let (count, height, width, channels) = frames.dims4()?;
-    let lines = frames.reshape((count * height, width, channels))?;
-    let (bytes, is_finite) = ops::map_to_bytes(&lines)?;
-    finite(is_finite)?;
-    Ok(bytes)
 }

@@ -17,6 +17,8 @@ mod time;
 pub use config::HunyuanVaeConfig;
 pub use decoder::HunyuanVaeDecoder;
 pub use encoder::HunyuanVaeEncoder;
-pub use film::{FrameDecoding, frames_to_rgb8};
+pub use film::FrameDecoding;
 pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};
 pub use table::diffusers_name_of_original;
+
+pub use super::frames::frames_to_rgb8;
