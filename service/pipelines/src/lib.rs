@@ -45,6 +45,7 @@ pub fn families() -> FamilyList {
         Box::new(z_image::ZImage),
         Box::new(hunyuan::Hunyuan),
         Box::new(ace_step::AceStep),
+        Box::new(ovi::Ovi),
         Box::new(instant::Instant),
     ])
 }

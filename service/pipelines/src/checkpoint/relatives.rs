@@ -121,13 +121,6 @@ mod tests {
                 ],
             ),
             (
-                "Ovi",
-                &[
-                    "audio_model.blocks.0.norm3.weight",
-                    "video_model.blocks.0.norm3.weight",
-                ],
-            ),
-            (
                 "Qwen-Image",
                 &["txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"],
             ),

@@ -140,6 +140,11 @@ pub(crate) fn block_of(name: &str) -> Option<BlockPlace> {
     shape::block_of(within(name))
 }
 
+/// Whether a tensor is of a layer over a text, which steps do not use.
+pub(super) fn is_of_text(name: &str) -> bool {
+    shape::is_of_text(name)
+}
+
 /// The quantization role of a tensor: as in Wan's transformer. The embedding of sound is in full precision too.
 pub(crate) fn role(name: &str) -> QuantizeRole {
     let name = within(name);

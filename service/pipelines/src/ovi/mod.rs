@@ -6,16 +6,23 @@
 
 mod branch;
 mod captions;
+mod checkpoint;
 mod config;
 mod fusion;
 mod layout;
+mod model;
+mod open;
 mod patches;
+mod plan;
+mod prompts;
 mod sampling;
 mod sizes;
 mod sound_embedding;
+mod stages;
 mod transformer;
 mod variant;
 
+pub use self::model::{Ovi, OviModel};
 pub use captions::in_spelling;
 pub use config::{BranchConfig, FusionConfig};
 pub use sampling::{Guidance, Progress, PromptStates, Start, sample};

@@ -1,7 +1,7 @@
 //! Sizes of frames: multiples of 32 pixels whose area is close to that of the variant.
 
 /// Pixels of a token of the film: 16 of a cell of the latent, in patches of two.
-pub const PIXELS: u32 = 32;
+pub(super) const PIXELS: u32 = 32;
 
 /// The size near this one with an area of about `area`, in the proportions of this one: the authors'
 /// `snap_hw_to_multiple_of_32`.

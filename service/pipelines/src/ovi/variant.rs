@@ -107,7 +107,7 @@ impl fmt::Display for Variant {
 }
 
 /// What to do about a model whose variant is not declared.
-pub fn undeclared() -> String {
+pub(super) fn undeclared() -> String {
     let names = Variant::ALL.map(Variant::name).join(", ");
     format!(
         "the variant of this Ovi model is not declared, and its weights do not tell it: write {{\"variant\": \"...\"}} with one of \

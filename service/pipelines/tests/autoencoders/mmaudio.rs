@@ -11,7 +11,7 @@ use pipelines::autoencoders::mmaudio::{MmAudioConfig, MmAudioDecoder, decode_scr
 use serde::Deserialize;
 
 use crate::device::{BF16_COMPONENT, here, test_device};
-use crate::formula::tensor;
+use crate::formula::{mmaudio_weights, tensor, vocoder_weights};
 use crate::numbers::{distance, json, resident, tensors};
 use crate::shapes_asked::{asked, words};
 use crate::{alone, on_two_threads, settled_peak, together};
@@ -46,40 +46,8 @@ fn vocoder_config(name: &str) -> VocoderConfig {
     all.vocoder.remove(name).expect("a configuration")
 }
 
-/// A decoder's weights as the authors store them, with everything randomised.
-fn vae_weights(config: &MmAudioConfig) -> Tensors {
-    let weight = |(name, shape): (String, Vec<usize>)| {
-        let numbers = match name.as_str() {
-            "decoder.learnable_gain" => {
-                let gain = tensor("decoder.learnable_gain", &[1], 0.3, 0.2);
-                gain.squeeze(0).expect("a number")
-            }
-            "data_mean" => tensor(&name, &shape, 0.5, -1.8),
-            "data_std" => tensor(&name, &shape, 0.2, 0.9),
-            _ => tensor(&name, &shape, 0.7, 0.1),
-        };
-        (name, numbers)
-    };
-    config.tensor_shapes().into_iter().map(weight).collect()
-}
-
-/// A vocoder's weights as the authors store them.
-fn vocoder_weights(config: &VocoderConfig) -> Tensors {
-    let weight = |(name, shape): (String, Vec<usize>)| {
-        let (gain, centre) = match name.rsplit('.').next() {
-            Some("weight_g") => (0.15, 0.5),
-            Some("weight_v") => (1.0, 0.1),
-            Some("bias") => (0.2, 0.0),
-            _ => (0.4, 0.1),
-        };
-        let tensor = tensor(&name, &shape, gain, centre);
-        (name, tensor)
-    };
-    config.tensor_shapes().into_iter().map(weight).collect()
-}
-
 fn decoder(config: &MmAudioConfig) -> MmAudioDecoder {
-    MmAudioDecoder::new(config, &resident(&vae_weights(config))).expect("a decoder")
+    MmAudioDecoder::new(config, &resident(&mmaudio_weights(config))).expect("a decoder")
 }
 
 fn vocoder(config: &VocoderConfig) -> Vocoder {
@@ -158,7 +126,7 @@ fn spectrograms_of_every_length_become_the_tracks_of_the_reference() {
 fn normalised_and_folded_weights_give_the_same() {
     let _together = together();
     let config = vae_config("few");
-    let mut tensors = vae_weights(&config);
+    let mut tensors = mmaudio_weights(&config);
     for (name, weight) in &mut tensors {
         if !name.ends_with("weight") {
             continue;
@@ -214,7 +182,7 @@ fn bf16_equals_f32_within_rounding() {
     let _together = together();
     let expected = expected();
     let config = vae_config("few");
-    let tensors = resident(&vae_weights(&config));
+    let tensors = resident(&mmaudio_weights(&config));
     let decoder = MmAudioDecoder::in_dtype(&config, &tensors, DType::BF16).expect("a decoder");
     let error = distance(&decode(&decoder, &latents(&config, 40)), &expected["vae.few.40"]);
     println!("decode in bf16: {error:.2e}");
@@ -267,7 +235,7 @@ fn a_cancelled_decode_or_track_ends_early() {
 fn other_shapes_and_numbers_that_are_not_finite_are_errors() {
     let _together = together();
     let config = vae_config("few");
-    let weights = vae_weights(&config);
+    let weights = mmaudio_weights(&config);
     for shape in [vec![1, 3, 4], vec![2, 3, 3], vec![1, 0, 3], vec![3, 3]] {
         let latents = Tensor::zeros(shape.as_slice(), DType::F32, test_device()).unwrap();
         let result = decoder(&config).decode(&latents, &|| false);
@@ -320,7 +288,7 @@ fn every_mutation_of_the_weights_is_seen() {
         _ => (tensor * 1.5).unwrap(),
     };
     let config = vae_config("few");
-    let weights = vae_weights(&config);
+    let weights = mmaudio_weights(&config);
     for (name, shape) in config.tensor_shapes() {
         let mut tensors = weights.clone();
         tensors.insert(name.clone(), changed(&name, &weights[&name], &shape));
@@ -354,7 +322,7 @@ fn a_decode_or_track_allocates_the_predicted_scratch() {
             hidden_channels: 24,
             ..MmAudioConfig::default()
         };
-        let tensors = ComponentTensors::new(vae_weights(&config));
+        let tensors = ComponentTensors::new(mmaudio_weights(&config));
         let frames = 700;
         let latents = latents(&config, frames);
         let scratch = decode_scratch(&config, frames, DType::F32);

@@ -1,14 +1,20 @@
 //! The tiny model of the fixtures, with its inputs.
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use candle_core::Tensor;
+use pipelines::autoencoders::mmaudio::MmAudioConfig;
+use pipelines::autoencoders::mmaudio::vocoder::VocoderConfig;
 use pipelines::ovi::{FilmTokens, FusionConfig};
+use pipelines::{InitImage, Medium, Request, Video};
 use serde::Deserialize;
+use tempfile::TempDir;
 
 use crate::device::here;
-use crate::formula::tensor;
-use crate::numbers::json;
+use crate::formula::{mmaudio_weights, numbers as numbers_of, tensor, vocoder_weights};
+use crate::numbers::{fixtures, json};
+use crate::open_model::copy;
 
 pub(crate) type Tensors = HashMap<String, Tensor>;
 
@@ -101,4 +107,81 @@ pub(crate) fn tokens_of(latent: &Tensor) -> Tensor {
     cells
         .reshape((1, frames * (h / 2) * (w / 2), 4 * channels))
         .unwrap()
+}
+
+/// Name of the tiny model's file: that of a published one, which declares its variant.
+pub(crate) const FILE: &str = "Ovi-960x960-5s.safetensors";
+
+/// A folder with the tiny model, its base and the decoders of its sound.
+pub(crate) fn folder() -> TempDir {
+    let folder = TempDir::new().expect("a folder");
+    let (given, fixtures) = (Given::read(), fixtures());
+    let base = folder.path().join("wan");
+    copy(&fixtures.join("wan-ti2v-tiny"), &base);
+    for part in ["text_encoder", "tokenizer"] {
+        copy(&fixtures.join("wan-tiny").join(part), &base.join(part));
+    }
+    let authors = given.config.authors_tensor_shapes().into_iter();
+    let fusion = authors.map(|(name, shape)| (name.clone(), weight(&name, &shape)));
+    save(&fusion.collect(), &folder.path().join(FILE));
+    let configs: Configs = json("mmaudio-tiny/configs.json");
+    let vae = mmaudio_weights(&configs.vae["published"]);
+    save(&vae, &folder.path().join("v1-16.safetensors"));
+    let vocoder = vocoder_weights(&configs.vocoder["published"]);
+    save(&vocoder, &folder.path().join("best_netG.safetensors"));
+    folder
+}
+
+pub(crate) fn save(tensors: &Tensors, path: &Path) {
+    candle_core::safetensors::save(tensors, path).expect("a file");
+}
+
+/// `mmaudio-tiny/configs.json`.
+#[derive(Deserialize)]
+struct Configs {
+    vae: HashMap<String, MmAudioConfig>,
+    vocoder: HashMap<String, VocoderConfig>,
+}
+
+/// `ovi-tiny/pipelines.json`.
+#[derive(Deserialize)]
+struct Asked {
+    prompt: String,
+    negative_prompts: [String; 2],
+    seed: u64,
+    steps: u32,
+    width: u32,
+    height: u32,
+    frames: u32,
+}
+
+/// The request of the reference's films, from text or from a picture.
+pub(crate) fn request(from_picture: bool) -> Request {
+    let asked: Asked = json("ovi-tiny/pipelines.json");
+    let (width, height) = (asked.width, asked.height);
+    let picture = || {
+        let levels = numbers_of("start", 3 * (width * height) as usize);
+        let byte = |number: f64| ((number / 3.5 + 0.5) * 255.0).floor() as u8;
+        InitImage {
+            width,
+            height,
+            rgb: levels.into_iter().map(byte).collect(),
+        }
+    };
+    let video = Video {
+        width,
+        height,
+        frames: asked.frames,
+        frames_per_second: 24.0,
+        init_image: from_picture.then(picture),
+        ..Video::default()
+    };
+    let [film, sound] = asked.negative_prompts;
+    Request {
+        prompt: asked.prompt,
+        negative_prompt: Some(format!("{film} Audio: {sound}")),
+        true_guidance: 4.0,
+        seed: asked.seed,
+        ..Request::of(Medium::Video(video), asked.steps, 1.0, 512)
+    }
 }

@@ -3,12 +3,16 @@
 // What tests share is outside of them; figures are for readers of the tests' output.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
+mod checkpoints;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
+mod films;
 #[path = "../autoencoders/formula.rs"]
 #[allow(dead_code)] // Each binary takes what it needs.
 mod formula;
 mod given;
 #[path = "../numbers/mod.rs"]
 mod numbers;
+#[path = "../open_model/mod.rs"]
+mod open_model;
 mod transformer;

@@ -67,8 +67,8 @@ impl Source<'_> {
 
     /// The gain of the last convolution.
     fn gain(&self) -> Outcome<f64> {
-        let gain = self.tensor(GAIN, &[])?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
-        Ok(f64::from(gain) + 1.0)
+        let gain = self.tensor(GAIN, &[1])?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        Ok(f64::from(gain.first().copied().unwrap_or_default()) + 1.0)
     }
 
     pub(super) fn layer(&self, layer: &Layer) -> Outcome<Loaded> {

@@ -34,7 +34,7 @@ impl MmAudioConfig {
         });
         let of_bins = [MEAN, DEVIATION].map(|name| (name.to_owned(), vec![1, self.mel_bins, 1]));
         weights
-            .chain([(GAIN.to_owned(), Vec::new())])
+            .chain([(GAIN.to_owned(), vec![1])])
             .chain(of_bins)
             .collect()
     }
