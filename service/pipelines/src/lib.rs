@@ -8,6 +8,7 @@ mod checkpoint;
 mod defaults;
 mod family;
 mod files;
+mod film_lengths;
 pub mod flow_match;
 pub mod flux;
 pub mod hunyuan;
@@ -44,8 +45,9 @@ pub fn families() -> FamilyList {
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
         Box::new(hunyuan::Hunyuan),
-        Box::new(ace_step::AceStep),
         Box::new(ovi::Ovi),
+        Box::new(wan::Wan),
+        Box::new(ace_step::AceStep),
         Box::new(instant::Instant),
     ])
 }

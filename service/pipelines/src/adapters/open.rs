@@ -65,18 +65,18 @@ struct Term {
     in_file: String,
 }
 
-/// Opens adapters for a model of `family` with these target components: each with its components' files, in `dtype`.
+/// Opens adapters for a model of `family`, each with its target components: each with its components' files, in `dtype`.
 ///
 /// # Errors
 /// [`ModelError::Adapter`] for the first that cannot be used.
-pub(crate) fn open_adapters(
+pub(crate) fn open_adapters<'t>(
     files: &[AdapterFile],
     family: &'static str,
-    targets: &[TargetComponent],
+    targets_of: &dyn Fn(&AdapterFile) -> &'t [TargetComponent],
     dtype: DType,
 ) -> Result<Vec<(Adapter, Vec<ComponentFiles>)>, ModelError> {
     let opened = files.iter().map(|file| {
-        open(file, family, targets, dtype).map_err(|error| ModelError::Adapter {
+        open(file, family, targets_of(file), dtype).map_err(|error| ModelError::Adapter {
             name: file.name.clone(),
             error,
         })
@@ -250,28 +250,31 @@ fn pairs<'a>(
             None => {}
         }
         let found = layers_and_parts(tensor).find_map(|(layer, part)| {
-            let mut targets = targets.iter().enumerate();
-            let (index, parts) = targets.find_map(|(index, target)| Some((index, target.find(layer)?)))?;
-            Some((index, layer, part, parts))
+            let targets = targets.iter().enumerate();
+            let found = targets.filter_map(|(index, target)| Some((index, target.find(layer)?)));
+            let found: Vec<(usize, &[LayerPart])> = found.collect();
+            (!found.is_empty()).then_some((layer, part, found))
         });
-        let Some((index, layer, part, parts)) = found else {
+        let Some((layer, part, found)) = found else {
             unknown.push(tensor.to_owned());
             continue;
         };
-        let (_, pair) = pairs
-            .entry((index, layer))
-            .or_insert_with(|| (parts, Pair::default()));
-        let slot = match part {
-            PairPart::Down => &mut pair.down,
-            PairPart::Up => &mut pair.up,
-            PairPart::Alpha => &mut pair.alpha,
-        };
-        if let Some((first, _)) = slot.replace((tensor, entry)) {
-            return Err(AdapterError::Twice {
-                layer: layer.to_owned(),
-                first: first.to_owned(),
-                second: tensor.to_owned(),
-            });
+        for (index, parts) in found {
+            let (_, pair) = pairs
+                .entry((index, layer))
+                .or_insert_with(|| (parts, Pair::default()));
+            let slot = match part {
+                PairPart::Down => &mut pair.down,
+                PairPart::Up => &mut pair.up,
+                PairPart::Alpha => &mut pair.alpha,
+            };
+            if let Some((first, _)) = slot.replace((tensor, entry)) {
+                return Err(AdapterError::Twice {
+                    layer: layer.to_owned(),
+                    first: first.to_owned(),
+                    second: tensor.to_owned(),
+                });
+            }
         }
     }
     Ok((pairs, unknown))

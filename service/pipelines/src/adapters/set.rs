@@ -49,8 +49,22 @@ impl AdapterSet {
         targets: &[TargetComponent],
         parts: &mut ModelParts,
     ) -> Result<AdapterSet, ModelError> {
+        AdapterSet::open_each(files, family, &|_| targets, parts)
+    }
+
+    /// As [`AdapterSet::open`], with the target components of each file. Components that have layers of the same names take the
+    /// same terms.
+    ///
+    /// # Errors
+    /// [`ModelError::Adapter`] for the first that cannot be used.
+    pub(crate) fn open_each<'t>(
+        files: &[AdapterFile],
+        family: &'static str,
+        targets_of: &dyn Fn(&AdapterFile) -> &'t [TargetComponent],
+        parts: &mut ModelParts,
+    ) -> Result<AdapterSet, ModelError> {
         let dtype = parts.dtype();
-        let (opened, read) = recorded(|| open_adapters(files, family, targets, dtype));
+        let (opened, read) = recorded(|| open_adapters(files, family, targets_of, dtype));
         let adapters = opened?.into_iter().map(|(adapter, files)| {
             for (part, files) in adapter.parts.iter().zip(files) {
                 parts.components.push(&part.component, files);

@@ -2,6 +2,7 @@
 //! tensors are (`spec`), which of them may be quantized (`role`), components as files (`components`), the names of layers in files of
 //! other programs (`names`), and recognized models that do not run (`relatives`).
 
+mod component_place;
 mod components;
 mod names;
 mod numbered;
@@ -16,6 +17,7 @@ mod spec;
 mod stored;
 mod transformer;
 
+pub(crate) use component_place::ComponentPlace;
 pub(crate) use components::{
     Requested, Shapes, Wanted, component_of_checkpoint, component_of_folder, component_of_specs,
     exact_component, open, open_single_file, whole,

@@ -56,6 +56,26 @@ impl Marks {
             }));
         }
         let Some(file) = file else { return Ok(None) };
+        let Some(transformer) = self.transformer_in(path, file)? else {
+            return Ok(None);
+        };
+        let is_folder = |folder: &Path| self.is_folder(folder);
+        let base = base_folder(path, self.family, self.sidecar_keys, &is_folder)?;
+        Ok(Some(Recognised {
+            transformer,
+            base: canonical(&base)?,
+        }))
+    }
+
+    /// The transformer in a single file; `None` if it does not hold the family's.
+    ///
+    /// # Errors
+    /// When it is quantized in an unsupported way.
+    pub(crate) fn transformer_in(
+        &self,
+        path: &Path,
+        file: &CheckpointFile,
+    ) -> Result<Option<TransformerPlace>, ModelError> {
         let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
         let Some((prefix, naming)) = self.naming_of(&names) else {
             return Ok(None);
@@ -65,15 +85,10 @@ impl Marks {
             (self.unused != Some(name.as_str())).then_some(name)
         };
         let checkpoint = Checkpoint::of_file(file, name_of)?.with_scales_beside(name_of)?;
-        let is_folder = |folder: &Path| self.is_folder(folder);
-        let base = base_folder(path, self.family, self.sidecar_keys, &is_folder)?;
-        Ok(Some(Recognised {
-            transformer: TransformerPlace::SingleFile {
-                path: path.to_owned(),
-                checkpoint,
-                naming,
-            },
-            base: canonical(&base)?,
+        Ok(Some(TransformerPlace::SingleFile {
+            path: path.to_owned(),
+            checkpoint,
+            naming,
         }))
     }
 

@@ -14,7 +14,7 @@ mod patches;
 mod places;
 mod plan;
 mod positions;
-mod preview;
+pub(crate) mod preview;
 mod quantize_rule;
 mod refiner;
 mod sections;

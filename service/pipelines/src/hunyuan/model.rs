@@ -2,7 +2,7 @@
 
 use gpu::CheckpointFile;
 use model::bounds::{PIXELS_PER_TOKEN, common_problems, side_problems, start_problem};
-use model::{Field, LeftOut, Reads, nearest_frames, smaller_sides};
+use model::{Field, LeftOut, Reads, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -14,6 +14,7 @@ use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
+use crate::film_lengths;
 use crate::flow_match::SchedulerConfig;
 use crate::sampling::Prompts;
 use crate::stage::Stage;
@@ -147,44 +148,21 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
 
 /// Refuses a number of frames for which the model has no length.
 fn check_frames(framepack: Option<Order>, frames: u32) -> Result<(), String> {
-    if frames > MAX_FRAMES {
-        return Err(format!("is {frames}; at most {MAX_FRAMES} are expected"));
+    let Some(order) = framepack.filter(|_| frames <= MAX_FRAMES) else {
+        return film_lengths::problem(frames, MAX_FRAMES).map_or(Ok(()), Err);
+    };
+    if Sections::of_film(order, WINDOW, frames as usize).is_some() {
+        return Ok(());
     }
-    match framepack {
-        None if frames % 4 == 1 => Ok(()),
-        None => {
-            let (below, above) = (
-                frames.saturating_sub(1) / 4 * 4 + 1,
-                frames.saturating_sub(1).div_ceil(4) * 4 + 1,
-            );
-            let examples = examples(below as usize, above.max(5) as usize);
-            Err(format!(
-                "is {frames}; a multiple of 4 plus 1 is expected, such as {examples}"
-            ))
-        }
-        Some(order) => {
-            if Sections::of_film(order, WINDOW, frames as usize).is_some() {
-                return Ok(());
-            }
-            let above = Sections::at_least(order, WINDOW, frames as usize);
-            let below = Sections {
-                count: above.count.saturating_sub(1).max(1),
-                ..above
-            };
-            let examples = examples(below.frames(), above.frames());
-            Err(format!(
-                "is {frames}; FramePack makes a multiple of 36 plus 1, such as {examples}"
-            ))
-        }
-    }
-}
-
-/// The next lengths below and above a refused length, or the only one.
-fn examples(below: usize, above: usize) -> String {
-    match below == above {
-        true => below.to_string(),
-        false => format!("{below} or {above}"),
-    }
+    let above = Sections::at_least(order, WINDOW, frames as usize);
+    let below = Sections {
+        count: above.count.saturating_sub(1).max(1),
+        ..above
+    };
+    let examples = film_lengths::examples(below.frames(), above.frames());
+    Err(format!(
+        "is {frames}; FramePack makes a multiple of 36 plus 1, such as {examples}"
+    ))
 }
 
 impl HunyuanModel {
@@ -218,32 +196,12 @@ impl HunyuanModel {
         self.vae.latent_sides(video.width, video.height)
     }
 
-    fn with_frames(&self, request: &Request, frames: u32) -> Option<(String, Request)> {
-        let mut shorter = request.clone();
-        let Medium::Video(video) = &mut shorter.medium else {
-            return None;
-        };
-        video.frames = frames;
-        Some((format!("{frames} frames"), shorter))
-    }
-
     /// Requests for the same film with fewer frames.
     fn smaller_lengths(&self, request: &Request) -> Vec<(String, Request)> {
-        let Ok(video) = request.video() else {
-            return Vec::new();
-        };
-        let lengths: Vec<u32> = match self.sections(video) {
+        match self.order() {
             Some(_) => Vec::new(), // a section takes as much memory in a film of any length
-            None => [3, 2, 1]
-                .into_iter()
-                .map(|quarters| video.frames.saturating_sub(1) / 4 * quarters / 4 * 4 + 1)
-                .filter(|frames| *frames < video.frames)
-                .collect(),
-        };
-        let shorter = lengths
-            .into_iter()
-            .filter_map(|frames| self.with_frames(request, frames));
-        shorter.collect()
+            None => film_lengths::shorter(request),
+        }
     }
 }
 
@@ -288,14 +246,13 @@ impl Model for HunyuanModel {
     }
 
     fn frames_of(&self, seconds: f32, frames_per_second: f32) -> u32 {
-        let frames = nearest_frames(seconds, frames_per_second);
-        let step = match self.order() {
-            Some(order) => Sections::at_least(order, WINDOW, 1).frames() as u32 - 1,
-            None => 4,
-        };
-        let least = if self.order().is_some() { 1 } else { 0 };
-        // The nearest: halves are rounded up.
-        ((frames - 1 + step / 2) / step).max(least) * step + 1
+        match self.order() {
+            Some(order) => {
+                let step = Sections::at_least(order, WINDOW, 1).frames() as u32 - 1;
+                film_lengths::nearest(seconds, frames_per_second, (step, 1))
+            }
+            None => film_lengths::nearest_of_latents(seconds, frames_per_second),
+        }
     }
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {

@@ -21,12 +21,12 @@ use serde::de::DeserializeOwned;
 use super::checkpoint::{FRAMEPACK, MARKS};
 use super::model::{CLIP, LLAMA, VAE, VISION};
 use super::sections::Order;
+use crate::ModelError;
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, Recognised, Requested, Shapes, TransformerPlace, base_beside, beside,
-    companion, component_of_checkpoint, named_base, of_hub_cache, open, sidecar_of,
+    ComponentPlace, Recognised, TransformerPlace, base_beside, beside, companion, named_base, of_hub_cache,
+    sidecar_of,
 };
-use crate::files::{checked, damaged, pipeline_class, read_json, transformer_class, unsupported};
-use crate::{ModelError, ModelFile};
+use crate::files::{damaged, pipeline_class, read_json, transformer_class, unsupported};
 
 /// Classes of transformers: diffusers' two, and that of FramePack's own repositories.
 pub(super) const TRANSFORMERS: [&str; 3] = [
@@ -94,14 +94,6 @@ pub(super) struct Places {
     pub(super) is_alone: bool,
     sidecar: PathBuf,
     written: Written,
-}
-
-/// A component's folder, or the file that replaces it.
-pub(super) struct ComponentPlace {
-    place: PathBuf,
-    is_file: bool,
-    /// The component's configuration, unless that is the published one.
-    config: Option<PathBuf>,
 }
 
 impl Places {
@@ -229,30 +221,8 @@ impl Places {
         published: fn() -> C,
         check: fn(&C) -> Result<(), String>,
     ) -> Result<(C, ComponentPlace), ModelError> {
-        let folder = root.join(component);
-        let config = folder.join("config.json");
-        let file = match Checkpoint::is_in(&folder) {
-            true => None,
-            false => self.companion_of(component),
-        };
-        Ok(match file {
-            Some(file) if !config.is_file() => (
-                published(),
-                ComponentPlace {
-                    place: file,
-                    is_file: true,
-                    config: None,
-                },
-            ),
-            file => (
-                checked(&config, check)?,
-                ComponentPlace {
-                    is_file: file.is_some(),
-                    place: file.unwrap_or(folder),
-                    config: Some(config),
-                },
-            ),
-        })
+        let companion = || self.companion_of(component);
+        ComponentPlace::of(&root.join(component), companion, published, check)
     }
 
     /// The single file of a component; none for a pipeline's own folder, which is complete.
@@ -264,32 +234,6 @@ impl Places {
             false => self.opened.clone(),
         };
         companion(&file, &self.base, folder, stem)
-    }
-}
-
-impl ComponentPlace {
-    /// The component at the place, with the tensors of `shapes`, which may query which names exist. `rename` returns the names
-    /// of tensors in a single file.
-    ///
-    /// # Errors
-    /// The first tensor that is missing, of another shape, or stored in an unsupported way.
-    pub(super) fn files(
-        self,
-        wanted: Requested,
-        rename: impl Fn(&str) -> Option<String>,
-        shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
-    ) -> Result<ComponentFiles, ModelError> {
-        let checkpoint = match self.is_file {
-            true => Checkpoint::of_file(&open(&self.place)?, rename)?,
-            false => Checkpoint::of_folder(&self.place)?,
-        };
-        let mut files = component_of_checkpoint(&self.place, checkpoint, wanted, shapes)?;
-        let config = self.config.filter(|_| self.is_file);
-        files
-            .files
-            .extend(config.and_then(|config| ModelFile::at(&config).ok()));
-        files.files.sort();
-        Ok(files)
     }
 }
 

@@ -38,7 +38,7 @@ const PUBLISHED_OF_ZEROS: [f64; 3] = [0.0259, -0.0192, -0.0761];
 
 /// A linear map from the channels of a latent to red, green and blue.
 #[derive(Clone, Debug)]
-pub(super) struct ColourMap {
+pub(crate) struct ColourMap {
     /// For each colour, a weight per channel.
     weights: [Vec<f64>; 3],
     /// The colour of a latent that is `middle`, 0 to 255.
@@ -48,10 +48,10 @@ pub(super) struct ColourMap {
 }
 
 /// A picture of RGB, 8 bits each.
-pub(super) struct Preview {
-    pub(super) width: u32,
-    pub(super) height: u32,
-    pub(super) rgb: Vec<u8>,
+pub(crate) struct Preview {
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    pub(crate) rgb: Vec<u8>,
 }
 
 impl ColourMap {
@@ -59,7 +59,7 @@ impl ColourMap {
     ///
     /// # Errors
     /// Errors of candle.
-    pub(super) fn learned(start: &InitImage, latent: &Tensor) -> Result<ColourMap, StageError> {
+    pub(crate) fn learned(start: &InitImage, latent: &Tensor) -> Result<ColourMap, StageError> {
         let (channels, _, h, w) = latent.dims4()?;
         let cells = h * w;
         let planes: Vec<Vec<f32>> = latent.reshape((channels, cells))?.to_vec2()?;
@@ -100,7 +100,7 @@ impl ColourMap {
     }
 
     /// The published map, for the autoencoder that it was made for: one of HunyuanVideo's size and scaling.
-    pub(super) fn published(config: &HunyuanVaeConfig) -> Option<ColourMap> {
+    pub(crate) fn published(config: &HunyuanVaeConfig) -> Option<ColourMap> {
         let original = HunyuanVaeConfig::default();
         let is_original = config.block_out_channels == original.block_out_channels
             && config.latent_channels == PUBLISHED.len()
@@ -116,7 +116,7 @@ impl ColourMap {
     ///
     /// # Errors
     /// Errors of candle.
-    pub(super) fn preview(&self, frame: &Tensor) -> Result<Preview, StageError> {
+    pub(crate) fn preview(&self, frame: &Tensor) -> Result<Preview, StageError> {
         let (channels, _, h, w) = frame.dims4()?;
         let frame = frame.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let planes: Vec<Vec<f32>> = frame.reshape((channels, h * w))?.to_vec2()?;

@@ -1,15 +1,32 @@
 //! Wan 2.1 and 2.2: films from text, and from a picture.
 //!
-//! References are diffusers' `WanPipeline` and `WanImageToVideoPipeline` with their models; tensors have diffusers' names.
+//! References are diffusers' `WanPipeline` and `WanImageToVideoPipeline` with their models; tensors have diffusers' names. Its
+//! checkpoints are in `checkpoint` and `places`, the parts of its blocks in `blocks`, its stages in `plan` and `stages`.
 
 pub(crate) mod blocks;
 pub(crate) mod buffers;
+mod checkpoint;
 mod config;
 mod layout;
+mod model;
 pub(crate) mod modulation;
+mod open;
+mod places;
+mod plan;
 pub(crate) mod shape;
+mod stages;
+mod tokens;
 mod transformer;
 
 pub use config::TransformerConfig;
 pub(crate) use layout::layout;
+pub use model::{Wan, WanModel};
 pub use transformer::{Seen, StepBuffers, Texts, Times, TokenCounts, Transformer, denoise_scratch};
+
+/// The further names of the transformer's layers, and its tensors.
+#[cfg(test)]
+pub(crate) fn names_and_layout(
+    config: &TransformerConfig,
+) -> (crate::checkpoint::LayerNames, Vec<crate::checkpoint::TensorSpec>) {
+    (layout::NAMES, layout::layout(config))
+}

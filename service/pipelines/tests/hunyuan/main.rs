@@ -9,6 +9,8 @@ mod checkpoints;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
 mod encoders;
+#[path = "../film/mod.rs"]
+mod film;
 mod films;
 mod given;
 #[path = "../numbers/mod.rs"]

@@ -151,8 +151,8 @@ fn mistakes_are_noticed() {
         let mut changed = weights("wan-tiny");
         reversed(&mut changed, &name);
         let apart = error_of("t2v", "wan-tiny", &changed, 1);
-        // What is added to all keys alike hardly changes attention.
-        let least = if name.ends_with("to_k.bias") { 1e-4 } else { 1e-3 };
+        // What is added to all keys alike hardly changes attention, and the order of a small bias changes little.
+        let least = if name.ends_with(".bias") { 1e-4 } else { 1e-3 };
         assert!(apart > least, "{name}: {apart:e}");
     }
     for (one, other) in [

@@ -3,10 +3,23 @@
 // What tests share is outside of them; figures are for readers of the tests' output.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
+mod adapters;
+mod checkpoints;
 mod components;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
+#[path = "../film/mod.rs"]
+mod film;
+mod films;
+mod given;
 #[path = "../numbers/mod.rs"]
 mod numbers;
+#[path = "../open_model/mod.rs"]
+mod open_model;
+mod plans;
+mod refusals;
 mod schedules;
+#[path = "../shapes_asked/mod.rs"]
+mod shapes_asked;
+mod spellings;
 mod text;

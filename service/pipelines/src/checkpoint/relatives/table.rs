@@ -28,7 +28,7 @@ pub(super) const LORA: Relative = marked(
 );
 
 /// Whole models, and files that are no models; the first that fits counts.
-pub(super) const RELATIVES: [Relative; 38] = [
+pub(super) const RELATIVES: [Relative; 39] = [
     LORA,
     Relative {
         name: "a ControlNet, which is used with a model: of FLUX.1 its folder in diffusers' layout is read",
@@ -186,12 +186,24 @@ pub(super) const RELATIVES: [Relative; 38] = [
         marks: &[&["visual_transformer_blocks.0."], &["text_transformer_blocks.0."]],
     },
     Relative {
-        name: "Wan 2.1 or 2.2",
-        classes: &["Wan"],
-        architectures: &["wan"],
+        name: "Wan 2.1's picture to film, which sees the picture through CLIP",
+        classes: &[],
+        architectures: &[],
         marks: &[
-            &["patch_embedding.", "blocks.0.cross_attn.", "text_embedding.0."],
-            &["patch_embedding.", "condition_embedder.time_proj."],
+            &["blocks.0.cross_attn.k_img."],
+            &["condition_embedder.image_embedder.", "blocks.0.attn2."],
+        ],
+    },
+    Relative {
+        name: "another kind of Wan, with control, speech or animation",
+        classes: &["Wan"],
+        architectures: &[],
+        marks: &[
+            &["vace_blocks.0.", "vace_patch_embedding."],
+            &["patch_embedding.", "casual_audio_encoder."],
+            &["patch_embedding.", "face_adapter."],
+            &["patch_embedding.", "control_adapter."],
+            &["patch_embedding.", "ref_conv."],
         ],
     },
     Relative {

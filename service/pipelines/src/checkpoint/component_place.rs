@@ -1,0 +1,80 @@
+//! A component in a folder of its own, or in a single file in its place, as ComfyUI's users have them.
+
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+
+use super::components::{Requested, Shapes, component_of_checkpoint, open};
+use super::stored::Checkpoint;
+use crate::files::checked;
+use crate::{ComponentFiles, ModelError, ModelFile};
+
+/// A component's folder, or the file that replaces it.
+pub(crate) struct ComponentPlace {
+    place: PathBuf,
+    is_file: bool,
+    /// The component's configuration, unless that is the published one.
+    config: Option<PathBuf>,
+}
+
+impl ComponentPlace {
+    /// Configuration and place of a component with this folder. Where the folder has no weights, the single file is searched. A
+    /// single file without a configuration has the published configuration.
+    ///
+    /// # Errors
+    /// When its configuration cannot be read, or is not supported.
+    pub(crate) fn of<C: DeserializeOwned>(
+        folder: &Path,
+        companion: impl FnOnce() -> Option<PathBuf>,
+        published: impl FnOnce() -> C,
+        check: fn(&C) -> Result<(), String>,
+    ) -> Result<(C, ComponentPlace), ModelError> {
+        let config = folder.join("config.json");
+        let file = match Checkpoint::is_in(folder) {
+            true => None,
+            false => companion(),
+        };
+        Ok(match file {
+            Some(file) if !config.is_file() => (
+                published(),
+                ComponentPlace {
+                    place: file,
+                    is_file: true,
+                    config: None,
+                },
+            ),
+            file => (
+                checked(&config, check)?,
+                ComponentPlace {
+                    is_file: file.is_some(),
+                    place: file.unwrap_or_else(|| folder.to_owned()),
+                    config: Some(config),
+                },
+            ),
+        })
+    }
+
+    /// The component at the place, with the tensors of `shapes`, which may query which names exist. `rename` returns the names
+    /// of tensors in a single file.
+    ///
+    /// # Errors
+    /// The first tensor that is missing, of another shape, or stored in an unsupported way.
+    pub(crate) fn files(
+        self,
+        wanted: Requested,
+        rename: impl Fn(&str) -> Option<String>,
+        shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
+    ) -> Result<ComponentFiles, ModelError> {
+        let checkpoint = match self.is_file {
+            true => Checkpoint::of_file(&open(&self.place)?, rename)?,
+            false => Checkpoint::of_folder(&self.place)?,
+        };
+        let mut files = component_of_checkpoint(&self.place, checkpoint, wanted, shapes)?;
+        let config = self.config.filter(|_| self.is_file);
+        files
+            .files
+            .extend(config.and_then(|config| ModelFile::at(&config).ok()));
+        files.files.sort();
+        Ok(files)
+    }
+}

@@ -1,0 +1,112 @@
+//! The fixtures' tensors as other programs write them: the names of Wan's authors, and GGUF.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use candle_core::{DType, Tensor};
+
+use crate::numbers::numbers;
+
+/// Tensors of a file.
+pub(crate) type Tensors = HashMap<String, Tensor>;
+
+/// The parts of names in `convert_wan_to_diffusers.py`: of the authors, and of diffusers.
+const TRANSFORMER: [(&str, &str); 15] = [
+    ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+    ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+    ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+    ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+    ("time_projection.1", "condition_embedder.time_proj"),
+    ("head.head", "proj_out"),
+    (".norm3.", ".norm2."),
+    (".self_attn.", ".attn1."),
+    (".cross_attn.", ".attn2."),
+    (".q.", ".to_q."),
+    (".k.", ".to_k."),
+    (".v.", ".to_v."),
+    (".o.", ".to_out.0."),
+    (".ffn.0.", ".ffn.net.0.proj."),
+    (".ffn.2.", ".ffn.net.2."),
+];
+
+/// The authors' name of a transformer's tensor.
+pub(crate) fn authors_name(name: &str) -> String {
+    if name == "scale_shift_table" {
+        return "head.modulation".to_owned();
+    }
+    let mut name = name.replace("scale_shift_table", "modulation");
+    for (authors, diffusers) in TRANSFORMER {
+        name = name.replace(diffusers, authors);
+    }
+    name
+}
+
+/// The authors' name of a tensor of UMT5, as `convert_wan_to_diffusers.py` has them from `wan/modules/t5.py`.
+pub(crate) fn authors_name_of_umt5(name: &str) -> String {
+    const LAYERS: [(&str, &str); 11] = [
+        ("encoder.block.", "blocks."),
+        ("layer.0.layer_norm", "norm1"),
+        (
+            "layer.0.SelfAttention.relative_attention_bias",
+            "pos_embedding.embedding",
+        ),
+        ("layer.0.SelfAttention", "attn"),
+        ("layer.1.layer_norm", "norm2"),
+        ("layer.1.DenseReluDense.wi_0", "ffn.gate.0"),
+        ("layer.1.DenseReluDense.wi_1", "ffn.fc1"),
+        ("layer.1.DenseReluDense.wo", "ffn.fc2"),
+        ("encoder.final_layer_norm", "norm"),
+        ("shared.", "token_embedding."),
+        ("encoder.", ""),
+    ];
+    let mut name = name.to_owned();
+    for (transformers, authors) in LAYERS {
+        name = name.replace(transformers, authors);
+    }
+    name
+}
+
+/// Tensors under other names.
+pub(crate) fn renamed(tensors: &Tensors, rename: impl Fn(&str) -> String) -> Tensors {
+    let renamed = tensors.iter();
+    renamed
+        .map(|(name, tensor)| (rename(name), tensor.clone()))
+        .collect()
+}
+
+/// Writes a file of safetensors.
+pub(crate) fn write(tensors: &Tensors, path: &Path) {
+    candle_core::safetensors::save(tensors, path).expect("a file");
+}
+
+/// Writes a GGUF file of f32: dimensions fastest first, of which the embedding of patches has five.
+pub(crate) fn write_gguf(tensors: &Tensors, path: &Path) {
+    let sorted: BTreeMap<&String, &Tensor> = tensors.iter().collect();
+    let text = |bytes: &mut Vec<u8>, text: &str| {
+        bytes.extend((text.len() as u64).to_le_bytes());
+        bytes.extend(text.as_bytes());
+    };
+    let mut header = b"GGUF".to_vec();
+    header.extend(3u32.to_le_bytes());
+    header.extend((sorted.len() as u64).to_le_bytes());
+    header.extend(1u64.to_le_bytes());
+    text(&mut header, "general.architecture");
+    header.extend(8u32.to_le_bytes());
+    text(&mut header, "wan");
+    let mut data: Vec<u8> = Vec::new();
+    for (name, tensor) in sorted {
+        text(&mut header, name);
+        header.extend((tensor.rank() as u32).to_le_bytes());
+        for side in tensor.dims().iter().rev() {
+            header.extend((*side as u64).to_le_bytes());
+        }
+        header.extend(0u32.to_le_bytes());
+        header.extend((data.len() as u64).to_le_bytes());
+        let values = numbers(&tensor.to_dtype(DType::F32).expect("numbers"));
+        data.extend(values.iter().flat_map(|number| number.to_le_bytes()));
+        data.resize(data.len().next_multiple_of(32), 0);
+    }
+    header.resize(header.len().next_multiple_of(32), 0);
+    header.extend(data);
+    std::fs::write(path, header).expect("a file");
+}
