@@ -25,13 +25,11 @@ use crate::checkpoint::{
     Checkpoint, LayerNames, base_beside, beside, companion, named_base, open, prefixes, sidecar_of,
     written_base,
 };
-use crate::files::{damaged, pipeline_class, read_json, unsupported};
+use crate::files::{damaged, read_json, unsupported};
 use crate::wan;
 
 /// Keys that `X.moored.json` may have in addition to `base`.
 const KEYS: [&str; 3] = ["variant", "audio_vae", "vocoder"];
-/// The class of the base's pipeline.
-const BASE_CLASS: &str = "WanPipeline";
 /// Display name of what a base is.
 const BASE: &str = "Wan 2.2 TI2V 5B";
 /// A part of names that every file of a fusion model has.
@@ -39,8 +37,6 @@ const MARK: &str = ".cross_attn.k_fusion.";
 /// Stems of the single files of components.
 const AUDIO_VAES: [&str; 2] = ["v1-16", "mmaudio_vae_16k"];
 const VOCODERS: [&str; 2] = ["best_netG", "mmaudio_vocoder_bigvgan"];
-const TEXT_ENCODERS: [&str; 3] = ["umt5-xxl-enc", "umt5_xxl", "models_t5_umt5-xxl-enc"];
-const VAES: [&str; 3] = ["wan2.2_vae", "Wan2.2_VAE", "Wan2_2_VAE"];
 /// Folders of MMAudio's own repository and of programs that keep it.
 const OF_MMAUDIO: [&str; 2] = ["ext_weights", "MMAudio/ext_weights"];
 /// Width of a head where the base does not say it.
@@ -74,9 +70,6 @@ pub(super) struct Places {
     pub(super) base: PathBuf,
     /// The files of the fusion model, with the authors' names of tensors.
     pub(super) fusion: Vec<(PathBuf, Checkpoint)>,
-    /// The single files that are read in place of a folder of the base.
-    pub(super) text_encoder: Option<PathBuf>,
-    pub(super) vae: Option<PathBuf>,
     pub(super) audio_vae: PathBuf,
     pub(super) vocoder: PathBuf,
 }
@@ -104,17 +97,12 @@ impl Places {
             false => Written::default(),
         };
         let variant = variant_of(path, &written)?;
-        let is_base = |folder: &Path| Ok(pipeline_class(folder)?.is_some_and(|class| class == BASE_CLASS));
+        let is_base = |folder: &Path| wan::MARKS.is_folder(folder);
         let base = match written_base(path, &KEYS)? {
             Some(base) => named_base(&sidecar, BASE, &base, &is_base)?,
             None => base_beside(path, &sidecar, BASE, &is_base)?,
         };
         let base = std::fs::canonicalize(&base).map_err(|e| damaged(&base, e.to_string()))?;
-        let single =
-            |component: &str, comfy: &str, stems: &[&str]| match Checkpoint::is_in(&base.join(component)) {
-                true => None,
-                false => stems.iter().find_map(|stem| companion(path, &base, comfy, stem)),
-            };
         let found = Found {
             opened: path,
             sidecar: &sidecar,
@@ -122,8 +110,6 @@ impl Places {
         };
         Ok(Some(Places {
             variant,
-            text_encoder: single("text_encoder", "text_encoders", &TEXT_ENCODERS),
-            vae: single("vae", "vae", &VAES),
             audio_vae: found.part("audio_vae", written.audio_vae.as_deref(), &AUDIO_VAES)?,
             vocoder: found.part("vocoder", written.vocoder.as_deref(), &VOCODERS)?,
             fusion: fusion(path, file)?,

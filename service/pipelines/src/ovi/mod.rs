@@ -12,7 +12,6 @@ mod fusion;
 mod layout;
 mod model;
 mod open;
-mod patches;
 mod plan;
 mod prompts;
 mod sampling;

@@ -15,13 +15,14 @@ use crate::autoencoders::mmaudio::vocoder::VocoderConfig;
 use crate::autoencoders::wan::{WanVaeConfig, diffusers_name_of_original};
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, QuantizeRole, RoleOf, TensorSpec, Wanted,
-    component_of_checkpoint, component_of_folder, exact_component, open, open_single_file,
+    component_of_checkpoint, exact_component, open_single_file,
 };
-use crate::files::{check_pairs, checked, unsupported};
+use crate::files::{check_pairs, unsupported};
 use crate::text::t5::{self, T5Config};
 use crate::text::tokenizers::T5Tokenizer;
 use crate::text::umt5;
-use crate::{Medium, ModelError, ModelParts, Precision, Request, Video};
+use crate::wan::component_of_base;
+use crate::{Medium, ModelError, ModelParts, Precision, Request, Video, autoencoders};
 
 /// The components of a model.
 const COMPONENTS: [&str; 5] = [TRANSFORMER, TEXT_ENCODER, VAE, AUDIO_VAE, VOCODER];
@@ -29,11 +30,12 @@ const COMPONENTS: [&str; 5] = [TRANSFORMER, TEXT_ENCODER, VAE, AUDIO_VAE, VOCODE
 /// Components that presets quantize: nearly all bytes.
 const LARGE: [&str; 2] = [TRANSFORMER, TEXT_ENCODER];
 
-/// The rule of a component: convolutions of the decoders are in full precision.
+/// The rule of a component: the decoders of the sound, which are small, are in full precision.
 fn role_of(component: &str) -> RoleOf {
     match component {
         TRANSFORMER => role,
         TEXT_ENCODER => t5::role,
+        VAE => autoencoders::role,
         _ => |_| QuantizeRole::Full,
     }
 }
@@ -83,8 +85,15 @@ impl OviModel {
             .map_err(|problem| unsupported(path, problem))?;
         let fusion = std::mem::take(&mut places.fusion);
         let transformer_files = fusion_files(&transformer, fusion, &wanted)?;
-        let (text, text_files) = text_encoder(&places, &wanted)?;
-        let (vae, vae_files) = video_vae(&places, &wanted)?;
+        let of_base = (Some(path), places.base.as_path());
+        let (text, place) = component_of_base(of_base, TEXT_ENCODER, umt5::umt5_xxl, T5Config::check)?;
+        let text_files = place.files(wanted.of(TEXT_ENCODER), umt5::transformers_name, |has| {
+            text.tensor_shapes(has)
+        })?;
+        let (vae, place) = component_of_base(of_base, VAE, WanVaeConfig::wan_2_2, WanVaeConfig::check)?;
+        let vae_files = place.files(wanted.of(VAE), diffusers_name_of_original, |_| {
+            vae.tensor_shapes()
+        })?;
         let (audio_vae, checkpoint) = audio_vae(&places.audio_vae)?;
         let shapes = audio_vae.tensor_shapes();
         let wanted_vae = wanted.of(AUDIO_VAE);
@@ -140,34 +149,6 @@ fn fusion_files(
         });
     }
     component.ok_or_else(|| unsupported(Path::new(""), "it has no files"))
-}
-
-fn text_encoder(places: &Places, wanted: &Wanted) -> Result<(T5Config, ComponentFiles), ModelError> {
-    let wanted = wanted.of(TEXT_ENCODER);
-    let folder = places.base.join(TEXT_ENCODER);
-    let Some(file) = &places.text_encoder else {
-        let config: T5Config = checked(&folder.join("config.json"), T5Config::check)?;
-        let files = component_of_folder(&folder, wanted, |has| config.tensor_shapes(has))?;
-        return Ok((config, files));
-    };
-    let config = umt5::umt5_xxl();
-    let checkpoint = Checkpoint::of_file(&open(file)?, umt5::transformers_name)?;
-    let files = component_of_checkpoint(file, checkpoint, wanted, |has| config.tensor_shapes(has))?;
-    Ok((config, files))
-}
-
-fn video_vae(places: &Places, wanted: &Wanted) -> Result<(WanVaeConfig, ComponentFiles), ModelError> {
-    let wanted = wanted.of(VAE);
-    let folder = places.base.join(VAE);
-    let Some(file) = &places.vae else {
-        let config: WanVaeConfig = checked(&folder.join("config.json"), WanVaeConfig::check)?;
-        let files = component_of_folder(&folder, wanted, |_| config.tensor_shapes())?;
-        return Ok((config, files));
-    };
-    let config = WanVaeConfig::wan_2_2();
-    let checkpoint = Checkpoint::of_file(&open(file)?, diffusers_name_of_original)?;
-    let files = component_of_checkpoint(file, checkpoint, wanted, |_| config.tensor_shapes())?;
-    Ok((config, files))
 }
 
 /// Checks that the components of one model match.

@@ -4,11 +4,11 @@ use candle_core::{DType, Device, Tensor};
 use ops::copy_rows;
 
 use super::config::FusionConfig;
-use super::patches::{latent_of, tokens_of};
 use super::transformer::{FilmTokens, FusionTransformer, TRANSFORMER};
 use crate::StageError;
 use crate::sampling::Prediction;
 use crate::unipc::{Schedule, UniPcLatent};
+use crate::wan::tokens::{latent_of_tokens, tokens_of};
 
 /// How much the prompt counts against the negative prompts, for the film and for the sound; and the block that passes under the
 /// negative prompts leave out.
@@ -115,11 +115,7 @@ pub fn sample(
         progress.step(step + 1, steps);
     }
     let [video, audio] = latents;
-    let after = match start.picture {
-        Some(_) => [frames - 1, film[1], film[2]],
-        None => film,
-    };
-    let video = latent_of(&video.on_host()?, after)?;
+    let video = latent_of_tokens(&video.on_host()?, (film[1], film[2]))?;
     let video = match start.picture {
         Some(picture) => Tensor::cat(&[picture, &video], 1)?,
         None => video,
