@@ -463,7 +463,14 @@ def test_server_info_lists_version_cards_and_capabilities(simulate: Simulate) ->
     assert not info.not_built
     assert not set(info.capabilities) & set(info.not_built)
     assert info.default_model == "moored/demo"
-    assert set(info.families) == {"ace-step", "flux", "hunyuan-video", "instant", "z-image"}
+    assert set(info.families) == {
+        "ace-step",
+        "flux",
+        "hunyuan-video",
+        "instant",
+        "wan",
+        "z-image",
+    }
     assert info.max_message_bytes == 64 << 20
     simulated, cpu = info.cards
     assert (simulated.id, simulated.kind, simulated.total_bytes) == (

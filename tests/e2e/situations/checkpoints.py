@@ -606,12 +606,12 @@ RELATIVES = [
         make=gguf_of("qwen2vl", "blk.0.attn_q.weight", "q-text"),
     ),
     Situation(
-        "a-pipeline-of-wan-is-named",
+        "a-pipeline-of-another-kind-of-wan-is-named",
         "kijai/ComfyUI-WanVideoWrapper#56",
         "a folder of another pipeline lies among the models",
-        Refused(("it is Wan 2.1 or 2.2 (WanPipeline)", "FLUX.1")),
+        Refused(("it is another kind of Wan", "(WanVACEPipeline)", "FLUX.1")),
         generate=("-m", "wan-folder"),
-        make=pipeline_of("wan-folder", "WanPipeline"),
+        make=pipeline_of("wan-folder", "WanVACEPipeline"),
     ),
 ]
 

@@ -8,6 +8,7 @@ use pipelines::ace_step::{ConditionConfig, TokenConfig, TransformerConfig as Ace
 use pipelines::autoencoders::hunyuan::HunyuanVaeConfig;
 use pipelines::autoencoders::kl::VaeConfig;
 use pipelines::autoencoders::oobleck::OobleckConfig;
+use pipelines::autoencoders::wan::WanVaeConfig;
 use pipelines::flux::TransformerConfig as FluxTransformer;
 use pipelines::hunyuan::TransformerConfig as HunyuanTransformer;
 use pipelines::text::clip::ClipConfig;
@@ -15,6 +16,7 @@ use pipelines::text::llama::LlamaConfig;
 use pipelines::text::qwen3::Qwen3Config;
 use pipelines::text::t5::T5Config;
 use pipelines::vision::siglip::SiglipConfig;
+use pipelines::wan::TransformerConfig as WanTransformer;
 use pipelines::z_image::TransformerConfig as ZImageTransformer;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -200,6 +202,34 @@ fn write_ace_step(folder: &Path) {
     });
 }
 
+/// A model of Wan: its tiny counterpart, and the sizes of its transformer.
+fn write_wan(folder: &Path, tiny: &str, transformer: &Value) {
+    for from in ["wan-tiny", tiny] {
+        copy_rest(&fixture(from), folder);
+    }
+    let names: &[&str] = match folder.join("transformer_2").is_dir() {
+        true => &["transformer", "transformer_2"],
+        false => &["transformer"],
+    };
+    for name in names {
+        let shapes = |config: WanTransformer| config.tensor_shapes().collect();
+        write(&folder.join(name), transformer.clone(), DIFFUSERS, shapes);
+    }
+    let vae = match tiny {
+        "wan-ti2v-tiny" => json!({"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": true,
+            "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16,
+            "latents_mean": [0.0; 48].to_vec(), "latents_std": [1.0; 48].to_vec()}),
+        _ => json!({}),
+    };
+    write(&folder.join("vae"), vae, DIFFUSERS, |config: WanVaeConfig| {
+        config.tensor_shapes()
+    });
+    let config = json!({"vocab_size": 256_384, "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+        "feed_forward_proj": "gated-gelu", "model_type": "umt5"});
+    let shapes = |config: T5Config| config.tensor_shapes(&|_| false);
+    write(&folder.join("text_encoder"), config, TRANSFORMERS, shapes);
+}
+
 /// Writes a checkpoint of the published shapes of a model.
 pub(super) fn write_model(name: &str, folder: &Path) {
     match name {
@@ -208,6 +238,17 @@ pub(super) fn write_model(name: &str, folder: &Path) {
         "z-image-turbo" => write_z_image(folder),
         "hunyuan-video" => write_hunyuan(folder),
         "framepack" => write_framepack(folder),
+        "wan2.1-t2v-1.3b" => {
+            let sizes = json!({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30});
+            write_wan(folder, "wan-tiny", &sizes);
+        }
+        "wan2.2-ti2v-5b" => {
+            let sizes = json!({"num_attention_heads": 24, "ffn_dim": 14_336, "num_layers": 30, "in_channels": 48,
+                "out_channels": 48});
+            write_wan(folder, "wan-ti2v-tiny", &sizes);
+        }
+        "wan2.2-t2v-a14b" => write_wan(folder, "wan-a14b-tiny", &json!({})),
+        "wan2.2-i2v-a14b" => write_wan(folder, "wan-i2v-tiny", &json!({"in_channels": 36})),
         "ace-step" => write_ace_step(folder),
         other => panic!("write the published shapes of {other} here"),
     }

@@ -115,10 +115,11 @@ fn smallest(holds: impl Fn(&Room) -> bool) -> String {
 
 fn models_in_comfyui() -> String {
     let row = |model: &Model| {
-        let makes = match model.makes {
-            Makes::Video if model.name == "framepack" => "films from a start picture",
-            Makes::Video => "films from text",
-            Makes::Image | Makes::Audio => model.makes.in_words(),
+        let makes = match (model.makes, model.name.as_str()) {
+            (Makes::Video, "framepack" | "wan2.2-i2v-a14b") => "films from a start picture",
+            (Makes::Video, "wan2.2-ti2v-5b") => "films from text or a start picture",
+            (Makes::Video, _) => "films from text",
+            (Makes::Image | Makes::Audio, _) => model.makes.in_words(),
         };
         let login = if model.needs_terms {
             "; the hub wants a login first"

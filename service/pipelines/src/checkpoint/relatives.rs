@@ -113,12 +113,16 @@ mod tests {
                 ],
             ),
             (
-                "Wan",
+                "CLIP",
                 &[
                     "patch_embedding.weight",
                     "text_embedding.0.weight",
-                    "blocks.0.cross_attn.k.weight",
+                    "blocks.0.cross_attn.k_img.weight",
                 ],
+            ),
+            (
+                "another kind of Wan",
+                &["vace_blocks.0.before_proj.weight", "vace_patch_embedding.weight"],
             ),
             (
                 "Qwen-Image",

@@ -241,6 +241,16 @@ fn z_image_gives_the_same_under_every_name() {
 }
 
 #[test]
+fn wan_gives_the_same_under_every_name() {
+    let root = pipeline(&[("wan-tiny", "")]);
+    let base = root.path().join("base");
+    let config = crate::files::read_json(&base.join("transformer/config.json")).unwrap();
+    let (names, specs) = crate::wan::names_and_layout(&config);
+    assert_checkpoints(root.path(), names, &specs);
+    assert_adapters(&base, names, &specs);
+}
+
+#[test]
 fn ace_step_takes_adapters_under_every_name() {
     let root = pipeline(&[("ace-tiny", "")]);
     let base = root.path().join("base");

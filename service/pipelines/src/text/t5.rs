@@ -17,6 +17,7 @@ use crate::adapters::AdaptedTensors;
 use crate::checkpoint::{QuantizeRole, numbered};
 use crate::files::check_sizes;
 use crate::linear::{Linear, largest_scratch};
+use crate::resident::packing_bytes;
 
 /// Maximum tokens of a prompt: attention is quadratic.
 const MAX_TOKENS: usize = 4096;
@@ -154,8 +155,8 @@ impl T5Config {
         list
     }
 
-    /// Predicted peak of activations of encoding a prompt of `tokens`: the buffers, the shared bias, and the
-    /// workspace of attention where cuDNN has no plan.
+    /// Predicted peak of activations of encoding a prompt of `tokens`: the buffers, the shared bias, the workspace of attention
+    /// where cuDNN has no plan, and packing buffers of a CPU's products.
     pub fn scratch(&self, tokens: usize, dtype: DType) -> Bytes {
         let size = dtype.size_in_bytes();
         let sum = allocated(tokens * self.d_model * size_of::<f32>());
@@ -165,7 +166,7 @@ impl T5Config {
         // Token ids, and bucket indices.
         let small = allocated(tokens * size_of::<u32>()) + allocated(2 * tokens * size_of::<u32>());
         let attention = allocated(ops::attention_workspace(self.num_heads, tokens, tokens));
-        Bytes(sum + bias + others + small + attention)
+        Bytes(sum + bias + others + small + attention + packing_bytes(dtype))
     }
 
     /// Shape of each layer's attention: queries, keys and values are concatenated in rows of one buffer.

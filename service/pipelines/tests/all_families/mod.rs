@@ -17,7 +17,7 @@ pub(crate) struct Case {
     pub(crate) quantized: &'static str,
 }
 
-pub(crate) const CASES: [Case; 6] = [
+pub(crate) const CASES: [Case; 8] = [
     Case {
         name: "flux",
         folders: &[("flux-tiny", "")],
@@ -65,6 +65,18 @@ pub(crate) const CASES: [Case; 6] = [
         quantized: "text_encoder",
     },
     Case {
+        name: "wan",
+        folders: &[("wan-tiny", ""), ("wan-ti2v-tiny", "")],
+        request: || with_negative(9),
+        quantized: "text_encoder",
+    },
+    Case {
+        name: "wan-two",
+        folders: &[("wan-tiny", ""), ("wan-i2v-tiny", "")],
+        request: || with_negative(5),
+        quantized: "text_encoder",
+    },
+    Case {
         name: "ace-step",
         folders: &[("ace-tiny", "")],
         request: || of(Medium::Audio(track(AudioTask::TextToMusic, None))),
@@ -86,6 +98,24 @@ pub(crate) fn of(medium: Medium) -> Request {
         prompt: "a small red cat".to_owned(),
         seed: 7,
         ..Request::of(medium, 2, 1.0, 64)
+    }
+}
+
+/// A film of so many frames from a picture, under a negative prompt too.
+fn with_negative(frames: u32) -> Request {
+    let video = Video {
+        width: 64,
+        height: 64,
+        frames,
+        frames_per_second: 16.0,
+        init_image: Some(picture(64, 9)),
+        ..Video::default()
+    };
+    Request {
+        guidance: 0.0,
+        negative_prompt: Some("a green hat".to_owned()),
+        true_guidance: 3.0,
+        ..of(Medium::Video(video))
     }
 }
 

@@ -8,6 +8,7 @@ mod flux;
 mod hunyuan;
 #[path = "../processor_time/mod.rs"]
 mod processor_time;
+mod wan;
 mod z_image;
 
 use std::collections::HashMap;

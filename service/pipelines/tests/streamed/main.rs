@@ -134,5 +134,9 @@ fn encoders_of_text_are_streamed_too() {
         streamable_of("z-image", Preset::FourBit),
         ["transformer", "text_encoder"]
     );
+    assert_eq!(
+        streamable_of("wan-two", Preset::Full),
+        ["transformer", "transformer_2", "text_encoder"]
+    );
     assert_eq!(streamable_of("ace-step", Preset::Full), ["transformer"]);
 }

@@ -108,6 +108,38 @@ impl WanVaeEncoder {
         })
     }
 
+    /// Encodes a film of `count` frames that begins with an 8-bit picture of this width and height, and is zero after it: what a
+    /// film from a picture is conditioned on.
+    ///
+    /// # Errors
+    /// Errors of [`WanVaeEncoder::encode`].
+    pub fn encode_beginning(
+        &self,
+        rgb: &[u8],
+        count: usize,
+        (width, height): (usize, usize),
+        chunking: Chunking,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Moments, StageError> {
+        let channels = self.config.channels_of_frames();
+        if rgb.len() != width * height * channels {
+            let problem = format!("{} bytes of a picture of {width}x{height}", rgb.len());
+            return Err(StageError::BadInput(problem));
+        }
+        self.encoded(
+            [count, height, width, channels],
+            chunking,
+            cancelled,
+            &|first, count| match first {
+                0 => {
+                    let map = ops::bytes_to_map(rgb, [height, width, channels], self.dtype, &self.device)?;
+                    map.reshape((1, height, width, channels))
+                }
+                _ => Tensor::zeros((count, height, width, channels), self.dtype, &self.device),
+            },
+        )
+    }
+
     fn check(&self, [count, height, width, channels]: [usize; 4]) -> Result<(), StageError> {
         let (factor, expected) = (self.config.factor(), self.config.channels_of_frames());
         let fits = |size: usize| size > 0 && size.is_multiple_of(factor);
