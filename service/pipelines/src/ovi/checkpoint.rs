@@ -18,7 +18,6 @@ use serde::Deserialize;
 use super::config::{BranchConfig, FusionConfig};
 use super::layout::{AUDIO, GATED, VIDEO};
 use super::variant::{Variant, undeclared};
-use crate::ModelError;
 use crate::autoencoders::mmaudio::MmAudioConfig;
 use crate::autoencoders::mmaudio::vocoder::VocoderConfig;
 use crate::checkpoint::{
@@ -26,7 +25,7 @@ use crate::checkpoint::{
     written_base,
 };
 use crate::files::{damaged, read_json, unsupported};
-use crate::wan;
+use crate::{ModelError, OwnLayout, wan};
 
 /// Keys that `X.moored.json` may have in addition to `base`.
 const KEYS: [&str; 3] = ["variant", "audio_vae", "vocoder"];
@@ -41,6 +40,16 @@ const VOCODERS: [&str; 2] = ["best_netG", "mmaudio_vocoder_bigvgan"];
 const OF_MMAUDIO: [&str; 2] = ["ext_weights", "MMAudio/ext_weights"];
 /// Width of a head where the base does not say it.
 const HEAD: usize = 128;
+
+/// The files of MMAudio's repository that decode the sound.
+pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
+    let wanted = ["ext_weights/v1-16.pth", "ext_weights/best_netG.pt"];
+    let has = |name: &&str| files.contains(name);
+    wanted.iter().all(has).then(|| OwnLayout {
+        folders: Vec::new(),
+        files: wanted.map(str::to_owned).to_vec(),
+    })
+}
 
 /// Whether tensors of these names are those of a fusion model, or of its film's half.
 pub(super) fn is_transformer_file(names: &[&str]) -> bool {
@@ -92,13 +101,14 @@ impl Places {
             ));
         }
         let sidecar = sidecar_of(path);
+        let named = written_base(path, &KEYS)?;
         let written: Written = match sidecar.is_file() {
             true => read_json(&sidecar)?,
             false => Written::default(),
         };
         let variant = variant_of(path, &written)?;
         let is_base = |folder: &Path| wan::MARKS.is_folder(folder);
-        let base = match written_base(path, &KEYS)? {
+        let base = match named {
             Some(base) => named_base(&sidecar, BASE, &base, &is_base)?,
             None => base_beside(path, &sidecar, BASE, &is_base)?,
         };

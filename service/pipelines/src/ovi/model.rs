@@ -7,21 +7,22 @@ use gpu::CheckpointFile;
 use model::bounds::{MAX_SIDE, common_problems, start_problem};
 use model::{Field, LeftOut, Reads, nearest_frames, smaller_sides};
 
-use super::checkpoint::is_transformer_file;
-use super::config::FusionConfig;
-use super::plan::{DECODE, DECODE_SOUND, DENOISE, ENCODE_IMAGE, ENCODE_TEXT, of_sound_embedding};
+use super::checkpoint::{is_transformer_file, own_layout};
+use super::config::{BranchConfig, FusionConfig};
+use super::plan::{DECODE, DECODE_SOUND, DENOISE, ENCODE_IMAGE, ENCODE_TEXT};
 use super::prompts::Texts;
 use super::sizes::{PIXELS, size_near};
+use super::sound_embedding;
 use super::variant::Variant;
 use crate::autoencoders::mmaudio::MmAudioConfig;
 use crate::autoencoders::mmaudio::vocoder::VocoderConfig;
 use crate::autoencoders::wan::{Chunking, WanVaeConfig};
 use crate::stage::Stage;
 use crate::text::t5::T5Config;
-use crate::text::tokenizers::T5Tokenizer;
+use crate::text::tokenizers::{T5Tokenizer, TokenizeError};
 use crate::{
-    Family, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError, Sound,
-    StageError, StagePlan, StageRun, ValueShape, Values, Video,
+    Family, Medium, Model, ModelError, ModelParts, Observer, OwnLayout, Precision, Request, RequestError,
+    Sound, StageError, StagePlan, StageRun, ValueShape, Values, Video,
 };
 
 /// Names of the components.
@@ -54,6 +55,10 @@ impl Family for Ovi {
 
     fn title(&self) -> Option<&'static str> {
         Some("Ovi 1.0 and 1.1")
+    }
+
+    fn own_layout(&self, files: &[&str]) -> Option<OwnLayout> {
+        own_layout(files)
     }
 
     fn is_transformer_file(&self, names: &[&str]) -> bool {
@@ -173,10 +178,15 @@ impl OviModel {
         }
     }
 
-    /// The token ids of a text.
-    pub(super) fn tokens(&self, text: &str) -> Result<Vec<u32>, crate::text::tokenizers::TokenizeError> {
+    /// Most tokens of the texts of a request.
+    fn most_tokens(&self, request: &Request) -> usize {
         let most = self.transformer.video.text_len;
-        let ids = self.tokenizer.encode_unpadded(text, most)?;
+        most.min(request.max_sequence_length as usize)
+    }
+
+    /// The token ids of a text of a request.
+    pub(super) fn tokens(&self, request: &Request, text: &str) -> Result<Vec<u32>, TokenizeError> {
+        let ids = self.tokenizer.encode_unpadded(text, self.most_tokens(request))?;
         self.tokenizer
             .check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
         Ok(ids)
@@ -247,7 +257,7 @@ impl Model for OviModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let texts = Texts::of(request, self.variant);
-        let most = self.transformer.video.text_len;
+        let most = self.most_tokens(request);
         let tokens = |text: &str| self.tokenizer.left_out(text, most).ok();
         let of_prompt = tokens(&texts.prompt).and_then(|count| LeftOut::of_prompt(Some(count), request));
         of_prompt.into_iter().collect()
@@ -289,12 +299,22 @@ impl Model for OviModel {
         match stage {
             ENCODE_TEXT => {
                 let texts = Texts::of(request, self.variant);
-                let tokens = self.tokens(&texts.prompt).map(|ids| ids.len());
+                let tokens = self.tokens(request, &texts.prompt).map(|ids| ids.len());
                 let planned = tokens.map(|tokens| self.text.planned(tokens, dtype));
                 planned.into_iter().collect()
             }
             ENCODE_IMAGE => self.vae.planned_to_encode(sides, 1, Chunking::Whole, dtype),
-            DENOISE => of_sound_embedding(&self.transformer, sound, dtype),
+            DENOISE => {
+                let config = &self.transformer;
+                let [film, sound] = self.film_tokens(video).all();
+                let attended = |branch: &BranchConfig, tokens: usize| {
+                    branch.blocks().planned(1, tokens, branch.text_len, dtype)
+                };
+                let mut all = sound_embedding::planned(config, sound, dtype);
+                all.extend(attended(&config.audio, sound));
+                all.extend(attended(&config.video, film));
+                all
+            }
             DECODE_SOUND => {
                 let frames = MmAudioConfig::FRAMES * sound;
                 let mut all = self.audio_vae.planned_to_decode(sound, dtype);

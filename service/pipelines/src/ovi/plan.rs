@@ -1,22 +1,19 @@
 //! The stages of a request: each has only the components that it needs. The decode of the sound comes first, since it is short.
 
-use candle_core::DType;
 use model::plan::{names, rungs_of};
 use model::{Memo, Passes};
 use residency::Bytes;
 
-use super::config::FusionConfig;
 use super::layout::{AUDIO, is_of_text};
 use super::model::{AUDIO_VAE, OviModel, TEXT_ENCODER, TRANSFORMER, VAE, VOCODER};
 use super::prompts::Texts;
 use super::sampling::latent_bytes;
-use super::sound_embedding;
 use super::transformer::{FilmTokens, denoise_scratch};
 use crate::autoencoders::mmaudio::{MmAudioConfig, decode_scratch, vocoder::vocode_scratch};
 use crate::autoencoders::wan::{decode_ladder, encode_ladder};
 use crate::sampling::passes_in_step;
 use crate::text::tokenizers::TokenizeError;
-use crate::{Medium, Planned, Request, Role, Rung, StagePlan, ValueShape, Video};
+use crate::{Medium, Request, Role, Rung, StagePlan, ValueShape, Video};
 
 /// Names of the stages.
 pub(super) const ENCODE_TEXT: &str = "encode_text";
@@ -39,11 +36,6 @@ pub(super) const SOUND: &str = "sound_latent";
 /// Counts of prompt tokens are rounded up to multiples of this, so that prompts of similar length share learned peaks.
 const TOKENS_AT_A_TIME: usize = 32;
 
-/// Shapes for which cuDNN is used to embed frames of sound.
-pub(super) fn of_sound_embedding(config: &FusionConfig, frames: usize, dtype: DType) -> Vec<Planned> {
-    sound_embedding::planned(config, frames, dtype)
-}
-
 /// Numbers of tokens of the texts of a request.
 struct TextTokens {
     prompt: usize,
@@ -63,7 +55,7 @@ impl OviModel {
 
     fn text_tokens(&self, request: &Request) -> Result<TextTokens, TokenizeError> {
         let texts = Texts::of(request, self.variant);
-        let count = |text: &str| self.tokens(text).map(|ids| ids.len());
+        let count = |text: &str| self.tokens(request, text).map(|ids| ids.len());
         Ok(TextTokens {
             prompt: count(&texts.prompt)?,
             negative: match &texts.negative {

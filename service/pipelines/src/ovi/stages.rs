@@ -75,7 +75,7 @@ impl Stage<'_, OviModel> {
         let encoder = T5Encoder::new(&self.model.text, TEXT_ENCODER, &component)?;
         let cancelled = || self.observer.cancelled();
         let states = |text: &str| -> Result<HostTensor, StageError> {
-            to_host(&encoder.forward(&self.model.tokens(text)?, &cancelled)?)
+            to_host(&encoder.forward(&self.model.tokens(self.run.request, text)?, &cancelled)?)
         };
         let mut values = Values::from([(TEXT.to_owned(), states(&texts.prompt)?)]);
         for (name, text) in NEGATIVES.iter().zip(texts.negative.iter().flatten()) {

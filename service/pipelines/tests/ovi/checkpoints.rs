@@ -5,8 +5,9 @@ use std::path::Path;
 use pipelines::ovi::{OviModel, Variant};
 use pipelines::{Model, ModelError};
 
-use crate::given::{FILE, Tensors, folder, save};
+use crate::given::{Tensors, folder};
 use crate::open_model::F32;
+use crate::tiny_ovi::{FILE, save};
 
 fn open(path: &Path) -> Result<OviModel, ModelError> {
     Ok(OviModel::open(path, &F32)?.expect("an Ovi model"))

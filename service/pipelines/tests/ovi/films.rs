@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use pipelines::{Medium, Piece, Role, SOUND_OF_FILM, Values};
 
-use crate::given::{FILE, Tensors, folder, request};
+use crate::given::{Tensors, file, folder, request};
 use crate::numbers::{distance, numbers, tensors};
 use crate::open_model::{Delivered, F32, OpenModel, on_cpu};
 
@@ -15,7 +15,7 @@ fn expected() -> Tensors {
 }
 
 fn open() -> OpenModel {
-    OpenModel::open("ovi", &folder().path().join(FILE), &F32)
+    OpenModel::open("ovi", &file(&folder()), &F32)
 }
 
 /// The bytes of the pieces of a track, which come in order.

@@ -1,20 +1,18 @@
 //! The tiny model of the fixtures, with its inputs.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::PathBuf;
 
 use candle_core::Tensor;
-use pipelines::autoencoders::mmaudio::MmAudioConfig;
-use pipelines::autoencoders::mmaudio::vocoder::VocoderConfig;
 use pipelines::ovi::{FilmTokens, FusionConfig};
 use pipelines::{InitImage, Medium, Request, Video};
 use serde::Deserialize;
 use tempfile::TempDir;
 
 use crate::device::here;
-use crate::formula::{mmaudio_weights, numbers as numbers_of, tensor, vocoder_weights};
-use crate::numbers::{fixtures, json};
-use crate::open_model::copy;
+use crate::formula::{numbers as numbers_of, tensor};
+use crate::numbers::json;
+use crate::tiny_ovi::{FILE, weight, write};
 
 pub(crate) type Tensors = HashMap<String, Tensor>;
 
@@ -82,17 +80,6 @@ impl Given {
     }
 }
 
-/// A tensor of the authors' model.
-fn weight(name: &str, shape: &[usize]) -> Tensor {
-    let (gain, centre) = match shape {
-        _ if name.ends_with("modulation") => (0.4, 0.05),
-        [_, row @ ..] if !row.is_empty() => ((row.iter().product::<usize>() as f64).powf(-0.5), 0.0),
-        _ if name.ends_with("bias") => (0.2, 0.0),
-        _ => (0.4, 1.0),
-    };
-    tensor(name, shape, gain, centre)
-}
-
 /// A latent `[channels, frames, h, w]` as tokens, `[1, frames h/2 w/2, 4 channels]`: cell by cell, channels last.
 pub(crate) fn tokens_of(latent: &Tensor) -> Tensor {
     let (channels, frames, h, w) = latent.dims4().unwrap();
@@ -109,38 +96,16 @@ pub(crate) fn tokens_of(latent: &Tensor) -> Tensor {
         .unwrap()
 }
 
-/// Name of the tiny model's file: that of a published one, which declares its variant.
-pub(crate) const FILE: &str = "Ovi-960x960-5s.safetensors";
+/// The tiny model's file.
+pub(crate) fn file(folder: &TempDir) -> PathBuf {
+    folder.path().join(FILE)
+}
 
 /// A folder with the tiny model, its base and the decoders of its sound.
 pub(crate) fn folder() -> TempDir {
     let folder = TempDir::new().expect("a folder");
-    let (given, fixtures) = (Given::read(), fixtures());
-    let base = folder.path().join("wan");
-    copy(&fixtures.join("wan-ti2v-tiny"), &base);
-    for part in ["text_encoder", "tokenizer"] {
-        copy(&fixtures.join("wan-tiny").join(part), &base.join(part));
-    }
-    let authors = given.config.authors_tensor_shapes().into_iter();
-    let fusion = authors.map(|(name, shape)| (name.clone(), weight(&name, &shape)));
-    save(&fusion.collect(), &folder.path().join(FILE));
-    let configs: Configs = json("mmaudio-tiny/configs.json");
-    let vae = mmaudio_weights(&configs.vae["published"]);
-    save(&vae, &folder.path().join("v1-16.safetensors"));
-    let vocoder = vocoder_weights(&configs.vocoder["published"]);
-    save(&vocoder, &folder.path().join("best_netG.safetensors"));
+    write(folder.path());
     folder
-}
-
-pub(crate) fn save(tensors: &Tensors, path: &Path) {
-    candle_core::safetensors::save(tensors, path).expect("a file");
-}
-
-/// `mmaudio-tiny/configs.json`.
-#[derive(Deserialize)]
-struct Configs {
-    vae: HashMap<String, MmAudioConfig>,
-    vocoder: HashMap<String, VocoderConfig>,
 }
 
 /// `ovi-tiny/pipelines.json`.

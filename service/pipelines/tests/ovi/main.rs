@@ -15,4 +15,6 @@ mod given;
 mod numbers;
 #[path = "../open_model/mod.rs"]
 mod open_model;
+#[path = "../tiny_ovi/mod.rs"]
+mod tiny_ovi;
 mod transformer;
