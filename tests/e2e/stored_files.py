@@ -190,7 +190,7 @@ STORAGES = {
 
 
 def write_pth(path: Path, tensors: Tensors, within: str = "") -> None:
-    """As `torch.save` writes a state dict, alone or within another dict: a pickle beside the tensors' bytes."""
+    """As `torch.save` writes a state dict, alone or within another: a pickle beside the tensors' bytes."""
 
     def text(value: str) -> bytes:
         return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
