@@ -164,7 +164,7 @@ mod tests {
         let of_file: Reference = "me/mine@v1:styles/ink.safetensors".parse().unwrap();
         assert_eq!(of_file.file.as_deref(), Some("styles/ink.safetensors"));
         assert_eq!(of_file.to_string(), "me/mine@v1:styles/ink.safetensors");
-        let short = read("ovi-1.1-960-5s");
+        let short: Reference = "ovi-1.1-960-5s".parse().unwrap();
         assert_eq!(short.listed_id(), "chetwinlow1/Ovi:model_960x960.safetensors");
         for wrong in ["me/mine:", "me/mine:../ink.safetensors", "me/mine:ink.bin"] {
             assert!(wrong.parse::<Reference>().is_err(), "{wrong}");

@@ -39,6 +39,8 @@ from situations.people_files import (
     shards,
     single_file,
     single_weights,
+    umt5_in_wans_names,
+    wan_in_names,
     z_image_single,
 )
 
@@ -177,6 +179,12 @@ def comfys_film(place: Place) -> None:
     )
     comfy = {"model.diffusion_model." + in_comfys_name(name): one for name, one in tensors.items()}
     write_safetensors(based(place.models / "h-comfy.safetensors", film_base(place)), full(comfy))
+
+
+def wans_films(place: Place) -> None:
+    """Wan with either of the two spellings of its text encoder."""
+    wan_in_names(place, "w-hf", "umt5_xxl_bf16", str)
+    wan_in_names(place, "w-authors", "umt5-xxl-enc-bf16", umt5_in_wans_names)
 
 
 def in_tencents_names(ours: Numbers) -> Numbers:
@@ -422,6 +430,14 @@ RENAMED = [
         Check(films_are_near),
         call=lambda place: ("h-tencent", "h-comfy"),
         make=comfys_film,
+    ),
+    Situation(
+        "wan-with-a-text-encoder-in-other-names",
+        "snicolast/ComfyUI-Ovi#10",
+        "the text encoder is published in the names of transformers and in those of Wan's authors",
+        Check(films_are_near),
+        call=lambda place: ("w-hf", "w-authors"),
+        make=wans_films,
     ),
 ]
 

@@ -153,6 +153,66 @@ def film(place: Place, model: str, **options: object) -> NDArray[np.float32]:
     return np.asarray(result.array, np.float32)
 
 
+def wan_in_names(place: Place, name: str, encoder: str, rename: Callable[[str], str]) -> None:
+    """A tiny Wan in one file, in the names of its authors, beside a base whose text encoder is a file too."""
+    base = place.models / f"{name}-base"
+    shutil.copytree(FIXTURES / "wan-tiny", base)
+    text = base / "text_encoder/model.safetensors"
+    tensors = {rename(tensor): one for tensor, one in read_safetensors(text).items()}
+    write_safetensors(base / f"{encoder}.safetensors", full(tensors))
+    text.unlink()
+    write_safetensors(
+        based(place.models / f"{name}.safetensors", base),
+        full(
+            {in_wans_names(tensor): one for tensor, one in read_safetensors(base / WEIGHTS).items()}
+        ),
+    )
+    (base / WEIGHTS).unlink()
+
+
+def in_wans_names(name: str) -> str:
+    """The name of a tensor in `wan/modules/model.py`."""
+    if name == "scale_shift_table":
+        return "head.modulation"
+    for ours, theirs in (
+        ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
+        ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
+        ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
+        ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+        ("condition_embedder.time_proj", "time_projection.1"),
+        ("proj_out", "head.head"),
+        ("scale_shift_table", "modulation"),
+        (".norm2.", ".norm3."),
+        (".attn1.to_out.0.", ".attn1.o."),
+        (".attn2.to_out.0.", ".attn2.o."),
+        (".attn1.", ".self_attn."),
+        (".attn2.", ".cross_attn."),
+        (".to_", "."),
+        (".ffn.net.0.proj.", ".ffn.0."),
+        (".ffn.net.2.", ".ffn.2."),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def umt5_in_wans_names(name: str) -> str:
+    """The name of a tensor of UMT5 in `wan/modules/t5.py`."""
+    for ours, theirs in (
+        ("shared.", "token_embedding."),
+        ("encoder.block.", "blocks."),
+        ("encoder.final_layer_norm.", "norm."),
+        ("layer.0.layer_norm", "norm1"),
+        ("layer.0.SelfAttention.relative_attention_bias", "pos_embedding.embedding"),
+        ("layer.0.SelfAttention", "attn"),
+        ("layer.1.layer_norm", "norm2"),
+        ("layer.1.DenseReluDense.wi_0", "ffn.gate.0"),
+        ("layer.1.DenseReluDense.wi_1", "ffn.fc1"),
+        ("layer.1.DenseReluDense.wo", "ffn.fc2"),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
 def picture_base(place: Place) -> Path:
     """A folder of a tiny Z-Image, whose autoencoder is that of the tiny FLUX."""
     base = place.models / "z-base"

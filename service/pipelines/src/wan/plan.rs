@@ -326,11 +326,20 @@ impl WanModel {
             (PassOrder::OneByOne, 2) => Conditions::<()>::kept_bytes(numbers, dtype),
             _ => 0,
         };
-        let texts = (passes, request.max_sequence_length as usize);
+        let rows = request.max_sequence_length as usize;
         let items = (self.batch(way, passes), counts);
-        denoise_scratch(&self.transformer, items, texts, request.steps, dtype)
+        // Where strengths change, keys and values are computed anew in each step, beside those of the step before.
+        let anew = match request.has_curves() {
+            true => {
+                let shape = self.transformer.blocks();
+                shape.texts_bytes(self.transformer.num_layers, passes * rows, dtype)
+            }
+            false => 0,
+        };
+        denoise_scratch(&self.transformer, items, (passes, rows), request.steps, dtype)
             + UniPcLatent::bytes(numbers, dtype)
             + kept
+            + anew
     }
 
     /// Floating-point operations of a pass over the blocks under one text.

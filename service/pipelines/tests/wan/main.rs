@@ -22,4 +22,5 @@ mod schedules;
 #[path = "../shapes_asked/mod.rs"]
 mod shapes_asked;
 mod spellings;
+mod stored;
 mod text;
