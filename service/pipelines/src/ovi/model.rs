@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use gpu::CheckpointFile;
 use model::bounds::{MAX_SIDE, common_problems, start_problem};
-use model::{Field, LeftOut, Reads, nearest_frames, smaller_sides};
+use model::{Field, LeftOut, Reads, smaller_sides};
 
 use super::checkpoint::{is_transformer_file, own_layout};
 use super::config::{BranchConfig, FusionConfig};
@@ -17,9 +17,11 @@ use super::variant::Variant;
 use crate::autoencoders::mmaudio::MmAudioConfig;
 use crate::autoencoders::mmaudio::vocoder::VocoderConfig;
 use crate::autoencoders::wan::{Chunking, WanVaeConfig};
+use crate::film_lengths;
 use crate::stage::Stage;
 use crate::text::t5::T5Config;
 use crate::text::tokenizers::{T5Tokenizer, TokenizeError};
+use crate::text::umt5;
 use crate::{
     Family, Medium, Model, ModelError, ModelParts, Observer, OwnLayout, Precision, Request, RequestError,
     Sound, StageError, StagePlan, StageRun, ValueShape, Values, Video,
@@ -111,13 +113,16 @@ pub(super) fn problems(variant: Variant, request: &Request) -> Vec<RequestError>
             format!("is {rate}; {RATE} is expected, to which the sound is timed"),
         );
     }
-    let (frames, most) = (video.frames, most_frames(variant));
-    if frames % 4 != 1 || frames > most {
-        let nearest = nearest(frames, variant);
-        refuse(
-            "frames",
-            format!("is {frames}; a multiple of 4 plus 1, up to {most}, is expected, such as {nearest}"),
-        );
+    if let Some(problem) = film_lengths::problem(video.frames, most_frames(variant)) {
+        refuse("frames", problem);
+    } else if video.init_image.is_some() && video.frames == 1 {
+        let problem = "is 1; with a picture, which is the first frame, at least 5 are expected";
+        refuse("frames", problem.to_owned());
+    }
+    let tokens = request.max_sequence_length;
+    if tokens as usize > umt5::MOST_TOKENS {
+        let problem = format!("is {tokens}; at most {} is expected", umt5::MOST_TOKENS);
+        refuse("max_sequence_length", problem);
     }
     if let Some(image) = &video.init_image {
         problems.extend(start_problem(image, (video.width, video.height)));
@@ -143,12 +148,6 @@ fn size_problems(variant: Variant, (width, height): (u32, u32)) -> Vec<RequestEr
         return vec![RequestError::new("width", problem)];
     }
     wrong
-}
-
-/// The length of a film of this variant that is nearest to so many frames. Halves are rounded up.
-fn nearest(frames: u32, variant: Variant) -> u32 {
-    let latents = (frames.saturating_sub(1) + 2) / 4;
-    (4 * latents + 1).min(most_frames(variant))
 }
 
 impl OviModel {
@@ -252,7 +251,7 @@ impl Model for OviModel {
     }
 
     fn frames_of(&self, seconds: f32, _frames_per_second: f32) -> u32 {
-        nearest(nearest_frames(seconds, RATE), self.variant)
+        film_lengths::nearest_of_latents(seconds, RATE).min(most_frames(self.variant))
     }
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
@@ -264,21 +263,7 @@ impl Model for OviModel {
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {
-        let mut smaller = smaller_sides(request, PIXELS);
-        let Ok(video) = request.video() else {
-            return smaller;
-        };
-        for quarters in [3, 2, 1] {
-            let frames = video.frames.saturating_sub(1) / 4 * quarters / 4 * 4 + 1;
-            let mut shorter = request.clone();
-            if let Medium::Video(video) = &mut shorter.medium
-                && frames < video.frames
-            {
-                video.frames = frames;
-                smaller.push((format!("{frames} frames"), shorter));
-            }
-        }
-        smaller
+        [smaller_sides(request, PIXELS), film_lengths::shorter(request)].concat()
     }
 
     fn smallest(&self) -> Request {
@@ -370,9 +355,9 @@ mod tests {
         for (change, named) in [
             (
                 &(|v: &mut Video| v.frames = 120) as &dyn Fn(&mut Video),
-                "such as 121",
+                "117 or 121",
             ),
-            (&|v| v.frames = 241, "up to 121"),
+            (&|v| v.frames = 241, "at most 121"),
             (&|v| v.width = 720, "is 720; a multiple of 32"),
             (&|v| (v.width, v.height) = (1280, 704), "960x544 is near"),
             (&|v| v.frames_per_second = 16.0, "24 is expected"),
