@@ -189,8 +189,8 @@ STORAGES = {
 """How PyTorch writes tensors, by dtypes: the class of storages, a function, and its last arguments."""
 
 
-def write_pth(path: Path, tensors: Tensors) -> None:
-    """As `torch.save` writes a state dict: a pickle beside the bytes of each tensor."""
+def write_pth(path: Path, tensors: Tensors, within: str = "") -> None:
+    """As `torch.save` writes a state dict, alone or within another: a pickle beside the tensors' bytes."""
 
     def text(value: str) -> bytes:
         return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
@@ -199,7 +199,7 @@ def write_pth(path: Path, tensors: Tensors) -> None:
         return b"(" + b"".join(b"J" + struct.pack("<i", n) for n in numbers) + b"t"
 
     empty = b"ccollections\nOrderedDict\n)R"
-    pickle = b"\x80\x02" + empty + b"("
+    pickle = empty + b"("
     with zipfile.ZipFile(path, "w") as archive:
         for key, (name, tensor) in enumerate(tensors.items()):
             shape, count = tensor.shape, math.prod(tensor.shape)
@@ -211,5 +211,8 @@ def write_pth(path: Path, tensors: Tensors) -> None:
             pickle += text(name) + b"ctorch._utils\n" + rebuilt
             pickle += storage + where + b"\x89" + empty + behind + b"tR"
             archive.writestr(f"pickled/data/{key}", tensor.data)
-        archive.writestr("pickled/data.pkl", pickle + b"u.")
+        pickle += b"u"
+        if within:
+            pickle = empty + b"(" + text(within) + pickle + b"u"
+        archive.writestr("pickled/data.pkl", b"\x80\x02" + pickle + b".")
         archive.writestr("pickled/version", b"3\n")

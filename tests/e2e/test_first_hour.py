@@ -15,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import moored
+import numpy as np
 import pytest
 from commands import LARGE_ID as ID
 from commands import Completed, Run, good
 from gpu import checkpoints
 from hub import Hub, Repository, files_of
+from stored_files import Tensor, in_f32, write_pth, write_safetensors
 
 from service import BINARY, INSTANT_MODELS, ROOT, ReservedPort, Service, run
 
 SHORT = "z-image-turbo"
 LARGE = "hunyuan-video"
 FRAMEPACK = "lllyasviel/FramePackI2V_HY"
+OVI = "chetwinlow1/Ovi"
 FIXTURES = ROOT / "service/pipelines/fixtures"
 WAIT_S = 60
 TINY_FILM = ("-W", "48", "-H", "32", "--frames", "5", "--steps", "1")
@@ -47,6 +50,40 @@ def framepack_repositories() -> dict[str, Repository]:
         FRAMEPACK: Repository(files_of(tiny / "transformer")),
         "hunyuanvideo-community/HunyuanVideo": Repository(base),
         "lllyasviel/flux_redux_bfl": Repository(vision),
+    }
+
+
+def ovi_repositories(folder: Path) -> dict[str, Repository]:
+    """Ovi's fusion model, and the two repositories with the rest of it; all tiny. Numbers are random."""
+    generator = np.random.default_rng(1)
+
+    def tensor(name: str, shape: list[int]) -> Tensor:
+        inputs = math.prod(shape[1:])
+        scale = inputs**-0.5 if len(shape) > 1 else 0.1
+        centre = 1.0 if len(shape) == 1 and name.endswith(("weight", "std")) else 0.0
+        numbers = centre + scale * generator.standard_normal(shape)
+        return in_f32(*np.atleast_1d(numbers).flat, shape=tuple(shape))
+
+    files = json.loads((FIXTURES / "ovi-tiny/shapes.json").read_text(encoding="utf-8"))
+    made = {
+        file: {name: tensor(name, shape) for name, shape in shapes.items()}
+        for file, shapes in files.items()
+    }
+    fusion, vae, vocoder = (
+        folder / name for name in ("model.safetensors", "v1-16.pth", "best_netG.pt")
+    )
+    write_safetensors(fusion, made["Ovi-960x960-5s"])
+    write_pth(vae, made["v1-16"])
+    write_pth(vocoder, made["best_netG"], within="generator")
+    base = files_of(FIXTURES / "wan-ti2v-tiny")
+    for part in ("text_encoder", "tokenizer"):
+        inside = files_of(FIXTURES / "wan-tiny" / part).items()
+        base |= {f"{part}/{name}": content for name, content in inside}
+    of_sound = {f"ext_weights/{path.name}": path.read_bytes() for path in (vae, vocoder)}
+    return {
+        OVI: Repository({fusion.name: fusion.read_bytes(), "README.md": b"of the authors"}),
+        "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Repository(base),
+        "hkchengrex/MMAudio": Repository(of_sound | {"weights/large.pth": b"not read"}),
     }
 
 
@@ -363,6 +400,42 @@ def test_framepack_is_one_pull_and_one_model(
             client.unload()
             with pytest.raises(moored.ModelUnsupported, match="moored pull framepack"):
                 client.plan_video("a wave", model="framepack")
+    finally:
+        assert service.stop() == 0
+
+
+def test_ovi_is_one_pull_and_makes_a_film_with_sound(
+    hub: Hub, home: Path, alone: Run, tmp_path: Path
+) -> None:
+    hub.repositories |= ovi_repositories(tmp_path)
+    planned = alone("pull", "ovi-1.0", "--dry-run")
+    assert "Wan-AI/Wan2.2-TI2V-5B-Diffusers" in planned.stderr
+    good(alone("pull", "ovi-1.0"))
+    base = home / "hub/models--Wan-AI--Wan2.2-TI2V-5B-Diffusers"
+    assert not list(base.glob("snapshots/*/transformer/*.safetensors")), "Ovi has its own"
+    sound = home / "hub/models--hkchengrex--MMAudio"
+    assert not list(sound.glob("snapshots/*/weights/*")), "only what decodes the sound"
+    service = Service(state=tmp_path / "s", environment=hub.environment(home))
+    try:
+        with service.client() as client:
+            theirs = [model for model in client.list_models() if not model.id.startswith("moored/")]
+            told = [(model.id, model.problem) for model in theirs]
+            assert told == [(f"{OVI}:model.safetensors", "")]
+            film = client.generate_video(
+                "a wave <S>hello<E>",
+                model="ovi-1.0",
+                width=64,
+                height=32,
+                frames=5,
+                frames_per_second=24,
+                steps=1,
+            )
+            assert film.audio is not None
+            track = (film.audio.sample_rate, film.audio.channels, film.audio.sample_count)
+            assert track == (16_000, 1, 6 * 512)
+            assert list(film.timings)[-2:] == ["decode_sound", "decode"]
+            with pytest.raises(moored.InvalidRequest, match="multiple of 4 plus 1"):
+                client.plan_video("a wave", model="ovi-1.0", frames=120)
     finally:
         assert service.stop() == 0
 

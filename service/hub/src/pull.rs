@@ -336,7 +336,8 @@ impl Hub {
             Some(file) => is_transformer(&*self.families, session, model, &listing.commit, file).await?,
             None => false,
         };
-        let (kind, others) = match (is_alone, &listing.base) {
+        let is_known = catalogue::find(&model.listed_id()).is_some_and(|known| !known.with.is_empty());
+        let (kind, others) = match (is_alone && !is_known, &listing.base) {
             (false, _) => self.with_it(session, model).await?,
             (true, None) => (Base::Unknown, Vec::new()),
             // A base that does not run here counts as no base: the file may be used with another pipeline.
@@ -359,7 +360,7 @@ impl Hub {
         session: &HubSession,
         model: &Reference,
     ) -> Result<(Base, Vec<RepositoryPart>), PullError> {
-        let known = catalogue::find(&model.id).filter(|_| model.file.is_none());
+        let known = catalogue::find(&model.listed_id());
         let mut others = Vec::new();
         let mut kind = Base::Own;
         for other in known.iter().flat_map(|known| &known.with) {

@@ -25,7 +25,7 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// A model by its id on the hub, or by its short name.
+    /// A model by its id on the hub, or by its short name, which may stand for one file of a repository.
     ///
     /// # Errors
     /// When the id or the revision is not valid on a hub.
@@ -33,18 +33,26 @@ impl Reference {
         let wrong = || PullError::Name {
             name: format!("{id}{}{revision}", if revision.is_empty() { "" } else { "@" }),
         };
-        let id = catalogue::id_of(id).unwrap_or(id);
+        let known = catalogue::id_of(id);
+        let (id, file) = match known.and_then(|known| known.split_once(':')) {
+            Some((id, file)) => (id, Some(file)),
+            None => (known.unwrap_or(id), None),
+        };
         let (owner, name) = id.split_once('/').ok_or_else(wrong)?;
         let revision = if revision.is_empty() { MAIN } else { revision };
         let is_revision = revision.len() <= LONGEST_REVISION && revision.split('/').all(is_part);
         // In the cache two hyphens stand for the slash, so a name cannot have them.
         let is_name = |part: &str| is_part(part) && part.len() <= LONGEST_PART && !part.contains("--");
         if is_name(owner) && is_name(name) && is_revision {
-            return Ok(Reference {
+            let whole = Reference {
                 id: id.to_owned(),
                 revision: revision.to_owned(),
                 file: None,
-            });
+            };
+            return match file {
+                Some(file) => whole.with_file(file),
+                None => Ok(whole),
+            };
         }
         Err(wrong())
     }
@@ -156,6 +164,8 @@ mod tests {
         let of_file: Reference = "me/mine@v1:styles/ink.safetensors".parse().unwrap();
         assert_eq!(of_file.file.as_deref(), Some("styles/ink.safetensors"));
         assert_eq!(of_file.to_string(), "me/mine@v1:styles/ink.safetensors");
+        let short: Reference = "ovi-1.1-960-5s".parse().unwrap();
+        assert_eq!(short.listed_id(), "chetwinlow1/Ovi:model_960x960.safetensors");
         for wrong in ["me/mine:", "me/mine:../ink.safetensors", "me/mine:ink.bin"] {
             assert!(wrong.parse::<Reference>().is_err(), "{wrong}");
         }

@@ -17,6 +17,7 @@ mod layer_norm;
 mod linear;
 mod mmdit;
 pub mod noise;
+pub mod ovi;
 mod resident;
 pub mod rotary;
 mod rounds;
@@ -44,6 +45,7 @@ pub fn families() -> FamilyList {
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
         Box::new(hunyuan::Hunyuan),
+        Box::new(ovi::Ovi),
         Box::new(wan::Wan),
         Box::new(ace_step::AceStep),
         Box::new(instant::Instant),

@@ -26,3 +26,30 @@ pub(crate) fn sinusoids(values: &[f32], width: usize, dtype: DType, device: &Dev
         .to_dtype(dtype)?
         .to_device(device)
 }
+
+/// [`sinusoids`] with angles in f64, as Wan's authors compute them.
+///
+/// # Errors
+/// Errors of the device.
+pub(crate) fn precise_sinusoids(
+    values: &[f32],
+    width: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    let half = width / 2;
+    let angles = |value: &f32| -> Vec<f64> {
+        let angle = |i: usize| f64::from(*value) * 10_000f64.powf(-(i as f64) / half as f64);
+        (0..half).map(angle).collect()
+    };
+    let of_value = |value: &f32| {
+        let angles = angles(value);
+        let cosines = angles.iter().map(|angle| angle.cos() as f32);
+        let sines = angles.iter().map(|angle| angle.sin() as f32);
+        cosines.chain(sines).collect::<Vec<f32>>()
+    };
+    let numbers: Vec<f32> = values.iter().flat_map(of_value).collect();
+    Tensor::from_vec(numbers, (values.len(), width), &Device::Cpu)?
+        .to_dtype(dtype)?
+        .to_device(device)
+}

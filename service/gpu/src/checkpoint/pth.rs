@@ -32,7 +32,7 @@ const MIN_ENTRY_BYTES: u64 = 46;
 const MAX_COMMENT_BYTES: u64 = 0xFFFF;
 
 /// Keys under which training scripts nest the state dict, in the order of lookup.
-const NESTED: [&str; 3] = ["state_dict", "model", "module"];
+const NESTED: [&str; 4] = ["state_dict", "model", "module", "generator"];
 
 /// Error for a pickle outside of an archive.
 pub(super) fn bare_pickle() -> Problem {

@@ -32,11 +32,11 @@ fn opened(folders: &mut Vec<TempDir>) -> Vec<Opened> {
         let root = TempDir::new().unwrap();
         let folder = root.path().join("it");
         fs::create_dir(&folder).unwrap();
-        write_model(&model.name, &folder);
+        let path = write_model(&model.name, &folder);
         for is_f32 in [false, true] {
             for preset in Preset::ALL {
                 let formats = Quantization::preset(preset);
-                let entry = Entry::new(String::new(), String::new(), folder.clone(), formats);
+                let entry = Entry::new(String::new(), String::new(), path.clone(), formats);
                 let open = library.open(&entry, &card(is_f32)).unwrap();
                 opened.push(Opened {
                     name: model.name.clone(),

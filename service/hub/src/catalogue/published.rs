@@ -7,10 +7,13 @@ use std::path::{Path, PathBuf};
 use pipelines::ace_step::{ConditionConfig, TokenConfig, TransformerConfig as AceTransformer};
 use pipelines::autoencoders::hunyuan::HunyuanVaeConfig;
 use pipelines::autoencoders::kl::VaeConfig;
+use pipelines::autoencoders::mmaudio::MmAudioConfig;
+use pipelines::autoencoders::mmaudio::vocoder::VocoderConfig;
 use pipelines::autoencoders::oobleck::OobleckConfig;
 use pipelines::autoencoders::wan::WanVaeConfig;
 use pipelines::flux::TransformerConfig as FluxTransformer;
 use pipelines::hunyuan::TransformerConfig as HunyuanTransformer;
+use pipelines::ovi::FusionConfig;
 use pipelines::text::clip::ClipConfig;
 use pipelines::text::llama::LlamaConfig;
 use pipelines::text::qwen3::Qwen3Config;
@@ -230,9 +233,30 @@ fn write_wan(folder: &Path, tiny: &str, transformer: &Value) {
     write(&folder.join("text_encoder"), config, TRANSFORMERS, shapes);
 }
 
-/// Writes a checkpoint of the published shapes of a model.
-pub(super) fn write_model(name: &str, folder: &Path) {
+/// Ovi's fusion model in one file, with its base and the decoders of its sound beside it. The file has a name that declares its
+/// variant.
+fn write_ovi(folder: &Path, stem: &str) -> PathBuf {
+    let base = folder.join("wan");
+    fs::create_dir_all(&base).unwrap();
+    write_model("wan2.2-ti2v-5b", &base);
+    write(folder, json!({}), stem, |config: FusionConfig| {
+        config.authors_tensor_shapes()
+    });
+    write(folder, json!({}), "v1-16", |config: MmAudioConfig| {
+        config.tensor_shapes()
+    });
+    write(folder, json!({}), "best_netG", |config: VocoderConfig| {
+        config.tensor_shapes()
+    });
+    folder.join(format!("{stem}.safetensors"))
+}
+
+/// Writes a checkpoint of the published shapes of a model, and returns what is opened.
+pub(super) fn write_model(name: &str, folder: &Path) -> PathBuf {
     match name {
+        "ovi-1.0" => return write_ovi(folder, "Ovi-11B-bf16"),
+        "ovi-1.1-960-5s" => return write_ovi(folder, "model_960x960"),
+        "ovi-1.1-960-10s" => return write_ovi(folder, "model_960x960_10s"),
         "flux-schnell" => write_flux(folder, false),
         "flux-dev" => write_flux(folder, true),
         "z-image-turbo" => write_z_image(folder),
@@ -252,4 +276,5 @@ pub(super) fn write_model(name: &str, folder: &Path) {
         "ace-step" => write_ace_step(folder),
         other => panic!("write the published shapes of {other} here"),
     }
+    folder.to_owned()
 }

@@ -118,6 +118,9 @@ fn models_in_comfyui() -> String {
         let makes = match (model.makes, model.name.as_str()) {
             (Makes::Video, "framepack" | "wan2.2-i2v-a14b") => "films from a start picture",
             (Makes::Video, "wan2.2-ti2v-5b") => "films from text or a start picture",
+            (Makes::Video, name) if name.starts_with("ovi-") => {
+                "films with sound, from text or a start picture"
+            }
             (Makes::Video, _) => "films from text",
             (Makes::Image | Makes::Audio, _) => model.makes.in_words(),
         };

@@ -36,6 +36,7 @@ mod tiles;
 
 pub mod hunyuan;
 pub mod kl;
+pub mod mmaudio;
 pub mod oobleck;
 pub mod wan;
 

@@ -125,13 +125,6 @@ mod tests {
                 &["vace_blocks.0.before_proj.weight", "vace_patch_embedding.weight"],
             ),
             (
-                "Ovi",
-                &[
-                    "audio_model.blocks.0.norm3.weight",
-                    "video_model.blocks.0.norm3.weight",
-                ],
-            ),
-            (
                 "Qwen-Image",
                 &["txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"],
             ),

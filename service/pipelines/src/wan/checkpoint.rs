@@ -26,7 +26,7 @@ pub(super) const SECOND_FOLDER: [&str; 1] = ["transformer_2"];
 pub(super) const SECOND_KEY: &str = "transformer_2";
 
 /// Detection rules of the family.
-pub(super) const MARKS: Marks = Marks {
+pub(crate) const MARKS: Marks = Marks {
     family: "Wan",
     class_prefix: "Wan",
     pipelines: &PIPELINES,

@@ -11,7 +11,7 @@ pub(super) const NAMES: LayerNames = LayerNames(&[]);
 const ATTENTION: [(&str, &str); 4] = [("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o")];
 
 /// All tensors of a transformer of this configuration.
-pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
+pub(crate) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
     let width = config.width();
     let mut list = Layout::default();
     let [t, h, w] = config.patch_size;

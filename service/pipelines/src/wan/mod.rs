@@ -15,11 +15,14 @@ mod places;
 mod plan;
 pub(crate) mod shape;
 mod stages;
-mod tokens;
+pub(crate) mod tokens;
 mod transformer;
 
+pub(crate) use checkpoint::MARKS;
 pub use config::TransformerConfig;
+pub(crate) use layout::layout;
 pub use model::{Wan, WanModel};
+pub(crate) use places::component_of_base;
 pub use transformer::{Seen, StepBuffers, Texts, Times, TokenCounts, Transformer, denoise_scratch};
 
 /// The further names of the transformer's layers, and its tensors.

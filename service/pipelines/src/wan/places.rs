@@ -27,7 +27,16 @@ const NOISES: [(&str, &str); 3] = [("high", "low"), ("High", "Low"), ("HIGH", "L
 /// Stems and folder of the single files that replace a component's folder.
 fn single_files_of(component: &str) -> (&'static [&'static str], &'static str) {
     match component {
-        VAE => (&["wan_2.1_vae", "wan2.2_vae", "Wan2.1_VAE", "Wan2.2_VAE"], "vae"),
+        VAE => (
+            &[
+                "wan_2.1_vae",
+                "wan2.2_vae",
+                "Wan2.1_VAE",
+                "Wan2.2_VAE",
+                "Wan2_2_VAE",
+            ],
+            "vae",
+        ),
         _ => (&["umt5_xxl", "umt5-xxl", "models_t5_umt5-xxl"], "text_encoders"),
     }
 }
@@ -91,15 +100,27 @@ impl Places {
         published: impl FnOnce() -> C,
         check: fn(&C) -> Result<(), String>,
     ) -> Result<(C, ComponentPlace), ModelError> {
-        let beside = || {
-            let file = self.file.as_ref()?;
-            let (stems, folder) = single_files_of(component);
-            stems
-                .iter()
-                .find_map(|stem| companion(file, &self.base, folder, stem))
-        };
-        ComponentPlace::of(&self.base.join(component), beside, published, check)
+        component_of_base((self.file.as_deref(), &self.base), component, published, check)
     }
+}
+
+/// Configuration and place of a component of a base, which a single file that was opened may have beside it. A single file without
+/// a configuration has the published configuration.
+///
+/// # Errors
+/// When its configuration cannot be read, or is not supported.
+pub(crate) fn component_of_base<C: DeserializeOwned>(
+    (opened, base): (Option<&Path>, &Path),
+    component: &str,
+    published: impl FnOnce() -> C,
+    check: fn(&C) -> Result<(), String>,
+) -> Result<(C, ComponentPlace), ModelError> {
+    let beside = || {
+        let (stems, folder) = single_files_of(component);
+        let file = opened?;
+        stems.iter().find_map(|stem| companion(file, base, folder, stem))
+    };
+    ComponentPlace::of(&base.join(component), beside, published, check)
 }
 
 /// The folder of the second transformer of a pipeline that has a boundary.

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use model::plan::{names, only_value, rungs_of};
-use model::{Memo, Passes};
+use model::{Flops, Memo, Passes};
 use residency::Bytes;
 
 use super::model::{Kind, SECOND, TEXT_ENCODER, TRANSFORMER, VAE, WanModel};
@@ -344,7 +344,7 @@ impl WanModel {
     }
 
     /// Floating-point operations of a pass over the blocks under one text.
-    fn flops(&self, component: &str, tokens: usize, request: &Request) -> u64 {
+    fn flops(&self, component: &str, tokens: usize, request: &Request) -> Flops {
         let rows_of = |weight: &str| match weight.starts_with("blocks.") && !is_of_text(weight) {
             true => tokens,
             false => 0,

@@ -21,7 +21,7 @@ use crate::stage::{Stage, named, unknown};
 use crate::tensors::to_host;
 use crate::text::t5::T5Encoder;
 use crate::unipc::{UniPcLatent, UniPcState};
-use crate::{HostTensor, InitImage, MediaFormat, Piece, StageError, Values};
+use crate::{HostTensor, InitImage, Piece, StageError, Values};
 
 /// The state that all steps share: the times, and the texts of each pass.
 struct Conditioning {
@@ -327,12 +327,7 @@ impl Stage<'_, WanModel> {
         let component = (self.run.tensors)(VAE)?;
         let decoder = WanVaeDecoder::new(config, &component)?;
         self.observer.check_cancelled()?;
-        let format = MediaFormat::Video {
-            width: video.width,
-            height: video.height,
-            frames: video.frames,
-            frames_per_second: video.frames_per_second,
-        };
+        let format = video.format(None);
         let at_a_time = match video.frames_at_a_time {
             0 => usize::MAX,
             most => most as usize,

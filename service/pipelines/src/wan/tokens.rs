@@ -8,7 +8,7 @@ use crate::z_image::{latent_of, patches_of};
 ///
 /// # Errors
 /// When its sides are odd.
-pub(super) fn tokens_of(latent: &Tensor) -> Result<Tensor> {
+pub(crate) fn tokens_of(latent: &Tensor) -> Result<Tensor> {
     let frames = patches_of(&latent.transpose(0, 1)?.contiguous()?)?.contiguous()?;
     let (count, tokens, width) = frames.dims3()?;
     frames.reshape((1, count * tokens, width))
@@ -18,7 +18,7 @@ pub(super) fn tokens_of(latent: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// When there are not `rows * columns` tokens for each frame.
-pub(super) fn latent_of_tokens(tokens: &Tensor, (rows, columns): (usize, usize)) -> Result<Tensor> {
+pub(crate) fn latent_of_tokens(tokens: &Tensor, (rows, columns): (usize, usize)) -> Result<Tensor> {
     let (_, count, width) = tokens.dims3()?;
     let frames = count / (rows * columns).max(1);
     let frames = tokens.reshape((frames, rows * columns, width))?;

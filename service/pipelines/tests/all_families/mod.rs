@@ -1,11 +1,14 @@
 //! A small model of each family, of which tests ask the same of all families.
 #![allow(dead_code)] // Each binary takes what it needs.
 
+use std::path::{Path, PathBuf};
+
 use pipelines::{Audio, AudioTask, Clip, Image, InitImage, MediaFormat, Medium, Request, Video};
 use tempfile::TempDir;
 
 use crate::numbers::fixtures;
 use crate::open_model::copy;
+use crate::tiny_ovi;
 
 /// A model in a separate folder, and a request of it.
 pub(crate) struct Case {
@@ -15,14 +18,17 @@ pub(crate) struct Case {
     pub(crate) request: fn() -> Request,
     /// The component that a precision changes.
     pub(crate) quantized: &'static str,
+    /// The file that is opened, if it is not the folder, and what writes it.
+    pub(crate) file: Option<(&'static str, fn(&Path))>,
 }
 
-pub(crate) const CASES: [Case; 8] = [
+pub(crate) const CASES: [Case; 9] = [
     Case {
         name: "flux",
         folders: &[("flux-tiny", "")],
         request: || of(Medium::Image(Image::of(64, 64))),
         quantized: "text_encoder_2",
+        file: None,
     },
     Case {
         name: "kontext",
@@ -34,6 +40,7 @@ pub(crate) const CASES: [Case; 8] = [
             }))
         },
         quantized: "text_encoder_2",
+        file: None,
     },
     Case {
         name: "z-image",
@@ -43,6 +50,7 @@ pub(crate) const CASES: [Case; 8] = [
             ..of(Medium::Image(Image::of(64, 64)))
         },
         quantized: "text_encoder",
+        file: None,
     },
     Case {
         name: "framepack",
@@ -63,24 +71,48 @@ pub(crate) const CASES: [Case; 8] = [
             }))
         },
         quantized: "text_encoder",
+        file: None,
     },
     Case {
         name: "wan",
         folders: &[("wan-tiny", ""), ("wan-ti2v-tiny", "")],
         request: || with_negative(9),
         quantized: "text_encoder",
+        file: None,
     },
     Case {
         name: "wan-two",
         folders: &[("wan-tiny", ""), ("wan-i2v-tiny", "")],
         request: || with_negative(5),
         quantized: "text_encoder",
+        file: None,
+    },
+    Case {
+        name: "ovi",
+        folders: &[],
+        request: || {
+            let request = with_negative(5);
+            let Medium::Video(video) = request.medium else {
+                return request;
+            };
+            let video = Video {
+                frames_per_second: 24.0,
+                ..video
+            };
+            Request {
+                medium: Medium::Video(video),
+                ..request
+            }
+        },
+        quantized: "text_encoder",
+        file: Some((tiny_ovi::FILE, tiny_ovi::write)),
     },
     Case {
         name: "ace-step",
         folders: &[("ace-tiny", "")],
         request: || of(Medium::Audio(track(AudioTask::TextToMusic, None))),
         quantized: "text_encoder",
+        file: None,
     },
     Case {
         name: "ace-step-cover",
@@ -90,6 +122,7 @@ pub(crate) const CASES: [Case; 8] = [
             ..of(Medium::Audio(track(AudioTask::Cover, Some(8000))))
         },
         quantized: "text_encoder",
+        file: None,
     },
 ];
 
@@ -155,6 +188,17 @@ impl Case {
         for (from, to) in self.folders {
             copy(&fixtures().join(from), &folder.path().join(to));
         }
+        if let Some((_, write)) = self.file {
+            write(folder.path());
+        }
         folder
+    }
+
+    /// The path of the model in its folder.
+    pub(crate) fn model_in(&self, folder: &TempDir) -> PathBuf {
+        match self.file {
+            Some((name, _)) => folder.path().join(name),
+            None => folder.path().to_owned(),
+        }
     }
 }

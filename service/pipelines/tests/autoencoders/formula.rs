@@ -4,6 +4,8 @@ use std::collections::HashMap;
 
 use candle_core::{Device, Tensor};
 use pipelines::autoencoders::hunyuan::HunyuanVaeConfig;
+use pipelines::autoencoders::mmaudio::MmAudioConfig;
+use pipelines::autoencoders::mmaudio::vocoder::VocoderConfig;
 use pipelines::autoencoders::wan::WanVaeConfig;
 
 /// Numbers of unit variance: splitmix64 of the name's FNV-1a hash and the index, uniform.
@@ -86,4 +88,33 @@ pub(crate) fn projected(frames: &Tensor) -> Tensor {
         })
     });
     Tensor::from_vec(sums.collect::<Vec<_>>(), (count, SUMS), &Device::Cpu).expect("sums")
+}
+
+/// The weights of MMAudio's autoencoder as the authors store them, with everything randomised.
+pub(crate) fn mmaudio_weights(config: &MmAudioConfig) -> HashMap<String, Tensor> {
+    let weight = |(name, shape): (String, Vec<usize>)| {
+        let numbers = match name.as_str() {
+            "decoder.learnable_gain" => tensor(&name, &shape, 0.3, 0.2),
+            "data_mean" => tensor(&name, &shape, 0.5, -1.8),
+            "data_std" => tensor(&name, &shape, 0.2, 0.9),
+            _ => tensor(&name, &shape, 0.7, 0.1),
+        };
+        (name, numbers)
+    };
+    config.tensor_shapes().into_iter().map(weight).collect()
+}
+
+/// The weights of its vocoder as the authors store them.
+pub(crate) fn vocoder_weights(config: &VocoderConfig) -> HashMap<String, Tensor> {
+    let weight = |(name, shape): (String, Vec<usize>)| {
+        let (gain, centre) = match name.rsplit('.').next() {
+            Some("weight_g") => (0.15, 0.5),
+            Some("weight_v") => (1.0, 0.1),
+            Some("bias") => (0.2, 0.0),
+            _ => (0.4, 0.1),
+        };
+        let tensor = tensor(&name, &shape, gain, centre);
+        (name, tensor)
+    };
+    config.tensor_shapes().into_iter().map(weight).collect()
 }

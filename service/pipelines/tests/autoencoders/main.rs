@@ -9,6 +9,7 @@ mod formula;
 mod hunyuan;
 mod kl;
 mod made_up;
+mod mmaudio;
 #[path = "../numbers/mod.rs"]
 mod numbers;
 mod oobleck;

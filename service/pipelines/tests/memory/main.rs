@@ -6,6 +6,7 @@
 mod ace_step;
 mod flux;
 mod hunyuan;
+mod ovi;
 #[path = "../processor_time/mod.rs"]
 mod processor_time;
 mod wan;

@@ -7,10 +7,15 @@
 mod all_families;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
+#[path = "../autoencoders/formula.rs"]
+#[allow(dead_code)] // Each binary takes what it needs.
+mod formula;
 #[path = "../numbers/mod.rs"]
 mod numbers;
 #[path = "../open_model/mod.rs"]
 mod open_model;
+#[path = "../tiny_ovi/mod.rs"]
+mod tiny_ovi;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -235,7 +240,7 @@ impl Case {
 fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
     for case in &CASES {
         let folder = case.folder();
-        let open = |precision: &Precision| families().open(folder.path(), precision);
+        let open = |precision: &Precision| families().open(&case.model_in(&folder), precision);
         let model = open(&F32).expect("a model");
         let opened = OpenModel::of(Arc::clone(&model));
         let request = (case.request)();
@@ -278,7 +283,7 @@ fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
 fn fields_that_sampling_alone_reads_change_no_identity_of_encoded_text() {
     for case in &CASES {
         let folder = case.folder();
-        let model = families().open(folder.path(), &F32).expect("a model");
+        let model = families().open(&case.model_in(&folder), &F32).expect("a model");
         let request = (case.request)();
         let before = identities(&*model, &request).expect(case.name);
         for (field, other) in other_requests(&request) {
@@ -294,7 +299,7 @@ fn fields_that_sampling_alone_reads_change_no_identity_of_encoded_text() {
         let schedule = folder.path().join("scheduler/scheduler_config.json");
         if let Ok(text) = fs::read_to_string(&schedule) {
             fs::write(&schedule, format!("{text}\n")).unwrap();
-            let other = families().open(folder.path(), &F32).expect("a model");
+            let other = families().open(&case.model_in(&folder), &F32).expect("a model");
             assert_eq!(identities(&*other, &request), Some(before), "{}", case.name);
         }
     }

@@ -7,10 +7,15 @@
 mod all_families;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
+#[path = "../autoencoders/formula.rs"]
+#[allow(dead_code)] // Each binary takes what it needs.
+mod formula;
 #[path = "../numbers/mod.rs"]
 mod numbers;
 #[path = "../open_model/mod.rs"]
 mod open_model;
+#[path = "../tiny_ovi/mod.rs"]
+mod tiny_ovi;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -80,12 +85,7 @@ fn what_is_streamed_gives_the_bytes_of_what_is_resident() {
     }
     let models = CASES.iter().map(|case| {
         let folder = case.folder();
-        (
-            case.name,
-            folder.path().to_owned(),
-            (case.request)(),
-            Some(folder),
-        )
+        (case.name, case.model_in(&folder), (case.request)(), Some(folder))
     });
     // That of the fixtures has a text encoder of two layers, which two slots hold.
     let of_prompt = all_families::of(Medium::Image(Image::of(64, 64)));

@@ -137,7 +137,7 @@ impl Source<'_> {
 
 /// A convolution of a contiguous sequence into a new one, after the activation if there is a Snake. The sequence is
 /// dropped as soon as it is read.
-fn convolve(
+pub(in crate::autoencoders) fn convolve(
     x: Tensor,
     snake: Option<&Snake>,
     filter: &SequenceFilter,

@@ -75,17 +75,17 @@ pub fn encode_scratch(config: &OobleckConfig, samples: usize, windows: Windows, 
     Bytes(account.filters + account.peak)
 }
 
-/// Tracks live bytes of a window layer by layer, and the layers that were passed.
-pub(super) struct Account {
+/// Tracks live bytes of a window, or of a whole sequence, layer by layer, and the layers that were passed.
+pub(in crate::autoencoders) struct Account {
     dtype: DType,
     filters: u64,
     peak: u64,
     /// Shapes of all convolutions for which cuDNN may have a plan.
-    pub(super) planned: Vec<Planned>,
+    pub(in crate::autoencoders) planned: Vec<Planned>,
 }
 
 impl Account {
-    fn new(dtype: DType) -> Account {
+    pub(in crate::autoencoders) fn new(dtype: DType) -> Account {
         Account {
             dtype,
             filters: 0,
@@ -94,8 +94,18 @@ impl Account {
         }
     }
 
-    fn note(&mut self, alive: u64) {
+    pub(in crate::autoencoders) fn note(&mut self, alive: u64) {
         self.peak = self.peak.max(alive);
+    }
+
+    /// The dtype of sequences.
+    pub(in crate::autoencoders) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Filters, and the most that was alive beside them.
+    pub(in crate::autoencoders) fn total(&self) -> Bytes {
+        Bytes(self.filters + self.peak)
     }
 
     /// Dtypes narrower than f32 imply a card: the CPU computes in f32.
@@ -103,17 +113,17 @@ impl Account {
         self.dtype.size_in_bytes() < 4
     }
 
-    fn bytes(&self, rows: usize, channels: usize) -> u64 {
+    pub(in crate::autoencoders) fn bytes(&self, rows: usize, channels: usize) -> u64 {
         allocated(rows * channels * self.dtype.size_in_bytes())
     }
 
-    fn filter(&mut self, shape: SequenceShape) {
+    pub(in crate::autoencoders) fn filter(&mut self, shape: SequenceShape) {
         self.filters += allocated(shape.filter_numbers() * self.dtype.size_in_bytes());
     }
 
     /// A convolution of `rows` rows into a new sequence. Returns the length and the bytes of the new sequence. `held` are the
     /// bytes of the sequence that is read; `stays` says whether it is kept.
-    fn convolve(
+    pub(in crate::autoencoders) fn convolve(
         &mut self,
         shape: SequenceShape,
         (rows, held, stays): (usize, u64, bool),

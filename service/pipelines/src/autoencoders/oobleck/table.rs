@@ -70,7 +70,12 @@ impl Layer {
 }
 
 /// A convolution that keeps the length.
-pub(super) fn dilated(inputs: usize, outputs: usize, taps: usize, dilation: usize) -> SequenceShape {
+pub(in crate::autoencoders) fn dilated(
+    inputs: usize,
+    outputs: usize,
+    taps: usize,
+    dilation: usize,
+) -> SequenceShape {
     SequenceShape {
         through: Through::Dilated { dilation },
         taps,

@@ -28,7 +28,7 @@ pub(super) const LORA: Relative = marked(
 );
 
 /// Whole models, and files that are no models; the first that fits counts.
-pub(super) const RELATIVES: [Relative; 40] = [
+pub(super) const RELATIVES: [Relative; 39] = [
     LORA,
     Relative {
         name: "a ControlNet, which is used with a model: of FLUX.1 its folder in diffusers' layout is read",
@@ -72,15 +72,6 @@ pub(super) const RELATIVES: [Relative; 40] = [
         classes: &["Ovis"],
         architectures: &[],
         marks: &[&["double_blocks.0.img_mlp.down_proj."]],
-    },
-    Relative {
-        name: "Ovi",
-        classes: &["Ovi"],
-        architectures: &[],
-        marks: &[
-            &["audio_model.blocks.0.", "video_model.blocks.0."],
-            &["cross_attn.k_fusion."],
-        ],
     },
     Relative {
         name: "HunyuanVideo 1.5 or HunyuanImage 2.1",
