@@ -27,6 +27,11 @@ EDIT = (
     "a large red circle at the top left and a small green star in the centre on a yellow background"
 )
 FILM_MODEL = "hunyuanvideo-community/HunyuanVideo"
+SPEAKING_MODEL = "chetwinlow1/Ovi:model_960x960.safetensors"
+SPOKEN_PROMPT = (
+    "a fisherman in an open boat at dawn looks up and says <S>The tide is turning.<E> "
+    "<AUDCAP>a man speaks calmly, small waves slap against wood, gulls far away<ENDAUDCAP>"
+)
 FRAMEPACK = "lllyasviel/FramePackI2V_HY"
 BETWEEN_PROMPT = "the star slowly changes its colour"
 MUSIC_MODEL = "moored/demo-sound"
@@ -70,6 +75,13 @@ async def generate_video(engine: Headless) -> None:
     await engine.connect(limits, "system_constraints", film, "system_constraints")
 
 
+async def film_with_sound(engine: Headless) -> None:
+    """A model of films with sound, and a film in which somebody speaks."""
+    model = await engine.node("DiffusionModel", at=(0, 0), model=SPEAKING_MODEL)
+    film = await engine.node("GenerateVideo", at=(700, 0), prompt=SPOKEN_PROMPT)
+    await engine.connect(model, "model_handle", film, "model")
+
+
 async def between_two_pictures(engine: Headless) -> None:
     """Two pictures, and a film from one to the other."""
     model = await engine.node("DiffusionModel", at=(0, 0), model=FRAMEPACK)
@@ -101,6 +113,7 @@ DESCRIPTIONS = {
         "A picture, and a change of it; the model is loaded and unloaded.",
     ),
     "moored_generate_video": (generate_video, "A film from a prompt, within limits."),
+    "moored_film_with_sound": (film_with_sound, "A film in which somebody speaks."),
     "moored_between_two_pictures": (
         between_two_pictures,
         "Two pictures, and a film from one to the other.",
