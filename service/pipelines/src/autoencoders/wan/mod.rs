@@ -20,6 +20,8 @@ mod encoder;
 mod latent;
 mod layers;
 mod names;
+mod pieces;
+mod resample;
 mod scratch;
 mod sketch;
 mod stream;

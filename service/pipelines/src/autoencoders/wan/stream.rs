@@ -5,7 +5,8 @@ use std::mem;
 use model::StageError;
 
 use super::arithmetic::{Arithmetic, Outcome};
-use super::layers::{CACHED, Rows, State, keep_averaged};
+use super::layers::{CACHED, Rows, State};
+use super::pieces::keep_averaged;
 use super::table::Layer;
 
 /// What a half remembers of the latents before, and the rows of the present one on their way.
