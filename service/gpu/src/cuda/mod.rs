@@ -78,6 +78,8 @@ pub(crate) struct CudaCard {
     context_bytes: Bytes,
     /// Bytes of the context when the card was opened.
     context_at_start: Bytes,
+    /// The last readings of it.
+    context_readings: [Bytes; 3],
     /// Bytes used by the activation pool when the current stage began.
     stage_baseline: Bytes,
     /// Maximum bytes of the card's memory that the service uses.
@@ -244,6 +246,7 @@ impl CudaCard {
             nvml,
             context_bytes: Bytes::ZERO,
             context_at_start: Bytes::ZERO,
+            context_readings: [Bytes::ZERO; 3],
             stage_baseline: Bytes::ZERO,
             limit: settings.limit,
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
@@ -325,10 +328,16 @@ impl CudaCard {
             None if may_have_grown && besides - self.context_bytes <= CONTEXT_GROWTH => besides,
             None => self.context_bytes.min(besides),
         };
-        // Code that is loaded stays: less is a reading of NVML that is late.
-        let context = measured.max(self.context_at_start.min(besides));
-        if context != self.context_bytes {
-            tracing::debug!(%context, %measured, before = %self.context_bytes, %besides, own = ?own, reserved = %pools.reserved(), "the context");
+        // Pools and NVML are read one after the other, and NVML may be late: a single reading may be half a gigabyte off. Code that is
+        // loaded stays, so the largest of some readings counts.
+        self.context_readings.rotate_right(1);
+        self.context_readings[0] = measured;
+        let largest = self.context_readings.iter().copied().max().unwrap_or(measured);
+        let context = largest.max(self.context_at_start);
+        if context != self.context_bytes || measured != context {
+            tracing::debug!(
+                %context, %measured, %besides, ?own, reserved = %pools.reserved(), "memory of the context"
+            );
         }
         self.context_bytes = context;
         Ok(())
