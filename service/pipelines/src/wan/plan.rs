@@ -279,7 +279,8 @@ impl WanModel {
             let shape = vec![1, counts.sampled, self.transformer.token_width()];
             takes.extend(STATE.map(|name| ValueShape::new(name, shape.clone())));
         }
-        let colours = request.preview && video.init_image.is_some();
+        let is_learned = request.preview && video.init_image.is_some();
+        let has_colours = is_learned || request.preview && self.vae.colours().is_some();
         StagePlan {
             shape: format!(
                 "{}x{} {} frames t{} p{passes}{}{}",
@@ -300,9 +301,9 @@ impl WanModel {
                 in_step: (passes / batch) as u32,
                 flops: self.flops(part.component, counts.all(), request) * batch as u64,
             },
-            // Previews have the colours of the picture that the film begins with.
-            preview: colours.then_some(PreviewNeed::NOTHING),
-            reads_media: colours,
+            // Previews have the colours of the picture that the film begins with, else the published ones.
+            preview: has_colours.then_some(PreviewNeed::NOTHING),
+            reads_media: is_learned,
             ..StagePlan {
                 rungs,
                 ..denoiser.stage(part.stage, request, Bytes::ZERO)
