@@ -188,6 +188,16 @@ mod tests {
                 "double_blocks.0.img_attn.qkv.weight",
             ],
             &[
+                "patch_embedding.weight",
+                "text_embedding.0.weight",
+                "blocks.0.cross_attn.k.weight",
+            ],
+            &[
+                "patch_embedding.weight",
+                "condition_embedder.time_proj.weight",
+                "blocks.0.attn2.to_k.weight",
+            ],
+            &[
                 "decoder.layers.0.self_attn.q_proj.weight",
                 "encoder.lyric_encoder.norm.weight",
                 "null_condition_emb",
