@@ -35,6 +35,10 @@ pub(super) const STATE: [&str; 4] = ["sampled", "corrected", "clean", "clean_bef
 /// Counts of prompt tokens are rounded up to multiples of this, so that prompts of similar length share learned peaks.
 const TOKENS_AT_A_TIME: usize = 32;
 
+/// Most tokens of a film under each of two texts that are computed in one pass. A pass of 14 B over so many takes 1 s on an H100, and
+/// its blocks are copied in half of that.
+const MOST_TOGETHER: usize = 16_384;
+
 /// The steps of one transformer.
 pub(super) struct Part {
     pub(super) stage: &'static str,
@@ -96,11 +100,14 @@ impl WanModel {
             .collect()
     }
 
-    /// The ways to compute a step's predictions, the best first.
-    pub(super) fn ways(request: &Request) -> &'static [PassOrder] {
+    /// The ways to compute a step's predictions, the best first. Both in one pass fill a card better, and blocks that are streamed
+    /// come once for both; neither matters where a pass computes for longer than its blocks are copied.
+    pub(super) fn ways(&self, request: &Request, video: &Video) -> &'static [PassOrder] {
         match request.negative() {
-            Some(_) => &[PassOrder::Together, PassOrder::OneByOne],
-            None => &[PassOrder::OneByOne],
+            Some(_) if self.tokens(video).all() <= MOST_TOGETHER => {
+                &[PassOrder::Together, PassOrder::OneByOne]
+            }
+            _ => &[PassOrder::OneByOne],
         }
     }
 
@@ -233,7 +240,8 @@ impl WanModel {
         part: &Part,
     ) -> StagePlan {
         let counts = self.tokens(video);
-        let passes = tokens.iter().count();
+        let (passes, ways) = (tokens.iter().count(), self.ways(request, video));
+        let batch = self.batch(ways[0], passes);
         let denoiser = Denoiser {
             parts: &self.parts,
             adapters: &self.adapters,
@@ -252,10 +260,7 @@ impl WanModel {
             rungs
         };
         // The ways of each rung in turn: adapters are read from the machine's memory where neither way has room for them.
-        let by_way: Vec<Vec<Rung>> = WanModel::ways(request)
-            .iter()
-            .map(|way| rungs_of_way(*way))
-            .collect();
+        let by_way: Vec<Vec<Rung>> = ways.iter().map(|way| rungs_of_way(*way)).collect();
         let most = by_way.iter().map(Vec::len).max().unwrap_or_default();
         let rungs =
             (0..most).flat_map(|rung| by_way.iter().filter_map(move |rungs| rungs.get(rung).cloned()));
@@ -292,8 +297,8 @@ impl WanModel {
                 false => names(&STATE),
             },
             passes: Passes {
-                in_step: 1,
-                flops: self.flops(part.component, counts.all(), request) * passes as u64,
+                in_step: (passes / batch) as u32,
+                flops: self.flops(part.component, counts.all(), request) * batch as u64,
             },
             // Previews have the colours of the picture that the film begins with.
             preview: colours.then_some(PreviewNeed::NOTHING),
@@ -397,7 +402,7 @@ impl WanModel {
                 self.vae.planned_to_encode(sides, frames, Chunking::Whole, dtype)
             }
             DENOISE | DENOISE_LOW => {
-                let batch = self.batch(WanModel::ways(request)[0], tokens.iter().count());
+                let batch = self.batch(self.ways(request, video)[0], tokens.iter().count());
                 let text = request.max_sequence_length as usize;
                 let blocks = self.transformer.blocks();
                 blocks.planned(batch, self.tokens(video).all(), text, dtype)

@@ -177,7 +177,7 @@ impl Stage<'_, WanModel> {
     fn denoise(&mut self, part: &Part) -> Result<Values, StageError> {
         let ((dtype, device), request, model) = (self.on(), self.run.request, self.model);
         let video = request.video()?;
-        let ways = WanModel::ways(request);
+        let ways = model.ways(request, video);
         let way = ways[self.run.rung % ways.len()];
         let padded = self.padded_texts(way)?;
         let passes = texts(request).iter().count();

@@ -71,3 +71,23 @@ fn sampling_and_decoding_use_the_planned_shapes() {
         }
     }
 }
+
+/// Both passes of a step of a small film are one; those of a large film, which fill a card alone, follow each other.
+#[test]
+fn passes_of_large_films_follow_each_other() {
+    let folder = T2V.folder();
+    let opened = open(folder.path(), &F32);
+    let sampling = |frames: u32| {
+        let mut request = T2V.request();
+        if let Medium::Video(video) = &mut request.medium {
+            (video.width, video.height, video.frames) = (832, 480, frames);
+        }
+        let plan = opened.model.plan(&request).expect("a plan");
+        plan.into_iter()
+            .find(|stage| stage.name == "denoise")
+            .expect("a stage")
+    };
+    let (small, large) = (sampling(17), sampling(81));
+    assert_eq!((small.rungs.len(), small.passes.in_step), (2, 1));
+    assert_eq!((large.rungs.len(), large.passes.in_step), (1, 2));
+}
