@@ -125,7 +125,9 @@ def test_nothing_is_tried_where_nothing_fits_and_a_cpu_is_called_slow(alone: Run
 @pytest.mark.parametrize("gib", [6, 24])
 def test_every_model_runs_on_a_card_of_6_gib_in_some_size(alone: Run, gib: int) -> None:
     fits, _ = available(alone, f"sim:{gib}GiB")
-    assert "no" not in fits.values()
+    # Simulated cards compute in float32, in which ten seconds with sound take more than 6 GiB.
+    too_long = {"ovi-1.1-960-10s"} if gib == 6 else set()
+    assert {name for name, fit in fits.items() if fit == "no"} <= too_long
     found = alone("doctor", "--json", MOORED_CARDS_DEVICES=f"sim:{gib}GiB").stdout
     checks = map(json.loads, found.splitlines())
     (said,) = (check["found"] for check in checks if check["check"] == "fits")

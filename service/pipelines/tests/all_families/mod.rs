@@ -10,6 +10,9 @@ use crate::numbers::fixtures;
 use crate::open_model::copy;
 use crate::tiny_ovi;
 
+/// What writes a file into the folder of a model.
+pub(crate) type Write = fn(&Path);
+
 /// A model in a separate folder, and a request of it.
 pub(crate) struct Case {
     pub(crate) name: &'static str,
@@ -19,7 +22,7 @@ pub(crate) struct Case {
     /// The component that a precision changes.
     pub(crate) quantized: &'static str,
     /// The file that is opened, if it is not the folder, and what writes it.
-    pub(crate) file: Option<(&'static str, fn(&Path))>,
+    pub(crate) file: Option<(&'static str, Write)>,
 }
 
 pub(crate) const CASES: [Case; 9] = [

@@ -15,6 +15,7 @@ mod given;
 mod numbers;
 #[path = "../open_model/mod.rs"]
 mod open_model;
+mod stored;
 #[path = "../tiny_ovi/mod.rs"]
 mod tiny_ovi;
 mod transformer;

@@ -1,5 +1,7 @@
 //! Passes and whole samplings.
 
+use std::collections::{BTreeMap, HashMap};
+
 use candle_core::{DType, Tensor};
 use pipelines::StageError;
 use pipelines::ovi::{FusionTransformer, Guidance, Progress, PromptStates, Start, sample};
@@ -7,7 +9,7 @@ use pipelines::unipc::{Grid, Schedule};
 
 use crate::device::{BF16_COMPONENT, here, test_device};
 use crate::given::{Given, Tensors, tokens_of};
-use crate::numbers::{distance, numbers, resident, tensors};
+use crate::numbers::{distance, json, numbers, resident, tensors};
 
 /// Most that a component, and a whole sampling, differ from the reference (relative, L2).
 const COMPONENT: f64 = 1e-5;
@@ -133,6 +135,13 @@ fn every_mutation_of_the_weights_is_seen() {
         let error = worst(&found, &expected);
         assert!(error > MUTATION, "{name}: {error:e}");
     }
+}
+
+#[test]
+fn tensors_are_those_of_the_authors_classes() {
+    let files: HashMap<String, BTreeMap<String, Vec<usize>>> = json("ovi-tiny/shapes.json");
+    let found = Given::read().config.authors_tensor_shapes();
+    assert_eq!(BTreeMap::from_iter(found), files["Ovi-960x960-5s"]);
 }
 
 #[test]
